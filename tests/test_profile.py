@@ -110,7 +110,7 @@ def test_missing_unknown_and_broken() -> None:
             {**data, "workers": [{**data["workers"][0], "pushs": 1}]},
             "worker 0 of the profile has 'pushs'",
         ),
-        ({**data, "workers": [3]}, "worker 0 of the profile is no mapping"),
+        ({**data, "workers": [3]}, "worker 0 of the profile is not a mapping"),
         ({**data, "workers": []}, "no workers"),
         ({**data, "workers": {}}, "are no list"),
         ({k: v for k, v in data.items() if k != "num_params"}, "the profile lacks num_params"),
@@ -134,8 +134,8 @@ def test_missing_unknown_and_broken() -> None:
         (
             {"num_workers": 3},
             (
-                "2 workers and the cluster has 3; say cluster.num_workers=2, or in virtual time"
-                " cluster=profile"
+                "2 workers and the cluster has 3; set cluster.num_workers=2, or in virtual time"
+                " take cluster=profile"
             ),
         ),
         ({"model": "LeNet"}, "the model MLP and this one is LeNet"),

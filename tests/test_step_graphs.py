@@ -173,7 +173,7 @@ def test_what_cannot_be_captured_is_said(cuda: Cuda) -> None:
 def test_graphs_are_of_cuda_devices() -> None:
     runtime = SimpleNamespace(device="cpu", precision="fp32", graphs="on")
     with pytest.raises(
-        UsageError, match=r"graphs=on captures steps of CUDA devices, and this run is on a CPU"
+        UsageError, match=r"graphs=on: captures steps of CUDA devices, and this run is on a CPU"
     ):
         device_of(runtime)
     assert device_of(SimpleNamespace(**vars(runtime) | {"graphs": "auto"})) == "cpu"

@@ -1,3 +1,3 @@
-"""From a composed configuration to a checked plan, and from a plan's specs to the objects that run
-it.
+"""Planning: a composed configuration becomes a checked plan, and a plan's specs become the options
+that a run uses.
 """

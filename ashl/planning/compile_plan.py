@@ -1,4 +1,8 @@
-"""From a composed configuration to a checked plan."""
+"""Compile a composed configuration into a checked plan.
+
+`prepare_plan` constructs the options, checks them, lets the schedule make stages, and completes
+these with messages, shards and a prediction.
+"""
 
 import math
 import os
@@ -66,15 +70,13 @@ from ashl.stage.stage import extra_ranks
 from ashl.task.contract import renamed
 
 TAKES_COSTS = (
-    "virtual time takes its costs from profile=FILE; of cluster.* only the number of workers has"
-    " a say"
+    "virtual time takes its costs from profile=FILE; of cluster.* only the number of workers has an"
+    " effect"
 )
 
 
 class PreparedPlan(NamedTuple):
-    """A checked plan with the options that its specs stand for, and the data set, which a check has
-    loaded.
-    """
+    """A checked plan, the options that its specs construct, and the loaded data set."""
 
     plan: Plan
     parts: Parts
@@ -89,7 +91,7 @@ def compile_plan(
     *,
     strict: bool = False,
 ) -> Plan:
-    """The plan alone, see `prepare_plan`."""
+    """Return only the plan of `prepare_plan`."""
     return prepare_plan(config, world_size, overrides, profile, strict=strict).plan
 
 
@@ -103,11 +105,11 @@ def prepare_plan(
 ) -> PreparedPlan:
     """Check every choice and every combination, and resolve them into a plan.
 
-    `world_size` is the number of processes of the job that this one is part of, where there is one;
-    `overrides` is what the user wrote; with `strict`, a value among them that has no effect is
-    refused; `profile` what was just measured.
-    Precedence: plan=FILE, what was measured, profile=FILE, cluster.*.
-    Raises UsageError and DataMissingError; afterwards nothing is left to refuse.
+    Args: `world_size` is the number of processes of this process's job, or None. `overrides` are
+    the settings that the user typed; with `strict`, a typed value without an effect is refused.
+    `profile` is a profile that was just measured.
+    The order of precedence is plan=FILE, `profile`, profile=FILE, cluster.*.
+    Raises: UsageError and DataMissingError. A plan that is returned has passed all checks.
     """
     settings = settings_of(config)
     with own_faults(settings.allow_targets):
@@ -142,7 +144,7 @@ def _prepare_plan(
         load_data_set(parts["dataset"], settings.seed),
         limits_of(settings, parts["dataset"]),
     )
-    with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
+    with_horizon(parts["optimizer"], limits.epochs)  # raises if the horizon is not known
     check_targets(limits, parts["runtime"].gradients, parts["task"], config["choices"]["task"])
     device_of(parts["runtime"])
     learner = make_learner(parts, data, settings)
@@ -217,7 +219,10 @@ def _prepare_plan(
 
 
 def load_data_set(dataset: Any, seed: int) -> Data:
-    """Raises UsageError where there is no room for it, and DataMissingError."""
+    """Return the loaded data set.
+
+    Raises: UsageError if it does not fit into memory, and DataMissingError.
+    """
     try:
         return load_data(dataset, seed)
     except MemoryError as error:
@@ -227,13 +232,14 @@ def load_data_set(dataset: Any, seed: int) -> Data:
 
 
 def make_learner(parts: Mapping[str, Any], data: Data, settings: Settings) -> Learner:
-    """Raises UsageError where the model does not take the data, or what it is to start from."""
+    """Return the learner of the plan.
+
+    Raises: UsageError if the model does not fit the data or the initial weights.
+    """
     start = start_of(settings.run.start_from)
     try:
         learner = Learner(parts["model"], data, parts["task"], seed=settings.seed, start=start)
-    except (
-        RuntimeError
-    ) as error:  # what torch raises, which has no kind of its own for it on the host
+    except RuntimeError as error:  # torch has no exception class for missing memory of the host
         if "allocate memory" not in str(error):
             raise
         raise UsageError(
@@ -245,8 +251,9 @@ def make_learner(parts: Mapping[str, Any], data: Data, settings: Settings) -> Le
 
 
 def resolve_plan(plan: Plan, options: OptionFactory, path: str | None) -> Parts:
-    """What a plan's specs stand for, where its stages can follow one another. Raises UsageError,
-    naming the file.
+    """Return the options of a plan whose stages can follow one another.
+
+    Raises: UsageError, naming the plan file `path` if there is one.
     """
     try:
         resolved = parts_of(plan, options)
@@ -267,8 +274,9 @@ def resolve_plan(plan: Plan, options: OptionFactory, path: str | None) -> Parts:
 
 
 def draw_compute_factors(cluster: Mapping[str, Any], seed: int) -> Spec:
-    """The cluster's spec with what its trace says, and the factors that are to be drawn: those of
-    the first workers do not depend on how many follow.
+    """Return the cluster's spec with the events of its trace and with random compute factors.
+
+    The factors of the first workers do not depend on the number of workers.
     """
     cluster = with_trace_events(cluster)
     if not (spread := cluster.get("compute_spread")):
@@ -281,7 +289,7 @@ def draw_compute_factors(cluster: Mapping[str, Any], seed: int) -> Spec:
 
 
 def with_message_bytes(plan: Plan, stage: StagePlan, own: StageParts) -> StagePlan:
-    """The stage with the bytes of each worker's update, in however many messages."""
+    """Return the stage with the bytes of each worker's update, summed over its messages."""
     whole = link_of(own.compression, layout_of(plan.layers), 0, plan.num_params)
     links = links_of(plan, own) or (whole,) * (1 + own.sync.momentum_travels)
 
@@ -306,7 +314,7 @@ def schedule_choices(
     layout: Layout,
     profile: Profile | None,
 ) -> Choices:
-    """What the schedule is given to make stages of."""
+    """Return the input from which a schedule makes stages."""
     batch, num_params = parts["dataset"].batch_size, size_of(layout)
     return Choices(
         names=config["choices"],
@@ -324,7 +332,7 @@ def schedule_choices(
 
 
 def make_run_name(choices: Mapping[str, str], parts: dict[str, Any]) -> str:
-    """What was chosen, in short."""
+    """Return a short name of the chosen options."""
     what = "sync" if parts["sync"] is not None else "schedule"
     return "-".join(choices[group] for group in (what, "model", "dataset"))
 
@@ -338,9 +346,11 @@ def add_prediction(
     batch: int,
     known: Profile | None,
 ) -> Plan:
-    """The plan with what each stage should reach, where this cluster, chosen or the profile's, says
-    what it costs. Raises UsageError where sums cannot go as they were asked to, or a model cannot
-    be shared out.
+    """Return the plan with the prediction of each stage, if the cluster or the profile declares all
+    costs.
+
+    Raises: UsageError if the topology cannot partition the model, or does not support the algorithm
+    of all-reduces.
     """
     check_sharded_server(plan, parts)
     plan = replace(plan, notes=plan.notes + note_reduction_times(plan, parts, cluster))
@@ -354,12 +364,13 @@ def add_prediction(
 
 
 def predict_duration_s(plan: Plan, epoch_samples: int) -> float | None:
-    """What the run should take by its limits. Of stages that follow one another nobody knows
-    beforehand when they change, so it is as long as the slowest of them would take for all.
+    """Return the predicted seconds of the run by its limits.
+
+    The moments of stage boundaries are not known in advance. So the prediction assumes the pace of
+    the slowest stage for the whole run.
     """
-    rates = [
-        s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s
-    ]  # 0 = too slow to foretell
+    # a rate of 0 is too low to predict
+    rates = [s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s]
     steps = plan.num_steps(epoch_samples)
     bounds = [plan.limits.seconds, None if steps is None or not rates else steps / min(rates)]
     return min((bound for bound in bounds if bound is not None), default=None)
@@ -368,23 +379,21 @@ def predict_duration_s(plan: Plan, epoch_samples: int) -> float | None:
 def choose_virtual_cluster(
     parts: Mapping[str, Any], known: Profile | None, codec: str
 ) -> Spec | None:
-    """The cluster that drives virtual time in place of the chosen one: the profile's, where it says
-    something else.
+    """Return the spec of the profile's cluster if it replaces the chosen cluster in virtual time,
+    else None.
 
-    Raises UsageError where a cluster is chosen that is nothing without a profile, or says what a
-    profile cannot.
+    Raises: UsageError if the chosen cluster needs a profile, or has events that a profile cannot
+    represent.
     """
     cluster, virtual = parts["cluster"], parts["runtime"].name == "sim"
     if isinstance(cluster, ProfileCluster):
         if not virtual:
             raise UsageError(
-                "cluster=profile is a measured cluster in virtual time; take runtime=sim, or"
-                " cluster=real to run on the processes that are there"
+                "cluster=profile: a measured cluster exists in virtual time only; take runtime=sim,"
+                " or cluster=real to run on the job's processes"
             )
         if known is None:
-            raise UsageError(
-                "cluster=profile needs the profile that it is made of: give profile=FILE, too"
-            )
+            raise UsageError("cluster=profile: needs a profile; add profile=FILE")
     if not virtual or known is None:
         return None
     if cluster.num_workers not in (None, known.num_workers):
@@ -394,8 +403,8 @@ def choose_virtual_cluster(
             return None
         if cluster.events:
             raise UsageError(
-                "cluster.events change the declared costs of a cluster, and profile=FILE says"
-                " others; drop one of them"
+                "cluster.events: change the declared costs of a cluster, and profile=FILE replaces"
+                " them; remove one of them"
             )
     if not isinstance(cluster, Cluster) or cluster.churn is None:
         return known.cluster(codec)
@@ -408,8 +417,8 @@ def choose_virtual_cluster(
 def choose_prediction_cluster(
     cluster: Any, known: Profile | None, replaced: Spec | None, codec: str, options: OptionFactory
 ) -> tuple[Any, Profile | None]:
-    """The cluster by which is predicted what a run takes, and the profile that it is of,
-    if it is.
+    """Return the cluster whose costs predict the run, and the profile that it is made from, or
+    None.
     """
     if known is None or replaced is not None:
         return cluster, known
@@ -419,7 +428,7 @@ def choose_prediction_cluster(
 
 
 def declares_profile(cluster: Cluster, known: Profile) -> bool:
-    """Whether the profile is what this cluster declares."""
+    """Return True if the profile has the costs that this cluster declares."""
     own = declared_profile(cluster, known.model, known.num_params, known.workers[0].batch)
     return (
         own is not None
@@ -428,14 +437,14 @@ def declares_profile(cluster: Cluster, known: Profile) -> bool:
 
 
 def codec_class(config: Mapping[str, Any]) -> str:
-    """The class of the codec, by which a profile knows what it costs."""
+    """Return the dotted name of the codec's class, which identifies its costs in a profile."""
     return config["compression"]["_target_"]
 
 
 def note_profile(
     known: Profile | None, codec: Codec, replaced: Spec | None, choices: Mapping[str, str]
 ) -> list[str]:
-    """What a profile is taken for, and what it has not timed."""
+    """Return notes on the use of a profile and on costs that it has not timed."""
     notes = [TAKES_COSTS] if replaced and choices["cluster"] != "profile" else []
     own = f"{type(codec).__module__}.{type(codec).__name__}"
     if (
@@ -445,27 +454,25 @@ def note_profile(
         and known.codec(own) is None
     ):
         notes.append(
-            f"the profile has not timed {choices['compression']}: encoding is taken to last as long"
-            " as by the codec that it was measured with"
+            f"the profile has not timed {choices['compression']}: the encoding time of its own"
+            " codec is used"
         )
     return notes
 
 
 def note_whole_steps(sync: Any, num_workers: int, choices: Mapping[str, str]) -> list[str]:
-    """Return the note for a sync mode that steps n times as far in a round as BSP does at the same
-    rate.
-    """
+    """Return a note on a sync mode whose round moves the model n times as far as a round of BSP."""
     if sync is None or not sync.whole_steps or num_workers == 1:
         return []
     return [
-        f"sync={choices['sync']} takes {num_workers} whole steps in a round, where BSP and ASP take"
+        f"sync={choices['sync']} takes {num_workers} whole steps in a round, and BSP and ASP take"
         f" one at aggregate.scale=1; optimizer.lr may need to be {num_workers} times smaller"
     ]
 
 
 def note_shared_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:
-    """Return the note for unpaced ranks that share this host's cores, which the nodes of a cluster
-    do not.
+    """Return a note on unpaced ranks that share the cores of this host, unlike nodes of a
+    cluster.
     """
     here = num_ranks if runtime.name == "local" else int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     cores = len(os.sched_getaffinity(0))
@@ -480,18 +487,22 @@ def note_shared_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:
 def check_profile(
     profile: Profile, config: Mapping[str, Any], num_workers: int, num_params: int, batch: int
 ) -> None:
-    """Raises UsageError where it is of something else."""
+    """Refuse a profile of another number of workers, model or batch size.
+
+    Raises: UsageError.
+    """
     model, before = config["choices"]["model"], config["model"]["_target_"].rpartition(".")[2]
-    profile.check(
-        num_workers, before if profile.model == before else model, num_params, batch
-    )  # its class once
+    # older profiles name the model's class, not its option
+    profile.check(num_workers, before if profile.model == before else model, num_params, batch)
 
 
 def take_stages_of_plan_file(
     path: str, own: Plan, config: Mapping[str, Any], overrides: Sequence[str]
 ) -> Plan:
-    """The stages of a plan that the user gave, run where and for as long as this configuration
-    says; a seed that was typed is this run's, for a plan does not depend on it.
+    """Return this run's plan with the stages of a plan file.
+
+    A typed seed replaces the file's, because stages do not depend on the seed.
+    Raises: UsageError if the file is for another run.
     """
     plan = read_plan(path)
     clashes = (
@@ -504,7 +515,7 @@ def take_stages_of_plan_file(
         if theirs != ours:
             raise UsageError(
                 f"plan={path} is for another run: {what} {theirs} there, {ours} here; give this run"
-                " the same, or plan anew"
+                " the same, or make a new plan"
             )
     check_plan_overrides(path, plan, config, overrides)
     seed = own.seed if any(key_of(override) == "seed" for override in overrides) else plan.seed

@@ -1,4 +1,4 @@
-"""Where gradients are computed, how precisely, and what carries them from there."""
+"""Device of the gradients, their precision, and the backend that transfers vectors."""
 
 import os
 from collections.abc import Sequence
@@ -16,31 +16,34 @@ from ashl.topology.parameter_server import ParameterServer
 
 
 def device_of(runtime: Any, local_rank: int = 0) -> str:
-    """The device of a process that is the `local_rank`-th of its machine: GPUs are dealt in that
-    order.
+    """Return the device of the process with this local rank; GPUs are assigned in the order of
+    local ranks.
 
-    Raises UsageError where CUDA is asked for, or arithmetic that only CUDA has, and is not there.
+    Raises: UsageError if the runtime asks for CUDA, or for CUDA arithmetic, and there is no CUDA
+    device.
     """
-    there = torch.cuda.is_available()
-    if runtime.device == "cuda" and not there:
+    available = torch.cuda.is_available()
+    if runtime.device == "cuda" and not available:
         raise UsageError(
-            "runtime.device=cuda, but torch sees no CUDA device here; take runtime.device=cpu"
+            "runtime.device=cuda: torch finds no CUDA device here; take runtime.device=cpu"
         )
-    kind = ("cuda" if there else HOST) if runtime.device == "auto" else runtime.device
+    kind = ("cuda" if available else HOST) if runtime.device == "auto" else runtime.device
     if runtime.precision == "tf32" and kind == HOST:
         raise UsageError(
-            "runtime.precision=tf32 is arithmetic of CUDA devices; on a CPU take fp32, or bf16"
+            "runtime.precision=tf32: needs a CUDA device; take runtime.precision=fp32 or bf16"
         )
     if runtime.graphs == "on" and kind == HOST:
         raise UsageError(
-            "runtime.graphs=on captures steps of CUDA devices, and this run is on a CPU; take off,"
+            "runtime.graphs=on: captures steps of CUDA devices, and this run is on a CPU; take off,"
             " or auto"
         )
     return kind if kind == HOST else f"{kind}:{local_rank % torch.cuda.device_count()}"
 
 
 def gpu_index(device: str) -> str | None:
-    """Which of the machine's GPUs that is, whatever this process sees of them; None = none."""
+    """Return the node-wide index of a GPU, also if this process sees only some GPUs; None for the
+    CPU.
+    """
     if device == HOST:
         return None
     index, visible = device.partition(":")[2], os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -48,7 +51,7 @@ def gpu_index(device: str) -> str | None:
 
 
 def use_device(device: str) -> str:
-    """Make it this process's own; returns what it is called."""
+    """Select the device for this process, and return its name."""
     if device == HOST:
         return device
     torch.cuda.set_device(device)
@@ -56,35 +59,32 @@ def use_device(device: str) -> str:
 
 
 def uses_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
-    """Whether NCCL carries vectors from device to device: sums, in one group, whose operations all
-    ranks begin in one order; where it is asked for, a server's messages, too, as the server grants
-    them (`ashl.runtime.transport`).
+    """Return True if NCCL transfers vectors between devices.
 
-    Raises UsageError where it is asked for and cannot.
+    It carries all-reduces of one group whose operations all ranks begin in the same order. If the
+    runtime asks for NCCL, it also carries a server's messages, as the server grants them
+    (`ashl.runtime.transport`).
+    Raises: UsageError if the runtime asks for NCCL and the run does not support it.
     """
     asked, device = runtime.backend == "nccl", device_of(runtime)
     if runtime.backend == "gloo" or (device == HOST and not asked):
         return False
     if device == HOST:
         raise UsageError(
-            "runtime.backend=nccl carries vectors between GPUs, and this run is on CPUs; take auto"
+            "runtime.backend=nccl: carries vectors between GPUs, and this run is on CPUs; take auto"
         )
     if not nccl_available():
         why = "this build of torch has no NCCL"
     elif topology.algorithm is not None:
         why = (
-            f"topology.algorithm={topology.algorithm} sums in collectives of gloo; NCCL chooses"
-            " alone"
+            f"topology.algorithm={topology.algorithm} needs gloo, as NCCL chooses its own algorithm"
         )
     elif isinstance(topology, AllReduce):
         return True
     elif not isinstance(topology, ParameterServer):
-        why = (
-            "NCCL carries the sums of topology=all_reduce and what a server grants; other messages"
-            " go by gloo"
-        )
+        why = "NCCL carries only topology=all_reduce and the messages of topology=parameter_server"
     elif not isinstance(cluster, RealCluster):
-        why = "what NCCL carries keeps no declared pace; take cluster=real with it"
+        why = "transfers by NCCL cannot be paced; take cluster=real with it"
     else:
         return asked
     if asked:
@@ -93,13 +93,15 @@ def uses_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
 
 
 def have_own_gpus(gpus: Sequence[object], runtime: Any) -> bool:
-    """Whether each of these ranks has a GPU of its own (None: it has none): NCCL takes no others.
+    """Return True if each of these ranks has a GPU of its own (None: the rank has none), which NCCL
+    needs.
 
-    Raises UsageError where NCCL is asked for.
+    Raises: UsageError if the runtime asks for NCCL and they have not.
     """
     apart = None not in gpus and len({*gpus}) == len(gpus)
     if runtime.backend == "nccl" and not apart:
         raise UsageError(
-            "runtime.backend=nccl needs a GPU of its own for each rank; start no more, or take auto"
+            "runtime.backend=nccl: each rank needs a GPU of its own; start fewer ranks, or take"
+            " auto"
         )
     return apart

@@ -1,4 +1,4 @@
-"""From a plan's specs to the objects that a process runs."""
+"""Instantiate a plan: construct its options, and bind its stages to workers and trainers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,21 +47,20 @@ from ashl.task.contract import Task
 from ashl.task.plain import plain_task
 from ashl.topology.sharded_server import ShardedServer
 
-PLAIN: dict[
-    str, Plain
-] = {  # groups whose classes need not be options, and what is made of such a class
+# group → adapter that makes an option from a class or function of plain torch
+PLAIN: dict[str, Plain] = {
     "model": plain_model,
     "dataset": plain_dataset,
     "optimizer": plain_optimizer,
     "task": plain_task,
 }
 
-Deal = Callable[[Sequence[float]], list[np.ndarray]]  # everybody's samples, by everybody's share
+Deal = Callable[[Sequence[float]], list[np.ndarray]]  # data shares → sample numbers by worker
 
 
 class OptionFactory:
-    """Makes an option of each spec, once: options never change, so that equal specs may
-    share one.
+    """Constructs options from specs; equal specs share one option, because options are
+    immutable.
     """
 
     def __init__(self, allow: Sequence[str]) -> None:
@@ -69,8 +68,8 @@ class OptionFactory:
         self._made: dict[tuple[str, str], Any] = {}
 
     def of(self, group: str, spec: Mapping[str, Any]) -> Any:
-        """The option of this group that a spec stands for. Raises UsageError."""
-        key = (group, repr(spec))  # not by ==, to which 1 and true are the same
+        """Return the option of a spec. Raises: UsageError."""
+        key = (group, repr(spec))  # `repr` because 1 == True
         if key not in self._made:
             self._made[key] = construct(spec, group, self.allow, PLAIN.get(group))
         return self._made[key]
@@ -91,7 +90,7 @@ class StageParts:
 
 @dataclass(frozen=True)
 class Parts:
-    """All options of a plan: whoever builds of a plan is handed them, and makes none anew."""
+    """All options of a plan, constructed once and passed to every user of the plan."""
 
     model: Any
     dataset: Any
@@ -103,8 +102,9 @@ class Parts:
 
 
 def parts_of(plan: Plan, options: OptionFactory | None = None) -> Parts:
-    """What a plan's specs stand for; with `options` where some of them have been made. Raises
-    UsageError.
+    """Return all options of a plan; `options` may hold some that are constructed already.
+
+    Raises: UsageError.
     """
     options = options or OptionFactory(plan.allow_targets)
     return Parts(
@@ -119,6 +119,7 @@ def parts_of(plan: Plan, options: OptionFactory | None = None) -> Parts:
 
 
 def stage_parts(stage: StagePlan, options: OptionFactory) -> StageParts:
+    """Return the options of one stage. Raises: UsageError, naming the stage."""
     specs: dict[str, Spec] = {group: getattr(stage, group) for group in STAGE_GROUPS}
     try:
         return StageParts(**{group: options.of(group, spec) for group, spec in specs.items()})
@@ -128,7 +129,7 @@ def stage_parts(stage: StagePlan, options: OptionFactory) -> StageParts:
 
 @dataclass(frozen=True)
 class Job:
-    """A plan's objects, in one process."""
+    """The objects of a plan in one process."""
 
     parts: Parts
     data: Data
@@ -137,17 +138,19 @@ class Job:
 
 
 def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> Profile | None:
-    """What the configuration declares of the workers; None where it has to be measured."""
+    """Return the profile of a cluster's declared costs; None if a cost is not declared."""
     if not isinstance(cluster, Cluster) or cluster.missing():
         return None
     return profile_of_declared_costs(cluster, model, num_params, batch)
 
 
 def answer_block(cluster: Any, fragments: Sequence[Fragment]) -> int:
-    """How many workers several servers can answer, each with its fragment, while one worker takes
-    in all of them; 1 where another order than that of the ranks may cost time: where workers are
-    not declared as equal, so that servers answer at different moments, and where a server's port is
-    faster than a worker's.
+    """Return the number of workers that several servers can answer at once at full rate.
+
+    While one worker receives the fragments of all servers, the servers may send to others. The
+    result is 1 if another order than that of the ranks may cost time: if workers are not declared
+    as equal, so that servers answer at different moments, or if a server's NIC is faster than a
+    worker's.
     """
     if (
         not isinstance(cluster, Cluster)
@@ -164,18 +167,21 @@ def answer_block(cluster: Any, fragments: Sequence[Fragment]) -> int:
     worker = {cluster.bytes_s(rank, out=False, inner=False) / links[rank] for rank in ranks}
     pace = cluster.bytes_s(len(ranks), out=True, inner=False) / max(worker)
     sizes = [held.size for held in fragments]
-    held_at_once = pace * sum(sizes) / max(sizes) + 0.01  # pieces cut by bytes differ by an element
+    # 0.01: shards of equal bytes may differ by one element
+    held_at_once = pace * sum(sizes) / max(sizes) + 0.01
     return max(1, int(held_at_once)) if len(worker) == 1 and pace <= 1 else 1
 
 
 def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
-    """A plan's layers, as codecs know them."""
+    """Return a plan's layers in the form that codecs use."""
     return tuple(Layer(*layer) for layer in layers)
 
 
 def layer_groups(plan: Plan) -> tuple[Bucket, ...]:
-    """A model's, as messages are made of them, by what its tensors cost; there when they were
-    measured to be.
+    """Return the model's layer groups, of which messages are made.
+
+    They are ready at the measured moments if the plan has these, else at moments estimated from the
+    work of their tensors.
     """
     parts = buckets_of_tensors([shape for _, shape in plan.layers], plan.work)
     if not plan.shares:
@@ -185,7 +191,9 @@ def layer_groups(plan: Plan) -> tuple[Bucket, ...]:
 
 
 def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[CompressionPipeline, ...]:
-    """Those of the messages of one of a plan's stages, where a codec works in each by itself."""
+    """Return the compression pipelines of a stage's messages; empty if no codec works on single
+    messages.
+    """
     if not own.overlap.compresses or own.compression.traits.lossless:
         return ()
     groups = layer_groups(plan)
@@ -197,15 +205,17 @@ def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[Compressi
 
 
 def outer_of(own: StageParts, trainer: AnyTrainer, layout: Layout) -> Outer:
-    """The outer optimizer of these layers; sizes have no moments."""
+    """Return the outer optimizer of these layers; a run without values has none."""
     if isinstance(trainer, SizeOnlyTrainer):
         return Average()
     return own.outer.for_layers([(layer.name, layer.shape) for layer in layout])
 
 
 def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Fragment, ...]:
-    """Those of the model, where each is exchanged by itself: of P, the k-th has its layer groups
-    (`balanced`), or what the k-th server holds. One that is drawn is elements and no layers.
+    """Return the fragments of the model that are exchanged one by one.
+
+    Fragment k of P has its share of the layer groups (`balanced`), or the shard of server k. A
+    fragment of random elements has no layers.
     """
     if own.overlap.share is not None:
         elements = Layer("elements", (kept_count(own.overlap.share, plan.num_params),))
@@ -225,9 +235,8 @@ def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Frag
     for k, runs in enumerate(cuts):
         layers = tuple(layer for start, stop in runs for layer in within(layout, start, stop))
         own_outer, first = outer_of(own, trainer, layers), runs[0][0]
-        number = (
-            starts.index(first) if first in starts else (k + 1) * len(starts)
-        )  # no other fragment's
+        # a number that no other fragment has
+        number = starts.index(first) if first in starts else (k + 1) * len(starts)
         found.append(
             Fragment(
                 tuple(runs), layers, wrap_codec(own.compression, layers), own_outer, first=number
@@ -237,9 +246,10 @@ def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Frag
 
 
 def balanced(groups: Sequence[Bucket], count: int) -> list[list[tuple[int, int]]]:
-    """The layer groups as so many fragments of nearly equal size, each as runs of elements: the
-    largest group first, each to the fragment that has the fewest elements so far. Of groups of one
-    size each fragment has every P-th.
+    """Return the layer groups as `count` fragments of nearly equal size, each as runs of elements.
+
+    Groups are assigned in descending size, each to the fragment with the fewest elements. If all
+    groups have one size, each fragment has every P-th group.
     """
     found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     held = [0] * count
@@ -251,7 +261,7 @@ def balanced(groups: Sequence[Bucket], count: int) -> list[list[tuple[int, int]]
 
 
 def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:
-    """The layers in the elements [start, stop); what there is of one that is cut has no shape."""
+    """Yield the layers in the elements [start, stop); a partial layer has no shape."""
     at = 0
     for layer in layout:
         size = min(at + layer.size, stop) - max(at, start)
@@ -263,8 +273,8 @@ def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:
 def timed_of(
     own: StageParts, layout: Layout, allow: Sequence[str]
 ) -> tuple[tuple[str, CompressionPipeline], ...]:
-    """Return the codecs whose cost is measured: the class of each, and its link of the
-    whole model.
+    """Return the codecs whose cost is measured: dotted name of the class, and pipeline of the whole
+    model.
     """
     options = [
         own.compression,
@@ -283,7 +293,7 @@ def timed_of(
 def link_of(
     option: Codec, layout: Layout, start: int, stop: int, device: str = HOST
 ) -> CompressionPipeline:
-    """That of the tensors in the elements [start, stop)."""
+    """Return the compression pipeline of the tensors in the elements [start, stop)."""
     bounds = [0, *accumulate(layer.size for layer in layout)]
     first = bounds.index(start)
     return CompressionPipeline(
@@ -292,14 +302,15 @@ def link_of(
 
 
 def payload_of(option: Codec, layout: Layout) -> Callable[[float | None], float]:
-    """Bytes on the wire at a ratio, as a share of the dense vector's."""
+    """Return a function from density to encoded bytes, as a share of the dense bytes."""
     codec, d = wrap_codec(option, layout), size_of(layout)
     return lambda ratio: codec.encoded_nbytes(ratio, d) / (4 * d)
 
 
 def make_dealer(plan: Plan, parts: Parts, data: Data) -> Deal:
-    """Everybody's samples, by everybody's share. Raises UsageError where a worker's do not fill a
-    batch; without gradients nobody needs to.
+    """Return the function that assigns samples to workers by their data shares.
+
+    It raises UsageError if a worker's samples do not fill a batch; without gradients they need not.
     """
     dataset, rows = parts.dataset, zip(*(stage.workers for stage in plan.stages), strict=True)
     batch = [max(worker.batch for worker in row) if parts.runtime.gradients else 0 for row in rows]
@@ -309,8 +320,9 @@ def make_dealer(plan: Plan, parts: Parts, data: Data) -> Deal:
 
 
 def with_shards(stage: StagePlan, deal: Deal) -> StagePlan:
-    """The stage with the shares that its workers' shards are; as planned where there are more
-    workers than samples.
+    """Return the stage with the data shares of the actual shards.
+
+    With more workers than samples the planned shares remain.
     """
     sizes = [len(shard) for shard in deal([worker.data_share for worker in stage.workers])]
     if not all(sizes):
@@ -324,7 +336,7 @@ def with_shards(stage: StagePlan, deal: Deal) -> StagePlan:
 def bind_stages(
     plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal
 ) -> tuple[Stage, ...]:
-    """Each stage's rules, bound to its workers."""
+    """Return the stages of a plan, each bound to its workers and trainer."""
     stages = []
     batch = plan.stages[0].workers[0].batch
     known = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
@@ -389,8 +401,8 @@ def replan_stages(
     contention: ContentionCosts | None,
     codecs: tuple[CodecCost, ...],
 ) -> tuple[Profile, list[StagePlan]]:
-    """The profile of what was measured during a run, and the stages from `first` on planned from
-    it.
+    """Return the profile of costs that were measured during a run, and the stages from `first`
+    planned from it.
     """
     profile = Profile(
         schema=PROFILE_SCHEMA,
@@ -420,19 +432,21 @@ def replan_stages(
 
 
 def planner_for(overlap: Overlap, planner: Planner) -> Planner:
-    """The planner as it plans stages with this overlap."""
+    """Return the planner for stages with this overlap."""
     return Hidden(planner, planner.follows) if isinstance(overlap, Delayed) else planner
 
 
 def size_only_trainer(plan: Plan, parts: Parts, epoch_samples: int) -> SizeOnlyTrainer:
-    """For a plan that is only timed."""
+    """Return a trainer without values, for a plan that is only timed."""
     statistics = parts.stages[0].optimizer.statistics(plan.layers)
     return SizeOnlyTrainer(plan.num_params, epoch_samples, plan.num_workers, statistics)
 
 
 def check_writes(learner: Learner, sync: Rule) -> None:
-    """Raise UsageError if forward passes write into parameters, and workers exchange something else
-    than models.
+    """Refuse a model whose forward pass writes into parameters where workers do not exchange
+    models.
+
+    Raises: UsageError.
     """
     if learner.writes and sync.exchange != "difference":
         raise UsageError(
@@ -444,8 +458,9 @@ def check_writes(learner: Learner, sync: Rule) -> None:
 
 
 def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | None = None) -> Job:
-    """Everything that a process needs to run or to evaluate a plan; `parts` and `data` where they
-    are there already.
+    """Return the objects with which a process runs or evaluates a plan.
+
+    Args: `parts` and `data` are options and data that exist already, or None.
     """
     parts = parts or parts_of(plan)
     data = data or load_data(parts.dataset, plan.seed)

@@ -1,6 +1,4 @@
-"""Costs by layer group and by message: those of a declared cluster, and plans by those that were
-measured.
-"""
+"""Costs by layer group and by message: those of a declared cluster, and measured ones in plans."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +18,10 @@ from ashl.planning.instantiate import layer_groups
 
 
 def with_measured_readiness(plan: Plan, known: Profile | None) -> Plan:
-    """The plan with the moments at which layer groups are ready, where a profile has them. Raises
-    UsageError.
+    """Return the plan with the measured moments at which layer groups are ready, if the profile has
+    them.
+
+    Raises: UsageError.
     """
     if known is None or known.source == "declared" or not known.group_bytes:
         return plan
@@ -33,8 +33,9 @@ def with_measured_readiness(plan: Plan, known: Profile | None) -> Plan:
 def with_layer_group_costs(
     profile: Profile, plan: Plan, learner: Learner, cluster: Cluster, known: Profile | None = None
 ) -> Profile:
-    """A declared profile with costs by layer group and by message, as the cluster has them; layer
-    groups are ready when the profile says that the cluster is made of, where it is.
+    """Return a declared profile with the cluster's costs by layer group and by message.
+
+    The moments at which layer groups are ready are those of the profile `known`, if there is one.
     """
     groups = layer_groups(
         with_measured_readiness(replace(plan, work=plan.work or learner.work()), known)
@@ -42,11 +43,9 @@ def with_layer_group_costs(
     passes = [after - before for before, after in pairwise((0.0, *end_shares(groups)))]
     forward, backward = passes[: len(groups)][::-1], passes[len(groups) :]
     steady = replace(cluster, jitter=0.0, events=())
-    costs, team, server = (
-        network(steady, profile.dense_bytes),
-        tuple(range(profile.num_workers)),
-        profile.num_workers,
-    )
+    costs = network(steady, profile.dense_bytes)
+    team = tuple(range(profile.num_workers))
+    server = profile.num_workers
 
     def line(cost_ns: Callable[[int], int]) -> AlphaBeta:
         return fit_line({nbytes: [cost_ns(nbytes) / NS] for nbytes in (*SMALL, *LARGE)})

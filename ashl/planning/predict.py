@@ -1,4 +1,4 @@
-"""What a plan should reach: its stages timed in virtual time, without gradients."""
+"""Prediction of a plan: its stages are timed in virtual time, without gradients."""
 
 import math
 from collections.abc import Hashable, Mapping
@@ -19,11 +19,11 @@ from ashl.stage.compression_pipeline import CompressionPipeline
 from ashl.stage.program import program
 from ashl.stage.stage import Stage, extra_ranks
 
-# of every worker: enough for the slack of a bounded lead to be used up within the first half
+# cycles of each worker: enough for a bounded lead to be used up within the first half
 CYCLES = 128
-ROUNDS = 10_000  # of all workers together: enough for thousands of them, and quick
-STEPS = 400_000  # of all workers together, where H is large
-MARKS = 8  # at which the counts are read on the way
+ROUNDS = 10_000  # upper bound on the cycles of all workers together
+STEPS = 400_000  # upper bound on the steps of all workers together, for large H
+MARKS = 8  # number of intermediate readings of the counts
 WITHOUT = Limits(
     epochs=None,
     steps=None,
@@ -37,18 +37,16 @@ WITHOUT = Limits(
 
 
 class ProgressMark(NamedTuple):
-    """How a stage stood at some moment."""
+    """Progress of a stage at one moment."""
 
     steps: int
     time_ns: int
-    came_ns: Mapping[
-        int, int
-    ]  # when each rank had come so far, where that is not the same moment for all
+    came_ns: Mapping[int, int]  # moment at which each rank reached this progress, if they differ
 
 
 class StageObserver:
-    """An observer that keeps how a stage stood on its way and at its end, and when its workers
-    waited.
+    """Observer that records the progress of a stage at marks and at its end, and the waits of its
+    workers.
     """
 
     rounds: Rounds = "all"
@@ -57,9 +55,10 @@ class StageObserver:
         self.num_workers, self.lead_rank = num_workers, home
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
-        self.steps: dict[int, int] = {}  # by version of the model, at each evaluation
-        self.came_ns: dict[int, dict[int, int]] = {}  # ... when those who count had come to it
-        self.waits: list[tuple[int, int, int]] = []  # whose, from when, to when
+        self.steps: dict[int, int] = {}  # steps at each evaluation, by version of the model
+        # moment at which each counting rank reached the evaluation, by version of the model
+        self.came_ns: dict[int, dict[int, int]] = {}
+        self.waits: list[tuple[int, int, int]] = []  # (rank, start, end) in nanoseconds
         self.end = ProgressMark(0, 0, {})
 
     def emit(self, record: Record) -> None:
@@ -74,25 +73,23 @@ class StageObserver:
                 ]
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        """A rank that counts has come to an evaluation; nothing is learned, so there is nothing to
-        evaluate.
-        """
+        """Record that a counting rank has reached an evaluation; there is nothing to evaluate."""
         if not isinstance(record, Snapshot) or record.final:
             return
         if record.counts is not None:
             version = record.counts.merges
             self.steps[version] = record.counts.steps
-        elif (
-            record.tick is not None and self.lead_rank != self.num_workers
-        ):  # all count alike, and call their rounds so
-            version = record.tick
+        elif record.tick is not None and self.lead_rank != self.num_workers:
+            version = record.tick  # without a server all ranks count the same rounds
         else:
             return
         self.came_ns.setdefault(version, {})[record.rank] = record.time_ns
 
     def half_and_whole(self) -> tuple[ProgressMark, ProgressMark]:
-        """The mark nearest to half of the steps, and the end. What is counted because it had begun
-        by the end is in no mark, so the last mark stands for the end where they are at one moment.
+        """Return the mark nearest to half of the steps, and the end.
+
+        Steps that had begun at the end are counted there and in no mark. So the last mark stands
+        for the end if both are at the same moment.
         """
         came = self.came_ns
         marks = [
@@ -102,8 +99,8 @@ class StageObserver:
         return min(marks, key=lambda mark: abs(2 * mark.steps - whole.steps)), whole
 
     def waited_ns(self, mark: ProgressMark) -> int:
-        """What all workers together had waited by then, with who had come earlier waiting for the
-        others.
+        """Return the waiting time of all workers together up to a mark, including the wait of early
+        workers for the others.
         """
         own = [mark.came_ns.get(rank, mark.time_ns) for rank in range(self.num_workers)]
         before = sum(
@@ -115,9 +112,7 @@ class StageObserver:
 def simulate_stage(
     stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int
 ) -> StageObserver:
-    """How a stage stands on its way to so many steps, which are about so many cycles of every
-    worker.
-    """
+    """Simulate a stage for `steps` steps, which are about `cycles` cycles of every worker."""
     n = stage.num_workers
     seen = StageObserver(n, stage.lead_rank)
     limits = replace(WITHOUT, steps=steps, eval_every_commits=max(1, cycles * n // MARKS))
@@ -139,8 +134,10 @@ def simulate_stage(
 
 
 def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
-    """Steps between two merges: one where gradients are exchanged, as many as fill the interval
-    where the sync mode has one, else the plan's H.
+    """Return the steps between two merges.
+
+    It is one where gradients are exchanged, the number that fills the interval of a sync mode with
+    an interval, else the plan's H.
     """
     interval_ns = stage.sync.interval_s * NS
     if stage.sync.exchange == "gradient":
@@ -149,8 +146,8 @@ def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
 
 
 def bucketed_step_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int]:
-    """How long a step and its exchange take each worker in the long run, where messages go while it
-    computes.
+    """Return each worker's long-run duration of a step and its exchange, with messages sent during
+    computing.
     """
     links = {
         (m.start, m.stop): link
@@ -166,26 +163,20 @@ def bucketed_step_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int
         timeline = make_group_timeline(
             (rank,), stage.plan, speed, costs, stage.parts, link_of if links else None, server
         )
-        like = (
-            timeline.ready_ns,
-            timeline.needed_ns,
-            rank if server else None,
-        )  # a sum costs all the same
-        if like not in known:
-            known[like] = stage.overlap.step_ns(timeline)
-        cycles.append(known[like])
+        # an all-reduce takes the same time for all workers, a push does not
+        key = (timeline.ready_ns, timeline.needed_ns, rank if server else None)
+        if key not in known:
+            known[key] = stage.overlap.step_ns(timeline)
+        cycles.append(known[key])
     return cycles
 
 
 def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
-    """The stage's plan with each worker's cycle, and steps/s and wait share in the long run, filled
-    in.
-    """
+    """Return the stage's plan with each worker's cycle, and long-run steps/s and wait share."""
     plan, n = stage.plan, stage.num_workers
-    stage = stage.truncate_last_round(
-        stage.remaining_rounds(0, 0)
-    )  # a round may be longer than the whole run
-    if stage.sync.loop(stage, 0) is not None:  # a stage that only measures takes no steps
+    # A round may be longer than the whole run.
+    stage = stage.truncate_last_round(stage.remaining_rounds(0, 0))
+    if stage.sync.loop(stage, 0) is not None:  # a profiling stage has no steps
         return plan
     steady = replace(cluster, jitter=0.0, events=(), churn=None)
     speed = speed_of(steady, batch, seed=0)
@@ -204,16 +195,16 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     )
     seen = simulate_stage(stage, drawn, cycles * sum(local_steps), cycles, batch)
     half, whole = seen.half_and_whole()
-    span_ns, waited_ns = whole.time_ns - half.time_ns, seen.waited_ns(whole) - seen.waited_ns(half)
+    span_ns = whole.time_ns - half.time_ns
+    waited_ns = seen.waited_ns(whole) - seen.waited_ns(half)
     costs = Uncontended(network(steady, stage.trainer.dense_bytes, stage.topology.algorithm))
     cycles_ns = bucketed_step_ns(stage, speed, costs) if stage.messages else []
     for rank in range(n) if not stage.messages else ():
         steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)
         hidden_ns = stage.delayed.overlapped_steps(steps) * step_ns[rank] if stage.delayed else 0
         cycles_ns.append(steps * step_ns[rank] + max(0, exchange_ns - hidden_ns))
-    if (
-        stage.by_priority or (stage.sums_beside and contention_of(cluster))
-    ) and span_ns:  # chains do not know all
+    contended = stage.sums_beside and contention_of(cluster)
+    if (stage.by_priority or contended) and span_ns:  # timelines do not model priority, contention
         cycles_ns = [round(span_ns * sum(local_steps) / (whole.steps - half.steps))] * n
     return replace(
         plan,

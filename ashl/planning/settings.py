@@ -1,4 +1,4 @@
-"""The values of a configuration that belong to no group, checked."""
+"""Checked values of a configuration that belong to no group."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ GROUPS = ("model", "dataset", "task", "cluster", "schedule", "planner", "runtime
 
 @option
 class Stop:
-    """When a run ends; the first that is reached."""
+    """Limits and targets of a run; the first that is reached ends it."""
 
     epochs: Positive | None
     steps: Count | None
@@ -30,7 +30,7 @@ class Stop:
 
 @option
 class Evaluation:
-    """When a snapshot is evaluated; both null = once per epoch of the training set."""
+    """Times of evaluations; both null = once per epoch of the training set."""
 
     every_s: Span | None
     every_commits: Count | None
@@ -38,7 +38,7 @@ class Evaluation:
 
 @option
 class Run:
-    """Where a run writes, what it starts from, and how often it leaves a checkpoint."""
+    """Folder, initial weights, statistics of compression and checkpoints of a run."""
 
     dir: str | None
     save_weights: bool | None
@@ -51,7 +51,7 @@ class Run:
 
 @option
 class Settings:
-    """The values that belong to no group."""
+    """All values that belong to no group."""
 
     seed: Natural
     name: str | None
@@ -64,20 +64,23 @@ class Settings:
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
-    """The checked values outside of the groups. Raises UsageError, also on keys that
-    nothing reads.
+    """Return the checked values outside of the groups.
+
+    Raises: UsageError, also for a key that nothing reads.
     """
     parts: dict[str, Any] = {}
     beside = {"choices", "resumed", "sweep", "tracking"}
     extra = set(config) - set(GROUPS) - set(Settings.__dataclass_fields__) - beside  # type: ignore[attr-defined]
     if extra:
-        raise UsageError(f"nothing reads {sorted(extra)[0]!r}; `ashl train --cfg` shows all keys")
+        raise UsageError(
+            f"{sorted(extra)[0]}: not a key of the configuration; `ashl train --cfg` shows all keys"
+        )
     if isinstance(config["name"], str) and (
         set(config["name"]) & {"/", "\\"} or not config["name"].isprintable()
     ):
         raise UsageError(
-            f"name={config['name']} is part of a folder's name, so it cannot hold / or \\, or what"
-            " cannot be printed; say with run.dir where the run folder goes"
+            f"name={config['name']}: a part of a folder's name cannot contain /, \\ or unprintable"
+            " characters; set the path of the run folder with run.dir"
         )
     for key, cls in (("run", Run), ("stop", Stop), ("eval", Evaluation)):
         parts[key] = construct(
@@ -93,8 +96,9 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 
 def limits_of(settings: Settings, dataset: Any) -> Limits:
-    """The stop rule. Without a limit, and also where only a target is given, the data set's own
-    epochs hold.
+    """Return the stop rule.
+
+    Without a limit, even if there is a target, the data set's own number of epochs is the limit.
     """
     stop = settings.stop
     unbounded = stop.epochs is None and stop.steps is None and stop.seconds is None

@@ -1,4 +1,4 @@
-"""What transfers cost where nothing is in their way, and a step as a chain of layer groups with its
+"""Costs of uncontended transfers, and the timeline of a step: its layer groups and their
 exchange.
 """
 
@@ -20,14 +20,12 @@ from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from ashl.stage.stage import Members
 
-LinkOf = Callable[[int, int], CompressionPipeline]  # of the elements [start, stop)
-WARM = 1_000_000  # an epoch in which every warm-up is over
+LinkOf = Callable[[int, int], CompressionPipeline]  # pipeline of the elements [start, stop)
+WARM = 1_000_000  # an epoch after the end of every warm-up
 
 
 class Uncontended:
-    """What transfers cost at the start of a run, a ring of many worked out once for all that are in
-    it.
-    """
+    """Costs of transfers at the start of a run; those of collectives are cached for all members."""
 
     def __init__(self, network: Exchange | Ports) -> None:
         self._network = network
@@ -37,14 +35,16 @@ class Uncontended:
         return self._network.transfer_ns(src, dst, nbytes)
 
     def latency_ns(self, src: int, dst: int) -> int:
-        """Of a message with a body, however short."""
+        """Return the latency of a message with a payload."""
         if isinstance(self._network, Exchange):
             return 0
         return self._network.latency_ns(src, dst, 1, 0)
 
     def at_server_ns(self, workers: Members, server: int, nbytes: int, *, out: bool) -> int:
-        """How long these bytes of each of these workers hold the port of the server, on their way
-        out of it or into it; or the slowest of the workers' own.
+        """Return the time for which these bytes of each worker occupy the server's NIC, or the
+        slowest worker's NIC if that takes longer.
+
+        `out` is the direction as seen from the server.
         """
         if isinstance(self._network, Exchange):
             return max(self.transfer_ns(rank, server, nbytes) for rank in workers)
@@ -67,9 +67,12 @@ def make_timeline(
     server: bool = False,
     algorithm: str | None = None,
 ) -> StepTimeline | None:
-    """A step of the slowest worker, and what exchanges over all cost: sums, by the codec of a
-    message's `link` where it is compressed; or pushes and pulls of all at once through a server's
-    port, where messages under way at once share their latency. None where that is not declared.
+    """Return the timeline of a step of the slowest worker and of the exchange of all workers.
+
+    The exchange is an all-reduce, with the codec of each message's `link` if it is compressed. With
+    a server it is the pushes and pulls of all workers through the server's NIC. Messages in flight
+    at once share their latency there.
+    Returns: None if the costs are not declared.
     """
     if not isinstance(cluster, Cluster) or cluster.missing():
         return None
@@ -91,8 +94,9 @@ def make_group_timeline(
     link: LinkOf | None,
     server: bool,
 ) -> StepTimeline:
-    """The same of the slowest of some workers, with no other push or pull than theirs; sums are
-    over all.
+    """Return the timeline of a step of the slowest of `members`.
+
+    Only these members push and pull. All-reduces are over all workers.
     """
     team, d = tuple(range(len(stage.workers))), groups[0].stop
     step_ns = {
@@ -100,7 +104,7 @@ def make_group_timeline(
     }
 
     def ready_ns(group: Bucket) -> int:
-        done = (d - group.start) / d if link else 0.0  # of an encoding
+        done = (d - group.start) / d if link else 0.0  # share of the elements that are encoded
         encoded_ns = {rank: speed.cost_ns(rank, "compress", done, 0) or 0 for rank in members}
         return max(round(step_ns[rank] * group.ready) + encoded_ns[rank] for rank in members)
 
@@ -156,7 +160,7 @@ def compressed(
     groups: Sequence[Bucket],
     link: LinkOf,
 ) -> CompressedTimeline:
-    """The chain with messages as long as their codecs make them."""
+    """Return the timeline with messages of the length that their codecs give them."""
     whole, team = link(0, groups[0].stop), tuple(range(len(stage.workers)))
     shares = [worker.compression_ratio for worker in stage.workers]
     linear = whole.traits.linear

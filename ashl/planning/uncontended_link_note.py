@@ -1,19 +1,17 @@
-"""Where `cluster.exchange_s` is declared no port is ever occupied: what that hides, in a
-sentence.
-"""
+"""Notes on a declared `cluster.exchange_s`: no NIC is ever busy, so contention costs nothing."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MANY = 16  # workers at one server
+MANY = 16  # workers of one server from which a note is useful
 HIDES = (
-    "cluster.exchange_s keeps no port busy, so {what}; cluster.exchange_s=null with"
-    " cluster.bandwidth_mbit_s and cluster.latency_s has ports"
+    "with cluster.exchange_s no NIC is ever busy, so {what}; cluster.exchange_s=null with"
+    " cluster.bandwidth_mbit_s and cluster.latency_s has NICs"
 )
 
 
 def note_plan(config: Mapping[str, Any], num_workers: int) -> list[str]:
-    """What a run leaves out by it."""
+    """Return a note on the contention that a run ignores because of `cluster.exchange_s`."""
     topology, graph = config["choices"]["topology"], config["topology"].get("graph")
     if config["cluster"].get("exchange_s") is None:
         return []
@@ -29,8 +27,9 @@ def note_plan(config: Mapping[str, Any], num_workers: int) -> list[str]:
 
 
 def note_comparison(configs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What a comparison of these runs leaves out by it; `configs` are flat, with the names of
-    options.
+    """Return a note on the contention that a comparison ignores because of `cluster.exchange_s`.
+
+    Args: `configs` are flat, with the names of the options.
     """
     free = [config for config in configs if config.get("cluster.exchange_s") is not None]
     graphs = {config.get("topology.graph") for config in free if config.get("topology") == "gossip"}

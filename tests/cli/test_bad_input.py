@@ -88,11 +88,11 @@ SIM, SPY = (
         ),
         (
             "topology=all_reduce sync=qsr overlap=delayed",
-            "its rounds change, and the next one is begun before; take topology",
+            "a merge decides the length of the next round, which has begun by then; take topology",
         ),
         (
             "topology=all_reduce sync=lb_bsp overlap=dear",
-            "its batches change, and the next step is begun before; take",
+            "a merge decides the next batch sizes, and the next step has begun by then; take",
         ),
         (
             "topology=all_reduce sync=asp",
@@ -214,7 +214,7 @@ SIM, SPY = (
             "schedule=ashl schedule.h_preset=[1]",
             "schedule.h_preset=[1] is not possible: should have at least 2 values",
         ),
-        ("name=a/b", "cannot hold / or \\, or what cannot be printed; say with run.dir"),
+        ("name=a/b", "cannot contain /, \\ or unprintable characters; set the path"),
         ("optimizer.lr=nan", "optimizer.lr=nan is not possible"),
         ("sync.staleness=1.5", "sync.staleness=1.5 is not possible: should be a whole number"),
         ("stop.target_accuracy=97", "should be less than or equal to 1"),

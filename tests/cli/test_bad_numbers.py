@@ -39,10 +39,7 @@ ADAM = "sync=local_sgd outer=adam"
         ),
         (
             "name='\x1b2J'",
-            (
-                "name= 2J is part of a folder's name, so it cannot hold / or \\, or what cannot be"
-                " printed"
-            ),
+            ("name= 2J: a part of a folder's name cannot contain /, \\ or unprintable characters"),
         ),
     ],
 )

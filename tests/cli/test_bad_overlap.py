@@ -16,10 +16,10 @@ LAYERS = f"{RING} overlap=layerwise"
             "topology=gossip sync=d_psgd overlap=merged",
             "its workers exchange no gradients; take topology=all_reduce or",
         ),
-        ("topology=all_reduce sync=local_sgd overlap=wfbp", "local steps make one update"),
+        ("topology=all_reduce sync=local_sgd overlap=wfbp", "local steps give one update"),
         (
             f"{RING} overlap=wfbp compression=topk",
-            "a codec sees the whole update; take compression=none",
+            "the codec encodes the whole update; take compression=none",
         ),
         (
             f"{LAYERS} compression=gtopk",
@@ -32,9 +32,9 @@ LAYERS = f"{RING} overlap=layerwise"
         ),
         (
             f"{LAYERS} compression=fetch_sgd optimizer.momentum=0",
-            "compression=fetch_sgd merges the bodies of whole updates at once",
+            "compression=fetch_sgd merges the payloads of whole updates at once",
         ),
-        (f"{LAYERS} compression=adacomp", "keeps a state of its own for the whole update"),
+        (f"{LAYERS} compression=adacomp", "keeps state for the whole update"),
         (
             f"{LAYERS} compression=topk compression.clip_norm=1",
             "whole gradient; take compression.clip_norm=null",
@@ -73,13 +73,16 @@ LAYERS = f"{RING} overlap=layerwise"
         ),
         (
             "sync=bsp overlap=layerwise compression=topk",
-            "a server takes and merges a push as a whole",
+            "a server merges whole pushes",
         ),
         (
             f"{RING} overlap=wfbp aggregate.clip_norm=1",
             "clipping needs the norm of the whole gradient",
         ),
-        (f"{RING} overlap=wfbp optimizer=bcd", "no gradient of one backward pass"),
+        (
+            f"{RING} overlap=wfbp optimizer=bcd",
+            "it does not exchange the gradient of one backward pass",
+        ),
         (f"{RING} overlap=merged overlap.plan=[1,7]", "holds 8 layer groups, and the model has 2"),
         (
             f"{RING} overlap=merged overlap.plan=[2,0]",
@@ -102,95 +105,101 @@ LAYERS = f"{RING} overlap=layerwise"
         ),
         (
             "sync=profiling overlap=wfbp",
-            "it measures, and exchanges nothing to learn from; take another sync mode",
+            "a profiling stage exchanges no updates; take another sync mode",
         ),
         (
             "sync=profiling overlap=delayed",
-            "it measures, and exchanges nothing to learn from; take another sync mode",
+            "a profiling stage exchanges no updates; take another sync mode",
         ),
         (f"{RING} overlap=wfbp overlap.plan=greedy", "merged"),
         (
             "sync=spy optimizer.momentum=0 optimizer.weight_decay=0 overlap=wfbp",
-            "it has messages of its own",
+            "it has its own messages",
         ),
-        ("sync=asp overlap=wfbp", "local steps make one update"),
+        ("sync=asp overlap=wfbp", "local steps give one update"),
         (
             f"{RING} overlap=tictac",
             "there is no server to pull from; take topology=parameter_server",
         ),
         ("sync=bsp overlap=tictac overlap.plan=[9]", "holds 9 layer groups, and the model has 2"),
-        ("schedule=ashl overlap=wfbp", "is not supported in stage ahl"),
+        ("schedule=ashl overlap=wfbp", "not supported in stage ahl"),
         (
             "topology=gossip sync=d_psgd overlap=delayed",
-            "its workers meet in another way; take topology=all_reduce or",
+            "the topology has no delayed exchange; take topology=all_reduce or",
         ),
         (
             "topology=partial_all_reduce sync=ripples_smart overlap=delayed",
-            "its workers meet in another way",
+            "the topology has no delayed exchange",
         ),
         (
             "sync=spy optimizer.momentum=0 optimizer.weight_decay=0 overlap=delayed",
-            "it has messages of its own",
+            "each of its messages depends on the reply",
         ),
         (
             f"{RING} overlap=delayed optimizer=bcd",
-            "its sweeps need the model that the last one made",
+            "each sweep of the optimizer needs the model of the one before",
         ),
         (
             f"{RING} overlap=overlap_local_sgd",
-            "it is made for local steps, and gradients are exchanged; take sync=local",
+            "it needs local steps, and gradients are exchanged; take sync=local",
         ),
         (
             f"{RING} overlap=delayed aggregate.staleness_discount=1",
-            "all are equally late, and aggregate.staleness_discount needs differences",
+            "all updates have the same staleness, and aggregate.staleness_discount needs differences",
         ),
         (f"{RING} overlap=delayed overlap.local_weight=1.5", "overlap.local_weight"),
         (
             f"{RING} overlap=eager",
-            "it is made for local steps, and gradients are exchanged; take sync=local_sgd",
+            "it needs local steps, and gradients are exchanged; take sync=local_sgd",
         ),
         (
             "sync=asp sync.local_steps=2 overlap=eager",
-            "are no parts of one step; take sync=local_sgd, or overlap=delayed",
+            "it needs the updates of all workers in one merge; take sync=local_sgd, or overlap=delayed",
         ),
         (
             "sync=local_sgd outer=adam overlap=eager",
-            "steps of outer=adam on parts of an update do not add up; take",
+            "its steps on parts of an update do not add up; take",
         ),
         ("sync=local_sgd overlap=overlap_local_sgd overlap.alpha=1", "overlap.alpha"),
         (
             "sync=asp sync.local_steps=8 overlap=streaming",
-            "a server steps on a fragment once it has come from all; take",
+            "a server steps on a fragment after all workers have pushed it; take",
         ),
         (f"{RING} overlap=streaming", "gradients are exchanged; take sync=local_sgd"),
         (
             f"{STREAM} overlap.fragments=9",
-            "9 is more than the 2 layer groups that the model has; take at most 2",
+            "9: the model has 2 layer groups; take at most 2",
         ),
         (
             f"{STREAM} overlap.delay=8",
-            "has landed, of 8 from one to the next; take overlap.delay=7",
+            "leaves none of the 8 steps between two exchanges after an exchange is applied; take overlap.delay=7",
         ),
         (f"{STREAM} overlap.alpha=1", "overlap.alpha"),
         (
             f"{LOSCAR} compression=topk",
-            "the elements that it draws are its compression; take compression=none",
+            "its random elements are a compression already; take compression=none",
         ),
-        (f"{LOSCAR} outer=nesterov", "momentum would be of others; take outer=average"),
+        (
+            f"{LOSCAR} outer=nesterov",
+            "momentum does not fit elements that change with each exchange; take outer=average",
+        ),
         (f"{LOSCAR} overlap.share=0", "overlap.share"),
-        ("schedule=ashl overlap=dear", "is not supported in stage ahl"),
-        ("sync=bsp overlap=dear", "as a whole; take topology=all_reduce, or overlap=priority"),
+        ("schedule=ashl overlap=dear", "not supported in stage ahl"),
+        (
+            "sync=bsp overlap=dear",
+            "a server merges whole pushes; take topology=all_reduce, or overlap=priority",
+        ),
         (
             "sync=backup overlap=priority",
-            "a slice is merged once it has come from all, by a sum and one step; take",
+            "a slice is merged after all workers have pushed it, by one sum and one step; take",
         ),
         (
             "sync=backup overlap=slices",
-            "a slice is merged once it has come from all, by a sum and one step; take sync",
+            "a slice is merged after all workers have pushed it, by one sum and one step; take sync",
         ),
         (
             "sync=bsp overlap=slices optimizer=muon",
-            "the optimizer steps on one layer group at a time",
+            "it needs an optimizer that steps element by element",
         ),
         (
             f"{RING} overlap=slices",
@@ -201,15 +210,18 @@ LAYERS = f"{RING} overlap=layerwise"
         (f"{RING} overlap=priority overlap.slice=0", "overlap.slice"),
         (
             f"{RING} overlap=priority compression=topk",
-            "a codec sees the whole update; take compression=none",
+            "the codec encodes the whole update; take compression=none",
         ),
         (
             f"{RING} overlap=dear aggregate.clip_norm=1",
             "clipping needs the norm of the whole gradient",
         ),
-        ("topology=all_reduce sync=local_sgd overlap=dear", "local steps make one update"),
+        ("topology=all_reduce sync=local_sgd overlap=dear", "local steps give one update"),
         (f"{RING} overlap=dear overlap.plan=[1,7]", "holds 8 layer groups, and the model has 2"),
-        (f"{RING} overlap=dear optimizer=bcd", "no gradient of one backward pass"),
+        (
+            f"{RING} overlap=dear optimizer=bcd",
+            "it does not exchange the gradient of one backward pass",
+        ),
     ],
 )
 def test_a_wrong_overlap(overrides, says, said) -> None:
@@ -262,12 +274,10 @@ def test_an_optimizer_that_needs_the_whole_vector(said, tmp_path, monkeypatch) -
     )
     code, sentence = said(*chosen, "overlap=dear")
     assert code == 2
-    assert (
-        "the optimizer steps on one layer group at a time, and does not say elementwise" in sentence
-    )
+    assert "it needs an optimizer that steps element by element" in sentence
 
 
 def test_slices_of_a_push_need_a_port(said) -> None:
     code, sentence = said("sync=bsp", "cluster.exchange_s=0.01", "overlap=wfbp")
     assert code == 2
-    assert "no port is ever busy; give cluster.exchange_s=null with" in sentence
+    assert "no NIC is ever busy; set cluster.exchange_s=null with" in sentence

@@ -38,7 +38,7 @@ PORTS = (
             f"sync=bsp {PORTS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=9",
             "take cluster.node=null, or",
         ),
-        (f"sync=bsp {PORTS} overlap=wfbp", "overlap=wfbp is not supported"),
+        (f"sync=bsp {PORTS} overlap=wfbp", "overlap=wfbp: not supported"),
         (
             f"sync=bsp {PORTS} cluster.churn={{mtbf_s:9,mttr_s:1}}",
             "a failed worker cannot rejoin; take topology=parameter_server",

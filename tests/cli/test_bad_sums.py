@@ -12,22 +12,22 @@ HOSTLESS = "runtime=local cluster=real cluster.num_workers=2"
     [
         (
             f"{SUMS}hierarchical",
-            "cluster.node does not say who shares one; give the machine of each worker",
+            "cluster.node is not set; give the node of each worker",
         ),
-        (f"{SUMS}hierarchical {HOSTLESS}", "cluster.hosts does not say who shares one"),
+        (f"{SUMS}hierarchical {HOSTLESS}", "cluster.hosts is not set; give the node"),
         (
             f"{SUMS}auto {HOSTLESS}",
-            "is a cost of virtual time, and on processes gloo or NCCL chooses how a sum travels",
+            "supported in virtual time only, gloo or NCCL chooses the algorithm",
         ),
         (
             f"{SUMS}ring runtime=local {PORTS}",
-            "take runtime=sim, topology.algorithm=hierarchical, or drop",
+            "take runtime=sim, topology.algorithm=hierarchical, or remove",
         ),
         (
             f"{SUMS}tree overlap=dear {PORTS}",
-            "sends sums in two halves round a ring; take overlap=priority",
+            "splits an all-reduce into two halves of a ring; take overlap=priority",
         ),
-        (f"{SUMS}tree compression=topk", "gathered round a ring; take compression=none"),
+        (f"{SUMS}tree compression=topk", "gathered on a ring; take compression=none"),
         (f"{SUMS}mesh", "topology.algorithm"),
         ("sync=bsp topology.algorithm=tree", "algorithm"),
         (

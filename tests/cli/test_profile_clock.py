@@ -80,7 +80,7 @@ def test_what_runs_on_real_machines_is_predicted_from_their_profile(workplace) -
     [
         (
             "cluster=profile",
-            "cluster=profile needs the profile that it is made of: give profile=FILE, too",
+            "cluster=profile: needs a profile; add profile=FILE",
         ),
         (f"cluster=profile runtime=local {FILE}", "take runtime=sim, or cluster=real"),
         (f"cluster=profile cluster.num_workers=3 {FILE}", "4 workers and the cluster has 3"),
@@ -88,7 +88,7 @@ def test_what_runs_on_real_machines_is_predicted_from_their_profile(workplace) -
         (f"cluster=profile model=cnn {FILE}", "the model mlp and this one is cnn"),
         (
             f"cluster=one_slow cluster.events=[{{time_s:1,worker:0,compute:2}}] {FILE}",
-            "drop one of them",
+            "remove one of them",
         ),
         (
             "cluster=real cluster.num_workers=4",

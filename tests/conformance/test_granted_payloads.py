@@ -192,8 +192,10 @@ def test_where_nccl_carries_messages(monkeypatch) -> None:
     assert not survives_failure(replace(parts, runtime=asked))
     with pytest.raises(
         UsageError,
-        match=r"keeps no declared pace; take cluster=real with it; take runtime\.backend",
+        match=r"transfers by NCCL cannot be paced; take cluster=real with it; take runtime\.backend",
     ):
         device.uses_nccl(asked, server, cluster(2))
-    with pytest.raises(UsageError, match=r"other messages go by gloo; take runtime\.backend=auto"):
+    with pytest.raises(
+        UsageError, match=r"messages of topology=parameter_server; take runtime\.backend=auto"
+    ):
         device.uses_nccl(asked, conf_option("topology", "gossip"), parts.cluster)

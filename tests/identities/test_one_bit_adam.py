@@ -177,11 +177,11 @@ def test_0_1_adam_without_adam_is_refused():
         planned(*ZERO_ONE, "optimizer=muon")
     with pytest.raises(
         UsageError,
-        match=r"overlap=delayed is not supported .* what it exchanges is no update that could",
+        match=r"overlap=delayed: not supported .* its messages cannot be applied one round",
     ):
         planned(*ZERO_ONE, "overlap=delayed")
     with pytest.raises(
         UsageError,
-        match=r"overlap=wfbp is not supported .* what it exchanges is not the gradient as it",
+        match=r"overlap=wfbp: not supported .* it does not exchange the plain gradient",
     ):
         planned(*MODE, "compression=none", "overlap=wfbp")

@@ -266,7 +266,7 @@ def test_a_step_takes_what_was_predicted() -> None:
     common = (*RING, *DEEP, *UNEQUAL, "compression=topk", "runtime.gradients=false", LAYERWISE)
     for overlap in ("overlap.plan=optimal", "overlap.ratio=adaptive"):
         plan = planned(*common, overlap, "stop.steps=30")
-        note = next(note for note in plan.notes if "a step and its sum" in note)
+        note = next(note for note in plan.notes if "a step and its all-reduce" in note)
         assert simulation(plan)().now_ns / 10 == pytest.approx(
             float(note.split()[6]) * 1e6, rel=1e-3
         )

@@ -156,7 +156,7 @@ def test_a_run_takes_its_closed_form() -> None:
             "stop.steps=30",
             f"overlap={overlap}",
         )
-        note = next(note for note in plan.notes if "a step and its sum" in note)
+        note = next(note for note in plan.notes if "a step and its all-reduce" in note)
         assert simulation(plan)().now_ns / 10 == pytest.approx(
             float(note.split()[6]) * 1e6, rel=1e-3
         )

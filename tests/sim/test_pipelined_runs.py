@@ -175,7 +175,7 @@ def test_a_run_takes_its_closed_form() -> None:
         plan = planned(
             *RING, *UNEQUAL, "model=lenet", "runtime.gradients=false", "stop.steps=30", *overlap
         )
-        note = next(note for note in plan.notes if "a step and its sum" in note)
+        note = next(note for note in plan.notes if "a step and its all-reduce" in note)
         step_ms = float(note.split()[6])
         assert simulation(plan)().now_ns / 1e6 == pytest.approx(10 * step_ms, rel=0.02)
         assert plan.stages[0].predicted_steps_per_s == pytest.approx(3e3 / step_ms, rel=1e-3)

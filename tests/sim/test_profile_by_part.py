@@ -146,7 +146,7 @@ def test_a_plan_follows_from_a_profile_alike_in_virtual_time_and_on_processes(wo
     )
     assert sim.shares == real.shares == pytest.approx((0.2, 0.4, 1.0))
     assert sim.stages[0].overlap == real.stages[0].overlap
-    note = next(note for note in real.notes if "a step and its sum" in note)
+    note = next(note for note in real.notes if "a step and its all-reduce" in note)
     assert note in sim.notes
     groups, step_ns, end_ns = layer_groups(sim), 0.06e9, 0.0
     counts = sim.stages[0].overlap["plan"]
@@ -172,7 +172,7 @@ def test_virtual_time_has_what_sums_and_computing_cost_each_other(
     plan = planned(
         *RING, *TIMED, f"overlap={overlap}".split()[0], *overlap.split()[1:], *OF_PROFILE
     )
-    (note,) = [note for note in plan.notes if "a step and its sum" in note]
+    (note,) = [note for note in plan.notes if "a step and its all-reduce" in note]
     assert "computes 40 % slower, as measured" in note
     said = note.partition(" take ")[2]
     cycle_ms = 3e3 / plan.stages[0].predicted_steps_per_s
