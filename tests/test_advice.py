@@ -223,7 +223,7 @@ def test_the_best_rate_reaches_the_target_first_or_else_has_the_lowest_loss_at_t
     ]
 
 
-def test_of_two_rates_the_one_that_is_fast_with_another_seed_too_goes_on() -> None:
+def test_the_rate_that_is_fast_with_two_seeds_is_kept() -> None:
     own = made("BSP", 1)
     lucky, steady = (
         Tuned(own, rate, course(1, reached_s=s)) for rate, s in ((0.1, 1.0), (0.2, 1.2))
@@ -244,7 +244,7 @@ def test_of_two_rates_the_one_that_is_fast_with_another_seed_too_goes_on() -> No
     assert steadier(lucky, []) is lucky
 
 
-def test_who_goes_on() -> None:
+def test_which_workers_proceed() -> None:
     base = made("BSP", 1)
     tries = [Tuned(made(str(k), 1), 0.1, course(1, reached_s=k + 1.0)) for k in range(6)]
     last = Tuned(base, 0.1, course(3, ended=False))
@@ -295,7 +295,7 @@ def test_the_race_is_as_large_as_the_budget() -> None:
     )  # runs that were slower than predicted
 
 
-def test_a_race_that_is_taken_up_stays_as_large_unless_the_budget_allows_more(
+def test_a_resumed_race_keeps_its_size_unless_the_budget_allows_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = Load(candidates=9, whole_s=1.0, every_s=None, slots=2, ends_early=True)

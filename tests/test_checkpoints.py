@@ -300,9 +300,7 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
     assert torch.equal(run_state.best, torch.ones(1)), "the best is among them"
 
 
-def test_what_torchrun_starts_anew_goes_on_where_there_is_something_to_go_on_from(
-    kept: Path, capsys
-) -> None:
+def test_a_torchrun_restart_resumes_if_there_is_a_checkpoint(kept: Path, capsys) -> None:
     first, again = (JobMembership(0, 2, "here", 1, 0, attempt=str(attempt)) for attempt in range(2))
     config, nowhere = {"run": {"dir": str(kept)}}, {"run": {"dir": None}}
     assert [find_restarted_run(config, job) for job in (None, first)] == [None, None]

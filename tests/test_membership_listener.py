@@ -70,7 +70,7 @@ def all_let_in() -> None:
             thread.join(5)
 
 
-def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(
+def test_a_second_joining_worker_is_admitted_once_the_first_has_its_links(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, kernel = Store(), kernel_of(Quiet())
@@ -90,7 +90,7 @@ def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(
     assert kernel.run(main)
 
 
-def test_who_is_lost_before_a_rank_has_its_links_is_lost_there_too() -> None:
+def test_a_failure_before_a_rank_has_its_links_is_a_failure_there_too() -> None:
     kernel = kernel_of(Quiet(), (1,))
     kernel.join_running(Entry({1: cast("Any", Silent())}, {1: 0}, time.monotonic_ns()))
     listener, over = (
@@ -106,7 +106,9 @@ def test_who_is_lost_before_a_rank_has_its_links_is_lost_there_too() -> None:
     assert kernel.run(main) == "lost"
 
 
-def test_a_newcomer_knows_in_which_life_its_peers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joining_worker_knows_the_incarnations_of_its_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Home takes only the word on a present life that a link to it is broken."""
     store, seen = cast("Any", Store()), Quiet()
     said: list[Any] = []

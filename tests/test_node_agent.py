@@ -89,7 +89,7 @@ def test_an_agent_passes_on_what_ranks_say_and_how_they_end() -> None:
     assert found.index({"rank": 0, "err": "\x1b[2J"}) < found.index({"rank": 0, "code": 0})
 
 
-def test_an_agent_ends_all_in_order_when_the_launcher_is_gone() -> None:
+def test_an_agent_ends_all_in_order_when_the_launcher_has_failed() -> None:
     with agent(LINGERING) as (process, _, heard):
         _, *pids = next(heard)["out"].split()
         process.stdin.close()
@@ -106,7 +106,7 @@ def test_an_agent_that_is_ended_takes_its_ranks_along() -> None:
     assert gone(*map(int, pids))
 
 
-def test_a_launcher_that_is_silent_for_long_is_gone() -> None:
+def test_a_launcher_without_messages_for_long_has_failed() -> None:
     reading, writing = os.pipe()
     reader = CommandReader(reading)
     reader.heard_at -= SILENCE_S + 1

@@ -101,7 +101,7 @@ def test_what_is_drawn_follows_from_seed_worker_and_step(kind: str, place: str) 
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_evaluation_draws_alike_each_time(kind: str) -> None:
+def test_evaluation_draws_the_same_numbers_each_time(kind: str) -> None:
     learner = learner_of(lambda: Noisy(DRAWS[kind], always=True), blobs(DRAWS[kind]))
     params = learner.init()
     first = learner.evaluate(params)
@@ -150,7 +150,7 @@ def test_a_single_minus_zero_is_a_gradient() -> None:
     assert not some_absent(torch.tensor([1, -0.0, 1, 1, -0.0]), starts)
 
 
-def test_the_generator_of_random_goes_on_where_it_was() -> None:
+def test_the_random_generator_continues_its_state() -> None:
     random.gauss(0, 1)
     before = random.getstate()
     with seeded(1, HOST):

@@ -46,7 +46,7 @@ def test_what_ends_as_a_look_is_over_has_ended() -> None:
         consensus.wait((0, 1), Work("closed by peer"))
 
 
-def test_who_is_lost_of_a_team_that_others_have_formed() -> None:
+def test_a_failed_member_of_a_group_that_others_have_formed() -> None:
     consensus = RegroupConsensus(Store(), 0, (0, 1, 2), [].append)
     consensus.mark_failed(1)
     consensus.mark_connected(1, 1)

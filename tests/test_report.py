@@ -518,7 +518,7 @@ def test_no_run_at_all(tmp_path) -> None:
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"settings": [1]}', '{"dropped": [{}]}', '{"settings": [{}]}']
 )
-def test_a_broken_sweep_is_left_out_and_the_others_go_on(tmp_path, content: str) -> None:
+def test_a_broken_sweep_is_skipped_and_the_others_continue(tmp_path, content: str) -> None:
     folder = sweep(tmp_path, bsp=(4.0,))
     (folder / "sweep.json").write_text(content)
     study = read([folder, write_run(tmp_path / "run")])

@@ -103,7 +103,7 @@ def test_without_its_momentum_that_trajectory_would_be_another(
     assert (model("two") - model("four")).abs().max() > 1e-3
 
 
-def test_records_go_on_in_a_folder_that_names_the_run(four: Path, workplace: Path) -> None:
+def test_records_continue_in_a_folder_that_names_the_run(four: Path, workplace: Path) -> None:
     before = {path: path.read_bytes() for path in four.rglob("*") if path.is_file()}
     train("--resume", "four", *OTHER, "stop.steps=200")
     assert {path: path.read_bytes() for path in four.rglob("*") if path.is_file()} == before
@@ -136,7 +136,7 @@ def test_records_go_on_in_a_folder_that_names_the_run(four: Path, workplace: Pat
     assert len(rounds) == len(set(rounds)) == 2 * len({k for _, k in rounds})
 
 
-def test_what_goes_on_so_goes_on_again_bit_for_bit(four: Path) -> None:
+def test_a_resumed_run_resumes_again_bit_for_bit(four: Path) -> None:
     train("--resume", "four", *OTHER, "stop.steps=400")
     train("--resume", "four", "cluster.num_workers=2", "run.dir=again", "stop.steps=300")
     train("--resume", "again", "stop.steps=400", "cluster.num_workers=2")  # as many as it has
@@ -177,7 +177,7 @@ def test_workers_at_their_own_pace(mode: str, workplace: Path) -> None:
         "fedbuff",
     ],
 )
-def test_each_rule_of_a_server_goes_on(rule: str, workplace: Path) -> None:
+def test_each_rule_of_a_server_resumes(rule: str, workplace: Path) -> None:
     own = (
         *HALF,
         f"sync={rule}",

@@ -59,7 +59,7 @@ def test_processes_start_from_it_too_and_a_file_of_plain_torch_will_do(first: Pa
     assert run["params_sha256"] == hash_of(first)
 
 
-def test_it_goes_on_learning_from_there(first: Path) -> None:
+def test_it_continues_learning_from_there(first: Path) -> None:
     run = ashl.train(
         "runtime=sim", "sync=bsp", *SHORT, "eval.every_commits=1", f"run.start_from={first}"
     )

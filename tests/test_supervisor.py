@@ -102,7 +102,7 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
     )
 
 
-def test_what_a_lost_worker_had_still_said_counts_once() -> None:
+def test_late_messages_of_a_failed_worker_count_once() -> None:
     """Its last heartbeat may arrive after its end; the counts of its next incarnation are added to
     it.
     """
@@ -118,7 +118,7 @@ def test_what_a_lost_worker_had_still_said_counts_once() -> None:
     assert emitted[-1].steps == 14
 
 
-def test_a_worker_is_lost_when_its_last_words_are_heard() -> None:
+def test_a_worker_fails_when_its_last_messages_are_read() -> None:
     """Else it may be lost, by home's clock, before it said them: that is behind by as much as beats
     came late.
     """
@@ -135,7 +135,7 @@ def test_a_worker_is_lost_when_its_last_words_are_heard() -> None:
     assert emitted[1].time_ns >= 10**15
 
 
-def test_who_is_missed_and_silent_has_vanished() -> None:
+def test_an_unreachable_rank_without_heartbeats_has_failed() -> None:
     """Sooner where the link is to it alone than where it is one of a team, of which that says
     something for a while.
     """

@@ -97,7 +97,7 @@ def test_a_pipe_gets_a_plain_line_every_two_seconds():
     }
 
 
-def test_a_terminal_gets_a_table_that_is_gone_at_the_end():
+def test_a_terminal_gets_a_table_that_disappears_at_the_end():
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     with Progress(console, name="[demo]", target_accuracy=None) as progress:
         progress.update(frame(0.0, num_workers=20))

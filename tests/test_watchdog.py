@@ -28,7 +28,7 @@ def looks(watchdog: Watchdog, seconds: float) -> End | None:
     return ends[-1]
 
 
-def test_the_store_is_silent_and_with_it_home(watchdog) -> None:
+def test_the_store_and_the_controller_send_nothing(watchdog) -> None:
     watchdog.record_controller_message()
     assert looks(watchdog, 0.4) is None
     watchdog.record_store_answer()
@@ -36,7 +36,7 @@ def test_the_store_is_silent_and_with_it_home(watchdog) -> None:
     assert looks(watchdog, 0.6) == STORE
 
 
-def test_home_is_silent(watchdog) -> None:
+def test_the_controller_sends_no_heartbeat(watchdog) -> None:
     for _ in range(29):
         watchdog.record_store_answer()
         assert watchdog.check_timeouts(0.2) is None

@@ -437,7 +437,7 @@ def test_a_narrow_screen_folds_what_a_card_says(capsys, monkeypatch) -> None:
     assert prose.split() == wide[: wide.index("Parameters")].split(), "no word is cut or lost"
 
 
-def test_a_paragraph_of_a_card_is_filled_anew_and_a_list_keeps_its_columns(monkeypatch) -> None:
+def test_a_paragraph_of_a_card_is_rewrapped_and_a_list_keeps_its_columns(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     many = " ".join(["word"] * 22)
     found = folded(

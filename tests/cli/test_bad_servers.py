@@ -51,7 +51,7 @@ def test_a_wrong_server(overrides, says, said) -> None:
     assert says in sentence
 
 
-def test_a_server_that_is_gone_is_called_one() -> None:
+def test_a_failed_server_is_named_as_a_server() -> None:
     for topology, called in (
         ("sharded_server", "the server"),
         ("halos", "the server"),

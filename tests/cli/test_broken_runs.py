@@ -92,7 +92,7 @@ def port_answers(port: int) -> bool:
     return True
 
 
-def test_strangers_change_nothing_and_ctrl_c_ends_the_run(train, workplace) -> None:
+def test_untrusted_clients_change_nothing_and_ctrl_c_ends_the_run(train, workplace) -> None:
     def act(run: Path) -> None:
         config = (run / "config.yaml").read_text()
         intrude(run)

@@ -15,7 +15,7 @@ LOST = (
 LOST += "{time_s: 0.3, worker: 1, fail: true}, {time_s: 1000, worker: 0, fail: true}]"
 
 
-def test_a_run_that_lost_workers_ends_well_and_says_so(workplace, capsys) -> None:
+def test_a_run_with_failed_workers_ends_well_and_names_them(workplace, capsys) -> None:
     assert main(["train", *RUN.split(), "run.dir=run", LOST]) == 0
     output = capsys.readouterr().out
     assert (

@@ -91,7 +91,7 @@ def test_compare_of_loose_runs_writes_here_or_where_it_is_told(workplace, capsys
     assert "and 1 more settings" in capsys.readouterr().out
 
 
-def test_a_broken_run_is_named_on_one_line_and_the_others_go_on(sweep, capsys) -> None:
+def test_a_broken_run_is_named_on_one_line_and_the_others_continue(sweep, capsys) -> None:
     (sweep / "00000000" / "summary.json").write_text("{")
     assert main(["compare", "study"]) == 0
     err = capsys.readouterr().err

@@ -142,7 +142,7 @@ def check_lost(run: Path, rank: int, why: str) -> None:
 @pytest.mark.parametrize(
     "mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), (*RING, *PARTS), *AVERAGES]
 )
-def test_the_others_go_on_without_a_killed_worker(
+def test_the_survivors_continue_without_a_killed_worker(
     mode: tuple[str, ...], rank: int, train, workplace: Path
 ) -> None:
     """Mostly in the middle of an exchange."""
@@ -181,7 +181,7 @@ def test_groups_of_three_lose_two_of_four(
     ],
     ids=["momentum", "adam", "outer", "topk", "parts"],
 )
-def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
+def test_sums_after_a_rejoin_are_those_of_all_from_that_state(
     mode: tuple[str, ...], rank: int, train, workplace: Path
 ) -> None:
     """Rounds of all, of the survivors, and of all again equal the formula to the bit.
@@ -215,7 +215,7 @@ def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_group_with_who_has_come_back_averages_all_models(
+def test_a_group_with_a_rejoined_worker_averages_all_models(
     rank: int, train, workplace: Path
 ) -> None:
     """Averages of all, of the survivors, and of all again from one worker's model are right to the
@@ -307,7 +307,7 @@ def test_groups_take_in_whoever_is_killed_again_and_again(
 
 
 @pytest.mark.slow
-def test_two_who_are_killed_come_back_also_over_a_border(train, workplace: Path) -> None:
+def test_two_killed_workers_rejoin_also_over_a_stage_boundary(train, workplace: Path) -> None:
     def kill(run: Path) -> None:
         os.kill(ranks_of(run)[0], signal.SIGKILL)
         time.sleep(0.5)
@@ -321,7 +321,7 @@ def test_two_who_are_killed_come_back_also_over_a_border(train, workplace: Path)
 
 
 @pytest.mark.slow
-def test_the_others_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(
+def test_the_others_continue_without_a_hanging_worker_and_with_it_when_it_wakes_up(
     train, workplace: Path
 ) -> None:
     def stop_for_a_while(run: Path) -> None:
@@ -337,7 +337,7 @@ def test_the_others_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(
 
 
 @pytest.mark.slow
-def test_the_process_of_who_stands_still_for_too_long_is_ended(train, workplace: Path) -> None:
+def test_the_process_of_a_hanging_worker_is_ended(train, workplace: Path) -> None:
     """Another one takes its place in groups at once."""
     own = ("runtime.heartbeat_timeout_s=4", "stop.seconds=8")
     code, err = train(lambda run: os.kill(ranks_of(run)[0], signal.SIGSTOP), *AVERAGES[0], *own)

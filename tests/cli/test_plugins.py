@@ -65,7 +65,7 @@ def test_submitit_on_this_machine(workplace: Path) -> None:
 @pytest.mark.skipif(
     not find_spec("hydra_plugins.hydra_optuna_sweeper"), reason="needs ashl[optuna]"
 )
-def test_a_search_tries_settings_and_goes_on_where_it_was(
+def test_a_search_tries_settings_and_continues(
     workplace: Path, capsys: pytest.CaptureFixture
 ) -> None:
     asked = [

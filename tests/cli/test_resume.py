@@ -39,9 +39,7 @@ def resumed(capsys, *more: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
-def test_records_that_lost_their_end_are_not_gone_on_with(
-    name: str, interrupted: Path, capsys
-) -> None:
+def test_truncated_records_are_not_resumed(name: str, interrupted: Path, capsys) -> None:
     """They were filled up with zero bytes, and no reader could make anything of them."""
     before = (interrupted / "summary.json").read_text()
     os.truncate(interrupted / name, 10)
@@ -79,7 +77,7 @@ def test_records_with_a_line_that_is_none_are_not_taken_along(
     assert (code, "run/metrics.jsonl is missing or damaged" in err) == (2, True)
 
 
-def test_two_cannot_go_on_with_one_run(interrupted: Path, capsys) -> None:
+def test_two_processes_cannot_resume_one_run(interrupted: Path, capsys) -> None:
     with open(interrupted / METRICS, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         before = file.read()
@@ -99,7 +97,7 @@ def test_a_run_is_locked_while_it_is_written(tmp_path) -> None:
     Recorder(tmp_path, "all", first.sizes()).leave()
 
 
-def test_code_of_the_users_own_is_allowed_anew(interrupted: Path, workplace, capsys) -> None:
+def test_a_resume_must_allow_user_code_again(interrupted: Path, workplace, capsys) -> None:
     config = interrupted / "config.yaml"
     config.write_text(config.read_text().replace("allow_targets: []", "allow_targets: [evil]"))
     (workplace / "evil.py").write_text("raise SystemExit('imported')")
@@ -113,7 +111,7 @@ def test_code_of_the_users_own_is_allowed_anew(interrupted: Path, workplace, cap
     assert (code, "of another run" in err) == (2, True), "what is allowed belongs to what a run is"
 
 
-def test_a_file_that_is_not_what_was_written_is_not_gone_on_with(interrupted: Path, capsys) -> None:
+def test_a_corrupt_file_is_not_resumed_from(interrupted: Path, capsys) -> None:
     """Flipped or cut off: the checkpoint before counts, and without one the run does not begin."""
     _, cut = sorted(
         (interrupted / "checkpoint").glob("*/state.pt"), key=lambda file: int(file.parent.name)

@@ -114,7 +114,7 @@ SIM = ["train", *REAL, "runtime=sim", "run.dir=run"]
         pytest.param([*SIM, "runtime=local"], "", marks=pytest.mark.slow),
     ],
 )
-def test_a_command_ends_in_order_when_its_reader_has_gone(command, unbuffered, tmp_path) -> None:
+def test_a_command_ends_in_order_when_its_reader_has_closed(command, unbuffered, tmp_path) -> None:
     """The reader closes the pipe early, like `ashl train | head -1`."""
     ours, theirs = os.pipe()
     os.close(ours)
@@ -272,7 +272,7 @@ def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workpla
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
-def test_an_interrupted_run_with_checkpoints_prints_how_to_go_on(
+def test_an_interrupted_run_with_checkpoints_prints_how_to_resume(
     checkpoints, workplace, capsys, monkeypatch
 ) -> None:
     monkeypatch.setattr("ashl.run.train.run_status", lambda *_: ("interrupted", "interrupted"))
@@ -321,7 +321,7 @@ def test_sighup_is_handled_unless_it_is_ignored_as_under_nohup(ignored, monkeypa
     assert heard == ([signal.SIGTERM] if ignored else [signal.SIGHUP, signal.SIGTERM])
 
 
-def test_ranks_are_not_silent_while_the_controller_is_stopped(monkeypatch) -> None:
+def test_ranks_count_as_alive_while_the_controller_is_stopped(monkeypatch) -> None:
     channel = ControlChannel.__new__(ControlChannel)
     channel.last_heard_s, channel.drained_s, channel.resumed_s = {0: 100.0, 1: 102.0}, 102.0, 0.0
     channel._discount_stop(162.0, 60.0)
@@ -340,7 +340,7 @@ def test_ranks_are_not_silent_while_the_controller_is_stopped(monkeypatch) -> No
         "topology=partial_all_reduce sync=ripples_smart sync.group_size=2",
     ],
 )
-def test_a_job_that_is_stopped_and_goes_on(mode: str, workplace) -> None:
+def test_a_job_that_is_stopped_and_continues(mode: str, workplace) -> None:
     """All processes are paused, as by Ctrl-Z and `fg`, for longer than runtime.heartbeat_timeout_s."""
     command = [*ASHL, "train", *LONG, *mode.split(), "runtime.heartbeat_timeout_s=2"]
     process = subprocess.Popen(command, cwd=workplace, start_new_session=True)

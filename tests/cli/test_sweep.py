@@ -65,7 +65,7 @@ def test_killed_in_the_middle_and_run_again(workplace: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_an_interrupt_says_how_to_go_on(
+def test_an_interrupt_prints_how_to_resume(
     number: int, code: int, workplace: Path, capsys: pytest.CaptureFixture, monkeypatch
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
@@ -79,7 +79,7 @@ def test_an_interrupt_says_how_to_go_on(
     assert not err
 
 
-def test_what_fails_is_recorded_and_the_others_go_on(
+def test_a_failed_run_is_recorded_and_the_others_continue(
     workplace: Path, capsys: pytest.CaptureFixture
 ) -> None:
     grid = ["optimizer.lr=0.1,1e9", "sync=bsp", "optimizer.momentum=0", *TINY]

@@ -191,7 +191,7 @@ def test_two_workers_are_one_whatever_counts(how, place, monkeypatch, workplace)
 
 
 @pytest.mark.parametrize("task", ["language_model", "own"])
-def test_another_mark_counts_alike(task, place, monkeypatch, workplace) -> None:
+def test_another_ignored_target_counts_the_same(task, place, monkeypatch, workplace) -> None:
     monkeypatch.syspath_prepend(workplace)
     import targets
 

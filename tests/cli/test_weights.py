@@ -79,7 +79,7 @@ def test_a_sweep_keeps_them_where_asked(asked: tuple[str, ...], workplace: Path)
     assert found.count(["best.pt", "final.pt"] if asked else []) >= 2
 
 
-def test_a_run_that_goes_on_leaves_the_best_of_what_has_been(workplace: Path) -> None:
+def test_a_resumed_run_keeps_the_best_evaluation(workplace: Path) -> None:
     short = [
         "runtime=sim",
         "tracking=none",

@@ -49,7 +49,7 @@ FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
         *LATE,
     ],
 )
-def test_a_run_goes_on_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
+def test_a_run_continues_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
     code, err = train(
         lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split(), "stop.seconds=3"
     )
@@ -108,7 +108,7 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl", *OWN, *LATE])
-def test_a_killed_worker_is_started_anew(mode: str, train, workplace) -> None:
+def test_a_killed_worker_is_restarted(mode: str, train, workplace) -> None:
     kill, own = (
         lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL),
         ["stop.seconds=5", "runtime.max_restarts=1"],
@@ -118,7 +118,7 @@ def test_a_killed_worker_is_started_anew(mode: str, train, workplace) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_stood_still_for_too_long_is_dropped_and_comes_anew(train, workplace) -> None:
+def test_a_worker_with_a_long_pause_is_evicted_and_rejoins(train, workplace) -> None:
     def stop_for_a_while(run: Path) -> None:
         os.kill(stopped := ranks_of(run)[1], signal.SIGSTOP)
         wait_for(lambda: '"worker_failed"' in (run / "events.jsonl").read_text())
@@ -270,7 +270,7 @@ def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(
 @pytest.mark.parametrize(
     ("number", "code", "why"), [("SIGINT", 130, "was interrupted"), ("SIGKILL", -9, "disconnected")]
 )
-def test_who_has_joined_is_gone_again(number: str, code: int, why: str, train, workplace) -> None:
+def test_a_joined_worker_fails_again(number: str, code: int, why: str, train, workplace) -> None:
     def join(run: Path) -> None:
         lose(run)
         with joined(run) as process:
@@ -288,7 +288,7 @@ def test_who_has_joined_is_gone_again(number: str, code: int, why: str, train, w
 
 
 @pytest.mark.slow
-def test_who_has_joined_and_is_dropped_joins_anew(train, workplace) -> None:
+def test_a_joined_and_evicted_worker_joins_again(train, workplace) -> None:
     def join(run: Path) -> None:
         lose(run)
         with joined(run) as process:
@@ -312,7 +312,7 @@ def test_who_has_joined_and_is_dropped_joins_anew(train, workplace) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_joins_a_run_that_cannot_go_on_without_a_worker(train, capsys) -> None:
+def test_no_worker_joins_a_run_that_tolerates_no_failure(train, capsys) -> None:
     errors = []
 
     def join(run: Path) -> None:
@@ -362,7 +362,7 @@ def test_a_folder_that_nobody_can_join(files: dict[str, str], why: str, workplac
 
 
 @pytest.mark.slow
-def test_a_worker_that_stands_still_for_less_is_late(train, workplace) -> None:
+def test_a_worker_with_a_short_pause_is_late(train, workplace) -> None:
     def stop_for_a_while(run: Path) -> None:
         os.kill(stopped := ranks_of(run)[1], signal.SIGSTOP)
         time.sleep(2)

@@ -7,7 +7,7 @@ from tests.conformance.test_kernels import adds_up, real
 QUICK = ("cluster=one_slow", "cluster.exchange_s=0.004", "stop.seconds=3", "model.hidden=[16]")
 
 
-def test_adsp_commits_alike_however_fast_a_worker_is(tmp_path):
+def test_adsp_workers_of_all_speeds_commit_equally_often(tmp_path):
     timing = ("sync.gamma_s=1", "sync.commits=2", "sync.search_s=1e6")
     summary = real(tmp_path / "run", *QUICK, "sync=adsp", "aggregate=uniform", *timing)
     commits = [worker["commits"] for worker in summary["workers"]]

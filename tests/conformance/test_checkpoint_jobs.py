@@ -84,7 +84,7 @@ def test_a_job_that_was_killed_as_a_whole(mode: list[str], size: int, workplace:
     checked(Path("run"), simulated(*LINE, *mode).sha256)
 
 
-def test_what_torchrun_starts_anew_goes_on_from_what_is_whole(workplace: Path) -> None:
+def test_a_torchrun_restart_resumes_from_the_newest_whole_checkpoint(workplace: Path) -> None:
     """A worker is killed, torchrun ends the others and starts all of them again, by the same
     command.
     """

@@ -190,7 +190,7 @@ def test_a_run_that_was_killed(name: str, workplace: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OWN_PACE)
-def test_workers_that_go_at_their_own_pace_come_anew(name: str, workplace: Path) -> None:
+def test_asynchronous_workers_rejoin(name: str, workplace: Path) -> None:
     killed([*LINE, *OWN_PACE[name].split(), "stop.steps=1200"])
     newest = max(
         Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name)

@@ -269,7 +269,7 @@ def test_a_process_of_gossip_is_killed(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", ["ssp", "all_reduce"], indirect=True)
-def test_a_process_stands_still(job: Job) -> None:
+def test_a_process_hangs(job: Job) -> None:
     """A pause below the timeout only delays the run; after a longer one the run continues without
     the worker and notifies it.
     """

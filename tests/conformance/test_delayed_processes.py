@@ -71,7 +71,7 @@ def test_delayed_exchanges_give_the_simulators_parameters(mode, tmp_path) -> Non
     assert adds_up(summary)
 
 
-def test_a_border_and_a_budget_leave_no_hang_behind(tmp_path) -> None:
+def test_a_stage_boundary_and_a_budget_leave_no_hang(tmp_path) -> None:
     """Two stages of a mode in which nobody waits, ended by the clock."""
     (tmp_path / "plan.json").write_text(of_two(("sync=asp", "overlap=delayed"), {}, 1).to_json())
     chosen = ("sync=asp", "overlap=delayed", "stop.seconds=0.4", f"plan={tmp_path / 'plan.json'}")

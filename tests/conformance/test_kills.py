@@ -36,7 +36,7 @@ def test_no_kill_leaves_anything_undone(topology: str, every: int, workplace: Pa
         assert found.what in (ON, OVER, ENDS), (kill, found)
 
 
-def test_each_moment_of_each_mode_is_gone_on_from(
+def test_each_moment_of_each_mode_is_resumed(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill with a recorded outcome is not tried again; one with a truncated line is."""
@@ -63,7 +63,7 @@ def test_each_moment_of_each_mode_is_gone_on_from(
     assert tried == [*MOMENTS, MOMENTS[-1]]
 
 
-def test_a_plan_from_a_file_is_predicted_without_what_befalls_it(workplace: Path) -> None:
+def test_a_plan_from_a_file_is_predicted_without_its_faults(workplace: Path) -> None:
     own = [
         "runtime=sim",
         "topology=all_reduce",

@@ -82,7 +82,7 @@ def test_a_dry_run_may_be_asked_for_on_both_sides(name: str, two_hosts: list[str
 @pytest.mark.parametrize(
     "mode", [["sync=bsp", "cluster.num_workers=2"], ["topology=all_reduce", "sync=bsp"]]
 )
-def test_a_run_goes_on_without_a_killed_worker(
+def test_a_run_continues_without_a_killed_worker(
     mode: list[str], two_hosts: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One that is on the second host: the launcher says what it sees, and home that the run goes

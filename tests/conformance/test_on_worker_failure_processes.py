@@ -21,7 +21,7 @@ LOST = 2
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
-def test_the_others_go_on_with_its_data(topology: str, workplace: Path) -> None:
+def test_the_survivors_continue_with_its_data(topology: str, workplace: Path) -> None:
     line = [*LINE.split(), f"topology={topology}", "sync=bsp", "optimizer.momentum=0.9"]
     fails = f"cluster.events=[{{time_s: 1.0, worker: {LOST}, fail: true}}]"
     assert main(["train", *line, fails, "runtime=local", "run.dir=run", "tracking=none", "-q"]) == 0

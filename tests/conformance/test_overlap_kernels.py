@@ -79,7 +79,7 @@ def test_what_is_committed_is_not_overtaken(machines):
     assert sorted(orders[0]) == sorted(two)
 
 
-def test_members_commit_alike_of_what_all_have_posted():
+def test_members_commit_the_same_collective_of_those_posted_by_all():
     """This member has posted four collectives and the others three of them: they start by key,
     while credit remains.
     """
@@ -95,7 +95,7 @@ def test_members_commit_alike_of_what_all_have_posted():
     assert [pending.effect.key for pending in end.committed] == [3, 1]
 
 
-def test_a_computation_stands_still_until_what_it_needs_is_there():
+def test_a_computation_waits_for_its_inputs():
     """Half of 0.2 s, then until 0.15 s, then the other half; a pause counts as waiting."""
     virtual = in_virtual_time(play.standing_still, DECLARED, 1)
     assert results(virtual) == [(7.0, pytest.approx(0.25), 2)]
@@ -219,13 +219,13 @@ def test_another_order_is_an_error():
         in_virtual_time(play.crossed, DECLARED)
 
 
-def test_a_lost_peer_ends_what_waits_for_it():
+def test_a_failed_peer_ends_operations_that_wait_for_it():
     ended = on_processes(play.a_peer_dies, DECLARED, 2, within_s=30)
     assert ended[1].error == "ValueError: rank 1 falls over"
     assert "closed by peer" in ended[0].error or "reset by peer" in ended[0].error
 
 
-def test_computed_alike():
+def test_computed_identically():
     assert results(in_virtual_time(play.computed_alike, DECLARED)) == [[0, 1, 2]] * 2
     assert results(on_processes(play.computed_alike, REAL, 2)) == [[0, 1, 2]] * 2
 

@@ -46,7 +46,7 @@ def test_processes_come_to_the_simulators_parameters(way, tmp_path):
         pytest.param("random_mask", marks=pytest.mark.slow),
     ],  # gathered, and summed on their way
 )
-def test_messages_that_are_compressed_while_backward_goes_on(codec, tmp_path):
+def test_messages_that_are_compressed_during_the_backward_pass(codec, tmp_path):
     """Two unequal processes, with residuals and the optimizer's momentum, equal virtual time.
 
     Selection takes its declared time, and that time counts as compressing.

@@ -45,7 +45,7 @@ def of_two(overrides: tuple[str, ...], change: Spec, local_steps: int) -> Plan:
 
 
 @pytest.mark.parametrize("topology", TWICE)
-def test_a_plan_goes_on_to_its_last_stage(topology: str, tmp_path: Path) -> None:
+def test_a_plan_reaches_its_last_stage(topology: str, tmp_path: Path) -> None:
     """Partial all-reduce ended after its first stage, as finished."""
     overrides, change, local_steps = TWICE[topology]
     (tmp_path / "plan.json").write_text(of_two(overrides, change, local_steps).to_json())
@@ -64,7 +64,7 @@ def test_a_plan_goes_on_to_its_last_stage(topology: str, tmp_path: Path) -> None
     assert adds_up(summary)
 
 
-def test_workers_that_roam_go_on_to_the_last_stage(tmp_path: Path) -> None:
+def test_roaming_workers_reach_the_last_stage(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(of_two(ROAMING, {"overlap": False}, 1).to_json())
     summary = real(tmp_path / "run", *COMMON, *ROAMING, f"plan={tmp_path / 'plan.json'}")
     assert [stage["exit_reason"] for stage in summary["stages"]] == ["commits", "steps"]
@@ -102,7 +102,7 @@ def test_relays_do_not_fall_back_to_the_first_model(tmp_path: Path) -> None:
     assert after > before
 
 
-def test_replicas_start_from_the_models_at_the_border(tmp_path: Path) -> None:
+def test_replicas_start_from_the_models_at_the_stage_boundary(tmp_path: Path) -> None:
     """They started from the model that the run began with, and a few per cent of what is between
     cannot catch up.
     """
@@ -142,7 +142,7 @@ def test_a_stage_gives_way_by_the_evaluated_loss(topology: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_ladder_goes_down_as_the_loss_rises(tmp_path: Path) -> None:
+def test_a_rise_of_the_loss_begins_a_decay_stage(tmp_path: Path) -> None:
     swings = ("optimizer.lr=1", "eval.every_commits=5", "stop.steps=600", "cluster.num_workers=2")
     summary = real(
         tmp_path / "run",

@@ -25,7 +25,7 @@ def test_of_one_step_it_is_bsp():
     torch.testing.assert_close(own.params, bsp.params, rtol=1e-4, atol=1e-6)
 
 
-def test_a_server_and_an_all_reduce_average_alike_and_pay_twice():
+def test_a_server_and_an_all_reduce_average_identically_and_pay_twice():
     server, ring, dense = run(*MODE), run(*MODE, RING), run("sync=local_sgd", "sync.local_steps=3")
     assert server.sha256 == ring.sha256 != dense.sha256
     paid, once = (
@@ -49,7 +49,7 @@ def test_timed_alone_it_takes_as_long_and_sends_as_much(topology):
     ]
 
 
-def test_all_workers_go_on_from_one_mean_momentum():
+def test_all_workers_continue_from_one_mean_momentum():
     """Two workers, one sample of a quadratic each, by hand."""
     h, rounds, lr, mu = 2, 3, 0.05, 0.9
     ran = simulated(

@@ -87,7 +87,7 @@ def test_neighbours_have_different_colours(n: int, data: st.DataObject) -> None:
     assert all(colours[i] != colours[j] for i, j in edges)
 
 
-def test_who_may_go_on() -> None:
+def test_which_workers_may_proceed() -> None:
     rule = conf_option("sync", "d_admm")
     assert d_admm.may_iterate(rule, [0, -1])
     assert not d_admm.may_iterate(rule, [0, 1])

@@ -66,7 +66,7 @@ def test_one_learner_is_enough_where_it_is_said_so() -> None:
 @pytest.mark.parametrize(
     "more", [("sync.min_learners=4",), ("sync.min_learners=2", "sync.grace_s=0.1")]
 )
-def test_others_go_on_without_a_learner_and_take_it_back(more: tuple[str, ...]) -> None:
+def test_others_continue_without_a_learner_and_readmit_it(more: tuple[str, ...]) -> None:
     """A merge waits for all workers if they are fewer than the quorum; a rejoining worker counts
     again.
     """

@@ -98,7 +98,7 @@ def test_what_a_region_does_reaches_the_other_by_mixing_alone() -> None:
 
 
 @pytest.mark.parametrize("limit", [("stop.steps=96",), ("stop.seconds=0.7", "stop.epochs=null")])
-def test_what_was_computed_is_applied_dropped_or_under_way(limit: tuple[str, ...]) -> None:
+def test_computed_work_is_applied_dropped_or_in_flight(limit: tuple[str, ...]) -> None:
     ran = tree(*limit)
     end, done = ran.end, [0] * 4
     for record in ran.of("round"):
@@ -139,7 +139,7 @@ def test_only_what_is_handed_in_leaves_a_region() -> None:
     assert ran.time_ns < 0.8 * server.time_ns
 
 
-def test_a_border_counts_all_that_was_under_way() -> None:
+def test_a_stage_boundary_counts_all_work_in_flight() -> None:
     chosen = (
         "schedule=ashl",
         "compression=none",

@@ -50,7 +50,7 @@ def test_backup_without_backups_is_bsp():
         ["sync=local_sgd", "sync.local_steps=3"],
     ],
 )
-def test_a_server_and_an_all_reduce_merge_alike(sync):
+def test_a_server_and_an_all_reduce_merge_identically(sync):
     assert run(*sync).sha256 == run(*sync, "topology=all_reduce").sha256
 
 

@@ -53,12 +53,12 @@ def test_a_catalyst_of_single_steps_is_bsp_whatever_holds_it():
 
 @pytest.mark.limit("sync=cr_psgd_catalyst")
 @pytest.mark.slow
-def test_a_catalyst_that_never_begins_anew_and_hardly_holds_is_cr_psgd():
+def test_a_catalyst_without_restarts_and_with_a_weak_pull_is_cr_psgd():
     catalyst = run("sync=cr_psgd_catalyst", "sync.theta=1e-30", "sync.budget=100000000")
     assert catalyst.sha256 == run("sync=cr_psgd").sha256
 
 
-def test_batches_grow_to_the_most_and_begin_anew():
+def test_batches_grow_to_the_maximum_and_begin_again():
     """8 samples, doubled: 8, 16, 32, then 40 at most; with 4 · (8 + 16) samples a run, 8 and 16 by
     turns.
     """
@@ -276,7 +276,7 @@ def test_both_ends_of_a_spring_by_hand():
 
 
 @pytest.mark.slow
-def test_springs_pull_alike_at_both_ends():
+def test_elastic_forces_are_equal_at_both_ends():
     """All models stay at the start with negligible steps."""
     still = simulated("sync=easgd", "optimizer.lr=1e-30", "stop.steps=16", "model.hidden=[16]")
     start = simulated("sync=bsp", "optimizer.lr=1e-30", "stop.steps=4", "model.hidden=[16]")

@@ -399,7 +399,7 @@ def test_feedback_is_where_it_was_asked_for_and_only_where_it_is_sound() -> None
         wrap_codec(Scaled(), ())
 
 
-def test_a_residual_goes_on_into_the_next_stage() -> None:
+def test_a_residual_continues_in_the_next_stage() -> None:
     first, second = (
         wrap_codec(conf_option("compression", "topk", ratio=r), ()) for r in (0.1, 0.5)
     )

@@ -119,7 +119,7 @@ def test_the_same_bytes_and_the_same_vector(name: str, whole: bool) -> None:
 
 
 @pytest.mark.parametrize("name", KEEPS)
-def test_what_is_kept_is_kept_alike(name: str) -> None:
+def test_residuals_are_identical(name: str) -> None:
     """Over four messages, of which one is dropped; of small moves, so that something is
     left out.
     """
@@ -209,7 +209,7 @@ def test_what_is_no_body_is_refused_there_too(name: str) -> None:
                 row.decode(None, there(places), d)
 
 
-def test_numbers_of_a_few_bits_are_packed_alike() -> None:
+def test_numbers_of_a_few_bits_are_packed_identically() -> None:
     for width in range(1, 33):
         for count in (1, 7, 33, 1000):
             numbers = np.random.default_rng(width).integers(
@@ -224,7 +224,7 @@ def test_numbers_of_a_few_bits_are_packed_alike() -> None:
 
 
 @pytest.mark.parametrize("terms", [0, 1, 2, 5])
-def test_sums_of_outer_products_are_alike(terms: int) -> None:
+def test_sums_of_outer_products_are_identical(terms: int) -> None:
     left, right = (
         vector("heavy", 40 * terms).view(terms, 40),
         vector("normal", 70 * terms).view(terms, 70),

@@ -74,7 +74,7 @@ def test_dear_takes_its_closed_form_and_no_more_than_twice_half_hidden(drawn) ->
 
 
 @given(layers, cost, st.integers(1, 3))
-def test_slices_that_come_back_at_once_take_their_closed_form(drawn, latency, size) -> None:
+def test_slices_that_return_at_once_take_their_closed_form(drawn, latency, size) -> None:
     """Two machines one after the other: max over i ≤ j of R_i + u_i + ... + u_j + d_j +
     ... + d_m.
     """

@@ -144,7 +144,7 @@ def test_a_wrong_file_is_refused_in_words(text: str, tmp_path) -> None:
         rounds_of(str(path), "metropolis", 2, 4, 0)
 
 
-def test_a_file_is_read_anew_when_it_has_changed(tmp_path) -> None:
+def test_a_changed_file_is_read_again(tmp_path) -> None:
     path = tmp_path / "my.edges"
     path.write_text("0 1 # the first\n\n1 2\n")
     (before,) = matrices(str(path), 3)

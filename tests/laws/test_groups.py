@@ -323,7 +323,7 @@ def test_a_straggler_does_not_hold_up_the_second_round() -> None:
 @pytest.mark.parametrize(
     ("away", "counts_as"), [(0, 9), (2, 5)], ids=["the quickest", "the slowest"]
 )
-def test_who_comes_back_is_as_quick_as_it_was_and_no_slower_than_the_slowest(
+def test_a_rejoining_worker_keeps_its_speed_and_is_no_slower_than_the_slowest(
     away: int, counts_as: int
 ) -> None:
     """The slowdown filter would otherwise permanently exclude a worker that was briefly down."""

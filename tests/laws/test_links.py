@@ -32,7 +32,7 @@ OWN = {
 }  # fmt: skip
 
 
-def test_a_link_goes_on_from_a_checkpoint() -> None:
+def test_a_link_resumes_from_a_checkpoint() -> None:
     link = CompressionPipeline(
         wrap_codec(codec("topk", ratio=0.1, momentum=0.9, critical_ratio=0.5), ()), D
     )

@@ -70,7 +70,7 @@ def test_like_a_list(steps) -> None:
 
 
 @given(st.lists(st.tuples(some_tags, st.one_of(st.just(ANY), sources)), max_size=8), sources)
-def test_a_lost_peer_ends_what_can_no_longer_end(receives, gone) -> None:
+def test_a_failed_peer_ends_hopeless_operations(receives, gone) -> None:
     box, loss = Mailbox(), PeerFailedError(gone)
     tasks = [waiter(Recv(tags, src)) for tags, src in receives]
     box.waiters.extend(tasks)

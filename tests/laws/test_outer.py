@@ -295,7 +295,7 @@ def test_a_plan_without_one_means_average():
     assert isinstance(assemble(Plan.from_json(json.dumps(data)), "cpu").stages[0].outer, Average)
 
 
-def test_moments_go_over_a_border_as_the_schedule_says():
+def test_moments_cross_a_stage_boundary_as_the_schedule_defines():
     base = (
         "schedule=post_local",
         "schedule.switch_epochs=0.2",

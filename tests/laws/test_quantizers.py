@@ -264,7 +264,7 @@ def test_signum_sends_the_signs_of_a_running_mean() -> None:
     ) == SizeOnly(20 + 13)
 
 
-def test_a_residual_goes_on_behind_a_running_mean() -> None:
+def test_a_residual_continues_behind_a_running_mean() -> None:
     plain, averaged = wrap_codec(option("sign"), ()), wrap_codec(option("sign", beta=0.5), ())
     sender, _ = plain.encode(None, vector("normal", 50))
     after = convert_sender(sender, averaged)

@@ -135,7 +135,7 @@ def test_half_of_a_thousand_are_five_hundred() -> None:
 @pytest.mark.parametrize(
     "option", [codec("random_mask"), codec("subsampling"), codec("block_coordinate")], ids=str
 )
-def test_workers_draw_alike_what_they_share(option: Any) -> None:
+def test_workers_draw_shared_numbers_identically(option: Any) -> None:
     """Codecs take random numbers from this stream alone."""
     x = vector("normal", 1000)
     before = repr(np.random.get_state()), torch.get_rng_state()

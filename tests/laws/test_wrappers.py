@@ -171,7 +171,7 @@ def test_accordion_sends_much_while_gradients_change() -> None:
     assert sizes == [much, much, little, little, much, little]
 
 
-def test_accordion_begins_anew_in_a_later_stage() -> None:
+def test_accordion_begins_again_in_a_later_stage() -> None:
     """Its first epoch there is judged whole, not by its first message."""
     codec = wrap_codec(conf_option("compression", "topk", ratio=0.01, critical_ratio=0.5), LAYOUT)
     sender, sizes = convert_sender(Residual(torch.zeros(D)), codec), []

@@ -74,7 +74,7 @@ def ran(
         "sync=asp topology.pull_ratio=0.2 compression=topk compression.ratio=0.2 outer=nesterov",
     ],
 )
-def test_alone_a_worker_goes_on_bit_for_bit(mode: str) -> None:
+def test_a_single_worker_resumes_bit_for_bit(mode: str) -> None:
     line = [*mode.split(), "cluster.compute=[1]", "stop.steps=60"]
     whole, kept = ran(*line, version=25)
     rest, _ = ran(*line, kept=kept)
@@ -130,7 +130,7 @@ def test_messages_of_push_sum_that_were_on_their_way_are_said_again(overlap: int
 @pytest.mark.parametrize(
     "mode", ["sync=bsp overlap=delayed", "sync=local_sgd overlap=streaming sync.local_steps=2"]
 )
-def test_at_the_top_of_their_loops_nothing_late_is_under_way_between_workers(mode: str) -> None:
+def test_no_late_message_is_in_flight_at_a_safe_point(mode: str) -> None:
     line = [
         *mode.split(),
         "topology=all_reduce",

@@ -138,7 +138,7 @@ def test_adsp_searches_on_where_the_fit_stays_above_the_target():
     assert checked(adsp(), [(2.9, 2.85), (2.7, 2.6), (2.3, 2.1), (2.1, 2.1)]) == [5, 6, 7, 6]
 
 
-def test_adsp_searches_anew_from_where_it_is():
+def test_adsp_searches_again_from_its_current_rate():
     ended = [(2.9, 2.85), (2.7, 2.6), (2.6, 2.6)]  # at C = 5
     quiet = [(2.6, 2.6)] * 3  # until 5 s have passed
     assert checked(adsp(), [*ended, *quiet, (2.4, 2.3)]) == [5, 6, 5, 5, 5, 5, 6]

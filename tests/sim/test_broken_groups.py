@@ -44,7 +44,7 @@ def test_a_group_of_all_is_an_all_reduce_of_those_who_are_left(moment: float) ->
     assert torch.equal(mine.models[1], models[last])
 
 
-def test_who_is_left_of_a_group_averages_anew() -> None:
+def test_survivors_of_a_group_average_again() -> None:
     """All of the first group have come at 0.24 s. Worker 1 fails during the sum; its work is
     dropped.
     """
@@ -107,7 +107,7 @@ def test_failures_at_random_never_end_a_run() -> None:
     assert run(plan).records == ran.records
 
 
-def test_on_processes_it_goes_on_where_gloo_sums() -> None:
+def test_processes_continue_if_gloo_sums() -> None:
     local = SimpleNamespace(
         name="local",
         min_workers=1,
@@ -148,7 +148,7 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
         ),
     ],
 )
-def test_nobody_is_started_anew_where_nobody_comes_back(
+def test_no_worker_is_restarted_in_modes_without_rejoins(
     own: tuple[str, ...], known: dict, said: str | None
 ) -> None:
     runtime = {
@@ -164,7 +164,7 @@ def test_nobody_is_started_anew_where_nobody_comes_back(
         check_max_restarts(parts, known.get("checkpoint_s"))
 
 
-def test_an_evaluation_does_not_wait_for_a_model_of_the_lost() -> None:
+def test_an_evaluation_does_not_wait_for_failed_workers() -> None:
     models, counts = ModelSet(3), Counts(3, 3, 1, *([[0] * 3] * 5), 0, None, None, 0.0, None)
     assert models.add(Snapshot(3, 5, tick=1, counts=counts), None) is None
     for rank in (0, 1):

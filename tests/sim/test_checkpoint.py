@@ -290,7 +290,7 @@ def test_what_comes_under_the_next_forward_pass_is_let_in_for_a_checkpoint(chose
         assert {sum(totals.values()) for totals in again.ledgers} == {again.time_ns}
 
 
-def test_what_is_measured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measures_continue_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     close = RankContext.record_round
 
     def measuring(ctx: RankContext, *args: int, **what: Any) -> None:
@@ -314,7 +314,7 @@ def test_a_checkpoint_names_no_foreign_code() -> None:
 @pytest.mark.parametrize(
     "mode", ["gossip topology.graph=ring sync=d_psgd", "all_reduce sync=local_sgd"]
 )
-def test_a_run_that_had_nearly_ended_goes_on(mode: str, local_steps: int, workplace) -> None:
+def test_a_run_near_its_end_is_resumed(mode: str, local_steps: int, workplace) -> None:
     """Some ranks were saved in the last round, or past it: with another end that was another round,
     or never came.
     """

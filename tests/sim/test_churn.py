@@ -144,7 +144,7 @@ def test_a_loss_while_all_wait_for_it_makes_the_round_whole_at_once() -> None:
     assert first["commits"] == [1, 1, 0]
 
 
-def test_what_the_lost_had_pushed_for_the_round_is_dropped_and_counted() -> None:
+def test_pushes_of_a_failed_worker_for_the_round_are_dropped_and_counted() -> None:
     """The quickest pushes at 0.025 s and fails while it waits for the others."""
     ran = run(with_events(planned(*RUN, "sync=bsp", "stop.steps=20"), lost(0, 0.03)))
     assert ran.end["commits"][0] == 0
@@ -176,7 +176,7 @@ def test_a_lead_is_counted_from_the_slowest_who_is_left() -> None:
     assert ran.end["max_lead"] <= 1
 
 
-def test_who_comes_back_has_the_model_and_its_part_of_the_rounds() -> None:
+def test_a_rejoining_worker_has_the_model_and_its_part_of_the_rounds() -> None:
     ran = run(with_events(planned(*RUN, "sync=bsp", "stop.steps=60"), lost(1, 0.2), back(1, 0.6)))
     down = ran.ledgers[1]["down"]
     assert down == 400_000_000
@@ -314,7 +314,7 @@ def goes_on(name: str) -> bool:
     return FAULT_TOLERANT in (ParameterServer.supports if sync.supports is None else sync.supports)
 
 
-def test_every_mode_goes_on_but_one() -> None:
+def test_every_mode_except_one_continues() -> None:
     found = rules()
     assert len(found) > 15
     assert [name for name in found if not goes_on(name)] == ["spy"]
@@ -363,7 +363,7 @@ def test_events_that_cannot_be_are_refused(events: list[dict], said: str) -> Non
         cluster(3, events=tuple(Event(**event) for event in events))
 
 
-def test_what_cannot_go_on_is_refused_with_what_to_take() -> None:
+def test_unsupported_resumes_name_an_alternative() -> None:
     plan = planned(*RUN, "sync=bsp", "runtime.gradients=false")
     parts, churn = parts_of(plan), Churn(mtbf_s=5.0, mttr_s=1.0)
     (own,), random = parts.stages, replace(parts.cluster, churn=churn)

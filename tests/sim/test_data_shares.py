@@ -43,7 +43,7 @@ def test_a_plan_shows_the_shards_that_are(partition: tuple[str, ...]) -> None:
             assert sizes == pytest.approx([TOTAL * h / sum(steps) for h in steps], abs=1)
 
 
-def test_what_is_profiled_on_the_way_cuts_the_shards_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_during_the_run_repartitions_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[np.ndarray]] = [[], [], []]
     gradient = Learner.gradient_found
 

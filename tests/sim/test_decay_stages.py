@@ -23,7 +23,7 @@ ONE_H = ("sync=ssp", "sync.local_steps=plan", "schedule.h_preset=[2]", "compress
 @pytest.mark.parametrize(
     "schedule", [("ashl_next",), ("decay_on_rise", *ONE_H)], ids=lambda schedule: schedule[0]
 )
-def test_a_rung_gives_way_each_time_the_evaluated_loss_has_risen(schedule):
+def test_a_decay_stage_ends_at_each_rise_of_the_evaluated_loss(schedule):
     name, *more = schedule
     ran = simulated(
         *BASE,
@@ -54,7 +54,7 @@ def test_a_rung_gives_way_each_time_the_evaluated_loss_has_risen(schedule):
 
 
 @pytest.mark.limit("schedule=ashl_next")
-def test_two_rungs_with_a_loss_between_are_ashl_plus():
+def test_two_decay_stages_with_a_loss_between_are_ashl_plus():
     alike = ("overlap=delayed", "schedule.h_preset=[2,1]")
     own = simulated(
         *NEXT,
@@ -75,7 +75,7 @@ def test_two_rungs_with_a_loss_between_are_ashl_plus():
 
 
 @pytest.mark.limit("schedule=ashl_next", "schedule=decay_on_rise")
-def test_one_rung_is_a_single_stage():
+def test_one_decay_stage_is_a_single_stage():
     own = simulated(*NEXT, "schedule.decay_stages=1")
     codec = (
         "compression=topk",
@@ -123,7 +123,7 @@ def test_only_costs_that_nobody_declares_are_profiled():
         ),
     ],
 )
-def test_what_is_no_ladder_is_refused(overrides, said):
+def test_wrong_decay_stages_are_errors(overrides, said):
     with pytest.raises(UsageError, match=said.replace("[", r"\[")):
         planned(*NEXT, *overrides)
 
@@ -139,7 +139,7 @@ def test_where_the_optimizer_steps_no_servers_step_can_fall(sync: str) -> None:
     assert len(planned(*BASE, *falling, "schedule.decay_stages=1").stages) == 1
 
 
-def test_a_ladder_on_whose_last_rung_no_step_is_left() -> None:
+def test_a_last_decay_stage_without_steps() -> None:
     with pytest.raises(
         UsageError, match=r"decay_factor=0\.01: .* last of schedule\.decay_stages=500 stages is 0"
     ):

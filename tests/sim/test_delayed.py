@@ -189,7 +189,7 @@ def test_without_a_pull_workers_never_meet() -> None:
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp", "local_sgd"])
-def test_one_worker_at_a_server_goes_on_as_alone(sync) -> None:
+def test_one_worker_with_a_server_resumes_as_alone(sync) -> None:
     """A worker alone with all of its own progress has plain local SGD, to rounding; its own updates
     are never late.
     """
@@ -268,7 +268,7 @@ def test_all_of_an_exchange_is_hidden_where_steps_are_longer() -> None:
         "ringmaster",
     ],
 )
-def test_what_a_border_finds_under_way_counts_once(sync, workplace) -> None:
+def test_work_in_flight_at_a_stage_boundary_counts_once(sync, workplace) -> None:
     """A first stage of six commits per worker: no step of it is lost, and the second one goes on
     with what there is.
     """
@@ -373,7 +373,7 @@ def test_a_guard_against_old_pushes_leaves_those_that_all_are_late() -> None:
     assert guarded.sha256 == simulated(*chosen).sha256
 
 
-def test_the_border_of_late_is_a_pure_function() -> None:
+def test_the_boundary_of_delayed_is_a_pure_function() -> None:
     late = conf_option("overlap", "delayed")
     landed, start, progress = (torch.full((3,), value) for value in (5.0, 1.0, 2.0))
     sent, onward = late.at_boundary(landed, start, progress, lambda: landed)

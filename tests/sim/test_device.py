@@ -164,7 +164,7 @@ ROUNDED = ("all-reduce, QSGD",)  # the last bits of its lengths are the device's
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OFTEN)) for name in RUNS]
 )
-def test_nothing_crosses_but_by_the_doors(name: str) -> None:
+def test_data_cross_by_the_transfer_functions_only(name: str) -> None:
     plan = planned(*TASK, *RUNS[name])
     expected = run(plan)
     with guarded():
@@ -177,7 +177,7 @@ def test_nothing_crosses_but_by_the_doors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ssp, Top-K both ways", "ad_psgd"])
-def test_a_run_there_goes_on_from_a_checkpoint(name: str) -> None:
+def test_a_run_on_the_device_resumes_from_a_checkpoint(name: str) -> None:
     """The checkpoint lies in the host's memory."""
     plan = planned(*TASK, *RUNS[name])
     whole = run(plan)
@@ -210,7 +210,7 @@ def test_local_steps_are_not_looked_at() -> None:
     assert long.reads == short.reads
 
 
-def test_the_guard_sees_what_goes_past_the_doors() -> None:
+def test_the_guard_sees_transfers_past_its_functions() -> None:
     with guarded():
         there = to_device(torch.ones(3), DEVICE)
         assert isinstance(there * 2, There)

@@ -43,7 +43,7 @@ def test_online_planning_recovers_what_a_static_plan_loses() -> None:
     assert 1 <= plans <= 4, "it settles"
 
 
-def test_a_plan_made_anew_is_for_those_who_are_there() -> None:
+def test_a_replan_is_for_the_survivors() -> None:
     """Worker 0 turns thirty times slower and is lost, then worker 1 turns three times slower."""
     drifts = ["{time_s: 2, worker: 0, compute: 30}", "{time_s: 6, worker: 0, fail: true}"]
     drifts.append("{time_s: 10, worker: 1, compute: 3}")

@@ -96,7 +96,7 @@ def steps_of(stage: Stage, worker: WorkerState, rank: int, params: Tensor, steps
     return params
 
 
-def test_who_comes_back_begins_at_the_servers_end_of_the_spring() -> None:
+def test_a_rejoining_worker_begins_at_the_servers_model() -> None:
     """The models equal the formula to the bit; those of the others and the server do not change."""
     mode = ("sync=easgd", "sync.local_steps=2", "optimizer.momentum=0.9", "stop.steps=90")
     plan = with_events(planned(*RUN, *mode), lost(0, 0.5), back(0, 0.93))
@@ -126,7 +126,7 @@ def test_who_comes_back_begins_at_the_servers_end_of_the_spring() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_a_round_goes_on_without_the_one_that_it_waited_for() -> None:
+def test_a_round_continues_without_the_awaited_worker() -> None:
     table = Table().open_round(range(3))
     assert not any(table.add_push(pushed(rank, 1.0)) for rank in (0, 1, 0))
     assert table.forget(2) == []

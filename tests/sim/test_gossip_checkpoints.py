@@ -141,7 +141,7 @@ def test_the_mean_of_models_that_meet_in_pairs_is_whole(mode: str, monkeypatch) 
     "mode",
     ["sync=hop sync.staleness=0", pytest.param("sync=d_admm sync.rho=0.1", marks=pytest.mark.slow)],
 )
-def test_in_step_a_run_goes_on_bit_for_bit(mode: str) -> None:
+def test_a_run_in_lockstep_resumes_bit_for_bit(mode: str) -> None:
     line = [*SLOW, *mode.split(), "sync.local_steps=2"]
     _, whole = ran(*line, due=lambda rank, version, now_ns: version >= 12)
     _, sim = ran(*line, due=lambda rank, version, now_ns: version >= 6)

@@ -278,7 +278,7 @@ def test_a_step_takes_what_was_predicted() -> None:
         )
 
 
-def test_what_is_kept_goes_over_a_border() -> None:
+def test_residuals_cross_a_stage_boundary() -> None:
     """Residuals pass from messages to one, from one to messages, and to other messages unchanged,
     or are dropped.
     """

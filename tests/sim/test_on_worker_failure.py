@@ -83,7 +83,7 @@ def drawn(
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_the_others_go_on_with_the_data_of_the_lost(
+def test_the_survivors_continue_with_the_data_of_the_failed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails = {"time_s": 0.3, "worker": LOST, "fail": True}
@@ -99,7 +99,9 @@ def test_the_others_go_on_with_the_data_of_the_lost(
 
 
 @pytest.mark.parametrize("name", COMES_BACK)
-def test_who_comes_back_has_its_own_data_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejoining_worker_has_its_own_data_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fails, back = (
         {"time_s": 0.2, "worker": LOST, "fail": True},
         {"time_s": 0.5, "worker": LOST, "rejoin": True},

@@ -159,7 +159,7 @@ def test_what_a_node_computes_beside_its_loop_is_not_free() -> None:
     assert ends == {"a": 100, "b": 110, "c": 111}
 
 
-def test_alike_is_computed_once_and_then_forgotten() -> None:
+def test_compute_once_computes_once_and_forgets() -> None:
     calls, seen = [], []
 
     def make(step: int) -> list[int]:

@@ -30,7 +30,7 @@ def runs(*overrides: str):
 @pytest.mark.parametrize(
     ("overlap", "workers"), [("priority", 2), ("dear", 2), ("tictac", 1), ("slices", 1)]
 )
-def test_the_cycle_of_one_worker_is_what_a_step_of_all_alike_takes(overlap, workers) -> None:
+def test_the_cycle_of_one_worker_is_the_time_of_a_common_step(overlap, workers) -> None:
     """Predicted from the chain of a worker, beside what the simulator counts."""
     topology = "parameter_server" if workers == 1 else "all_reduce"
     alike = (

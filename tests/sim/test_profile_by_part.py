@@ -133,7 +133,7 @@ def measured(**changes: object) -> Profile:
     return profile
 
 
-def test_a_plan_follows_from_a_profile_alike_in_virtual_time_and_on_processes(workplace) -> None:
+def test_a_profile_gives_the_same_plan_in_virtual_time_and_on_processes(workplace) -> None:
     profile = measured()
     sim = planned(*RING, *TIMED, "overlap=merged", "cluster=profile", "profile=profile.json")
     real = planned(

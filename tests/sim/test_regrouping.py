@@ -245,7 +245,7 @@ def test_all_members_have_the_same_model(codec: str, monkeypatch: pytest.MonkeyP
         assert all(torch.equal(found[0], params) for params in found)
 
 
-def test_a_sum_under_way_comes_to_nothing() -> None:
+def test_a_collective_in_flight_is_aborted() -> None:
     """All have come at 0.08 s. Worker 1 fails at 0.085 s, during the sum; the others notice 0.02 s
     later and sum once more, which takes three quarters as long for two of them.
     """

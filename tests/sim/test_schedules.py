@@ -108,7 +108,7 @@ def test_the_switch_follows_the_loss_of_the_global_model(more):
     assert running["end_ns"] > evaluated["end_ns"]
 
 
-def test_nothing_is_lost_at_a_border(ran):
+def test_nothing_is_lost_at_a_stage_boundary(ran):
     _, run = ran
     borders = run.of("stage")[:-1]
     assert all(sum(s["dropped_by"]) == 0 for s in borders)
@@ -191,7 +191,7 @@ WHOLE = ("sync=bsp", "sync.exchange=difference", "stop.epochs=4")
 
 
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
-def test_a_border_between_equal_stages_is_not_there(topology):
+def test_a_boundary_between_equal_stages_has_no_effect(topology):
     """Post-local SGD with H = 1 is BSP throughout, bit for bit and to the nanosecond: momentum goes
     over whole.
     """
@@ -310,7 +310,7 @@ KEEPING = {
 
 @pytest.mark.limit("schedule=post_local")
 @pytest.mark.parametrize("codec", KEEPING)
-def test_a_border_between_equal_stages_changes_nothing(codec: str) -> None:
+def test_a_boundary_between_equal_stages_changes_nothing(codec: str) -> None:
     """Residuals of summed payloads were lost there, and 8 % of the workers' pushes with them."""
     same = (
         "model.hidden=[16]",
@@ -326,7 +326,7 @@ def test_a_border_between_equal_stages_changes_nothing(codec: str) -> None:
     assert kept.sha256 == whole.sha256 != dropped.sha256
 
 
-def test_nothing_that_was_handed_in_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_push_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a border from gradients to differences between models, at one rate: the sum of what came
     is what was applied and what is kept, in units of the model.
     """
@@ -365,7 +365,7 @@ def test_nothing_that_was_handed_in_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     assert float(run_state[merges - 1][2].norm()) * rate > 1e-3
 
 
-def test_what_a_buffer_holds_at_a_border_is_merged(monkeypatch):
+def test_a_buffer_is_merged_at_a_stage_boundary(monkeypatch):
     """FedBuff as a first stage: three of a hundred may be left when its rule says so, and go in as
     a smaller merge.
     """

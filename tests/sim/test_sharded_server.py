@@ -141,7 +141,7 @@ def test_each_piece_is_a_message_of_its_own() -> None:
     )
 
 
-def test_where_nobody_waits_a_stage_hands_over_all_that_is_under_way() -> None:
+def test_an_asynchronous_stage_transfers_all_work_in_flight() -> None:
     """A worker that some servers have let go on is called back by them, so that all go into the
     next stage as one.
     """
@@ -168,7 +168,7 @@ def test_where_nobody_waits_a_stage_hands_over_all_that_is_under_way() -> None:
     "mode",
     ["sync=bsp", "sync=bsp runtime.on_worker_failure=reshard", "sync=asp sync.local_steps=2"],
 )
-def test_a_worker_that_is_lost_is_missed_by_all(mode) -> None:
+def test_a_failed_worker_is_detected_by_all(mode) -> None:
     """It fails while it computes: in rounds, what is left is the parameter server's run, to the
     bit.
     """
