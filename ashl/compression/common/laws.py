@@ -91,19 +91,22 @@ def size_law(codec: Codec, x: Tensor) -> Law:
 def error_laws(codec: Codec, name: str, x: Tensor) -> list[Law]:
     """Measure relative error and, for unbiased codecs, bias."""
     sender = receiver = None
-    total, lost, draws = torch.zeros(D, dtype=torch.float64), [], []
-    whole = float((x.double() ** 2).sum())
+    total, draws = torch.zeros(D, dtype=torch.float64), []
+    squared_norm = float((x.double() ** 2).sum())
     for k in range(DRAWS):
         sender, payload = codec.encode(sender, x, EncodeContext(round=k))
-        receiver, got = codec.decode(receiver, payload, D)
-        total += got
-        draws.append(float(((got.double() - x) ** 2).sum()) / whole)
+        receiver, decoded = codec.decode(receiver, payload, D)
+        total += decoded
+        draws.append(float(((decoded.double() - x) ** 2).sum()) / squared_norm)
     memory = sender is not None or receiver is not None
-    lost = draws[-1:] if memory else draws
-    mean, error = float(np.mean(lost)), float(np.std(lost)) / len(lost) ** 0.5
+    errors = draws[-1:] if memory else draws
+    mean = float(np.mean(errors))
+    standard_error = float(np.std(errors)) / len(errors) ** 0.5
     bound = codec.bound(None, D)
-    stated = "-" if not np.isfinite(bound) else f"at most {bound:.3g}"
-    kept = None if not np.isfinite(bound) else mean - CHANCE * error <= bound * (1 + 1e-6)
+    stated, kept = "-", None
+    if np.isfinite(bound):
+        stated = f"at most {bound:.3g}"
+        kept = mean - CHANCE * standard_error <= bound * (1 + 1e-6)
     rows = [
         Law(
             f"relative error on a {name} vector{', in the end' if memory else ''}",
@@ -113,7 +116,7 @@ def error_laws(codec: Codec, name: str, x: Tensor) -> list[Law]:
         )
     ]
     if codec.traits.unbiased and not codec.traits.lossless and not memory:
-        bias = float(torch.linalg.vector_norm(total / DRAWS - x)) / whole**0.5
+        bias = float(torch.linalg.vector_norm(total / DRAWS - x)) / squared_norm**0.5
         chance = (mean / DRAWS) ** 0.5
         rows.append(
             Law(

@@ -36,16 +36,15 @@ def measure_compression_error(
     """
     sent = torch.cat([codec.decode(None, payload, d)[1] for codec, d, payload in pieces])
     kept = kept_back is not None
-    rest = x - sent if kept_back is None else kept_back
-    found = payload_sizes([payload for _, _, payload in pieces]) | error_measures(
-        x, sent, rest, kept
-    )
+    error = x - sent if kept_back is None else kept_back
+    found = payload_sizes([payload for _, _, payload in pieces])
+    found |= error_measures(x, sent, error, kept)
     # The error of an unbiased codec averages out, and may exceed the vector.
     found["unbiased"] = pieces[0][0].traits.unbiased
     if layers:
         parts = zip(layout, slices([layer.size for layer in layout]), strict=True)
         found["layers"] = {
-            layer.name: error_measures(x[part], sent[part], rest[part], kept)
+            layer.name: error_measures(x[part], sent[part], error[part], kept)
             for layer, part in parts
         }
     return found
@@ -63,12 +62,15 @@ def payload_sizes(payloads: Sequence[Tensor]) -> dict[str, Any]:
     }
 
 
-def error_measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[str, float | None]:
-    """Return relative error, residual and cosine; None if a norm in a denominator is 0."""
-    whole, left, length = norm(sent + rest), norm(rest), norm(x)
+def error_measures(x: Tensor, sent: Tensor, error: Tensor, kept: bool) -> dict[str, float | None]:
+    """Return relative error, residual and cosine; None if a norm in a denominator is 0.
+
+    The residual is None, too, if the sender does not keep the error.
+    """
+    encoded_norm, error_norm, update_norm = norm(sent + error), norm(error), norm(x)
     return {
-        "relative_error": (left / whole) ** 2 if whole else None,
-        "residual": left / length if kept and length else None,
+        "relative_error": (error_norm / encoded_norm) ** 2 if encoded_norm else None,
+        "residual": error_norm / update_norm if kept and update_norm else None,
         "cosine": cosine(sent, x),
     }
 
