@@ -407,7 +407,7 @@ TINY = [
         (
             ["runtime=sim", "profile=other.json"],
             2,
-            "2 workers and the cluster has 4; say cluster.num_workers=2",
+            "2 workers and the cluster has 4; set cluster.num_workers=2",
         ),
         (
             ["runtime=sim", "cluster=profile", "profile=other.json"],
@@ -444,7 +444,7 @@ def test_nothing_is_left_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
         UsageError,
         match=(
             r"nothing is left to compare: only as typed is possible with .*sync=rennala \(BSP: the command"
-            r" line says"
+            r" line has"
         ),
     ):
         field_of(asked([*TINY, "sync=rennala"], None), None, lambda done, size, name: None)

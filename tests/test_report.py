@@ -222,7 +222,7 @@ def test_another_target_is_found_in_the_evaluations(tmp_path) -> None:
     ] == pytest.approx([0.6, 0.9])
     higher = ranked(*folders, target=0.95)
     assert [row.reached for row in higher.rows] == [0, 0]
-    assert "2 of 2 runs had ended at a target of their own (90.0 % accuracy" in higher.notes[0]
+    assert "2 of 2 runs ended at their own target (90.0 % accuracy" in higher.notes[0]
 
 
 def test_mixed_targets_are_refused_by_name(tmp_path) -> None:
@@ -258,7 +258,7 @@ def test_without_a_target_it_is_the_best_that_all_reach(tmp_path) -> None:
     assert [row.spread.middle for row in board.rows] == pytest.approx(
         [1.5, 2.0, 4.0, math.inf, math.inf]
     )
-    note = f"all but 2 of the settings reach; another one: ashl compare {folder} --target 0.9"
+    note = f"all but 2 of the settings reach; for another one: ashl compare {folder} --target 0.9"
     assert any(note in sentence for sentence in answer(board).sentences)
 
 
@@ -366,7 +366,7 @@ def test_timing_only_runs_are_judged_by_their_speed(tmp_path) -> None:
 def test_kinds_of_time_are_never_mixed_silently(tmp_path) -> None:
     real = write_run(tmp_path / "real", time_kind="wall", choices={"runtime": "local"})
     board = ranked(real, write_run(tmp_path / "sim", choices={"runtime": "sim"}))
-    assert "1 of wall time and 1 of virtual time" in board.notes[0]
+    assert "1 with wall time and 1 with virtual time" in board.notes[0]
     assert board.notes[0] in answer(board).sentences
 
 

@@ -237,11 +237,11 @@ def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) 
         own = ("topology=parameter_server", *own)  # a preset may have changed it
     for text in own:
         if (other := typed.get(key_of(text), text)) != text:
-            raise UsageError(f"the command line says {other}, and this is {text}.")
+            raise UsageError(f"the command line has {other}, and this rule needs {text}.")
     chosen = dict(text.split("=", 1) for text in own)
     if "schedule" in chosen and "sync" in {*typed, *wanted.several}:
         raise UsageError(
-            "the command line names a sync mode, and this names that of each of its stages."
+            "the command line names a sync mode, and this schedule names that of each stage."
         )
     refuse_others(chosen, wanted)
     own = tuple(text for text in own if text not in wanted.fixed)
@@ -290,7 +290,7 @@ def refuse_others(chosen: Mapping[str, str], wanted: Asked) -> None:
     for key, values in wanted.several.items():
         if chosen.get(key, values[0]) not in values:
             raise UsageError(
-                f"the command line says {key}={','.join(values)}, and this is {chosen[key]}."
+                f"the command line has {key}={','.join(values)}, and this rule needs {chosen[key]}."
             )
 
 

@@ -189,7 +189,7 @@ def rank(
     counted = [run for setting in settings for run in setting.by_seed().values()]
     badly = tuple(_ended(run) for setting in settings for run in setting.runs if not good(run))
     if not counted:
-        raise UsageError(f"No run came to an end; the first: {badly[0].name}: {badly[0].reason}.")
+        raise UsageError(f"no run has finished; the first: {badly[0].name}: {badly[0].reason}.")
     asked = target_of(counted, target, hold) if own_target else None
     recomputed = target is not None or hold is not None
     left_out = study.left_out
@@ -471,7 +471,9 @@ def _target_note(study: Study, target: Target, behind: int) -> list[str]:
     most = f"all but {behind} of the settings reach" if behind else "all reach"
     other = ("--target", f"{target.accuracy:g}")
     another = command_text("compare", study.folder, *other) if study.folder else " ".join(other)
-    return [f"These runs had no target: this one is the best that {most}; another one: {another}"]
+    return [
+        f"These runs had no target: this one is the best that {most}; for another one: {another}"
+    ]
 
 
 def _race_note(study: Study) -> list[str]:
@@ -488,10 +490,10 @@ def _clock_note(runs: Sequence[Run]) -> list[str]:
     kinds = kinds_of_time(runs)
     if len(kinds) == 1:
         return []
-    counts = " and ".join(f"{count} of {kind} time" for kind, count in kinds.items())
+    counts = " and ".join(f"{count} with {kind} time" for kind, count in kinds.items())
     return [
-        f"The times are of different kinds: {counts} runs. They compare only as far as the real"
-        " ones kept their pace."
+        f"The runs have different clocks: {counts}. They are comparable only if the real runs"
+        " kept the declared pace."
     ]
 
 
@@ -509,7 +511,7 @@ def _stopped_note(runs: Sequence[Run], asked: Target | None) -> list[str]:
         return []
     own = describe(own_target(early[0]))
     return [
-        f"{len(early)} of {len(runs)} runs had ended at a target of their own ({own}, as in"
-        f" {early[0].name}), below {describe(once)}: they count as not reached, which says nothing"
-        " against their settings."
+        f"{len(early)} of {len(runs)} runs ended at their own target ({own}, for example"
+        f" {early[0].name}), below {describe(once)}: they count as not reached, although their"
+        " settings might reach it."
     ]

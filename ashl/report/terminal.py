@@ -98,7 +98,7 @@ def columns_of(board: Leaderboard) -> list[Column]:
             return ""
         low, high = measure.text(row.spread.low), measure.text(row.spread.high)
         value, _, unit = low.partition(" ")
-        return (  # one unit is said once
+        return (  # the unit is printed once
             f"{value if high.partition(' ')[2] == unit else low} .. {high}"
         )
 

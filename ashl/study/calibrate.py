@@ -193,9 +193,10 @@ def combinations_of(typed: Sequence[str]) -> dict[str, str]:
         if all(by_key.get(key_of(text), text) == text for text in line.split())
     }
     if len(found) < 2:
-        left = f"only {next(iter(found))}" if found else "nothing"
+        left = f"only {next(iter(found))}" if found else "none"
         raise UsageError(
-            f"{left} of what is calibrated goes with {' '.join(typed)}; drop some of that"
+            f"{left} of the calibrated combinations agrees with {' '.join(typed)}; remove"
+            " some overrides"
         )
     return found
 

@@ -178,4 +178,4 @@ def last_words(place: Path) -> str:
         lines = (place / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         lines = []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

@@ -16,6 +16,9 @@ that far. The better third is safe. Another setting is dropped in these cases:
 
 A setting that was first at the target with some seed, or within `PATIENCE` of the first, is not
 judged by its loss any more.
+
+Source: Maron and Moore, "Hoeffding races", NIPS 1994 (dropping by intervals); Jamieson and
+Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS 2016.
 """
 
 import math
@@ -153,7 +156,7 @@ def late(field: Mapping[str, Courses], name: str, seeds: int) -> tuple[float, st
     return (
         max(over),
         (
-            f"had not reached the target by {max(over):.4g} s, which the best did within"
+            f"had not reached the target by {max(over):.4g} s; the best reached it within"
             f" {min(reached):.4g} s"
         ),
     )

@@ -225,7 +225,7 @@ def played(texts: Sequence[str], config_dir: Path | None, folder: Path) -> dict[
     config = compose(list(texts), config_dir)
     ran = run({**config, "run": {**config["run"], "dir": str(folder)}}, [], quiet=True, silent=True)
     if ran.summary is None:
-        raise AshlError("a replay runs by itself, and not in a job; start it without torchrun")
+        raise AshlError("a replay cannot run inside a job; start it without torchrun")
     return ran.summary
 
 

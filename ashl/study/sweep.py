@@ -398,7 +398,8 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
         console.print(text, soft_wrap=True, markup=False)
     if grid.merged:
         console.print(
-            f"points that came to the same as others, and run once: {grid.merged}", soft_wrap=True
+            f"points with the same configuration as another point, run once: {grid.merged}",
+            soft_wrap=True,
         )
     for note in uncontended_link_note.note_comparison(
         flat(setting.config) for setting in grid.settings
@@ -436,9 +437,9 @@ def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
         console.print(f"and {len(grid.settings) - MAX_ROWS} more")
     known = [setting.predicted_s for setting in grid.settings if setting.predicted_s is not None]
     unknown = len(grid.settings) - len(known)
-    rest = f", and {unknown} of which nothing is known before" if unknown else ""
+    rest = f", and {unknown} without a prediction" if unknown else ""
     console.print(
-        f"predicted in all: {seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}"
+        f"predicted total: {seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}"
     )
     if line := host_time(missing, slots or slots_for(grid)):
         console.print(line, soft_wrap=True)

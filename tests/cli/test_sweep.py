@@ -136,7 +136,7 @@ def test_dry_run_and_cfg_run_nothing(workplace: Path, capsys: pytest.CaptureFixt
     assert main(["sweep", *GRID, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "4 runs" in out
-    assert re.search(r"^predicted in all: [\d.]+ s on the runs' own clocks, 4 runs$", out, re.M)
+    assert re.search(r"^predicted total: [\d.]+ s on the runs' own clocks, 4 runs$", out, re.M)
     assert main(["sweep", *GRID, "--cfg"]) == 0
     assert capsys.readouterr().out.count("seed: ") == 4
     assert not (workplace / "study").exists()

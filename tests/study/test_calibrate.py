@@ -92,7 +92,7 @@ def test_ranks_beyond_the_cores_are_left_out(workplace, capsys, monkeypatch) -> 
         ("runtime=sim", "take runtime=local"),
         ("seed=0,1", "give one"),
         ("stop.steps=5", "how long runs are follows from --seconds; drop it"),
-        ("sync=qsr", "nothing of what is calibrated goes with"),
+        ("sync=qsr", "none of the calibrated combinations agrees with"),
         ("profile=none.json cluster=real cluster.num_workers=2", "cannot be read: No such file"),
         (
             "profile=broken.json cluster=real cluster.num_workers=2",

@@ -92,7 +92,7 @@ def test_who_reached_the_target_late_stays_and_who_never_did_goes() -> None:
     field = {"fast": reached, "slower": slower, "never": never(4.5)}
     assert not dropped(field), "1.2 times the slowest seed's time has not come yet"
     found = dropped(field | {"never": never(4.9)})
-    assert found == {"never": "had not reached the target by 4.9 s, which the best did within 4 s"}
+    assert found == {"never": "had not reached the target by 4.9 s; the best reached it within 4 s"}
     alone = team(course(1.0, 0.05, now_s=5.0, ended=False))
     assert not dropped({"fast": reached, "other": alone}), (
         "one seed of two: not before twice the time"
