@@ -315,7 +315,7 @@ class Stage:
     def server(self) -> int:
         return self.num_workers
 
-    @property
+    @cached_property
     def lead_rank(self) -> int:
         """Return the rank that counts progress, decides when the run ends, and emits snapshots."""
         return self.server if extra_ranks(self.topology, self.sync, self.nodes) else self.workers[0]
