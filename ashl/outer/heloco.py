@@ -56,10 +56,10 @@ class HeLoCo(MLA):
         if moments is not None and self.align_threshold > -1:
             sizes = [prod(shape) for _, shape in self._layers] or [update.numel()]
             pairs = zip(update.split(sizes), moments[0].split(sizes), strict=True)
-            update = torch.cat([self._corrected(own, momentum) for own, momentum in pairs])
+            update = torch.cat([self._correct(own, momentum) for own, momentum in pairs])
         return super().step(moments, params, update, inner_lr)
 
-    def _corrected(self, update: Tensor, momentum: Tensor) -> Tensor:
+    def _correct(self, update: Tensor, momentum: Tensor) -> Tensor:
         norms = [torch.linalg.vector_norm(x) for x in (update, momentum)]
         length, pace, along = numbers([*norms, torch.dot(update, momentum)])
         if not length * pace > 0:  # no direction: a norm is zero or not a number

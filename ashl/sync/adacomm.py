@@ -56,9 +56,7 @@ class AdaComm(BarrierRule, StepRule):
         """Adapt τ once all workers wait, so that all of them receive the same value."""
         if len(progress.waiting) < progress.present:
             return state
-        return self._adapted(
-            stage, state, progress, progress.now_s, self.due(state, progress.now_s)
-        )
+        return self._adapt(stage, state, progress, progress.now_s, self.due(state, progress.now_s))
 
     def due(self, state: Period, now_s: float) -> bool:
         return now_s - state.since_s >= self.every_s
@@ -66,12 +64,12 @@ class AdaComm(BarrierRule, StepRule):
     def observe_round(
         self, stage: Stage, state: Period, progress: Progress, report: RoundReport
     ) -> Period:
-        return self._adapted(stage, state, progress, report.now_s, report.due)
+        return self._adapt(stage, state, progress, report.now_s, report.due)
 
     def in_round(self, stage: Stage, state: Period, progress: Progress) -> Stage:
         return stage.with_local_steps(state.local_steps)
 
-    def _adapted(
+    def _adapt(
         self, stage: Stage, state: Period, progress: Progress, now_s: float, due: bool
     ) -> Period:
         rate = stage.trainer.rate(progress.samples)

@@ -61,32 +61,32 @@ class Decoupled(ServerRule):
         return Gathered(progress.version)
 
     def observe(self, stage: Stage, state: Gathered, progress: Progress, push: Push) -> Gathered:
-        now = self._now(state, progress)
-        return self._judged(now._replace(learners=(*now.learners, push.worker)), progress)
+        now = self._held_pushes(state, progress)
+        return self._note_quorum(now._replace(learners=(*now.learners, push.worker)), progress)
 
     def on_membership_change(
         self, stage: Stage, state: Gathered, progress: Progress, rank: int
     ) -> Gathered:
-        now = self._now(state, progress)
-        return self._judged(
+        now = self._held_pushes(state, progress)
+        return self._note_quorum(
             now._replace(learners=tuple(other for other in now.learners if other != rank)), progress
         )
 
     def may_proceed(self, state: Gathered, progress: Progress) -> Iterable[int]:
-        held = self._now(state, progress).learners
+        held = self._held_pushes(state, progress).learners
         return [rank for rank in progress.waiting if rank not in held]
 
     def closes_s(self, state: Gathered, progress: Progress) -> float:
-        now = self._now(state, progress)
+        now = self._held_pushes(state, progress)
         if now.enough_s is None:
             return -math.inf
         return now.enough_s + (self.grace_s if len(now.learners) < progress.present else 0.0)
 
-    def _now(self, state: Gathered, progress: Progress) -> Gathered:
+    def _held_pushes(self, state: Gathered, progress: Progress) -> Gathered:
         """Return the pushes held for the next merge: none directly after a merge."""
         return state if state.version == progress.version else Gathered(progress.version)
 
-    def _judged(self, state: Gathered, progress: Progress) -> Gathered:
+    def _note_quorum(self, state: Gathered, progress: Progress) -> Gathered:
         """Return `state` with the time at which the quorum was reached, or None without a
         quorum.
         """

@@ -48,9 +48,9 @@ class QSR(BarrierRule, StepRule):
         """Return the present H of a worker whose planned H is `planned`."""
         base = stage.plan.h_preset or planned
         lr = stage.trainer.rate(max(progress.samples, stage.trainer.warmup_samples))
-        return planned * self._grown(base, lr) // base
+        return planned * self._steps_at_rate(base, lr) // base
 
-    def _grown(self, base: int, lr: float) -> int:
+    def _steps_at_rate(self, base: int, lr: float) -> int:
         """Return H at this learning rate; a learning rate of 0 leaves it unchanged."""
         limit = max(base, self.h_max)
         if lr == 0:

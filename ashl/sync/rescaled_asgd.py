@@ -25,15 +25,15 @@ from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
 from ashl.topology.parameter_server import ServerRule
 
-FOLLOWS = 0.2  # weight of a new cycle in the moving average
+CYCLE_WEIGHT = 0.2  # weight of a new cycle in the moving average
 
 
 @dataclass
 class Cycles:
     """Push times and cycle times, by worker."""
 
-    came: dict[int, float] = field(default_factory=dict)  # run time of the last push, seconds
-    cycle: dict[int, float] = field(default_factory=dict)  # moving average, seconds
+    pushed_s: dict[int, float] = field(default_factory=dict)  # run time of the last push, seconds
+    cycle_s: dict[int, float] = field(default_factory=dict)  # moving average, seconds
 
 
 @option
@@ -47,15 +47,15 @@ class RescaledASGD(ServerRule):
 
     def observe(self, stage: Stage, state: Cycles, progress: Progress, push: Push) -> Cycles:
         worker = push.worker
-        last = state.came.get(worker)
+        last = state.pushed_s.get(worker)
         if last is not None:
-            known = state.cycle.get(worker, progress.now_s - last)
-            state.cycle[worker] = known + FOLLOWS * (progress.now_s - last - known)
-        state.came[worker] = progress.now_s
+            known = state.cycle_s.get(worker, progress.now_s - last)
+            state.cycle_s[worker] = known + CYCLE_WEIGHT * (progress.now_s - last - known)
+        state.pushed_s[worker] = progress.now_s
         return state
 
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
-        cycles = state.rule_state.cycle
+        cycles = state.rule_state.cycle_s
         worker = state.progress.latest
         if worker in cycles and (total := math.fsum(cycles.values())):
             update = update * (cycles[worker] * len(cycles) / total)

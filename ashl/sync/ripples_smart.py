@@ -48,13 +48,13 @@ class RipplesSmart(GroupRule):
         return [
             heads,
             *inside,
-            *(group for team in teams if len(group := self._abreast(state, team)) > 1),
+            *(group for team in teams if len(group := self._without_stragglers(state, team)) > 1),
         ]
 
     def _keeps_up(self, state: Groups, worker: int, with_whom: int) -> bool:
         return state.requests[with_whom] - state.requests[worker] < self.threshold
 
-    def _abreast(self, state: Groups, team: list[int]) -> Members:
+    def _without_stragglers(self, state: Groups, team: list[int]) -> Members:
         """Return the workers of a node that are less than `threshold` requests behind its foremost
         one.
         """

@@ -201,7 +201,7 @@ def test_rescaled_asgd_steps_by_how_long_a_workers_cycle_is():
     cycles = rule.begin(stage, Progress(2))
     for worker, now_s in ((0, 1), (1, 1), (0, 2), (1, 4), (0, 4)):
         cycles = rule.observe(stage, cycles, SimpleNamespace(now_s=now_s), pushed(worker, 0.0))
-    assert cycles.cycle == pytest.approx({0: 1.2, 1: 3.0})
+    assert cycles.cycle_s == pytest.approx({0: 1.2, 1: 3.0})
     for worker, factor in ((0, 1.2 / 2.1), (1, 3 / 2.1)):
         state = SimpleNamespace(
             rule_state=cycles, progress=SimpleNamespace(latest=worker), outer_state=None, params=1.0

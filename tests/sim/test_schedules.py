@@ -390,8 +390,8 @@ def test_qsr_follows_the_rate():
     """H = max(H_base, ⌊(α/η)²⌋) at the last average's rate, and never more than h_max."""
     rule = conf_option("sync", "qsr", alpha=0.1, h_max=64)
     rates = (1.0, 0.1, 0.05, 0.03, 0.0125, 0.001, 1e-300, 0.0)
-    assert [rule._grown(4, lr) for lr in rates] == [4, 4, 4, 11, 64, 64, 64, 4]
-    assert rule._grown(100, 1e-3) == 100
+    assert [rule._steps_at_rate(4, lr) for lr in rates] == [4, 4, 4, 11, 64, 64, 64, 4]
+    assert rule._steps_at_rate(100, 1e-3) == 100
 
 
 @pytest.mark.limit("sync=qsr")
