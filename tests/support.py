@@ -49,7 +49,7 @@ class Ran:
     def emit(self, record: Record) -> None:
         self.records.append(flat(record))
         if self.parts is not None and isinstance(record, Lost):
-            for whole in self.parts.lose(record.rank):
+            for whole in self.parts.exclude_worker(record.rank):
                 self.keep(whole)
         elif self.parts is not None and isinstance(record, Joined):
             self.parts.restore_worker(record.rank)

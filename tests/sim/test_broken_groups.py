@@ -169,7 +169,7 @@ def test_an_evaluation_does_not_wait_for_failed_workers() -> None:
     assert models.add(Snapshot(3, 5, tick=1, counts=counts), None) is None
     for rank in (0, 1):
         assert models.add(Snapshot(rank, 6, tick=1), torch.full((2,), float(rank))) is None
-    (whole,) = models.lose(2)
+    (whole,) = models.exclude_worker(2)
     assert whole.params.tolist() == [0.5, 0.5]
     assert models.add(Snapshot(3, 7, tick=2, counts=counts), None) is None
     models.restore_worker(2)
