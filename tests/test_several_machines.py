@@ -94,7 +94,7 @@ def test_what_starters_say(env: dict[str, str], found: JobMembership | None) -> 
         ({k: v for k, v in MPIRUN.items() if "SIZE" not in k}, "OMPI_COMM_WORLD_SIZE is not"),
         (SRUN, "srun does not say SLURM_JOB_ID"),
         (SRUN | {"SLURM_JOB_NODELIST": "n[7-"}, "SLURM_JOB_NODELIST='n.7-' is no list of nodes"),
-        (SRUN | {"SLURM_JOB_NODELIST": "n[9-7]"}, "the range '9-7' is none; set MASTER_ADDR"),
+        (SRUN | {"SLURM_JOB_NODELIST": "n[9-7]"}, "the range '9-7' is invalid; set MASTER_ADDR"),
         (SRUN | {"SLURM_JOB_NODELIST": ""}, "srun does not say SLURM_JOB_NODELIST"),
     ],
 )

@@ -14,7 +14,7 @@ OVERHEAD = 1.4  # host seconds of a step in a run, divided by those of the step 
 
 
 class Costs(NamedTuple):
-    """What a run costs on this host, and the samples of an epoch."""
+    """Host seconds of a step and of an evaluation, and the samples of an epoch."""
 
     step_s: float
     evaluation_s: float
@@ -22,9 +22,7 @@ class Costs(NamedTuple):
 
 
 def measured_costs(first: PreparedPlan) -> Costs | None:
-    """Time a step and an evaluation of this run; None where nothing is computed
-    (runtime.gradients=false).
-    """
+    """Time a step and an evaluation of this run; None with runtime.gradients=false."""
     if not getattr(first.parts.runtime, "gradients", True):
         return None
     return Costs(step_here_s(*first), evaluation_here(*first)[0], len(first.data.train))
@@ -41,19 +39,17 @@ def steps_of(plan: Plan, epoch_samples: int) -> float | None:
 
 
 def host_s(plan: Plan, costs: Costs, cores: int = 1) -> float | None:
-    """Host seconds of a run that no target ends; None where the number of its steps is not known.
+    """Return the host seconds of a run that no target ends; None if its steps are unknown.
 
-    Args: cores compute steps at once, where a step is long enough for that.
+    Args: cores, the number of steps computed at once if a step is longer than `WORTH_S`.
     """
     steps = steps_of(plan, costs.epoch_samples)
     if steps is None:
         return None
     batch = sum(worker.batch for worker in plan.stages[-1].workers) / plan.num_workers
     evaluations = steps * batch / costs.epoch_samples
-    limits, rates = (
-        plan.limits,
-        [s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s],
-    )
+    limits = plan.limits
+    rates = [stage.predicted_steps_per_s for stage in plan.stages if stage.predicted_steps_per_s]
     if limits.eval_every_s is not None and rates:
         evaluations = steps / min(rates) / limits.eval_every_s
     elif limits.eval_every_commits is not None:
@@ -66,7 +62,7 @@ def host_s(plan: Plan, costs: Costs, cores: int = 1) -> float | None:
 
 
 def host_here_s(first: PreparedPlan) -> float | None:
-    """Measure and predict a run by itself on this machine."""
+    """Return the predicted host seconds of a run on this machine; None if they are unknown."""
     costs = measured_costs(first)
     asked = getattr(first.parts.runtime, "cores", 1)
     return (

@@ -1,8 +1,8 @@
-"""Which network interface a rank's messages go through, for gloo and NCCL alike.
+"""The network interface of a rank's messages, for gloo and NCCL.
 
-gloo advertises the address of the interface that it is set to, and of itself what the machine's own
-name resolves to: with the `127.0.1.1 name` of a Debian that is loopback, and no other machine
-reaches it.
+gloo advertises the address of the interface that it is set to. Without one it advertises the
+address of the machine's own name. On Debian that is loopback (`127.0.1.1 name` in /etc/hosts),
+which no other machine can reach.
 """
 
 import fcntl
@@ -18,12 +18,15 @@ from typing import NamedTuple
 
 from ashl.errors import UsageError
 
-KEY, GLOO, NCCL = "runtime.interface", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-LOOPBACK, LOCAL = "lo", "localhost"
-SIOCGIFCONF = 0x8912  # all interfaces that have an IPv4 address
-IFREQ = 40  # bytes of one in the answer: 16 of its name, 4 of family and port, 4 of the address
-ANY_PORT = 9  # nothing is sent there
-LOOPBACK_S = 5.0  # in which a connection within this machine is made
+KEY = "runtime.interface"
+GLOO = "GLOO_SOCKET_IFNAME"
+NCCL = "NCCL_SOCKET_IFNAME"
+LOOPBACK = "lo"
+LOCAL = "localhost"
+SIOCGIFCONF = 0x8912  # ioctl: all interfaces that have an IPv4 address
+IFREQ = 40  # bytes of one entry: name (16), family and port (4), address (4), padding
+ANY_PORT = 9  # the discard port; no packet is sent
+LOOPBACK_S = 5.0  # seconds to connect within this machine
 
 
 class Chosen(NamedTuple):
@@ -39,7 +42,7 @@ class Chosen(NamedTuple):
 
 
 def is_loopback(host: str) -> bool:
-    """Of an address; of names only `localhost` is."""
+    """Return True for a loopback address and for the name `localhost`."""
     try:
         return ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -47,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def addresses() -> dict[str, list[str]]:
-    """The addresses of each interface of this machine, IPv4 first."""
+    """Return the addresses of each interface of this machine, IPv4 first."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = array("B", bytes(1024 * IFREQ))
@@ -57,7 +60,7 @@ def addresses() -> dict[str, list[str]]:
         label = bytes(answer[start : start + 16]).split(b"\0")[0].decode()
         own = socket.inet_ntop(socket.AF_INET, bytes(answer[start + 20 : start + 24]))
         found.setdefault(label.partition(":")[0], []).append(own)
-    with suppress(OSError):  # a machine without IPv6
+    with suppress(OSError):  # the machine may have no IPv6
         for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
             digits, *_, name = line.split()
             found.setdefault(name, []).append(
@@ -67,8 +70,9 @@ def addresses() -> dict[str, list[str]]:
 
 
 def check_loopback(by: str) -> None:
-    """Raise UsageError unless processes on this machine reach each other over 127.0.0.1. `by`: what
-    needs it.
+    """Raise UsageError unless processes on this machine reach each other over 127.0.0.1.
+
+    Args: by, the setting that needs it, for the message.
     """
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -82,8 +86,10 @@ def check_loopback(by: str) -> None:
 
 
 def named(wanted: str | None) -> Chosen | None:
-    """What `runtime.interface` names, else GLOO_SOCKET_IFNAME; None where neither does. Raises
-    UsageError where this machine has no such interface, or it has no address.
+    """Return the interface of runtime.interface (`wanted`), else of GLOO_SOCKET_IFNAME; None
+    without either.
+
+    Raises: UsageError if this machine has no such interface, or it has no address.
     """
     by, names = (KEY, wanted) if wanted is not None else (GLOO, os.environ.get(GLOO, ""))
     if wanted is None and not names:
@@ -104,9 +110,7 @@ def named(wanted: str | None) -> Chosen | None:
 
 
 def towards(host: str, port: int = ANY_PORT) -> Chosen | None:
-    """The interface through which packets to that host leave; None where nothing leads there.
-    Nothing is sent.
-    """
+    """Return the interface of the route to a host; None without a route. No packet is sent."""
     try:
         targets = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:
@@ -124,8 +128,10 @@ def towards(host: str, port: int = ANY_PORT) -> Chosen | None:
 
 
 def reaching(chosen: Chosen | None, elsewhere: Iterable[str | None]) -> Chosen | None:
-    """The interface for a rank whose job has processes on other machines, which have these
-    addresses: loopback leads to none of them.
+    """Return the interface for a rank whose job has processes on other machines.
+
+    It is `chosen`, unless that is loopback by default; then it is the first one with a route to an
+    address of `elsewhere`.
     """
     if chosen is not None and (chosen.by or not chosen.loopback):
         return chosen
@@ -141,13 +147,10 @@ def reaching(chosen: Chosen | None, elsewhere: Iterable[str | None]) -> Chosen |
 
 
 def use(chosen: Chosen | None) -> None:
-    """Have gloo and NCCL take this interface in this process; None = what they take by
-    themselves.
-    """
+    """Make gloo and NCCL use this interface in this process; None = their own choice."""
     if chosen is None:
         return
     os.environ[GLOO] = chosen.name
     if chosen.by == KEY or NCCL not in os.environ:
-        os.environ[NCCL] = (
-            f"={chosen.name}"  # exactly this one, where NCCL would take any that begins like it
-        )
+        # "=" makes the name exact: NCCL uses any interface whose name begins with it otherwise
+        os.environ[NCCL] = f"={chosen.name}"

@@ -1,5 +1,9 @@
-"""A job that others have started, torchrun say: its processes meet, one joins and records it, the
-others take part, and all leave in order.
+"""A job of another launcher, for example torchrun: its processes join, run their ranks and exit.
+
+`join_job` runs the handshake (`ashl.run.handshake`) and gives this process its rank of the plan.
+The process of rank 0 becomes the controller (`run_as_controller`), with its rank as a child. Every
+other process runs its rank itself (`run_as_rank`). A process that cannot take part reports its
+error to the others, so that they do not wait for it.
 """
 
 import os
@@ -55,22 +59,22 @@ T = TypeVar("T")
 
 
 class ProcessAssignment(NamedTuple):
-    """What a process of a job knows once all have met."""
+    """A process's place in a job, after the handshake."""
 
     job: JobMembership
     store: AuthenticatedStore
     settings: RankSettings
-    notes: tuple[str, ...]  # what is worth saying of who is where
-    colocated: tuple[
-        RankSettings, ...
-    ] = ()  # of a server, or coordinator, that has no process and is a child of process 0
+    notes: tuple[str, ...]  # about the placement of ranks, for the user
+    # A server or coordinator without a process of its own, which is a child of process 0.
+    colocated: tuple[RankSettings, ...] = ()
 
 
 def join_job(
     plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership
 ) -> ProcessAssignment:
-    """Meet the others, and find out who plays which rank. Raises AshlError, in all processes, where
-    that cannot be.
+    """Run the handshake with the other processes, and return this process's assignment.
+
+    Raises: AshlError, in all processes, if they cannot run this plan.
     """
     runtime = parts.runtime
     if interface.is_loopback(job.host):
@@ -103,29 +107,37 @@ def join_job(
     elsewhere = [peer.address for peer in hellos if peer.machine != own.machine]
     rank = processes.index(job.rank)
     if rank >= plan.num_workers and gpus[rank] in gpus[:rank]:
-        device = HOST  # the GPU is a worker's
+        device = HOST  # a worker uses the GPU
     through = interface.reaching(chosen, elsewhere) if elsewhere else chosen
-    where = job.host, job.port, job_secret(job), hellos[0].host
     settings = RankSettings(
-        rank, *where, ".", config["tracking"]["events"], False, through, device, apart
+        rank=rank,
+        host=job.host,
+        port=job.port,
+        secret=job_secret(job),
+        controller_host=hellos[0].host,
+        run_dir=".",
+        rounds=config["tracking"]["events"],
+        log=False,
+        interface=through,
+        device=device,
+        have_own_gpus=apart,
+        saves_checkpoints=config["run"]["checkpoint_s"] is not None,
     )
-    settings = settings._replace(saves_checkpoints=config["run"]["checkpoint_s"] is not None)
     colocated = [
         settings._replace(rank=other)
         for other in range(rank + 1, plan.num_ranks)
         if processes[other] == job.rank
     ]
     if colocated and gpus[rank] is not None:
-        colocated = [other._replace(device=HOST) for other in colocated]  # the GPU is the worker's
+        # the worker of this process uses the GPU
+        colocated = [other._replace(device=HOST) for other in colocated]
     return ProcessAssignment(job, store, settings, note, tuple(colocated))
 
 
 def assign_processes(
     plan: Plan, parts: Parts, path: str | None, hellos: tuple[Hello, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The process of each rank of the plan, and what is to be said of the one that is no
-    worker's.
-    """
+    """Return the process for each rank of the plan, and the notes about the server's placement."""
     profile = read_profile(path) if path else None
     request = placement_by_profile(profile, hellos, placement_of(parts), str(path))
     processes = assign_ranks(hellos, plan.num_workers, plan.num_ranks, request)
@@ -137,7 +149,7 @@ def assign_processes(
 
 
 def placement_of(parts: Parts) -> PlacementRequest:
-    """Where workers and server are wanted by the configuration."""
+    """Return the hosts that the configuration requests for workers and server."""
     cluster = parts.cluster
     return (
         PlacementRequest(cluster.hosts, server=cluster.server_host)
@@ -147,8 +159,9 @@ def placement_of(parts: Parts) -> PlacementRequest:
 
 
 def notes_before_start(plan: Plan, parts: Parts, path: str | None, size: int) -> tuple[str, ...]:
-    """What is to be said of the server before the processes, so many, have met."""
-    request, profile = placement_of(parts), read_profile(path) if path else None
+    """Return the notes about the server's placement before a job of `size` processes starts."""
+    request = placement_of(parts)
+    profile = read_profile(path) if path else None
     host = request.server
     if profile is not None and profile.server_host is not None and request == PlacementRequest():
         host, request = profile.server_host, PlacementRequest((), f"profile={path}")
@@ -163,21 +176,23 @@ def server_notes(
     path: str,
     shared: bool,
 ) -> tuple[str, ...]:
-    """How many workers there are beside a server or coordinator, where that is, and what has
-    decided it.
+    """Return two notes: the number of workers beside the server or coordinator, and its placement
+    with the reason; none without a server.
     """
     if plan.num_ranks == plan.num_workers:
         return ()
-    who = role_name(plan, plan.num_workers).partition(" (")[0]
+    role = role_name(plan, plan.num_workers).partition(" (")[0]
     count = (
         f"the job is {pluralize(plan.num_workers, 'worker', 'workers')} and"
-        f" {who.replace('the', 'a', 1)}"
+        f" {role.replace('the', 'a', 1)}"
     )
-    return count, server_note(who, host, request, profile, path, shared)
+    return count, server_note(role, host, request, profile, path, shared)
 
 
 def check_interfaces(hellos: tuple[Hello, ...]) -> None:
-    """Raises UsageError where one is set to use loopback, and others are on other machines."""
+    """Raise UsageError if a process is set to use loopback, and another one is on another
+    machine.
+    """
     for peer in hellos:
         there = next((other for other in hellos if other.machine != peer.machine), None)
         if there and peer.interface_by and peer.address and interface.is_loopback(peer.address):
@@ -190,7 +205,10 @@ def check_interfaces(hellos: tuple[Hello, ...]) -> None:
 def meet_processes(
     job: JobMembership, own: Hello, text: str, timeout_s: float
 ) -> tuple[AuthenticatedStore, tuple[Hello, ...]]:
-    """The job's store, and what everybody says in it."""
+    """Return the job's store and the hellos of all processes.
+
+    Raises: AshlError if the master does not answer, or the processes do not fit together.
+    """
 
     def meet() -> tuple[AuthenticatedStore, tuple[Hello, ...]]:
         store = connect_store(job, timeout_s)
@@ -209,8 +227,10 @@ def meet_processes(
 
 
 def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
-    """What `act` returns or raises. What the store does cannot be interrupted, so that another
-    thread waits for it. Raises AshlError where it takes longer.
+    """Return or raise as `act` does, in another thread, because calls of the store cannot be
+    interrupted.
+
+    Raises: AshlError(late) if it takes more than `limit_s` seconds in which this process is awake.
     """
     awake = membership_listener.AwakeTime()
     outcome = call_unless_failed(act, lambda: awake.passed_s() > limit_s)
@@ -221,9 +241,7 @@ def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
 
 @contextmanager
 def aborting_job_on_error(plan: Plan, assignment: ProcessAssignment | None) -> Generator[None]:
-    """What keeps the process of rank 0 from beginning, once all have met, is reported to the
-    others.
-    """
+    """Report an error of the process of rank 0 to the other processes, after the handshake."""
     try:
         yield
     except AshlError as error:
@@ -233,7 +251,7 @@ def aborting_job_on_error(plan: Plan, assignment: ProcessAssignment | None) -> G
 
 
 def abort_job(plan: Plan, assignment: ProcessAssignment, end: End) -> None:
-    """All have met, and the run does not begin."""
+    """Tell the other processes that the run does not begin, and leave the job."""
     channel = ControlChannel(assignment.store.another(), plan.num_ranks, plan.num_params)
     channel.close(
         end, here=[settings.rank for settings in (assignment.settings, *assignment.colocated)]
@@ -243,7 +261,7 @@ def abort_job(plan: Plan, assignment: ProcessAssignment, end: End) -> None:
 
 @contextmanager
 def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
-    """What keeps this process from taking part is reported to the others, who would wait for it."""
+    """Report an error of this process to the others, which would wait for it in the handshake."""
     try:
         yield
     except AshlError as error:
@@ -259,12 +277,14 @@ def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
 
 
 def job_secret(job: JobMembership) -> Secret:
+    """Return the secret of a job of another launcher."""
     return shared_secret(job.port, os.environ.get("TORCHELASTIC_RUN_ID", ""), job.attempt)
 
 
 def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
-    """The job's store. Raises AshlError where its port is taken, or nobody answers there
-    in time.
+    """Return the job's store, which process 0 serves unless the launcher does.
+
+    Raises: AshlError if its port is taken, or if the master does not answer within `timeout_s`.
     """
     master = job.rank == 0 and not job.agent_store
     if not master:
@@ -278,7 +298,7 @@ def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
         if master and "EADDRINUSE" in str(error):
             raise UsageError(
                 f"the port {job.port} (MASTER_PORT) is taken on {socket.gethostname()}; choose"
-                " another, or end the job that has it"
+                " another, or end the job that uses it"
             ) from error
         raise AshlError(
             f"the master {job.host}:{job.port} does not answer as a job's store does"
@@ -289,7 +309,7 @@ def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
 
 
 def await_master(job: JobMembership, timeout_s: float) -> None:
-    """Wait until something listens there."""
+    """Wait until the master's port accepts connections. Raises AshlError after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while True:
         try:
@@ -321,10 +341,12 @@ def run_as_controller(
     checkpoint_manager: CheckpointManager,
     saved: Checkpoint | None = None,
 ) -> dict | None:
-    """The process of rank 0 of the job: its rank of the plan is a child, so that evaluating
-    snapshots and writing records never hold it up, and so is a server that has no process of its
-    own. Where ranks keep their parts of checkpoints, the others are given theirs of the one that
-    counts, as this process alone has the run folder. See `run_controller`.
+    """Run the controller in the process of rank 0.
+
+    Its rank of the plan is a child, so that evaluation and records do not hold it up; so is a
+    server without a process of its own. If the run takes checkpoints, the other ranks are sent
+    their parts of the checkpoint to resume from, because only this process has the run folder.
+    Returns and raises as `run_controller`.
     """
     rank_settings = [
         settings._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
@@ -335,20 +357,20 @@ def run_as_controller(
             settings._replace(saved=str(saved.folder), since_ns=saved.time_ns)
             for settings in rank_settings
         ]
-    for rank in (
-        set(range(plan.num_ranks)) - {settings.rank for settings in rank_settings}
-        if assignment.settings.saves_checkpoints
-        else ()
-    ):
-        send_restore_point(assignment.store, rank, saved)
+    if assignment.settings.saves_checkpoints:
+        own = {settings.rank for settings in rank_settings}
+        for rank in set(range(plan.num_ranks)) - own:
+            send_restore_point(assignment.store, rank, saved)
     return run_controller(
         plan, run_dir, monitor, assignment.store.another(), rank_settings, checkpoint_manager
     )
 
 
 def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:
-    """Any other process of the job: it plays its rank here; returns the exit code. Where the run
-    goes on without it, that is no failure to torchrun, which would end all others.
+    """Run this process's rank, and return the exit code.
+
+    If the run continues without it, the exit code is 0 under torchrun, which would end all other
+    processes after a failure.
     """
 
     def exit_evicted(end: End) -> NoReturn:
@@ -360,7 +382,7 @@ def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:
 
 
 def leave_job(store: AuthenticatedStore, job: JobMembership) -> None:
-    """Whoever keeps the store outlives the others' last question to it."""
+    """Leave the job; the process that serves the store waits until the others have left."""
     store.set(f"out/{job.rank}", "1")
     if job.rank != 0 or job.agent_store:
         return

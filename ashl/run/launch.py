@@ -1,5 +1,8 @@
-"""Home's side of a real run: start the ranks that run here, attend to all of them, tell all how it
-ended.
+"""The controller of a real run: start the ranks of this node, supervise all, and publish the end.
+
+`launch` runs all ranks on this machine (runtime=local). `run_controller` is also used by the
+process of rank 0 of another launcher's job (`ashl.run.job`). `rank_processes` starts ranks by
+Python's fork server, and leaves no process behind.
 """
 
 import logging
@@ -42,13 +45,12 @@ logger = logging.getLogger(__name__)
 
 CONTROLLER_LOG = "controller.log"
 SHORT = "/tmp"
-SOCKET_FOLDER_BYTES = (
-    70  # the path of a socket has at most 107, of which multiprocessing's own names take 32
-)
+# The path of a socket has at most 107 bytes; the names of multiprocessing take 32 of them.
+SOCKET_FOLDER_BYTES = 70
 
 
 def check_local(plan: Plan, runtime: Any) -> None:
-    """Raises UsageError where the ranks cannot be started here as they are asked for."""
+    """Raise UsageError if the ranks cannot run on this machine as configured."""
     check_loopback("runtime=local")
     named(runtime.interface)
     devices = devices_of(plan, runtime)[: plan.num_workers]
@@ -61,7 +63,7 @@ def check_local(plan: Plan, runtime: Any) -> None:
 
 
 def devices_of(plan: Plan, runtime: Any) -> list[str]:
-    """By rank."""
+    """Return the device of each rank."""
     return [device_of(runtime, rank) for rank in range(plan.num_ranks)]
 
 
@@ -72,7 +74,10 @@ def launch(
     checkpoint_manager: CheckpointManager,
     saved: Checkpoint | None = None,
 ) -> dict | None:
-    """All ranks on this machine, as they were saved or from the beginning; see `run_controller`."""
+    """Run all ranks on this machine, from a checkpoint or from the beginning.
+
+    Returns and raises as `run_controller`.
+    """
     runtime = monitor.job.parts.runtime
     through = named(runtime.interface) or Chosen(LOOPBACK, "127.0.0.1")
     listener = socket.create_server(("127.0.0.1", 0))
@@ -87,9 +92,17 @@ def launch(
     )
     secret = new_secret()
     settings = RankSettings(
-        0, "127.0.0.1", port, secret, platform.node(), str(run_dir), monitor.rounds, True, through
+        rank=0,
+        host="127.0.0.1",
+        port=port,
+        secret=secret,
+        controller_host=platform.node(),
+        run_dir=str(run_dir),
+        rounds=monitor.rounds,
+        log=True,
+        interface=through,
+        saves_checkpoints=checkpoint_manager.every_s is not None,
     )
-    settings = settings._replace(saves_checkpoints=checkpoint_manager.every_s is not None)
     devices = devices_of(plan, runtime)
     apart = have_own_gpus([*map(gpu_index, devices)], runtime)
     if saved is not None:
@@ -137,7 +150,7 @@ def supervise_ranks(
     rank_settings: Sequence[RankSettings],
     checkpoint_manager: CheckpointManager,
 ) -> dict | None:
-    """Do what `run_controller` says, in a process that has its log and title."""
+    """Run the controller as `run_controller` does, in a process that has its log and title."""
     runtime = monitor.job.parts.runtime
     logger.info(
         "starts a run of %d workers and %d ranks, %d of them on node %s; heartbeat timeout %g s,"
@@ -157,20 +170,17 @@ def supervise_ranks(
     end, processes = End(130), dict[int, BaseProcess]()
     try:
         with rank_processes(plan, rank_settings) as (processes, start):
-            parts, by_rank = (
-                monitor.job.parts,
-                {settings.rank: settings for settings in rank_settings},
-            )
-            seen = LivenessMonitor(
+            parts = monitor.job.parts
+            liveness = LivenessMonitor(
                 plan,
                 channel,
                 processes,
-                by_rank,
+                {settings.rank: settings for settings in rank_settings},
                 start,
                 survives_failure(parts),
                 admits_rejoin(parts),
             )
-            pace = supervise(seen, run_dir, monitor, checkpoint_manager)
+            pace = supervise(liveness, run_dir, monitor, checkpoint_manager)
         if pace is not None:
             end = End(0)
         stages = monitor.run_state.stages
@@ -194,8 +204,9 @@ def supervise_ranks(
 def rank_processes(
     plan: Plan, rank_settings: Sequence[RankSettings]
 ) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int], None]]]:
-    """Processes for these ranks, and how a rank gets one in another life; whatever happens, none is
-    left behind.
+    """Start processes for these ranks, and kill all that are alive when the context ends.
+
+    Yields: the processes by rank, and a function that starts an incarnation of a rank.
     """
     context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
     by_rank = {settings.rank: settings for settings in rank_settings}
@@ -232,35 +243,35 @@ def rank_processes(
 def start_fork_server(*preload: str) -> None:
     """Start Python's fork server, which imports these modules once for all processes that it makes.
 
-    A Ctrl-C in the terminal reaches every process, as does a queue's SIGTERM and the SIGHUP of a
-    terminal that closes, and the fork server would die of it, and take its word on the ranks with
-    it. It inherits that they are blocked; here they wait until they are not.
+    Ctrl-C in the terminal reaches every process, as do SIGTERM of a queue and SIGHUP of a terminal
+    that closes. The fork server would end at them, and the exit codes of the ranks would be
+    unknown. So it inherits them blocked; `run_rank_in_child` ignores them.
 
-    Python's fork server looks for what it preloads in the working directory first, which may be a
-    checkout where this process has the installed package, or the other way round. The processes it
-    makes have this one's path, so it is given that, too.
+    Python's fork server looks for modules in the working directory first. That may be a checkout,
+    while this process uses the installed package, or the reverse. So the server gets the path of
+    this process, as the processes that it makes do.
+    Raises: AshlError if no process can be started.
     """
     path = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     own = {name: os.environ.get(name) for name in path}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
-        resource_tracker.ensure_running()  # which unblocks SIGINT and SIGTERM
+        resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM
         signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
         os.environ |= path
         forkserver.set_forkserver_preload([*preload])
         shorten_socket_paths()
         try:
             forkserver.ensure_running()
-        except (
-            ChildProcessError
-        ):  # this process was forked from one that has a fork server, which is not its own
+        # this process was forked from one with a fork server, which is not a child of this one
+        except ChildProcessError:
             forkserver._forkserver.__init__()
             forkserver.set_forkserver_preload([*preload])
             forkserver.ensure_running()
     except OSError as error:
         raise AshlError(
             f"no process can be started: {error.strerror or error} (temporary files go to"
-            f" {tempfile.gettempdir()}); set TMPDIR to a short path that can be written, as"
+            f" {tempfile.gettempdir()}); set TMPDIR to a short, writable path, for example"
             " TMPDIR=/tmp"
         ) from error
     finally:
@@ -273,20 +284,21 @@ def start_fork_server(*preload: str) -> None:
 
 
 def shorten_socket_paths() -> None:
-    """Have multiprocessing put its sockets under /tmp where TMPDIR is too long for their paths."""
+    """Make multiprocessing place its sockets under /tmp if TMPDIR is too long for their paths."""
     own = tempfile.gettempdir()
     if len(os.fsencode(own)) > SOCKET_FOLDER_BYTES:
         tempfile.tempdir = SHORT
         try:
-            util.get_temp_dir()  # which is then kept, and deleted at the end
+            util.get_temp_dir()  # multiprocessing keeps this folder, and deletes it at the end
         finally:
             tempfile.tempdir = own
 
 
 @contextmanager
 def allow_children() -> Generator[None]:
-    """Let this process start others, also where it is a daemonic one of multiprocessing's: what it
-    starts ends with it (`ashl.run.process_setup.die_with_parent`).
+    """Let this process start others, even if it is a daemonic process of multiprocessing.
+
+    They end with it (`ashl.run.process_setup.die_with_parent`).
     """
     process = mp.current_process()
     daemonic, process.daemon = process.daemon, False

@@ -43,20 +43,16 @@ from ashl.stage.stage import FAULT_TOLERANT, extra_ranks
 LINE = re.compile(
     r"(?P<login>(?:[\w.][\w.-]*@)?[\w.][\w.-]*|[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*)(?:\s+slots=(?P<slots>\d{1,4}))?"
 )
-COPIED = (
-    "ASHL_",
-    "NCCL_",
-    "GLOO_",
-    "OMP_",
-)  # what the environment of every rank takes over from the launcher's
+# Prefixes of the launcher's environment variables that every rank gets.
+COPIED = ("ASHL_", "NCCL_", "GLOO_", "OMP_")
 
 
 class Host(NamedTuple):
     """A line of a hostfile."""
 
-    # as ssh takes it: a name, an address or an alias of its configuration, perhaps with `user@`
+    # for ssh: a name, an address or an alias of its configuration, with or without `user@`
     login: str
-    slots: int  # how many ranks it takes
+    slots: int  # the number of ranks that it can run
 
     @property
     def name(self) -> str:
@@ -64,23 +60,23 @@ class Host(NamedTuple):
 
 
 class HostRanks(NamedTuple):
-    """The ranks of a job that run on one host: consecutive, LOCAL_RANK by slot."""
+    """The consecutive ranks of a job that run on one host; the first one has LOCAL_RANK 0."""
 
     host: Host
     ranks: range
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file with a line for each: `host`, `user@host` or `host slots=2`; `#` begins a
-    comment.
+    """Return the hosts of a hostfile.
 
-    Raises UsageError with the number of the line that is none of these, or that names a host again.
+    Each line is `host`, `user@host` or `host slots=2`; `#` begins a comment.
+    Raises: UsageError with the number of a line that is invalid or names a host again.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"--hosts {path} cannot be read: {why}.") from error
+        raise UsageError(f"--hosts {path}: it cannot be read ({why})") from error
     found: dict[str, tuple[int, Host]] = {}
     for number, line in enumerate(lines, 1):
         if not (text := line.partition("#")[0].strip()):
@@ -88,23 +84,23 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         match = LINE.fullmatch(text)
         if match is None or (match["slots"] is not None and not int(match["slots"])):
             raise UsageError(
-                f"{path}, line {number}: {text[:60]!r} is no host; write `host`, or `host slots=2`."
+                f"{path}, line {number}: {text[:60]!r} is no host; write `host`, or `host slots=2`"
             )
         host = Host(match["login"], int(match["slots"] or 1))
         if host.name in found:
             first = found[host.name][0]
             raise UsageError(
-                f"{path}, line {number}: {host.name} is there in line {first} already; give it"
-                " slots=2, say, to run several ranks on it."
+                f"{path}, line {number}: {host.name} is there in line {first} already; to run"
+                " several ranks on it, write slots=2 once"
             )
         found[host.name] = number, host
     if not found:
-        raise UsageError(f"{path} names no host; write one in each line, as in `node1 slots=2`.")
+        raise UsageError(f"{path} names no host; write one in each line, as in `node1 slots=2`")
     return tuple(host for _, host in found.values())
 
 
 def assign_slots(hosts: Sequence[Host], size: int) -> tuple[HostRanks, ...]:
-    """Ranks 0 to size - 1 on the slots in their order; hosts that get none are left out."""
+    """Assign ranks 0 to size − 1 to the slots in order, and return the hosts that have a rank."""
     shares, first = [], 0
     for host in hosts:
         if count := min(host.slots, size - first):
@@ -114,9 +110,7 @@ def assign_slots(hosts: Sequence[Host], size: int) -> tuple[HostRanks, ...]:
 
 
 def describe_idle_slots(hosts: Sequence[Host], size: int) -> str:
-    """What there is to do for nobody, as in `node2 (1 of 2 slots), node3`; "" where all slots are
-    taken.
-    """
+    """Return the idle slots as text, as in `node2 (1 of 2 slots), node3`; "" if there are none."""
     taken = {share.host: len(share.ranks) for share in assign_slots(hosts, size)}
     left = {host: host.slots - taken.get(host, 0) for host in hosts}
     return ", ".join(
@@ -129,7 +123,11 @@ def describe_idle_slots(hosts: Sequence[Host], size: int) -> str:
 def ranks_environment(
     share: HostRanks, group: int, size: int, master: tuple[str, int]
 ) -> dict[int, dict[str, str]]:
-    """What torchrun would set for each rank of this host, the `group`-th."""
+    """Return the environment variables of torchrun by rank of this host.
+
+    Args: group, the index of the host; size, the number of ranks; master, host and port of the
+    store.
+    """
     common = {
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": len(share.ranks),
@@ -144,27 +142,29 @@ def ranks_environment(
 
 
 def copied_environment(env: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
-    """What every rank takes over from here: all that is for us, NCCL, gloo or OpenMP, and what the
-    user names, as NAME or as NAME=VALUE. Raises UsageError for a name that is not set.
+    """Return the launcher's variables that every rank gets: those with a prefix of `COPIED`, and
+    those of --env, each NAME or NAME=VALUE.
+
+    Raises: UsageError for a NAME that is not set.
     """
     found = {name: value for name, value in env.items() if name.startswith(COPIED)}
     for text in wanted:
         name, equals, value = text.partition("=")
         if not name or (not equals and name not in env):
             raise UsageError(
-                f"--env {text}: it is not set here; give it a value, as in --env"
-                f" {name or 'NAME'}=1."
+                f"--env {text}: it is not set here; give it a value, as in --env {name or 'NAME'}=1"
             )
         found[name] = value if equals else env[name]
     return found
 
 
 def master_address(first: Host, reached_at: str | None, seen_from: Sequence[str | None]) -> str:
-    """The address of the first host as the others reach it.
+    """Return the address of the first host at which the other hosts can reach it.
 
-    That is the one at which we have reached it, or its name where nothing tells. Where this is
-    loopback, the launcher runs there itself, and the others know by which address it has come to
-    them (`seen_from`).
+    It is the address at which the launcher reached it, or its name. If that is loopback, the
+    launcher runs on the first host, and the address is the one from which it reached another host.
+    Args: reached_at, from the first host's greeting; seen_from, the launcher's address in the
+    greetings of the others.
     """
     own = reached_at or first.name
     if not is_loopback(own):
@@ -175,7 +175,7 @@ def master_address(first: Host, reached_at: str | None, seen_from: Sequence[str 
 
 
 CONNECT_S = 10
-GREETING_S = 60.0  # for Python to start over there, from a slow disk perhaps
+GREETING_S = 60.0  # seconds for Python to start on a node, perhaps from a slow disk
 UNREACHED = "does not answer"
 QUIET = ("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
 LIVELY = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
@@ -183,17 +183,16 @@ LIVELY = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
 @dataclass(frozen=True)
 class Launch:
-    """Where jobs run, and how they are started there."""
+    """The hosts of a job, and how ranks are started there."""
 
     hosts: tuple[Host, ...]
-    ssh: tuple[
-        str, ...
-    ]  # the command and its options; ours follow, of which ssh takes the first that it is given
+    # The command of ssh and its options. The options of ashl follow; ssh takes the first of two.
+    ssh: tuple[str, ...]
     python: str
     folder: str  # the working directory of every rank
     env: Mapping[str, str]
-    size: int | None = None  # how many processes, where the user says
-    port: int | None = None  # of the job's store, on the first host; None = one that is free
+    size: int | None = None  # the number of ranks, if the user sets it
+    port: int | None = None  # of the job's store, on the first host; None = a free one
     verbose: bool = False
 
     @property
@@ -202,25 +201,23 @@ class Launch:
 
 
 class Greeting(BaseModel):
-    """What a node agent says first."""
+    """The first line of a node agent."""
 
-    ashl: str
-    port: int | None
-    reached_at: str | None
-    seen_from: str | None
+    ashl: str  # version
+    port: int | None  # for the job's store; None = the port that the launcher asked for is taken
+    reached_at: str | None  # the node's address at which ssh reached it
+    seen_from: str | None  # the launcher's address as the node sees it
 
 
 @dataclass
 class Connection:
-    """One ssh."""
+    """An ssh connection to the node agent of one host."""
 
     share: HostRanks
     process: subprocess.Popen[bytes]
     stdin: IO[bytes]
     greeting: Greeting | None = None
-    words: list[str] = field(
-        default_factory=list
-    )  # what ssh, or a shell over there, has said so far
+    words: list[str] = field(default_factory=list)  # lines of ssh or of a shell on the node
     running: set[int] = field(default_factory=set)  # its ranks that have not ended
     open: bool = True
     listeners: list[threading.Thread] = field(default_factory=list)
@@ -234,13 +231,13 @@ class Connection:
         return next((plain(text) for text in reversed(self.words) if text.strip()), "")
 
     def send(self, line: bytes) -> None:
-        with suppress(OSError):  # it is gone, as its output will say
+        with suppress(OSError):  # the connection has ended, which its output shows
             self.stdin.write(line + b"\n")
             self.stdin.flush()
 
 
 class OutputLine(NamedTuple):
-    """A line of a connection's output or of its errors; None where its output ends."""
+    """A line of a connection's output or errors; None at the end of its output."""
 
     connection: Connection
     line: str | None
@@ -251,7 +248,7 @@ Inbox = queue.SimpleQueue[OutputLine]
 
 
 class InterruptRequest:
-    """How often the user has asked that it end."""
+    """A signal handler that counts the user's requests to end the job."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -261,7 +258,7 @@ class InterruptRequest:
 
 
 def command(where: Launch, host: Host, remote: Sequence[str]) -> list[str]:
-    """What runs a command on this host; this machine, called localhost, needs no ssh for that."""
+    """Return the command line that runs `remote` on a host: by ssh, or directly for `localhost`."""
     if host.login == LOCAL:
         return [*remote]
     return [*where.ssh, *QUIET, *LIVELY, host.login, f"exec {join(remote)}"]
@@ -271,8 +268,10 @@ def command(where: Launch, host: Host, remote: Sequence[str]) -> list[str]:
 def connect_nodes(
     where: Launch, shares: Sequence[HostRanks]
 ) -> Generator[tuple[list[Connection], Inbox]]:
-    """An agent on every host, over ssh, in process groups of their own: a Ctrl-C here is not for
-    them.
+    """Start a node agent on every host, over ssh, and end all of them when the context ends.
+
+    Each has a process group of its own, so a Ctrl-C in the terminal reaches the launcher alone.
+    Raises: UsageError if ssh or Python cannot be started.
     """
     inbox: Inbox = queue.SimpleQueue()
     connections: list[Connection] = []
@@ -291,7 +290,7 @@ def connect_nodes(
                 )
             except OSError as error:
                 option = "--python" if share.host.login == LOCAL else "--ssh"
-                raise UsageError(f"{option} {argv[0]}: {error.strerror}.") from error
+                raise UsageError(f"{option} {argv[0]}: {error.strerror}") from error
             assert process.stdin is not None
             connections.append(connection := Connection(share, process, process.stdin))
             for stream, error in ((process.stdout, False), (process.stderr, True)):
@@ -304,34 +303,35 @@ def connect_nodes(
     finally:
         for connection in connections:
             with suppress(OSError):
-                connection.stdin.close()  # on which an agent ends what it has started
+                connection.stdin.close()  # the agent then ends its ranks
         end = time.monotonic() + 1.0
         for connection in connections:
-            process = (
-                connection.process
-            )  # by SIGTERM an agent on this machine ends its ranks before it goes
-            for more_firmly, until in ((process.terminate, end), (process.kill, end + 4.0)):
+            process = connection.process
+            # at SIGTERM an agent on this machine ends its ranks before it exits
+            for end_process, until in ((process.terminate, end), (process.kill, end + 4.0)):
                 try:
                     process.wait(max(0.0, until - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    more_firmly()
+                    end_process()
             process.wait()
             for listener in connection.listeners:
                 listener.join(1.0)
 
 
 def read_stream(connection: Connection, stream: IO[bytes], error: bool, inbox: Inbox) -> None:
+    """Put the lines of a connection's output or errors into the inbox, until its end."""
     with stream:
         for line in iter(lambda: stream.readline(8 * MAX_LINE), b""):
             inbox.put(OutputLine(connection, line.decode(errors="replace").rstrip("\r\n"), error))
     if not error:
         for other in connection.listeners:
             if other is not threading.current_thread() and other.is_alive():
-                other.join(1.0)  # why it has ended is said on the other stream
+                other.join(1.0)  # the errors say why the connection ended
         inbox.put(OutputLine(connection, None))
 
 
 def next_line(inbox: Inbox, wait_s: float) -> OutputLine | None:
+    """Return the next line; None if there is none within `wait_s`."""
     try:
         return inbox.get(timeout=wait_s)
     except queue.Empty:
@@ -341,8 +341,9 @@ def next_line(inbox: Inbox, wait_s: float) -> OutputLine | None:
 def await_greetings(
     connections: Sequence[Connection], inbox: Inbox, interrupt: InterruptRequest, python: str
 ) -> list[Greeting]:
-    """What each has said as it began; none where the user does not wait for it. Raises AshlError
-    naming all hosts that cannot take part.
+    """Return the greetings of all node agents; none if the user interrupts.
+
+    Raises: AshlError that names all hosts that cannot take part, with the reason.
     """
     end = time.monotonic() + GREETING_S
     while any(c.open and c.greeting is None for c in connections) and time.monotonic() < end:
@@ -358,28 +359,26 @@ def await_greetings(
         else:
             try:
                 connection.greeting = Greeting.model_validate_json(line)
-            except ValidationError:  # what a login shell says to everybody
+            except ValidationError:  # a login shell may print a message of the day
                 connection.words.append(line)
     faults: dict[str, list[str]] = {}
     for connection in connections:
         if text := explain_fault(connection, python):
             faults.setdefault(text, []).append(connection.name)
     if faults:
-        raise AshlError(
-            "; ".join(f"{', '.join(names)} {text}" for text, names in faults.items()) + "."
-        )
+        raise AshlError("; ".join(f"{', '.join(names)} {text}" for text, names in faults.items()))
     return [connection.greeting for connection in connections if connection.greeting]
 
 
 def explain_fault(connection: Connection, python: str) -> str:
-    """Why this host cannot take part, as said of it; "" where it can."""
+    """Return why a host cannot take part, as a phrase that follows its name; "" if it can."""
     if (greeting := connection.greeting) is not None:
         same = greeting.ashl == __version__
         return (
             ""
             if same
             else (
-                f"has ashl {plain(greeting.ashl)}, and this machine {__version__}: install the same"
+                f"has ashl {plain(greeting.ashl)}, and this machine {__version__}; install the same"
             )
         )
     words = connection.last_words
@@ -402,39 +401,43 @@ def explain_fault(connection: Connection, python: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from elsewhere, without what would command a terminal."""
-    return (
-        text
-        if text.isprintable()
-        else "".join(c for c in text if c == "\t" or unicodedata.category(c)[0] != "C")
+    """Return a text without control characters, which could command a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        for character in text
+        if character == "\t" or unicodedata.category(character)[0] != "C"
     )
 
 
-PULSE_S = 2.0
-SETTLE_S = 5.0  # after the first failure: for the others to notice, and to finish their records
+PULSE_S = 2.0  # seconds between two signs of life to the node agents
+SETTLE_S = (
+    5.0  # after the first failure: seconds for other ranks to notice and finish their records
+)
 LOST = "failed during the run"
-HOME = 0  # the rank in whose process the records are kept
-RANK = ("-P", "-m", "ashl.cli")  # to Python
-MAX_LINES = 10  # of each rank but 0: a library that fails says much, all of it of no use
-CODES = (1, 2, 3, 130)  # what a command of ours ends with, if not well
+CONTROLLER_RANK = 0  # the rank in whose process the controller runs
+RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
+MAX_LINES = 10  # lines of errors shown of each rank except 0
+CODES = (1, 2, 3, 130)  # exit codes of a command of ashl that did not succeed
 
 
 class AgentRecord(BaseModel):
-    """What it says later: one of these, of a rank or of itself."""
+    """A later line of a node agent: one field besides `rank` is set."""
 
     rank: int = 0
-    out: str | None = None
-    err: str | None = None
-    code: int | None = None
-    failed: str | None = None
+    out: str | None = None  # a line of the rank's output
+    err: str | None = None  # a line of the rank's errors
+    code: int | None = None  # the rank's exit code
+    failed: str | None = None  # why the agent cannot start its ranks
 
 
 class Failure(NamedTuple):
-    """The first thing that went wrong."""
+    """A failure that ends the job: exit code, sentence, and the launcher's time in seconds."""
 
     code: int
     sentence: str
-    at: float
+    at_s: float
 
 
 def run_job(where: Launch, size: int, argv: Sequence[str], tolerates_failures: bool = False) -> int:
@@ -458,17 +461,15 @@ def run_job(where: Launch, size: int, argv: Sequence[str], tolerates_failures: b
         first, *others = greetings
         if first.port is None:
             raise UsageError(
-                f"--port {where.port} is taken on {connections[0].name}; give another, or none."
+                f"--port {where.port} is taken on {connections[0].name}; give another, or none"
             )
         address = "127.0.0.1"
         if others:
             address = master_address(
                 shares[0].host, first.reached_at, [other.seen_from for other in others]
             )
-        env = {
-            **where.env,
-            SECRET: secrets.token_hex(32),
-        }  # by which they know each other; it is in no command line
+        # the secret is in no command line, which other users could read
+        env = {**where.env, SECRET: secrets.token_hex(32)}
         order = {"argv": [*RANK, *argv], "folder": where.folder, "env": env}
         for group, connection in enumerate(connections):
             own = ranks_environment(connection.share, group, size, (address, first.port))
@@ -480,23 +481,23 @@ def run_job(where: Launch, size: int, argv: Sequence[str], tolerates_failures: b
 
 
 def job_size(config: Mapping[str, Any], where: Launch) -> int:
-    """How many processes this run takes: all slots, where neither the user nor the configuration
-    says. Raises UsageError where these do not agree, or there are fewer slots.
+    """Return the number of processes of a run: by --np, by the configuration, or all slots.
+
+    Raises: UsageError if --np and the configuration differ, or if there are fewer slots.
     """
-    asked, slots, options = where.size, where.slots, OptionFactory(config["allow_targets"])
+    asked = where.size
+    slots = where.slots
+    options = OptionFactory(config["allow_targets"])
     topology, schedule, sync = (
         options.of(group, config[group]) for group in ("topology", "schedule", "sync")
     )
     cluster = options.of("cluster", draw_compute_factors(config["cluster"], config["seed"]))
     if isinstance(cluster, ProfileCluster):
         raise UsageError(
-            "cluster=profile is in virtual time, which needs no hosts; take cluster=real, or leave"
-            " it out"
+            "cluster=profile is in virtual time, which needs no hosts; set cluster=real, or drop it"
         )
-    workers, extra = (
-        cluster.num_workers,
-        extra_ranks(topology, None if schedule.names_sync else sync, cluster.node),
-    )
+    workers = cluster.num_workers
+    extra = extra_ranks(topology, None if schedule.names_sync else sync, cluster.node)
     if config["plan"]:
         plan = read_plan(config["plan"])
         workers, extra = plan.num_workers, plan.num_ranks - plan.num_workers
@@ -504,19 +505,19 @@ def job_size(config: Mapping[str, Any], where: Launch) -> int:
     beside = (" and a server" if topology.has_server else " and a coordinator") if extra else ""
     if asked not in (None, needed):
         raise UsageError(
-            f"--np {asked}: {workers} workers{beside} are {needed} processes; drop one of the two."
+            f"--np {asked}: {workers} workers{beside} are {needed} processes; drop one of the two"
         )
     if needed > slots:
         what = f"--np {needed}" if workers is None else f"{workers} workers{beside}"
         raise UsageError(
             f"{what} need {needed} slots, and the hosts have {slots}; name more hosts, or write"
-            " slots=2."
+            " slots=2"
         )
     return needed
 
 
 def tolerates_failures(config: Mapping[str, Any]) -> bool:
-    """Whether such a run may go on without a worker."""
+    """Return True if a run with this topology can continue without a worker."""
     return (
         FAULT_TOLERANT
         in OptionFactory(config["allow_targets"]).of("topology", config["topology"]).supports
@@ -524,26 +525,30 @@ def tolerates_failures(config: Mapping[str, Any]) -> bool:
 
 
 def real_job_size(config: Mapping[str, Any], where: Launch) -> int | None:
-    """The same of a run that is real; None in virtual time, which needs no hosts."""
+    """Return `job_size`; None for a run in virtual time, which needs no hosts."""
     return None if is_virtual(config) else job_size(config, where)
 
 
 def check_nodes(where: Launch, size: int) -> None:
-    """Raises AshlError naming the hosts that could not take part in a job of this size."""
+    """Raise AshlError, which names the hosts that cannot take part in a job of this size."""
     with connect_nodes(where, assign_slots(where.hosts, size)) as (connections, inbox):
         await_greetings(connections, inbox, InterruptRequest(), where.python)
 
 
 class Report:
-    """What the user sees of what the ranks say: all of rank 0, of the others their errors, once
-    where they all say the same. Their last sentences are held back: rank 0 may say it better.
+    """The output that the user sees: all lines of rank 0, and the other ranks' errors.
+
+    An error that several ranks print is shown once. The last sentences of other ranks are shown at
+    the end, and only if rank 0 has not printed them. With `verbose` every line is shown.
     """
 
     def __init__(self, verbose: bool) -> None:
-        self.verbose, self.ending = verbose, False
-        self.complaints: set[str] = set()
-        self.lines: Counter[int] = Counter()  # of complaints that were shown, by rank
-        self.sentences: dict[str, str] = {}  # of other ranks: what, and who said so first
+        self.verbose = verbose
+        self.ending = False  # True once the job is asked to end
+        self.complaints: set[str] = set()  # errors that were shown
+        self.lines: Counter[int] = Counter()  # errors that were shown, by rank
+        # last sentences of other ranks, with the name of the first one that printed it
+        self.sentences: dict[str, str] = {}
 
     def show(self, name: str, rank: int, text: str, error: bool) -> None:
         last = error and text.startswith("ashl: ")
@@ -553,9 +558,8 @@ class Report:
             self.sentences.setdefault(text, f"{name} r{rank}")
         elif not error and not rank:
             write(sys.stdout, text)
-        elif last or (
-            error and not self.ending and text not in self.complaints
-        ):  # who is interrupted may complain
+        # ranks that are interrupted may print errors, which the user does not need
+        elif last or (error and not self.ending and text not in self.complaints):
             self.complaints.add(text)
             self.lines[rank] += 1
             text = "... (--verbose shows all)" if rank and self.lines[rank] == MAX_LINES else text
@@ -563,14 +567,15 @@ class Report:
                 write(sys.stderr, f"{name} r{rank} | {text}" if rank else text)
 
     def close(self) -> bool:
-        """Show what was held back; returns whether any rank has said what went wrong."""
-        for text, who in self.sentences.items():
+        """Show the last sentences; return True if any rank has printed an error of ashl."""
+        for text, name in self.sentences.items():
             if text not in self.complaints:
-                write(sys.stderr, f"{who} | {text}")
+                write(sys.stderr, f"{name} | {text}")
         return bool(self.sentences) or any(text.startswith("ashl: ") for text in self.complaints)
 
 
 def write(stream: TextIO, text: str) -> None:
+    """Write a line at once."""
     stream.write(f"{text}\n")
     stream.flush()
 
@@ -582,7 +587,11 @@ def supervise_nodes(
     report: Report,
     tolerates_failures: bool,
 ) -> int:
-    """Until every host is done; the first failure anywhere ends the job everywhere, in order."""
+    """Show the ranks' output until all have ended, and return the job's exit code.
+
+    The first failure that is not tolerated ends the job on all hosts, in order.
+    Raises: AshlError or UsageError with that failure, if no rank has explained it.
+    """
     failure: Failure | None = None
     asked_at, pulse_at = None, 0.0
     while any(connection.open for connection in connections):
@@ -591,7 +600,7 @@ def supervise_nodes(
             broadcast(connections, KILL)
             break
         if asked_at is None and (
-            interrupt.times or (failure is not None and now - failure.at > SETTLE_S)
+            interrupt.times or (failure is not None and now - failure.at_s > SETTLE_S)
         ):
             asked_at, report.ending = now, True
             broadcast(connections, STOP)
@@ -615,26 +624,10 @@ def supervise_nodes(
 
 
 def handle_output(found: OutputLine, report: Report, tolerates_failures: bool) -> Failure | None:
-    """Show what a host says; returns what has gone wrong there, if something has that ends
-    the job.
-    """
+    """Show a line of a host; return the failure that it reports, if that ends the job."""
     connection, line, error = found
-    name, now = connection.name, time.monotonic()
     if line is None:
-        connection.open = False
-        if not connection.running:
-            return None
-        if (
-            tolerates_failures and HOME not in connection.running
-        ):  # whether the run goes on without it, home says
-            names = ", ".join(f"rank {rank}" for rank in sorted(connection.running))
-            connection.running.clear()
-            write(sys.stderr, f"ashl: {name} {LOST}, with {names}")
-            return None
-        words = connection.last_words or "the connection has ended"
-        return Failure(
-            1, f"{name} {LOST} ({words}); what ran there ends by itself within {SILENCE_S:g} s", now
-        )
+        return handle_disconnect(connection, tolerates_failures)
     try:
         record = AgentRecord() if error else AgentRecord.model_validate_json(line)
     except ValidationError:
@@ -643,33 +636,55 @@ def handle_output(found: OutputLine, report: Report, tolerates_failures: bool) -
         connection.words.append(line)
     for text, is_error in ((record.out, False), (record.err, True)):
         if text is not None:
-            report.show(name, record.rank, printable(text), is_error)
+            report.show(connection.name, record.rank, printable(text), is_error)
     if record.failed is not None:
         connection.running.clear()
-        return Failure(
-            2, f"{name}: {plain(record.failed)}; name a folder that every host has by --folder", now
-        )
+        sentence = f"{connection.name}: {plain(record.failed)}; name a folder that every host has"
+        return Failure(2, f"{sentence} by --folder", time.monotonic())
     if record.code is None:
         return None
-    connection.running.discard(record.rank)
-    if record.code == 0:
+    return handle_exit(connection, record.rank, record.code, tolerates_failures)
+
+
+def handle_disconnect(connection: Connection, tolerates_failures: bool) -> Failure | None:
+    """Handle the end of a connection; return the failure, if that ends the job."""
+    connection.open = False
+    if not connection.running:
         return None
-    if (
-        tolerates_failures
-        and record.rank != HOME
-        and (record.code < 0 or record.code == EXIT_EVICTED)
-    ):  # likewise
-        write(sys.stderr, f"ashl: rank {record.rank} on {name} {describe_exit(record.code)}")
+    # the controller decides whether the run continues without the ranks of another host
+    if tolerates_failures and CONTROLLER_RANK not in connection.running:
+        names = ", ".join(f"rank {rank}" for rank in sorted(connection.running))
+        connection.running.clear()
+        write(sys.stderr, f"ashl: {connection.name} {LOST}, with {names}")
         return None
-    what = f"rank {record.rank} on {name} {describe_exit(record.code)}"
-    return Failure(record.code if record.code in CODES else 1, what, now)
+    words = connection.last_words or "the connection has ended"
+    sentence = f"{connection.name} {LOST} ({words}); its ranks end within {SILENCE_S:g} s"
+    return Failure(1, sentence, time.monotonic())
+
+
+def handle_exit(
+    connection: Connection, rank: int, code: int, tolerates_failures: bool
+) -> Failure | None:
+    """Handle the exit of a rank; return the failure, if that ends the job."""
+    connection.running.discard(rank)
+    if code == 0:
+        return None
+    sentence = f"rank {rank} on {connection.name} {describe_exit(code)}"
+    # the controller decides whether the run continues without another rank
+    if tolerates_failures and rank != CONTROLLER_RANK and (code < 0 or code == EXIT_EVICTED):
+        write(sys.stderr, f"ashl: {sentence}")
+        return None
+    return Failure(code if code in CODES else 1, sentence, time.monotonic())
 
 
 def fetch_run_folder(where: Launch, run_dir: Path) -> bool:
-    """Bring the files of a run folder here from the first host, which keeps the records; whether
-    there were any. Nothing but plain files of the folder itself is taken.
+    """Copy the files of a run folder from the first host, where the controller runs; return True if
+    there were any.
+
+    Limits: only plain files of the folder itself, no links and no subfolders.
     """
-    there, count = str(Path(where.folder, run_dir)), 0
+    there = str(Path(where.folder, run_dir))
+    count = 0
     remote = command(where, where.hosts[0], ["tar", "-C", there, "-cf", "-", "."])
     process = subprocess.Popen(
         remote, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -689,5 +704,6 @@ def fetch_run_folder(where: Launch, run_dir: Path) -> bool:
 
 
 def broadcast(connections: Sequence[Connection], line: bytes) -> None:
+    """Send a line to all node agents."""
     for connection in connections:
         connection.send(line)

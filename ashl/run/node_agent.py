@@ -1,11 +1,11 @@
-"""One host's part of `ashl launch`: starts its ranks, passes on what they say, lets none outlive
-the launcher.
+"""The node agent of `ashl launch`: it starts the ranks of one host and forwards their output.
 
-It is started over ssh and talks in lines of JSON. Out goes a greeting, then what the ranks say, and
-the exit code of each that ends. In comes one order with what to start, then a pulse every few
-seconds and perhaps `stop` or `kill`. When the input ends, or is silent for long, the launcher is
-gone, or cannot be reached: the ranks are ended as by Ctrl-C. Imports nothing heavy, so that it
-answers at once.
+The launcher starts it over ssh; both write lines. The agent writes JSON: a greeting, then the
+ranks' output, and the exit code of each rank that ends. The launcher writes one order in JSON with
+the ranks to start, then a sign of life every few seconds, and perhaps `stop` or `kill`. If the
+input ends, or is silent for `SILENCE_S`, the launcher has failed or cannot be reached: the agent
+ends its ranks as Ctrl-C does, so that none outlives the launcher. The module imports no heavy
+library, so that it answers at once.
 """
 
 import json
@@ -24,48 +24,50 @@ from typing import IO, Any, NamedTuple
 from ashl import __version__
 from ashl.run.process_setup import set_title
 
-GRACE_S = 15.0  # between SIGINT, on which a run finishes its records, and SIGKILL
-SILENCE_S = 60.0  # without a pulse
+GRACE_S = 15.0  # seconds between SIGINT, at which a run finishes its records, and SIGKILL
+SILENCE_S = 60.0  # seconds without a sign of life after which the launcher has failed
 POLL_S = 0.1
-MAX_LINE = 1 << 16  # bytes of a line that are passed on at once
-STOP, KILL, PULSE = b"stop", b"kill", b""  # what the launcher says after its order
-STRANGE = (
-    "TORCHELASTIC_",
-    "OMPI_",
-    "SLURM_",
-    "PMI_",
-)  # another starter's variables, which are not about this job
+MAX_LINE = 1 << 16  # bytes of a line that are forwarded at once
+STOP, KILL, PULSE = b"stop", b"kill", b""  # the launcher's lines after its order
+# Prefixes of variables of other launchers, which do not describe this job.
+STRANGE = ("TORCHELASTIC_", "OMPI_", "SLURM_", "PMI_")
 
 
 class OutputWriter:
-    """What goes to the launcher, line by line, from any thread. Where nobody listens any longer,
-    nothing is said.
+    """Writes lines of JSON to the launcher, from any thread; no effect once the launcher has ended.
+
+    Args: out, a file descriptor.
     """
 
     def __init__(self, out: int) -> None:
-        self.out, self.lock = out, threading.Lock()
+        self.out = out
+        self.lock = threading.Lock()
 
     def write(self, **what: object) -> None:
+        """Write one line with these fields."""
         line = (json.dumps(what) + "\n").encode()
         with self.lock, suppress(OSError):
             while line:
                 line = line[os.write(self.out, line) :]
 
     def forward(self, rank: int, kind: str, stream: IO[bytes]) -> None:
+        """Forward the lines of a rank's stream until its end. Args: kind, `out` or `err`."""
         for line in iter(lambda: stream.readline(MAX_LINE), b""):
             self.write(rank=rank, **{kind: line.decode(errors="replace").rstrip("\r\n")})
 
 
 class CommandReader:
-    """What the launcher says."""
+    """Reads the launcher's lines. Args: source, a file descriptor."""
 
     def __init__(self, source: int) -> None:
-        self.source, self.rest, self.over = source, b"", False
-        self.pending: list[bytes] = []
-        self.heard_at = time.monotonic()
+        self.source = source
+        self.rest = b""  # an incomplete line
+        self.over = False  # True once the input has ended
+        self.pending: list[bytes] = []  # lines after the order
+        self.heard_at = time.monotonic()  # time of the latest input
 
     def lines(self, wait_s: float) -> list[bytes]:
-        """The whole lines that come in this time."""
+        """Return the complete lines that arrive within `wait_s`."""
         found, self.pending = self.pending, []
         if self.over:
             time.sleep(wait_s)
@@ -77,7 +79,7 @@ class CommandReader:
         return found
 
     def read_order(self) -> dict[str, Any] | None:
-        """The first line; None where the launcher goes without one."""
+        """Return the launcher's order, its first line; None if the launcher ends before it."""
         while not self.launcher_gone():
             if lines := self.lines(1.0):
                 first, *self.pending = lines
@@ -89,35 +91,36 @@ class CommandReader:
 
 
 class Rank(NamedTuple):
+    """The process of a rank, and the threads that forward its output."""
+
     process: subprocess.Popen[bytes]
     forwarders: tuple[threading.Thread, ...]
 
     def ended(self) -> bool:
-        """Whether it has; then nothing is left of what it started, and all that it said is passed
-        on.
+        """Return True if the rank has ended; then its child processes have ended, too, and its
+        output is forwarded.
         """
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
-        self.end(
-            signal.SIGKILL
-        )  # before it is waited for: until then nobody else's group can have its number
+        # before the process is waited for: until then no other process group can have its number
+        self.end(signal.SIGKILL)
         self.process.wait()
         for forwarder in self.forwarders:
             forwarder.join(1.0)
         return True
 
     def end(self, number: signal.Signals) -> None:
-        """With all that it has started."""
+        """Send a signal to the rank and its child processes."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
 
 def main() -> int:
-    """The exit code is that of the first rank that failed; 0 where none did."""
+    """Run the ranks of the launcher's order, and return the exit code of the first that failed, or
+    0.
+    """
     set_title("ashl node agent")
-    signal.pthread_sigmask(
-        signal.SIG_SETMASK, []
-    )  # the ranks inherit it, and are to hear of SIGINT
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the ranks inherit it, and SIGINT must end them
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, exit_on_signal)
     writer, reader = OutputWriter(sys.stdout.fileno()), CommandReader(sys.stdin.fileno())
@@ -144,7 +147,7 @@ def exit_on_signal(number: int, frame: object) -> None:
 
 
 def free_port(asked: int) -> int | None:
-    """This port, or some free one where none is asked for; None where it is taken."""
+    """Return the port `asked` for, or any free one for 0; None if it is taken."""
     try:
         with socket.create_server(("", asked)) as probe:
             return probe.getsockname()[1]
@@ -153,7 +156,7 @@ def free_port(asked: int) -> int | None:
 
 
 def start(order: Mapping[str, Any], running: dict[int, Rank], writer: OutputWriter) -> None:
-    """Each rank in a process group of its own."""
+    """Start the ranks of an order, each in a process group of its own."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
     for rank, env in order["ranks"]:
         process = subprocess.Popen(
@@ -178,7 +181,10 @@ def start(order: Mapping[str, Any], running: dict[int, Rank], writer: OutputWrit
 
 
 def supervise_ranks(running: dict[int, Rank], reader: CommandReader, writer: OutputWriter) -> int:
-    """Until all have ended: as they like, or in order once the launcher wishes so, or is gone."""
+    """Wait until all ranks have ended, and return the exit code of the first that failed, or 0.
+
+    If the launcher asks for it or has failed, the ranks get SIGINT, and after `GRACE_S` SIGKILL.
+    """
     first_failure, ending_at = 0, None
     while running:
         lines = reader.lines(POLL_S)
@@ -199,4 +205,4 @@ def supervise_ranks(running: dict[int, Rank], reader: CommandReader, writer: Out
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # a thread may still read what a stranger keeps open
+    os._exit(code)  # a thread may still read a stream that a process outside the ranks holds open

@@ -33,24 +33,21 @@ SPELLED = {
     "«": "<<", "»": ">>", "⊗": "(x)", "⊕": "(+)", "ᵀ": "^T", "²": "^2", "³": "^3", "⁄": "/",
 }  # fmt: skip
 # Exit codes of a rank, beside those of a command.
-EXIT_ORPHANED = 75  # its parent has died
-# A child of the controller that has heard nothing of it for runtime.heartbeat_timeout_s.
+EXIT_ORPHANED = 75  # its parent has ended
+# A child of the controller without a control update for runtime.heartbeat_timeout_s.
 EXIT_CONTROLLER_SILENT = 76
 EXIT_DECLARED_FAILURE = 77  # a worker that fails as cluster.events declares
 EXIT_EVICTED = 78  # a worker without which the run continues, as it missed heartbeats
-INTERRUPTS = {
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-}  # Ctrl-C, a queue, a terminal that closes
+# Ctrl-C, the end of a job in a queue, and a terminal that closes.
+INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 LOG_LEVEL = "ASHL_LOG"  # the environment variable that sets how much is logged
 LEVELS = ("debug", "info", "warning", "error")
 ASCII_ONLY = "ashl.ascii"  # name of the error handler
 
 
 def spell(character: str) -> str:
-    """Return a character in ASCII: α is alpha, Γ is Gamma, é is e; what has no spelling is a
-    question mark.
+    """Return a character in ASCII: α is alpha, Γ is Gamma, é is e; `?` for others without a
+    spelling.
     """
     if character.isascii():
         return character
@@ -66,7 +63,7 @@ def spell(character: str) -> str:
 
 
 def spell_failed(error: UnicodeError) -> tuple[str, int]:
-    """Replace what an encoding cannot show, as the handler `errors=ASCII_ONLY` of a stream."""
+    """Spell the characters that an encoding lacks; the error handler `ASCII_ONLY` of streams."""
     assert isinstance(error, UnicodeEncodeError)
     return "".join(map(spell, error.object[error.start : error.end])), error.end
 
@@ -75,9 +72,10 @@ register_error(ASCII_ONLY, spell_failed)
 
 
 class Output(io.FileIO):
-    """The descriptor of a terminal or a pipe. Once the terminal is closed, or the pipe has no
-    reader (`| head`), it becomes /dev/null at the first write that fails, and the command continues
-    to its end.
+    """The descriptor of a terminal or a pipe, which survives the end of its reader.
+
+    The terminal may close, or the reader may end (`| head`). Then the descriptor becomes /dev/null
+    at the first write that fails, and the command continues.
     """
 
     def write(self, data: Any, /) -> int:
@@ -93,7 +91,9 @@ class Output(io.FileIO):
 
 
 def open_descriptors() -> None:
-    """Open on /dev/null what is closed of the descriptors 0 to 2, which child processes inherit."""
+    """Open those of the descriptors 0 to 2 that are closed on /dev/null, for child processes,
+    too.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -106,15 +106,13 @@ def open_descriptors() -> None:
 
 
 def read_elsewhere(stream: TextIO) -> bool:
-    """Return True if the stream leads to a terminal, a pipe or a socket, whose other end may be
-    closed.
-    """
+    """Return True if a stream may lose its reader: a terminal, a pipe or a socket."""
     mode = os.fstat(stream.fileno()).st_mode
     return stream.isatty() or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def usable(stream: TextIO | None) -> TextIO:
-    """Return a stream that takes any text at any time, in place of this one."""
+    """Return a replacement of a stream that accepts any text, also once its reader has ended."""
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):  # a notebook's, or a test's
@@ -137,7 +135,7 @@ def usable(stream: TextIO | None) -> TextIO:
 
 @contextmanager
 def standard_streams() -> Generator[None]:
-    """Have standard streams that take any text, for a while."""
+    """Replace the standard streams by ones that accept any text, until the context ends."""
     open_descriptors()
     before = sys.stdout, sys.stderr
     errors = [getattr(stream, "errors", None) for stream in before]
@@ -170,8 +168,9 @@ def redirect(path: Path) -> None:
 
 @contextmanager
 def handle_signals(handle: Callable[[int, object], None]) -> Generator[None]:
-    """Handle Ctrl-C, SIGTERM and SIGHUP like this for a while, in the main thread. A SIGHUP that is
-    ignored, as under nohup, stays so.
+    """Handle SIGINT, SIGTERM and SIGHUP by `handle` until the context ends.
+
+    Limits: no effect outside the main thread; a SIGHUP that is ignored (nohup) stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -186,8 +185,9 @@ def handle_signals(handle: Callable[[int, object], None]) -> Generator[None]:
 
 
 def die_with_parent() -> None:
-    """A forkserver's children do not die with the process that asked for them, so each
-    watches it.
+    """End this process when its parent ends: a thread watches the parent.
+
+    The operating system does not do so for children of Python's fork server.
     """
     parent = mp.parent_process()
     if parent is None:
@@ -205,7 +205,7 @@ def die_with_parent() -> None:
 
 
 logger = logging.getLogger("ashl")
-logger.addHandler(logging.NullHandler())  # without a log of its own, a process shows nothing of it
+logger.addHandler(logging.NullHandler())  # a process without a log of its own prints no log
 
 
 def log_level() -> str:
@@ -219,12 +219,9 @@ def log_level() -> str:
 
 
 def start_log(handler: logging.Handler, name: str) -> None:
-    """Log to this handler from now on, each line with its time, level and the process that writes
-    it.
-    """
-    handler.handleError = lambda record: (
-        None
-    )  # a full disk: the log is cut short, and the run goes on
+    """Log to this handler from now on, each line with time, level and the name of the process."""
+    # on a full disk the log is cut short, and the run continues
+    handler.handleError = lambda record: None
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}: %(message)s"))
     logger.setLevel(log_level().upper())
     logger.propagate = False
@@ -233,10 +230,10 @@ def start_log(handler: logging.Handler, name: str) -> None:
 
 @contextmanager
 def logging_to(path: Path, name: str) -> Generator[None]:
-    """Append the log of this process to a file for a while."""
+    """Append the log of this process to a file until the context ends."""
     try:
         handler: logging.Handler = logging.FileHandler(path, encoding="utf-8")
-    except OSError:  # a full disk, of which the records tell
+    except OSError:  # the disk may be full, which the records report
         handler = logging.NullHandler()
     start_log(handler, name)
     try:
@@ -248,9 +245,7 @@ def logging_to(path: Path, name: str) -> Generator[None]:
 
 
 def set_title(title: str) -> None:
-    """Show the process under this title in ps, top and kill. Its environment stays readable in
-    /proc.
-    """
+    """Set the title of this process in ps, top and kill; its environment in /proc is unchanged."""
     kept = os.environ.get("SPT_NOENV")
     os.environ["SPT_NOENV"] = "1"  # read at the first call
     setproctitle.setproctitle(title)
@@ -260,7 +255,7 @@ def set_title(title: str) -> None:
 
 @contextmanager
 def titled(title: str) -> Generator[None]:
-    """Show the process under this title for a while."""
+    """Set the title of this process until the context ends."""
     before = setproctitle.getproctitle()
     set_title(title)
     try:

@@ -1,4 +1,4 @@
-"""`ashl profile`: a cluster measured, or as it is declared, and the plan that follows."""
+"""`ashl profile`: measure a cluster, or take what it declares, and plan from it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,11 +28,13 @@ def profile(
     codecs: Sequence[Spec] = (),
     command: CommandLine | None = None,
 ) -> int:
-    """Measure the cluster (in virtual time: take what it declares), plan from it, print both;
-    returns the exit code.
+    """Measure the cluster (in virtual time: take what it declares), plan from it, print both, and
+    return the exit code.
 
-    Writes `profile.json` and the `plan.json` that follows from it into the run folder. The costs
-    of `codecs` are measured beside those of the chosen one.
+    Writes `profile.json` and `plan.json` into the run folder.
+    Args: codecs, measured beside the configured one; command, the typed command, from which the
+    next one is advised.
+    Raises: AshlError if the run ends before everything is measured.
     """
     config = {**config, "tracking": {**config["tracking"], "sink": "none"}}
     if is_virtual(config):
@@ -55,13 +57,13 @@ def profile(
             "profile": None,
         }
         ran = run({**through_server(config, codecs=codecs), **quick}, [], quiet=True, silent=True)
-        if ran.run_dir is None:  # another process of the job is the one that writes
+        if ran.run_dir is None:  # the process of rank 0 of the job writes the profile
             return ran.code
         run_dir = ran.run_dir
         if not run_dir.joinpath("profile.json").exists():
             raise AshlError(
-                "the run ended before all was measured, so there is no profile; give stop.seconds"
-                " more"
+                "the run ended before everything was measured, so there is no profile; raise"
+                " stop.seconds"
             )
         found = read_profile(str(run_dir / "profile.json"))
     plan, parts, data = prepare_plan(config, world_size(config), overrides, found)
@@ -87,9 +89,7 @@ def profile(
 
 
 def uses(command: CommandLine | None, overrides: Sequence[str], key: str, run_dir: Path) -> str:
-    """The command that trains what was profiled, from the profile or from the plan (`key`) that
-    lies there.
-    """
+    """Return the command that trains from the profile or the plan (`key`) in the run folder."""
     own = [text for text in overrides if key_of(text) not in ("profile", "plan", "run.dir", "name")]
     return (command or command_line("profile", overrides)).followed_by(
         "train", *own, f"{key}={run_dir / key}.json"
@@ -99,14 +99,15 @@ def uses(command: CommandLine | None, overrides: Sequence[str], key: str, run_di
 def through_server(
     config: dict[str, Any], in_job: bool = False, codecs: Sequence[Spec] = ()
 ) -> dict[str, Any]:
-    """The configuration of a run that measures: its links lead to a server, whatever the topology
-    is. Raises UsageError where others have started the processes, and none for a server.
+    """Return the configuration of the measuring run, which always has a parameter server.
+
+    Raises: UsageError in a job of another launcher without a process for a server.
     """
     topology = config["choices"]["topology"]
     if topology != "parameter_server" and (in_job or detect_job(config)[1]):
         raise UsageError(
-            f"`ashl profile` measures links to a server, for which a job with topology={topology}"
-            " has no process; profile with topology=parameter_server and one process more, and"
+            f"topology={topology}: `ashl profile` measures links to a server, for which this job"
+            " has no process; profile with topology=parameter_server and one more process, and"
             " train with profile=FILE"
         )
     measuring = {
@@ -128,5 +129,6 @@ def through_server(
 
 
 def world_size(config: dict[str, Any]) -> int | None:
+    """Return the number of processes of the job of another launcher; None without one."""
     job = detect_job(config)[1]
     return job.world_size if job else None
