@@ -1,4 +1,4 @@
-"""`python -m ashl.cli`, which is how torchrun starts it on every rank."""
+"""Entry point of `python -m ashl.cli`, by which torchrun starts ashl on every rank."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`ashl advise`: which combination to take on this cluster for this task."""
+"""`ashl advise`: recommend a combination of methods for a cluster and a task."""
 
 from typing import Annotated
 
@@ -16,22 +16,20 @@ def advise(
     config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     target: Annotated[
-        float | None, typer.Option(help="Judge by the time to this accuracy, as 0.9.")
+        float | None, typer.Option(help="Judge by the time to this accuracy, for example 0.9.")
     ] = None,
     budget: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS", min=1, max=1e7, help="What the answer may take on this machine."
-        ),
+        typer.Option(metavar="SECONDS", min=1, max=1e7, help="Limit of the time on this machine."),
     ] = 300.0,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Show where time goes, who competed, who did not, and why."),
+        typer.Option("--explain", help="Show where time goes, and all candidates with the reason."),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Show the candidates and what their race would take; run nothing."
+            "--dry-run", help="Show the candidates and the time of their race; run nothing."
         ),
     ] = False,
     jobs: Annotated[
@@ -43,8 +41,8 @@ def advise(
     """Find the sync mode, topology, compression and schedule that train fastest on a cluster,
     within a time budget.
 
-    Races what makes sense there in virtual time. What is typed holds for every candidate. The same
-    command goes on.
+    Races the candidates in virtual time. Typed settings hold for every candidate. The same command
+    resumes the race.
     """
     with starting(quiet):
         from ashl.advice.advise import advise as asked

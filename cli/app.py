@@ -1,5 +1,6 @@
-"""The command line. Nothing heavy is imported before a command runs: `ashl --help` must answer at
-once.
+"""The command line: its commands, its errors and its exit codes.
+
+No heavy library is imported before a command runs, so that `ashl --help` answers at once.
 """
 
 import os
@@ -35,23 +36,21 @@ from .ui import ui
 
 @runtime_checkable
 class Complaint(Protocol):
-    """What Typer's complaints have in common: not in all of its versions is there a public class of
-    theirs.
-    """
+    """The interface of Typer's usage errors, which have no public class in some of its versions."""
 
     def format_message(self) -> str: ...
 
 
 @runtime_checkable
 class UnknownOption(Complaint, Protocol):
-    """Its complaint of an option that there is not."""
+    """Typer's error about an unknown option."""
 
     option_name: str
     possibilities: Sequence[str] | None
 
 
 def plain_flags(params: list[Any]) -> list[Any]:
-    """Let the help show flags without a type, as they take no value."""
+    """Remove the type of flags, which take no value, from the help."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
@@ -59,14 +58,14 @@ def plain_flags(params: list[Any]) -> list[Any]:
 
 
 class Command(TyperCommand):
-    """A command whose help shows flags plainly."""
+    """A command whose help shows flags without a type."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return plain_flags(super().get_params(ctx))
 
 
 class Group(TyperGroup):
-    """The root of the commands, which shows flags plainly, too."""
+    """The root command; its help shows flags without a type."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return plain_flags(super().get_params(ctx))
@@ -116,15 +115,13 @@ def _root(version: Version = False) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 fine, 1 failed, 2 usage, 3 data missing, 130
+    """Run one command and return its exit code: 0 success, 1 failure, 2 usage, 3 data missing, 130
     interrupted.
 
-    Whatever goes wrong is one sentence on standard error; the traceback is shown with `--debug`
-    only.
+    An error is one sentence on standard error; `--debug` shows the traceback, too.
     """
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "FATAL"
-    )  # else torch prints stack frames before our sentence
+    # else torch prints stack frames before the sentence
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     with standard_streams():
         return _guarded([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
 
@@ -150,7 +147,7 @@ def _run(args: list[str]) -> int:
         raise UsageError(f"{args[0]} is no command; write `{command_text('train', *args)}`.")
     try:
         return app(args, prog_name="ashl", standalone_mode=False) or 0
-    except typer.Abort as abort:  # what Typer makes of an EOFError, wherever that came from
+    except typer.Abort as abort:  # Typer raises it for every EOFError
         raise abort.__cause__ or abort from None
     except Exception as error:
         if not isinstance(error, Complaint):
@@ -159,16 +156,15 @@ def _run(args: list[str]) -> int:
 
 
 def _rephrased(error: Complaint, args: Sequence[str]) -> str:
-    """Return Typer's complaint as one sentence with the fix."""
+    """Return Typer's usage error as one sentence with the fix."""
     command = args[0]
-    text, hint = (
-        " ".join(error.format_message().split()).rstrip("."),
-        "; `ashl --help` shows what there is.",
-    )
+    text = " ".join(error.format_message().split()).rstrip(".")
+    hint = "; `ashl --help` shows what there is."
     if text.startswith("No such command"):
         return f"There is no command {command}{meant(command, COMMANDS, hint)}"
     if isinstance(error, UnknownOption) and text.startswith("No such option"):
-        option, key = error.option_name, error.option_name.lstrip("-").replace("-", "_")
+        option = error.option_name
+        key = option.lstrip("-").replace("-", "_")
         hint = f"; settings are written without dashes, as in {_as_setting(option, key, args)}."
         known = {*defaults(), *(parameter.key for parameter in parameters(CONF / "config.yaml"))}
         names = () if {key, key.partition(".")[0]} & known else error.possibilities or ()
@@ -180,9 +176,7 @@ def _rephrased(error: Complaint, args: Sequence[str]) -> str:
 
 
 def _as_setting(option: str, key: str, args: Sequence[str]) -> str:
-    """Return KEY=VALUE for what was typed as an option, with the value that was typed, quoted for a
-    shell.
-    """
+    """Return KEY=VALUE for a setting that was typed as an option, quoted for a shell."""
     word = next((word for word in args if word.partition("=")[0] == option), option)
     _, equals, value = word.partition("=")
     if not equals and word in args:
@@ -203,8 +197,9 @@ def _sentence(error: Exception) -> str:
 
 
 def _settle() -> None:
-    """Leave nothing in standard output that cannot be written: Python would complain of it at its
-    very end.
+    """Flush standard output; if that fails, send the rest to /dev/null.
+
+    Python would print an error about it at exit otherwise.
     """
     try:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`ashl calibrate`: predicted beside measured."""
+"""`ashl calibrate`: show predicted beside measured results."""
 
 from typing import Annotated
 
@@ -14,13 +14,11 @@ def calibrate(
     config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=1e7, help="What each run should take.")
+        float, typer.Option(metavar="SECONDS", min=0.1, max=1e7, help="Time of each run.")
     ] = 3.0,
     budget: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS", min=1, max=1e7, help="What all of it may take on this machine."
-        ),
+        typer.Option(metavar="SECONDS", min=1, max=1e7, help="Limit of the time on this machine."),
     ] = 1200.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the combinations; run nothing.")
@@ -28,10 +26,11 @@ def calibrate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Run combinations on real processes and in virtual time, and show predicted beside measured.
+    """Run combinations on real processes and in virtual time, and show predicted beside measured
+    results.
 
-    A real cluster is profiled first, unless profile=FILE is given. The same command runs only what
-    is missing.
+    A real cluster is profiled first, unless profile=FILE is given. The same command runs only the
+    missing runs.
     """
     with starting(quiet):
         from ashl.study.calibrate import calibrate as run_calibration

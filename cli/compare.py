@@ -29,15 +29,15 @@ def compare(
     baseline: Annotated[
         str | None,
         typer.Option(
-            metavar="SETTING", help="Compare with this one; default: BSP, else the slowest."
+            metavar="SETTING", help="Compare with this setting; default: BSP, else the slowest."
         ),
     ] = None,
     target: Annotated[
         float | None,
         typer.Option(
             help=(
-                "Judge by the time to this accuracy, as 0.9; to this value where the task has"
-                " another metric."
+                "Judge by the time to this accuracy, for example 0.9, or to this value of the"
+                " task's metric."
             )
         ),
     ] = None,
@@ -51,13 +51,15 @@ def compare(
         ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 20,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the report goes.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file of the report.")
+    ] = None,
     debug: Debug = False,
 ) -> int:
-    """Rank finished runs, and say who is first, by how much and how sure.
+    """Rank the settings of finished runs, with their differences and how certain these are.
 
-    Runs that differ in their seed only count as one setting. report.html is written into the
-    sweep's folder, or here; with --target 0.9, report-target-0.9.html beside it.
+    Runs that differ only in their seed are one setting. report.html is written into the sweep's
+    folder, or here; with --target 0.9 it is report-target-0.9.html.
     """
     from ashl.report.compare import compare as compared
     from ashl.report.leaderboard import ordering
@@ -83,7 +85,7 @@ def compare(
 
 
 def show_left_out(left_out: "Sequence[LeftOut]") -> None:
-    """One line on standard error about the folders that are in no figure, by name."""
+    """Print one line on standard error that names the folders that could not be read."""
     if left_out:
         named = "; ".join(f"{out.name} ({out.reason})" for out in left_out[:MAX_NAMED])
         more = f"; and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""

@@ -1,5 +1,6 @@
-"""Completion of overrides: groups, options behind `=`, parameters behind a dot. Reads `conf/`
-without Hydra.
+"""Shell completion of settings: groups, options after `=`, parameters after a dot.
+
+It reads `conf/` without Hydra, which takes too long to import.
 """
 
 import re
@@ -12,8 +13,9 @@ from ashl.errors import AshlError
 
 
 class Bare(str):
-    """What bash wants behind `=`, where a new word begins for it: the value alone, let through by
-    Typer's filter.
+    """A completion after `=`, where a new word begins for bash: the value alone.
+
+    Typer drops completions that do not start with the typed text, so `startswith` is always True.
     """
 
     __slots__ = ()
@@ -23,20 +25,18 @@ class Bare(str):
 
 
 def complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Pairs of a completion and its help for the override that is being typed; none where anything
-    is wrong.
+    """Return pairs of a completion and its help for the setting that is typed; none after an
+    error.
     """
     words = [str(word) for word in ctx.params.get("overrides") or ()]
-    cut = (
-        len(words) > 1 and words[-1] == "=" and incomplete != ""
-    )  # bash cuts KEY=VALUE into three words
+    # bash splits KEY=VALUE into three words
+    cut = len(words) > 1 and words[-1] == "=" and incomplete != ""
     if cut:
         incomplete = f"{words[-2]}={incomplete}"
     elif incomplete == "" and words and "=" not in words[-1] and words[-2:-1] != ["="]:
-        cut, incomplete = (
-            True,
-            f"{words[-1]}=",
-        )  # the cursor is right behind "=", which Typer swallows
+        # the cursor is right after "=", which Typer drops
+        cut = True
+        incomplete = f"{words[-1]}="
     chosen = defaults() | dict(re.findall(r"(\w+)(?: = |=)(\w+)", " ".join(words)))
     try:
         found = list(_candidates(catalog(ctx.params.get("config_dir")), chosen, incomplete))
@@ -49,8 +49,8 @@ def complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 def _candidates(
     groups: Catalog, chosen: Mapping[str, str], incomplete: str
 ) -> Iterator[tuple[str, str]]:
-    """All that may begin with `incomplete`: the groups, or the options and parameters of the only
-    one that fits.
+    """Yield candidates for `incomplete`: groups, or the options and parameters of the only group
+    that fits.
     """
     head = re.split("[=.]", incomplete)[0]
     fitting = (

@@ -1,4 +1,4 @@
-"""`ashl doctor`: what this machine brings along, looked up in seconds."""
+"""`ashl doctor`: check the installation and this machine, in seconds."""
 
 import os
 import platform
@@ -36,7 +36,7 @@ PACKAGES = (
     "rich",
     "mlflow",
 )
-PATIENCE_S = 2.0  # for a name or a server that may not answer
+PATIENCE_S = 2.0  # seconds for a name or a server that may not answer
 
 FAIL, MISSING = "FAIL", "MISSING"
 Row = tuple[str, str]
@@ -45,20 +45,20 @@ T = TypeVar("T")
 
 def doctor(
     what: Annotated[
-        str | None, typer.Argument(help="`compression` measures what every codec promises.")
+        str | None, typer.Argument(help="`compression` checks the guarantees of every codec.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show versions, backends, network interfaces, data and store. Exit code 1 when something is
-    broken.
+    """Show versions, backends, network interfaces, data and store.
+
+    The exit code is 1 if something is broken.
     """
     if what == "compression":
         _compression()
         return
     if what is not None:
         raise UsageError(
-            f"There is nothing called '{what}' to look into; take `ashl doctor` or `ashl doctor"
-            " compression`"
+            f"doctor {what}: there is no such check; use `ashl doctor` or `ashl doctor compression`"
         )
     rows: list[Row] = []
     for check in (_versions, _machine, _torch, _vision, _network, _data, _store):
@@ -74,19 +74,18 @@ def doctor(
     show("", rows)
     if any(text.startswith((FAIL, MISSING)) for _, text in rows):
         raise AshlError(
-            "Something above is broken or missing; install ashl into a fresh environment to"
-            " mend it."
+            "something above is broken or missing; install ashl into a new environment to repair it"
         )
 
 
 def _compression() -> None:
-    """What is broken, in full, then one line for each codec."""
+    """Show all failed laws of codecs, then one line for each codec."""
     from ashl.compression.common.laws import laws
     from ashl.config.construct import construct
 
     found = {
-        n: laws(construct(values(file), "compression", ()))
-        for n, file in catalog()["compression"].items()
+        name: laws(construct(values(file), "compression", ()))
+        for name, file in catalog()["compression"].items()
     }
     stated = [(name, law) for name, held in found.items() for law in held if law.kept is not None]
     broken = [
@@ -96,8 +95,8 @@ def _compression() -> None:
     ]
     if broken:
         show("codec, failed law, stated, measured", [*broken, ("",) * 5])
-    lost = "‖C(x) − x‖²/‖x‖² of a normal and of a heavy-tailed x"
-    show(f"codec, laws passed, measured (stated): bits an element, {lost}", _rows(found))
+    error = "‖C(x) − x‖²/‖x‖² of a normal and of a heavy-tailed x"
+    show(f"codec, laws passed, measured (stated): bits per element, {error}", _rows(found))
     last = f"{len(stated) - len(broken)} of {len(stated)} laws pass for {len(found)} codecs"
     if broken:
         raise AshlError(
@@ -224,9 +223,7 @@ def _runs(file: Path) -> str:
 
 
 def _patiently(ask: Callable[[], T]) -> T | None:
-    """The answer of a call that may hang for long; None where it fails or takes more than
-    PATIENCE_S.
-    """
+    """Return the result of a call that may hang; None if it fails or takes more than PATIENCE_S."""
     answers: list[T] = []
 
     def listen() -> None:

@@ -1,4 +1,4 @@
-"""`ashl export`: what finished runs recorded, and how they ran, for other tools."""
+"""`ashl export`: write the records of finished runs, or a training script, for other tools."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,8 @@ from ashl.errors import AshlError, UsageError
 from .compare import Folders, show_left_out
 from .train import Debug
 
-FORMATS, TABLES = ("csv", "parquet", "json"), ("summary", "metrics", "events")
+FORMATS = ("csv", "parquet", "json")
+TABLES = ("summary", "metrics", "events")
 TARGETS = ("ddp", "torchft", "script")
 
 
@@ -28,7 +29,7 @@ def export(
         typer.Option(
             "--to",
             metavar="|".join(TARGETS),
-            help="No records: a script that trains as the run did with another tool.",
+            help="Write a script that trains as the run did, with another tool.",
         ),
     ] = None,
     what: Annotated[
@@ -39,10 +40,9 @@ def export(
     ] = None,
     debug: Debug = False,
 ) -> int:
-    """Write what runs recorded as one flat table, which pandas reads in one line:
-    pandas.read_csv("runs.csv").
+    """Write the records of runs as one flat table, for pandas.read_csv("runs.csv").
 
-    With --to: a script that trains the model of one run in the same synchronous rounds, with
+    With --to, write a script that trains the model of one run in the same synchronous rounds, with
     torch's DistributedDataParallel, torchft, or plain torch.
     """
     if to is not None:
@@ -67,7 +67,7 @@ def export(
 
 
 def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> int:
-    """The script for another tool, of one run."""
+    """Write the script of one run for another tool, and return the exit code."""
     if to not in TARGETS:
         raise UsageError(f"--to {to}: what exists is {', '.join(TARGETS)}.")
     if kind is not None:

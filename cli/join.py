@@ -1,4 +1,4 @@
-"""`ashl join`: take the place of a worker that a run has lost."""
+"""`ashl join`: take the place of a failed worker of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,16 +11,16 @@ from .train import Debug, starting
 def join(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN", help="Its folder; default: the newest that is running."),
+        typer.Argument(metavar="RUN", help="Folder of the run; default: the newest running one."),
     ] = None,
     worker: Annotated[
-        int | None, typer.Option(min=0, help="Default: the lowest failed one.")
+        int | None, typer.Option(min=0, help="The worker; default: the lowest failed one.")
     ] = None,
     debug: Debug = False,
 ) -> int:
     """Rejoin a run on this machine in place of a failed worker (runtime=local).
 
-    It ends when the run does. Ctrl-C leaves the run, which continues.
+    The command ends with the run. Ctrl-C leaves the run, which continues.
     """
     with starting():
         from ashl.run.join import join as run_as_rank

@@ -1,4 +1,4 @@
-"""`ashl launch`: a command of ours on several hosts."""
+"""`ashl launch`: run a command of ashl on several hosts."""
 
 import os
 import shlex
@@ -28,50 +28,58 @@ def launch(
     ctx: typer.Context,
     hosts: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="A line for each host: `node1`, or `node1 slots=2`."),
+        typer.Option(
+            metavar="FILE", help="Hostfile, one host a line: `node1`, or `node1 slots=2`."
+        ),
     ],
     command: Annotated[
         list[str],
-        typer.Argument(metavar="COMMAND", help="train, profile or sweep, with all that it takes."),
+        typer.Argument(metavar="COMMAND", help="train, profile or sweep, with its arguments."),
     ],
     np: Annotated[
-        int | None, typer.Option("--np", min=1, help="Processes; default: as many as it needs.")
+        int | None,
+        typer.Option("--np", min=1, help="Number of processes; default: as many as the run needs."),
     ] = None,
     port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65535, help="Of the first host, to meet at; default: one that is free."
+            min=1, max=65535, help="Port of the job's store on the first host; default: a free one."
         ),
     ] = None,
-    ssh: Annotated[str, typer.Option(metavar="COMMAND", help="As in --ssh 'ssh -p 2222'.")] = "ssh",
+    ssh: Annotated[
+        str,
+        typer.Option(
+            metavar="COMMAND", help="Command to connect, for example --ssh 'ssh -p 2222'."
+        ),
+    ] = "ssh",
     python: Annotated[
         str,
         typer.Option(
             metavar="PATH",
-            help="The Python there that has ashl; default: as here.",
+            help="Python with ashl on the hosts; default: the path of this one.",
             show_default=False,
         ),
     ] = sys.executable,
     folder: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where to run there; default: as here.")
+        str | None,
+        typer.Option(metavar="PATH", help="Working directory on the hosts; default: as here."),
     ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Copy this variable, too, beside ASHL_*, NCCL_*, GLOO_* and OMP_*."
+            metavar="NAME", help="Copy this variable, beside ASHL_*, NCCL_*, GLOO_* and OMP_*."
         ),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show what all ranks say.")
+        bool, typer.Option("--verbose", "-v", help="Show the output of all ranks.")
     ] = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> int:
-    """Run train, profile or sweep on several hosts: one ssh for each, ranks in the order of the
-    file.
+    """Run train, profile or sweep on several hosts: by ssh, with ranks in the order of the file.
 
-    runtime=torchrun and cluster=real are understood. Rank 0 prints and keeps the records. Ctrl-C
-    ends it everywhere.
+    runtime=torchrun and cluster=real are added. Rank 0 prints and writes the records. Ctrl-C ends
+    all ranks.
     """
     name, *args = command
     if name not in LAUNCHED:
@@ -86,11 +94,11 @@ def launch(
     assert isinstance(group, TyperGroup)
     known = group.get_command(ctx.parent, name)
     assert known is not None
-    inner = known.make_context(name, [*args], parent=ctx)  # it takes what it reads out of the list
+    inner = known.make_context(name, [*args], parent=ctx)  # a copy: the list is emptied
     params = inner.params
     params["dry_run"] = dry_run or params["dry_run"]
     own = implied(name, params["overrides"] or [], params["config_dir"])
-    if params.get("resume"):  # it has its cluster
+    if params.get("resume"):  # the run that is resumed has its cluster
         own = [text for text in own if text != "cluster=real"]
     params["overrides"] = [*(params["overrides"] or []), *own]
     if params.get("cfg"):
@@ -117,7 +125,7 @@ def launch(
 
 
 def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -> int:
-    """`ashl train` or `ashl profile`, as its command line is understood here, on the hosts."""
+    """Run `ashl train` or `ashl profile` on the hosts, and return the exit code."""
     from ashl.config.compose import compose
     from ashl.run.multi_node import (
         assign_slots,
@@ -145,13 +153,17 @@ def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -
             print(f"{share.host.name}  {', '.join(f'rank {rank}' for rank in share.ranks)}")
         dry_run(config, params["overrides"] if name == "train" else [], size)
         return 0
-    if not params["quiet"] and (left := describe_idle_slots(where.hosts, size)):
-        print(f"ashl: nothing to do for {left}", file=sys.stderr)
+    if not params["quiet"] and (idle := describe_idle_slots(where.hosts, size)):
+        print(f"ashl: nothing to do for {idle}", file=sys.stderr)
     return run_job(where, size, argv, tolerates_failures(config))
 
 
 def implied(name: str, overrides: Sequence[str], config_dir: Path | None) -> list[str]:
-    """What need not be said: real processes, and a real cluster where the user declares none."""
+    """Return the settings that need not be typed: real processes, and a real cluster if the user
+    declares none.
+
+    Raises: UsageError for a sweep without a number of workers.
+    """
     keys = {key_of(text) for text in overrides}
     known = {
         f"cluster.{parameter.key}"

@@ -1,4 +1,4 @@
-"""`ashl list`: what can be chosen, and the card of each choice."""
+"""`ashl list`: show the groups, their options, and the card of an option."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -40,22 +40,23 @@ def _options(ctx: typer.Context) -> list[str]:
 
 def show_options(
     group: Annotated[
-        str | None, typer.Argument(help="One group, as sync.", autocompletion=_groups)
+        str | None, typer.Argument(help="One group, for example sync.", autocompletion=_groups)
     ] = None,
     option: Annotated[
-        str | None, typer.Argument(help="One of its options, as ssp.", autocompletion=_options)
+        str | None,
+        typer.Argument(help="One of its options, for example ssp.", autocompletion=_options),
     ] = None,
     markdown: Annotated[
-        bool, typer.Option(help="All options, or those of one group, as a page of tables.")
+        bool, typer.Option(help="Print all options, or those of one group, as Markdown tables.")
     ] = False,
     places: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="With --markdown: options' places among these runs."),
+        typer.Option(metavar="DIR", help="With --markdown: the ranks of options in these runs."),
     ] = None,
     config_dir: ConfigDir = None,
     debug: Debug = False,
 ) -> None:
-    """Show what can be chosen: all groups, the options of one, or the card of one option."""
+    """Show all groups, the options of one group, or the card of one option."""
     known = catalog(config_dir)
     if places and (not markdown or option is not None):
         raise UsageError(
@@ -87,12 +88,15 @@ def show_options(
 def _page(
     known: Mapping[str, Mapping[str, Path]], groups: Sequence[str], folders: Sequence[Path]
 ) -> str:
-    """Markdown: what each option is, where it runs where that is not everywhere, what it is at its
-    limits and by which tests, which presets compare it with others, its place in each folder of
-    runs, and what it is from; a column that is empty in a group is left out.
+    """Return Markdown tables, one per group, with a row for each option.
+
+    Columns: summary, topologies (of a sync mode), limits, their tests, presets that compare the
+    option, its rank in each folder of runs, and its source. Empty columns are left out.
     """
-    compared, tests, parts = _compared(known), held(), []
+    compared = _compared(known)
+    tests = held()
     ranked = _ranked(known, folders)
+    parts: list[str] = []
     for group in groups:
         columns: dict[str, list[str]] = {
             "option": [f"`{name}`" for name in known[group]],
@@ -126,7 +130,7 @@ def _page(
 def _ranked(
     known: Collection[str], folders: Sequence[Path]
 ) -> dict[str, dict[tuple[str, str], str]]:
-    """Each folder's places, by group and option."""
+    """Return for each folder of runs the rank of each option, by group and option."""
     from ashl.report.leaderboard import rank
     from ashl.report.places import places
     from ashl.report.records import read
@@ -135,7 +139,7 @@ def _ranked(
 
 
 def _compared(known: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, str], list[str]]:
-    """The presets with a grid in which an option stands."""
+    """Return the presets whose grid has an option, by group and option."""
     found: dict[tuple[str, str], list[str]] = {}
     for preset, file in known.get("experiment", {}).items():
         lines = [line for line in load(file).get("sweep", ()) if isinstance(line, dict)]
@@ -159,9 +163,7 @@ def _compared(known: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, str], 
 
 
 def _paragraph(name: str, what: str) -> str:
-    """What a card says under "Limits:" or "Source:", to the end of the paragraph or to what it says
-    next.
-    """
+    """Return the paragraph of a card after "Limits:" or "Source:", up to the next such word."""
     text = next((text for text in docstrings(name) if what in text), "") if name else ""
     found = re.search(
         rf"\b{what}s?:\s+(.+?)(?:\n\n|\s(?:Sources?:|Differs:|Departs from)|\Z)", text, re.DOTALL
@@ -170,7 +172,7 @@ def _paragraph(name: str, what: str) -> str:
 
 
 def _topologies(name: str) -> str:
-    """Where a sync mode runs."""
+    """Return the topologies that support a sync mode."""
     from ashl.config.construct import found
     from ashl.planning.compatibility import TOPOLOGIES
 
@@ -189,7 +191,7 @@ def _symbols(group: str) -> str:
 
 
 def _laws(file: Path) -> None:
-    """What a codec promises, and whether it keeps it here."""
+    """Show the guarantees of a codec, and its laws as measured on this machine."""
     from ashl.compression.common.laws import D, laws, list_guarantees
     from ashl.config.construct import construct
 
@@ -230,9 +232,8 @@ def _card(group: str, option: str, file: Path) -> None:
     name = target(file)
     if name:
         module, attribute = docstrings(name)
-        own = module and name.split(".")[-2:-1] == [
-            option
-        ]  # it has said it all, where the class has but a line
+        # a module of one option has its card, if the class has only one line
+        own = module and name.split(".")[-2:-1] == [option]
         about = [head(file), module, "" if own and "\n" not in attribute else attribute]
         about.append(_symbols(group))
         print(folded("\n\n".join([f"{group}={option}", *filter(None, about)])))
@@ -242,7 +243,7 @@ def _card(group: str, option: str, file: Path) -> None:
         if group == "compression":
             _laws(file)
         print(f"\n{name}, from {file}")
-    else:  # a preset, best shown as it stands
+    else:  # a preset is shown as its file
         print(f"{group}={option}")
         for source in (file, *parents(file)):
             print(f"\n{read(source).rstrip()}\n\nfrom {source}")

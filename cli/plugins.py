@@ -1,9 +1,8 @@
-"""Hydra's own plugins: launchers, which bring jobs elsewhere, and sweepers, which choose what to
-try next.
+"""Hydra's plugins: launchers, which run jobs elsewhere, and sweepers, which choose the next trial.
 
-Of a job Hydra composes a number, of a trial its numbers, and nothing more: what they stand for lies
-in files (see `ashl.study.launcher`). It happens in a process of its own, so that no plugin's
-logging or warnings reach the terminal.
+Hydra composes only the number of a job, or the numbers of a trial. Their meaning is in files (see
+`ashl.study.launcher`). Hydra runs in a process of its own, so that no plugin's logging or warnings
+reach the terminal.
 """
 
 import os
@@ -46,7 +45,7 @@ CONFIG = "ashl"
 def sorted_out(
     overrides: Sequence[str], launcher: str | None, sweeper: str | None
 ) -> tuple[list[str], list[str]]:
-    """The overrides that are for us, and those that are for the plugins in use."""
+    """Return the overrides of ashl, and those of the plugins in use."""
     prefixes = ("hydra.launcher.",) if launcher else ()
     prefixes += ("hydra.sweeper.", "hydra/sweeper/") if sweeper else ()
     theirs = (
@@ -56,8 +55,9 @@ def sorted_out(
 
 
 def settings(launcher: str | None, sweeper: str | None, overrides: Sequence[str]) -> DictConfig:
-    """Hydra's own settings with these plugins. Raises UsageError for what is not installed or does
-    not exist.
+    """Return Hydra's settings with these plugins.
+
+    Raises: UsageError if a plugin is not installed or a setting does not exist.
     """
     with made({}) as hydra:
         for kind, wanted in (("launcher", launcher), ("sweeper", sweeper)):
@@ -93,8 +93,9 @@ def chosen(launcher: str | None, sweeper: str | None, overrides: Sequence[str]) 
 
 
 def at_a_time(launcher: str, slots: int | None, default: int) -> list[str]:
-    """What tells a launcher how many jobs may run at once; a queue knows for itself if
-    nobody asks.
+    """Return the overrides that set how many jobs a launcher runs at a time.
+
+    Limits: for submitit_slurm without `slots` the queue decides.
     """
     if launcher == "submitit_slurm" and slots is None:
         return []
@@ -104,8 +105,8 @@ def at_a_time(launcher: str, slots: int | None, default: int) -> list[str]:
 def trials_at_a_time(
     sweeper: str, launcher: str | None, slots: int | None, default: int, theirs: Sequence[str]
 ) -> list[str]:
-    """What lets a sweeper use the slots that there are, and choose the same again when a search is
-    taken up.
+    """Return the overrides that make a sweeper use all slots, and repeat its choices when a search
+    is resumed.
     """
     own = at_a_time(launcher, slots, default)[: launcher in SLOTS] if launcher else []
     if sweeper == "optuna":
@@ -115,16 +116,14 @@ def trials_at_a_time(
 
 
 def bring(place: Path, size: int, *, launcher: str, overrides: Sequence[str]) -> list[str]:
-    """The command that has a launcher run the jobs 0 to size - 1 of this folder, and ends when they
-    all have.
-    """
+    """Return the command by which a launcher runs jobs 0 to size − 1 of a folder to their end."""
     return command("job", place, [*chosen(launcher, None, overrides), f"job=range(0,{size})"])
 
 
 def explore(
     place: Path, *, launcher: str | None, sweeper: str, overrides: Sequence[str]
 ) -> list[str]:
-    """The command that has a sweeper try what it likes, and ends when it has tried enough."""
+    """Return the command by which a sweeper runs its trials to their end."""
     return command("trial", place, chosen(launcher, sweeper, overrides))
 
 
@@ -141,7 +140,7 @@ def command(task: str, place: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """The launcher's process."""
+    """Run a launcher or a sweeper, in a process of its own."""
     task, place, *overrides = sys.argv[1:]
     threading.Thread(target=die_with_the_sweep, daemon=True).start()
     never_give_up()
@@ -149,7 +148,8 @@ def main() -> None:
 
 
 def die_with_the_sweep() -> None:
-    os.read(sys.stdin.fileno(), 1)  # nothing is ever written to it
+    """End this process group when the sweep's process ends."""
+    os.read(sys.stdin.fileno(), 1)  # returns at its end only: the sweep writes nothing
     os.killpg(0, signal.SIGTERM)
 
 
@@ -169,7 +169,7 @@ def play_trial(config: DictConfig) -> float:
 
 
 def multirun(place: Path, task: Callable[[DictConfig], Any], overrides: list[str]) -> None:
-    """Hydra's multirun, which writes what it likes to write into this folder."""
+    """Run Hydra's multirun, with its own files in this folder."""
     own = {
         "sweep": {"dir": str(place), "subdir": "."},
         "output_subdir": None,
@@ -181,8 +181,8 @@ def multirun(place: Path, task: Callable[[DictConfig], Any], overrides: list[str
 
 @contextmanager
 def made(config: dict[str, Any]) -> Generator[Hydra]:
-    """Hydra, on a configuration that holds no more than this, the number of a job, and the values
-    of a trial.
+    """Make a Hydra whose configuration holds `config`, the number of a job and the values of a
+    trial.
     """
     GlobalHydra.instance().clear()
     if VERSION_BASE:
@@ -195,8 +195,9 @@ def made(config: dict[str, Any]) -> Generator[Hydra]:
 
 
 def never_give_up() -> None:
-    """Hydra's submitit launcher leaves all jobs alone when the queue has killed one of them, and
-    ours tell by their files how they have ended: so the death of a job is a result like any other.
+    """Make Hydra's submitit launcher return a result for a killed job.
+
+    The launcher stops waiting for all jobs otherwise. Files say how each job ended.
     """
     try:
         from submitit.core.core import Job
@@ -217,9 +218,10 @@ def never_give_up() -> None:
 
 
 def axis_of(text: str, config_dir: Path | None) -> "Axis | None":
-    """The axis of a search that this override is; None where it is a single value. Of values that
-    are listed, the sweeper chooses a number; those of a `range()` have an order, and are near each
-    other where their numbers are.
+    """Return the axis of a search that an override declares; None for a single value.
+
+    The sweeper chooses among listed values by their index. The indices of a `range()` are an
+    interval, because its values have an order.
     """
     from ashl.study.search import Axis
 

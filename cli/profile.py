@@ -19,15 +19,15 @@ def profile(
     dry_run: DryRun = False,
     codec: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Time this compression, too, as in topk."),
+        typer.Option(metavar="NAME", help="Measure this codec, too, for example topk."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Measure what a step and an exchange cost each worker (runtime=sim: take what is declared),
-    and plan from it.
+    """Measure the time of a step and of an exchange for each worker, and plan from it.
 
-    Writes profile.json and plan.json; `ashl train profile=FILE` or `plan=FILE` takes them back.
+    With runtime=sim the declared times are taken. Writes profile.json and plan.json, for `ashl
+    train profile=FILE` or `plan=FILE`.
     """
     from ashl.config.compose import compose, specs_of
 

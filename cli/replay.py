@@ -1,4 +1,4 @@
-"""`ashl replay`: a real run again in virtual time, on what it recorded, perhaps changed."""
+"""`ashl replay`: repeat a real run in virtual time from its records, with changed settings."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ def replay(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="What to change, as in sync=ssp.",
+            help="Changed settings, for example sync=ssp.",
             autocompletion=complete,
             callback=with_file,
         ),
@@ -26,10 +26,10 @@ def replay(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Say what another sync mode or H would have brought a real run, on the steps and transfers
+    """Predict the result of a real run with another sync mode or H, from the steps and transfers
     that it recorded.
 
-    Shows the run, its replay as it was, and the replay with the change.
+    Shows the run, its replay with the same settings, and the replay with the changed ones.
     """
     with starting(quiet):
         from ashl.study.replay import replay as run_replay

@@ -1,4 +1,4 @@
-"""`ashl sweep`: a grid of settings, run, compared, and taken up again where it was left."""
+"""`ashl sweep`: run a grid of settings and compare them; an interrupted sweep is resumed."""
 
 import signal
 from collections.abc import Callable, Generator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ashl.study.grid import Grid
     from ashl.study.slots import Job
 
-SHELL = 128  # plus a signal's number: the exit code of what that signal has ended
+SHELL = 128  # exit code of a command that a signal has ended, minus the signal's number
 
 
 def sweep(
@@ -37,40 +37,40 @@ def sweep(
         typer.Option(min=1, help="Runs at a time; default: all cores in virtual time, else 1."),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="A combination that cannot be run is an error.")
+        bool, typer.Option("--strict", help="Fail if a combination cannot be run.")
     ] = False,
     race: Annotated[
-        bool, typer.Option("--race", help="Drop settings on the way that are clearly behind.")
+        bool, typer.Option("--race", help="Stop settings early that are clearly behind.")
     ] = False,
     launcher: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Bring the runs elsewhere: joblib, submitit_local, submitit_slurm."
+            metavar="NAME", help="Run elsewhere by joblib, submitit_local or submitit_slurm."
         ),
     ] = None,
     sweeper: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Search instead of running all: optuna, as in 'KEY=interval(0.01,0.5)'.",
+            help="Search by optuna, with axes such as 'KEY=interval(0.01,0.5)'.",
         ),
     ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(
-            metavar="SETTING", help="Compare with this one, which no race drops; default: BSP."
+            metavar="SETTING", help="Compare with this setting, which no race stops; default: BSP."
         ),
     ] = None,
     rerun_failed: Annotated[
-        bool, typer.Option("--rerun-failed", help="Run again what failed or diverged.")
+        bool, typer.Option("--rerun-failed", help="Repeat runs that failed or diverged.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Run every combination of the values given, as in sync=bsp,ssp seed=0,1,2, and say which one
-    wins.
+    """Run every combination of the given values, for example sync=bsp,ssp seed=0,1,2, and rank
+    them.
 
-    The same command again goes on where it was left: what has ended is not run twice.
+    The same command resumes the sweep: runs that have ended are not repeated.
     """
     typed, theirs = overrides or [], []
     if launcher or sweeper:
@@ -109,7 +109,8 @@ def sweep(
             print(f"---  # {' '.join(setting.overrides)}\n{as_yaml(setting.config)}", end="")
         return 0
     first = grid.settings[0].config
-    folder, launch = study.folder_of(grid, first["run"]["dir"], first["name"]), None
+    folder = study.folder_of(grid, first["run"]["dir"], first["name"])
+    launch = None
     if dry_run:
         study.show(grid, folder, jobs)
         return 0
@@ -137,7 +138,9 @@ def sweep(
 def whole_grid(
     typed: list[str], config_dir: Path | None, strict: bool, where: "Launch | None"
 ) -> "Grid":
-    """Composed and checked, for the hosts of `ashl launch` where there are such."""
+    """Compose and check all settings of the grid, for the hosts of `ashl launch` if there are
+    any.
+    """
     from ashl.config.compose import compose
     from ashl.run.multi_node import real_job_size
     from ashl.study.grid import alone, grid_lines, make_grid
@@ -154,7 +157,10 @@ def whole_grid(
 
 
 def there(where: "Launch", grid: "Grid", config_dir: Path | None) -> "Callable[[Job], int]":
-    """What brings the runs to the hosts of `ashl launch`, all of which answer."""
+    """Return the function that runs a job on the hosts of `ashl launch`.
+
+    Raises: AshlError if a host cannot take part.
+    """
     from ashl.run.multi_node import check_nodes, real_job_size
     from ashl.study import slots
 
@@ -164,14 +170,14 @@ def there(where: "Launch", grid: "Grid", config_dir: Path | None) -> "Callable[[
 
 @contextmanager
 def interruptible(quiet: bool) -> Generator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP end a sweep in order, which then says how to go on."""
+    """End a sweep in order at Ctrl-C, SIGTERM or SIGHUP, and say how to resume it."""
 
     def leave(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # said once is enough: the runs are leaving
+        signal.signal(number, signal.SIG_IGN)  # the runs are ending already
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, leave) for number in numbers}
     try:
@@ -188,7 +194,7 @@ def interruptible(quiet: bool) -> Generator[None]:
 
 
 def refuse(options: dict[str, object]) -> None:
-    """What makes no sense in a search."""
+    """Raise UsageError for an option that is incompatible with --sweeper."""
     for option in [option for option, value in options.items() if value]:
         raise UsageError(
             f"{option} needs to know the whole grid, and --sweeper chooses as it goes; drop one."
@@ -207,8 +213,9 @@ def search(
     rerun_failed: bool,
     quiet: bool,
 ) -> int:
-    """Let a sweeper choose what to run. Seeds are no axis of it, lest it find the luckiest: trials
-    have them all.
+    """Let a sweeper choose the settings to run, and return the exit code.
+
+    Seeds are no axis of the search: each trial runs all of them, so that no lucky seed wins.
     """
     from ashl.config.compose import alternatives, compose
     from ashl.study import search as study
@@ -217,7 +224,8 @@ def search(
 
     from . import plugins
 
-    last = {key_of(text): text for text in typed}  # of a key written twice, as in train
+    # of a key that is typed twice the last value counts, as in train
+    last = {key_of(text): text for text in typed}
     seeds = tuple(alternatives(last.pop("seed", "seed=0"), config_dir))
     axes = {text: plugins.axis_of(text, config_dir) for text in last.values()}
     asked = study.Search(

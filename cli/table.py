@@ -1,4 +1,6 @@
-"""How `list` and `doctor` print: plain columns, wide in a pipe so that grep finds whole lines."""
+"""Plain columns for `list` and `doctor`; in a pipe they are wide, so that grep finds whole
+lines.
+"""
 
 import os
 import re
@@ -11,16 +13,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-FULL = 110  # characters of a docstring's line that goes on below
-COLUMN = re.compile(
-    r" +\S+( \S+)* {2,}(?=\S)"
-)  # of a list within one: what comes before the second column
+FULL = 110  # characters of a docstring's line from which on it continues on the next one
+# The part of a line before its second column, in a list within a docstring.
+COLUMN = re.compile(r" +\S+( \S+)* {2,}(?=\S)")
 
 
 def console() -> "Console":
-    """As wide as the terminal or as COLUMNS says; else, in a pipe, so wide that grep finds whole
-    lines.
-    """
+    """Return a console with the width of the terminal or of COLUMNS, or 200 columns in a pipe."""
     from rich.console import Console
 
     known = "COLUMNS" in os.environ or (sys.stdout and sys.stdout.isatty())
@@ -28,13 +27,13 @@ def console() -> "Console":
 
 
 def folded(text: str) -> str:
-    """The text with no line wider than the screen; what goes on is set in as it was."""
+    """Return a text without lines wider than the screen; continuation lines keep their indent."""
     width = console().width
     whole = text.split("\n")
     if max(map(len, whole)) <= width:
         return text
     lines: list[str] = []
-    insets: list[int] = []  # where each goes on: below its beginning, or below its second column
+    insets: list[int] = []  # indent of each line's continuation: its own, or its second column
     for before, line in zip(["", *whole], whole, strict=False):
         words, inset = line.split(), len(line) - len(line.lstrip())
         went_on = words and not words[0].endswith(":") and len(before) + len(words[0]) >= FULL
@@ -52,14 +51,12 @@ def folded(text: str) -> str:
 
 
 def show(title: str, rows: Iterable[Sequence[str]]) -> None:
-    """Print a title and rows of two or more columns, of which the first is set off and the last may
-    wrap.
-    """
+    """Print a title and rows of two or more columns; the first is bold, the last may wrap."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)  # a key is one word, however narrow the screen
+    table.add_column(no_wrap=True)  # a key is one word
     for row in rows:
         table.add_row(Text(row[0], style="bold cyan"), *map(Text, row[1:]))
     out = console()

@@ -1,4 +1,4 @@
-"""`ashl train`: compose, plan, train, write the run folder, show the outcome."""
+"""`ashl train`: compose, plan, train, write the run folder, and show the outcome."""
 
 import sys
 from collections.abc import Generator
@@ -18,9 +18,7 @@ from .typed import CONFIG_FILE, typed
 
 
 def with_file(ctx: typer.Context, overrides: list[str] | None) -> list[str] | None:
-    """Return what was typed, with the settings of `--config FILE` before it: every command sees
-    them as typed.
-    """
+    """Return the typed settings after those of `--config FILE`, which count as typed, too."""
     if ctx.resilient_parsing:  # a completion
         return overrides
     return with_settings(ctx.params.get(CONFIG_FILE), overrides or [])
@@ -30,7 +28,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Settings, as in sync=bsp optimizer.lr=0.05.",
+        help="Settings, for example sync=bsp optimizer.lr=0.05.",
         autocompletion=complete,
         callback=with_file,
     ),
@@ -41,7 +39,7 @@ ConfigFile = Annotated[
         "--config",
         metavar="FILE",
         is_eager=True,
-        help="A YAML file of KEY: VALUE; what is typed here goes before it.",
+        help="A YAML file of KEY: VALUE; typed settings override it.",
     ),
 ]
 ConfigDir = Annotated[
@@ -49,7 +47,7 @@ ConfigDir = Annotated[
     typer.Option(
         metavar="DIR",
         envvar=CONFIG_DIR,
-        help="A folder with options of your own, as sync/mine.yaml.",
+        help="A folder with your own options, for example sync/mine.yaml.",
     ),
 ]
 Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration and stop.")]
@@ -60,7 +58,7 @@ OF_WORKERS = (
     "cluster.node",
     "cluster.hosts",
 )
-BESIDE = ("run.dir", "dataset.batch_size")  # what may change where these do
+BESIDE = ("run.dir", "dataset.batch_size")  # keys that may change together with OF_WORKERS
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and estimate; run nothing.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -107,7 +105,7 @@ def train(
 
 @contextmanager
 def starting(quiet: bool = False) -> Generator[None]:
-    """A sign of life on a terminal while torch is imported, which takes seconds."""
+    """Show that ashl starts, on a terminal, while torch is imported, which takes seconds."""
     shown = not quiet and sys.stderr is not None and sys.stderr.isatty()
     if shown:
         print("ashl: starting ...", end="", file=sys.stderr, flush=True)
@@ -119,8 +117,10 @@ def starting(quiet: bool = False) -> Generator[None]:
 
 
 def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dict:
-    """The configuration of an earlier run, with another stop rule where one is given, or another
-    number of workers: then it is one of a new run, which goes on with that one.
+    """Return the configuration of an earlier run, with typed stop limits, runtime or workers.
+
+    With another number of workers it is that of a new run, which is resumed from the earlier one.
+    Raises: UsageError for other typed keys.
     """
     from ashl.config.compose import compose, typed_again
     from ashl.config.recorded import config_of
@@ -146,8 +146,8 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
         if group != "stop" or name not in config["stop"]:
             raise UsageError(
                 f"{key}: only stop.*, runtime and the number of workers (cluster.num_workers) may"
-                " change when a run goes on; a new one with other settings takes its weights along"
-                f" with run.start_from={run_dir}."
+                " change when a run is resumed; start a new one from its weights:"
+                f" run.start_from={run_dir}"
             )
         config["stop"][name] = asked["stop"][name]
     if (new := with_workers(config, asked, others)) != config:
@@ -160,7 +160,7 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
 
 
 def with_workers(config: dict, asked: dict, keys: list[str]) -> dict:
-    """The configuration with other workers, as these keys say."""
+    """Return the configuration with the typed values of `keys`, which describe the workers."""
     from ashl.config.workers import sized
 
     new = {**config, "cluster": {**config["cluster"]}, "dataset": {**config["dataset"]}}
@@ -174,7 +174,7 @@ def with_workers(config: dict, asked: dict, keys: list[str]) -> dict:
 
 
 def over_to(config: dict, asked: dict) -> dict:
-    """The configuration on another runtime; what both have stays as it was."""
+    """Return the configuration with another runtime, which keeps the values of common keys."""
     both = {
         key: value
         for key, value in config["runtime"].items()
@@ -185,8 +185,8 @@ def over_to(config: dict, asked: dict) -> dict:
 
 
 def as_yaml(config: dict) -> str:
-    """The configuration as YAML, its lists in one line each, without the groups that have
-    no say.
+    """Return the configuration as YAML, each list on one line, without groups that have no
+    effect.
     """
     import yaml
 

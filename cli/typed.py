@@ -1,6 +1,4 @@
-"""The command line that is being run, for the reports of what it did and for the commands that
-follow from it.
-"""
+"""The typed command line, for reports and for the commands that a command recommends next."""
 
 import os
 import shlex
@@ -10,15 +8,15 @@ import typer
 
 from ashl.config.override import CommandLine
 
-MUTE = ("debug", "quiet", "cfg", "dry_run", "verbose")  # they change nothing that is computed
+MUTE = ("debug", "quiet", "cfg", "dry_run", "verbose")  # options without an effect on results
 CONFIG_DIR, CONFIG_FILE = "config_dir", "config_file"
-# variable of the ranks: how `ashl launch` was typed, up to the command that they run
+# environment variable of the ranks: the typed `ashl launch`, up to the command that they run
 TYPED_LAUNCH = "ASHL_LAUNCHED"
 
 
 def typed(ctx: typer.Context) -> CommandLine:
-    """Return the command of this context. Its options come first, as some shells' completion wants
-    it.
+    """Return the command of this context. Its options come first: some shells' completion needs
+    that.
     """
     config_dir = ctx.params.get(CONFIG_DIR)
     before = shlex.split(os.environ.get(TYPED_LAUNCH, "")) or ["ashl"]
@@ -29,14 +27,14 @@ def typed(ctx: typer.Context) -> CommandLine:
 
 
 def launched(ctx: Any) -> list[str]:
-    """Return what `ashl launch` was typed with, up to the command that it runs."""
+    """Return the typed words of `ashl launch`, up to the command that it runs."""
     return ["ashl", "launch", *options(ctx), "--"]
 
 
 def options(ctx: Any) -> list[str]:
-    """Return the options that were given, without the folder of the user's own options, which
-    stands elsewhere, and the file of settings: its settings are among the arguments, so that the
-    line is complete without it.
+    """Return the given options, except --config-dir and --config.
+
+    `CommandLine` has the folder of --config-dir; the settings of --config are among the arguments.
     """
     words: list[str] = []
     for parameter in ctx.command.params:
@@ -58,7 +56,7 @@ def options(ctx: Any) -> list[str]:
 
 
 def arguments(ctx: Any) -> list[str]:
-    """Return the arguments that were given."""
+    """Return the given arguments."""
     words: list[str] = []
     for parameter in ctx.command.params:
         if parameter.param_type_name == "argument" and parameter.name:

@@ -1,4 +1,4 @@
-"""`ashl ui`: MLflow's page on the records of `runs/`."""
+"""`ashl ui`: serve MLflow's page on the records of `runs/`."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from .train import Debug, starting
 def ui(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN_OR_SWEEP", help="Open on this one; default: what ran last."),
+        typer.Argument(metavar="RUN_OR_SWEEP", help="Open on this one; default: the latest."),
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 5000,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -23,15 +23,13 @@ def ui(
     ] = Path("runs"),
     debug: Debug = False,
 ) -> None:
-    """Serve MLflow's page on the records of runs/ until Ctrl-C, and print the link that shows them
-    best.
-    """
+    """Serve MLflow's page on the records of runs/ until Ctrl-C, and print a link to it."""
     if not (store / "mlflow.db").is_file() and "MLFLOW_TRACKING_URI" not in os.environ:
         raise UsageError(
             f"There is no mlflow.db in {store.absolute()}; run `ashl train` first, or name its"
             " folder: --store DIR."
         )
-    with starting():  # MLflow takes its time
+    with starting():  # MLflow takes seconds to import
         from ashl.tracking.ui import serve
 
         page = serve(store, port, host, folder)

@@ -220,6 +220,6 @@ def test_a_port_that_is_taken_and_another_version(
         run(replace(where, port=taken.getsockname()[1]), "", monkeypatch)
     monkeypatch.setattr(multi_node, "__version__", "0.0.7")
     with pytest.raises(
-        AshlError, match=r"localhost, 127.0.0.2 has ashl 0.1.0, and this machine 0.0.7: "
+        AshlError, match=r"localhost, 127.0.0.2 has ashl 0.1.0, and this machine 0.0.7; "
     ):
         run(where, "", monkeypatch)

@@ -95,6 +95,6 @@ def test_what_does_not_fit_is_refused(first: Path, capsys: pytest.CaptureFixture
         with pytest.raises(UsageError, match=f"{file} does not fit the model: .*{why}"):
             ashl.train(*own, f"run.start_from={file}")
     assert main(["train", "--resume", str(first), "topology=all_reduce"]) == 2
-    assert f"takes its weights along with run.start_from={first}" in " ".join(
+    assert f"start a new one from its weights: run.start_from={first}" in " ".join(
         capsys.readouterr().err.split()
     )

@@ -344,8 +344,8 @@ def run_as_controller(
     """Run the controller in the process of rank 0.
 
     Its rank of the plan is a child, so that evaluation and records do not hold it up; so is a
-    server without a process of its own. If the run takes checkpoints, the other ranks are sent
-    their parts of the checkpoint to resume from, because only this process has the run folder.
+    server without a process of its own. Only this process has the run folder. So, if the run takes
+    checkpoints, it sends the other ranks their parts of the checkpoint to resume from.
     Returns and raises as `run_controller`.
     """
     rank_settings = [

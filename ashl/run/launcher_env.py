@@ -168,7 +168,7 @@ def first_host(env: Mapping[str, str]) -> str:
     )
     if not name:
         raise UsageError(
-            "srun does not say SLURM_JOB_NODELIST, and its first node is the master; set MASTER_ADDR"
+            "srun does not say SLURM_JOB_NODELIST, in which the master is first; set MASTER_ADDR"
         )
     try:
         return next(expand_nodelist(env[name]))
