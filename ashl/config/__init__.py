@@ -1,3 +1,3 @@
-"""From KEY=VALUE to objects: what can be chosen, composition, `_target_`, a
-configuration's name.
+"""Configuration: KEY=VALUE settings are composed into a dict, and specs are constructed into
+objects.
 """

@@ -1,8 +1,8 @@
-"""What can be chosen: the folders of `conf/` are groups, their files options, the lines of a file
-its parameters.
+"""Catalogue of options: the folders of `conf/` are groups, their files options, the lines of a file
+parameters.
 
-Read without Hydra and without importing what the options name, so that completion and `ashl list`
-answer at once.
+It is read without Hydra and without imports of the options' classes, so that completion and `ashl
+list` answer at once.
 """
 
 import ast
@@ -24,21 +24,18 @@ import yaml
 from ashl.errors import UsageError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-MERGE = "tag:yaml.org,2002:merge"  # what YAML calls `<<`
-CONFIG_DIR = "ASHL_CONFIG_DIR"  # the environment's word for --config-dir
-A_FEW = 12  # names that a sentence may list
-CONF = next(
-    f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir()
-)  # where installed, in a checkout
+MERGE = "tag:yaml.org,2002:merge"  # YAML's tag of `<<`
+CONFIG_DIR = "ASHL_CONFIG_DIR"  # environment variable for --config-dir
+A_FEW = 12  # maximum number of names in a message
+# in an installation, or in a checkout
+CONF = next(f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir())
 
-Catalog = Mapping[str, Mapping[str, Path]]  # group -> option -> its file
+Catalog = Mapping[str, Mapping[str, Path]]  # group → option → file
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One line of an option's file: a dotted key, its value as written, and the comment
-    behind it.
-    """
+    """One line of an option's file: a dotted key, its value as written, and its comment."""
 
     key: str
     value: str
@@ -46,24 +43,24 @@ class Parameter:
 
 
 def own_folder(config_dir: str | PathLike[str] | None) -> Path | None:
-    """The folder of the user's own options: the one given, else the one that the
-    environment names.
+    """Return the folder of the user's own options: the given one, else that of the environment
+    variable.
     """
     found = config_dir or os.environ.get(CONFIG_DIR)
     return Path(found) if found else None
 
 
 def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
-    """Every group with its options, sorted by name; the options that `config_dir` has for a group
-    are added to ours.
+    """Return every group with its options, sorted by name, including those of `config_dir`.
+
+    Raises: UsageError if `config_dir` is not a folder.
     """
     if config_dir is not None and not config_dir.is_dir():
         raise UsageError(f"--config-dir {config_dir}: there is no such folder.")
     found: dict[str, dict[str, Path]] = {}
     for group in defaults():
-        roots = [
-            root for root in (config_dir, CONF) if root
-        ]  # ours last: a user's file never hides a shipped one
+        # CONF last, so that a user's file never hides a shipped one
+        roots = [root for root in (config_dir, CONF) if root]
         options = {file.stem: file for root in roots for file in (root / group).glob("[!_]*.yaml")}
         found[group] = dict(sorted(options.items()))
     return found
@@ -71,8 +68,8 @@ def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
 
 @cache
 def defaults() -> MappingProxyType[str, str]:
-    """The option each group has when nothing is said, in the order of `config.yaml`; "" where a
-    group is optional.
+    """Return the default option of each group, in the order of `config.yaml`; "" for an optional
+    group.
     """
     entries = [entry for entry in load(CONF / "config.yaml")["defaults"] if isinstance(entry, dict)]
     found = {
@@ -84,8 +81,10 @@ def defaults() -> MappingProxyType[str, str]:
 
 
 def usual() -> dict[str, str]:
-    """What runs when nothing is said: `defaults`, with what the default schedule brings along, ""
-    where it leaves no choice, as of the sync mode, since it names those of its stages.
+    """Return the options of a run without settings: `defaults`, with the options that the default
+    schedule chooses.
+
+    The sync mode is "", because the schedule sets that of each stage.
     """
     found = defaults()
     entries = load(CONF / "schedule" / f"{found['schedule']}.yaml").get("defaults", ())
@@ -98,11 +97,11 @@ def usual() -> dict[str, str]:
 
 
 def parameters(file: Path) -> list[Parameter]:
-    """The parameters of an option's file, in order; nested keys are dotted, `_target_` and
-    `defaults` left out.
+    """Return the parameters of an option's file, in order, without `_target_` and `defaults`;
+    nested keys are dotted.
 
-    A file that starts from another option of its group (`defaults: [mixed]`) has that option's
-    parameters too.
+    A file that starts from another option of its group (`defaults: [mixed]`) also has that option's
+    parameters.
     """
     text = checked(file)
     root = _parsed(yaml.compose, text, file)
@@ -114,7 +113,7 @@ def parameters(file: Path) -> list[Parameter]:
 
 
 def target(file: Path) -> str:
-    """The dotted name that the option's file constructs; "" for a group of plain values."""
+    """Return the dotted name that the option's file constructs; "" for a group of plain values."""
     content = load(file)
     return str(content.get("_target_", "")) or next(
         (name for parent in parents(file) if (name := target(parent))), ""
@@ -122,7 +121,9 @@ def target(file: Path) -> str:
 
 
 def check_keys(file: Path) -> None:
-    """Raise UsageError where an option's file, or one that it starts from, has a key twice."""
+    """Refuse an option's file, or one that it starts from, with a repeated key. Raises:
+    UsageError.
+    """
     _check_keys(file, file.stat().st_mtime_ns)
 
 
@@ -133,7 +134,7 @@ def _check_keys(file: Path, changed_ns: int) -> None:
 
 
 def values(file: Path) -> dict:
-    """What an option's file says, and what the files say that it starts from."""
+    """Return the values of an option's file, and of the files that it starts from."""
     found: dict = {}
     for parent in parents(file):
         found |= values(parent)
@@ -141,8 +142,9 @@ def values(file: Path) -> dict:
 
 
 def held() -> dict[str, list[str]]:
-    """The tests that hold what options are at their limits, by `GROUP=OPTION`, where this is a
-    checkout: each says it itself, as in `@pytest.mark.limit("sync=ssp")`.
+    """Return the tests of options at their limits, by `GROUP=OPTION`; empty outside of a checkout.
+
+    Such a test has a mark like `@pytest.mark.limit("sync=ssp")`.
     """
     found: dict[str, list[str]] = {}
     root = PACKAGE.parent
@@ -156,8 +158,8 @@ def held() -> dict[str, list[str]]:
 
 
 def docstrings(name: str) -> tuple[str, str]:
-    """The docstrings of the module and of the class that a `_target_` names, read and not imported;
-    "" where none.
+    """Return the docstrings of the module and of the class that a `_target_` names, without
+    importing them; "" for none.
     """
     module, _, attribute = name.rpartition(".")
     top, *rest = module.split(".")
@@ -201,7 +203,7 @@ def summary(file: Path) -> str:
 
 
 def head(file: Path) -> str:
-    """The comment at the head of an option's file."""
+    """Return the comment at the head of an option's file."""
     lines = [line for line in read(file).splitlines() if "@package" not in line]
     return "\n".join(
         line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines)
@@ -209,32 +211,34 @@ def head(file: Path) -> str:
 
 
 def load(file: Path) -> dict:
-    """The content of a YAML file as a dict; UsageError, naming the line, for what is not valid
-    YAML, for an anchor that contains itself and for a key that a mapping has twice.
+    """Return the content of a YAML file as a dict.
+
+    Raises: UsageError, naming the line, for invalid YAML, an anchor that contains itself, and a key
+    that a mapping has twice.
     """
     text = checked(file)
     if repeated := _parsed(repeated_key, text, file):
         line, key = repeated
         raise UsageError(
-            f"{file}, line {line}: {key} stands twice in one mapping, by itself or through `<<`,"
-            " and readers of YAML differ in which of the two holds; write it once."
+            f"{file}, line {line}: {key} is twice in one mapping, directly or through `<<`, and"
+            " YAML parsers differ in which value they use; write it once"
         )
     content = _parsed(yaml.safe_load, text, file)
     return content if isinstance(content, dict) else {}
 
 
 def checked(file: Path) -> str:
-    """The text of a YAML file; UsageError for an anchor that contains itself, which has no end."""
+    """Return the text of a YAML file. Raises: UsageError for an anchor that contains itself."""
     text = read(file)
     if line := _parsed(endless_line, text, file):
         raise UsageError(
-            f"{file}, line {line}: this anchor contains itself; write out what it is to hold."
+            f"{file}, line {line}: this anchor contains itself; write its content in full"
         )
     return text
 
 
 def endless_line(text: str) -> int | None:
-    """The line of the first anchor that contains an alias of itself."""
+    """Return the line of the first anchor that contains an alias of itself, or None."""
     done: set[int] = set()
 
     def look(node: yaml.Node | None, around: frozenset[int]) -> int | None:
@@ -253,9 +257,10 @@ def endless_line(text: str) -> int | None:
 
 
 def repeated_key(text: str) -> tuple[int, str] | None:
-    """The line and the name of the first key that a mapping has twice: written twice, or in two of
-    the mappings that `<<` merges into it. A key of the mapping's own that replaces a merged one is
-    no repetition: all readers agree.
+    """Return the line and the name of the first key that a mapping has twice, or None.
+
+    It is written twice, or is in two of the mappings that `<<` merges. A key of the mapping's own
+    that replaces a merged key is allowed, because all parsers agree on it.
     """
 
     looked_at: set[int] = set()  # an alias is the node of its anchor again
@@ -290,13 +295,13 @@ def repeated_key(text: str) -> tuple[int, str] | None:
 
 
 def _parts(merged: yaml.Node) -> list[yaml.MappingNode]:
-    """The mappings that one `<<` names."""
+    """Return the mappings that one `<<` names."""
     nodes = merged.value if isinstance(merged, yaml.SequenceNode) else [merged]
     return [node for node in nodes if isinstance(node, yaml.MappingNode)]
 
 
 def _names(node: yaml.MappingNode) -> set[str]:
-    """The keys of a mapping, with those that are merged into it."""
+    """Return the keys of a mapping, including merged ones."""
     found: set[str] = set()
     for key, value in node.value:
         found |= set().union(*map(_names, _parts(value))) if key.tag == MERGE else {str(key.value)}
@@ -304,7 +309,7 @@ def _names(node: yaml.MappingNode) -> set[str]:
 
 
 def read(file: Path) -> str:
-    """The text of a file of the catalogue; UsageError where it cannot be read."""
+    """Return the text of a file of the catalogue. Raises: UsageError."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -312,21 +317,23 @@ def read(file: Path) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known name that is spelled most like `word`, whatever its case; "" when none is near."""
+    """Return the known name with the most similar spelling, ignoring case; "" if none is
+    similar.
+    """
     names = {name.casefold(): name for name in known}
     return names.get(next(iter(get_close_matches(word.casefold(), names, n=1, cutoff=0.6)), ""), "")
 
 
 def meant(word: str, known: Iterable[str], otherwise: str = ".") -> str:
-    """The end of a sentence about `word`: `; did you mean NAME?`, or `otherwise` where no known
-    name is near.
+    """Return the end of a message about `word`: `; did you mean NAME?`, or `otherwise` if no known
+    name is similar.
     """
     name = nearest(word, known)
     return f"; did you mean {name}?" if name else otherwise
 
 
 def lacking(kind: str, word: str, known: Iterable[str]) -> UsageError:
-    """The error about a group, or an option of a group, that does not exist."""
+    """Return the error about a group, or an option of a group, that does not exist."""
     names, begins = list(known), f"There is no {kind} '{word}'"
     if len(names) <= A_FEW:
         return UsageError(f"{begins} among {', '.join(names) or 'none at all'}{meant(word, names)}")
@@ -348,7 +355,7 @@ def _parsed(parse, text: str, file: Path):
 
 
 def parents(file: Path) -> Iterator[Path]:
-    """The options of its group that an option's file starts from."""
+    """Yield the files of the options that an option's file starts from."""
     for entry in load(file).get("defaults", ()):
         for folder in (CONF / file.parent.name, file.parent):
             if isinstance(entry, str) and (parent := folder / f"{entry}.yaml").is_file():
@@ -365,9 +372,8 @@ def _leaves(node: yaml.MappingNode, prefix: str, lines: list[str]) -> Iterator[P
             yield from _leaves(value, f"{name}.", lines)
             continue
         first, last = value.start_mark, value.end_mark
-        if (
-            isinstance(value, yaml.SequenceNode) and not value.flow_style
-        ):  # its comment stands behind the key
+        # the comment of a block list is behind its key
+        if isinstance(value, yaml.SequenceNode) and not value.flow_style:
             first = last = key.end_mark
         text = lines[first.line][
             first.column : last.column if first.line == last.line else None

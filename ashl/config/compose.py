@@ -1,8 +1,8 @@
-"""From the command line's KEY=VALUE to one plain dict, by Hydra.
+"""Compose a configuration from KEY=VALUE settings, by Hydra, into one plain dict.
 
-A composition in which values were set is checked against one of the same options in which none was:
-a key that is not there does not exist, whether it was mistyped on the command line, forced in with
-`++` or written in a preset.
+A composition with set values is compared with one of the same options without them. A key that the
+latter lacks does not exist, whether it was mistyped on the command line, forced with `++` or
+written in a preset.
 """
 
 import re
@@ -47,19 +47,12 @@ LINKS = (
     "intra_node_bandwidth_mbit_s",
     "intra_node_latency_s",
 )
-PRESETS = (
-    "experiment",
-    "debug",
-)  # groups that set other groups' values and leave nothing of their own
-CHOOSERS = (
-    "dataset",
-    "schedule",
-)  # groups whose options may choose other groups' options: no other option reaches out
-MOST = 10_000  # values of one key in a sweep
+PRESETS = ("experiment", "debug")  # groups that set values of other groups only
+CHOOSERS = ("dataset", "schedule")  # groups whose options may choose options of other groups
+MOST = 10_000  # maximum number of values of one key in a sweep
 
-_PARTS: dict[
-    tuple[str, str], DictConfig
-] = {}  # what Hydra made of each shipped option of a group: always the same
+# Hydra's composition of each shipped (group, option), which never changes
+_PARTS: dict[tuple[str, str], DictConfig] = {}
 
 # Hydra 1.3 warns without version_base, Hydra 1.4 warns with it.
 VERSION_BASE = (
@@ -68,15 +61,16 @@ VERSION_BASE = (
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> dict:
-    """The whole configuration as a plain dict: every group's chosen option, `_target_` kept,
-    interpolations resolved, and first of all `choices`, the name of each group's option (of a
-    preset where one was chosen). What has no say is not among them: the sync mode, where the
-    schedule names those of its stages.
+    """Return the whole configuration as a plain dict.
 
-    `config_dir` holds options of the user's own, found beside the shipped ones. A leading `+` or
-    `++` means nothing here. Who names a sync mode and no schedule wants that mode for the whole
-    run: `schedule=single`. Raises UsageError, one sentence, for whatever does not exist or cannot
-    be read.
+    It has the chosen option of every group with its `_target_`, and resolved interpolations. Its
+    first key is `choices`, the name of each group's option (of presets, if one was chosen). The
+    sync mode is not among them if the schedule sets that of each stage.
+
+    Args: `config_dir` has options of the user's own, in addition to the shipped ones.
+    A leading `+` or `++` is ignored. A setting of sync without one of the schedule implies
+    `schedule=single`.
+    Raises: UsageError, one sentence, for a setting that does not exist or cannot be read.
     """
     known = catalog(config_dir)
     named = {key_of(text) for text in overrides}
@@ -111,32 +105,9 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
                 raise _explained(unknown, unchanged, choices, known, "" if typed else source)
             before = unchanged.get("cluster")
         plain = _plain(config, resolve=True)
-    if not isinstance(plain["allow_targets"], list):
-        raise UsageError(
-            f"allow_targets={plain['allow_targets']} is no list; write it as in"
-            " 'allow_targets=[mypackage]'."
-        )
-    if plain["allow_targets"] and "allow_targets" not in named:
-        raise UsageError(f"{source}a file cannot allow code to be imported; {typed_again(plain)}.")
-    for group, option in choices.items():
-        if group not in PRESETS and not isinstance(plain.get(group), dict):
-            raise UsageError(
-                f"{known[group][option]} must hold keys and values, as in `_target_:"
-                " mypackage.MyClass`."
-            )
-    written = {key.removeprefix("cluster.") for key in keys if key.startswith("cluster.")}
-    changed = {
-        key for key, value in plain["cluster"].items() if before and value != before.get(key)
-    }
-    if (
-        config_dir
-        and "exchange_s" not in written
-        and plain["cluster"].get("exchange_s") is not None
-    ):
-        _refuse_hidden_links(
-            [known[g][choices[g]] for g in (*PRESETS, "cluster") if choices.get(g)]
-        )
-    plain["cluster"] = sized(plain["cluster"], (written, changed))
+    _check_allowed(plain, named, source)
+    _check_groups(plain, choices, known)
+    plain["cluster"] = _sized_cluster(plain["cluster"], before, keys, choices, known, config_dir)
     mute = "sync" if _names_sync(plain) else None
     return {
         "choices": {group: choices[group] for group in known if group in choices and group != mute},
@@ -144,11 +115,59 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     }
 
 
+def _check_allowed(plain: Mapping, named: Container[str], source: str) -> None:
+    """Refuse `allow_targets` that is not a list, or that the user did not type.
+
+    Raises: UsageError.
+    """
+    if not isinstance(plain["allow_targets"], list):
+        raise UsageError(
+            f"allow_targets={plain['allow_targets']} is not a list; write it like"
+            " 'allow_targets=[mypackage]'"
+        )
+    if plain["allow_targets"] and "allow_targets" not in named:
+        raise UsageError(f"{source}a file cannot allow code to be imported; {typed_again(plain)}")
+
+
+def _check_groups(plain: Mapping, choices: Mapping[str, str], known: Catalog) -> None:
+    """Refuse an option file whose content is not a mapping. Raises: UsageError."""
+    for group, option in choices.items():
+        if group not in PRESETS and not isinstance(plain.get(group), dict):
+            raise UsageError(
+                f"{known[group][option]} must hold keys and values, for example `_target_:"
+                " mypackage.MyClass`"
+            )
+
+
+def _sized_cluster(
+    cluster: dict,
+    before: Mapping | None,
+    keys: Sequence[str],
+    choices: Mapping[str, str],
+    known: Catalog,
+    config_dir: Path | None,
+) -> dict:
+    """Return the cluster's spec with lists for its number of workers.
+
+    Args: `before` is the cluster without set values, or None if no value was set.
+    Raises: UsageError.
+    """
+    written = {key.removeprefix("cluster.") for key in keys if key.startswith("cluster.")}
+    changed = {key for key, value in cluster.items() if before and value != before.get(key)}
+    if config_dir and "exchange_s" not in written and cluster.get("exchange_s") is not None:
+        _refuse_hidden_links(
+            [known[g][choices[g]] for g in (*PRESETS, "cluster") if choices.get(g)]
+        )
+    return sized(cluster, (written, changed))
+
+
 def specs_of(
     group: str, names: Sequence[str], overrides: Sequence[str], config_dir: Path | None
 ) -> list[dict]:
-    """These options of a group as specs, where all else is as said; what is said of another option
-    of it is left out. Raises UsageError.
+    """Return the specs of these options of a group, with all other settings as given.
+
+    Settings of keys of the group are left out.
+    Raises: UsageError.
     """
     others = [text for text in overrides if key_of(text).partition(".")[0] != group]
     return [compose([*others, f"{group}={name}"], config_dir)[group] for name in names]
@@ -156,14 +175,15 @@ def specs_of(
 
 @runtime_checkable
 class Naming(Protocol):
-    """What a schedule says of sync modes."""
+    """A schedule that may set the sync mode of each stage."""
 
     names_sync: bool
 
 
 def _names_sync(config: Mapping) -> bool:
-    """Whether the schedule says which sync mode each stage has. What is wrong with it is reported
-    by planning.
+    """Return True if the schedule sets the sync mode of each stage.
+
+    Planning reports a faulty schedule.
     """
     with suppress(UsageError):
         schedule = found(
@@ -174,21 +194,19 @@ def _names_sync(config: Mapping) -> bool:
 
 
 def typed_again(config: Mapping) -> str:
-    """What to do where a file, and not the command line, says `allow_targets`: whoever starts it
-    allows it.
-    """
+    """Return the fix for a file that sets `allow_targets`: only the command line may."""
     packages = str(config["allow_targets"]).replace("'", "").replace(" ", "")
     return f"if you trust it, type 'allow_targets={packages}' on the command line"
 
 
 @contextmanager
 def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
-    """What Hydra, OmegaConf and YAML complain of, as a UsageError."""
+    """Convert errors of Hydra, OmegaConf and YAML to UsageError."""
     try:
         yield
     except RecursionError as error:
         for file in chain.from_iterable(options.values() for options in known.values()):
-            load(file)  # says which file it is
+            load(file)  # raises an error that names the file
         raise UsageError(f"A file in {folder} nests its values too deep.") from error
     except yaml.MarkedYAMLError as error:
         where = (
@@ -199,9 +217,7 @@ def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
         raise UsageError(f"{where} is not valid YAML: {error.problem}.") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"A file in {folder} is not UTF-8: {error}.") from error
-    except (
-        MissingConfigException
-    ) as error:  # named by a preset: what the command line names was looked up before
+    except MissingConfigException as error:  # an option that a preset names
         group, _, option = str(error.missing_cfg_file or "").partition("/")
         raise (
             lacking(group, option, known[group]) if group in known else UsageError(sentence(error))
@@ -212,9 +228,11 @@ def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
 
 @lru_cache(maxsize=256)
 def _shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """The options as they are shipped: composed once for all settings of a sweep that differ in
-    values only, and put together here, as Hydra takes ten times as long, where each has been part
-    of a composition before.
+    """Return the composition of shipped options, cached.
+
+    It is composed once for all settings of a sweep that differ only in values. If each option has
+    been part of a composition before, the result is assembled from these: Hydra takes ten times as
+    long.
     """
     choices = dict(option.split("=", 1) for option in options)
     if not choices.keys().isdisjoint(PRESETS):
@@ -232,7 +250,7 @@ def _shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
 
 
 def _with(config: DictConfig, values: Sequence[Override]) -> DictConfig:
-    """The configuration with these values set, as Hydra sets those that begin with `++`."""
+    """Return the configuration with these values set, as Hydra sets values with `++`."""
     changed = deepcopy(config)
     for change in values:
         try:
@@ -247,7 +265,7 @@ def _with(config: DictConfig, values: Sequence[Override]) -> DictConfig:
 
 
 def _in_the_way(config: DictConfig, key: str) -> str:
-    """What stands where a key, or the keys of its value, were to be."""
+    """Return what is at the place of a key, or of the keys of its value."""
     while not isinstance(node := _standing(config, key), ListConfig):
         if "." not in key:
             return f"{key} is {node!r}, and no group of keys"
@@ -261,7 +279,7 @@ def _standing(config: DictConfig, key: str) -> Any:
 
 
 def _compose(options: Sequence[str], config_dir: Path | None) -> tuple[DictConfig, dict[str, str]]:
-    """One composition by Hydra, and the option that each group ended with."""
+    """Return one composition by Hydra, and the final option of each group."""
     path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'") if config_dir else ""
     search = [f"hydra.searchpath=['file://{path}']"] if config_dir else []
     choosing = [
@@ -274,9 +292,7 @@ def _compose(options: Sequence[str], config_dir: Path | None) -> tuple[DictConfi
             config = hydra.compose("config", [*choosing, *search], return_hydra_config=True)
     except UnicodeDecodeError:
         raise
-    except (
-        ValueError
-    ) as error:  # of a `defaults` list: YAML reads an option's name as a number or a truth value
+    except ValueError as error:  # YAML reads a name in a `defaults` list as a number or a boolean
         raise UsageError(
             f"{' '.join(choosing) or config_dir}: a `defaults` list names an option that YAML does"
             f" not read as text; quote it, as in {{override /sync: '1'}} ({sentence(error)})"
@@ -301,7 +317,10 @@ def _plain(config: DictConfig, *, resolve: bool = False) -> dict:
 
 
 def _change(text: str, known: Catalog, config_dir: Path | None) -> Override:
-    """One override, parsed; UsageError for what is not a single change of one key."""
+    """Return one parsed override.
+
+    Raises: UsageError unless it is a single change of one key.
+    """
     change = parsed(text, known)
     key, _, value = text.lstrip("+~").partition("=")
     if change.is_delete():
@@ -338,9 +357,10 @@ def _change(text: str, known: Catalog, config_dir: Path | None) -> Override:
 
 
 def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
-    """The single changes that one override of a sweep stands for: `a,b`, `choice()`, `range()` and
-    `glob()` in Hydra's grammar. Raises UsageError for what does not exist, cannot be read, or
-    cannot be counted.
+    """Return the single changes of one override of a sweep: `a,b`, `choice()`, `range()` and
+    `glob()` in Hydra's grammar.
+
+    Raises: UsageError for values that do not exist, cannot be read, or have no end.
     """
     known = catalog(config_dir)
     change = parsed(text, known)
@@ -379,6 +399,7 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
 
 
 def parsed(text: str, known: Catalog) -> Override:
+    """Return a parsed override. Raises: UsageError."""
     key, equals, value = text.partition("=")
     if not key or (not equals and not text.startswith("~")):
         group = next((group for group, options in known.items() if text in options), None)
@@ -392,8 +413,8 @@ def parsed(text: str, known: Catalog) -> Override:
 
 
 def quoted(text: str) -> str:
-    """Return an override as Hydra reads it: a value with an apostrophe, as a path may have, becomes
-    a quoted one.
+    """Return an override as Hydra reads it: a value with an apostrophe, which a path may have, is
+    quoted.
     """
     key, _, value = text.partition("=")
     if "'" not in value or value[0] in "'\"[{":
@@ -406,8 +427,11 @@ def quoted(text: str) -> str:
 
 
 def with_names(text: str, options: Container[str]) -> str:
-    """Return an override of a group with the names of options quoted that Hydra reads as numbers,
-    truth values or several words: a file may be called 1.yaml, NaN.yaml or o'hara.yaml.
+    """Return an override of a group with quoted option names if Hydra would read them as other
+    values.
+
+    Hydra reads them as numbers, booleans or several words: a file may be called 1.yaml, NaN.yaml or
+    o'hara.yaml.
 
     >>> with_names("sync=ssp,1", {"ssp", "1"}), with_names("sync=choice(NaN,ssp)", {"ssp", "NaN"})
     ("sync=ssp,'1'", "sync=choice('NaN',ssp)")
@@ -422,9 +446,7 @@ def with_names(text: str, options: Container[str]) -> str:
 
 
 def in_quotes(name: str) -> str:
-    """Return the name of an option as Hydra reads it as text: quoted where it would be read as
-    another value.
-    """
+    """Return the name of an option, quoted if Hydra would read it as another value."""
     if re.fullmatch(r"[A-Za-z_]\w*", name) and name.lower() not in (
         "true",
         "false",
@@ -442,8 +464,9 @@ def _parsed(text: str) -> Override:
 
 
 def _unreadable(key: str, value: str) -> str:
-    """What is wrong with a value that cannot be read, and how it is written; the shell takes the
-    outer quotes away.
+    """Return the fault of a value that cannot be read, and its correct form.
+
+    The form has an additional pair of quotes, which the shell removes.
     """
     if value.count("[") != value.count("]"):
         return f"its brackets do not match; write a list as '{key}=[1,2,3]'"
@@ -458,8 +481,9 @@ def _unreadable(key: str, value: str) -> str:
 
 
 def _refuse_hidden(choices: Mapping[str, str], config_dir: Path | None) -> None:
-    """UsageError for a chosen option that the user's folder has too: Hydra would silently take
-    ours.
+    """Refuse a chosen option that exists in the user's folder and in ashl; Hydra would take ashl's.
+
+    Raises: UsageError.
     """
     for group, option in choices.items():
         own, shipped = (root / group / f"{option}.yaml" for root in (config_dir or CONF, CONF))
@@ -470,11 +494,12 @@ def _refuse_hidden(choices: Mapping[str, str], config_dir: Path | None) -> None:
 
 
 def _refuse_hidden_links(files: Sequence[Path]) -> None:
-    """Raise UsageError for the user's own file that sets links while the file it starts from sets
+    """Refuse a file of the user's own that sets links while the file it starts from sets
     `exchange_s`.
 
-    `exchange_s` holds whatever the links are, so they would have no effect. `files` are those of
-    the chosen presets and of the chosen cluster; the nearest file that sets `exchange_s` decides.
+    `exchange_s` replaces the links, so they would have no effect. `files` are those of the chosen
+    presets and of the chosen cluster; the nearest file that sets `exchange_s` decides.
+    Raises: UsageError.
     """
     for file in files:
         said = load(file)
@@ -485,8 +510,8 @@ def _refuse_hidden_links(files: Sequence[Path]) -> None:
             continue
         if links := [key for key in LINKS if said.get(key) is not None]:
             raise UsageError(
-                f"{file}: {links[0]} has no effect, as exchange_s of the cluster that this file"
-                " starts from holds whatever the links are; add the line `exchange_s: null`."
+                f"{file}: {links[0]} has no effect, exchange_s of the cluster that this file starts"
+                " from replaces the links; add the line `exchange_s: null`"
             )
         if file.parent.name == "cluster":
             _refuse_hidden_links(list(parents(file)))
@@ -495,7 +520,9 @@ def _refuse_hidden_links(files: Sequence[Path]) -> None:
 def _explained(
     key: str, reference: Mapping, choices: Mapping[str, str], known: Catalog, source: str = ""
 ) -> UsageError:
-    """What to say of a key that is not in `reference`: who has it, or what was probably meant."""
+    """Return the error about a key that `reference` lacks: options that have it, or the nearest
+    key.
+    """
     group, _, rest = key.partition(".")
     if group in PRESETS:
         return UsageError(
@@ -518,8 +545,8 @@ def _explained(
 
 
 def _unknown(config: Mapping, reference: Mapping, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of `config` that are not in `reference`, where a null or an empty mapping may
-    take anything.
+    """Yield dotted keys of `config` that `reference` lacks; its null or empty mapping accepts any
+    value.
     """
     for key, value in config.items():
         name, allowed = f"{prefix}{key}", reference.get(key, 0)
@@ -543,7 +570,7 @@ def _keys(config: Mapping, prefix: str = "") -> Iterator[str]:
 
 
 def sentence(error: Exception) -> str:
-    """What a Hydra or OmegaConf message says, on one line and without its technical tail."""
+    """Return the message of Hydra or OmegaConf on one line, without its technical details."""
     text = str(error).split("\n")[0].strip()
     key = error.full_key if isinstance(error, OmegaConfBaseException) else None
     return f"{key}: {text}." if key else f"{text.rstrip('.')}."

@@ -1,4 +1,4 @@
-"""From a `_target_` to an object, and from what goes wrong on the way to one sentence."""
+"""Construct objects from specs (`_target_` and keys), and explain errors in one sentence."""
 
 import difflib
 import importlib
@@ -19,18 +19,18 @@ from ashl.config.faults import SMALLER, brief, short_of_memory
 from ashl.errors import AshlError, OwnFaultError, UsageError
 from ashl.option import Contract, refuse_unasked, refuse_untyped
 
-KINDS = {  # by which a class is known to be of a group
+KINDS = {  # attributes that a class of a group must have
     "model": ("build",),
     "dataset": ("load", "batch_size"),
     "cluster": ("num_workers",),
     "runtime": ("name", "gradients"),
     "tracking": ("sink", "events"),
 }
-BASES = {  # which a class has to extend to be of a group
+BASES = {  # base class that a class of a group must extend
     "task": "ashl.task.contract.Task",
     "optimizer": "ashl.optimizer.contract.Optimizer, or torch.optim.Optimizer",
     "topology": "ashl.stage.stage.Topology",
-    "sync": "the rule that its topology asks, as ashl.topology.parameter_server.ServerRule",
+    "sync": "the rule class of its topology, for example ashl.topology.parameter_server.ServerRule",
     "aggregate": "ashl.aggregate.weighted.Weighted",
     "compression": "ashl.compression.contract.Codec",
     "outer": "ashl.outer.contract.Outer",
@@ -38,7 +38,7 @@ BASES = {  # which a class has to extend to be of a group
     "planner": "ashl.planner.assignment.Planner",
     "schedule": "ashl.schedule.choices.Schedule",
 }
-PHRASES = (  # what pydantic says, and what a person says
+PHRASES = (  # wording of pydantic, and the wording of ashl's messages
     (r"^Value error, ", ""),
     (
         r"^\w+ should have at (least|most) (\d+) items? after validation, not",
@@ -49,69 +49,44 @@ PHRASES = (  # what pydantic says, and what a person says
     (r"should be a valid (tuple|list)", "should be a list"),
     (
         r"should be a valid string",
-        "should be text; a number that is meant as text is written \"'3'\"",
+        "should be text; write a number as text like \"'3'\"",
     ),
     (r"should be a valid integer", "should be a whole number"),
     (r"should be a valid number", "should be a number"),
     (r"should be a valid boolean", "should be true or false"),
-    (r"should be a (valid )?dictionary.*", "should be keys and values, as in {key: value}"),
+    (r"should be a (valid )?dictionary.*", "should be keys and values, for example {key: value}"),
     (r", (unable to|got a number with).*", ""),
 )
-BRANCHES = (
-    "function-",
-    "constrained-",
-    "literal[",
-    "tuple[",
-    "list[",
-)  # pydantic's names for what may stand there
-SESSION = (  # the module of objects that were passed in Python, see `ashl.config.session`
-    "python_session"
-)
-Maker = type[Any] | FunctionType  # what a `_target_` may name
+# prefixes of pydantic's names for alternatives, in the path of an error
+BRANCHES = ("function-", "constrained-", "literal[", "tuple[", "list[")
+SESSION = "python_session"  # module of objects passed from Python, see `ashl.config.session`
+Maker = type[Any] | FunctionType  # a class or function that a `_target_` names
 Plain = Callable[[Maker, Mapping[str, Any]], Any]
 
 
 def construct(
     spec: Mapping[str, Any], where: str, allow: Sequence[str] = (), plain: Plain | None = None
 ) -> Any:
-    """The object that `_target_` names, made of the spec's other keys.
+    """Return the object that `_target_` names, made with the spec's other keys.
 
-    Only what `ashl` or a package in `allow` defines may be named, so that a configuration cannot
-    run arbitrary code: classes and, outside of `ashl`, functions where there is something to make
-    of them. That is `plain`, which is handed what was named with its keys, and returns None for
-    what is an option by itself. Raises UsageError, also for a class of the user's own that has a
-    fault.
+    Only objects of `ashl`, or of a package in `allow`, may be named, so that a configuration cannot
+    run arbitrary code. They are classes and, outside of `ashl`, functions that `plain` accepts.
+    `plain` receives the named object and its keys, and returns None for a class that is an option.
+    Raises: UsageError, also for a fault in a class of the user's own.
     """
     target = spec.get("_target_")
     if not isinstance(target, str) or "." not in target:
         raise UsageError(
             f"{where} has no `_target_`; take one of the options that `ashl list {where}` shows"
         )
-    cls, keys = (
-        found(target, where, allow),
-        {key: value for key, value in spec.items() if key != "_target_"},
-    )
+    cls = found(target, where, allow)
+    keys = {key: value for key, value in spec.items() if key != "_target_"}
     try:
         if plain and not target.startswith("ashl.") and (made := plain(cls, keys)) is not None:
             return made
     except ValidationError as error:
         raise UsageError(explain(error, where, cls)) from error
-    if not isinstance(cls, type):
-        raise UsageError(f"{where} names {target!r}, which is not a class")
-    if where in BASES:
-        if not (issubclass(cls, Contract) and cls._group == where):
-            raise UsageError(
-                f"{where} names {target!r}, which is no {where}: it has to extend {BASES[where]};"
-                f" take one of the options that `ashl list {where}` shows, or give the class that"
-                " base"
-            )
-        refuse_unasked(cls, where)
-    lacking = [name for name in KINDS.get(where, ()) if not has(cls, name)]
-    if lacking:
-        raise UsageError(
-            f"{where} names {target!r}, which is no {where}: it has no {lacking[0]!r}; take one of"
-            f" the options that `ashl list {where}` shows, or give the class what they have"
-        )
+    check_class(cls, target, where)
     try:
         made = cls(**keys)
         if isinstance(made, Contract):
@@ -127,11 +102,36 @@ def construct(
     return made
 
 
+def check_class(cls: Maker, target: str, where: str) -> None:
+    """Refuse an object that is not a class of the group `where`.
+
+    Raises: UsageError.
+    """
+    if not isinstance(cls, type):
+        raise UsageError(f"{where} names {target!r}, which is not a class")
+    if where in BASES:
+        if not (issubclass(cls, Contract) and cls._group == where):
+            raise UsageError(
+                f"{where} names {target!r}, which is no {where}: it has to extend {BASES[where]};"
+                f" take one of the options that `ashl list {where}` shows, or give the class that"
+                " base"
+            )
+        refuse_unasked(cls, where)
+    lacking = [name for name in KINDS.get(where, ()) if not has(cls, name)]
+    if lacking:
+        raise UsageError(
+            f"{where} names {target!r}, which is no {where}: it has no {lacking[0]!r}; take one of"
+            f" the options that `ashl list {where}` shows, or give the class that attribute"
+        )
+
+
 def arguments(
     make: Maker, keys: Mapping[str, Any], where: str, offered: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a class or function of the user's own is called with: its keys, and those of `offered`
-    that it has a parameter for. Raises UsageError where they do not fit.
+    """Return the arguments of a class or function of the user's own.
+
+    They are its keys, and the values of `offered` that it has a parameter for.
+    Raises: UsageError if they do not fit the signature.
     """
     known = signature(make).parameters
     passed = {name: value for name, value in offered.items() if name in known} | dict(keys)
@@ -144,7 +144,7 @@ def arguments(
 
 
 def found(target: str, where: str, allow: Sequence[str]) -> Maker:
-    """The class or function of that name. Raises UsageError."""
+    """Return the class or function of a dotted name. Raises: UsageError."""
     module_name, _, class_name = target.rpartition(".")
     package = module_name.split(".")[0]
     if package not in ("ashl", *allow):
@@ -157,7 +157,7 @@ def found(target: str, where: str, allow: Sequence[str]) -> Maker:
             " into a file and import it from there"
         )
     if package != "ashl" and "" not in sys.path:
-        sys.path.append("")  # the working directory: what lies there never hides what is installed
+        sys.path.append("")  # the working directory, last: it never hides installed modules
     try:
         cls = getattr(importlib.import_module(module_name), class_name, None)
     except ModuleNotFoundError as error:
@@ -183,9 +183,7 @@ def found(target: str, where: str, allow: Sequence[str]) -> Maker:
 
 @contextmanager
 def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Generator[None]:
-    """What a class of the user's own raises in here is reported as theirs, with file and line; it
-    is no bug of ours.
-    """
+    """Report exceptions of the user's own classes as faults of these, with file and line."""
     try:
         yield
     except OwnFaultError as error:
@@ -203,15 +201,13 @@ def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Gene
 
 
 def has(cls: type, name: str) -> bool:
-    """Whether its objects have it, as a field or as anything else that a class can say
-    beforehand.
-    """
+    """Return True if objects of the class have this attribute, also as a field."""
     return hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ())
 
 
 def fault(error: Exception, allow: Sequence[str]) -> str:
-    """What went wrong and, where it was in a package that the user has allowed, in which file and
-    line.
+    """Return the exception's class and message, with file and line if it is from an allowed
+    package.
     """
     place = place_of(error, allow)
     text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
@@ -219,8 +215,8 @@ def fault(error: Exception, allow: Sequence[str]) -> str:
 
 
 def unsaid(error: NotImplementedError, allow: Sequence[str]) -> str:
-    """Which hook without a default a class of the user's own leaves out; "" where it is none of the
-    user's own.
+    """Return the message about a hook without default that a class of the user's own lacks; "" for
+    other classes.
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     cls = type(frame.f_locals.get("self"))
@@ -228,13 +224,13 @@ def unsaid(error: NotImplementedError, allow: Sequence[str]) -> str:
         return ""
     hook = frame.f_code.co_name
     return (
-        f"'{cls.__module__}.{cls.__name__}' does not say {hook!r}; it has no default, so give the"
-        " class one"
+        f"'{cls.__module__}.{cls.__name__}' does not define {hook!r}, which has no default; define"
+        " it"
     )
 
 
 def option_of(error: Exception, allow: Sequence[str]) -> str:
-    """The option of the user's own in whose code an exception came up."""
+    """Return the option of the user's own whose code raised an exception."""
     own = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         cls = type(frame.f_locals.get("self"))
@@ -244,14 +240,11 @@ def option_of(error: Exception, allow: Sequence[str]) -> str:
 
 
 def place_of(error: Exception, allow: Sequence[str]) -> str:
-    """File and line of the user's own where it came from; "" where nothing of the user's own took
-    part.
-    """
+    """Return file and line of the user's own code that raised an exception; "" if none did."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    owner = sys.modules.get(
-        type(getattr(error, "obj", None)).__module__
-    )  # what lacks an attribute, if that is it
+    # the module of the object that lacks an attribute, for an AttributeError
+    owner = sys.modules.get(type(getattr(error, "obj", None)).__module__)
     if owner is not None and owner.__name__.split(".")[0] in allow:
         return str(owner.__file__)
     steps = traceback.walk_tb(error.__traceback__)
@@ -264,7 +257,7 @@ def place_of(error: Exception, allow: Sequence[str]) -> str:
 
 
 def explain(error: ValidationError, where: str, cls: Maker) -> str:
-    """The first thing that is wrong, in one sentence."""
+    """Return one sentence about the first error."""
     first, word = of_a_choice(error.errors())
     path = [str(part) for part in first["loc"] if not str(part).startswith(BRANCHES)]
     key = ".".join([*([where] if where else []), *path])
@@ -285,15 +278,18 @@ def explain(error: ValidationError, where: str, cls: Maker) -> str:
     for said, meant in PHRASES:
         message = re.sub(said, meant, message)
     if message == "should be a list" and not word and isinstance(first["input"], str | int | float):
-        message += f", as in '{key}=[{as_typed(first['input'])}]'"
+        message += f", for example '{key}=[{as_typed(first['input'])}]'"
     if word:
         message = f"{word.removeprefix('Input ')}, or {message.removeprefix('should be ')}"
     return f"{key}={as_typed(first['input'])} is not possible: {message}"
 
 
 def of_a_choice(errors: list[ErrorDetails]) -> tuple[ErrorDetails, str]:
-    """The error to tell of, and what a word would have to be. Where a word or something else may
-    stand, what is no word was meant to be the other, and a word may have been meant to be either.
+    """Return the error to report, and the wording of pydantic for the allowed words ("" if not
+    needed).
+
+    If a value may be a word or something else, an input that is not text was meant as the other
+    kind. A text may have been meant as either.
     """
     first = errors[0]
     words = next(
@@ -317,7 +313,7 @@ def of_a_choice(errors: list[ErrorDetails]) -> tuple[ErrorDetails, str]:
 
 
 def as_typed(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Return a value as a user types it on the command line."""
     if isinstance(value, str | float):
         return str(value) or "''"
     return json.dumps(value, default=str)

@@ -1,9 +1,9 @@
-"""Whose fault an exception is: a part of the user's own, or ashl.
+"""Attribution of exceptions to a part of the user's own, or to ashl.
 
-`Guard` stands around each call of a model, a loss, a metric, a data set or an optimizer. What they
-raise becomes one sentence with the part, the worker and the step, the exception and, for the common
-ones, the fix. Only what ashl's own parts raise, and what ashl's own code raises on the way, stays
-as it is.
+`Guard` surrounds each call of a model, a loss, a metric, a data set or an optimizer. An exception
+of these becomes one sentence with the part, the worker and the step, the exception and, for common
+faults, the fix. Exceptions of ashl's own parts, and of ashl's own code during the call, are not
+changed.
 """
 
 import re
@@ -15,24 +15,17 @@ from typing import Any
 from ashl.errors import AshlError, OwnFaultError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-MACHINERY = (
-    "ashl.runtime.",
-    "ashl.stage.",
-    "ashl.topology.",
-    "ashl.learn.pieces",
-)  # called back by hooks
-LIBRARIES = (
-    "site-packages",
-    "dist-packages",
-    "lib/python",
-)  # parts of paths that hold no file of the user's
+# modules of ashl that hooks of the user's parts call
+MACHINERY = ("ashl.runtime.", "ashl.stage.", "ashl.topology.", "ashl.learn.pieces")
+# parts of paths of installed libraries
+LIBRARIES = ("site-packages", "dist-packages", "lib/python")
 NO_MEMORY = ("allocate memory", "out of memory", "OutOfMemory", "MemoryError")
 SMALLER = "there is not enough memory; take a smaller dataset.batch_size or a smaller model"
 HINTS = (  # words of an exception, and the fix
     ("use_reentrant", "pass use_reentrant=False to torch.utils.checkpoint"),
     (
         "LazyModule|uninitialized parameter|UninitializedParameter",
-        "give lazy layers their sizes, as nn.Linear(16, 4) in place of nn.LazyLinear(4)",
+        "give lazy layers their sizes, for example nn.Linear(16, 4) in place of nn.LazyLinear(4)",
     ),
     (
         "does not require grad",
@@ -66,9 +59,10 @@ HINTS = (  # words of an exception, and the fix
 
 
 class Guard:
-    """Reports what is raised inside as the fault of the first of `parts` that is the user's own.
+    """Context that reports an exception inside as the fault of the first of `parts` that is the
+    user's own.
 
-    `parts` are (group, dotted name), the one that is called first; `place` says worker and step.
+    Args: `parts` are (group, dotted name), the called part first; `place` names worker and step.
     """
 
     __slots__ = ("parts", "place")
@@ -109,20 +103,20 @@ def called_back(trace: TracebackType | None) -> bool:
 
 
 def brief(error: BaseException) -> str:
-    """The kind of an exception and its message on one line."""
+    """Return the class of an exception and its message, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def reason(error: Exception) -> str:
-    """The same, with the user's file and line where it came from."""
+    """Return `brief` with the user's file and line that raised the exception."""
     place = users_line(error)
     return brief(error) + (f" ({place})" if place else "")
 
 
 def users_line(error: Exception) -> str:
-    """File and line of the innermost frame that belongs neither to ashl nor to an installed
-    library; "" if none.
+    """Return file and line of the innermost frame outside of ashl and installed libraries; "" if
+    none.
     """
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -134,11 +128,11 @@ def users_line(error: Exception) -> str:
 
 
 def hint_for(error: BaseException) -> str:
-    """The fix of a common fault; "" for any other."""
+    """Return the fix of a common fault; "" for any other."""
     text = brief(error)
     return next((hint for words, hint in HINTS if re.search(words, text)), "")
 
 
 def short_of_memory(error: BaseException) -> bool:
-    """Return True if memory could not be had, of the host or of a device."""
+    """Return True if the memory of the host or of a device was exhausted."""
     return isinstance(error, MemoryError) or any(words in brief(error) for words in NO_MEMORY)

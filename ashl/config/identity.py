@@ -1,4 +1,4 @@
-"""The name of a configuration."""
+"""Hash that identifies a configuration."""
 
 import hashlib
 import json
@@ -9,8 +9,9 @@ WHERE = ("choices", "run", "name", "sweep", "tracking")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Return a hash of what decides the result: not of where it is written to, nor of what the
-    options are called.
+    """Return a hash of the values that decide the result.
+
+    The run folder, the tracking and the names of options are not part of it.
     """
     chosen = {key: value for key, value in config.items() if key not in WHERE}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""KEY=VALUE and whole commands, as they are typed."""
+"""Settings (KEY=VALUE) and whole commands, as a user types them."""
 
 import shlex
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from os import PathLike, fspath
 
 
 def key_of(override: str) -> str:
-    """The key; a leading `+` or `++` means nothing here."""
+    """Return the key of a setting; a leading `+` or `++` is ignored."""
     return override.lstrip("+").partition("=")[0]
 
 

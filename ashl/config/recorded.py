@@ -1,6 +1,4 @@
-"""What an earlier run was configured with, as its folder has it: an edited or damaged file is told
-as that.
-"""
+"""Configuration of an earlier run, read from its folder; damaged files are reported as such."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,10 @@ BESIDE = ("run", "stop", "eval")  # mappings beside the groups
 
 
 def config_of(run_dir: Path) -> dict[str, Any]:
-    """Raises UsageError where it cannot be read, or is no configuration."""
+    """Return the configuration of a run.
+
+    Raises: UsageError if it cannot be read, or is not a configuration.
+    """
     config = read(run_dir, CONFIG)
     groups = [group for group in catalog() if group not in PRESETS]
     kinds = {"choices": dict, **dict.fromkeys((*BESIDE, *groups), dict), "allow_targets": list}
@@ -25,9 +26,8 @@ def config_of(run_dir: Path) -> dict[str, Any]:
         for key, kind in kinds.items()
         if not isinstance(config, dict) or type(config.get(key)) is not kind
     ]
-    chosen = (
-        {} if lacking else {"sync": "", **config["choices"]}
-    )  # where stages name their modes, none was chosen
+    # If the schedule sets the sync mode of each stage, the run has no choice of sync.
+    chosen = {} if lacking else {"sync": "", **config["choices"]}
     lacking += [
         f"choices.{group}" for group in groups if chosen and not isinstance(chosen.get(group), str)
     ]
@@ -39,7 +39,10 @@ def config_of(run_dir: Path) -> dict[str, Any]:
 
 
 def typed_of(run_dir: Path) -> list[str]:
-    """What was typed. Raises UsageError where it cannot be read."""
+    """Return the settings that the user typed for a run.
+
+    Raises: UsageError if they cannot be read.
+    """
     typed = read(run_dir, TYPED)
     if not isinstance(typed, list) or not all(isinstance(text, str) for text in typed):
         raise UsageError(f"{run_dir / TYPED} is no list of what was typed; name another run.")
@@ -47,6 +50,7 @@ def typed_of(run_dir: Path) -> list[str]:
 
 
 def read(run_dir: Path, name: str) -> Any:
+    """Return the content of a YAML file of a run folder. Raises: UsageError."""
     try:
         return yaml.safe_load((run_dir / name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

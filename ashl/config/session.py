@@ -1,11 +1,11 @@
 """Objects that a Python session passes to `ashl.train` in place of options: model, data, loss,
 optimizer.
 
-An object becomes an option file of its group in a folder that exists during the run, so that its
-arguments are keys and a run of objects is composed, checked and recorded as every other one. A
-class or function of an imported file is named by its module, and any process can import it.
-Everything else, as a class of a notebook cell, is an attribute of a stand-in module (`SESSION`)
-that this process alone has, while the run lasts.
+An object becomes an option file of its group, in a folder that exists during the run. Its arguments
+are keys there, so that the run is composed, checked and recorded as any other. A class or function
+of an imported file is named by its module, and any process can import it. Any other object, for
+example a class of a notebook cell, is an attribute of a stand-in module (`SESSION`). That module
+exists only in this process and during the run.
 """
 
 from __future__ import annotations
@@ -30,31 +30,20 @@ from ashl.config.construct import SESSION
 from ashl.config.override import key_of
 from ashl.errors import UsageError
 
-GROUPS = {
-    "model": "model",
-    "dataset": "dataset",
-    "loss": "task",
-    "optimizer": "optimizer",
-}  # keyword -> group
+# keyword → group
+GROUPS = {"model": "model", "dataset": "dataset", "loss": "task", "optimizer": "optimizer"}
 OWN = ("dataset", "optimizer")  # groups whose options start from `_own`
-SPECIAL = re.compile(r"[<>&#!;%^~|]")  # signs that Hydra reads in quotes only
-OFFERED = (
-    "params",
-    "train",
-    "sample_shape",
-    "num_classes",
-    "self",
-    "outputs",
-    "targets",
-)  # passed by ashl itself
+SPECIAL = re.compile(r"[<>&#!;%^~|]")  # characters that Hydra reads only in quotes
+# arguments that ashl itself passes
+OFFERED = ("params", "train", "sample_shape", "num_classes", "self", "outputs", "targets")
 
 
 @dataclass(frozen=True)
 class Session:
-    """The objects of a call, by keyword.
+    """Objects of one call, by keyword.
 
-    Args: `overrides` choose their options, found in `folder`; `local` are the names that this
-    process alone has, by keyword.
+    Args: `overrides` choose their options, which are in `folder`; `local` has the names that exist
+    only in this process, by keyword.
     """
 
     overrides: tuple[str, ...] = ()
@@ -63,8 +52,10 @@ class Session:
     module: ModuleType | None = None
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Raise UsageError where processes would have to import an object that only this process
-        has.
+        """Refuse objects that exist only in this process if other processes would have to import
+        them.
+
+        Raises: UsageError.
         """
         if not self.local or config["runtime"]["_target_"].endswith("SimRuntime"):
             return
@@ -78,7 +69,7 @@ class Session:
 
     @contextmanager
     def present(self) -> Generator[None]:
-        """Let `_target_` find the objects that only this process has."""
+        """Make the objects of this process available to `_target_`."""
         if self.module is None:
             yield
             return
@@ -93,26 +84,24 @@ class Session:
 
 
 class Made(NamedTuple):
-    """An object as what a `_target_` names: a class or function, its name, and the keys that were
-    given with it.
+    """An object in the form that a `_target_` names: a class or function, its name, and its bound
+    keys.
     """
 
     part: Any
     name: str
     keys: dict[str, Any]
-    alone: bool  # whether only this process has it
+    alone: bool  # True if it exists only in this process
 
 
 def keyword_overrides(keywords: Mapping[str, Any]) -> list[str]:
-    """Return keywords as they are typed on a command line: sync="asp" is sync=asp. Raises
-    UsageError.
-    """
+    """Return keywords as settings: sync="asp" becomes sync=asp. Raises: UsageError."""
     return [f"{key}={typed(key, value)}" for key, value in keywords.items()]
 
 
 def typed(key: str, value: Any) -> str:
-    """Return a value in Hydra's grammar; a text as it is, or quoted for signs that Hydra cannot
-    read.
+    """Return a value in Hydra's grammar; text is unchanged, or quoted if it has special
+    characters.
     """
     text = str(value)
     special = SPECIAL.search(text) and text[0] not in "'\"[{"
@@ -120,7 +109,7 @@ def typed(key: str, value: Any) -> str:
 
 
 def within(key: str, value: Any) -> str:
-    """Return a value as it stands in a list or a mapping."""
+    """Return a value as it is written in a list or a mapping."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -145,10 +134,10 @@ def within(key: str, value: Any) -> str:
 def session_of(
     objects: Mapping[str, Any], overrides: Sequence[str], config_dir: Path | None
 ) -> Generator[tuple[list[str], Session]]:
-    """Yield the overrides with those that choose the objects' options, and the session; its folder
-    is gone at the end.
+    """Yield the overrides with those that choose the objects' options, and the session.
 
-    Raises UsageError for what cannot stand for an option.
+    Its folder is deleted at the end.
+    Raises: UsageError for an object that cannot be an option.
     """
     if not objects:
         yield list(overrides), Session(folder=config_dir)
@@ -156,7 +145,7 @@ def session_of(
     with tempfile.TemporaryDirectory(prefix="ashl-") as place:
         folder = Path(place)
         if config_dir is not None:
-            catalog(config_dir)  # which raises UsageError where it is no folder
+            catalog(config_dir)  # raises UsageError if it is not a folder
             shutil.copytree(config_dir, folder, dirs_exist_ok=True)
         yield written(objects, list(overrides), folder)
 
@@ -207,9 +196,7 @@ def written(
 
 
 def with_allowed(overrides: list[str], allow: Sequence[str]) -> list[str]:
-    """Return the overrides with permission to name these packages, beside those that a setting
-    allows.
-    """
+    """Return the overrides with these packages added to `allow_targets`."""
     given = [
         text.partition("=")[2].strip("[] ") for text in overrides if key_of(text) == "allow_targets"
     ]
@@ -219,16 +206,14 @@ def with_allowed(overrides: list[str], allow: Sequence[str]) -> list[str]:
 
 
 def task_for(dataset: Any) -> str:
-    """Return the task that these data are for, by the first target, where they are a pair (train,
-    test).
-    """
+    """Return the task of these data by their first target, if they are a pair (train, test)."""
     import torch
 
     if not isinstance(dataset, tuple | list):
         return "classification"
     try:
         target = torch.as_tensor(dataset[0][0][1])
-    except Exception:  # what is wrong with it is said when it is read
+    except Exception:  # reading the data set later reports the error
         return "classification"
     if target.is_floating_point():
         return "regression"
@@ -236,8 +221,9 @@ def task_for(dataset: Any) -> str:
 
 
 def made_of(keyword: str, value: Any) -> Made:
-    """Return an object as what a `_target_` names. Raises UsageError for what cannot stand for an
-    option.
+    """Return an object in the form that a `_target_` names.
+
+    Raises: UsageError for an object that cannot be an option.
     """
     keys: dict[str, Any] = {}
     while isinstance(value, functools.partial):
@@ -256,12 +242,12 @@ def made_of(keyword: str, value: Any) -> Made:
 
 
 def named(keyword: str, value: Any) -> str:
-    """Return a name for an object that has none."""
+    """Return a name for an object without one."""
     return keyword if isinstance(value, tuple | list) else type(value).__name__
 
 
 def standing_for(keyword: str, value: Any) -> FunctionType:
-    """Return a function that gives what an object that is neither class nor function stands for."""
+    """Return a function that returns an object which is neither class nor function."""
     from copy import deepcopy
 
     from torch import nn
@@ -292,7 +278,7 @@ def is_importable(part: Any) -> bool:
 
 
 def defaults_of(part: Any) -> dict[str, Any]:
-    """Return the arguments that have a default which a YAML file can say, so that they are keys."""
+    """Return the arguments with a default that YAML can express; they become keys."""
     try:
         known = inspect.signature(part).parameters.values()
     except (TypeError, ValueError):
@@ -310,7 +296,7 @@ def defaults_of(part: Any) -> dict[str, Any]:
 
 
 def call_text(objects: Mapping[str, Any], lines: Sequence[str]) -> str:
-    """Return the call of `ashl.train` with these objects, by their names, and settings."""
+    """Return the text of the call of `ashl.train` with these objects, by name, and settings."""
     named_objects = [
         f"{keyword}={made_of(keyword, value).name}" for keyword, value in objects.items()
     ]

@@ -1,4 +1,4 @@
-"""Settings from a YAML file of KEY: VALUE, as if they were typed."""
+"""Settings from a YAML file of KEY: VALUE, read as if the user had typed them."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +11,14 @@ from ashl.config.catalog import check_keys
 from ashl.config.override import key_of
 from ashl.errors import UsageError
 
-BARE = re.compile(r"[\w.+/-]+")  # characters of a list's text that Hydra reads without quotes
+BARE = re.compile(r"[\w.+/-]+")  # text in a list that Hydra reads without quotes
 
 
 def with_settings(file: Path | None, typed: Sequence[str]) -> list[str]:
-    """Return the settings of a file, or none, followed by those that were typed; a typed key
+    """Return the settings of a file, if there is one, followed by the typed ones; a typed key
     replaces the file's.
 
-    Raises: UsageError if the file cannot be read, or holds anything but settings.
+    Raises: UsageError if the file cannot be read, or contains anything but settings.
     """
     keys = {key_of(text) for text in typed}
     own = [] if file is None else settings_in(file)
@@ -28,7 +28,7 @@ def with_settings(file: Path | None, typed: Sequence[str]) -> list[str]:
 def settings_in(file: Path) -> list[str]:
     """Return KEY=VALUE for each setting of a file; keys may be dotted or nested.
 
-    A list of KEY=VALUE, as the overrides.yaml of a run folder, is taken, too.
+    A list of KEY=VALUE, like the overrides.yaml of a run folder, is also accepted.
     """
     try:
         # BaseLoader leaves values as they are written, so that Hydra reads them as it reads the
@@ -37,11 +37,13 @@ def settings_in(file: Path) -> list[str]:
         check_keys(file)
     except yaml.YAMLError as error:
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise UsageError(f"--config {file}: it is not valid YAML ({problem}); mend it.") from error
+        raise UsageError(
+            f"--config {file}: it is not valid YAML ({problem}); correct it"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = (getattr(error, "strerror", None) or "it is not UTF-8").lower()
         raise UsageError(
-            f"--config {file}: it cannot be read ({reason}); name a YAML file of KEY: VALUE."
+            f"--config {file}: it cannot be read ({reason}); name a YAML file of KEY: VALUE"
         ) from error
     if isinstance(found, list) and all(isinstance(text, str) and "=" in text for text in found):
         texts = [str(text) for text in found]
@@ -49,18 +51,18 @@ def settings_in(file: Path) -> list[str]:
         texts = [f"{key}={value}" for key, value in flattened(found)]
     else:
         raise UsageError(
-            f"--config {file}: it holds no settings; write KEY: VALUE, as in `sync: bsp`."
+            f"--config {file}: it has no settings; write KEY: VALUE, for example `sync: bsp`"
         )
     if any(key_of(text) == "allow_targets" for text in texts):
         raise UsageError(
             f"--config {file}: a file cannot allow code to be imported; type allow_targets=[...]"
-            " instead."
+            " instead"
         )
     return texts
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted keys with their values as they are typed."""
+    """Yield dotted keys with their values as a user types them."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
             yield from flattened(value, f"{prefix}{key}.")

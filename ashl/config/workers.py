@@ -1,4 +1,4 @@
-"""How many workers an emulated cluster has, and its lists for so many."""
+"""Number of workers of an emulated cluster, and its lists of that length."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -10,14 +10,16 @@ MAX_WORKERS = 100_000
 
 
 def sized(spec: Mapping[str, Any], set_keys: Sequence[Collection[str]]) -> dict[str, Any]:
-    """A cluster's spec with `num_workers` filled in and a list of that length wherever there is a
-    list.
+    """Return a cluster's spec with `num_workers` filled in, and every list extended or truncated to
+    it.
 
-    `set_keys` has those that were set, those that count most first: on the command line, by an
-    experiment. The first of them that say a number, as `num_workers` or as the length of a list,
-    decide, and else the option's own do. Other lists start over where they end, on machines of
-    their own, or are cut. Raises UsageError on lengths that differ. What has no lists, or is wrong
-    in other ways and refused when the option is made, is returned as it is.
+    Args: `set_keys` has the keys that were set, in descending precedence: on the command line, then
+    by an experiment.
+    The first of these that gives a number, as `num_workers` or as the length of a list, decides;
+    else the option's own values do. A shorter list is repeated, with new nodes for each repetition.
+    A spec without lists, or with other errors that the option's constructor reports, is returned
+    unchanged.
+    Raises: UsageError if lengths differ.
     """
     lists = {
         name: values for name in LISTS if isinstance(values := spec.get(name), list) and values
@@ -51,7 +53,9 @@ def sized(spec: Mapping[str, Any], set_keys: Sequence[Collection[str]]) -> dict[
 
 
 def repeated(name: str, values: Sequence[Any], n: int) -> list[Any]:
-    """The first `n` of these values over and over; machines are others each time."""
+    """Return the first `n` values of the endlessly repeated list; each repetition has nodes of its
+    own.
+    """
     if name == "node" and all(isinstance(machine, int) for machine in values):
         apart = max(values) + 1
         return [values[i % len(values)] + i // len(values) * apart for i in range(n)]

@@ -35,7 +35,7 @@ SIM, SPY = (
         ),
         (
             "cluster.compute=fast",
-            "=fast is not possible: should be a list, as in 'cluster.compute=[fast]'",
+            "=fast is not possible: should be a list, for example 'cluster.compute=[fast]'",
         ),
         ("cluster.compute=[a,b]", "cluster.compute.0=a is not possible: should be a number"),
         (

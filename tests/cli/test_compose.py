@@ -183,7 +183,7 @@ def test_debug_is_small() -> None:
         ("allow_targets={a:1}", "allow_targets={a:1} cannot be set: allow_targets is a list of 0"),
         (
             "allow_targets=true",
-            "allow_targets=True is no list; write it as in 'allow_targets=[mypackage]'",
+            "allow_targets=True is not a list; write it like 'allow_targets=[mypackage]'",
         ),
         ("model.hidden={a:1}", "model.hidden={a:1} cannot be set: model.hidden is a list of "),
         ("sync=bsp sync.staleness=3", "sync=bsp has no key staleness; these have one: "),
@@ -273,19 +273,29 @@ def test_null_takes_no_preset() -> None:
     [
         ("model/a.yaml", "x: [1\ny: 2\n", "model=a", "model/a.yaml, line 2, is not valid YAML"),
         ("model/a.yaml", "x: 1\nx: 2\n", "model=a", "duplicate key x"),
-        ("model/a.yaml", "x: {<<: [&a {k: 1}, &b {k: 1}]}\n", "model=a", "line 1: k stands twice"),
-        ("model/a.yaml", "x: {<<: &a {k.b: 1}, <<: &b {k.b: 2}}\n", "model=a", "k.b stands twice"),
+        (
+            "model/a.yaml",
+            "x: {<<: [&a {k: 1}, &b {k: 1}]}\n",
+            "model=a",
+            "line 1: k is twice in one mapping",
+        ),
+        (
+            "model/a.yaml",
+            "x: {<<: &a {k.b: 1}, <<: &b {k.b: 2}}\n",
+            "model=a",
+            "k.b is twice in one mapping",
+        ),
         (
             "model/a.yaml",
             "x:\n- {<<: [&c {<<: &a {k: 1}}, &b {k: 2}]}\n",
             "model=a",
-            "line 2: k stands twice",
+            "line 2: k is twice in one mapping",
         ),
         (
             "model/a.yaml",
             "x:\n  y: &a {k: 1}\n  z: {<<: [*a, *a]}\n",
             "model=a",
-            "line 3: k stands twice",
+            "line 3: k is twice in one mapping",
         ),
         ("model/a.yaml", "x: \xff\n", "model=a", "not UTF-8"),
         (
@@ -351,7 +361,9 @@ def test_own_files_with_faults(mine, path: str, text: str, override: str, says: 
 def test_a_file_that_an_own_option_starts_from_is_looked_at_too(mine) -> None:
     mine("model/_base.yaml", "x: {<<: [&a {k: 1}, &b {k: 2}]}\n")
     folder = mine("model/mine.yaml", "defaults: [_base]\ny: 1\n")
-    assert "_base.yaml, line 1: k stands twice" in message("model=mine", config_dir=folder)
+    assert "_base.yaml, line 1: k is twice in one mapping" in message(
+        "model=mine", config_dir=folder
+    )
 
 
 @pytest.mark.parametrize("key", LINKS)

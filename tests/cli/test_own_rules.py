@@ -70,10 +70,7 @@ class Stranger(ServerRule):
         ),
         (
             "sync=bsp compression=natural compression._target_=my_rules.Silent",
-            (
-                "'my_rules.Silent' does not say 'encoded_nbytes'; it has no default, so give the"
-                " class one"
-            ),
+            ("'my_rules.Silent' does not define 'encoded_nbytes', which has no default; define it"),
             2,
         ),
     ],

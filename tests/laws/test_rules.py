@@ -142,7 +142,7 @@ def test_a_class_of_another_kind_is_refused(mine) -> None:
         exchange: ClassVar[str] = "difference"
 
     with pytest.raises(
-        UsageError, match=r"which is no sync: it has to extend the rule that its topology asks"
+        UsageError, match=r"which is no sync: it has to extend the rule class of its topology"
     ):
         made(mine, option(Mine), "sync")
 
