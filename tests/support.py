@@ -22,7 +22,15 @@ from ashl.planning.instantiate import assemble
 from ashl.run.evaluation import EvaluatedModel, ModelSet, make_model_set, rises
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
-from ashl.runtime.records import Joined, Lost, Record, Rounds, Snapshot, UpdateShown, as_fields
+from ashl.runtime.records import (
+    Record,
+    Rounds,
+    Snapshot,
+    UpdateShown,
+    WorkerFailed,
+    WorkerRejoined,
+    as_fields,
+)
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 from ashl.stage.program import program, ranks_to_notify
@@ -48,10 +56,10 @@ class Ran:
 
     def emit(self, record: Record) -> None:
         self.records.append(flat(record))
-        if self.parts is not None and isinstance(record, Lost):
+        if self.parts is not None and isinstance(record, WorkerFailed):
             for whole in self.parts.exclude_worker(record.rank):
                 self.keep(whole)
-        elif self.parts is not None and isinstance(record, Joined):
+        elif self.parts is not None and isinstance(record, WorkerRejoined):
             self.parts.restore_worker(record.rank)
 
     def keep(self, whole: EvaluatedModel) -> None:
@@ -114,7 +122,7 @@ class Ran:
         n = self.plan.num_workers
         return [
             r["totals_ns"]
-            for r in sorted(self.of("ledger"), key=lambda r: r["rank"])
+            for r in sorted(self.of("time_totals"), key=lambda r: r["rank"])
             if r["rank"] < n
         ]
 

@@ -21,7 +21,15 @@ from ashl.run.control_channel import MAX_PENDING, RECORDS, ControlChannel, Repor
 from ashl.run.membership_listener import Watchdog
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.control_messages import End
-from ashl.runtime.records import Alive, Left, RankError, Record, Snapshot, UpdateShown, dumps
+from ashl.runtime.records import (
+    Alive,
+    ProcessExited,
+    RankError,
+    Record,
+    Snapshot,
+    UpdateShown,
+    dumps,
+)
 from tests.support import planned
 
 D = 1000
@@ -75,10 +83,13 @@ def test_a_model_travels_in_pieces(store, reporter, monkeypatch) -> None:
         reporter.snapshot(Snapshot(3, 5, tick), model)
         reporter.snapshot(UpdateShown(3, 3, tick), -model)
     reporter.snapshot(Snapshot(3, 6, 2), None)
-    reporter.emit(Left(3))
+    reporter.emit(ProcessExited(3))
     reporter.close()
     said = [(record, vector) for record, vector in received(store) if not isinstance(record, Alive)]
-    assert [type(record) for record, _ in said] == [Snapshot, UpdateShown] * 2 + [Snapshot, Left]
+    assert [type(record) for record, _ in said] == [Snapshot, UpdateShown] * 2 + [
+        Snapshot,
+        ProcessExited,
+    ]
     for record, vector in said[:4]:
         assert isinstance(record, Snapshot | UpdateShown)
         assert record.tick is not None
@@ -218,13 +229,13 @@ def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, m
 
 
 def test_what_is_no_record_is_an_error(store) -> None:
-    store.push(RECORDS, 0, dumps(Left(0)).encode() + b"\nhello")
+    store.push(RECORDS, 0, dumps(ProcessExited(0)).encode() + b"\nhello")
     with pytest.raises(AshlError, match="another program using the job's port"):
         received(store)
 
 
 def test_no_rank_speaks_for_another(store) -> None:
-    store.push(RECORDS, 1, dumps(Left(0)).encode())
+    store.push(RECORDS, 1, dumps(ProcessExited(0)).encode())
     with pytest.raises(AshlError, match="a record of rank 0 came from rank 1"):
         received(store)
 
@@ -241,7 +252,7 @@ def test_records_that_cannot_be_sent_end_the_run_with_their_reason(
 
     made.make_heartbeat = full
     made._thread.join(10)
-    made.emit(Left(3))
+    made.emit(ProcessExited(3))
     made.close()
     (error,) = [record for record, _ in received(store) if not isinstance(record, Alive)]
     said = "its records cannot be sent: OSError: [Errno 28] No space left on device"

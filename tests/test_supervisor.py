@@ -13,7 +13,7 @@ from ashl.run.rank import classify_error
 from ashl.run.supervisor import LivenessMonitor, describe_exit, empty_totals, find_culprit
 from ashl.runtime.control_messages import ControlUpdate
 from ashl.runtime.effects import PeerFailedError
-from ashl.runtime.records import Joined, Lost, PeerUnreachable, RankError
+from ashl.runtime.records import PeerUnreachable, RankError, WorkerFailed, WorkerRejoined
 
 BUG = RankError(2, "ValueError: no", consequence=False)
 KILLED = {3: "was killed by SIGKILL"}
@@ -113,7 +113,7 @@ def test_late_messages_of_a_failed_worker_count_once() -> None:
     liveness.handle_record(monitor, beat, None)
     assert emitted[1:] == [beat]
     liveness.expect_rejoin(monitor, 1)
-    liveness.handle_record(monitor, Joined(1, 9), None)
+    liveness.handle_record(monitor, WorkerRejoined(1, 9), None)
     liveness.handle_record(monitor, beat, None)
     assert emitted[-1].steps == 14
 
@@ -131,7 +131,7 @@ def test_a_worker_fails_when_its_last_messages_are_read() -> None:
     liveness.handle_record(monitor, said := empty_totals(1)._replace(time_ns=10**15, steps=8), None)
     monitor.beats[1] = said
     liveness.detect_failures(monitor, 60.0, [], time.monotonic())
-    assert [type(record) for record in emitted] == [type(said), Lost]
+    assert [type(record) for record in emitted] == [type(said), WorkerFailed]
     assert emitted[1].time_ns >= 10**15
 
 

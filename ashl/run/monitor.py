@@ -38,8 +38,6 @@ from ashl.runtime.records import (
     CompressionReport,
     Counts,
     Heartbeat,
-    Joined,
-    Lost,
     Measures,
     NotFinite,
     Placed,
@@ -54,6 +52,8 @@ from ashl.runtime.records import (
     StageEnd,
     TimeTotals,
     UpdateShown,
+    WorkerFailed,
+    WorkerRejoined,
 )
 from ashl.size_only import Vector
 from ashl.task.contract import ACCURACY, recorded_name
@@ -196,7 +196,7 @@ class Monitor:
                 self.beats[record.rank] = record
             case Placed():
                 self.hosts[record.rank] = record
-            case Lost() | Joined():
+            case WorkerFailed() | WorkerRejoined():
                 self.record_membership(record)
             case TimeTotals():
                 self.ledgers[record.rank] = record
@@ -211,11 +211,11 @@ class Monitor:
             case ProfileMeasured() | PlanMade():
                 self.record_plan(record)
 
-    def record_membership(self, record: Lost | Joined) -> None:
+    def record_membership(self, record: WorkerFailed | WorkerRejoined) -> None:
         """Record that a worker failed or rejoined, and evaluate models that are complete now."""
         parts = self.run_state.parts
         match record:
-            case Lost(rank, time_ns, cause):
+            case WorkerFailed(rank, time_ns, cause):
                 self.run_state.outages.append(Outage(rank, time_ns, cause))
                 self.show_line(
                     f"worker {rank} failed at {seconds(time_ns / 1e9)} ({cause}); the run continues"
@@ -224,7 +224,7 @@ class Monitor:
                 self.recorder.event(as_event(record))
                 for whole in parts.exclude_worker(rank) if parts else ():
                     self.evaluate(whole)
-            case Joined(rank, time_ns):
+            case WorkerRejoined(rank, time_ns):
                 self.current_outages[rank].rejoined_ns = time_ns
                 self.show_line(f"worker {rank} rejoined at {seconds(time_ns / 1e9)}")
                 if parts:

@@ -67,15 +67,15 @@ from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter, write_to_folder
 from ashl.runtime.records import (
-    Joined,
-    Left,
-    Lost,
     Placed,
+    ProcessExited,
     RankError,
     Ready,
     Record,
     Rounds,
     StopAsked,
+    WorkerFailed,
+    WorkerRejoined,
 )
 from ashl.runtime.regroup_consensus import RegroupConsensus
 from ashl.runtime.rendezvous import Entry, init_process_groups, join_running_job
@@ -168,13 +168,13 @@ def run_rank(
             )
         with signals_handled, own_faults(plan.allow_targets, AshlError):
             train_rank(settings, plan, store, reporter, say)
-        reporter.emit(Left(settings.rank))
+        reporter.emit(ProcessExited(settings.rank))
         reporter.close()
         end = End(0)
         if not settings.log:
             end = reporter.await_run_end() or End(1, "the job's store failed before the run ended")
     except KeyboardInterrupt:
-        reporter.emit(Lost(settings.rank, 0, "was interrupted"))
+        reporter.emit(WorkerFailed(settings.rank, 0, "was interrupted"))
         reporter.close()
         exit_process(End(130))
     except Exception as error:
@@ -464,7 +464,7 @@ def rejoin(
     if entry is None:
         return None
     kernel.join_running(entry)
-    reporter.emit(Joined(settings.rank, kernel.now_ns))
+    reporter.emit(WorkerRejoined(settings.rank, kernel.now_ns))
     return entry
 
 

@@ -47,10 +47,7 @@ from ashl.runtime.records import (
     Alive,
     CheckpointPartSaved,
     Heartbeat,
-    Joined,
     Lateness,
-    Left,
-    Lost,
     Measured,
     Measures,
     ModuleState,
@@ -58,6 +55,7 @@ from ashl.runtime.records import (
     PeerUnreachable,
     Placed,
     PlanMade,
+    ProcessExited,
     ProfileMeasured,
     RankError,
     Ready,
@@ -70,6 +68,8 @@ from ashl.runtime.records import (
     StopAsked,
     TimeTotals,
     UpdateShown,
+    WorkerFailed,
+    WorkerRejoined,
 )
 from ashl.runtime.regroup_consensus import FAILURE_WAIT_S
 from ashl.runtime.time_accounting import KINDS
@@ -134,7 +134,14 @@ class LivenessMonitor:
         match record:
             case Alive() | CheckpointPartSaved():
                 pass
-            case Left() | Ready() | Joined() | Lost() | PeerUnreachable() | RankError():
+            case (
+                ProcessExited()
+                | Ready()
+                | WorkerRejoined()
+                | WorkerFailed()
+                | PeerUnreachable()
+                | RankError()
+            ):
                 self.handle_membership_record(monitor, record)
             case StopAsked():
                 monitor.stopping = monitor.stopping or record.reason
@@ -156,17 +163,17 @@ class LivenessMonitor:
     def handle_membership_record(self, monitor: Monitor, record: Record) -> None:
         """Apply a record that says that a rank exited, rejoins, failed or cannot reach a peer."""
         match record:
-            case Left():
+            case ProcessExited():
                 self.exited.add(record.rank)
             case Ready(rank) if rank in self.rejoining:
                 self.rejoining[rank] = True
                 self.publish_membership()
-            case Joined(rank, time_ns) if rank in self.rejoining:
+            case WorkerRejoined(rank, time_ns) if rank in self.rejoining:
                 self.prior_totals[rank] = outage_until(self.prior_totals[rank], time_ns)
                 del self.rejoining[rank], self.failed[rank]
                 self.publish_membership()
                 monitor.emit(record)
-            case Lost(rank, why=cause) if rank not in self.processes:
+            case WorkerFailed(rank, why=cause) if rank not in self.processes:
                 self.continue_without(monitor, rank, cause)
             case PeerUnreachable(_, rank, incarnation, alone) if (
                 rank < self.plan.num_workers and incarnation == self.channel.incarnations[rank]
@@ -322,7 +329,7 @@ class LivenessMonitor:
             ]
             # the controller's estimate of the run's clock may be a little behind
             now_ns = min(declared, key=lambda time_ns: abs(time_ns - now_ns), default=now_ns)
-        monitor.emit(Lost(rank, now_ns, "declared" if cause == DECLARED else cause))
+        monitor.emit(WorkerFailed(rank, now_ns, "declared" if cause == DECLARED else cause))
         incarnation = self.channel.incarnations[rank]
         logger.warning(
             "worker %d, incarnation %d, failed: %s; the run continues without it",
@@ -552,7 +559,7 @@ def log_record(record: Record) -> None:
     match record:
         case Alive() | Heartbeat():
             pass
-        case PeerUnreachable() | Lost():
+        case PeerUnreachable() | WorkerFailed():
             logger.warning("rank %d reports: %s", record.rank, described(record))
         case RankError(rank, error, consequence, blames):
             logger.error(
@@ -566,26 +573,26 @@ def log_record(record: Record) -> None:
             logger.info("rank %d asks to stop: %s", record.rank, record.reason)
         case Replan() | PlanMade() | ProfileMeasured():
             logger.info("rank %d reports %s", record.rank, type(record).__name__)
-        case Placed() | Ready() | Joined() | StageEnd() | Left():
+        case Placed() | Ready() | WorkerRejoined() | StageEnd() | ProcessExited():
             log_transition(record)
         case _:
             logger.debug("rank %d reports %s", record.rank, type(record).__name__)
 
 
-def log_transition(record: Placed | Ready | Joined | StageEnd | Left) -> None:
+def log_transition(record: Placed | Ready | WorkerRejoined | StageEnd | ProcessExited) -> None:
     """Log that a rank joined, is ready to rejoin, rejoined, ended a stage or exited."""
     match record:
         case Placed():
             logger.info("rank %d joined: %s", record.rank, described(record))
         case Ready(rank):
             logger.info("worker %d is ready to rejoin", rank)
-        case Joined(rank, time_ns):
+        case WorkerRejoined(rank, time_ns):
             logger.info("worker %d rejoined at %.3f s of the run", rank, time_ns / 1e9)
         case StageEnd():
             logger.info(
                 "stage %d ended at rank %d: %s", record.stage + 1, record.rank, described(record)
             )
-        case Left(rank):
+        case ProcessExited(rank):
             logger.info("rank %d exited in order", rank)
 
 

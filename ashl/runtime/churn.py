@@ -26,7 +26,7 @@ from ashl.errors import AshlError
 from ashl.runtime.effects import Message, PeerFailedError
 from ashl.runtime.kernel import Mailbox, Task
 from ashl.runtime.membership import SimMembership
-from ashl.runtime.records import Joined, Lost
+from ashl.runtime.records import WorkerFailed, WorkerRejoined
 from ashl.runtime.sim import Sim
 
 FIRST = -(2**60)  # places of events before all others of an instant
@@ -154,7 +154,7 @@ class Churn:
         self._discard_events(rank)
         sim._unit_free[rank] = sim._push_end[rank] = now
         sim.contexts[rank].counter = None
-        sim.observer.emit(Lost(rank, now, why))
+        sim.observer.emit(WorkerFailed(rank, now, why))
         assert self.cluster.failure_detection_s is not None
         peers = self.peers_of(rank)
         self.membership.fail_member(rank, peers)
@@ -199,7 +199,7 @@ class Churn:
         ctx.incarnation = self.membership.losses[rank]
         ctx.time_accounting.limit_ns = min(other.time_accounting.limit_ns for other in sim.contexts)
         ctx.time_accounting.attribute_until("down", sim.now_ns)
-        sim.observer.emit(Joined(rank, sim.now_ns))
+        sim.observer.emit(WorkerRejoined(rank, sim.now_ns))
         sim._mains[rank] = sim.spawn(ctx, self.start(ctx, joins=True), main=True)
 
     def _truncate_accounting(self, rank: int) -> None:

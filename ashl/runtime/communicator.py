@@ -254,12 +254,12 @@ class Communicator:
         until_s = time.monotonic() + LINGER_S
         if stuck := [words for queue in self._queues.values() if (words := queue.close(until_s))]:
             raise AshlError(
-                f"rank {self._rank} has ended and still {stuck[0]}, to which not all of them came"
+                f"rank {self._rank} has ended and still {stuck[0]}, which not all of them"
+                " have posted"
             )
-        # a rank failed in the last moment
         try:
             return self._measure_waiting()
-        except RuntimeError:
+        except RuntimeError:  # a rank failed in the last moment
             if self._consensus is None:
                 raise
             return []

@@ -27,7 +27,7 @@ from ashl.runtime.effects import (
 )
 from ashl.runtime.rank_context import RankContext
 
-NEWS = (PEER_FAILED[0], JOIN[0])  # names of tags that a description of a wait leaves out
+UNAWAITED_TAGS = (PEER_FAILED[0], JOIN[0])  # names of tags that a description of a wait leaves out
 
 
 class Task:
@@ -69,7 +69,7 @@ def describe_wait(effect: Any) -> str:
         names = " or ".join(
             f"{name!r} (stage {stage}, iteration {k})"
             for name, stage, k in effect.tags
-            if name not in NEWS
+            if name not in UNAWAITED_TAGS
         )
         return f"waits for {names} from {'anyone' if effect.src == ANY else f'rank {effect.src}'}"
     if isinstance(effect, AllReduce | AllGather):

@@ -134,10 +134,12 @@ def class_of(name: str, packages: tuple[str, ...]) -> Any:
     """
     module, _, qualname = name.partition(":")
     if module.partition(".")[0] not in packages:
-        raise ValueError(f"a checkpoint names {module}, which is none of {', '.join(packages)}")
+        raise ValueError(
+            f"a checkpoint names the package {module}; allowed are {', '.join(packages)}"
+        )
     cls: Any = importlib.import_module(module)
     for part in qualname.split("."):
         cls = getattr(cls, part)
     if not isinstance(cls, type) or not (is_dataclass(cls) or hasattr(cls, "_fields")):
-        raise ValueError(f"a checkpoint names {name}, which holds no state")
+        raise ValueError(f"a checkpoint names {name}, which is not a state")
     return cls

@@ -26,7 +26,7 @@ Text = Annotated[str, AfterValidator(plain)]
 def check_kinds(totals: dict[str, int]) -> dict[str, int]:
     """Return the totals. Raises ValueError unless their keys are the classes of time."""
     if totals.keys() != set(TIMES):
-        raise ValueError(f"times are by {', '.join(TIMES)}")
+        raise ValueError(f"totals need exactly the classes {', '.join(TIMES)}")
     return totals
 
 
@@ -106,7 +106,7 @@ class StageBoundary(NamedTuple):
     totals_ns: Totals
 
 
-class Lost(NamedTuple):
+class WorkerFailed(NamedTuple):
     """The failure of a worker, and its reason."""
 
     rank: int
@@ -126,7 +126,7 @@ class PeerUnreachable(NamedTuple):
     alone: bool = True
 
 
-class Joined(NamedTuple):
+class WorkerRejoined(NamedTuple):
     """The rejoin of a failed worker."""
 
     rank: int
@@ -265,7 +265,7 @@ class PacingStats(NamedTuple):
     encodings: Lateness = ON_TIME
 
 
-class Left(NamedTuple):
+class ProcessExited(NamedTuple):
     """The exit of a process after its last record."""
 
     rank: int
@@ -344,9 +344,9 @@ Record = (
     Round
     | StageEnd
     | StageBoundary
-    | Lost
+    | WorkerFailed
     | PeerUnreachable
-    | Joined
+    | WorkerRejoined
     | TimeTotals
     | Heartbeat
     | Alive
@@ -358,7 +358,7 @@ Record = (
     | PlanMade
     | Replan
     | PacingStats
-    | Left
+    | ProcessExited
     | StopAsked
     | RankError
     | CheckpointPartSaved
@@ -369,12 +369,12 @@ Record = (
 KINDS: dict[str, type[Record]] = {
     "round": Round,
     "stage": StageEnd,
-    "border": StageBoundary,
-    "worker_failed": Lost,
-    "missed": PeerUnreachable,
-    "worker_rejoined": Joined,
-    "ledger": TimeTotals,
-    "beat": Heartbeat,
+    "stage_boundary": StageBoundary,
+    "worker_failed": WorkerFailed,
+    "peer_unreachable": PeerUnreachable,
+    "worker_rejoined": WorkerRejoined,
+    "time_totals": TimeTotals,
+    "heartbeat": Heartbeat,
     "alive": Alive,
     "ready": Ready,
     "placed": Placed,
@@ -383,11 +383,11 @@ KINDS: dict[str, type[Record]] = {
     "profile": ProfileMeasured,
     "plan": PlanMade,
     "replan": Replan,
-    "pace": PacingStats,
-    "left": Left,
+    "pacing_stats": PacingStats,
+    "exited": ProcessExited,
     "stop_asked": StopAsked,
     "error": RankError,
-    "kept": CheckpointPartSaved,
+    "checkpoint_part_saved": CheckpointPartSaved,
     "module_state": ModuleState,
     "snapshot": Snapshot,
     "update": UpdateShown,

@@ -159,7 +159,7 @@ class Sim:
         if waiting := self.collective_queues.waiting():
             here = ", ".join(map(str, sorted(waiting[0].arrived)))
             raise AshlError(
-                f"only rank {here} came to {waiting[0].describe()}, and the run has ended"
+                f"only rank {here} posted {waiting[0].describe()}, and the run has ended"
             )
 
     def _drain(self, tick: Callable[[], None]) -> None:
@@ -475,8 +475,7 @@ class Sim:
 def undeclared_cost(kind: str, rank: int) -> AshlError:
     """Return the error for a cost that the cluster does not declare."""
     return AshlError(
-        f"the cost of {kind!r} on rank {rank} is not declared; declare it, as a"
-        " missing cost is not zero"
+        f"the cost of {kind!r} on rank {rank} is not declared; declare it, or declare 0"
     )
 
 

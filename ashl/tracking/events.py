@@ -4,14 +4,14 @@ kind.
 
 from typing import Any
 
-from ashl.runtime.records import NAMES, Joined, Lost, Replan, Round, StageEnd
+from ashl.runtime.records import NAMES, Replan, Round, StageEnd, WorkerFailed, WorkerRejoined
 from ashl.runtime.time_accounting import KINDS
 
 
-def as_event(record: Round | StageEnd | Replan | Lost | Joined) -> dict[str, Any]:
+def as_event(record: Round | StageEnd | Replan | WorkerFailed | WorkerRejoined) -> dict[str, Any]:
     """Return the line of a record."""
-    if isinstance(record, Lost | Joined):
-        reason = {"reason": record.why} if isinstance(record, Lost) else {}
+    if isinstance(record, WorkerFailed | WorkerRejoined):
+        reason = {"reason": record.why} if isinstance(record, WorkerFailed) else {}
         return {
             "kind": NAMES[type(record)],
             "rank": record.rank,

@@ -23,7 +23,7 @@ from ashl.cli.app import main
 from ashl.run.authenticated_store import AuthenticatedStore, shared_secret
 from ashl.run.control_channel import RECORDS
 from ashl.runtime.control_messages import ControlUpdate, End
-from ashl.runtime.records import Left, RankError, Snapshot, dumps
+from ashl.runtime.records import ProcessExited, RankError, Snapshot, dumps
 from ashl.tracking import jsonl
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
 
@@ -63,7 +63,7 @@ def intrude(run: Path) -> None:
     for rank in range(3):
         for record in (
             RankError(rank, "\x1b[2Jforged", consequence=False),
-            Left(rank),
+            ProcessExited(rank),
             Snapshot(rank, 0, nbytes=4),
         ):
             impostor.push(RECORDS, rank, dumps(record).encode())

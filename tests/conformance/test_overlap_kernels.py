@@ -197,7 +197,7 @@ def test_what_is_pending_at_the_end_ends():
 
 def test_a_collective_that_not_all_have_posted_is_an_error_at_the_end():
     with pytest.raises(
-        AshlError, match=r"only rank 0 came to AllReduce with key 2 of ranks \[0, 1\]"
+        AshlError, match=r"only rank 0 posted AllReduce with key 2 of ranks \[0, 1\]"
     ):
         in_virtual_time(play.one_sided, DECLARED)
     ended = on_processes(hasty, DECLARED, 2)

@@ -34,7 +34,9 @@ def test_processes_come_to_the_simulators_parameters(way, tmp_path):
     assert summary["params_sha256"] == sim.sha256
     assert summary["steps"] == sim.end["steps"] == 24
     assert (
-        summary["bytes_up"] == summary["bytes_down"] == sum(r["bytes_up"] for r in sim.of("ledger"))
+        summary["bytes_up"]
+        == summary["bytes_down"]
+        == sum(r["bytes_up"] for r in sim.of("time_totals"))
     )
     assert adds_up(summary)
 
@@ -61,7 +63,9 @@ def test_messages_that_are_compressed_during_the_backward_pass(codec, tmp_path):
     summary, sim = real(tmp_path / "run", *asked), simulated(*asked)
     assert summary["params_sha256"] == sim.sha256
     assert (
-        summary["bytes_up"] == summary["bytes_down"] == sum(r["bytes_up"] for r in sim.of("ledger"))
+        summary["bytes_up"]
+        == summary["bytes_down"]
+        == sum(r["bytes_up"] for r in sim.of("time_totals"))
     )
     assert adds_up(summary)
     for worker, virtual in zip(summary["workers"], sim.ledgers, strict=True):

@@ -29,7 +29,7 @@ def facts_of(row: Row) -> Facts:
     """Everything that is recorded of this run, in virtual time."""
     ran = simulated(*row.overrides)
     end, n = ran.end, ran.plan.num_workers
-    ledgers = [record for record in ran.of("ledger") if record["rank"] < n]
+    ledgers = [record for record in ran.of("time_totals") if record["rank"] < n]
     kinds = sorted({kind for totals in ran.ledgers for kind in totals})
     facts = {
         "trace_sha256": trace_of(ran),

@@ -94,8 +94,8 @@ def test_the_forecast_counts_its_bytes() -> None:
     empty = simulated(*SMALL, "stop.epochs=3", "runtime.gradients=false")
     assert (empty.time_ns, empty.end["steps"]) == (ran.time_ns, ran.end["steps"])
     sums = 65 * (65 + 24) + 25 * (25 + 10)
-    assert [r["bytes_up"] for r in ran.of("ledger")] == [3 * 2 * 3 * 4 * sums // 4] * 4
-    assert ran.of("ledger")[0]["bytes_up"] == empty.of("ledger")[0]["bytes_up"]
+    assert [r["bytes_up"] for r in ran.of("time_totals")] == [3 * 2 * 3 * 4 * sums // 4] * 4
+    assert ran.of("time_totals")[0]["bytes_up"] == empty.of("time_totals")[0]["bytes_up"]
 
 
 @pytest.mark.parametrize(

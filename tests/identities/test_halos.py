@@ -112,7 +112,7 @@ def test_computed_work_is_applied_dropped_or_in_flight(limit: tuple[str, ...]) -
         assert ran.time_ns == 700_000_000
     else:
         assert end["steps"] >= 96
-    assert {sum(ledger["totals_ns"].values()) for ledger in ran.of("ledger")} == {ran.time_ns}
+    assert {sum(ledger["totals_ns"].values()) for ledger in ran.of("time_totals")} == {ran.time_ns}
 
 
 def test_only_what_is_handed_in_leaves_a_region() -> None:
@@ -121,7 +121,7 @@ def test_only_what_is_handed_in_leaves_a_region() -> None:
     """
     ran = tree("stop.steps=96", "runtime.gradients=false", "cluster.bandwidth_mbit_s=1")
     dense = assemble(ran.plan, "cpu").stages[0].trainer.dense_bytes
-    up = {ledger["rank"]: ledger["bytes_up"] for ledger in ran.of("ledger")}
+    up = {ledger["rank"]: ledger["bytes_up"] for ledger in ran.of("time_totals")}
     assert 4 * ran.end["merges"] <= sum(ran.end["commits"]) <= 6 * ran.end["merges"]
     assert ran.end["merges"] - 1 <= up[4] // dense <= ran.end["merges"], (
         "a model for each but the last"

@@ -68,7 +68,7 @@ def test_a_bit_an_element_learns_as_much():
     assert ran.learner is not None
     found = [each.learner.evaluate(each.params)["test_loss"] for each in (ran, dense)]
     assert found[0] < 1.3 * found[1]
-    sent = [sum(ledger["bytes_up"] for ledger in each.of("ledger")) for each in (ran, dense)]
+    sent = [sum(ledger["bytes_up"] for ledger in each.of("time_totals")) for each in (ran, dense)]
     assert sent[0] < 0.8 * sent[1]
 
 

@@ -250,7 +250,7 @@ def test_all_of_an_exchange_is_hidden_where_steps_are_longer() -> None:
         "cluster.exchange_s=0.004",
         "stop.steps=300",
     )
-    slowest = next(record for record in ran.of("ledger") if record["rank"] == 2)
+    slowest = next(record for record in ran.of("time_totals") if record["rank"] == 2)
     exposed = slowest["totals_ns"]["push"] + slowest["totals_ns"]["pull"]
     assert slowest["totals_ns"]["wait"] == 0
     assert exposed == pytest.approx(slowest["collective_ns"] / 100), "the last one of a hundred"

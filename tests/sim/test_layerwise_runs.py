@@ -89,7 +89,7 @@ def test_the_bits_and_bytes_are_those_of_the_same_codec_part_by_part(codec, work
     ):  # all as long as the longest: of each message, or of the whole
         groups, merges = len(plan.stages[0].overlap["plan"]), ours.end["merges"]
         framing = (HEADER.size + 4 * groups) * (plan.num_workers - 1) * merges
-        for own, whole in zip(ours.of("ledger"), theirs.of("ledger"), strict=True):
+        for own, whole in zip(ours.of("time_totals"), theirs.of("time_totals"), strict=True):
             assert own["bytes_up"] == own["bytes_down"] == whole["bytes_up"] - framing
 
 
@@ -124,7 +124,7 @@ def test_one_message_is_no_overlap(codec) -> None:
     common = (*RING, *DEEP, *UNEQUAL, f"compression={codec}")
     plain, one = simulated(*common), simulated(*common, LAYERWISE, "overlap.plan=[4]")
     assert (one.sha256, one.time_ns) == (plain.sha256, plain.time_ns)
-    assert one.of("ledger")[0]["bytes_up"] == plain.of("ledger")[0]["bytes_up"]
+    assert one.of("time_totals")[0]["bytes_up"] == plain.of("time_totals")[0]["bytes_up"]
     assert one.ledgers == plain.ledgers
 
 
@@ -138,8 +138,8 @@ def test_what_is_selected_message_by_message_teaches_as_much(codec) -> None:
     plain, ours = simulated(*common), simulated(*common, LAYERWISE)
     assert ours.time_ns < plain.time_ns
     assert ours.sha256 != plain.sha256
-    assert ours.of("ledger")[0]["bytes_up"] == pytest.approx(
-        plain.of("ledger")[0]["bytes_up"], rel=0.02
+    assert ours.of("time_totals")[0]["bytes_up"] == pytest.approx(
+        plain.of("time_totals")[0]["bytes_up"], rel=0.02
     )
     first, before, after = (losses(ran)[k] for ran, k in ((plain, 0), (plain, 1), (ours, 1)))
     assert after < 0.93 * first

@@ -60,7 +60,7 @@ def test_the_same_model_and_counts(workers, optimizer) -> None:
         assert {sum(totals.values()) for totals in run.ledgers} == {run.time_ns}
         assert run.time_ns < serial.time_ns
     merges = serial.end["merges"]
-    up = [run.of("ledger")[0]["bytes_up"] for run in (serial, slices, halves)]
+    up = [run.of("time_totals")[0]["bytes_up"] for run in (serial, slices, halves)]
     assert up[0] == pytest.approx(up[1], abs=20 * merges), "each division by the ring rounds"
     assert up[0] <= up[2] <= up[0] + 24 * merges, "chunks of equal length are filled up"
 

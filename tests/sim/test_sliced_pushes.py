@@ -128,7 +128,7 @@ def test_same_model_in_less_time(sync) -> None:
     ]
     if sync == "bsp":  # the clock decides which worker is too late
         assert len({run.sha256 for run in runs}) == 1
-        assert len({run.of("ledger")[0]["bytes_up"] for run in runs}) == 1
+        assert len({run.of("time_totals")[0]["bytes_up"] for run in runs}) == 1
     serial, each, merged, ordered, sliced, first = (run.time_ns for run in runs)
     assert first <= sliced <= ordered < max(each, merged) < serial
     assert all(sum(run.end["steps_by"]) == run.end["steps"] for run in runs)

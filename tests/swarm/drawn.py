@@ -180,7 +180,7 @@ def check_books(seen: Seen, n: int, end_ns: int, missing: int = 1) -> dict[int, 
     Only the round before the last may have been recorded as longer than the run, since the worker
     did not know the end yet.
     """
-    for ledger in seen.of("ledger"):
+    for ledger in seen.of("time_totals"):
         assert sum(ledger["totals_ns"].values()) == end_ns, ledger
         assert min(ledger["totals_ns"].values()) >= 0
     cursor, following = dict.fromkeys(range(n), 0), dict.fromkeys(range(n), 0)

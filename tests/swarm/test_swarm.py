@@ -185,7 +185,7 @@ def messages_bytes(stage: Stage) -> list[int]:
 def check_bytes(seen: Seen, stage: Stage, end: dict) -> None:
     """Every exchange moves the dense model, and what one end sends the other end gets."""
     n, dense = stage.num_workers, stage.trainer.dense_bytes
-    ledgers = {record["rank"]: record for record in seen.of("ledger")}
+    ledgers = {record["rank"]: record for record in seen.of("time_totals")}
     if not stage.topology.has_server:
         each = messages_bytes(stage)
         moved = end["merges"] * sum(each)

@@ -140,9 +140,9 @@ def check_counts(seen: Seen, stages: list[Stage]) -> None:
         )
     if end["reason"] == "steps":
         assert end["steps"] >= stages[0].limits.steps
-    ledgers = [record for record in seen.of("ledger") if record["rank"] < n]
+    ledgers = [record for record in seen.of("time_totals") if record["rank"] < n]
     assert sum(r["bytes_up"] for r in ledgers) == sum(r["bytes_down"] for r in ledgers)
-    assert [r["bytes_up"] for r in seen.of("ledger") if r["rank"] == n] in ([], [0])
+    assert [r["bytes_up"] for r in seen.of("time_totals") if r["rank"] == n] in ([], [0])
 
 
 def check(seed: int) -> None:

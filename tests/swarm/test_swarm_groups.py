@@ -112,7 +112,7 @@ def check(seed: int) -> None:
     check_time(seen, stage.num_workers, end["end_ns"])
     check_counts(seen, stage, end)
     check_groups(seen, stage)
-    ledgers = [record for record in seen.of("ledger") if record["rank"] < stage.num_workers]
+    ledgers = [record for record in seen.of("time_totals") if record["rank"] < stage.num_workers]
     assert sum(r["bytes_up"] for r in ledgers) == sum(r["bytes_down"] for r in ledgers)
     _, again, _ = played(seed)
     assert again.records == seen.records

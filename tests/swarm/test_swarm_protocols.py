@@ -73,7 +73,7 @@ def check(seed: int) -> None:
     check_time(seen, n, end["end_ns"])
     assert len(set(end["commits"])) == 1
     assert end["stale_max"] == [0] * n
-    ledgers = seen.of("ledger")
+    ledgers = seen.of("time_totals")
     up, down = sum(r["bytes_up"] for r in ledgers), sum(r["bytes_down"] for r in ledgers)
     seconds = stage.limits.seconds
     if seconds is not None and end["end_ns"] == round(

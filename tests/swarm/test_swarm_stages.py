@@ -156,7 +156,9 @@ def check_borders(seen: Seen, stages: list[Stage], n: int) -> None:
             for key in ("commits", "steps_by", "dropped_by")
             for a, b in zip(before[key], after[key], strict=True)
         )
-        borders = [record for record in seen.of("border") if record["stage"] == before["stage"]]
+        borders = [
+            record for record in seen.of("stage_boundary") if record["stage"] == before["stage"]
+        ]
         assert sorted(record["rank"] for record in borders) == list(range(n))
         assert all(sum(record["totals_ns"].values()) == before["end_ns"] for record in borders)
     for end, stage in zip(ends, stages, strict=False):
@@ -188,7 +190,7 @@ def check_leads(seen: Seen, stages: list[Stage]) -> None:
 def check_bytes(seen: Seen, stages: list[Stage]) -> None:
     """One end receives all that the other end sends, under any compression."""
     n = stages[0].num_workers
-    ledgers = {record["rank"]: record for record in seen.of("ledger")}
+    ledgers = {record["rank"]: record for record in seen.of("time_totals")}
     if n in ledgers:
         assert sum(ledgers[rank]["bytes_up"] for rank in range(n)) == ledgers[n]["bytes_down"]
         assert sum(ledgers[rank]["bytes_down"] for rank in range(n)) == ledgers[n]["bytes_up"]
