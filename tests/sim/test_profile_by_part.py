@@ -297,7 +297,7 @@ def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"group_bytes": [4]}, "has 1 layer groups, and workers with another number"),
+        ({"group_bytes": [4]}, "has 1 layer groups, and a worker with costs of another number"),
         ({"group_bytes": None}, "group_bytes is None, where a list is expected"),
         (
             {"all_reduce": {"latency_s": -1, "s_per_byte": 0}},
@@ -369,7 +369,7 @@ def test_codecs_are_timed_by_name_and_cost_what_was_measured(workplace) -> None:
     assert replace(found, codecs=(cost,)).cluster("another")["encode_s"] == [
         w.compress_s for w in found.workers
     ]
-    with pytest.raises(ValueError, match="other numbers of costs of ashl"):
+    with pytest.raises(ValueError, match="and costs of ashl"):
         replace(found, codecs=(replace(cost, encode_s=(0.5,)),))
 
 
