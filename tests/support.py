@@ -19,7 +19,7 @@ from ashl.learn.learner import Learner
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import assemble
-from ashl.run.evaluation import EvaluatedModel, ModelSet, make_model_set, rises
+from ashl.run.evaluation import EvaluatedModel, ModelSet, count_rises, make_model_set
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import (
@@ -89,7 +89,7 @@ class Ran:
         for number in range(len(self.scored) + 1, len(self.snapshots) + 1):
             assert self.learner is not None
             found = self.scored[number] = self.learner.evaluate(self.snapshots[number - 1][1])
-            found["rises"] = rises([scores["train_loss"] for scores in self.scored.values()])
+            found["rises"] = count_rises([scores["train_loss"] for scores in self.scored.values()])
         return self.scored[len(self.snapshots)]
 
     def of(self, kind: str) -> list[dict]:

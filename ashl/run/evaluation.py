@@ -1,20 +1,21 @@
-"""Evaluations of a run's model: what is evaluated, the scores, and whether the run reached a target
-or has diverged.
+"""Evaluations of a run's model: which model, its scores, targets, patience and divergence.
 
-If each worker has a model of its own, the mean of all models is evaluated, with their consensus
+If each worker has its own model, the mean of all models is evaluated, with their consensus
 distance. If several servers hold a shard each, the shards are concatenated (`ModelSet`).
 
 Mean: x̄ = (1/n)·Σ_i x_i, in double precision and rank order, so that the mean of equal models is
 that model bit for bit; consensus distance (1/n)·Σ_i ‖x_i − x̄‖².
 
-A run has diverged if its last model, or a worker's own, is noise:
-- its training loss is not finite;
+A run has diverged if one of these conditions holds for its last model (`why_diverged`):
+- a rank has recorded divergence during the run (`Counts.diverged`);
+- the training loss is not finite;
 - the square of a parameter overflows float32;
-- the workers' models are farther from their mean than as many unrelated models would be;
-- its training loss is above that of the untrained model, and the model fits its samples hardly
-  better than samples that were paired at random;
-- the workers' minibatch losses are far above the untrained model's loss.
-In the first epoch a loss may rise before it falls, so only a rise by the factor `FAR` counts there.
+- the consensus distance exceeds n·max(‖x̄‖², ‖x_0‖²), with the untrained model x_0;
+- the training loss exceeds `RISE` times that of the untrained model, and is at least `UNRELATED`
+  times the loss on mispaired samples;
+- the mean of the workers' minibatch losses exceeds `FAR` times the untrained model's loss.
+A mispaired sample has the target of the sample before it. In the first epoch a loss may rise before
+it falls, so `FAR` replaces `RISE` there.
 
 Source: Kong et al., "Consensus Control for Decentralized Deep Learning", ICML 2021 (the distance).
 """
@@ -41,17 +42,21 @@ class Evaluation:
     """The scores of one model."""
 
     time_s: float  # on the run's clock
-    merges: int | None  # merges before it; a model with the same number is the same model
+    # merges of the run before this evaluation; with an equal number the model is the same
+    merges: int | None
     train_loss: float
     test_loss: float
     test_accuracy: float | None
     test_metric: float | None = None
-    higher_is_better: bool = True  # of the metric
-    consensus_distance: float | None = None  # if each worker has a model of its own
+    higher_is_better: bool = True  # direction of `test_metric`
+    consensus_distance: float | None = None  # None unless each worker has its own model
 
     @property
     def merit(self) -> float:
-        """Return the metric, negated if lower is better; 0 for every model without a metric."""
+        """Return the metric as a number of which higher is better.
+
+        A metric that is not finite gives -inf. Without a metric the merit of every model is 0.
+        """
         if self.test_metric is None:
             return 0.0
         return (
@@ -69,23 +74,27 @@ class Evaluation:
 
     @property
     def finite(self) -> bool:
+        """Return True if the training loss is finite."""
         return math.isfinite(self.train_loss)
 
 
 @dataclass
 class Target:
-    """The run's targets: one is reached when it held for `stop.target_consecutive_evals`
-    evaluations in a row.
+    """The targets of a run, and the time at which the first of them was reached.
 
-    Each target is counted by itself. The time at which it is reached is that of its last
-    evaluation.
+    A target is reached once `stop.target_consecutive_evals` consecutive evaluations meet it. Each
+    target has its own count. The time is that of the last evaluation counted.
     """
 
-    held: dict[str, int] = field(default_factory=dict)  # evaluations in a row, by target
+    # consecutive evaluations that meet a target, by target
+    held: dict[str, int] = field(default_factory=dict)
     reached_s: float | None = None  # run time of the first target that was reached
 
     def judge(self, limits: Limits, found: Evaluation) -> str | None:
-        """Return the name of the target that this evaluation reaches; None for all later ones."""
+        """Return the name of the target that this evaluation is the first to reach, else None.
+
+        Once a target was reached, the result is always None.
+        """
         met = {
             "target_accuracy": at_least(found.test_accuracy, limits.target_accuracy),
             "target_loss": at_least(limits.target_loss, found.train_loss),
@@ -101,14 +110,15 @@ class Target:
         return reached[0]
 
 
-def rises(losses: Sequence[float]) -> float:
-    """Return how often the training loss was above that of the previous evaluation."""
+def count_rises(losses: Sequence[float]) -> float:
+    """Return the number of evaluations with a higher training loss than the previous one."""
     return float(sum(after > before for before, after in pairwise(losses)))
 
 
 def scores_of(evaluations: Sequence[Evaluation]) -> dict[str, float | None] | None:
-    """Return what schedules and sync modes may read: the latest scores, and how often the training
-    loss has risen.
+    """Return the values that schedules and sync modes may read; None before the first evaluation.
+
+    These are the latest scores, and in `rises` the result of `count_rises`.
     """
     if not evaluations:
         return None
@@ -118,18 +128,17 @@ def scores_of(evaluations: Sequence[Evaluation]) -> dict[str, float | None] | No
         "test_loss": last.test_loss,
         "test_accuracy": last.test_accuracy,
         "test_metric": last.test_metric,
-        "rises": rises([one.train_loss for one in evaluations]),
+        "rises": count_rises([one.train_loss for one in evaluations]),
     }
 
 
 def at_least(value: float | None, bound: float | None) -> bool:
+    """Return True if value ≥ bound; False if one of them is None."""
     return value is not None and bound is not None and value >= bound
 
 
 def is_out_of_patience(limits: Limits, evaluations: list[Evaluation]) -> bool:
-    """Return True if the last `stop.patience` evaluations or more brought no new best, as `best_of`
-    judges.
-    """
+    """Return True if `stop.patience` or more evaluations came after the best one (`best_of`)."""
     best = best_of(evaluations)
     if limits.patience is None or best is None:
         return False
@@ -138,8 +147,9 @@ def is_out_of_patience(limits: Limits, evaluations: list[Evaluation]) -> bool:
 
 
 def best_of(evaluations: list[Evaluation]) -> Evaluation | None:
-    """Return the evaluation with the best metric, and of equal ones that with the lowest test loss.
+    """Return the evaluation with the best metric.
 
+    Among equal metrics the evaluation with the lowest test loss is the best.
     Limits: evaluations whose test loss is not finite do not count.
     """
     scored = [found for found in evaluations if math.isfinite(found.test_loss)]
@@ -149,13 +159,16 @@ def best_of(evaluations: list[Evaluation]) -> Evaluation | None:
 class EvaluatedModel(NamedTuple):
     """A model to evaluate, with the counts of the run at that time."""
 
-    snapshot: Snapshot  # the one with the counts
+    snapshot: Snapshot  # the lead rank's, which has the counts
     params: Vector | None
-    distance: float | None = None  # consensus distance, if each worker has a model of its own
+    distance: float | None = None  # consensus distance; None unless each worker has its own model
 
 
 def mean_of(models: Sequence[Vector]) -> tuple[Vector, float | None]:
-    """Return (x̄, consensus distance); vectors without values have no distance."""
+    """Return (mean of the models, consensus distance).
+
+    Size-only vectors have no values: the result is then the first of them, and None.
+    """
     tensors = [model for model in models if not isinstance(model, SizeOnly)]
     if not tensors:
         return models[0], None
@@ -173,38 +186,41 @@ def mean_of(models: Sequence[Vector]) -> tuple[Vector, float | None]:
 class ModelSet:
     """The snapshots of several ranks that make one evaluation together.
 
-    Each worker sends its model with the evaluation's `tick` (None at the end). The lead rank, which
-    may be a worker, sends the counts. A snapshot that a rank dropped (see `run.control_channel`)
-    makes its evaluation incomplete: it is discarded. The model of a failed worker is not waited
-    for. With `shards`, one snapshot per server is waited for.
+    Each worker sends its model with the `tick` that identifies the evaluation; the last one of a
+    run has the tick None. The lead rank, which may be a worker, sends the counts. If a rank has
+    dropped its snapshot (see `ashl.run.control_channel`), the evaluation stays incomplete. It is
+    discarded once that rank sends a later snapshot. An evaluation does not wait for the model of a
+    failed worker. With `shards` it waits for one snapshot of each server.
     """
 
     num_workers: int  # with `shards`, the number of servers
-    shards: bool = False
-    # by tick, by rank
+    shards: bool = False  # True if several servers hold a shard of one model each
+    # snapshots of incomplete evaluations, by tick and then by rank
     _parts: dict[int | None, dict[int, tuple[Snapshot, Vector | None]]] = field(
         default_factory=dict
     )
     _failed: set[int] = field(default_factory=set)  # workers that have failed and not rejoined
-    # by tick: workers whose snapshot is not waited for
+    # by tick: workers whose snapshot the evaluation does not wait for
     _without: dict[int | None, set[int]] = field(default_factory=dict)
 
     def add(self, snapshot: Snapshot, params: Vector | None) -> EvaluatedModel | None:
-        """Add a rank's snapshot; return the model, with the counts and the latest time, once all of
-        its snapshots are there.
+        """Add a rank's snapshot; return the model once all of its snapshots are there, else None.
+
+        The snapshot returned has the lead rank's counts. Its time is the latest time among the
+        parts; at the end of the run it is the lead rank's time.
         """
         tick, rank = snapshot.tick, snapshot.rank
         parts = self._parts.setdefault(tick, {})
         parts[rank] = snapshot, params
         for other in [t for t in self._parts if t is not None and (tick is None or t < tick)]:
             if rank not in self._parts[other]:
-                # a rank's snapshots arrive in order, so the earlier one was dropped
+                # a rank's snapshots arrive in order, so this rank has dropped its earlier one
                 self._forget(other)
         self._without.setdefault(tick, set(self._failed)).update(snapshot.without)
-        return self._whole(tick)
+        return self._take_complete(tick)
 
     def exclude_worker(self, rank: int) -> list[EvaluatedModel]:
-        """Do not wait for the models of a failed worker; return those that are complete without it.
+        """Stop waiting for the models of a failed worker; return the models that this completes.
 
         Limits: no effect on shards, which only servers send.
         """
@@ -213,14 +229,14 @@ class ModelSet:
         self._failed.add(rank)
         for without in self._without.values():
             without.add(rank)
-        return [whole for tick in [*self._parts] if (whole := self._whole(tick))]
+        return [whole for tick in [*self._parts] if (whole := self._take_complete(tick))]
 
     def restore_worker(self, rank: int) -> None:
-        """Wait for the models of a rejoined worker again."""
+        """Wait for a rejoined worker again, in evaluations of which no snapshot has arrived yet."""
         self._failed.discard(rank)
 
     def has_pending(self, merges: int) -> bool:
-        """Return True if shards of a model after at most `merges` merges are missing."""
+        """Return True if shards of a model are missing that has at most `merges` merges."""
         return self.shards and any(tick is not None and tick <= merges for tick in self._parts)
 
     def discard_pending(self) -> None:
@@ -229,11 +245,12 @@ class ModelSet:
         self._without.clear()
 
     def _forget(self, tick: int | None) -> None:
+        """Remove the snapshots of a tick."""
         del self._parts[tick]
         del self._without[tick]
 
-    def _whole(self, tick: int | None) -> EvaluatedModel | None:
-        """Return the model of a tick, and forget its snapshots; None if it is incomplete."""
+    def _take_complete(self, tick: int | None) -> EvaluatedModel | None:
+        """Return the model of a tick and remove its snapshots; None if the model is incomplete."""
         parts, without = self._parts[tick], self._without[tick]
         models = [model for _, (_, model) in sorted(parts.items()) if model is not None]
         lead = next((part for part, _ in parts.values() if part.counts is not None), None)
@@ -250,32 +267,36 @@ class ModelSet:
 
 
 def shard_sizes(stage: Stage) -> dict[int, int]:
-    """Return the number of parameters by server rank, if several servers hold a shard each."""
+    """Return the number of parameters by server rank; empty if there are not several servers."""
     if stage.topology.servers == 1:
         return {}
     return {stage.server + k: held.size for k, held in enumerate(stage.fragments)}
 
 
 def make_model_set(stage: Stage) -> ModelSet | None:
-    """Return an empty model set if no rank holds the model that is evaluated, else None."""
+    """Return an empty model set for models that are combined from several ranks.
+
+    If one rank holds the model that is evaluated, the result is None.
+    """
     if stage.topology.servers > 1:
         return ModelSet(stage.topology.servers, shards=True)
     return ModelSet(stage.num_workers) if stage.replicas else None
 
 
 LARGEST = math.sqrt(3.4028235e38)  # the square of a larger parameter overflows float32
-RISE = 1.1  # a loss above this factor times the untrained model's loss is a rise
-FAR = 10.0  # the factor for minibatches and within the first epoch, where losses vary more
-# A loss above this fraction of the loss on samples paired at random: the model learned little.
+# Factor on the untrained model's loss; a larger training loss is a sign of divergence.
+RISE = 1.1
+FAR = 10.0  # this factor for minibatch losses and in the first epoch, where losses vary more
+# Factor on the loss with mispaired samples; a model with a larger loss has learned little.
 UNRELATED = 0.5
 
 
 def why_diverged(
     counts: Counts, found: Evaluation, params: Tensor, learner: Learner, num_workers: int
 ) -> str | None:
-    """Return why the run with this last evaluation has diverged; None if it has not.
+    """Return the reason if the run has diverged, else None; the module head lists the conditions.
 
-    Args: params float32 [d], the last model.
+    Args: counts and found, of the last evaluation; params float32 [d], the last model.
     """
     step = f"after step {counts.steps}"
     if counts.diverged:
@@ -286,25 +307,25 @@ def why_diverged(
         return f"a parameter of the model is {largest:.3g} {step}"
     untrained = learner.untrained()
     if found.consensus_distance is not None:
-        length = max(squared(params), squared(untrained))
+        length = max(squared_length(params), squared_length(untrained))
         if not found.consensus_distance <= num_workers * length:
             return (
                 f"the workers' models are unrelated {step}: their mean squared distance from their"
                 f" mean is {found.consensus_distance:.3g}, and that mean's squared length is"
-                f" {squared(params):.3g}"
+                f" {squared_length(params):.3g}"
             )
     before = learner.train_loss(untrained)
     if not math.isfinite(before):
         return None
     untrained_loss = f"{before:.3g}, the untrained model's"
     factor = FAR if counts.samples < learner.epoch_samples else RISE
-    grown = risen(found.train_loss, before, factor)
-    if grown and not risen(learner.train_loss(params, shift=1), found.train_loss, 1 / UNRELATED):
+    grown = exceeds(found.train_loss, before, factor)
+    if grown and not exceeds(learner.train_loss(params, shift=1), found.train_loss, 1 / UNRELATED):
         return (
             f"the model's training loss is {found.train_loss:.3g} {step}, which is more than"
             f" {untrained_loss}"
         )
-    if risen(counts.loss, before, FAR):
+    if exceeds(counts.loss, before, FAR):
         return (
             f"the workers' training loss is {counts.loss:.3g} {step}, which is more than"
             f" {untrained_loss}"
@@ -312,14 +333,14 @@ def why_diverged(
     return None
 
 
-def risen(loss: float, before: float, factor: float) -> bool:
+def exceeds(loss: float, before: float, factor: float) -> bool:
     """Return True if `loss` exceeds `before` by more than (factor − 1) · |before|.
 
-    Limits: losses may be negative.
+    Limits: `before` may be negative; the bound is above it in any case.
     """
     return loss > before + (factor - 1) * abs(before)
 
 
-def squared(params: Tensor) -> float:
-    """Return the squared length of a vector."""
+def squared_length(params: Tensor) -> float:
+    """Return ‖x‖² of a vector, in double precision."""
     return float(params.double().square().sum())

@@ -1,9 +1,15 @@
 """A job of another launcher, for example torchrun: its processes join, run their ranks and exit.
 
-`join_job` runs the handshake (`ashl.run.handshake`) and gives this process its rank of the plan.
-The process of rank 0 becomes the controller (`run_as_controller`), with its rank as a child. Every
-other process runs its rank itself (`run_as_rank`). A process that cannot take part reports its
-error to the others, so that they do not wait for it.
+Process i is the process with RANK=i in the launcher's environment. Its rank in the plan may differ:
+placement assigns the ranks of the plan to processes.
+
+States of a process: it joins the store and runs the handshake (`join_job`, `ashl.run.handshake`),
+which assigns its rank of the plan. Process 0 then runs the controller, with its rank as a child
+process (`run_as_controller`); every other process runs its rank itself (`run_as_rank`).
+
+Failures: a process that cannot take part reports its error in the handshake
+(`reporting_error_to_job`), so that the others do not wait for it. After the handshake, process 0
+reports its errors through the control channel (`aborting_job_on_error`).
 """
 
 import os
@@ -65,7 +71,7 @@ class ProcessAssignment(NamedTuple):
     store: AuthenticatedStore
     settings: RankSettings
     notes: tuple[str, ...]  # about the placement of ranks, for the user
-    # A server or coordinator without a process of its own, which is a child of process 0.
+    # at process 0: server or coordinator ranks without a process of their own, which it starts
     colocated: tuple[RankSettings, ...] = ()
 
 
@@ -137,7 +143,10 @@ def join_job(
 def assign_processes(
     plan: Plan, parts: Parts, path: str | None, hellos: tuple[Hello, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the process for each rank of the plan, and the notes about the server's placement."""
+    """Return (process by rank of the plan, notes about the server's placement).
+
+    Args: path, of the profile file, or None.
+    """
     profile = read_profile(path) if path else None
     request = placement_by_profile(profile, hellos, placement_of(parts), str(path))
     processes = assign_ranks(hellos, plan.num_workers, plan.num_ranks, request)
@@ -149,7 +158,7 @@ def assign_processes(
 
 
 def placement_of(parts: Parts) -> PlacementRequest:
-    """Return the hosts that the configuration requests for workers and server."""
+    """Return the hosts on which the configuration places workers and server."""
     cluster = parts.cluster
     return (
         PlacementRequest(cluster.hosts, server=cluster.server_host)
@@ -159,7 +168,10 @@ def placement_of(parts: Parts) -> PlacementRequest:
 
 
 def notes_before_start(plan: Plan, parts: Parts, path: str | None, size: int) -> tuple[str, ...]:
-    """Return the notes about the server's placement before a job of `size` processes starts."""
+    """Return the notes about the server's placement before a job of `size` processes starts.
+
+    Args: path, of the profile file, or None.
+    """
     request = placement_of(parts)
     profile = read_profile(path) if path else None
     host = request.server
@@ -176,8 +188,10 @@ def server_notes(
     path: str,
     shared: bool,
 ) -> tuple[str, ...]:
-    """Return two notes: the number of workers beside the server or coordinator, and its placement
-    with the reason; none without a server.
+    """Return two notes: how many workers and which server or coordinator the job has, and the
+    host of that server with the reason. Without a server there are no notes.
+
+    Args: host, None if unknown; shared, True if the server has no process of its own in the job.
     """
     if plan.num_ranks == plan.num_workers:
         return ()
@@ -190,9 +204,7 @@ def server_notes(
 
 
 def check_interfaces(hellos: tuple[Hello, ...]) -> None:
-    """Raise UsageError if a process is set to use loopback, and another one is on another
-    machine.
-    """
+    """Raise UsageError if a process uses loopback by configuration in a job on several machines."""
     for peer in hellos:
         there = next((other for other in hellos if other.machine != peer.machine), None)
         if there and peer.interface_by and peer.address and interface.is_loopback(peer.address):
@@ -205,8 +217,10 @@ def check_interfaces(hellos: tuple[Hello, ...]) -> None:
 def meet_processes(
     job: JobMembership, own: Hello, text: str, timeout_s: float
 ) -> tuple[AuthenticatedStore, tuple[Hello, ...]]:
-    """Return the job's store and the hellos of all processes.
+    """Return (store of the job, hellos of all processes by process).
 
+    Args: own and text, this process's hello and the settings that must be equal in all processes;
+    timeout_s, in seconds, for the master and again for the hellos.
     Raises: AshlError if the master does not answer, or the processes do not fit together.
     """
 
@@ -227,10 +241,11 @@ def meet_processes(
 
 
 def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
-    """Return or raise as `act` does, in another thread, because calls of the store cannot be
-    interrupted.
+    """Call `act` in another thread, and return its result or raise its error.
 
-    Raises: AshlError(late) if it takes more than `limit_s` seconds in which this process is awake.
+    Calls of the store cannot be interrupted, so only another thread allows a time limit.
+    Raises: AshlError(late) after `limit_s` seconds; time in which this process was suspended does
+    not count.
     """
     awake = membership_listener.AwakeTime()
     outcome = call_unless_failed(act, lambda: awake.passed_s() > limit_s)
@@ -241,7 +256,7 @@ def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
 
 @contextmanager
 def aborting_job_on_error(plan: Plan, assignment: ProcessAssignment | None) -> Generator[None]:
-    """Report an error of the process of rank 0 to the other processes, after the handshake."""
+    """Abort the job if process 0 raises AshlError after the handshake; raise the error again."""
     try:
         yield
     except AshlError as error:
@@ -251,7 +266,10 @@ def aborting_job_on_error(plan: Plan, assignment: ProcessAssignment | None) -> G
 
 
 def abort_job(plan: Plan, assignment: ProcessAssignment, end: End) -> None:
-    """Tell the other processes that the run does not begin, and leave the job."""
+    """Tell the other processes why the run does not begin, and leave the job.
+
+    Limits: for process 0 only.
+    """
     channel = ControlChannel(assignment.store.another(), plan.num_ranks, plan.num_params)
     channel.close(
         end, here=[settings.rank for settings in (assignment.settings, *assignment.colocated)]
@@ -261,7 +279,11 @@ def abort_job(plan: Plan, assignment: ProcessAssignment, end: End) -> None:
 
 @contextmanager
 def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
-    """Report an error of this process to the others, which would wait for it in the handshake."""
+    """Report an AshlError of this process in the handshake, and raise it again.
+
+    All other processes then end with this error instead of waiting for this process. Limits: the
+    report waits a few seconds for the other processes; without a job nothing is reported.
+    """
     try:
         yield
     except AshlError as error:
@@ -277,14 +299,15 @@ def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
 
 
 def job_secret(job: JobMembership) -> Secret:
-    """Return the secret of a job of another launcher."""
+    """Return the secret that all processes of a job derive from the launcher's environment."""
     return shared_secret(job.port, os.environ.get("TORCHELASTIC_RUN_ID", ""), job.attempt)
 
 
 def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
     """Return the job's store, which process 0 serves unless the launcher does.
 
-    Raises: AshlError if its port is taken, or if the master does not answer within `timeout_s`.
+    Raises: UsageError if the port is taken; AshlError if the master does not answer within
+    `timeout_s` seconds.
     """
     master = job.rank == 0 and not job.agent_store
     if not master:
@@ -309,7 +332,10 @@ def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
 
 
 def await_master(job: JobMembership, timeout_s: float) -> None:
-    """Wait until the master's port accepts connections. Raises AshlError after `timeout_s`."""
+    """Wait until the master's port accepts connections.
+
+    Raises: AshlError after `timeout_s` seconds.
+    """
     end = time.monotonic() + timeout_s
     while True:
         try:
@@ -341,11 +367,12 @@ def run_as_controller(
     checkpoint_manager: CheckpointManager,
     saved: Checkpoint | None = None,
 ) -> dict | None:
-    """Run the controller in the process of rank 0.
+    """Run the controller in process 0.
 
-    Its rank of the plan is a child, so that evaluation and records do not hold it up; so is a
-    server without a process of its own. Only this process has the run folder. So, if the run takes
-    checkpoints, it sends the other ranks their parts of the checkpoint to resume from.
+    Its rank of the plan runs in a child process, so that evaluation and records do not delay this
+    rank. A server without a process of its own is a child as well. Only process 0 has the run
+    folder. If the run takes checkpoints, process 0 therefore sends each other rank its part of the
+    checkpoint to resume from.
     Returns and raises as `run_controller`.
     """
     rank_settings = [
@@ -369,8 +396,8 @@ def run_as_controller(
 def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:
     """Run this process's rank, and return the exit code.
 
-    If the run continues without it, the exit code is 0 under torchrun, which would end all other
-    processes after a failure.
+    If the run continues without this rank, the exit code under torchrun is 0, because torchrun ends
+    all processes of a job after another code.
     """
 
     def exit_evicted(end: End) -> NoReturn:
@@ -382,7 +409,11 @@ def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:
 
 
 def leave_job(store: AuthenticatedStore, job: JobMembership) -> None:
-    """Leave the job; the process that serves the store waits until the others have left."""
+    """Leave the job.
+
+    Process 0, if it serves the store, first waits until the others have left, for at most
+    `PATIENCE_S` seconds.
+    """
     store.set(f"out/{job.rank}", "1")
     if job.rank != 0 or job.agent_store:
         return

@@ -174,7 +174,7 @@ class Churn:
             return
         self._uninformed.remove(item)
         loss = PeerFailedError(
-            rank, f"{why}, at {since_ns / 1e9:.6g} s", self.membership.losses[rank] - 1
+            rank, f"{why}, at {since_ns / 1e9:.6g} s", self.membership.failures[rank] - 1
         )
         for task, value in sim._mail[peer].mark_failed(loss, since_ns):
             if task.main:
@@ -196,7 +196,7 @@ class Churn:
         for peer in self.peers_of(rank):
             sim._mail[peer].failed_peers.pop(rank, None)
         ctx = sim.contexts[rank]
-        ctx.incarnation = self.membership.losses[rank]
+        ctx.incarnation = self.membership.failures[rank]
         ctx.time_accounting.limit_ns = min(other.time_accounting.limit_ns for other in sim.contexts)
         ctx.time_accounting.attribute_until("down", sim.now_ns)
         sim.observer.emit(WorkerRejoined(rank, sim.now_ns))

@@ -1,29 +1,36 @@
-"""Collectives on real processes: by the backend, over a subset of the ranks, and by nodes.
+"""Collectives on real processes: by the backend, over a subset of the ranks, and by node.
 
-`all_reduce` and `all_gather` use a process group of the backend. With `exact` a sum has the same
-bits on every run: a reduce-scatter by direct exchange, in which each member sums its chunk in rank
-order, and an all-gather; it moves 2(g − 1)/g of the vector in each direction, as a ring does. The
-sum of two vectors is the same in either order, so two members may use the backend's own; up to
-`HOPS_COUNT` elements they gather both vectors in one hop instead.
+`all_reduce` and `all_gather` use a process group of the backend. An exact sum has the same bits on
+every run. Members exchange chunks by an all-to-all, each member sums its own chunk in rank order,
+and an all-gather distributes the sums. As in a ring, each member sends and receives 2(g − 1)/g of
+the vector. `all_reduce` computes every sum of 16-bit floats in this way: it adds them as float32,
+so that the sum is rounded once.
 
-`all_reduce_subset` sums over some of the ranks without a process group of their own, by tagged
-messages. Making a process group takes all ranks, and on demand it hangs if members have made a
-different number of groups before. Member j receives chunk j of every vector, sums it in rank order
-and sends the sum to the others. Bits and bytes are those of an exact sum. A subset has one sum at a
-time, and a number of its own marks its messages. A failed member breaks only the connections to it,
-so survivors send everything that they can. In place of a sum that lacks a term a survivor sends a
-NaN that no arithmetic makes, and the receiver of it raises RuntimeError. A rejoined worker is
-reached by a group of two with each peer, so no message of an earlier incarnation enters a sum.
+An exact sum of two members needs no fixed order, because a + b = b + a. Up to `GATHER_MAX_ELEMENTS`
+elements each of them gathers both vectors, which takes one message. Longer vectors use the
+all-reduce of the backend, except those of 16-bit floats, which are always gathered.
 
-`all_reduce_by_node` sums in three collectives of the backend: reduce inside each node, all-reduce
-across the nodes, broadcast inside. The first worker of each node is its leader. After a failure the
-sum is flat.
+`all_reduce_subset` sums over some of the ranks by tagged point-to-point messages. It needs no
+process group, because creating one is a collective of all ranks. Member j receives chunk j of every
+vector, sums it in rank order and sends the sum to the others. The sum has the bits of an exact sum,
+and moves as many bytes. A subset has one sum at a time, and its messages carry a tag of the subset.
+A failed member breaks only the connections to it, so the survivors complete their other messages. A
+survivor whose sum lacks a term sends a NaN that no arithmetic produces, and a member that receives
+this NaN raises RuntimeError. A rejoined worker has a process group of two with each peer. So no
+message of an earlier incarnation enters a sum.
 
-Source of the sum by nodes: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training
-in a Flash", 2018, with one leader in the place of one shard for each member.
+`all_reduce_by_node` uses three collectives of the backend: a reduce inside each node, an all-reduce
+across the nodes, a broadcast inside each node. The first worker of each node is its leader. The
+backend chooses the order of the terms, so exact sums never use it. The backend also adds 16-bit
+floats without float32, and rounds after every addition. After a failure the sum uses a flat
+algorithm, see `ashl.runtime.communicator`.
 
-`wait` replaces the blocking wait for the backend, so that a caller can stop waiting when a member
-fails.
+Source of the sum by node: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in
+a Flash", 2018. Differs: only the leader of a node sums across the nodes; in the paper every member
+sums one chunk.
+
+Argument `wait`: a function that replaces the blocking wait of the backend, so that a caller can
+stop waiting when a member fails.
 """
 
 from __future__ import annotations
@@ -40,10 +47,12 @@ from ashl.runtime.rendezvous import world
 from ashl.runtime.sums import HALVES, sum_in_rank_order
 
 Group = tuple[int, ...]
-Wait = Callable[[Any], None]  # blocks until an operation of the backend has ended
-# name in older versions of torch
+# blocks until an operation of the backend has ended, or raises
+Wait = Callable[[Any], None]
+# newer versions of torch have `all_gather_single`
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-HOPS_COUNT = 2**15  # elements: up to this length a hop takes longer than its bytes
+# elements; up to this length the latency of a message exceeds the transfer time of its bytes
+GATHER_MAX_ELEMENTS = 2**15
 
 
 def nccl_available() -> bool:
@@ -59,14 +68,17 @@ def all_reduce(
     exact: bool,
     wait: Wait | None = None,
 ) -> Tensor:
-    """Return a tensor with the sum or maximum over the group."""
+    """Return the sum or the maximum over the group; the input itself if the group has one member.
+
+    Args: op, "sum" or "max"; exact, True for a sum with the same bits on every run.
+    """
     g = len(group)
     if g == 1:
         return tensor
-    if op == "sum" and (exact or tensor.dtype in HALVES):  # gloo cannot add bfloat16
+    if op == "sum" and (exact or tensor.dtype in HALVES):  # 16-bit terms are added as float32
         if g > 2:
             return _exact_sum(tensor, g, pg, wait)
-        if tensor.numel() <= HOPS_COUNT or tensor.dtype in HALVES:
+        if tensor.numel() <= GATHER_MAX_ELEMENTS or tensor.dtype in HALVES:
             return _sum_by_gather(tensor, pg, wait)
     total = tensor.clone()
     kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -88,17 +100,19 @@ def _gather(total: Tensor, mine: Tensor, pg: dist.ProcessGroup | None, wait: Wai
 
 
 def _sum_by_gather(tensor: Tensor, pg: dist.ProcessGroup | None, wait: Wait | None) -> Tensor:
+    """Return the sum over two members, each of which gathers both vectors."""
     return sum_in_rank_order(gather_equal(tensor, 2, pg, wait).chunk(2))
 
 
 def _exact_sum(tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None) -> Tensor:
+    """Return the sum over `g` members, by a reduce-scatter in rank order and an all-gather."""
     return gather_equal(reduce_scatter(tensor, g, pg, wait), g, pg, wait)[: tensor.numel()]
 
 
 def reduce_scatter(
     tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None = None
 ) -> Tensor:
-    """Return this member's chunk of the sum, see `ashl.runtime.sums.chunk`."""
+    """Return this member's chunk of the sum over `g` members, see `ashl.runtime.sums.chunk`."""
     d = tensor.numel()
     chunk = -(-d // g)
     padded = tensor if d == chunk * g else torch.nn.functional.pad(tensor, (0, chunk * g - d))
@@ -113,14 +127,17 @@ def reduce_scatter(
 def gather_equal(
     mine: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None = None
 ) -> Tensor:
-    """Return all members' vectors of one length, in rank order."""
+    """Return the vectors of all `g` members, concatenated in rank order; all have one length."""
     total = mine.new_empty(g * mine.numel())
     _gather(as_bytes(total), as_bytes(mine), pg, wait)
     return total
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return 16-bit floats as bytes, because the backend cannot transport their type."""
+    """Return a view of 16-bit floats as bytes, so that every backend can transport them.
+
+    A tensor of another type is returned unchanged.
+    """
     return tensor.view(torch.uint8) if tensor.dtype in HALVES else tensor
 
 
@@ -131,8 +148,11 @@ def all_gather(
     max_bytes: int,
     wait: Wait | None = None,
 ) -> tuple[list[Tensor], int]:
-    """Return every member's bytes, of any length each, and the length of the longest, to which all
-    are padded in transit. Raises AshlError if a member announces more than `max_bytes`.
+    """Return (payload of every member in rank order, length of the longest payload in bytes).
+
+    Payloads may differ in length. In transit all are padded to the longest.
+    Args: tensor uint8, this member's payload.
+    Raises: AshlError if a member announces more than `max_bytes`.
     """
     g = len(group)
     if g == 1:
@@ -154,12 +174,14 @@ def all_gather(
 
 # --- over a subset of the ranks, without a process group
 
-BARRIER, CHUNKS, SUMS = range(3)  # message tags of one group, by purpose
-MISSING = 255  # value of every byte of a sum that lacks a term: a NaN that no arithmetic makes
-# first tag, because lower ones belong to the transport; gloo's tags end at 2^31
+BARRIER, CHUNKS, SUMS = range(3)  # purposes of messages; each has its own tag in a group
+# value of every byte of a sum that lacks a term; these floats are NaNs that no arithmetic produces
+MISSING = 255
+# The transport uses the tags below FIRST, and gloo's tags end at 2^31.
 FIRST, MAX_GROUPS = 16, 2**29
 
-# by rank that joined later, or by peer of such a rank: a process group, and the rank's place in it
+# By peer, if this rank or the peer has rejoined: the process group of the two, and the peer's rank
+# in that group.
 Routes = Mapping[int, tuple[dist.ProcessGroup, int]]
 
 
@@ -171,11 +193,11 @@ def all_reduce_subset_max(
     routes: Routes,
     failed: Collection[int] = (),
 ) -> Tensor:
-    """Return the maximum over the group of each of a few numbers, once all members have posted
-    theirs.
+    """Return the element-wise maximum of short vectors over the group; it is also a barrier.
 
-    `group_tag` marks the group's messages. Raises RuntimeError if a member has failed, for example
-    one of `failed`.
+    Args: group_tag, the group's number, from which the tags of its messages follow; failed, the
+    members that are known to have failed.
+    Raises: RuntimeError if a member has failed, whether it is in `failed` or not.
     """
     g, me = len(group), group.index(rank)
     from_all = [numbers if i == me else torch.empty_like(numbers) for i in range(g)]
@@ -196,11 +218,11 @@ def all_reduce_subset(
 ) -> Tensor:
     """Return a new vector [d] with the sum over the group, of which `rank` is a member.
 
-    `group_tag` marks the group's messages. Raises RuntimeError if a member has failed, for example
-    one of `failed`.
+    Args: as of `all_reduce_subset_max`.
+    Raises: RuntimeError if a member has failed, or is not connected to another member.
     """
     g, me = len(group), group.index(rank)
-    if g == 2:  # one hop moves as many bytes as two
+    if g == 2:  # one message of d elements instead of two messages of d/2
         both = [tensor if i == me else torch.empty_like(tensor) for i in range(2)]
         if error := _exchange(
             [tensor, tensor], both, group, rank, subset_tag(group_tag, CHUNKS), routes, failed
@@ -232,8 +254,9 @@ def all_reduce_subset(
     return total[:d]
 
 
-def subset_tag(group_tag: int, plane: int) -> int:
-    return FIRST + 3 * (group_tag % MAX_GROUPS) + plane
+def subset_tag(group_tag: int, purpose: int) -> int:
+    """Return the message tag of a group for a purpose: BARRIER, CHUNKS or SUMS."""
+    return FIRST + 3 * (group_tag % MAX_GROUPS) + purpose
 
 
 def _exchange(
@@ -245,8 +268,10 @@ def _exchange(
     routes: Routes,
     failed: Collection[int],
 ) -> RuntimeError | None:
-    """Send `out[i]` to the i-th member and receive `into[i]` from it; return the first error, or
-    None.
+    """Send `out[i]` to the i-th member and receive `into[i]` from it.
+
+    Failed members and this rank itself are skipped. All other messages are completed, even after
+    an error. Returns: the first error, also for a member of `failed`; None without an error.
     """
     peers = [
         (i, *(routes.get(peer) or (world(), peer)))
@@ -268,11 +293,11 @@ def _exchange(
     return errors[0] if errors else None
 
 
-# --- by nodes
+# --- by node
 
 
 class Hierarchy(NamedTuple):
-    """The workers of each node, in rank order."""
+    """The workers of each node, in rank order; the first of each is the leader."""
 
     nodes: tuple[Group, ...]
 
@@ -302,7 +327,7 @@ class Hierarchy(NamedTuple):
 
 
 def hierarchy_of(nodes: Sequence[int]) -> Hierarchy:
-    """Return the hierarchy of workers whose nodes are these, in rank order."""
+    """Return the hierarchy of the workers; `nodes[rank]` is the node of a worker."""
     by_node: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
@@ -317,8 +342,10 @@ def all_reduce_by_node(
     groups: Mapping[Group, dist.ProcessGroup | None],
     wait: Wait | None,
 ) -> Tensor:
-    """Return a new tensor with the sum or maximum over all workers, the same bits on all
-    of them.
+    """Return a new tensor with the sum or maximum over all workers, with equal bits on all of them.
+
+    Args: op, "sum" or "max"; groups, the process group by `Hierarchy.groups`; other groups contain
+    all workers.
     """
     total, kind = tensor.clone(), dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     (own,) = (node for node in hierarchy.nodes if rank in node)

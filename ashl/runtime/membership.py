@@ -1,10 +1,13 @@
-"""Membership of process groups in virtual time: failed members leave them, joining workers enter
-them.
+"""Membership of process groups in virtual time: failures, aborted collectives, and regrouping.
 
-A collective that lacks a failed member is aborted: every other member receives `CollectiveAborted`
-once it has noticed the failure, even if the collective was in flight. So all members receive the
-result, or none does. The survivors then ask to regroup; when all have asked, they form a new group
-and admit the waiting workers.
+A collective is aborted if a member fails before the collective has ended. Each other member then
+receives `CollectiveAborted` once it has noticed the failure. So all members receive the result, or
+none does.
+
+States of a group: running; then, after a failure or for a joining worker, each member posts
+`Regroup`; once all members have asked, a new group is formed (`Formed`). It continues from the
+lowest version of the model among its members. Joining workers are admitted only if every member
+sets `Regroup.open` and no signal ends the stage or the run.
 """
 
 from __future__ import annotations
@@ -23,26 +26,28 @@ from ashl.runtime.sim import Sim
 
 
 class SimMembership:
-    """The membership of groups, between a simulation and its collective queues. `noticed` lists the
-    failures in the order in which the first peer noticed them; the number of failures that a group
-    knows is its epoch.
+    """The membership of groups; it replaces `_post`, `_begin` and `safe_point` of a simulation.
+
+    `noticed` lists the failed workers in the order in which a first peer noticed each failure. The
+    epoch of a group is the number of failures in this list when the group was formed.
     """
 
     def __init__(self, sim: Sim, workers: int) -> None:
         self.sim = sim
-        self.losses = Counter[int]()
+        self.failures = Counter[int]()  # failures of each rank so far
         self.noticed: list[int] = []
-        self._current = 0, tuple(range(workers))  # (epoch, ranks)
-        # running members of the group that regroups, as far as noticed
+        self._current = 0, tuple(range(workers))  # (epoch, ranks) of the group formed last
+        # members of the group formed last, without those whose failure a peer has noticed
         self.members = set(range(workers))
-        self.with_model = set(range(workers))  # workers that have the model
-        self._final: Formed | None = None  # the group with which the run ends
+        self.with_model = set(range(workers))  # running workers that have a model
+        self._final: Formed | None = None  # the last group, once the run ends
+        # requests to regroup without an answer, by rank
         self._asked: dict[int, tuple[Task, Regroup]] = {}
-        # workers that asked to join and were in no collective since
+        # workers that asked to join and have posted no collective since then
         self._waiting: set[int] = set()
-        # by rank: tasks in collectives that will be aborted
+        # by rank: tasks that wait for an aborted collective, until the rank notices the failure
         self._stuck: dict[int, list[tuple[Task, Collective]]] = {}
-        # collectives in flight: (end in ns, group)
+        # collectives in flight: (time of the end in ns, group)
         self._in_flight: list[tuple[int, tuple[int, ...]]] = []
         self._unnoticed: set[int] = set()  # failed workers that no peer has noticed
         # (rank, failed worker that the rank has not noticed)
@@ -50,7 +55,10 @@ class SimMembership:
         sim._post, sim._begin, sim.safe_point = self.post, self.begin, self.safe_point  # type: ignore[method-assign]
 
     def post(self, task: Task, effect: Collective | Regroup) -> None:
-        """Post a collective, or a request to regroup."""
+        """Post a collective, or a request to regroup.
+
+        A collective whose group lacks a failed member is aborted instead.
+        """
         rank = task.ctx.rank
         if isinstance(effect, Regroup):
             if self._final is not None:
@@ -68,8 +76,8 @@ class SimMembership:
             return type(self.sim)._post(self.sim, task, effect)
         known = Counter(self.noticed[: effect.epoch])
         failed = (
-            [other for other in effect.group if self.losses[other] > known[other]]
-            if self.losses
+            [other for other in effect.group if self.failures[other] > known[other]]
+            if self.failures
             else []
         )
         if not failed:
@@ -81,17 +89,19 @@ class SimMembership:
             self._stuck.setdefault(rank, []).append((task, effect))
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
-        """Count a rank at a safe point as one that has the model, unless it was admitted and has
-        been in no collective since.
+        """Pass a safe point to the simulation, and record that the rank has a model.
+
+        A rank that asked to join has none before its first collective.
+        Returns: as `Sim.safe_point`.
         """
         if ctx.rank not in self._waiting:
             self.with_model.add(ctx.rank)
         return type(self.sim).safe_point(self.sim, ctx, stage, state)
 
     def begin(self, collective_queue: CollectiveQueue) -> None:
-        """Begin the next collective of a queue, and remember until when it is in flight."""
+        """Begin the next collective of a queue, and record until when it is in flight."""
         if not collective_queue.ready:
-            return  # a member has failed
+            return  # no collective is complete, because a member has failed
         type(self.sim)._begin(self.sim, collective_queue)
         self._in_flight = [entry for entry in self._in_flight if entry[0] > self.sim.now_ns]
         self._in_flight.append((collective_queue.free_ns, collective_queue.group))
@@ -101,9 +111,12 @@ class SimMembership:
         self.sim._at(self.sim.now_ns, task, value)
 
     def fail_member(self, rank: int, peers: Sequence[int]) -> None:
-        """Record the failure of a worker, which these peers will notice."""
+        """Record the failure of a worker, and abort its collectives.
+
+        `peers` are the ranks that will notice the failure later.
+        """
         sim, now = self.sim, self.sim.now_ns
-        self.losses[rank] += 1
+        self.failures[rank] += 1
         self._unnoticed.add(rank)
         self._uninformed |= {(peer, rank) for peer in peers}
         self._uninformed = {pair for pair in self._uninformed if pair[0] != rank}
@@ -118,7 +131,7 @@ class SimMembership:
         self._in_flight = [entry for entry in self._in_flight if rank not in entry[1]]
 
     def _revoke_results(self, ranks: list[int], group: tuple[int, ...]) -> None:
-        """Take back the result that these ranks wait for, because the collective is aborted."""
+        """Remove the scheduled results of an aborted collective for these ranks."""
         sim, now = self.sim, self.sim.now_ns
         scheduled = (
             target
@@ -142,8 +155,9 @@ class SimMembership:
         heapify(sim._heap)
 
     def noticed_by(self, peer: int, rank: int) -> None:
-        """Record that a peer has noticed the failure of a worker; abort the collectives that the
-        peer waits for.
+        """Record that a peer has noticed the failure of worker `rank`.
+
+        The peer receives `CollectiveAborted` from each collective with this worker that it awaits.
         """
         sim = self.sim
         self._uninformed.discard((peer, rank))
@@ -166,7 +180,10 @@ class SimMembership:
             self._form()
 
     def _form(self) -> None:
-        """Form the next group once all survivors have asked."""
+        """Form the next group, if all members have asked and one of them has a model.
+
+        The signal is 0 if the members' versions differ, because the round is then repeated.
+        """
         known = {rank: self._asked[rank][1] for rank in self.members & self._asked.keys()}
         versions = [effect.version for effect in known.values() if effect.version >= 0]
         if not versions or len(known) < len(self.members):
