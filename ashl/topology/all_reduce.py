@@ -1,9 +1,22 @@
-"""All-reduce: every worker holds the model, and each merge is one sum over all workers.
+"""All-reduce: every worker holds the model, and each merge sums the updates of all workers.
 
 Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, identical on every
-worker. A ring moves 2(n − 1)/n of the model each way. A merge waits for the slowest worker, so no
-update is stale. `algorithm` selects how a sum travels, see `ashl.cluster.all_reduce_rounds`. The
-run continues with the survivors after a failure, and rejoining workers are admitted between two
+worker. A ring moves 2(n − 1)/n of the model each way. `algorithm` selects how a sum travels, see
+`ashl.cluster.all_reduce_rounds`.
+
+Data flow of a round: each worker computes its work, all of them sum it, and each one merges the sum
+into its own copy of the model. A merge waits for the slowest worker. An update is stale only with
+delayed exchanges, in which a worker computes the next work before the sum of the present one is
+merged.
+
+End: all workers count identically, so each one knows a limit on counts by itself. The lead rank,
+which is the lowest present rank, also decides on time, evaluations, interrupts and join requests.
+It piggybacks its decision, a number, on the next exchange. The other ranks add 0, so the sum is its
+decision.
+
+The loops: `worker` (one sum a round, or one a bucket), `run_delayed`, `run_pipelined` (buckets of
+the model arrive during the next forward pass), `run_streaming` (fragments). Only `worker` tolerates
+failures: the run continues with the survivors, and rejoining workers are admitted between two
 rounds.
 
 Limit: all algorithms give the same model, bit for bit, if sums are exact.
@@ -77,10 +90,14 @@ ComputeWork = Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]
 
 
 class RoundReport(NamedTuple):
-    """Facts about a round that a sync mode receives after its merge, identical on all workers."""
+    """Facts about a round that a sync mode receives after its merge.
+
+    Limit: between processes `now_s` is each rank's own time of the merge. So H and batches may
+    depend on `due` and `step_s`, which are identical on all workers, and not on `now_s`.
+    """
 
     due: bool  # the lead rank's answer to `StepRule.due`
-    now_s: float  # time of the merge, as the first rank saw it
+    now_s: float  # time of the merge; in virtual time that of the first rank that merges
     # seconds of one step by worker, if the mode sets `tells`; 0 for a failed worker
     step_s: tuple[float, ...] = ()
 
@@ -97,7 +114,7 @@ class StepRule(Rule, contract=True):
         """Return the function that computes a worker's work between two sums."""
         return local_work
 
-    # if True, a small all-reduce of its own tells every worker the step time of each worker
+    # if True, one more small all-reduce a round tells every worker the step time of each worker
     tells: ClassVar[bool] = False
 
     def begin(self, stage: Stage, progress: Progress) -> Any:
@@ -119,12 +136,12 @@ class StepRule(Rule, contract=True):
         return state
 
     def in_round(self, stage: Stage, state: Any, progress: Progress) -> Stage:
-        """Return the stage with the H and the batches of the next round."""
+        """Return the stage with H (local steps) and the batches of the next round."""
         return stage
 
     @property
     def changes(self) -> bool:
-        """Return True if rounds differ from the plan, because `in_round` is overridden."""
+        """Return True if the mode may change H or batches from round to round (by `in_round`)."""
         return type(self).in_round is not StepRule.in_round
 
 
@@ -133,25 +150,24 @@ NO_REPORT = RoundReport(False, 0.0)
 
 @option
 class AllReduce(Topology):
-    """No server: payloads are summed in rank order, or gathered if they do not add up.
+    """No server: an all-reduce sums the payloads, and every worker receives the sum.
 
-    See `ashl.topology.exchange`. Every worker keeps the sum.
+    If a codec's payloads cannot be added, an all-gather replaces the all-reduce, and each worker
+    decodes and sums all payloads itself (`ashl.topology.exchange`).
     """
 
     policy_type: ClassVar[type[Rule]] = StepRule
     supports: ClassVar[frozenset[str]] = frozenset(
         {CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT}
     )
-    algorithm: Algorithm | None = (
-        None  # so that an option of one's own which extends this may say nothing
-    )
+    # the default lets a user's subclass omit the option
+    algorithm: Algorithm | None = None
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Return the peers of point-to-point messages: those of the codec's own protocol, else
-        none.
+        """Return the peers of point-to-point messages; none if the codec has no own protocol.
 
-        In a run that tolerates failures such a codec needs links to all other workers, because its
-        peers change when a worker fails.
+        In a run that tolerates failures, a codec with its own protocol needs links to all other
+        workers, because its peers change when a worker fails.
         """
         peers = stage.link.peers(rank, stage.num_workers)
         return (
@@ -165,8 +181,10 @@ class AllReduce(Topology):
         return tuple(peer for peer in range(stage.num_workers) if peer != rank)
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """Return the time (ns) of a merge: an all-reduce, or an all-gather of payloads padded to
-        the longest.
+        """Return the time (ns) of one exchange: an all-reduce or an all-gather.
+
+        An all-gather pads every payload to the longest one. With fragments: the maximum over all
+        fragments.
         """
         if stage.fragments:
             parts = (stage.fragment(k) for k in range(len(stage.fragments)))
@@ -212,14 +230,15 @@ class PeerState(WorkerState):
 
     progress: Progress = field(default_factory=lambda: Progress(0))
     evaluated: ProgressMark = RUN_START  # the last evaluation, at the lead rank
-    in_time: InTime | None = None  # state before the first merge after the budget of seconds
+    # model and counts of the last merge within `stop.seconds`, once a merge has ended later
+    in_time: InTime | None = None
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
     outer_state: Any = None  # moments of the outer optimizer
-    epoch: int = 0  # of the process group: the failures before it was formed
-    # failures of each member before this group was formed; empty if there was none
+    epoch: int = 0  # of the process group: number of failures in the run before it was formed
+    # number of earlier failures of each member; empty for the first group
     incarnations: tuple[int, ...] = ()
     formed_ns: int = 0  # time at which all members had asked for this group
-    # the states before the last two exchanges, in a run that tolerates failures
+    # copies of the state before the last two exchanges, in a fault-tolerant run
     history: tuple[PeerState, ...] = ()
     redo: Work | None = None  # work of an aborted round, to be exchanged again
 
@@ -276,15 +295,17 @@ class Merged(NamedTuple):
 class Ahead(NamedTuple):
     """Plan of the round after a merge, identical on all ranks."""
 
-    over: str | None  # the reason if a limit on counts ends the run
+    over: str | None  # the reason if a limit on counts ends the run; None if none does
     rest: tuple[int, int] | None  # remaining rounds, see `Stage.remaining_rounds`
     planned: Stage  # the stage in the next round, as planned
-    own: Stage  # the same with the last round truncated
+    own: Stage  # `planned`, with fewer local steps if the next round is the last one
     rule_state: Any = None  # state of the sync mode
-    seen_ns: int = 0  # time at which the first rank saw the merge; a paused rank sees it later
+    # time of the merge; in virtual time that of the first rank that merges (a paused rank is later)
+    seen_ns: int = 0
 
 
 def begin_step(progress: Progress, now_s: float) -> Progress:
+    """Return a copy of the progress in which a stage begins at this time."""
     progress = progress.copy()
     progress.begin(now_s)
     return progress
@@ -297,10 +318,11 @@ def rule_of(stage: Stage) -> StepRule:
 
 
 async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Run a worker: compute, sum with all others, merge, until a limit or the lead rank ends it.
+    """Run a worker: compute, sum over all workers, merge, until the stage ends.
 
-    The lead rank alone knows seconds and evaluations. Its decision reaches the others one exchange
-    later. Returns: the final signal, NEXT or STOP.
+    A limit on counts ends the stage at its merge. A decision of the lead rank after a merge ends it
+    one merge later. If a worker fails, the survivors repeat the round.
+    Returns: the final signal, NEXT or STOP.
     """
     stage = state.begin(ctx, stage)
     rule = rule_of(stage)
@@ -335,7 +357,8 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         planned, own = ahead.planned, ahead.own
         reason, evaluator = ahead.over or REASONS[reason_number], stage.lead_rank
         if reason and not stage.elastic and stage.topology.links(stage, ctx.rank):
-            # messages of the codec end at different times on the ranks, but a stage ends at one
+            # The codec's own messages end at different times on the ranks. One more all-reduce
+            # makes all ranks end the stage at the same time.
             await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
         if reason and stage.elastic:
             stage = await regroup_workers(ctx, stage, state, reason)
@@ -373,9 +396,9 @@ def signal_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
 async def sum_update(
     team: ProcessGroup, stage: Stage, state: PeerState, compute: ComputeWork, signal: float
 ) -> tuple[Work, Any]:
-    """Compute a round's work, or take that of the round to repeat, and sum it over all workers.
+    """Compute a round's work and sum it over all workers; a repeated round uses its earlier work.
 
-    Afterwards `team.loss` and `team.signal` are sums.
+    Afterwards `team.loss` is the workers' mean loss and `team.signal` the lead rank's signal.
     Returns: (work, weighted sum).   Raises: GroupBrokenError if a worker has failed.
     """
     version = state.progress.version
@@ -391,10 +414,12 @@ async def sum_update(
 
 
 async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Run a worker with delayed exchanges: send finished work, compute the next meanwhile, merge.
+    """Run a worker with delayed exchanges: compute the next work while finished work is summed.
 
-    Loss and signal arrive one exchange later. If the signal is NEXT, the work finished by then is
-    merged, too. No piece is begun that a limit of the run leaves no room for.
+    At the top of the loop, a worker holds one finished piece of work and nothing is in flight. The
+    worker sends that piece with its loss, computes the next piece, then merges the sum. If the
+    signal is NEXT, one more exchange merges the piece that was computed meanwhile. If a limit on
+    counts leaves no round for another piece, the worker computes none.
     Returns: the final signal, NEXT or STOP.
     """
     state.begin(ctx, stage)
@@ -450,14 +475,15 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
 
 
 def no_rounds_left(rest: tuple[int, int] | None) -> bool:
-    """Return True if no round remains in which a worker could take part."""
+    """Return True if a limit on counts leaves no further round; None means no such limit."""
     return rest is not None and rest[0] <= 0
 
 
 def next_round_stage(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]:
     """Set H and batch of the next round.
 
-    Returns: (the stage in that round as planned, the same with the last round truncated).
+    Returns: (the stage in that round as planned, the stage with fewer local steps if that round is
+    the last one). Both are one object in every other round.
     """
     planned = rule_of(stage).in_round(stage, state.rule_state, state.progress)
     own = planned.truncate_last_round(state.rest)
@@ -479,7 +505,11 @@ async def exchange_step_times(team: ProcessGroup, work: Work) -> tuple[float, ..
 def compute_merge(
     stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0
 ) -> Merged:
-    """Merge a sum; same arithmetic on each rank and on a server; `state` is not changed."""
+    """Return the result of merging a sum: the model is unchanged after divergence.
+
+    The arithmetic is that of a server, so both topologies give the same model. `state` is not
+    changed.
+    """
     progress = stage.count_merge(state.progress, mean_loss, staleness)
     if progress.diverged:
         return Merged(state.params, None, state.outer_state, progress)
@@ -500,9 +530,10 @@ def merge_and_plan(
     now_ns: int = 0,
     report: RoundReport = NO_REPORT,
 ) -> tuple[Merged, Ahead]:
-    """Merge a round's work, and plan the next round, or the one `more` rounds later.
+    """Merge a round's work, and plan a later round; `state` is not changed.
 
-    Args: own: the stage in which the work was computed; its last round may be truncated.
+    Args: own: the stage in which the work was computed; the last round may have fewer local steps.
+    more: rounds in flight, 1 with delayed exchanges: the plan is for the round after these.
     """
     result = compute_merge(own, state, update, mean_loss, staleness)
     rule = rule_of(stage)
@@ -533,11 +564,11 @@ def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
 # arrived, the optimizer steps on that bucket, and the forward pass may use it. The model equals
 # that of an unpartitioned sum and step, bit for bit.
 #
-# The losses and the signal of rank 0 are piggybacked on the bucket that forward needs first. So
-# every rank knows before its next step whether the run continues, as without overlap. A model is
-# evaluated once all of its buckets have arrived, so a target that it reaches ends the run one step
-# later. At the end of a stage, and for a checkpoint, all buckets are drained first. `ashl.overlap`
-# decides the order of the messages.
+# The workers' losses, and the signal of the lead rank (rank 0), are piggybacked on the bucket that
+# forward needs first. So every rank knows before its next step whether the run continues, as
+# without overlap. The lead rank evaluates a model once all of its buckets have arrived. By then the
+# next step has begun, so a reached target ends the run one step later. At the end of a stage, and
+# for a checkpoint, all buckets are drained first. `ashl.overlap` decides the order of the messages.
 #
 # Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training",
 # MLSys 2019; Zhang et al., "DeAR", ICDCS 2023.
@@ -586,8 +617,10 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
 
 
 def gradient_work(ctx: RankContext, stage: Stage, state: PeerState) -> Callable[..., float]:
-    """Return the function that computes one gradient: it emits buckets and waits for those of the
-    model.
+    """Return the function that computes one gradient.
+
+    Its arguments: `take(k)` waits for bucket k of the model during the forward pass; `emit(k, x)`
+    passes on bucket k of the gradient during the backward pass.
     """
     step, span = next_batch(state)
 
@@ -609,8 +642,8 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
     """Sum the gradient of one step, and step on the model bucket by bucket for the next forward
     pass.
 
-    Once the first bucket has arrived, `team.loss` and `team.signal` are sums and `state.progress`
-    counts the step.
+    The sum of the bucket that forward needs first arrives first. From then on `state.progress`
+    counts the step, `team.loss` is the mean loss and `team.signal` the lead rank's signal.
     Returns: True if there is a new model, False after divergence.
     """
     ctx, version = team.ctx, state.progress.version
@@ -656,6 +689,7 @@ async def begin_sums(
     """Start the sums of each bucket as soon as backward has computed it, in the same order on all
     ranks.
 
+    Args: post(k, x, is_last): a function that returns the collectives of bucket k with elements x.
     Returns: the tasks, by bucket.
     """
     ctx, tasks, last = team.ctx, list[list[Any]](), len(stage.messages) - 1
@@ -686,6 +720,7 @@ async def begin_slice_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
 
 
 async def sum_slice(team: ProcessGroup, x: Any, key: int, credit: int) -> Any:
+    """Sum one slice over all workers; a lower `key` is sent first, at most `credit` in flight."""
     return await team.ctx.all_reduce(x, team.ranks, key=key, credit=credit)
 
 
@@ -701,10 +736,12 @@ async def begin_half_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
 
 
 async def scatter_sum(team: ProcessGroup, x: Any) -> Any:
+    """Return this worker's chunk of the sum over all workers (a reduce-scatter)."""
     return await team.ctx.all_reduce(x, team.ranks, "scatter")
 
 
 async def gather_sum(team: ProcessGroup, chunk: Any) -> Any:
+    """Return the whole sum from the workers' chunks (an all-gather)."""
     return await team.ctx.all_reduce(chunk, team.ranks, "gather")
 
 
@@ -730,7 +767,7 @@ async def sum_overlapped(
 ) -> tuple[Work, Any]:
     """Compute one gradient and sum it by bucket during backward; or repeat an aborted round.
 
-    Afterwards `team.loss` and `team.signal` are sums.
+    Afterwards `team.loss` is the workers' mean loss and `team.signal` the lead rank's signal.
     Returns: (work, weighted sum).   Raises: GroupBrokenError, once the gradient is complete.
     """
     coding = BucketEncoder.of(team, stage, state, version) if stage.links else None
@@ -804,6 +841,7 @@ async def sum_parts(
 
 
 async def sum_part(team: ProcessGroup, coding: BucketEncoder | None, k: int, body: Any) -> Any:
+    """Return the sum of bucket k over all workers. Raises: GroupBrokenError if it is aborted."""
     return await (
         team.all_reduce(body, team.weight)
         if coding is None
@@ -814,15 +852,17 @@ async def sum_part(team: ProcessGroup, coding: BucketEncoder | None, k: int, bod
 # Streaming: an all-reduce of one fragment of the model at a time, while local steps continue
 #
 # As with other delayed exchanges (`ashl.topology.local_work`), a worker holds one finished piece of
-# work that is not exchanged yet. So at the top of the loop nothing is in flight. A fragment is
-# exchanged and merged as a model is, and each merge counts as one of the whole model. See
-# `ashl.overlap.streaming` and `loscar`.
+# work that is not exchanged yet. So at the top of the loop nothing is in flight. An exchange sums
+# the work in one fragment, and its merge steps on that fragment only. It counts as one merge of the
+# whole model. See `ashl.overlap.streaming` and `loscar`.
 
 
 async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Run a worker that exchanges fragments: send one, take part of the next steps, merge.
+    """Run a worker that exchanges one fragment of its finished work at a time.
 
-    The remaining steps of the piece follow the merge. Returns: the final signal, NEXT or STOP.
+    While the sum of a fragment is in flight, the worker takes the first local steps of the next
+    piece of work. It takes the remaining ones after the merge.
+    Returns: the final signal, NEXT or STOP.
     """
     stage, overlap, count = state.begin(ctx, stage), stage.delayed, len(stage.fragments)
     assert isinstance(overlap, Fragmented)
@@ -916,21 +956,23 @@ def apply_fragment(
 #
 # Failure: a sum that lacks a member is aborted, and the survivors form a new process group. They
 # repeat the round from the state that all of them have, with the work that each has computed for
-# it, and with the survivors' weights, Σ w_i = 1. A rank that is one merge ahead goes back by one.
-# The failed worker's steps of the round count as dropped. In a codec's own protocol, a rank that
-# waits for a failed worker aborts, and then each rank that waits for an aborting rank. A rank that
-# has all its messages waits until all others have theirs. The codec's state of the failed worker is
-# discarded. The lowest surviving rank becomes the lead rank. With
+# it, and with the survivors' weights, Σ w_i = 1. A rank that has already merged the round goes back
+# by one merge. The failed worker's steps of the round count as dropped. In a codec's own protocol,
+# a rank that waits for a failed worker aborts, and then each rank that waits for an aborting rank.
+# A rank that has all its messages waits until all others have theirs. The codec's state of the
+# failed worker is discarded. The lowest surviving rank becomes the lead rank. With
 # `runtime.on_worker_failure=reshard` the survivors train on the failed worker's data from the next
 # round on, see `ashl.topology.parameter_server`.
 #
-# Rejoin: a worker asks to join, the lead rank piggybacks that on the next sum, and after that merge
-# all members form a new process group with it. The joining worker receives model, progress, outer
-# moments, and the optimizer's moments if all workers step on the sum. Otherwise its own moments
-# start from zero, as does its codec's state, and its data continue behind its counted samples. If
-# codecs hold copies of each other's state, or a common state, all of them are reset.
+# Rejoin: a worker asks to join. The lead rank piggybacks the request on the next sum. After that
+# merge all members form a new process group with the joining worker. The lowest old member sends it
+# the model, the progress and the outer moments. If all workers step on the sum, it also sends the
+# optimizer's moments; otherwise those of the joining worker start from zero. Its codec's state
+# starts from zero, and its data continue after the samples that were counted for it. If codecs hold
+# copies of each other's state, or a common state, all of them are reset.
 #
-# All members apply the same merges, so the rest of a run equals one of the survivors, bit for bit.
+# All members apply the same merges. So after a failure the run equals, bit for bit, a run of the
+# survivors from that round on.
 #
 # Source: a new communicator of the survivors as in Bland et al., "Post-failure recovery of MPI
 # communication capability", IJHPCA 2013; an all-reduce that continues as in Horovod Elastic.
@@ -938,7 +980,7 @@ def apply_fragment(
 
 MAX_STATE_MESSAGES = 64  # messages to a joining worker
 NO_MODEL = -1  # version of a joining worker, which has no model yet
-# by signal: the reason that a rank records if another rank has decided
+# by signal (GO, NEXT, STOP): the reason that a rank records if another rank has decided
 REASON_OF_SIGNAL = (None, "next", "seconds")
 
 
@@ -965,8 +1007,9 @@ async def repair_round(
 ) -> tuple[Stage, str | None]:
     """Form a new process group after a failure, and go back to the state before the aborted round.
 
-    The round is repeated (`state.redo`), unless a rank has decided meanwhile to end the stage: then
-    its work is dropped. Returns: (stage of the survivors, reason of the end or None).
+    The survivors repeat the round with the work in `state.redo`. If a rank has decided meanwhile to
+    end the stage, they do not repeat it, and all work of the round counts as dropped.
+    Returns: (stage of the survivors, reason of the end or None).
     Raises: AshlError if too few workers remain.
     """
     reason = local_stop(ctx, stage, state.progress)
@@ -991,8 +1034,9 @@ async def repair_round(
 async def regroup_workers(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> Stage:
     """Form a new process group after the last merge of a stage, or to admit a joining worker.
 
-    If some members have not seen this merge, all ranks go back to its round and `state.redo` is
-    set. Returns: the stage of the members.   Raises: AshlError if too few workers remain.
+    If a failure kept some members from this merge, all members go back to the state before it. Then
+    `state.redo` holds the work of the round to repeat.
+    Returns: the stage of the members.   Raises: AshlError if too few workers remain.
     """
     formed = await ctx.regroup(
         state.progress.version, signal_of(stage, reason), open=reason == JOIN
@@ -1003,6 +1047,7 @@ async def regroup_workers(ctx: RankContext, stage: Stage, state: PeerState, reas
 
 
 def signal_of(stage: Stage, reason: str | None) -> int:
+    """Return the control signal (GO, NEXT or STOP) for a reason to end the stage, or None."""
     if reason in (None, JOIN):
         return GO
     return NEXT if reason == "next" and stage.following else STOP
@@ -1011,7 +1056,11 @@ def signal_of(stage: Stage, reason: str | None) -> int:
 async def restrict_to_team(
     ctx: RankContext, stage: Stage, state: PeerState, formed: Formed
 ) -> Stage:
-    """Continue as the members of a new process group. Returns: the stage restricted to them."""
+    """Continue as the members of a new process group. Returns: the stage restricted to them.
+
+    The lowest old member sends the state to joining workers.
+    Raises: AshlError if fewer than `runtime.min_workers` workers remain.
+    """
     state.epoch = formed.epoch
     state.incarnations = formed.incarnations
     state.formed_ns = formed.time_ns
@@ -1041,7 +1090,7 @@ async def restrict_to_team(
 
 
 def go_back(ctx: RankContext, state: PeerState, version: int) -> None:
-    """Go back to the state before the merge of this version, with the work computed for it."""
+    """Restore the state that held this version of the model, with the work computed on it."""
     before = next(saved for saved in state.history if saved.progress.version == version)
     if before is not state.history[-1] and before.redo is not None:
         ctx.steps -= before.redo.steps  # the repeated round is recorded once more
@@ -1064,7 +1113,8 @@ def update_membership(stage: Stage, state: PeerState, formed: Formed) -> Progres
         if formed.signal == GO and state.redo is not None:
             progress.count_dropped(rank, steps[rank], FAILURE)
     for rank in {*stage.workers}.difference(formed.ranks, formed.failed):
-        progress.remove_worker(rank)  # a rejoining worker that has not received the model yet
+        # neither a member nor failed: a rejoining worker that has not received the model yet
+        progress.remove_worker(rank)
     for rank in progress.gone.intersection(formed.joined):
         progress.join(rank)
     return progress
@@ -1077,7 +1127,7 @@ def memory_is_local(stage: Stage, ends: CodecState) -> bool:
 
 
 def take_over_lead(ctx: RankContext, stage: Stage, state: PeerState) -> None:
-    """Make the lead rank count, decide and emit snapshots from now on."""
+    """Register the lead rank's state as the one whose counts heartbeats and snapshots report."""
     here = ctx.rank == stage.lead_rank
     ctx.counter = state if here else None
     if here:
@@ -1103,7 +1153,7 @@ async def admit(ctx: RankContext, stage: Stage, state: PeerState, rank: int) -> 
 
 
 async def receive_state(ctx: RankContext, epoch: int, donor: int) -> list[Message] | None:
-    """Return the messages to a joining worker; None if the donor fails meanwhile."""
+    """Return the messages to this joining worker; None if the sender (`donor`) fails meanwhile."""
     messages = list[Message]()
     while not messages or len(messages) <= messages[0].meta[0]:
         message = await ctx.recv(state_tag(epoch, len(messages)), PEER_FAILED, src=donor)
@@ -1119,13 +1169,14 @@ async def join(
 ) -> tuple[int, PeerState] | None:
     """Join a running run as a worker.
 
+    If the member that sends the state fails, this worker asks to join again.
     Args: state: the initial state, before the first stage.
     Returns: (index of the present stage, state in it); None if the run is over.
     """
     first = stages[0]
     while True:
         while await ctx.recv(PEER_FAILED, before_s=ctx.now):
-            pass  # failures before this worker joined do not concern it
+            pass  # discard notices of failures before this worker joined
         formed = await ctx.regroup(NO_MODEL)
         if formed.signal == STOP:
             ctx.time_accounting.close_at(end_time_ns(first, formed.time_ns))

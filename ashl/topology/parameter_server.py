@@ -2,15 +2,20 @@
 the model.
 
 Data flow: a worker computes on the model that it pulled last and sends a push. The server decodes
-the push and merges it once `quorum` pushes have arrived: `aggregate` sets the weights, `outer`
-takes the step. It then answers every waiting worker that `sync.may_proceed` names. Traffic per
-worker and exchange: one push and one pull of the model.
+and buffers the push. Once the buffer holds `quorum` pushes, the server merges them: `aggregate`
+sets the weights, `outer` takes the step. It then answers every waiting worker that
+`sync.may_proceed` names. A push that is too stale for the sync mode is dropped, and its worker
+waits for an answer as well. Traffic per worker and exchange: one push and one pull of the model.
 
-States of a stage: GO; NEXT, while pushes in flight are merged before the next stage; STOP, at the
-end of the run.
+Merges without a quorum: at the time `closes_s` of the sync mode; before the next stage. With a
+barrier, a worker failure lowers the quorum, and the server merges if the buffer then holds it.
+
+Control signals in a reply: GO; LAST, only with delayed exchanges: push the piece of work that is
+finished and compute no more in this stage; NEXT, another stage follows; STOP, the run is over.
+Before NEXT the server waits for pushes in flight and merges them. At STOP it drops them.
 
 With `runtime.on_worker_failure=reshard` each surviving worker also trains on its part of a failed
-worker's data. That begins with the first round after the reply that reports the failure.
+worker's data. It begins in the first round after the reply that reports the failure.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
@@ -90,8 +95,9 @@ from ashl.topology.replies import (
 class Updates:
     """Messages between worker and server: updates in pushes, the model in pulls.
 
-    `plain`: the optimizer's step depends on nothing but the learning rate. `unbiased`: the codec
-    must be unbiased. `whole`: some pushes are computed from the whole shard of a worker.
+    Requirements that planning checks: with `plain`, the optimizer is SGD without momentum and
+    weight decay. With `unbiased`, the codec is unbiased. With `whole`, some pushes hold the
+    gradient over all data of a worker, and `runtime.on_worker_failure=reshard` is not supported.
     """
 
     plain: ClassVar[bool] = False
@@ -114,12 +120,16 @@ class Updates:
         return state.params
 
     def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
-        """Start a joining worker from `body`; `kept` is its state in a checkpoint, or None."""
+        """Start a joining worker from the payload `body` of the answer to its join request.
+
+        Args: kept: the worker's state in a checkpoint, or None.
+        """
         state.params = body
 
     def on_membership_change(self, stage: Stage, state: ServerState, rank: int) -> None:
-        """Update the server's state once this worker has failed (it is in `progress.gone`) or
-        rejoins (it is not).
+        """Update the server's state after this worker has failed or rejoined.
+
+        A failed worker is in `progress.gone`, a rejoined one is not.
         """
         state.rule_state = rule_of(stage).on_membership_change(
             stage, state.rule_state, state.progress, rank
@@ -171,7 +181,7 @@ class ServerRule(Rule, contract=True):
         return 1
 
     def accepts(self, staleness: int) -> bool:
-        """Return True if a push is merged; otherwise it is dropped and counted as dropped."""
+        """Return True if a push with this staleness (merges) is merged; otherwise it is dropped."""
         return True
 
     def begin(self, stage: Stage, progress: Progress) -> Any:
@@ -201,8 +211,9 @@ class ServerRule(Rule, contract=True):
         return None
 
     def on_membership_change(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
-        """Return the rule's state once this worker has failed (it is in `progress.gone`) or
-        rejoined (it is not).
+        """Return the rule's state after this worker has failed or rejoined.
+
+        A failed worker is in `progress.gone`, a rejoined one is not.
         """
         return state
 
@@ -242,10 +253,10 @@ UPDATES = Updates()
 
 @option
 class ParameterServer(Topology):
-    """One server (rank n) holds the model, and workers exchange with it only.
+    """One server (rank n) holds the model; each worker exchanges messages with the server only.
 
-    With `pull_ratio` a pull carries only that fraction of the elements of the difference to the
-    worker's last pull. The chosen codec selects them.
+    `pull_ratio` is the density of pulls. If it is set, a pull holds the difference between the
+    model and the worker's last pull. The codec compresses it to that fraction of its elements.
     """
 
     policy_type: ClassVar[type[Rule]] = ServerRule
@@ -311,19 +322,20 @@ class ServerState:
     # (first stage, assignments of the workers) as planned after profiling
     assigned: tuple[int, Any] | None = None
     entered: int | None = None  # index of the current stage
-    counted: int = 0  # samples of a counted step that has unmerged slices
+    # samples of the step that is counted but has unmerged slices (slices by priority); 0: none
+    counted: int = 0
     averages: Any = None  # running averages of an online planner
     rule_state: Any = None  # state of the sync mode
     signal: int = GO  # NEXT while pushes in flight are drained
     # workers that were asked for their last piece of work (delayed exchanges only)
     flush_requested: tuple[int, ...] = ()
     reason: str | None = None  # why the stage ends
-    ahead: Message | None = None  # a message that was received early
+    ahead: Message | None = None  # a received message to handle before waiting workers are answered
     newcomers: tuple[int, ...] = ()  # workers whose join request has no answer yet
     incarnations: dict[int, int] = field(default_factory=dict)  # of each rejoined worker
     pulls: list[Tag] = field(default_factory=list)  # tag of the replies to each worker
     quorum: int = 1  # pushes of one merge
-    workers: tuple[WorkerPlan, ...] = ()  # present assignment of each worker
+    workers: tuple[WorkerPlan, ...] = ()  # present assignment of each worker, by rank
 
     @property
     def version(self) -> int:
@@ -395,7 +407,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         if signal in (NEXT, STOP):
             if stage.by_priority:
                 await cancel_exchange(ctx, stage, state)
-            # no slice of the model is needed any more: it arrives whole, or not at all
+            # discard slices: at NEXT the reply holds the whole model, at STOP none is needed
             await ctx.discard(stage.tag("back"))
             leave_stage(ctx, stage, signal, reply.end_ns)
         ctx.record_round(
@@ -411,7 +423,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
 
 
 def apply_reply(stage: Stage, state: WorkerState, signal: int, body: Any) -> None:
-    """Take the model of a reply: its first bucket, the whole model, or a change of it."""
+    """Apply the payload of a reply: the model's first bucket, the model, or its difference."""
     if pull_comes_in_parts(stage) and signal == GO:
         state.coming = body
     elif signal == NEXT:
@@ -457,7 +469,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     await drain_slices(ctx, stage, state)
     if state.signal == STOP:
         ctx.safe_point(stage.index, None)
-    await ctx.discard(*slices)  # slices of pushes that are too late
+    await ctx.discard(*slices)  # slices of pushes that are not merged any more
     await finish_stage(ctx, stage, state, state.signal)
     record_end(ctx, stage, progress, state.reason)
     return state.signal
@@ -468,8 +480,8 @@ async def answer_waiting(
 ) -> None:
     """Answer every waiting worker that may proceed.
 
-    If the sync mode handles all arrived pushes first (`takes_all`) and another one is there, keep
-    it in `state.ahead` and answer no worker.
+    A sync mode with `takes_all` handles all arrived messages first. If another one has arrived, it
+    is kept in `state.ahead` and no worker is answered yet.
     """
     rule = rule_of(stage)
     if rule.takes_all:
@@ -490,9 +502,6 @@ async def answer_waiting(
 CLOSE: Tag = ("close", 0, 0)  # from the server to itself: merge the buffered pushes now
 
 
-CLOSE: Tag = ("close", 0, 0)  # from a server to itself: what has come is merged now
-
-
 def rule_of(stage: Stage) -> ServerRule:
     """Return the stage's sync mode as a `ServerRule`; planning has checked its type."""
     rule: Any = stage.sync
@@ -500,14 +509,17 @@ def rule_of(stage: Stage) -> ServerRule:
 
 
 async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Count one push, and apply it unless it is too stale. Returns: True if the model changed."""
+    """Count one push, and apply it unless it is too stale; its worker then waits for a reply.
+
+    Returns: True if the model changed.
+    """
     progress, worker, rule = state.progress, message.src, rule_of(stage)
     if stage.messages:
         message = await assemble_push(ctx, stage, message)
         stage = await await_slices(ctx, stage, state)
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = progress.version - version
-    # with a barrier and delayed exchanges every push is stale by one round, so that one is free
+    # with a barrier and delayed exchanges every push is stale by one round, which is not counted
     one_late = staleness > 0 and rule.in_rounds and stage.delayed is not None
     beyond = staleness - 1 if one_late else staleness
     late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
@@ -524,10 +536,10 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
 async def receive_more(
     ctx: RankContext, stage: Stage, state: ServerState, tags: Sequence[Tag]
 ) -> Message | None:
-    """Return the next message, if one is there or arrives before the buffered pushes are merged.
+    """Return the next message that arrives before the time `closes_s` of the sync mode.
 
-    Returns: None if the server shall answer now; a `CLOSE` message once the time `closes_s` has
-    passed.
+    Without such a time: the next message that has already arrived.
+    Returns: None if there is no message, so it answers now; a `CLOSE` message at `closes_s`.
     """
     closes_s = rule_of(stage).closes_s(state.rule_state, state.progress)
     deadline_s = stage.stop_criteria.deadline_s
@@ -572,8 +584,7 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     """Buffer a push, and merge the buffer once it holds a quorum.
 
     Update rule: one outer step on Σ_i c_i·Δ_i, or one optimizer step on Σ_i c_i·g_i
-    Args: push: the new push; None merges the buffered pushes without a quorum, at the end of a
-    stage or after a worker has failed.
+    Args: push: the new push; None: merge the buffered pushes, even without a quorum.
     Returns: the merged update; None if the quorum is not reached.
     """
     progress = state.progress
@@ -608,8 +619,9 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
 def replan(
     ctx: RankContext, stage: Stage, state: ServerState, push: Push, planner: Planner
 ) -> None:
-    """Pass a commit to an online planner. If it replans, change H, density and weights of the
-    present workers from now on.
+    """Pass the costs of a push to a planner that replans during the run.
+
+    If it replans, H, density and weights of the present workers change from now on.
     """
     payload = stage.payload(state.workers[push.worker].compression_ratio)
     if state.averages is None:
@@ -680,29 +692,29 @@ def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, flo
 
 # Workers that fail and rejoin
 #
-# Failure: once the server has noticed it, the others no longer wait for the failed worker. A lead
-# is counted from the slowest surviving worker. With a barrier, a round waits for the survivors
-# only, and the server merges it at once if the failure completes it. The failed worker's push for
-# that round is dropped and counted as dropped, so the round equals one of the survivors. Without a
-# barrier, a push that arrived before the failure is applied, and the weights are those of the
+# Failure: once the server has noticed it, the others no longer wait for the failed worker. The lead
+# of a worker, in rounds, is counted from the slowest surviving worker. With a barrier, a round
+# waits for the survivors only. If their pushes have all arrived, the server merges them at once.
+# The failed worker's push for that round is dropped, so the round is that of the survivors. Without
+# a barrier, a push that arrived before the failure is applied, and the weights are those of the
 # survivors, Σ w_i = 1. The codec's state of the failed worker is discarded.
 #
-# Data with `runtime.on_worker_failure=reshard`: the survivors train on the failed worker's data
-# meanwhile. Its samples are dealt out one by one. Each survivor makes passes over its own samples
-# and the additional ones, and continues behind its cursor. It does so from the first round after
-# the reply that reports the failure. So a pass visits each sample once, at one worker. A rejoining
-# worker has its own data again.
+# Data with `runtime.on_worker_failure=reshard`: until the failed worker rejoins, the survivors
+# train on its data. Its samples are distributed over the survivors one by one. Each survivor makes
+# passes over its own samples and the additional ones, from its present position. It begins in the
+# first round after the reply that reports the failure. So a pass visits each sample once, at one
+# worker. A rejoining worker has its own data again.
 #
-# Rejoin: the worker receives the stage, the model and its assignment. Its clock starts at that of
-# the slowest worker. Its optimizer and its codec start with an empty state, and its data continue
-# behind the last position that the server knows. A worker that asks at a stage boundary joins in
-# the next stage. A worker that asks after the end is told that the run is over. An incarnation is
-# identified by the time of its join request, which is part of the tag of every message to it. So no
-# worker mistakes a reply to an earlier incarnation for its own.
+# Rejoin: the worker receives the stage, the model and its assignment. Its count of rounds starts at
+# that of the slowest worker. Its optimizer and its codec start with an empty state. Its data
+# continue after the last position that the server knows. A worker that asks at a stage boundary
+# joins in the next stage. The server tells a worker that asks after the end that the run is over.
+# An incarnation is identified by the time of its join request, which is part of the tag of every
+# message to it. So no worker mistakes a reply to an earlier incarnation for its own.
 #
 # Checkpoint of asynchronous workers: all workers join the restored server again. Merged pushes
-# count, and pushes that were in flight are computed again. Each worker keeps its counts, and the
-# optimizer state and residual of its own last safe point.
+# count. Workers compute pushes again that were in flight or buffered. Each worker resumes with the
+# server's counts of it, and with the optimizer state and residual of its own last safe point.
 #
 # Source: membership as in Li et al., "Scaling Distributed Machine Learning with the Parameter
 # Server", OSDI 2014, section 3.8; rounds of the survivors as with the backup workers of Chen et
@@ -737,11 +749,10 @@ def record_join(state: ServerState, message: Message) -> None:
 
 
 def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
-    """Raise AshlError if fewer than `runtime.min_workers` workers remain after the failure of
-    `rank`.
+    """Raise AshlError if `left` remaining workers are too few after the failure of `rank`.
 
-    In a run that does not tolerate failures, the error is a consequence of that failure
-    (`__cause__`).
+    The limit is `runtime.min_workers`. In a run that does not tolerate failures, the error names
+    that failure as its `__cause__`.
     """
     if left < stage.min_workers:
         raise AshlError(
@@ -753,7 +764,7 @@ def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
 async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
     """Continue without a failed worker.
 
-    Returns: True if the model changed because the round is complete without that worker.
+    Returns: True if the survivors' pushes complete a round, so that the model changed.
     Raises: AshlError if too few workers remain.
     """
     progress, rule = state.progress, rule_of(stage)
@@ -793,7 +804,7 @@ async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     applied = (progress.version, progress.steps, progress.samples)
     assignment = assignment_of(stage, state, rank)
     rounds, done = progress.rounds_and_steps_of(rank)
-    # pushes of its earlier incarnation that are still to be merged
+    # steps of its earlier incarnation's pushes that are buffered
     buffered = [push.steps for push in state.buffer if push.worker == rank]
     pushed = (rounds + len(buffered), done + sum(buffered))
     admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *assignment)
@@ -805,7 +816,10 @@ async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
 
 
 async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -> None:
-    """Tell each worker that asks to join after the end that the run is over; never returns."""
+    """Tell each worker that asks to join after the end that the run is over.
+
+    It runs as a task that ends with the kernel.
+    """
     while True:
         for rank in state.newcomers:
             await ctx.send(
@@ -822,7 +836,8 @@ async def gather_workers(
 ) -> tuple[int, ServerState]:
     """Restore the server from a checkpoint: drop messages in flight and await all join requests.
 
-    A worker that fails before it joins is removed. Returns: (index of the stage, state).
+    A worker that fails before it joins is removed. The server admits the others when its loop
+    begins. Returns: (index of the stage, state).
     """
     stage, progress = stages[index], state.progress
     answered = set[int]()
@@ -915,6 +930,8 @@ async def finish_stage(
 ) -> None:
     """Tell every worker that the stage has ended, and drop pushes that are not merged.
 
+    Waiting workers are answered at once, the others once their push arrives. At NEXT each waiting
+    worker receives the model.
     Args: signal: NEXT or STOP; end_ns: end time of the stage (ns), None for now.
     """
     progress = state.progress
@@ -1018,7 +1035,7 @@ async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Messag
 
     Its start time is that of the first bucket.
     """
-    # with slices, the server has merged the others one by one
+    # with slices, the server merges each of the earlier slices separately
     if stage.overlap.by_slice or stage.by_priority:
         return push
     before = [await ctx.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
@@ -1033,7 +1050,10 @@ async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Messag
 
 
 def pull_comes_in_parts(stage: Stage) -> bool:
-    """Return True if a reply does not hold the whole model."""
+    """Return True if a reply holds the first part of the model and other messages the rest.
+
+    With slices by priority it is False, because replies hold no part of the model.
+    """
     return stage.overlap.by_slice or (stage.overlap.pulls and len(stage.messages) > 1)
 
 
@@ -1071,8 +1091,9 @@ async def send_remaining_parts(
 
 
 async def settle_pull(ctx: RankContext, stage: Stage, state: WorkerState) -> bool:
-    """Complete the model if slices are in flight, or if a checkpoint is due.
+    """Receive the rest of the model now if it arrives in slices, or if a checkpoint is due.
 
+    Otherwise the next forward pass waits for each bucket.
     Returns: True if nothing is in flight to this worker.
     """
     if stage.overlap.by_slice:
@@ -1093,8 +1114,8 @@ async def settle_pull(ctx: RankContext, stage: Stage, state: WorkerState) -> boo
 #
 # Rule: once a slice has arrived from all workers, the server computes its weighted sum. It steps on
 # these elements alone and sends them to all workers at once. The last slice of a gradient is the
-# push itself: it carries the header that the server counts and answers. Once the reply has arrived,
-# all other slices have, too. The model equals that of an unpartitioned push, bit for bit.
+# push itself: it carries the header that the server counts and answers. The server answers a push
+# after it has sent all other slices. The model equals that of an unpartitioned push, bit for bit.
 # `ashl.overlap.slices` decides how large slices are.
 #
 # Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training",
@@ -1120,7 +1141,10 @@ def last_slice_stage(stage: Stage) -> Stage:
 
 
 async def push_slices(ctx: RankContext, stage: Stage, samples: int) -> Any:
-    """Send each slice to the server once it is ready. Returns: the last one, which is not sent."""
+    """Send each slice to the server once it is ready, except the last one, which is the push.
+
+    Args: samples: of the gradient. Returns: the last slice.
+    """
     number, up, count = 0, stage.tag("slice"), len(stage.cached(slice_ranges))
     for message, (_, tag) in zip(stage.messages, stage.ready, strict=True):
         part = (await ctx.recv(tag, src=ctx.rank)).body
@@ -1165,10 +1189,10 @@ async def on_slice(ctx: RankContext, stage: Stage, state: ServerState, message: 
 
 
 async def await_slices(ctx: RankContext, stage: Stage, state: ServerState) -> Stage:
-    """Return the stage for a push that follows its slices; `stage` itself without slices.
+    """Return the stage restricted to the last slice, for a push; `stage` itself without slices.
 
-    Before the last push of a round is merged, all slices of the round must be merged. A link that
-    has become faster may have let the push overtake a slice, so this waits for it.
+    Before the last push of a round is merged, all other slices of the round must be merged. If a
+    link became faster, the push may have overtaken a slice, so the server first waits for it.
     """
     if not stage.overlap.by_slice:
         return stage
@@ -1194,6 +1218,7 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
 
 
 def step_on(stage: Stage, state: ServerState, number: int, update: Any, lr: float) -> None:
+    """Take the optimizer's step on the elements of one slice, and keep the result in `made`."""
     start, stop = stage.cached(slice_ranges)[number]
     exact = stage.link.traits.lossless
     state.made[number] = stage.trainer.apply_slice(
@@ -1211,7 +1236,7 @@ def finish_sliced_step(
 
 
 def join_slices(stage: Stage, state: ServerState) -> tuple[Any, Any]:
-    """Return (moments, model) of all slices."""
+    """Return (moments, model) of all merged slices, and empty `made`."""
     made = [
         state.made[number]
         for number in sorted(state.made, key=stage.cached(slice_ranges).__getitem__)
@@ -1221,8 +1246,9 @@ def join_slices(stage: Stage, state: ServerState) -> tuple[Any, Any]:
 
 
 def finish_if_complete(stage: Stage, state: ServerState) -> bool:
-    """Return True if a counted step is merged in all slices, which makes the model complete (by
-    priority).
+    """Make the model of a counted step once all of its slices are merged (slices by priority).
+
+    Returns: True if the model changed.
     """
     if not state.counted or len(state.made) < len(stage.cached(slice_ranges)):
         return False
@@ -1234,14 +1260,15 @@ def finish_if_complete(stage: Stage, state: ServerState) -> bool:
 # Slices by priority: those that the next forward pass needs first are sent first
 #
 # Rule: a worker sends the slice of the lowest layer first, among those that backward has computed.
-# At most `credit` of its slices are in flight. The server acknowledges each slice. It
-
-# merges a slice that has arrived from all workers and sends it back at once. The next forward pass
-# waits for each bucket separately, so the slices of the last layers travel during that pass. The
-# header travels ahead of the slices, once backward has ended. The server answers when all headers
-# have arrived, so every worker knows before its next step whether the run continues. The server's
-# model is complete, and is evaluated, once all slices of a step are merged. At the end of a stage,
-# and for a checkpoint, all slices are drained first.
+# At most `credit` of its slices are in flight. The server acknowledges each slice. It merges a
+# slice once it has arrived from all workers and sends it back at once. The next forward pass waits
+# for each bucket separately, so the slices of the last layers travel during that pass.
+#
+# Once backward has ended, the worker sends the header, which is a push without payload. Slices that
+# still wait for credit are sent later. The server answers when all headers have arrived, so every
+# worker knows before its next step whether the run continues. The server's model is complete, and
+# is evaluated, once all slices of a step are merged. At the end of a stage, and for a checkpoint,
+# all slices are drained first.
 #
 # Limits: with a credit of one slice, each slice waits for the acknowledgement of the one before,
 # which takes two latencies. Source: Jayarajan et al., "Priority-based Parameter Propagation for
@@ -1258,7 +1285,7 @@ def slice_numbers(stage: Stage) -> list[range]:
 
 
 async def step_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """Compute one gradient, and exchange its slices in the task `state.coming`."""
+    """Compute one gradient; the task `state.coming` exchanges its slices and outlives this call."""
     start, (number, span), arrived = ctx.now, next_batch(state), list[Any]()
     groups = [(message.needed, stage.tag("group", k)) for k, message in enumerate(stage.messages)]
     needs = () if state.coming is None else tuple(reversed(groups))
@@ -1323,7 +1350,7 @@ async def flush_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) 
 
 
 async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
-    """Cancel the exchange of slices, and discard the messages of it."""
+    """Cancel the exchange of slices, and discard its messages."""
     if state.coming is not None:
         await ctx.cancel(state.coming)
         state.coming = None
@@ -1335,7 +1362,10 @@ async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) ->
 
 
 def count_step(stage: Stage, state: ServerState, message: Message) -> bool:
-    """Count a step once all workers have ended it. Returns: True if the model changed."""
+    """Count a step once the headers of all workers have arrived.
+
+    Returns: True if all of its slices are merged by then, so that the model changed.
+    """
     steps, samples, loss, version = message.meta[:4]
     progress, staleness = state.progress, state.progress.version - int(version)
     state.buffer.append(
@@ -1359,10 +1389,11 @@ async def drain_slices(ctx: RankContext, stage: Stage, state: ServerState) -> No
 
 # One fragment of the model at a time, see `ashl.overlap.streaming` and `loscar`
 #
-# Rule: the merge after version v is of fragment v mod P. Each worker pushes its progress in that
-# fragment. Once it has arrived from all workers, the server takes the outer step on the fragment
-# and sends it back. The worker mixes it with its own. As in `run_streaming` of
-# `ashl.topology.all_reduce`, a worker holds one finished piece of work that is not exchanged yet.
+# Rule: the merge after version v is of fragment v mod P, with P fragments. Each worker pushes the
+# part of its finished work that lies in this fragment. Once these pushes have arrived from all
+# workers, the server takes the outer step on the fragment and sends it back. The worker mixes it
+# with its own fragment. As in `run_streaming` of `ashl.topology.all_reduce`, a worker holds one
+# finished piece of work that is not exchanged yet.
 #
 # Sources: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512,
 # 2025; Maziane et al., "LOSCAR-SGD", arXiv 2605.20866, 2026. Differs: both papers use all-reduce;
@@ -1370,9 +1401,11 @@ async def drain_slices(ctx: RankContext, stage: Stage, state: ServerState) -> No
 
 
 async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
-    """Run a worker that exchanges fragments: push one, take part of the next steps, mix the reply.
+    """Run a worker that exchanges one fragment of its finished work at a time.
 
-    The remaining steps of the piece follow the reply. Returns: the final signal, NEXT or STOP.
+    Between the push of a fragment and its reply, the worker takes the first local steps of the next
+    piece of work. It takes the remaining ones after it has mixed the reply into its model.
+    Returns: the final signal, NEXT or STOP.
     """
     state.enter(stage, ctx.rank)
     overlap, signal = stage.delayed, GO
@@ -1444,7 +1477,7 @@ async def answer_fragment(ctx: RankContext, stage: Stage, state: ServerState, ra
 
 
 def fragment_state(stage: Stage, state: Any, version: int) -> tuple[Stage, Fragment, Any]:
-    """Return (stage, position, state) restricted to the fragment of the merge after `version`."""
+    """Return (stage, fragment, state) restricted to the fragment of the merge after `version`."""
     k, fragment = version % len(stage.fragments), fragment_at(stage, version)
     state.fragment_ends = state.fragment_ends or codec_states_of(stage)
     held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
