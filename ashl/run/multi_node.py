@@ -1,9 +1,16 @@
-"""A job on several nodes: the hostfile, the ranks of each node, one ssh connection for each, and
-how all of it ends.
+"""A job on several nodes: the launcher assigns ranks to hosts and starts them over ssh.
 
-`read_hosts` and `assign_slots` say which ranks run where. `connect_nodes` starts a node agent on
-each node (`ashl.run.node_agent`). `run_job` sends each agent its ranks, shows their output, and
-ends the job everywhere at the first failure.
+`read_hosts` and `assign_slots` decide which ranks run on which host. `connect_nodes` starts a node
+agent on each host (`ashl.run.node_agent`), over ssh or, for `localhost`, as a local process.
+`run_job` runs the job:
+
+1. Each agent sends a greeting: its version, a free port and addresses.
+2. The launcher sends each agent one order with its ranks, and a heartbeat every `PULSE_S`. An agent
+   without heartbeats for `SILENCE_S` ends its ranks.
+3. Each agent sends records: lines of its ranks' output, and their exit codes.
+4. `SETTLE_S` after the first failure that is not tolerated, or at the user's first interrupt, the
+   launcher sends STOP. The ranks then finish their records and exit. The launcher sends KILL
+   `GRACE_S + SETTLE_S` later, or at the second interrupt.
 """
 
 import json
@@ -50,7 +57,7 @@ COPIED = ("ASHL_", "NCCL_", "GLOO_", "OMP_")
 class Host(NamedTuple):
     """A line of a hostfile."""
 
-    # for ssh: a name, an address or an alias of its configuration, with or without `user@`
+    # argument of ssh: a name, an address or an alias in ssh's configuration, perhaps with `user@`
     login: str
     slots: int  # the number of ranks that it can run
 
@@ -70,7 +77,8 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     """Return the hosts of a hostfile.
 
     Each line is `host`, `user@host` or `host slots=2`; `#` begins a comment.
-    Raises: UsageError with the number of a line that is invalid or names a host again.
+    Raises: UsageError if the file cannot be read or names no host, or if a line is invalid or
+    repeats a host.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -159,12 +167,13 @@ def copied_environment(env: Mapping[str, str], wanted: Iterable[str]) -> dict[st
 
 
 def master_address(first: Host, reached_at: str | None, seen_from: Sequence[str | None]) -> str:
-    """Return the address of the first host at which the other hosts can reach it.
+    """Return the address at which the other hosts can reach the first host.
 
-    It is the address at which the launcher reached it, or its name. If that is loopback, the
-    launcher runs on the first host, and the address is the one from which it reached another host.
-    Args: reached_at, from the first host's greeting; seen_from, the launcher's address in the
-    greetings of the others.
+    It is the address at which the launcher reached the first host, or that host's name. If it is
+    loopback, the launcher runs on the first host. Then the result is the launcher's address as
+    another host sees it, or 127.0.0.1 if all of them see loopback.
+    Args: reached_at, the address in the first host's greeting; seen_from, the launcher's address in
+    the greetings of the other hosts.
     """
     own = reached_at or first.name
     if not is_loopback(own):
@@ -174,7 +183,7 @@ def master_address(first: Host, reached_at: str | None, seen_from: Sequence[str 
     )
 
 
-CONNECT_S = 10
+CONNECT_S = 10  # seconds for ssh to connect
 GREETING_S = 60.0  # seconds for Python to start on a node, perhaps from a slow disk
 UNREACHED = "does not answer"
 QUIET = ("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
@@ -186,13 +195,14 @@ class Launch:
     """The hosts of a job, and how ranks are started there."""
 
     hosts: tuple[Host, ...]
-    # The command of ssh and its options. The options of ashl follow; ssh takes the first of two.
+    # The command of ssh and the user's options. ashl appends its own options. If an option is given
+    # twice, ssh uses the first value, which is the user's.
     ssh: tuple[str, ...]
     python: str
     folder: str  # the working directory of every rank
     env: Mapping[str, str]
     size: int | None = None  # the number of ranks, if the user sets it
-    port: int | None = None  # of the job's store, on the first host; None = a free one
+    port: int | None = None  # port of the job's store, on the first host; None: a free port
     verbose: bool = False
 
     @property
@@ -211,13 +221,14 @@ class Greeting(BaseModel):
 
 @dataclass
 class Connection:
-    """An ssh connection to the node agent of one host."""
+    """A connection to the node agent of one host: by ssh, or to a local process for `localhost`."""
 
     share: HostRanks
     process: subprocess.Popen[bytes]
     stdin: IO[bytes]
     greeting: Greeting | None = None
-    words: list[str] = field(default_factory=list)  # lines of ssh or of a shell on the node
+    # lines that are no records of the agent: errors of ssh, Python or a shell on the node
+    words: list[str] = field(default_factory=list)
     running: set[int] = field(default_factory=set)  # its ranks that have not ended
     open: bool = True
     listeners: list[threading.Thread] = field(default_factory=list)
@@ -231,7 +242,7 @@ class Connection:
         return next((plain(text) for text in reversed(self.words) if text.strip()), "")
 
     def send(self, line: bytes) -> None:
-        with suppress(OSError):  # the connection has ended, which its output shows
+        with suppress(OSError):  # the connection has ended; `handle_disconnect` reports that
             self.stdin.write(line + b"\n")
             self.stdin.flush()
 
@@ -268,9 +279,9 @@ def command(where: Launch, host: Host, remote: Sequence[str]) -> list[str]:
 def connect_nodes(
     where: Launch, shares: Sequence[HostRanks]
 ) -> Generator[tuple[list[Connection], Inbox]]:
-    """Start a node agent on every host, over ssh, and end all of them when the context ends.
+    """Start a node agent on every host, and end all agents when the context ends.
 
-    Each has a process group of its own, so a Ctrl-C in the terminal reaches the launcher alone.
+    Each agent has its own process group, so a Ctrl-C in the terminal reaches the launcher only.
     Raises: UsageError if ssh or Python cannot be started.
     """
     inbox: Inbox = queue.SimpleQueue()
@@ -319,14 +330,14 @@ def connect_nodes(
 
 
 def read_stream(connection: Connection, stream: IO[bytes], error: bool, inbox: Inbox) -> None:
-    """Put the lines of a connection's output or errors into the inbox, until its end."""
+    """Put the lines of a connection's output or errors into the inbox, until the stream ends."""
     with stream:
         for line in iter(lambda: stream.readline(8 * MAX_LINE), b""):
             inbox.put(OutputLine(connection, line.decode(errors="replace").rstrip("\r\n"), error))
     if not error:
         for other in connection.listeners:
             if other is not threading.current_thread() and other.is_alive():
-                other.join(1.0)  # the errors say why the connection ended
+                other.join(1.0)  # first read the errors, which explain why the connection ended
         inbox.put(OutputLine(connection, None))
 
 
@@ -341,9 +352,10 @@ def next_line(inbox: Inbox, wait_s: float) -> OutputLine | None:
 def await_greetings(
     connections: Sequence[Connection], inbox: Inbox, interrupt: InterruptRequest, python: str
 ) -> list[Greeting]:
-    """Return the greetings of all node agents; none if the user interrupts.
+    """Return the greetings of all node agents; an empty list if the user interrupts.
 
-    Raises: AshlError that names all hosts that cannot take part, with the reason.
+    Raises: AshlError that names each host that cannot take part and the reason: no answer within
+    `GREETING_S`, no ashl, or another version of ashl.
     """
     end = time.monotonic() + GREETING_S
     while any(c.open and c.greeting is None for c in connections) and time.monotonic() < end:
@@ -401,7 +413,7 @@ def explain_fault(connection: Connection, python: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text without control characters, which could command a terminal."""
+    """Return a text without control characters, which a terminal might execute as commands."""
     if text.isprintable():
         return text
     return "".join(
@@ -411,19 +423,19 @@ def printable(text: str) -> str:
     )
 
 
-PULSE_S = 2.0  # seconds between two signs of life to the node agents
-SETTLE_S = (
-    5.0  # after the first failure: seconds for other ranks to notice and finish their records
-)
+PULSE_S = 2.0  # seconds between two heartbeats to the node agents
+# seconds after the first failure in which other ranks can notice it and finish their records
+SETTLE_S = 5.0
 LOST = "failed during the run"
 CONTROLLER_RANK = 0  # the rank in whose process the controller runs
 RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
-MAX_LINES = 10  # lines of errors shown of each rank except 0
-CODES = (1, 2, 3, 130)  # exit codes of a command of ashl that did not succeed
+# lines of errors shown of each rank except 0; the last of them is a hint at --verbose
+MAX_LINES = 10
+CODES = (1, 2, 3, 130)  # exit codes of an ashl command that did not succeed
 
 
 class AgentRecord(BaseModel):
-    """A later line of a node agent: one field besides `rank` is set."""
+    """A line of a node agent after its greeting: `rank` and one other field are set."""
 
     rank: int = 0
     out: str | None = None  # a line of the rank's output
@@ -433,7 +445,7 @@ class AgentRecord(BaseModel):
 
 
 class Failure(NamedTuple):
-    """A failure that ends the job: exit code, sentence, and the launcher's time in seconds."""
+    """A failure that ends the job: exit code, message, and the launcher's time in seconds."""
 
     code: int
     sentence: str
@@ -443,12 +455,13 @@ class Failure(NamedTuple):
 def run_job(where: Launch, size: int, argv: Sequence[str], tolerates_failures: bool = False) -> int:
     """Run `ashl ARGV` on `size` slots until all ranks have ended, and return its exit code.
 
-    The first Ctrl-C or SIGTERM ends the job in order, the second one ends it at once; the exit code
-    is then 130.
-    Args: tolerates_failures, True if a killed rank or a failed node does not end the job. The
-    controller decides then whether the run continues.
+    At the first Ctrl-C or SIGTERM the ranks finish their records and exit. At the second one they
+    are killed. The exit code is then 130.
+    Args: tolerates_failures, True if a killed or evicted rank, or a failed node, does not end the
+    job. Then the controller decides whether the run continues. A failure of rank 0 or of its node
+    always ends the job.
     Raises: AshlError if a node cannot take part (no rank was started) or fails, with the node's
-    name; UsageError if `where.folder` does not exist.
+    name; UsageError if `where.port` is taken or `where.folder` does not exist.
     """
     shares, interrupt = assign_slots(where.hosts, size), InterruptRequest()
     with (
@@ -461,14 +474,15 @@ def run_job(where: Launch, size: int, argv: Sequence[str], tolerates_failures: b
         first, *others = greetings
         if first.port is None:
             raise UsageError(
-                f"--port {where.port} is taken on {connections[0].name}; give another, or none"
+                f"--port {where.port} is taken on {connections[0].name}; set another port, or"
+                " remove --port"
             )
         address = "127.0.0.1"
         if others:
             address = master_address(
                 shares[0].host, first.reached_at, [other.seen_from for other in others]
             )
-        # the secret is in no command line, which other users could read
+        # other users can read command lines, so the order carries the secret
         env = {**where.env, SECRET: secrets.token_hex(32)}
         order = {"argv": [*RANK, *argv], "folder": where.folder, "env": env}
         for group, connection in enumerate(connections):
@@ -481,9 +495,11 @@ def run_job(where: Launch, size: int, argv: Sequence[str], tolerates_failures: b
 
 
 def job_size(config: Mapping[str, Any], where: Launch) -> int:
-    """Return the number of processes of a run: by --np, by the configuration, or all slots.
+    """Return the number of processes of a run.
 
-    Raises: UsageError if --np and the configuration differ, or if there are fewer slots.
+    If the configuration sets the number of workers: the workers and a server or coordinator.
+    Otherwise --np, or else the number of slots.
+    Raises: UsageError if --np and the configuration differ, or if there are too few slots.
     """
     asked = where.size
     slots = where.slots
@@ -494,7 +510,8 @@ def job_size(config: Mapping[str, Any], where: Launch) -> int:
     cluster = options.of("cluster", draw_compute_factors(config["cluster"], config["seed"]))
     if isinstance(cluster, ProfileCluster):
         raise UsageError(
-            "cluster=profile is in virtual time, which needs no hosts; set cluster=real, or drop it"
+            "cluster=profile is in virtual time, which needs no hosts; set cluster=real, or remove"
+            " the hosts"
         )
     workers = cluster.num_workers
     extra = extra_ranks(topology, None if schedule.names_sync else sync, cluster.node)
@@ -505,7 +522,8 @@ def job_size(config: Mapping[str, Any], where: Launch) -> int:
     beside = (" and a server" if topology.has_server else " and a coordinator") if extra else ""
     if asked not in (None, needed):
         raise UsageError(
-            f"--np {asked}: {workers} workers{beside} are {needed} processes; drop one of the two"
+            f"--np {asked}: {workers} workers{beside} are {needed} processes; remove --np or set"
+            f" --np {needed}"
         )
     if needed > slots:
         what = f"--np {needed}" if workers is None else f"{workers} workers{beside}"
@@ -517,7 +535,7 @@ def job_size(config: Mapping[str, Any], where: Launch) -> int:
 
 
 def tolerates_failures(config: Mapping[str, Any]) -> bool:
-    """Return True if a run with this topology can continue without a worker."""
+    """Return True if a run with this topology can continue after a worker failure."""
     return (
         FAULT_TOLERANT
         in OptionFactory(config["allow_targets"]).of("topology", config["topology"]).supports
@@ -530,16 +548,18 @@ def real_job_size(config: Mapping[str, Any], where: Launch) -> int | None:
 
 
 def check_nodes(where: Launch, size: int) -> None:
-    """Raise AshlError, which names the hosts that cannot take part in a job of this size."""
+    """Raise AshlError if hosts cannot take part in a job of this size; it names all of them."""
     with connect_nodes(where, assign_slots(where.hosts, size)) as (connections, inbox):
         await_greetings(connections, inbox, InterruptRequest(), where.python)
 
 
 class Report:
-    """The output that the user sees: all lines of rank 0, and the other ranks' errors.
+    """The output that the user sees.
 
-    An error that several ranks print is shown once. The last sentences of other ranks are shown at
-    the end, and only if rank 0 has not printed them. With `verbose` every line is shown.
+    Rank 0: all lines of its output. Other ranks: none of their output, unless `verbose`.
+    Errors: a line that ranks print more than once is shown once. Once the job is asked to end, only
+    error messages of ashl ("ashl: ...") are shown. Messages of other ranks follow at the end,
+    unless rank 0 printed them. With `verbose` all lines of other ranks are shown at once.
     """
 
     def __init__(self, verbose: bool) -> None:
@@ -547,7 +567,7 @@ class Report:
         self.ending = False  # True once the job is asked to end
         self.complaints: set[str] = set()  # errors that were shown
         self.lines: Counter[int] = Counter()  # errors that were shown, by rank
-        # last sentences of other ranks, with the name of the first one that printed it
+        # error messages of ashl from other ranks, with the name of the first rank that printed each
         self.sentences: dict[str, str] = {}
 
     def show(self, name: str, rank: int, text: str, error: bool) -> None:
@@ -567,7 +587,7 @@ class Report:
                 write(sys.stderr, f"{name} r{rank} | {text}" if rank else text)
 
     def close(self) -> bool:
-        """Show the last sentences; return True if any rank has printed an error of ashl."""
+        """Show the remaining error messages; return True if any rank printed one of ashl."""
         for text, name in self.sentences.items():
             if text not in self.complaints:
                 write(sys.stderr, f"{name} | {text}")
@@ -575,7 +595,7 @@ class Report:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write a line at once."""
+    """Write a line without buffering."""
     stream.write(f"{text}\n")
     stream.flush()
 
@@ -589,8 +609,9 @@ def supervise_nodes(
 ) -> int:
     """Show the ranks' output until all have ended, and return the job's exit code.
 
-    The first failure that is not tolerated ends the job on all hosts, in order.
-    Raises: AshlError or UsageError with that failure, if no rank has explained it.
+    After the first failure that is not tolerated, the launcher asks all ranks to exit. Later it
+    kills those that have not exited (see the module's head).
+    Raises: AshlError or UsageError with that failure, if no rank has printed an error of ashl.
     """
     failure: Failure | None = None
     asked_at, pulse_at = None, 0.0
@@ -624,7 +645,7 @@ def supervise_nodes(
 
 
 def handle_output(found: OutputLine, report: Report, tolerates_failures: bool) -> Failure | None:
-    """Show a line of a host; return the failure that it reports, if that ends the job."""
+    """Show a line of a host; return the failure that it reports if that ends the job, else None."""
     connection, line, error = found
     if line is None:
         return handle_disconnect(connection, tolerates_failures)
@@ -647,7 +668,7 @@ def handle_output(found: OutputLine, report: Report, tolerates_failures: bool) -
 
 
 def handle_disconnect(connection: Connection, tolerates_failures: bool) -> Failure | None:
-    """Handle the end of a connection; return the failure, if that ends the job."""
+    """Handle the end of a connection; return the failure if that ends the job, else None."""
     connection.open = False
     if not connection.running:
         return None
@@ -665,12 +686,12 @@ def handle_disconnect(connection: Connection, tolerates_failures: bool) -> Failu
 def handle_exit(
     connection: Connection, rank: int, code: int, tolerates_failures: bool
 ) -> Failure | None:
-    """Handle the exit of a rank; return the failure, if that ends the job."""
+    """Handle the exit of a rank; return the failure if that ends the job, else None."""
     connection.running.discard(rank)
     if code == 0:
         return None
     sentence = f"rank {rank} on {connection.name} {describe_exit(code)}"
-    # the controller decides whether the run continues without another rank
+    # the controller decides whether the run continues after the failure of another rank
     if tolerates_failures and rank != CONTROLLER_RANK and (code < 0 or code == EXIT_EVICTED):
         write(sys.stderr, f"ashl: {sentence}")
         return None
@@ -678,9 +699,9 @@ def handle_exit(
 
 
 def fetch_run_folder(where: Launch, run_dir: Path) -> bool:
-    """Copy the files of a run folder from the first host, where the controller runs; return True if
-    there were any.
+    """Copy the files of a run folder from the first host, where the controller runs.
 
+    Returns: True if at least one file was copied.
     Limits: only plain files of the folder itself, no links and no subfolders.
     """
     there = str(Path(where.folder, run_dir))

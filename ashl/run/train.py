@@ -59,12 +59,13 @@ from ashl.tracking.recorder import SUMMARY, Recorder
 RUNS = Path("runs")
 # Keys of `runtime` that may change the bits of a result.
 OF_A_RUN = ("gradients", "threads", "device", "precision")
-MLFLOW_S = 30.0  # seconds that the end of a run waits for its copy in MLflow
+MLFLOW_S = 30.0  # longest wait in seconds, at the end of a run, for its copy in MLflow
 
 
 class RunOutcome(NamedTuple):
-    """The exit code of a run that ended in order and, in the process that records it, its folder
-    and summary.
+    """The exit code of a run and, in the process that records it, its folder and summary.
+
+    In a job of torchrun, the processes of other ranks than 0 return the exit code of their rank.
     """
 
     code: int
@@ -102,9 +103,9 @@ def run(
 
     Args: resume, the folder of a run to resume from its checkpoint; quiet, show no progress;
     silent, show no outcome either; command, what the user typed, for the records (empty in a
-    sweep); strict, reject typed values without an effect (a resumed run accepts them).
-    Raises: UsageError and DataMissingError before anything is started; AshlError if the run failed
-    or diverged; KeyboardInterrupt if it was interrupted. The records are complete by then.
+    sweep); strict, reject overrides that have no effect (a resumed run accepts them).
+    Raises: UsageError and DataMissingError before the run begins. AshlError if the run failed or
+    diverged, and KeyboardInterrupt if it was interrupted; the records are complete by then.
     """
     log_level()
     config, job = detect_job(config)
@@ -182,10 +183,11 @@ def run_to_end(
     saved: Checkpoint | None,
     origin: Origin | None,
 ) -> tuple[dict | None, Exception | None]:
-    """Run the plan, and return how well a paced run kept its pace, and the error that ended it.
+    """Run the plan. Returns: (pacing statistics of a paced run or None, error or None).
 
-    Errors are returned, not raised, because the records are finished after any of them.
-    Args: origin, the run with another number of workers to resume from, if not `saved`.
+    An error is returned, not raised, because the caller finishes the records after any error.
+    Args: saved, the checkpoint to resume from, or None; origin, in place of `saved`, the run with
+    another number of workers to resume from.
     """
     try:
         with own_faults(plan.allow_targets, AshlError):
@@ -218,7 +220,7 @@ def write_report(run_dir: Path) -> str | None:
 
 
 def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | None]:
-    """Return the job of another launcher that the environment names, and the configuration for it.
+    """Return the configuration, and the job of another launcher that the environment describes.
 
     `ashl train` with runtime=local under torchrun joins the job, as with runtime=torchrun. In
     virtual time there is no job.
@@ -237,8 +239,9 @@ def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | 
 def assign_process(
     plan: Plan, parts: Parts, config: dict[str, Any], job: JobMembership | None
 ) -> tuple[Plan, jobs.ProcessAssignment | None]:
-    """Join the job, if there is one, and return this process's assignment and the plan with notes
-    about the placement of ranks.
+    """Join the job, if there is one. Returns: (plan, this process's assignment or None).
+
+    In a job, the plan has additional notes about the placement of ranks.
     """
     if job is not None:
         assignment = jobs.join_job(plan, parts, config, job)
@@ -256,7 +259,7 @@ def run_kernel(
     saving: Saving,
     saved: Checkpoint | None,
 ) -> dict | None:
-    """Run the plan on its kernel, and return how well a paced run kept its pace."""
+    """Run the plan on its kernel; return the pacing statistics of a paced run, else None."""
     warn(saved and saved.broken)
     if plan.runtime["_target_"].endswith("SimRuntime"):
         simulate(plan, monitor.job, monitor, saving, saved)
@@ -280,7 +283,7 @@ def run_kernel(
 def make_checkpoint_manager(
     plan: Plan, run_dir: Path, monitor: Monitor, saving: Saving
 ) -> CheckpointManager:
-    """Return the checkpoint manager for the kind of checkpoint that this run takes on processes."""
+    """Return the checkpoint manager for the kind of checkpoint that this run on processes takes."""
     how = SERVER
     replicas = monitor.job.stages[0].replicas
     if runs_in_lockstep(monitor.job.parts, plan.num_workers):
@@ -301,7 +304,7 @@ def warn(text: str | None) -> None:
 
 
 def identity(config: dict[str, Any]) -> str:
-    """Return a hash of the configuration, without the stop limits and the kernel.
+    """Return a hash of the configuration without `stop`; of `runtime` it covers `OF_A_RUN` only.
 
     A checkpoint is resumed only by a configuration with the same hash.
     """
@@ -312,11 +315,10 @@ def identity(config: dict[str, Any]) -> str:
 def resolve_resume(
     resume: Path | None, config: dict[str, Any], plan: Plan, job: Job
 ) -> tuple[Path | None, Origin | None, Plan]:
-    """Return the folder to resume in, or the origin of a run with another number of workers, and
-    the plan.
+    """Decide how to resume. Returns: (folder to resume in, origin, plan); None where it is not set.
 
-    A run with another number of workers has a new folder, and its plan has a note that names the
-    origin.
+    If the number of workers is unchanged, the run resumes in its folder. Otherwise it has a new
+    folder and an origin, the earlier run, which a note of the plan names.
     """
     if resume is None or not rescaling.rescales(config, resume):
         return resume, None, plan
@@ -327,17 +329,20 @@ def resolve_resume(
 def load_checkpoint(
     run_dir: Path, config: dict[str, Any], plan: Plan
 ) -> tuple[Checkpoint, dict[str, int]]:
-    """Return the newest checkpoint of a run, and the size of each file of records at that time.
+    """Load the newest checkpoint of a run, and remove later records from the run folder.
 
-    Raises: UsageError if there is no checkpoint, or the newest one is of another run.
+    Returns: (checkpoint, size in bytes of each file of records).
+    Raises: UsageError if there is no checkpoint, or if it is of another configuration, number of
+    workers or kernel.
     """
     saved = checkpoints.newest(run_dir, identity(config))
     before = checkpoints.plan_of(saved).num_workers
-    if before != plan.num_workers:  # the size of a job decided the number of workers
+    # only if the size of a job, and not the configuration, decided the number of workers
+    if before != plan.num_workers:
         n = plan.num_workers
         raise UsageError(
-            f"{run_dir} has {before} workers, and this job {n}; add cluster.num_workers={n} to"
-            " resume it with them"
+            f"{run_dir} has {before} workers, and this job has {n}; add cluster.num_workers={n} to"
+            f" resume the run with {n} workers"
         )
     if saved.how != RESCALED:
         checkpoints.refuse_other_kernel(run_dir, saved, virtual=is_virtual(config))
@@ -345,8 +350,9 @@ def load_checkpoint(
 
 
 def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> Path | None:
-    """Return the run folder if torchrun has restarted all processes of an unfinished run and there
-    is a checkpoint to resume from.
+    """Return the run folder of an unfinished run whose processes torchrun has restarted, or None.
+
+    Limits: `run.dir` must be set and hold a checkpoint.
     """
     if job is None or job.attempt == "0" or not config["run"]["dir"]:
         return None
@@ -363,8 +369,8 @@ def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> 
 def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
     """Write the last metrics and the summary, and close the records.
 
-    Raises: AshlError if that fails, unless the run has failed already: the user reads the first
-    error, for example of a full disk.
+    Raises: AshlError if that fails and the run has not failed before. Otherwise the user reads the
+    error of the run.
     """
     try:
         try:
@@ -390,7 +396,7 @@ def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
     """Return the run's status and the reason why it ended."""
     if failure is not None:
         return "failed", str(failure)
-    if monitor.final is None:  # the controller did not wait any longer for the ranks to exit
+    if monitor.final is None:  # no final model: at the second interrupt the ranks were not awaited
         return "interrupted", monitor.stopping or "interrupted"
     reason = monitor.run_state.stages[-1].reason or ""
     if monitor.final.diverged:
@@ -437,7 +443,7 @@ def make_run_folder(config: Mapping[str, Any], plan: Plan) -> Path:
     base = RUNS / day / f"{moment}-{plan.name}-{config_hash(config)}"
     for path in (base, *(base.with_name(f"{base.name}-{k}") for k in range(2, 1000))):
         try:
-            # made here and now, so that two runs of the same second do not share it
+            # the folder is made here, so that two runs that begin in one second do not share it
             path.mkdir(parents=True)
         except FileExistsError:
             continue
@@ -458,7 +464,7 @@ def write_inputs(
 ) -> None:
     """Write the configuration, the overrides, the command and the plan into the run folder.
 
-    Args: plan, None for a resumed run, which has its plan already, perhaps replanned.
+    Args: plan, None for a resumed run: its folder already holds the plan.
     """
     recorder.document("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
     recorder.document("overrides.yaml", yaml.safe_dump(overrides))
@@ -489,9 +495,9 @@ def start_mlflow(
 
 @contextmanager
 def stop_on_interrupt(monitor: Monitor) -> Generator[None]:
-    """Ask the run to stop in order at the first interrupt, and end it at once at the second.
+    """Ask the run to stop and finish its records at the first interrupt; end it at the second.
 
-    SIGHUP counts once: a terminal that closes may send it twice.
+    A SIGHUP is never a second interrupt, because a terminal that closes may send it twice.
     """
 
     def handle(number: int, frame: object) -> None:

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.runtime.rendezvous import world
-from ashl.runtime.sums import HALVES, sum_in_rank_order
+from ashl.runtime.sums import FLOATS_16_BIT, sum_in_rank_order
 
 Group = tuple[int, ...]
 # blocks until an operation of the backend has ended, or raises
@@ -75,10 +75,12 @@ def all_reduce(
     g = len(group)
     if g == 1:
         return tensor
-    if op == "sum" and (exact or tensor.dtype in HALVES):  # 16-bit terms are added as float32
+    if op == "sum" and (
+        exact or tensor.dtype in FLOATS_16_BIT
+    ):  # 16-bit terms are added as float32
         if g > 2:
             return _exact_sum(tensor, g, pg, wait)
-        if tensor.numel() <= GATHER_MAX_ELEMENTS or tensor.dtype in HALVES:
+        if tensor.numel() <= GATHER_MAX_ELEMENTS or tensor.dtype in FLOATS_16_BIT:
             return _sum_by_gather(tensor, pg, wait)
     total = tensor.clone()
     kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -138,7 +140,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
     A tensor of another type is returned unchanged.
     """
-    return tensor.view(torch.uint8) if tensor.dtype in HALVES else tensor
+    return tensor.view(torch.uint8) if tensor.dtype in FLOATS_16_BIT else tensor
 
 
 def all_gather(

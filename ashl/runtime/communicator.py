@@ -32,7 +32,7 @@ from ashl.runtime.effects import AllReduce, Formed, Regroup
 from ashl.runtime.kernel import describe_wait
 from ashl.runtime.regroup_consensus import Groups, RegroupConsensus
 from ashl.runtime.rendezvous import world
-from ashl.runtime.sums import HALVES_OF_A_SUM
+from ashl.runtime.sums import PHASES_OF_A_SUM
 from ashl.runtime.throttle import Throttle
 
 BATCHED = 64  # unpaced collectives whose waiting times are exchanged together
@@ -386,7 +386,7 @@ class Communicator:
         )
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
-            if effect.op in HALVES_OF_A_SUM:
+            if effect.op in PHASES_OF_A_SUM:
                 assert not loose, "half of a sum needs all ranks, or a group that the plan lists"
                 gathers = effect.op == "gather"
                 value = (collectives.gather_equal if gathers else collectives.reduce_scatter)(

@@ -41,7 +41,7 @@ from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resum
 from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.runtime.rank_checkpoint import Restored, counters_of, restore_counters
 from ashl.runtime.rank_context import NullObserver, Observer, RankContext, WorkerStates
-from ashl.runtime.sums import HALVES_OF_A_SUM, chunk, concatenate, sum_in_rank_order
+from ashl.runtime.sums import PHASES_OF_A_SUM, chunk, concatenate, sum_in_rank_order
 from ashl.size_only import SizeOnly
 
 T = TypeVar("T")
@@ -491,7 +491,7 @@ def price_collective(
         nbytes = tensors[0].nbytes - (
             0 if size_only else effect.piggybacked * tensors[0].element_size()
         )
-        if effect.op in HALVES_OF_A_SUM:
+        if effect.op in PHASES_OF_A_SUM:
             gathers = effect.op == "gather"
             total = nbytes * g if gathers else -(-nbytes // (4 * g)) * 4 * g
             cost, moved = network.all_gather_ns(group, total, now_ns), total * (g - 1) // g

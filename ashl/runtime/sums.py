@@ -1,4 +1,8 @@
-"""Sum in rank order, so that a sum has the same bits in any order of arrival."""
+"""Sum vectors in rank order, so that a sum has the same bits in any order of arrival.
+
+In virtual time a vector may have a size only (`ashl.size_only`). Then a sum has the size of its
+first term, and the control signals are added.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,34 +12,39 @@ from torch.nn import functional
 
 from ashl.size_only import SizeOnly
 
-HALVES = (torch.float16, torch.bfloat16)
-HALVES_OF_A_SUM = ("scatter", "gather")
+FLOATS_16_BIT = (torch.float16, torch.bfloat16)
+# operations whose sequence is an all-reduce: reduce-scatter, then all-gather
+PHASES_OF_A_SUM = ("scatter", "gather")
 
 
 def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
-    """Return ((x_0 + x_1) + x_2) + … or the running maximum; the terms are never changed. 16-bit
-    floats are added as float32, so that the sum is rounded once.
+    """Return ((x_0 + x_1) + x_2) + …, or with `op="max"` the elementwise maximum.
+
+    Args: tensors: [d] each, in rank order; they are never changed.
+    Returns: a new tensor; of a single term the term itself. 16-bit floats are added as float32, so
+    that their sum is rounded once.
     """
     total = tensors[0]
     if len(tensors) == 1:
         return total
     if isinstance(total, SizeOnly):
         return SizeOnly(total.nbytes, sum(t.signal for t in tensors))
-    if total.dtype in HALVES:
+    if total.dtype in FLOATS_16_BIT:
         return sum_in_rank_order([t.float() for t in tensors], op).to(total.dtype)
     for i, tensor in enumerate(tensors[1:]):
         if op == "max":
             total = torch.maximum(total, tensor)
         elif i == 0:
-            total = total + tensor  # a new tensor, to which the next terms are added in place
+            total = total + tensor  # a new tensor; the next terms are added to it in place
         else:
             total += tensor
     return total
 
 
 def chunk(total: Any, members: int, place: int) -> Any:
-    """Return the part of a vector that belongs to member `place`; all parts have equal length,
-    padded with zeros.
+    """Return the part of a vector [d] that belongs to member `place` of `members`.
+
+    All parts have ⌈d / members⌉ elements. Zeros fill what lies beyond d.
     """
     if isinstance(total, SizeOnly):
         return SizeOnly(-(-total.nbytes // (4 * members)) * 4)
@@ -50,7 +59,7 @@ def slice_vector(x: Any, start: int, stop: int) -> Any:
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
-    """Return one vector of several."""
+    """Return the concatenation of vectors, in the given order."""
     if isinstance(parts[0], SizeOnly):
         return SizeOnly(sum(part.nbytes for part in parts), sum(part.signal for part in parts))
     return torch.cat(list(parts))

@@ -114,7 +114,7 @@ def test_jobs_of_another_size(workplace: Path) -> None:
     ended(job)
     unasked = torchrun(4, "--resume", "run", "-q")
     (said,) = ended(unasked)
-    assert "run has 2 workers, and this job 3; add cluster.num_workers=3" in said
+    assert "run has 2 workers, and this job has 3; add cluster.num_workers=3" in said
     line = ("--resume", "run", "cluster.num_workers=3", "run.dir=three", "stop.seconds=8", "-q")
     more = torchrun(4, *line, restarts=1)
     until_saved(Path("three"), more)
