@@ -20,6 +20,7 @@ from ashl.topology.parameter_server import ServerState
 EMPTY, UP, DOWN, RESULT, BOTH = range(5)
 # orders besides GO: time a push and a pull of this size, or a sum of this size over all workers
 LINK, SUM = -1, -2
+WARM_UP_APPLIES = 3  # applied pushes before the one that is timed
 
 
 class OverError(Exception):
@@ -114,6 +115,9 @@ async def time_apply(ctx: RankContext, stage: Stage, state: ServerState) -> floa
     def apply() -> None:
         stage.outer.step(state.outer_state, state.params, stage.aggregate.fold((push,), [1.0]), 0.0)
 
+    # The first calls of a process also allocate memory and start threads: up to 20 times as long.
+    for _ in range(WARM_UP_APPLIES):
+        await ctx.compute(apply, work=0, kind="apply")
     start = ctx.now
     await ctx.compute(apply, work=1, kind="apply")
     return ctx.now - start
