@@ -59,6 +59,7 @@ def fails(*events: tuple[int, float]) -> str:
                         "sync.local_steps=3",
                         "optimizer.momentum=0.9",
                         "outer=nesterov",
+                        "optimizer.lr=0.005",
                     ),
                 ),
                 (1, ("sync=local_sgd", "sync.local_steps=3", "cluster.exchange_s=0.01")),
@@ -175,7 +176,13 @@ def test_groups_of_three_lose_two_of_four(
     [
         ("sync=bsp", "optimizer.momentum=0.9"),
         ("sync=bsp", "optimizer=adam"),
-        ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov"),
+        (
+            "sync=local_sgd",
+            "sync.local_steps=3",
+            "optimizer.momentum=0.9",
+            "outer=nesterov",
+            "optimizer.lr=0.005",
+        ),
         ("sync=bsp", "compression=topk", "compression.ratio=0.1", "cluster.exchange_s=0.002"),
         PARTS,
     ],
