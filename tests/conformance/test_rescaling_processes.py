@@ -81,7 +81,7 @@ def test_what_was_measured_of_others_is_not_taken_for_these(workplace: Path, cap
     train(*line, "run.dir=two", "run.checkpoint_s=0.3", "stop.seconds=5")
     assert main(["train", "--resume", "two", "cluster.num_workers=3", "run.dir=three", "-q"]) == 2
     said = capsys.readouterr().err
-    assert "planned by what it has measured of its 2 workers" in said
+    assert "two is planned from measurements of its 2 workers" in said
     assert said.rstrip().endswith("run.start_from=two")
     assert not Path("three").exists()
 
