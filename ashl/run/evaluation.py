@@ -93,7 +93,8 @@ class Target:
     def judge(self, limits: Limits, found: Evaluation) -> str | None:
         """Return the name of the target that this evaluation is the first to reach, else None.
 
-        Once a target was reached, the result is always None.
+        `target_loss` is a bound on the training loss. Once a target was reached, the result is
+        always None.
         """
         met = {
             "target_accuracy": at_least(found.test_accuracy, limits.target_accuracy),

@@ -80,7 +80,7 @@ def join_job(
 ) -> ProcessAssignment:
     """Run the handshake with the other processes, and return this process's assignment.
 
-    Raises: AshlError, in all processes, if they cannot run this plan.
+    Raises: AshlError or UsageError, in all processes, if they cannot run this plan.
     """
     runtime = parts.runtime
     if interface.is_loopback(job.host):
@@ -282,7 +282,7 @@ def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
     """Report an AshlError of this process in the handshake, and raise it again.
 
     All other processes then end with this error instead of waiting for this process. Limits: the
-    report waits a few seconds for the other processes; without a job nothing is reported.
+    report waits at most 3 · `PATIENCE_S` seconds; without a job nothing is reported.
     """
     try:
         yield

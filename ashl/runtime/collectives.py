@@ -47,7 +47,7 @@ from ashl.runtime.rendezvous import world
 from ashl.runtime.sums import FLOATS_16_BIT, sum_in_rank_order
 
 Group = tuple[int, ...]
-# blocks until an operation of the backend has ended, or raises
+# blocks until an operation of the backend has ended; raises RuntimeError if a member fails
 Wait = Callable[[Any], None]
 # newer versions of torch have `all_gather_single`
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -319,7 +319,10 @@ class Hierarchy(NamedTuple):
         ]
 
     def moved(self, rank: int, nbytes: int) -> tuple[int, int]:
-        """Return the bytes that this rank sends and receives in one sum."""
+        """Return (bytes sent, bytes received) by this rank in one sum of `nbytes`.
+
+        A worker that is no leader sends and receives the whole vector once.
+        """
         (own,) = (node for node in self.nodes if rank in node)
         if rank != own[0]:
             return nbytes, nbytes
@@ -346,6 +349,7 @@ def all_reduce_by_node(
 ) -> Tensor:
     """Return a new tensor with the sum or maximum over all workers, with equal bits on all of them.
 
+    The bits of a sum may differ between runs, because the backend orders the terms.
     Args: op, "sum" or "max"; groups, the process group by `Hierarchy.groups`; other groups contain
     all workers.
     """

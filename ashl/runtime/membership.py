@@ -2,7 +2,7 @@
 
 A collective is aborted if a member fails before the collective has ended. Each other member then
 receives `CollectiveAborted` once it has noticed the failure. So all members receive the result, or
-none does.
+none does: results that are scheduled for a later time are removed (`_revoke_results`).
 
 States of a group: running; then, after a failure or for a joining worker, each member posts
 `Regroup`; once all members have asked, a new group is formed (`Formed`). It continues from the
@@ -28,14 +28,14 @@ from ashl.runtime.sim import Sim
 class SimMembership:
     """The membership of groups; it replaces `_post`, `_begin` and `safe_point` of a simulation.
 
-    `noticed` lists the failed workers in the order in which a first peer noticed each failure. The
-    epoch of a group is the number of failures in this list when the group was formed.
+    `noticed_failures` lists the failed workers in the order in which a first peer noticed each
+    failure. The epoch of a group is the length of this list when the group was formed.
     """
 
     def __init__(self, sim: Sim, workers: int) -> None:
         self.sim = sim
         self.failures = Counter[int]()  # failures of each rank so far
-        self.noticed: list[int] = []
+        self.noticed_failures: list[int] = []
         self._current = 0, tuple(range(workers))  # (epoch, ranks) of the group formed last
         # members of the group formed last, without those whose failure a peer has noticed
         self.members = set(range(workers))
@@ -72,9 +72,9 @@ class SimMembership:
             return self._form()
         self.with_model.add(rank)
         self._waiting.discard(rank)
-        if len(self.noticed) == effect.epoch and not self._unnoticed:
+        if len(self.noticed_failures) == effect.epoch and not self._unnoticed:
             return type(self.sim)._post(self.sim, task, effect)
-        known = Counter(self.noticed[: effect.epoch])
+        known = Counter(self.noticed_failures[: effect.epoch])
         failed = (
             [other for other in effect.group if self.failures[other] > known[other]]
             if self.failures
@@ -175,7 +175,7 @@ class SimMembership:
         """Record that at least one peer knows of this failure."""
         if rank in self._unnoticed:
             self._unnoticed.discard(rank)
-            self.noticed.append(rank)
+            self.noticed_failures.append(rank)
             self.members.discard(rank)
             self._form()
 
@@ -198,12 +198,12 @@ class SimMembership:
             sorted({*joined, *(rank for rank, effect in known.items() if effect.version >= 0)})
         )
         failed = tuple(
-            rank for rank in self._current[1] if rank in self.noticed[self._current[0] :]
+            rank for rank in self._current[1] if rank in self.noticed_failures[self._current[0] :]
         )
-        failures = Counter(self.noticed)
+        failures = Counter(self.noticed_failures)
         incarnations = tuple(failures[rank] for rank in ranks)
         formed = Formed(
-            epoch=len(self.noticed),
+            epoch=len(self.noticed_failures),
             ranks=ranks,
             version=version,
             signal=signal,
@@ -212,7 +212,7 @@ class SimMembership:
             time_ns=self.sim.now_ns,
             incarnations=incarnations,
         )
-        self._current = len(self.noticed), ranks
+        self._current = len(self.noticed_failures), ranks
         if signal > 1:
             self._final = formed
         self.members = set(ranks)

@@ -12,12 +12,15 @@ from typing import NamedTuple, TypeVar, get_type_hints
 
 
 class Assignment(NamedTuple):
-    """Next work of a worker that proceeds, as a sync mode sets it; None keeps the planned value."""
+    """Next work of a worker that proceeds, as a sync mode sets it.
+
+    None keeps the planned value; a batch of 0 keeps the batch of the previous round.
+    """
 
     local_steps: int | None = None  # H, the steps before the next push
     ratio: float | None = None  # density of the update
     interval_s: float = 0.0  # if not 0: take steps for this many seconds, instead of H steps
-    batch: int = 0  # samples per step; 0 keeps the present batch
+    batch: int = 0  # samples per step
 
 
 AS_PLANNED = Assignment()
@@ -41,7 +44,7 @@ class Pull(NamedTuple):
     local_steps: int = 1
     ratio: float = 1.0
     interval_s: float = 0.0
-    batch: int = 0  # 0 keeps the present batch
+    batch: int = 0
 
 
 PULL_FIELDS = len(Pull._fields)
