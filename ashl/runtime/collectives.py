@@ -75,9 +75,8 @@ def all_reduce(
     g = len(group)
     if g == 1:
         return tensor
-    if op == "sum" and (
-        exact or tensor.dtype in FLOATS_16_BIT
-    ):  # 16-bit terms are added as float32
+    # 16-bit terms are added as float32
+    if op == "sum" and (exact or tensor.dtype in FLOATS_16_BIT):
         if g > 2:
             return _exact_sum(tensor, g, pg, wait)
         if tensor.numel() <= GATHER_MAX_ELEMENTS or tensor.dtype in FLOATS_16_BIT:

@@ -118,7 +118,10 @@ class StepRule(Rule, contract=True):
     tells: ClassVar[bool] = False
 
     def begin(self, stage: Stage, progress: Progress) -> Any:
-        """Return the mode's state at the start of a stage, identical on all workers."""
+        """Return the mode's state at the start of a stage.
+
+        Between processes only times in it may differ from worker to worker.
+        """
         return None
 
     def due(self, state: Any, now_s: float) -> bool:

@@ -748,16 +748,17 @@ def record_join(state: ServerState, message: Message) -> None:
     state.incarnations[message.src] = int(incarnation)
 
 
-def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
-    """Raise AshlError if `left` remaining workers are too few after the failure of `rank`.
+def check_min_workers(ctx: RankContext, stage: Stage, rank: int, remaining: int) -> None:
+    """Raise AshlError if the remaining workers are too few after the failure of `rank`.
 
     The limit is `runtime.min_workers`. In a run that does not tolerate failures, the error names
     that failure as its `__cause__`.
     """
-    if left < stage.min_workers:
+    if remaining < stage.min_workers:
         raise AshlError(
-            f"worker {rank} failed at {ctx.now:.6g} s and {left} of {stage.num_workers} workers are"
-            f" running, fewer than runtime.min_workers={stage.min_workers}: the run ends here"
+            f"worker {rank} failed at {ctx.now:.6g} s and {remaining} of {stage.num_workers}"
+            f" workers are running, fewer than runtime.min_workers={stage.min_workers}:"
+            " the run ends here"
         ) from (None if stage.elastic else PeerFailedError(rank))
 
 
@@ -774,7 +775,7 @@ async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank
     progress.remove_worker(rank)
     state.quorum = stage.quorum_of(progress.present)
     state.ends.forget(rank)
-    check_left(ctx, stage, rank, progress.present + len(state.newcomers))
+    check_min_workers(ctx, stage, rank, progress.present + len(state.newcomers))
     progress.now_s = ctx.now
     rule.messages().on_membership_change(stage, state, rank)
     if not rule.in_rounds:

@@ -32,7 +32,7 @@ from ashl.topology.ending import end_time_ns, leave_stage, record_end, stop_deci
 from ashl.topology.group_generator import Group, GroupRule, Groups
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.members import as_members, as_numbers, failed_as_numbers
-from ashl.topology.parameter_server import admission_tag, check_left
+from ashl.topology.parameter_server import admission_tag, check_min_workers
 
 Done = tuple[int, int]  # (steps, samples)
 PER_NODE = 4  # workers of a node, if neither workers_per_node nor cluster.node is set
@@ -582,7 +582,9 @@ def remove_failed(
     if rank in progress.gone:
         return []
     started = continue_without(ctx, stage, state, rank)
-    check_left(ctx, stage, rank, progress.present + len(progress.gone.intersection(state.donor_of)))
+    check_min_workers(
+        ctx, stage, rank, progress.present + len(progress.gone.intersection(state.donor_of))
+    )
     return started
 
 
