@@ -7,7 +7,7 @@ Rule (Algorithm 2): rest_i = t_i · H_i + compress_i + pull_i; T_max = max_i (re
 r_preset); R_i = min(1, (T_max − rest_i) / push_i). The worker that defines T_max compresses at
 r_preset; all others send more.
 
-Limits: R_i = 1 if a push takes no time. The decisions assume a push of push_i · R_i, as the paper
+Differs: R_i = 1 if a push takes no time. The decisions assume a push of push_i · R_i, as the paper
 does. The predicted cycles use the encoded bytes, so they may be longer.
 
 Source: Shen et al., "ASHL", IEEE TC 73(1), 2024, Algorithms 1 and 2.

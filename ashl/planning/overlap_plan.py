@@ -211,7 +211,7 @@ def describe_step_times(
 
 
 # A flat list of cases, each with its reason and alternative, reads better in one piece.
-def check_delayed(
+def check_delayed(  # noqa: C901
     stage: StagePlan, own: StageParts, overlap: Delayed, choices: Mapping[str, str]
 ) -> None:
     """Refuse a delayed exchange that the stage does not support.
@@ -343,7 +343,7 @@ def merges_all_workers(own: StageParts, workers: int) -> bool:
 
 
 # A flat list of cases, each with its reason and alternative, reads better in one piece.
-def check_buckets(
+def check_buckets(  # noqa: C901
     stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout: Layout
 ) -> None:
     """Refuse bucketed gradients that the stage does not support.

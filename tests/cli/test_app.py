@@ -390,7 +390,7 @@ def test_an_output_that_nobody_reads(command: str) -> None:
             ["train", "cluster.compute=[1,2"],
             "brackets do not match; write a list as 'cluster.compute=[1,2,3]'.",
         ),
-        (["train", "cluster.compute=3", "runtime=sim"], "as in 'cluster.compute=[3]'"),
+        (["train", "cluster.compute=3", "runtime=sim"], "for example 'cluster.compute=[3]'"),
         (["train", "name=a(b"], "quote the value twice, as in name=\"'a(b'\"."),
     ],
 )

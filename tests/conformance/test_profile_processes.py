@@ -54,4 +54,4 @@ def test_a_job_without_a_server_is_not_profiled(workplace, capsys, monkeypatch) 
     }.items():
         monkeypatch.setenv(key, value)
     assert main(["profile", *REAL.split()]) == 2
-    assert "profile with topology=parameter_server and one process more" in capsys.readouterr().err
+    assert "profile with topology=parameter_server and one more process" in capsys.readouterr().err

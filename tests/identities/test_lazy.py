@@ -141,5 +141,5 @@ def test_the_error_of_a_message_is_half_a_step() -> None:
 
 def test_nothing_before_anything_is_refused() -> None:
     codec = conf_option("compression", "laq")
-    with pytest.raises(PayloadError, match="before any had come"):
+    with pytest.raises(PayloadError, match="before any gradient"):
         codec.decode(None, torch.empty(0, dtype=torch.uint8), 8)

@@ -116,7 +116,7 @@ def test_what_is_measured_is_what_is_declared(overrides) -> None:
 
 def test_one_worker_sums_with_nobody(workplace, capsys) -> None:
     assert main(["profile", "runtime=sim", *RING, "cluster.compute=[1]", "run.dir=one"]) == 0
-    assert "sums are not measured: there is one worker" in capsys.readouterr().out
+    assert "all-reduce is not measured: there is one worker" in capsys.readouterr().out
     ran = simulated("schedule=profile_only", "schedule.per_layer_group=true", "cluster.compute=[1]")
     assert json.loads(ran.of("profile")[0]["profile"])["all_reduce"] is None
 
