@@ -95,7 +95,8 @@ COMMANDS = {
     "doctor": doctor,
 }
 for name, command in COMMANDS.items():
-    app.command(name, cls=Command)(command)
+    summary = " ".join((command.__doc__ or "").partition("\n\n")[0].split())  # one line
+    app.command(name, cls=Command, short_help=summary)(command)
 
 
 def _version(wanted: bool) -> None:
