@@ -7,9 +7,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # before torch is imported: bitwise repeatable, and fair to the tests beside
-)
+# Before torch is imported: bitwise repeatable, and fair to the tests beside.
+os.environ["OMP_NUM_THREADS"] = "1"
 if (cpu := Path("/proc/cpuinfo")).is_file() and " avx2 " in cpu.read_text():
     os.environ.setdefault(
         "OPENBLAS_CORETYPE", "Haswell"

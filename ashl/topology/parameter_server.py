@@ -172,9 +172,8 @@ class ServerRule(Rule, contract=True):
     equal results.
     """
 
-    takes_all: ClassVar[bool] = (
-        False  # if True, the server handles every push that has arrived before it answers
-    )
+    # If True, the server handles every push that has arrived before it answers.
+    takes_all: ClassVar[bool] = False
 
     def quorum(self, num_workers: int) -> int:
         """Return the number of pushes of a merge. Raises: UsageError if there are fewer workers."""

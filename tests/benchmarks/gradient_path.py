@@ -22,9 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-BEFORE = (
-    3  # gradients that are computed before the counted path begins; the first ones still set up
-)
+# Gradients that are computed before the counted path begins; the first ones still set up.
+BEFORE = 3
 TYPED = (
     "sync=asp",
     "topology=parameter_server",
@@ -33,9 +32,8 @@ TYPED = (
     "model.hidden=[8]",
 )
 TYPED += ("stop.steps=8", "tracking=none")
-LOGS = (
-    "ASHL_GRADIENT_PATH"  # environment variable: the folder that each process writes its calls into
-)
+# Environment variable: the folder that each process writes its calls into.
+LOGS = "ASHL_GRADIENT_PATH"
 # a sitecustomize.py
 SITE = "from tests.benchmarks.gradient_path import watch_process\nwatch_process()\n"
 PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("ashl", "cli"))

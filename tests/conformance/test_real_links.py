@@ -16,9 +16,8 @@ RUN = (
     " dataset=synthetic dataset.num_train=640 dataset.num_test=10 stop.steps=24"
     " eval.every_commits=1000 run.dir=run --quiet"
 )
-FACTOR = (
-    1.5  # by which a step may take more or less than predicted, on cores that others use as well
-)
+# By which a step may take more or less than predicted, on cores that others use as well.
+FACTOR = 1.5
 
 
 def folder_of(names: list[str], place: Path, command: str, *overrides: str) -> Path:
