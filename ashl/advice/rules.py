@@ -20,7 +20,7 @@ class Rule:
     when: tuple[Condition, ...] = (ALWAYS,)
     same: str = ""  # the rule that makes the same updates, up to the rounding of sums
     departs: str = ""  # the rule against which it gives something up
-    gives_up: str = ""  # what it gives up
+    gives_up: str = ""  # property that the candidate gives up
 
     def taken(self, s: Situation) -> bool:
         return all(condition.holds(s) for condition in self.when)

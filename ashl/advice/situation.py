@@ -19,7 +19,7 @@ class Situation:
     num_workers: int
     fast_step_s: float
     slow_step_s: float
-    second_step_s: float  # of the second slowest worker
+    second_step_s: float  # step time of the second slowest worker
     slow_exchange_s: float  # longest push and pull of a worker, without contention
     server: float  # exchange of all workers with a server, in slowest steps
     ring: float  # all-reduce over all workers, in slowest steps

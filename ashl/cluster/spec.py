@@ -22,7 +22,7 @@ Rate = Annotated[Positive, Field(ge=1e-6)]  # Mbit/s
 Factor = Annotated[Positive, Field(le=1e9)]  # slowdown factor
 
 FAIL, REJOIN, LINK_DOWN, SERVER_FAIL = "fail", "rejoin", "link_down", "server_fail"
-BEFALLS = (FAIL, REJOIN, LINK_DOWN, SERVER_FAIL)  # what an event may bring beside another factor
+BEFALLS = (FAIL, REJOIN, LINK_DOWN, SERVER_FAIL)  # kinds of events besides new factors
 
 
 @option

@@ -35,7 +35,7 @@ from ashl.option import Contract
 
 ALL = 2**32 - 1  # in place of a worker's rank: random numbers that all workers share
 Estimator = Literal["minibatch", "full", "svrg"]
-State = Any  # of a codec at one end of a link: tensors, numbers, and named tuples of both
+State = Any  # state of a codec at one end of a link: tensors, numbers, and named tuples of both
 T = TypeVar("T")
 
 

@@ -139,7 +139,7 @@ class GTopK(TopK, Reduces, Collective):
         """Return the largest sums of a worker's set and the set of a child."""
         other = self.read_few(read_payload(payload, self.code, d), d)
         indices = np.concatenate([own.indices, other.indices])
-        order = indices.argsort(kind="stable")  # of equal indices, the worker's own comes first
+        order = indices.argsort(kind="stable")  # among equal indices, the worker's own comes first
         indices = indices[order]
         first = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]]))
         with np.errstate(over="ignore", invalid="ignore"):

@@ -29,7 +29,7 @@ def put_into(module: nn.Module, file: Path) -> nn.Module:
         raise UsageError(
             f"{file} cannot be read on this machine ({error.strerror or error})"
         ) from error
-    except Exception as error:  # of many kinds, depending on the damage
+    except Exception as error:  # its class depends on the damage
         raise UsageError(
             f"{file} does not fit the model: {' '.join(str(error).split()) or 'it is empty'}"
         ) from error

@@ -94,7 +94,7 @@ def hidden_ratios(
     is ready.
     """
     ratios = []
-    end = 0  # of the message before, ns
+    end = 0  # end of the previous message, ns
     bounds = [0, *accumulate(messages)]
     for place, (first, last) in enumerate(pairwise(bounds)):
         begin = max(end, timeline.ready_ns[last - 1])

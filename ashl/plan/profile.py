@@ -162,7 +162,7 @@ class Profile:
     workers: tuple[WorkerProfile, ...]
     # bytes of each layer group, the last layers first; empty = not measured
     group_bytes: tuple[int, ...] = ()
-    all_reduce: AlphaBeta | None = None  # of all workers, by bytes; None = not measured
+    all_reduce: AlphaBeta | None = None  # over all workers, by bytes; None = not measured
     contention: ContentionCosts | None = None  # of collectives and computing; None = not measured
     server_host: str | None = None
     codecs: tuple[CodecCost, ...] = ()  # one for each codec that was timed

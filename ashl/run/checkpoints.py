@@ -90,7 +90,7 @@ class CheckpointManager:
     # the rank by whose clock evaluations count; None = the rank that saved last
     lead_rank: int | None = None
     servers: int = 1  # with SERVER: the number of servers, which are the last ranks
-    number: int = 0  # of the next checkpoint
+    number: int = 0  # number of the next checkpoint
     due_s: float | None = None  # run time of the next checkpoint; None = `every_s`
     ahead_s: float = AHEAD_S
     wanted: tuple[int, int] | None = None  # number and version of the checkpoint in progress

@@ -290,7 +290,7 @@ class Reporter:
         incarnation: int = 0,
     ) -> None:
         self.stopping: str | None = None  # the reason to stop, once the run is to stop
-        self.scores: dict[str, float | None] | None = None  # of the latest evaluation
+        self.scores: dict[str, float | None] | None = None  # results of the latest evaluation
         self.end: End | None = None  # how the run ended, once it has
         self.control_update = ControlUpdate()  # the latest one
         # the reporter's thread runs it for each control update

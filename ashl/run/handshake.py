@@ -51,7 +51,7 @@ class Hello(NamedTuple):
     plan: Text = ""  # hash of the settings that must be identical
     device: Text = "cpu"
     gpu: Text | None = None  # the GPU of the machine that it uses
-    address: Text | None = None  # of the interface that it uses
+    address: Text | None = None  # address of the interface that it uses
     interface_by: Text | None = None  # the key or variable that names this interface
     error: Text | None = None  # why it cannot take part
     exit_code: int = 0

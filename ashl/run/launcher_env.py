@@ -16,7 +16,7 @@ class JobMembership(NamedTuple):
 
     rank: int  # among the job's processes; `ashl.run.handshake.assign_ranks` sets that of the plan
     world_size: int
-    host: str  # of the master, which serves the job's store
+    host: str  # host of the master, which serves the job's store
     port: int
     local_rank: int | None  # among the processes of its machine
     # True if the launcher serves the store; else the process of rank 0 does

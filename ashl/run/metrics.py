@@ -102,7 +102,7 @@ OFTEN = 3  # reports in a row with a relative error above 1, before the user is 
 class CompressionStats:
     """The workers' compression metrics, and the warning that a codec is no contraction."""
 
-    dense_bytes: int  # of the dense model
+    dense_bytes: int  # bytes of the dense model
     latest: dict[int, records.CompressionReport] = field(default_factory=dict)  # by worker
     # reports in a row with a relative error above 1, by worker
     grown: dict[int, int] = field(default_factory=dict)

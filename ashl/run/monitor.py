@@ -131,9 +131,9 @@ class Monitor:
         self.read_beats: Callable[[], list[Heartbeat]] | None = None
         self.ledgers: dict[int, TimeTotals] = {}  # final totals by rank
         self.hosts: dict[int, Placed] = {}  # by rank, on processes only
-        self.final: Counts | None = None  # of the last model
+        self.final: Counts | None = None  # counts of the last model
         self.not_finite: str | None = None  # what was not finite before any loss was
-        self.sha256: str | None = None  # of the last model
+        self.sha256: str | None = None  # hash of the last model
         # True if workers send their modules' states, the final one after their last model
         self.states_travel = False
         self._waiting: EvaluatedModel | None = None  # the last model, until those states are there

@@ -103,7 +103,7 @@ class RankSettings(NamedTuple):
     """The address of a rank's job, and what the rank needs to know beside the plan."""
 
     rank: int
-    host: str  # of the job's store
+    host: str  # host of the job's store
     port: int
     secret: Secret  # of the job
     controller_host: str

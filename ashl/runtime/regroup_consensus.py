@@ -87,7 +87,7 @@ class RegroupConsensus:
         self._incarnation = incarnation
         self._emit = emit
         self._members = tuple(workers)
-        self._number = 0  # of the latest decision
+        self._number = 0  # number of the latest decision
         # by rank: the incarnation that is a member, or was last
         self._incarnations = dict.fromkeys(self._members, 0)
         self._ended: dict[int, int] = {}  # by rank: the last incarnation that has failed

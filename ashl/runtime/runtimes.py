@@ -12,9 +12,9 @@ from ashl.option import Count, Natural, Span, option
 Threads = Annotated[Count, Field(le=1024)]
 Device = Literal["auto", "cpu", "cuda"]
 OnWorkerFailure = Literal["skip", "reshard"]  # use of a failed worker's data
-# of steps, see ashl.learn.graphs; auto = off until they have run on a device
+# CUDA graphs of steps, see ashl.learn.graphs; auto = off until they have run on a device
 Graphs = Literal["auto", "off", "on"]
-# of matrix products and convolutions; vectors are float32
+# precision of matrix products and convolutions; vectors are float32
 Precision = Literal["fp32", "tf32", "bf16"]
 
 

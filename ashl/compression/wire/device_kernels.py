@@ -21,7 +21,7 @@ from ashl.learn.device import to_host
 LEAF, LANES = 128, 8  # NumPy adds 128 elements in 8 accumulators before it adds pairwise
 EIGHT_BITS = 0x0102040810204080  # as a factor: gathers the lowest bits of 8 bytes in the top byte
 MAGNITUDE = 0x7FFFFFFF  # bits of a float32 without its sign
-INFINITE, TOP, MANTISSA = 0x7F800000, 0x7F000000, 23  # of float32: ∞, 2¹²⁷, mantissa bits
+INFINITE, TOP, MANTISSA = 0x7F800000, 0x7F000000, 23  # float32: ∞, 2¹²⁷, mantissa bits
 
 
 # --- bit streams

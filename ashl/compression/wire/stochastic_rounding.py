@@ -28,7 +28,7 @@ class RoundingNoise(NamedTuple):
     """The random numbers u of a message."""
 
     words: CounterRng
-    bits: int  # of y and u behind the point
+    bits: int  # number of bits of y and u behind the point
     rest: Array  # trailing bits of u, int32 [at most SHARED]
 
     @property
