@@ -367,6 +367,21 @@ class ServerState:
         self.outer_state = None if stage.resets_outer else self.outer_state
 
 
+def record_exchange(
+    ctx: RankContext, stage: Stage, state: WorkerState, work: Work, reply: Pull, loss: float
+) -> None:
+    """Record a worker's round from its local work and the reply to it, and count the round."""
+    ctx.record_round(
+        stage.index,
+        state.round,
+        work.steps,
+        reply.staleness,
+        dropped=bool(reply.dropped),
+        loss=loss,
+    )
+    state.round += 1
+
+
 async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     """Run a worker: compute on the model pulled last, push the update, wait for the reply.
 
@@ -409,15 +424,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
             # discard slices: at NEXT the reply holds the whole model, at STOP none is needed
             await ctx.discard(stage.tag("back"))
             leave_stage(ctx, stage, signal, reply.end_ns)
-        ctx.record_round(
-            stage.index,
-            state.round,
-            work.steps,
-            reply.staleness,
-            dropped=bool(reply.dropped),
-            loss=loss,
-        )
-        state.round += 1
+        record_exchange(ctx, stage, state, work, reply, loss)
     return signal
 
 
@@ -1438,15 +1445,7 @@ async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> i
         state.follow(reply)
         if signal != GO:
             leave_stage(ctx, stage, signal, reply.end_ns)
-        ctx.record_round(
-            stage.index,
-            state.round,
-            work.steps,
-            reply.staleness,
-            dropped=bool(reply.dropped),
-            loss=loss,
-        )
-        state.round += 1
+        record_exchange(ctx, stage, state, work, reply, loss)
         if signal == GO:
             after = state.local_steps  # H of the piece that follows the present one
             await finish_piece(ctx, stage, state, ahead, total - beside)

@@ -80,6 +80,7 @@ from ashl.topology.parameter_server import (
     gather_workers,
     on_membership,
     on_push,
+    record_exchange,
     reply,
     rule_of,
 )
@@ -308,15 +309,7 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
         state.version = min(state.versions)
         if signal != GO:
             leave_stage(ctx, stage, signal, max(reply.end_ns for reply in replies))
-        ctx.record_round(
-            stage.index,
-            state.round,
-            work.steps,
-            reply.staleness,
-            dropped=bool(reply.dropped),
-            loss=loss,
-        )
-        state.round += 1
+        record_exchange(ctx, stage, state, work, reply, loss)
     return signal
 
 
