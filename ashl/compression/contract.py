@@ -140,7 +140,6 @@ class Codec(Contract, group="compression"):
     code: ClassVar[int] = 0
     parts: ClassVar[int] = 1  # with `estimator = "moments"`: parts of a minibatch
     per_layer: ClassVar[bool] = False  # True: `wrappers.layers` encodes each layer separately
-    entropy: ClassVar[str] = "none"
     warmup_epochs: ClassVar[int] = 0
     critical_ratio: ClassVar[float | None] = None
     error_feedback: ClassVar[bool] = False

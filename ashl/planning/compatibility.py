@@ -31,7 +31,6 @@ from ashl.compression.contract import Codec, Collective, Layout, Linear, Reduces
 from ashl.compression.fetch_sgd import FetchSGD
 from ashl.compression.sign import Sign
 from ashl.compression.terngrad import TernGrad
-from ashl.compression.wire.entropy_code import check_code
 from ashl.compression.wrappers.compose import wrap_codec
 from ashl.compression.wrappers.options import Wrappers
 from ashl.compression.wrappers.wrapper import innermost
@@ -702,7 +701,6 @@ def check_compression(
         return []
     check_codec_roles(name, innermost(codec))
     check_wrappers(name, option, parts["optimizer"], layout)
-    check_code(option.entropy)
     if sync is not None:
         check_codec_exchange(name, option, sync, choices["sync"], parts["optimizer"])
     elif codec.estimator != "minibatch" or codec.traits.full_gradient:

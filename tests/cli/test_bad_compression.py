@@ -3,7 +3,6 @@ starts.
 """
 
 import shlex
-import sys
 
 import pytest
 
@@ -86,14 +85,6 @@ def test_what_is_legal_and_worth_knowing(overrides: str, says: str, workplace, c
     notes = [note for note in notes if "topology.pull_ratio" not in note]
     assert len(notes) == 1
     assert says in notes[0]
-
-
-def test_a_range_code_needs_its_library(workplace, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "constriction", None)
-    assert (
-        main(["train", "-q", "runtime=sim", "compression=qsgd", "compression.entropy=range"]) == 2
-    )
-    assert "pip install constriction" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kept", [True, False])

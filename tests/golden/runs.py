@@ -329,9 +329,7 @@ def codecs() -> dict[str, Row]:
         ),
         "natural": Row(f"{asp} compression=natural"),
         "uniform": Row(f"{bsp} compression=uniform compression.per_layer=true", twin=True),
-        "rotated-huffman": Row(
-            f"{bsp} compression=rotated compression.entropy=huffman", by_bits=True
-        ),
+        "rotated-pco": Row(f"{bsp} compression=rotated compression.entropy=pco", by_bits=True),
         "terngrad": Row(f"{bsp} compression=terngrad compression.clip_sigmas=2.5"),
         "terngrad-shared": Row(
             f"{ring} compression=terngrad compression.shared_scale=true", twin=True

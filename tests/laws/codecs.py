@@ -35,8 +35,8 @@ ROWS: dict[str, Any] = {
     "dryden": codec("dryden", indices="bitmap"),
     "dryden-lloyd": codec("dryden", levels="lloyd"),
     "qsgd-elias": codec("qsgd", entropy="elias"),
-    "uniform-huffman": codec("uniform", entropy="huffman"),
-    "terngrad-range": codec("terngrad", entropy="range"),
+    "uniform-pco": codec("uniform", entropy="pco"),
+    "terngrad-pco": codec("terngrad", entropy="pco"),
     # sparsifiers
     "random_mask": codec("random_mask"),
     **{f"random_k-{code}": codec("random_k", indices=code) for code in ("seed", "golomb")},

@@ -29,7 +29,7 @@ CODECS = {
     "laq": codec("laq", bits=11),
     "lag": codec("laq", bits=None),
     "diana": codec("diana", entropy="elias"),
-    "diana-range": codec("diana", quantizer="qsgd", entropy="range"),
+    "diana-pco": codec("diana", quantizer="qsgd", entropy="pco"),
     "diana-natural": codec("diana", quantizer="natural"),
     "ef21": codec("ef21"),
     "power_sgd": codec("power_sgd"),
@@ -42,8 +42,8 @@ CODECS = {
     "adacomp": codec("adacomp"),
     "sparse_loco-layers": codec("sparse_loco", per_layer=True),
     "topk-layers": codec("topk", per_layer=True, indices="golomb", values="int4"),
-    "rotated-layers": codec("rotated", per_layer=True, entropy="huffman"),
-    "uniform-layers": codec("uniform", per_layer=True, entropy="range"),
+    "rotated-layers": codec("rotated", per_layer=True, entropy="pco"),
+    "uniform-layers": codec("uniform", per_layer=True, entropy="pco"),
 }
 WORDS = (0, 1, D - 1, D, D + 1, 2**16, 2**31, 2**32 - 1)
 MOST = 2**24  # bytes: some payloads are read by tables of a fixed size

@@ -1,44 +1,42 @@
 """Lossless codes of a quantizer's integers.
 
-none: ⌈log2 n⌉ bits each, for n levels. huffman: the canonical code of the message's own histogram;
-the lengths of the codewords are sent, too. elias: level 0, often the most frequent one, is not
-written. Each other level is written as its distance from the one before, its sign, and its
-magnitude (level + 1) >> 1, in the Elias omega code; there is no table. range: within a fraction of
-a per cent of the entropy of the message's own histogram, which is sent, too; needs the library
-constriction.
+none: ⌈log2 n⌉ bits each, for n levels. elias: level 0, often the most frequent one, is not written.
+Each other level is written as its distance from the one before, its sign, and its magnitude
+(level + 1) >> 1, in the Elias omega code; there is no table. pco: an asymmetric numeral system over
+the message's own histogram of bins, within 1 % of the entropy of long messages, by the library
+pcodec.
 
 Limits: no code needs more than 5 bytes more than `none`: a longer result is replaced by `none`. A
 quantizer with levels around 0 folds them first, see `fold`: 0, −1, 1, −2, 2, … become 0, 1, 2, 3,
 4.
 
-Source: Huffman, 1952; Elias coding as in Alistarh et al., "QSGD", NeurIPS 2017; variable lengths
-after a quantizer as in Suresh et al., "Distributed Mean Estimation with Limited Communication",
-ICML 2017; range coding by Bamler, "Understanding Entropy Coding With Asymmetric Numeral Systems
-(ANS)", arXiv:2201.01741, 2022.
+Source: Elias coding as in Alistarh et al., "QSGD", NeurIPS 2017; variable lengths after a quantizer
+as in Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017; pco:
+Loncaric, Jeppesen and Zinberg, "Pcodec: Better Compression for Numerical Sequences",
+arXiv:2502.06112, 2025.
 """
 
 from __future__ import annotations
 
-import heapq
 from typing import Any, Literal
 
 import numpy as np
+import pcodec
 
 from ashl.compression.contract import PayloadError
 from ashl.compression.wire.bits import blocks, pack, packed_bytes, unpack
 from ashl.compression.wire.prefix_code import omega, read_omega, read_prefix, write_prefix
-from ashl.errors import UsageError
 
-EntropyCode = Literal["none", "huffman", "elias", "range"]
+EntropyCode = Literal["none", "elias", "pco"]
 PLAIN, CODED, CONSTANT = 0, 1, 2  # first byte of a code: as with `none`, coded, one level only
-LONGEST = 16  # bits of the longest Huffman codeword, unless more than 2^15 levels occur
-MOST_LEVELS = 1 << 16  # with more levels, a histogram is not worth its size
-
-
-def check_code(code: EntropyCode) -> None:
-    """Raise UsageError if the code needs a library that is not installed."""
-    if code == "range":
-        _constriction()
+MOST_LEVELS = 1 << 16  # with more levels, a table is not worth its size
+PCODEC: Any = pcodec  # has no stubs
+# Levels are independent of each other and have no common divisor, so pcodec only bins them.
+PCO = PCODEC.ChunkConfig(
+    compression_level=8,
+    mode_spec=PCODEC.ModeSpec.classic(),
+    delta_spec=PCODEC.DeltaSpec.no_op(),
+)
 
 
 def fold(levels: np.ndarray) -> np.ndarray:
@@ -77,8 +75,7 @@ def write_levels(code: EntropyCode, levels: np.ndarray, num_levels: int) -> np.n
     if levels.size and num_levels <= MOST_LEVELS:
         if (levels == levels[0]).all():
             return np.concatenate([np.array([CONSTANT], np.uint8), _words(levels[0])])
-        write = {"huffman": _write_huffman, "elias": _write_elias, "range": _write_range}[code]
-        coded = write(levels, num_levels)
+        coded = (_write_elias if code == "elias" else _write_pco)(levels, num_levels)
     if coded is None or coded.size >= plain:
         return np.concatenate([np.array([PLAIN], np.uint8), pack(levels, _width(num_levels))])
     return np.concatenate([np.array([CODED], np.uint8), coded])
@@ -91,7 +88,7 @@ def read_levels(code: EntropyCode, buffer: np.ndarray, count: int, num_levels: i
             raise PayloadError(f"expected {count} levels; received no bytes")
         form, buffer = buffer[0], buffer[1:]
         if form == CODED and count and num_levels <= MOST_LEVELS:
-            read = {"huffman": _read_huffman, "elias": _read_elias, "range": _read_range}[code]
+            read = _read_elias if code == "elias" else _read_pco
             return _below(read(buffer, count, num_levels), num_levels)
         if form == CONSTANT:
             return _below(
@@ -142,94 +139,6 @@ def _read_header(
     return buffer[: 4 * count].copy().view("<u4").tolist(), buffer[4 * count :]
 
 
-# --- tables: non-negative numbers, most of which are 0
-
-
-def _write_table(numbers: np.ndarray) -> np.ndarray:
-    """Encode the numbers up to the last non-zero one.
-
-    Format: how many, the size of the code in bytes, and n + 1 of each number n in the omega code.
-    """
-    used = numbers[: np.flatnonzero(numbers)[-1] + 1]
-    coded = write_prefix(used + 1, omega)
-    return np.concatenate([_words(used.size, coded.size), coded])
-
-
-def _read_table(buffer: np.ndarray, num_levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (numbers, the bytes after the table)."""
-    (used, size), rest = _read_header(buffer, 2)
-    if not 0 < used <= num_levels or size > rest.size:
-        raise PayloadError(f"received a table of {used} levels; there are {num_levels}")
-    return read_prefix(rest[:size], used, read_omega) - 1, rest[size:]
-
-
-# --- huffman
-
-
-def _write_huffman(levels: np.ndarray, num_levels: int) -> np.ndarray:
-    lengths = _code_lengths(_histogram(levels, num_levels))
-    order = np.lexsort((np.arange(num_levels), lengths))
-    order = order[lengths[order] > 0]
-    steps = 1 << (lengths.max() - lengths[order])
-    codes = np.zeros(num_levels, np.uint64)
-    codes[order] = (np.cumsum(steps) - steps) >> (lengths.max() - lengths[order])
-    stream = write_prefix(levels, lambda block: (codes[block], lengths[block]))
-    return np.concatenate([_write_table(lengths), stream])
-
-
-def _read_huffman(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
-    lengths, stream = _read_table(buffer, num_levels)
-    longest = int(lengths.max())
-    order = np.lexsort((np.arange(lengths.size), lengths))
-    order = order[lengths[order] > 0]
-    if not 0 < longest <= LONGEST + 1 or lengths.min() < 0:
-        raise PayloadError(f"received codewords of {longest} bits; at most {LONGEST + 1} are valid")
-    steps = 1 << (longest - lengths[order])
-    if steps.sum() != 1 << longest:
-        raise PayloadError("the received lengths of codewords do not form a complete code")
-    symbols, sizes = np.repeat(order, steps), np.repeat(lengths[order], steps)
-
-    def decode(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        leading = (windows >> np.uint64(64 - longest)).view(np.int64)
-        return symbols.take(leading), sizes.take(leading)
-
-    return read_prefix(stream, count, decode)
-
-
-def _code_lengths(counts: np.ndarray) -> np.ndarray:
-    """Return the lengths of the codewords in bits, 0 for levels that do not occur.
-
-    At least two levels must occur. If the longest codeword exceeds the limit, the histogram is
-    flattened until it does not.
-    """
-    used = np.flatnonzero(counts)
-    limit = max(LONGEST, _width(used.size) + 1)
-    while True:
-        lengths = _tree_depths(counts[used])
-        if lengths.max() <= limit:
-            break
-        counts = (counts + 1) >> 1
-    result = np.zeros(counts.size, np.int64)
-    result[used] = lengths
-    return result
-
-
-def _tree_depths(counts: np.ndarray) -> np.ndarray:
-    """Return the depth of each leaf in Huffman's tree."""
-    heap = [(int(count), leaf) for leaf, count in enumerate(counts)]
-    heapq.heapify(heap)
-    parents = np.zeros(2 * counts.size - 1, np.int64)
-    for node in range(counts.size, parents.size):
-        light, first = heapq.heappop(heap)
-        heavy, second = heap[0]
-        parents[first] = parents[second] = node
-        heapq.heapreplace(heap, (light + heavy, node))
-    depths = np.zeros(parents.size, np.int64)
-    for node in range(parents.size - 2, -1, -1):
-        depths[node] = depths[parents[node]] + 1
-    return depths[: counts.size]
-
-
 # --- elias
 
 
@@ -266,54 +175,30 @@ def _read_elias(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
     return levels
 
 
-# --- range
+# --- pco
 
 
-def _write_range(levels: np.ndarray, num_levels: int) -> np.ndarray:
-    library = _constriction()
-    counts = _histogram(levels, num_levels)
-    used = np.flatnonzero(counts)
-    ranks = np.zeros(num_levels, np.int32)
-    ranks[used] = np.arange(used.size)
-    coder = library.stream.queue.RangeEncoder()
-    model = _model(counts[used])
-    for where in blocks(levels.size):
-        coder.encode(ranks[levels[where]], model)
-    # Words of 32 bits. Their number is sent, because a decoder does not notice missing ones.
-    coded = coder.get_compressed()
-    return np.concatenate(
-        [_write_table(counts), _words(coded.size), coded.astype("<u4").view(np.uint8)]
+def _write_pco(levels: np.ndarray, num_levels: int) -> np.ndarray:
+    """Return the size in bytes of pcodec's stream, and the stream.
+
+    The size is sent because pcodec ignores bytes after the end of its stream.
+    """
+    stream = np.frombuffer(
+        PCODEC.standalone.simple_compress(levels.astype(np.uint16), PCO), np.uint8
     )
+    return np.concatenate([_words(stream.size), stream])
 
 
-def _read_range(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
-    library = _constriction()
-    counts, rest = _read_table(buffer, num_levels)
-    (size,), stream = _read_header(rest, 1)
-    used = np.flatnonzero(counts)
-    if counts.min() < 0 or counts.sum() != count or used.size < 2 or stream.size != 4 * size:
+def _read_pco(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
+    (size,), stream = _read_header(buffer, 1)
+    levels = np.empty(count, np.uint16)
+    try:
+        progress = PCODEC.standalone.simple_decompress_into(stream.tobytes(), levels)
+    except RuntimeError as wrong:
+        raise PayloadError(f"expected a pco code of {count} levels: {wrong}") from wrong
+    if size != stream.size or progress.n_processed != count or not progress.finished:
         raise PayloadError(
-            f"expected a histogram of {count} levels; received one of {counts.sum()} with"
-            f" {stream.size} bytes"
+            f"expected a pco code of {count} levels; received {stream.size} bytes with"
+            f" {progress.n_processed}"
         )
-    coder = library.stream.queue.RangeDecoder(stream.copy().view("<u4").astype(np.uint32))
-    try:
-        return used[coder.decode(_model(counts[used]), count)]
-    except Exception as wrong:
-        raise PayloadError(f"expected a range code of {count} levels") from wrong
-
-
-def _model(counts: np.ndarray) -> Any:
-    """Return the entropy model of levels that all occur."""
-    return _constriction().stream.model.Categorical(counts / counts.sum(), perfect=False)
-
-
-def _constriction() -> Any:
-    try:
-        import constriction
-    except ImportError:
-        raise UsageError(
-            "compression.entropy=range: needs the library constriction; run pip install"
-            " constriction, or set compression.entropy=huffman"
-        ) from None
-    return constriction
+    return levels
