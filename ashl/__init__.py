@@ -1,7 +1,8 @@
 """Measure, plan and train on unequal nodes. Importing this package loads nothing heavy.
 
-`train`, `sweep` and `load` do what the command line does, for scripts and notebooks. Failures
-raise an `ashl.errors.AshlError` with the sentence that the command line prints.
+`train`, `sweep` and `load` do what the command line does, for scripts and notebooks. `ddp_hook`
+compresses the gradients of torch's DistributedDataParallel. Failures raise an
+`ashl.errors.AshlError` with the sentence that the command line prints.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ashl.compression.contract import Codec
+    from ashl.export.ddp_hook import Hook, HookState
     from ashl.study.frames import Run, Runs
 
 __version__ = "0.1.0"
@@ -142,6 +145,19 @@ def load(path: str | PathLike[str]) -> Run | Runs:
             f"{path!r} is no path; name the folder of a run, of a sweep, or one of runs."
         )
     return load(Path(path))
+
+
+def ddp_hook(compression: str | Codec = "topk", **options: Any) -> tuple[HookState, Hook]:
+    """Return state and hook for `register_comm_hook` of torch's `DistributedDataParallel`.
+
+    `model.register_comm_hook(*ashl.ddp_hook("topk", ratio=0.01))` compresses the gradients of a
+    model by any codec that `ashl list compression` shows, with error feedback where the codec has
+    it. Options are the codec's keys, and `process_group` and `seed`.
+    Raises: UsageError for an unknown codec or key.
+    """
+    from ashl.export.ddp_hook import ddp_hook
+
+    return ddp_hook(compression, **options)
 
 
 def _check_texts(overrides: Sequence[object]) -> None:

@@ -74,7 +74,12 @@ HOMES = {
     "mlflow": ("ashl/tracking/mlflow.py", "ashl/tracking/mlflow_study.py"),
     "torchvision": ("ashl/data/vision.py",),
     "jinja2": ("ashl/export/",),
-    "torch.distributed": ("ashl/runtime/", "ashl/run/", "cli/doctor.py"),
+    "torch.distributed": (
+        "ashl/runtime/",
+        "ashl/run/",
+        "ashl/export/ddp_hook.py",
+        "cli/doctor.py",
+    ),
     "typer": ("cli/",),
     "time": (
         "ashl/runtime/",
