@@ -92,7 +92,7 @@ def check_codecs() -> None:
 
 
 def check_like_torch() -> None:
-    """Without compression and with 16 bits, parameters are those of DDP and of torch's hook.
+    """Parameters without compression equal those of DDP; with 16 bits those of torch's hook, nearly.
 
     Torch's bf16 hook needs NCCL, so bf16 is held against the uncompressed parameters alone.
     """

@@ -4,10 +4,10 @@ Rule: DDP hands over the gradient in buckets, while backward continues. The upda
 (1/n)·Σ_i C(g_i), identical on all n workers, bit for bit. Each bucket has a codec state of its own:
 with error feedback, g_i includes what worker i has not sent yet.
 
-Data flow: linear codecs use an all-reduce of payloads, codecs with a protocol of their own run it,
-and payloads of other codecs are gathered and decoded by every worker. On the CPU a thread carries
-out the buckets, in the order in which DDP hands them over, which is the same on all workers. So
-encoding and transfer overlap with backward.
+Data flow: linear codecs use an all-reduce of payloads. Codecs with a protocol of their own run it.
+Payloads of other codecs are gathered, and every worker decodes them. On the CPU a thread carries
+out the buckets in the order in which DDP emits them, which is the same on all workers. So encoding
+and transfer overlap with backward.
 
 Limits: codecs that need another gradient than that of a minibatch are refused. After the first
 backward pass DDP rebuilds its buckets, and each new bucket begins without a residual. If a worker's
