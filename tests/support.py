@@ -137,7 +137,8 @@ def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[Stage, ...]) -> Ca
     """Return the programs of all ranks, with the injected faults of the cluster."""
     play = partial(program, stages=stages)
     if cluster.fault_kinds:
-        Churn(sim, cluster, seed, stages[0].min_workers, partial(ranks_to_notify, stages), play)
+        peers, regroups = partial(ranks_to_notify, stages), stages[0].topology.regroups
+        Churn(sim, cluster, seed, stages[0].min_workers, peers, play, regroups)
     return play
 
 

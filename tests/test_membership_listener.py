@@ -76,7 +76,7 @@ def test_a_second_joining_worker_is_admitted_once_the_first_has_its_links(
     store, kernel = Store(), kernel_of(Quiet())
     monkeypatch.setattr(room, "admit_worker", lambda *_: Silent())
     kernel.join_running(Entry({}, {}, time.monotonic_ns()))
-    listener = MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", store), None)
+    listener = MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", store))
     listener.on_membership(ANEW)  # between its coming in and its first message
     all_let_in()
     known = known_key(pair_key(0, 1, 1))
@@ -94,7 +94,7 @@ def test_a_failure_before_a_rank_has_its_links_is_a_failure_there_too() -> None:
     kernel = kernel_of(Quiet(), (1,))
     kernel.join_running(Entry({1: cast("Any", Silent())}, {1: 0}, time.monotonic_ns()))
     listener, over = (
-        MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", Store()), None),
+        MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", Store())),
         ControlUpdate(lost=((1, 0),)),
     )
     listener.on_membership(over)

@@ -1166,22 +1166,16 @@ def overlaps_steps(own: StageParts) -> bool:
 
 
 def blocks_on_failure(own: StageParts) -> bool:
-    """Return True if an overlapped exchange blocks when a worker fails.
+    """Return True if an overlapped exchange with a server blocks when a worker fails.
 
-    It does not where a server merges whole updates, or where the bucketed all-reduces of one step
-    are retried.
+    It does not where the server merges whole updates, or where workers regroup.
     """
     whole = (
         isinstance(own.topology, ParameterServer)
         and isinstance(own.overlap, Delayed)
         and not own.overlap.fragments
     )
-    parts = (
-        isinstance(own.topology, AllReduce)
-        and not isinstance(own.overlap, Delayed)
-        and not own.overlap.overlaps_next_forward
-    )
-    return overlaps_steps(own) and not (whole or parts)
+    return overlaps_steps(own) and not (whole or own.topology.regroups)
 
 
 def survives_only_in_sim(own: StageParts, parts: Parts) -> bool:

@@ -179,6 +179,7 @@ def supervise_ranks(
                 start,
                 survives_failure(parts),
                 admits_rejoin(parts),
+                parts.stages[0].topology.regroups,
             )
             pace = supervise(liveness, run_dir, monitor, checkpoint_manager)
         if pace is not None:

@@ -21,7 +21,6 @@ from typing import NoReturn
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.regroup_consensus import RegroupConsensus
 from ashl.runtime.rendezvous import admit_worker, confirm_known
 
 logger = logging.getLogger(__name__)
@@ -37,14 +36,19 @@ class MembershipListener:
         incarnation: int,
         peers: Mapping[int, int],
         store: AuthenticatedStore,
-        consensus: RegroupConsensus | None,
+        regroups: bool = False,
+        is_worker: bool = True,
     ) -> None:
-        """Args: incarnation, of this rank; peers, the incarnation of each peer at the start."""
+        """Args: incarnation, of this rank; peers, the incarnation of each peer at the start;
+        regroups, True if a failure or a rejoin begins a new epoch.
+        """
         self._kernel = kernel
         self._rank = rank
         self._incarnation = incarnation
         self._store = store
-        self._consensus = consensus
+        self._regroups = regroups
+        self._is_worker = is_worker
+        self._epoch = 0  # number of the latest epoch
         # the latest incarnation of each peer that this rank has connected or is connecting
         self._incarnations = dict(peers)
         self._failed: dict[int, int] = {}  # the latest failed incarnation of each failed peer
@@ -61,10 +65,13 @@ class MembershipListener:
             }
 
     def on_membership(self, update: ControlUpdate) -> None:
-        """Disconnect newly failed peers, and connect a peer that is ready to rejoin.
+        """Begin a new epoch; or disconnect newly failed peers, and connect a peer that is ready to
+        rejoin.
 
         Does nothing before the kernel has connections: the controller repeats its updates.
         """
+        if self._regroups:
+            return self._on_epoch(update)
         if not self._kernel.started:
             return
         previous, failed = self._failed, dict(update.lost)
@@ -76,8 +83,6 @@ class MembershipListener:
                     "worker %d, incarnation %d, failed; continues without it", rank, incarnation
                 )
                 self._kernel.mark_peer_failed(rank, "the run continues without it")
-                if self._consensus is not None:
-                    self._consensus.mark_failed(rank, incarnation)
         for rank, incarnation in update.ready:
             if incarnation > self._incarnations.get(rank, incarnation):
                 with self._lock:
@@ -89,6 +94,18 @@ class MembershipListener:
                     name=f"connect-{rank}",
                 ).start()
 
+    def _on_epoch(self, update: ControlUpdate) -> None:
+        """Begin the epoch of this update, if it is new and this incarnation is a member."""
+        with self._lock:
+            self._failed = dict(update.lost)
+        epoch = update.epoch
+        if epoch is None or epoch.number <= self._epoch:
+            return
+        known = dict(zip(epoch.workers, epoch.incarnations, strict=True))
+        if not self._is_worker or known.get(self._rank) == self._incarnation:
+            self._epoch = epoch.number
+            self._kernel.begin_epoch(epoch)
+
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
         """Connect to a rejoining worker, in a thread of its own."""
         store = self._store.another()
@@ -96,9 +113,6 @@ class MembershipListener:
             store, self._rank, self._incarnation, rank, incarnation, self._kernel.clock_ns
         )
         self._kernel.connect_peer(rank, incarnation, group)
-        if self._consensus is not None:
-            self._consensus.mark_connected(rank, incarnation)
-            self._kernel.ctx.join_pending = True
         if rank in self.failed_ranks:  # it has failed again in the meantime
             self._kernel.mark_peer_failed(rank, "the run continues without it")
         logger.info("worker %d rejoined as incarnation %d; is connected to it", rank, incarnation)

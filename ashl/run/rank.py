@@ -35,7 +35,6 @@ from ashl.learn.device import HOST, claim_generators, numbers
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import (
-    exchanges_by_collectives,
     retransmits_on_resume,
     runs_in_lockstep,
     survives_failure,
@@ -62,7 +61,7 @@ from ashl.run.process_setup import (
 from ashl.run.uploads import RestorePoint, await_restore_point, upload_checkpoint_part
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.collectives import Hierarchy, hierarchy_of
-from ashl.runtime.control_messages import End
+from ashl.runtime.control_messages import End, Epoch
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter, write_to_folder
@@ -71,14 +70,18 @@ from ashl.runtime.records import (
     ProcessExited,
     RankError,
     Ready,
-    Record,
     Rounds,
     StopAsked,
     WorkerFailed,
     WorkerRejoined,
 )
-from ashl.runtime.regroup_consensus import RegroupConsensus
-from ashl.runtime.rendezvous import Entry, init_process_groups, join_running_job
+from ashl.runtime.rendezvous import (
+    Entry,
+    init_process_groups,
+    join_epoch,
+    join_running_job,
+    meet_members,
+)
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NEVER, first_line, make_nccl_payloads
 from ashl.stage.program import peers_of, program, ranks_to_notify
@@ -281,27 +284,15 @@ def classify_error(error: Exception) -> tuple[bool, int | None]:
     return isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN), None
 
 
-def build_stages(
-    settings: RankSettings,
-    plan: Plan,
-    parts: Parts,
-    store: AuthenticatedStore,
-    emit: Callable[[Record], None],
-) -> tuple[tuple[Stage, ...], RegroupConsensus | None]:
-    """Return the stages for this rank and, if collectives must tolerate a worker's failure, the
-    rank's part in the consensus about the survivors.
+def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[Stage, ...]:
+    """Return the stages for this rank.
 
     Limits: a rank that saves checkpoints does not tolerate failures; the run is resumed instead.
     """
     stages = assemble(plan, settings.device, parts).stages
     if settings.saves_checkpoints or not survives_failure(parts):
-        return stages, None
-    consensus = None
-    if any(map(exchanges_by_collectives, parts.stages)):
-        consensus = RegroupConsensus(
-            store, settings.rank, stages[0].workers, emit, settings.incarnation
-        )
-    return tuple(replace(stage, elastic=True) for stage in stages), consensus
+        return stages
+    return tuple(replace(stage, elastic=True) for stage in stages)
 
 
 def find_restore_point(
@@ -341,7 +332,7 @@ def train_rank(
         )
     )
     torch.set_num_threads(parts.runtime.threads)
-    stages, consensus = build_stages(settings, plan, parts, store, reporter.emit)
+    stages = build_stages(settings, plan, parts)
     use(settings.interface)
     stage = stages[0]
     assert isinstance(stage.trainer, Trainer)
@@ -350,7 +341,7 @@ def train_rank(
     )
     nccl = settings.have_own_gpus and uses_nccl(parts.runtime, stage.topology, parts.cluster)
     all_others = ranks_to_notify(stages, settings.rank)
-    kernel = make_kernel(settings, plan, parts, store, reporter, stages, consensus, nccl)
+    kernel = make_kernel(settings, plan, parts, store, reporter, stages, nccl)
     learner = stage.trainer.learner
     kernel.worker_states = learner
     saved, own = None, None
@@ -367,13 +358,19 @@ def train_rank(
         reporter.learner = learner
     incarnations = dict.fromkeys(all_others, 0)
     if settings.incarnation:
-        entry = rejoin(settings, kernel, store, reporter, all_others)
+        entry = rejoin(settings, kernel, store, reporter, all_others, regroups(stage))
         if entry is None:
             return
         incarnations |= entry.incarnations
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
     listener = MembershipListener(
-        kernel, settings.rank, settings.incarnation, incarnations, store, consensus
+        kernel,
+        settings.rank,
+        settings.incarnation,
+        incarnations,
+        store,
+        regroups(stage),
+        is_worker=settings.rank < plan.num_workers,
     )
     reporter.on_update = listener.on_membership
     reporter.make_heartbeat = kernel.heartbeat
@@ -386,7 +383,7 @@ def train_rank(
         [*all_others],
         kernel.now_ns / 1e9,
     )
-    joins = retransmits or settings.incarnation > 0
+    joins = retransmits or (settings.incarnation > 0 and not regroups(stage))
     play = partial(program, stages=stages, saved=saved, joins=joins)
     with claim_generators(learner.device):
         kernel.run(play)
@@ -397,6 +394,11 @@ def train_rank(
     leave_together(settings, plan, store, kernel, listener, answers)
 
 
+def regroups(stage: Stage) -> bool:
+    """Return True if a failure or a rejoin begins a new epoch."""
+    return stage.elastic and stage.topology.regroups
+
+
 def make_kernel(
     settings: RankSettings,
     plan: Plan,
@@ -404,7 +406,6 @@ def make_kernel(
     store: AuthenticatedStore,
     reporter: Reporter,
     stages: Sequence[Stage],
-    consensus: RegroupConsensus | None,
     nccl: bool,
 ) -> TorchKernel:
     """Make the kernel of this rank and, unless it rejoins, the process groups of the job."""
@@ -420,6 +421,12 @@ def make_kernel(
     payloads = None
     if nccl and stage.topology.has_server:
         payloads = make_nccl_payloads(settings.rank, stage.workers, stage.server, settings.device)
+
+    def meet(
+        epoch: Epoch, members: tuple[int, ...], hopeless: Callable[[], bool]
+    ) -> dist.ProcessGroup | None:
+        return meet_members(store, settings.rank, kernel.clock_ns, epoch, members, hopeless)
+
     kernel = TorchKernel(
         settings.rank,
         reporter,
@@ -442,8 +449,10 @@ def make_kernel(
         nccl=nccl,
         checkpoint_writer=reporter.checkpoint_writer,
         hierarchy=hierarchy,
-        consensus=consensus,
         payload_transport=payloads,
+        meet=meet if regroups(stage) else None,
+        num_workers=plan.num_workers,
+        num_ranks=plan.num_ranks,
     )
     kernel.ctx.incarnation = settings.incarnation
     return kernel
@@ -455,9 +464,25 @@ def rejoin(
     store: AuthenticatedStore,
     reporter: Reporter,
     others: Sequence[int],
+    by_epoch: bool,
 ) -> Entry | None:
-    """Connect this incarnation to the running ranks; None if the run ends before."""
+    """Connect this incarnation to the running ranks; None if the run ends before.
+
+    Args: by_epoch: True if it becomes a member of the next epoch, in which all ranks connect.
+    """
     reporter.emit(Ready(settings.rank))
+    if by_epoch:
+        found = join_epoch(
+            store, settings.rank, settings.incarnation, lambda: reporter.control_update
+        )
+        if found is None:
+            return None
+        epoch, zero_ns = found
+        entry = Entry({}, {}, zero_ns)
+        kernel.join_running(entry)
+        kernel.begin_epoch(epoch)
+        reporter.emit(WorkerRejoined(settings.rank, kernel.now_ns))
+        return entry
     entry = join_running_job(
         store, others, settings.rank, settings.incarnation, lambda: reporter.control_update
     )

@@ -42,7 +42,8 @@ from ashl.run.monitor import Monitor
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT, EXIT_DECLARED_FAILURE, EXIT_EVICTED
 from ashl.run.rank import RankSettings, role_name
 from ashl.run.uploads import decode_state
-from ashl.runtime.control_messages import End
+from ashl.runtime.control_messages import End, Epoch
+from ashl.runtime.process import FAILURE_WAIT_S
 from ashl.runtime.records import (
     Alive,
     CheckpointPartSaved,
@@ -71,7 +72,6 @@ from ashl.runtime.records import (
     WorkerFailed,
     WorkerRejoined,
 )
-from ashl.runtime.regroup_consensus import FAILURE_WAIT_S
 from ashl.runtime.time_accounting import KINDS
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class LivenessMonitor:
     start: Callable[[int, int], None]  # starts an incarnation of a rank on this node
     survives_failure: bool  # the run can continue without a worker
     admits_rejoin: bool  # a failed worker can rejoin
+    regroups: bool = False  # a failure or a rejoin begins a new epoch
     exited: set[int] = field(default_factory=set)
     # workers without which the run continues, with the cause
     failed: dict[int, str] = field(default_factory=dict)
@@ -396,7 +397,25 @@ class LivenessMonitor:
         )
         # workers rejoin one after the other
         update = self.channel.control_update._replace(lost=failed, ready=ready[:1])
+        if self.regroups:
+            update = update._replace(epoch=self.next_epoch(update.epoch))
         self.channel.publish(update)
+
+    def next_epoch(self, epoch: Epoch | None) -> Epoch:
+        """Return the present epoch, or the next one if its members are others."""
+        incarnations = self.channel.incarnations
+        workers = tuple(
+            rank
+            for rank in range(self.plan.num_workers)
+            if rank not in self.exited
+            and (rank not in self.failed or self.rejoining.get(rank, False))
+        )
+        members = tuple(incarnations[rank] for rank in workers)
+        n = self.plan.num_workers
+        epoch = epoch or Epoch(0, tuple(range(n)), (0,) * n)
+        if (workers, members) == (epoch.workers, epoch.incarnations):
+            return epoch
+        return Epoch(epoch.number + 1, workers, members)
 
     def silent_ranks(self, for_s: float) -> list[int]:
         """Return the ranks without a record for longer than `for_s`, measured when the record queue

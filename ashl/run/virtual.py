@@ -77,7 +77,13 @@ def simulate(
     play = partial(program, stages=job.stages)
     if cluster.fault_kinds:
         Churn(
-            sim, cluster, plan.seed, stage.min_workers, partial(ranks_to_notify, job.stages), play
+            sim,
+            cluster,
+            plan.seed,
+            stage.min_workers,
+            partial(ranks_to_notify, job.stages),
+            play,
+            stage.topology.regroups,
         )
     try:
         runtime = job.parts.runtime

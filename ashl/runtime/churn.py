@@ -1,8 +1,12 @@
 """Inject faults into a simulation: workers fail and rejoin, or the server fails.
 
 A worker that fails loses its state, the messages in flight to it, and the messages that it sent and
-that have not arrived. NICs still receive those messages. Peers are notified `detect_s` later, or
-when the worker rejoins, if that is sooner: a failure is always seen before the next incarnation.
+that have not arrived. NICs still receive those messages. The failure is noticed `detect_s` later,
+or when the worker rejoins, if that is sooner: a failure is always seen before the next incarnation.
+
+With a topology that regroups (`Topology.regroups`), a noticed failure or a rejoin begins a new
+epoch: every rank continues from its last safe point with the members of the epoch
+(`ashl.stage.program`). With any other topology, the peers of the worker receive a message.
 
 Random faults: the k-th time to failure of worker i is Exp(mtbf_s), and the k-th time to repair
 Exp(mttr_s). Each is the k-th draw of the worker's own stream. A failure that would leave fewer than
@@ -12,20 +16,19 @@ running workers have ended.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from heapq import heapify, heappush
+from functools import partial
+from heapq import heappush
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from ashl.cluster.network import Ports
 from ashl.cluster.spec import Cluster, Event
 from ashl.data.rng import Purpose, stream
 from ashl.errors import AshlError
-from ashl.runtime.effects import Message, PeerFailedError
-from ashl.runtime.kernel import Mailbox, Task
-from ashl.runtime.membership import SimMembership
+from ashl.runtime.effects import Epoch, PeerFailedError
 from ashl.runtime.records import WorkerFailed, WorkerRejoined
 from ashl.runtime.sim import Sim
 
@@ -35,19 +38,10 @@ FIRST = -(2**60)  # places of events before all others of an instant
 LAST_BUDGETS = 2
 
 
-class DiscardingMailbox(Mailbox):
-    """The mailbox of a failed worker: it drops every message."""
-
-    __slots__ = ()
-
-    def put(self, message: Message) -> Task | None:
-        return None
-
-
 class Churn:
     """Injects the faults of a cluster into a simulation. `start(ctx, joins=True)` returns the
-    coroutine of a joining worker; `peers_of(rank)` returns the ranks that are notified of its
-    failure.
+    coroutine of a joining worker, and `start(ctx, saved=..., epoch=...)` that of a member of a new
+    epoch; `peers_of(rank)` returns the ranks that are notified of its failure.
     """
 
     def __init__(
@@ -58,6 +52,7 @@ class Churn:
         min_workers: int,
         peers_of: Callable[[int], Sequence[int]],
         start: Callable[..., Coroutine],
+        regroups: bool = False,
     ) -> None:
         self.sim = sim
         self.cluster = cluster
@@ -67,7 +62,13 @@ class Churn:
         # True if there is a server, so that the run tolerates the failure of all workers
         self.has_server = len(sim.contexts) > len(cluster.compute)
         self._places = count(FIRST)
-        self.membership = SimMembership(sim, len(cluster.compute))
+        self.regroups = regroups
+        self.failures = Counter[int]()  # failures of each worker so far
+        self.epoch = Epoch(0, tuple(range(len(cluster.compute))))
+        if regroups:
+            sim.failed_ns = {}
+            for ctx in sim.contexts:
+                ctx.tolerates_failures = True
         # (peer, failed worker, time of the failure in ns, reason): not notified yet
         self._uninformed: set[tuple[int, int, int, str]] = set()
         for event in cluster.events:
@@ -124,7 +125,7 @@ class Churn:
         remaining = (
             len(self.cluster.compute) - len(self.sim.gone)
             if self.has_server
-            else len(self.membership.with_model - {rank}) + 1
+            else len(self._with_model() - {rank}) + 1
         )
         if rank in self.sim.gone or remaining > self.min_workers:
             self.fail(rank, "random")
@@ -139,7 +140,16 @@ class Churn:
             self.rejoin(rank)
             self._draw(rank, rng, churn.mtbf_s, self._random_failure)
 
-    # --- a loss and a return
+    # --- a failure and a rejoin
+
+    def _with_model(self) -> set[int]:
+        """Return the running workers that have a model."""
+        workers = self.sim.contexts[: len(self.cluster.compute)]
+        return {
+            ctx.rank
+            for ctx in workers
+            if ctx.rank not in self.sim.gone and ctx.restart_point is not None
+        }
 
     def fail(self, rank: int, why: str) -> None:
         """Let a running worker fail at this instant."""
@@ -147,25 +157,40 @@ class Churn:
         if rank in sim.gone or self.over:
             return
         sim.gone.add(rank)
-        for task in [task for task in sim._tasks if task.ctx.rank == rank]:
-            sim._cancel(task)
-        self._truncate_accounting(rank)
-        sim.contexts[rank].time_accounting.abort_collectives(now)
-        self._discard_events(rank)
-        sim._unit_free[rank] = sim._push_end[rank] = now
+        sim.stop_ranks([rank])
         sim.contexts[rank].counter = None
+        self.failures[rank] += 1
         sim.observer.emit(WorkerFailed(rank, now, why))
         assert self.cluster.failure_detection_s is not None
-        peers = self.peers_of(rank)
-        self.membership.fail_member(rank, peers)
-        if not self.has_server and not self.membership.with_model:
+        noticed_ns = now + round(self.cluster.failure_detection_s * 1e9)
+        if self.regroups:
+            assert sim.failed_ns is not None
+            sim.failed_ns[rank] = now
+            sim.contexts[rank].restart_point = None
+            sim.collective_queues.abort_with_member(rank)
+            self._at_ns(noticed_ns, self._notice, rank)
+        if not self.has_server and not self._with_model():
             raise AshlError(
                 f"worker {rank} failed at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)}"
                 " workers remain that have the model: the run ends here"
             )
-        for peer in peers:
+        for peer in () if self.regroups else self.peers_of(rank):
             self._uninformed.add(item := (peer, rank, now, why))
-            self._at_ns(now + round(self.cluster.failure_detection_s * 1e9), self._inform, item)
+            self._at_ns(noticed_ns, self._inform, item)
+
+    def _notice(self, rank: int) -> None:
+        """Begin an epoch without a failed worker, unless the present one is without it."""
+        if rank in self.sim.gone and rank in self.epoch.workers:
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """Begin an epoch with the running workers, unless all of them have ended."""
+        sim, n = self.sim, len(self.cluster.compute)
+        running = [ctx.rank for ctx in sim.contexts if ctx.rank not in sim.gone]
+        if all(sim._mains[rank].done for rank in running):
+            return
+        self.epoch = Epoch(self.epoch.number + 1, tuple(rank for rank in running if rank < n))
+        sim.begin_epoch(running, partial(self.start, epoch=self.epoch))
 
     def _inform(self, item: tuple[int, int, int, str]) -> None:
         """Notify a peer of a failure, unless it was notified already."""
@@ -173,74 +198,29 @@ class Churn:
         if item not in self._uninformed:
             return
         self._uninformed.remove(item)
-        loss = PeerFailedError(
-            rank, f"{why}, at {since_ns / 1e9:.6g} s", self.membership.failures[rank] - 1
-        )
+        loss = PeerFailedError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.failures[rank] - 1)
         for task, value in sim._mail[peer].mark_failed(loss, since_ns):
             if task.main:
                 task.ctx.time_accounting.attribute_idle(sim.now_ns)
             sim._resume(task, value)
-        self.membership.noticed_by(peer, rank)
 
     def rejoin(self, rank: int) -> None:
         """Let a failed worker rejoin, without any state."""
         sim = self.sim
         if rank not in sim.gone or self.over:
             return
-        for item in sorted(item for item in self._uninformed if item[1] == rank):
-            self._inform(item)
-        self.membership.note_failure(rank)
-        self._discard_events(rank)
+        if not self.regroups:
+            for item in sorted(item for item in self._uninformed if item[1] == rank):
+                self._inform(item)
+            for peer in self.peers_of(rank):
+                sim._mail[peer].failed_peers.pop(rank, None)
         sim.gone.remove(rank)
-        sim._mail[rank] = Mailbox()
-        for peer in self.peers_of(rank):
-            sim._mail[peer].failed_peers.pop(rank, None)
         ctx = sim.contexts[rank]
-        ctx.incarnation = self.membership.failures[rank]
         ctx.time_accounting.limit_ns = min(other.time_accounting.limit_ns for other in sim.contexts)
         ctx.time_accounting.attribute_until("down", sim.now_ns)
         sim.observer.emit(WorkerRejoined(rank, sim.now_ns))
+        if self.regroups:
+            return self._begin_epoch()
+        ctx.incarnation = self.failures[rank]
+        sim.stop_ranks([rank])
         sim._mains[rank] = sim.spawn(ctx, self.start(ctx, joins=True), main=True)
-
-    def _truncate_accounting(self, rank: int) -> None:
-        """Truncate a rank's accounted time at this instant."""
-        sim = self.sim
-        arriving_ns = [
-            event[1].start_ns
-            for _, _, target, event in sim._heap
-            if target == sim._deliver and event[0] == rank
-        ]
-        sim.contexts[rank].time_accounting.truncate_at(
-            sim.now_ns, sim._push_end[rank], min(arriving_ns, default=sim.now_ns)
-        )
-
-    def _discard_events(self, rank: int) -> None:
-        """Discard the events of a rank and the messages in flight to it and from it."""
-        sim = self.sim
-        sim._mail[rank] = DiscardingMailbox()
-        own_targets, kept_events = (sim._awake, sim._expire, sim._emit_part), []
-        for time_ns, place, target, value in sim._heap:
-            if target.__class__ is Task:
-                discarded = target.ctx.rank == rank
-            elif target == sim._deliver or target == sim._arrive:
-                discarded = rank in (value[0], value[1].src)
-                if discarded and target == sim._arrive:
-                    discarded, target = False, self._receive_and_discard
-            else:
-                discarded = target in own_targets and value[0].ctx.rank == rank
-                # the receive has ended already
-                discarded = discarded or (
-                    target == sim._expire and value[0].waiting is not value[1]
-                )
-            if not discarded:
-                kept_events.append((time_ns, place, target, value))
-        heapify(kept_events)
-        sim._heap[:] = kept_events
-
-    def _receive_and_discard(self, item: tuple[int, Message, int, int]) -> None:
-        """Occupy the receiver's NIC with a message of a failed worker or to it, and discard the
-        message.
-        """
-        dst, message, nbytes, tail = item
-        assert isinstance(self.sim.network, Ports)
-        self.sim.network.arrive(message.src, dst, nbytes, self.sim.now_ns, tail)

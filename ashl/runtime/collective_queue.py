@@ -88,7 +88,7 @@ class SharedResult:
 
 def order_of(effect: Collective) -> tuple[Any, ...]:
     """Return the properties of a collective that must be the same on all members."""
-    return effect.__class__, effect.key, effect.credit, effect.epoch
+    return effect.__class__, effect.key, effect.credit
 
 
 class CollectiveQueue:
@@ -162,15 +162,11 @@ class CollectiveQueue:
         self.ready -= 1
         return posted
 
-    def abort(self) -> list[Task]:
-        """Discard all collectives that have not begun, because a member failed; return the tasks
-        that wait for them.
-        """
-        waiting = [task for posted in self.pending.values() for task, _ in posted.arrived.values()]
+    def abort(self) -> None:
+        """Discard all collectives that have not begun, because a member failed."""
         self.pending.clear()
         self.committed.clear()
         self.ready = 0
-        return waiting
 
     def idle(self, now_ns: int) -> bool:
         """Return True if the queue has no state that must be kept."""
@@ -212,17 +208,18 @@ class CollectiveQueues:
         self._last = collective_queue
         return collective_queue
 
-    def abort_with_member(self, rank: int) -> list[Task]:
-        """Delete the queues of groups with this failed member; return the tasks that wait there."""
-        lost = [
-            collective_queue
-            for collective_queue in self._of.values()
-            if rank in collective_queue.group
-        ]
-        for collective_queue in lost:
-            del self._of[collective_queue.group]
+    def abort_with_member(self, rank: int) -> None:
+        """Delete the queues of groups with this failed member, and their collectives."""
+        for group in [group for group in self._of if rank in group]:
+            self._of.pop(group).abort()
         self._last = CollectiveQueue(())
-        return [task for collective_queue in lost for task in collective_queue.abort()]
+
+    def abort(self) -> None:
+        """Discard all collectives that have not begun, and delete all queues."""
+        for collective_queue in self._of.values():
+            collective_queue.abort()
+        self._of.clear()
+        self._last = CollectiveQueue(())
 
     def all(self) -> list[CollectiveQueue]:
         return list(self._of.values())

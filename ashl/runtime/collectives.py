@@ -14,10 +14,8 @@ all-reduce of the backend, except those of 16-bit floats, which are always gathe
 process group, because creating one is a collective of all ranks. Member j receives chunk j of every
 vector, sums it in rank order and sends the sum to the others. The sum has the bits of an exact sum,
 and moves as many bytes. A subset has one sum at a time, and its messages carry a tag of the subset.
-A failed member breaks only the connections to it, so the survivors complete their other messages. A
-survivor whose sum lacks a term sends a NaN that no arithmetic produces, and a member that receives
-this NaN raises RuntimeError. A rejoined worker has a process group of two with each peer. So no
-message of an earlier incarnation enters a sum.
+After a failure the next epoch has connections of its own, so no message of an earlier epoch enters
+a sum.
 
 `all_reduce_by_node` uses three collectives of the backend: a reduce inside each node, an all-reduce
 across the nodes, a broadcast inside each node. The first worker of each node is its leader. The
@@ -35,7 +33,7 @@ stop waiting when a member fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -176,13 +174,10 @@ def all_gather(
 # --- over a subset of the ranks, without a process group
 
 BARRIER, CHUNKS, SUMS = range(3)  # purposes of messages; each has its own tag in a group
-# value of every byte of a sum that lacks a term; these floats are NaNs that no arithmetic produces
-MISSING = 255
 # The transport uses the tags below FIRST, and gloo's tags end at 2^31.
 FIRST, MAX_GROUPS = 16, 2**29
 
-# By peer, if this rank or the peer has rejoined: the process group of the two, and the peer's rank
-# in that group.
+# By peer, from the second epoch on: the process group of the epoch, and the peer's rank in it.
 Routes = Mapping[int, tuple[dist.ProcessGroup, int]]
 
 
@@ -192,20 +187,17 @@ def all_reduce_subset_max(
     rank: int,
     group_tag: int,
     routes: Routes,
-    failed: Collection[int] = (),
+    wait: Wait | None = None,
 ) -> Tensor:
     """Return the element-wise maximum of short vectors over the group; it is also a barrier.
 
-    Args: group_tag, the group's number, from which the tags of its messages follow; failed, the
-    members that are known to have failed.
-    Raises: RuntimeError if a member has failed, whether it is in `failed` or not.
+    Args: group_tag, the group's number, from which the tags of its messages follow.
+    Raises: RuntimeError if a member has failed.
     """
     g, me = len(group), group.index(rank)
     from_all = [numbers if i == me else torch.empty_like(numbers) for i in range(g)]
-    if error := _exchange(
-        [numbers] * g, from_all, group, rank, subset_tag(group_tag, BARRIER), routes, failed
-    ):
-        raise error
+    tag = subset_tag(group_tag, BARRIER)
+    _exchange([numbers] * g, from_all, group, rank, tag, routes, wait)
     return torch.stack(from_all).amax(0)
 
 
@@ -215,43 +207,28 @@ def all_reduce_subset(
     rank: int,
     group_tag: int,
     routes: Routes,
-    failed: Collection[int] = (),
+    wait: Wait | None = None,
 ) -> Tensor:
     """Return a new vector [d] with the sum over the group, of which `rank` is a member.
 
     Args: as of `all_reduce_subset_max`.
-    Raises: RuntimeError if a member has failed, or is not connected to another member.
+    Raises: RuntimeError if a member has failed.
     """
     g, me = len(group), group.index(rank)
+    tag = subset_tag(group_tag, CHUNKS)
     if g == 2:  # one message of d elements instead of two messages of d/2
         both = [tensor if i == me else torch.empty_like(tensor) for i in range(2)]
-        if error := _exchange(
-            [tensor, tensor], both, group, rank, subset_tag(group_tag, CHUNKS), routes, failed
-        ):
-            raise error
+        _exchange([tensor, tensor], both, group, rank, tag, routes, wait)
         return sum_in_rank_order(both)
     d = tensor.numel()
     padded = torch.nn.functional.pad(tensor, (0, -d % g))
     mine = list(padded.chunk(g))
     parts = [mine[me] if i == me else torch.empty_like(mine[me]) for i in range(g)]
-    error = _exchange(mine, parts, group, rank, subset_tag(group_tag, CHUNKS), routes, failed)
+    _exchange(mine, parts, group, rank, tag, routes, wait)
     total = torch.empty_like(padded)
     sums = list(total.chunk(g))
-    if error is None:
-        sums[me].copy_(sum_in_rank_order(parts))
-    else:
-        sums[me].view(torch.uint8).fill_(MISSING)
-    error = (
-        _exchange([sums[me]] * g, sums, group, rank, subset_tag(group_tag, SUMS), routes, failed)
-        or error
-    )
-    firsts = total[:: len(mine[0])]
-    if firsts.isnan().any() and any(
-        (first.view(1).view(torch.uint8) == MISSING).all() for first in firsts
-    ):
-        error = error or RuntimeError("a member of the group is not connected to another")
-    if error is not None:
-        raise error
+    sums[me].copy_(sum_in_rank_order(parts))
+    _exchange([sums[me]] * g, sums, group, rank, subset_tag(group_tag, SUMS), routes, wait)
     return total[:d]
 
 
@@ -267,31 +244,19 @@ def _exchange(
     rank: int,
     tag: int,
     routes: Routes,
-    failed: Collection[int],
-) -> RuntimeError | None:
-    """Send `out[i]` to the i-th member and receive `into[i]` from it.
-
-    Failed members and this rank itself are skipped. All other messages are completed, even after
-    an error. Returns: the first error, also for a member of `failed`; None without an error.
-    """
+    wait: Wait | None,
+) -> None:
+    """Send `out[i]` to the i-th member and receive `into[i]` from it, except for this rank."""
     peers = [
-        (i, *(routes.get(peer) or (world(), peer)))
-        for i, peer in enumerate(group)
-        if peer not in (rank, *failed)
+        (i, *(routes.get(peer) or (world(), peer))) for i, peer in enumerate(group) if peer != rank
     ]
-    work, errors = [], [RuntimeError(f"rank {peer} has failed") for peer in group if peer in failed]
-    for sends, boxes in ((False, into), (True, out)):
-        for i, pg, place in peers:
-            try:
-                work.append((pg.send if sends else pg.recv)([boxes[i]], place, tag))
-            except RuntimeError as error:
-                errors.append(error)
+    work = [
+        (pg.send if sends else pg.recv)([boxes[i]], place, tag)
+        for sends, boxes in ((False, into), (True, out))
+        for i, pg, place in peers
+    ]
     for item in work:
-        try:
-            item.wait()
-        except RuntimeError as error:
-            errors.append(error)
-    return errors[0] if errors else None
+        (wait or dist.Work.wait)(item)
 
 
 # --- by node

@@ -5,7 +5,10 @@ meanwhile; otherwise it runs on a thread of its process group. The rule of
 `ashl.runtime.collective_queue` holds in both cases, so each member knows what the others have
 posted before. If a key above 0 leaves a choice, members exchange how many collectives they have
 posted. In a paced run they exchange when their NICs are free, too; both take one hop together.
-`ashl.runtime.regroup_consensus` handles the failure of a member.
+
+A communicator serves one epoch. If a member fails, gloo raises an error at members connected to the
+failed one, and others would wait forever. So waiting members check from time to time whether
+another epoch has begun. Then, or after an error, the collective ends with `CollectiveBrokenError`.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import ctypes
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -28,18 +31,24 @@ from ashl.learn.staging import in_host
 from ashl.runtime import collectives
 from ashl.runtime.collective_queue import Collective, choose_committed
 from ashl.runtime.collectives import Hierarchy
-from ashl.runtime.effects import AllReduce, Formed, Regroup
+from ashl.runtime.effects import AllReduce
 from ashl.runtime.kernel import describe_wait
-from ashl.runtime.regroup_consensus import Groups, RegroupConsensus
-from ashl.runtime.rendezvous import world
+from ashl.runtime.rendezvous import CHECK_S, world
 from ashl.runtime.sums import PHASES_OF_A_SUM
 from ashl.runtime.throttle import Throttle
 
 BATCHED = 64  # unpaced collectives whose waiting times are exchanged together
 LINGER_S = 30.0  # seconds that a rank that has ended waits for its posted collectives
+CHECK = timedelta(seconds=CHECK_S)  # time between two checks for another epoch
 Ranks = tuple[int, ...]
-# incarnation of each member, if one rejoined in a group of some of the ranks; else empty
-Incarnations = tuple[int, ...]
+
+
+class CollectiveBrokenError(Exception):
+    """A member of this group has failed, or another epoch has begun."""
+
+    def __init__(self, group: Ranks) -> None:
+        super().__init__(f"a collective of the ranks {list(group)} is broken")
+        self.group = group
 
 
 class Outcome(NamedTuple):
@@ -84,11 +93,9 @@ class LocalQueue:
     def __init__(
         self,
         group: Ranks,
-        incarnations: Incarnations,
         carry_out: Callable[[LocalQueue], tuple[Pending, Outcome]],
     ) -> None:
         self.group = group
-        self.incarnations = incarnations
         self._carry_out = carry_out
         self.posted = 0
         self.pending: list[Pending] = []  # in the order of posting
@@ -197,55 +204,46 @@ class Communicator:
         max_bytes: int,
         settle: Callable[[], None] | None = None,
         hierarchy: Hierarchy | None = None,
-        consensus: RegroupConsensus | None = None,
+        members: Ranks | None = None,
+        epoch: int = 0,
+        routes: collectives.Routes | None = None,
+        is_over: Callable[[], bool] | None = None,
     ) -> None:
         """Set up the collectives of a rank. `groups` are the process groups that the plan lists; a
         sum over another part of the ranks works without one.
 
         The groups transport tensors in the host's memory. With `settle` they transport tensors on
         the device, too, and it waits until a transfer is done. With a `hierarchy` sums over all
-        workers go by nodes, unless `exact` is set. With a `consensus` a collective that lacks a
-        member returns `CollectiveAborted`.
+        workers go by nodes, unless `exact` is set. `members` are all ranks of this epoch; None =
+        those that torch.distributed was initialised with. `routes` are the process groups by which
+        sums without a group of their own reach each member. With `is_over`, which returns True once
+        another epoch has begun, collectives can break.
         """
         self._rank = rank
         self._exact = exact
         self._throttle = throttle
         self._clock = clock_ns
-        self._groups: Groups = {**groups}
+        self._groups = {**groups}
         self._max_bytes = max_bytes
         self._settle = settle
         self._hierarchy = hierarchy
-        self._consensus = consensus
-        self._queues: dict[tuple[Ranks, Incarnations], LocalQueue] = {}
-        self._routes: collectives.Routes = {}
+        self._epoch = epoch
+        self._is_over = is_over
+        self._queues: dict[Ranks, LocalQueue] = {}
+        self._routes = routes or {}
+        self._all = tuple(range(dist.get_world_size())) if members is None else members
         self._tags: dict[int, Ranks] = {}  # by number: groups without a process group
         self._starts: list[CollectiveTiming] = []
 
-    @cached_property
-    def _all(self) -> Ranks:
-        """Return the ranks of the current group of all; a rank that was there from the start knows
-        them by the world size.
-        """
-        return tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
-
     def local_queue(self, effect: Collective) -> LocalQueue:
         """Return this rank's queue of the group of a collective."""
-        key = group, incarnations = (
-            effect.group,
-            effect.incarnations if isinstance(effect, AllReduce) else (),
-        )
-        queue = self._queues.get(key)
+        group = effect.group
+        queue = self._queues.get(group)
         if queue is None:
             if self._rank not in group:
                 raise AshlError(f"rank {self._rank} is not a member of the group {list(group)}")
-            queue = self._queues[key] = LocalQueue(group, incarnations, self._run_next)
+            queue = self._queues[group] = LocalQueue(group, self._run_next)
         return queue
-
-    def add_routes(self, routes: collectives.Routes) -> None:
-        """Set the process groups by which sums without a group of their own reach these ranks.
-        Another thread may call it.
-        """
-        self._routes = {**self._routes, **routes}
 
     def close(self) -> list[int]:
         """End all queues; return in ns how long recent collectives waited, if not returned before.
@@ -260,50 +258,26 @@ class Communicator:
         try:
             return self._measure_waiting()
         except RuntimeError:  # a rank failed in the last moment
-            if self._consensus is None:
+            if self._is_over is None:
                 raise
             return []
 
-    def regroup(self, asked: Regroup) -> Formed:
-        """Agree with all survivors how to continue, and replace the process groups."""
-        assert self._consensus is not None
-        formed, groups = self._consensus.regroup(asked, self._clock)
-        if groups is not None:
-            keep_groups_alive(self._groups.values())
-            self._all = formed.ranks
-            self._groups = groups
-            self._queues = {}
-            self._starts = []
-        return formed
-
-    @property
-    def join_pending(self) -> bool:
-        """Return True if a worker asks to join."""
-        return self._consensus is not None and self._consensus.join_pending
+    def keep_alive(self) -> None:
+        """Keep the process groups of this epoch from being deleted."""
+        keep_groups_alive([*self._groups.values(), *(group for group, _ in self._routes.values())])
 
     def _run_next(self, queue: LocalQueue) -> tuple[Pending, Outcome]:
-        """Carry out the next collective of a queue; its outcome is `CollectiveAborted` if a member
-        failed.
+        """Carry out the next collective of a queue. Raises CollectiveBrokenError in a run that
+        tolerates failures.
         """
-        consensus = self._consensus
-        if consensus is None:
-            return self._run_next_of_survivors(queue)
         try:
-            if consensus.failed.intersection(queue.group) and not self._without_process_group(
-                queue.group, queue.incarnations
-            ):
-                raise RuntimeError("a member of the process group has failed")
-            return self._run_next_of_survivors(queue)
+            return self._run_next_of_members(queue)
         except RuntimeError as error:
-            pending, broken = (
-                (queue.committed or queue.pending)[0],
-                consensus.await_failure(queue.group, error, queue.incarnations),
-            )
-        queue.remove(pending)
-        now = self._clock()
-        return pending, Outcome(broken, now, now, (0, 0), [])
+            if self._is_over is None:
+                raise
+            raise CollectiveBrokenError(queue.group) from error
 
-    def _run_next_of_survivors(self, queue: LocalQueue) -> tuple[Pending, Outcome]:
+    def _run_next_of_members(self, queue: LocalQueue) -> tuple[Pending, Outcome]:
         """Carry out the next collective of a queue. Raises RuntimeError if a member failed."""
         pending, g, free_ns = queue.pending[0], len(queue.group), 0
         paced = g > 1 and self._throttle.network is not None
@@ -313,7 +287,7 @@ class Communicator:
         if queue.committed:
             pending = queue.committed[0]
         asked_ns = max(self._clock(), free_ns)
-        number = pending.number + (pending.effect.epoch << 32)
+        number = pending.number + (self._epoch << 32)
         with self._staged(pending.effect) as tensor:
             value, moved, begin, cost = self._transfer(pending.effect, tensor, number, asked_ns)
             if self._settle is not None:
@@ -338,27 +312,37 @@ class Communicator:
         clocks were started together.
         """
         group, numbers = queue.group, torch.tensor([-queue.posted, free_ns])
-        if not self._without_process_group(group, queue.incarnations):
-            numbers = self._all_reduce_max(numbers, group)
+        if self._without_process_group(group):
+            numbers = collectives.all_reduce_subset_max(numbers, *self._subset_arguments(group))
         else:
-            try:
-                numbers = collectives.all_reduce_subset_max(
-                    numbers, *self._subset_arguments(group, queue.incarnations)
-                )
-            except RuntimeError:
-                if self._consensus is None:
-                    # with a consensus continue: the others wait for this rank's part in a sum that
-                    # is then aborted
-                    raise
+            numbers = self._all_reduce_max(numbers, group)
         return -int(numbers[0]), int(numbers[1])
 
     def _all_reduce_max(self, numbers: torch.Tensor, group: Ranks) -> torch.Tensor:
         return collectives.all_reduce(
-            numbers, group, "max", self._groups.get(group), self._exact, self._wait(group)
+            numbers, group, "max", self._groups.get(group), self._exact, self._wait
         )
 
-    def _wait(self, group: Ranks) -> collectives.Wait | None:
-        return None if self._consensus is None else partial(self._consensus.wait, group)
+    @property
+    def _wait(self) -> collectives.Wait | None:
+        return None if self._is_over is None else self._wait_in_epoch
+
+    def _wait_in_epoch(self, work: Any) -> None:
+        """Wait until an operation of gloo has ended. Raises RuntimeError if a member failed, or
+        another epoch has begun.
+        """
+        assert self._is_over is not None
+        while True:
+            try:
+                work.wait(CHECK)
+            except RuntimeError:
+                if work.is_completed():  # it may have ended right after the timeout
+                    work.wait()
+                    return
+                if self._is_over():
+                    raise
+            else:
+                return
 
     @contextmanager
     def _staged(self, effect: Collective) -> Generator[torch.Tensor]:
@@ -378,12 +362,7 @@ class Communicator:
         declared cost in ns or None).
         """
         group, g = effect.group, len(effect.group)
-        incarnations = effect.incarnations if isinstance(effect, AllReduce) else ()
-        pg, loose, wait = (
-            self._groups.get(group),
-            self._without_process_group(group, incarnations),
-            self._wait(group),
-        )
+        pg, loose, wait = self._groups.get(group), self._without_process_group(group), self._wait
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
             if effect.op in PHASES_OF_A_SUM:
@@ -407,9 +386,7 @@ class Communicator:
                 )
             elif loose and g > 1:
                 assert effect.op == "sum"
-                value = collectives.all_reduce_subset(
-                    tensor, *self._subset_arguments(group, incarnations)
-                )
+                value = collectives.all_reduce_subset(tensor, *self._subset_arguments(group))
             else:
                 value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact, wait)
             return value, moved, begin, cost
@@ -445,22 +422,15 @@ class Communicator:
         flat = 2 * (g - 1) * nbytes // g
         return flat, flat
 
-    def _without_process_group(self, group: Ranks, incarnations: Incarnations) -> bool:
-        """Return True if no process group exists for these incarnations of the members."""
-        return bool(incarnations) or (len(group) != len(self._all) and group not in self._groups)
+    def _without_process_group(self, group: Ranks) -> bool:
+        """Return True if no process group exists for these ranks."""
+        return len(group) != len(self._all) and group not in self._groups
 
     def _subset_arguments(
-        self, group: Ranks, incarnations: Incarnations
-    ) -> tuple[Ranks, int, int, collectives.Routes, Collection[int]]:
+        self, group: Ranks
+    ) -> tuple[Ranks, int, int, collectives.Routes, collectives.Wait | None]:
         """Return the arguments of a sum without a process group, except the tensor."""
-        failed = (
-            self._consensus.failed_of(group, incarnations)
-            if self._consensus is not None
-            else frozenset[int]()
-        )
-        if not self._all:  # it came later itself
-            failed |= {*group} - {self._rank, *self._routes}
-        return group, self._rank, self._tag(group), self._routes, failed
+        return group, self._rank, self._tag(group), self._routes, self._wait
 
     def _tag(self, group: Ranks) -> int:
         """Return the number that marks the messages of a group without a process group. Raises

@@ -153,12 +153,18 @@ class ComputeUnit:
         for tag in [*self._needed]:
             self._needed.pop(tag).set_exception(loss)
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """End all computations, because their tasks have ended: wait for the one that runs."""
+        self.close(wait=True)
+        self._needed.clear()
+        self._thread, self.busy, self.paused_in = None, 0, None
+
+    def close(self, wait: bool = False) -> None:
         """Cancel queued computations and release the thread."""
         for future in self._needed.values():
             future.cancel()
         if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread.shutdown(wait=wait, cancel_futures=True)
 
     def _await_message(self, tag: Tag) -> Future:
         """Return a future of the next message with this tag."""

@@ -9,7 +9,8 @@ its share.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,6 +42,12 @@ class Contention:
         self.began_ns = [0, 0]  # when the first work of each queue began
         self.changes = 0  # an end that was scheduled before the latest change is void
         self._since_ns = 0
+
+    def emptied(self) -> Contention:
+        """Return one without work; what is scheduled for this one still ends, for others' sake."""
+        found = copy(self)
+        found.queues, found.remaining, found.began_ns = (deque(), deque()), [0.0, 0.0], [0, 0]
+        return found
 
     def add(self, queue: int, work: Work, now_ns: int) -> None:
         """Append one piece of work; it begins at once if the queue is empty."""
@@ -140,6 +147,11 @@ class ContendedSim(Sim):
         self._contention = [Contention(beside) for _ in range(num_ranks)]
         self._parts_cost = beside.parts
 
+    def stop_ranks(self, ranks: Collection[int]) -> None:
+        super().stop_ranks(ranks)
+        for rank in ranks:
+            self._contention[rank] = self._contention[rank].emptied()
+
     def _perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
         if isinstance(effect, Segments):
             return self._run_segments(task, effect.segments, None)
@@ -216,12 +228,14 @@ class ContendedSim(Sim):
     def _end_segment(
         self, task: Task, segment: Segment, value: Any, last: bool, began_ns: int
     ) -> None:
+        if task.done:
+            return
         if task.main:
             task.ctx.time_accounting.attribute_until("wait", began_ns)
             task.ctx.time_accounting.attribute_until(segment.kind, self.now_ns)
         if segment.then is not None:
             segment.then()
-        if last and not task.done:
+        if last:
             self._resume(task, value)
 
     def _schedule(self, contention: Contention) -> None:
@@ -250,7 +264,7 @@ class ContendedSim(Sim):
         cost += self._handover_ns(posted)
         start = self.network.hold(group, cost, self.now_ns)
         scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
-        working, collective_queue.free_ns = set(group), LAST
+        working, collective_queue.free_ns, posted_ns = set(group), LAST, self.now_ns
 
         def begin(_: None) -> None:
             for rank in group:
@@ -266,11 +280,14 @@ class ContendedSim(Sim):
 
         def end(_: None) -> None:
             collective_queue.free_ns = self.now_ns
+            broken = self._is_broken(group, posted_ns)
             for place, rank in enumerate(group):
                 member, time_accounting = (
                     posted.arrived[rank][0],
                     self.contexts[rank].time_accounting,
                 )
+                if member.done or broken:
+                    continue
                 time_accounting.record_traffic(
                     start,
                     *((moved, moved) if own is None else (own.sent[place], own.received[place])),

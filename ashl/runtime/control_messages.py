@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from ashl.runtime.effects import Epoch
 from ashl.runtime.records import Text, validate
 
 
@@ -35,6 +36,8 @@ class ControlUpdate(NamedTuple):
     lost: tuple[tuple[int, int], ...] = ()
     # joining workers to connect to, each with its incarnation
     ready: tuple[tuple[int, int], ...] = ()
+    # the members of a run whose workers regroup after a failure or a rejoin; None until then
+    epoch: Epoch | None = None
 
     def dumps(self) -> str:
         return json.dumps(self)

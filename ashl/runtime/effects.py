@@ -133,11 +133,6 @@ class AllReduce(NamedTuple):
     all members have posted the lowest key goes first, and at most `credit` of them are committed at
     once (`ashl.runtime.collective_queue`). Key 0 is the next one. A posted collective is carried
     out even if its task is cancelled.
-
-    `epoch`: number of failures known when the group was formed. If a member fails after that, the
-    others receive `CollectiveAborted` instead of the result, even if their collective was in
-    flight. `incarnations`: number of failures of each member by then. It is given if a member had
-    failed and a coordinator formed the group, not the members' consensus.
     """
 
     tensor: Any
@@ -146,8 +141,6 @@ class AllReduce(NamedTuple):
     piggybacked: int = 0
     key: int = 0
     credit: int = 0
-    epoch: int = 0
-    incarnations: tuple[int, ...] = ()
 
     def __await__(self) -> Generator[AllReduce, Any, Any]:
         return (yield self)
@@ -155,7 +148,7 @@ class AllReduce(NamedTuple):
 
 class AllGather(NamedTuple):
     """All members' bytes (uint8 tensors of any lengths), as a list in rank order. The last
-    `piggybacked` bytes count for neither bytes nor time. Order, `key` and `epoch` are as in
+    `piggybacked` bytes count for neither bytes nor time. Order and `key` are as in
     `AllReduce`.
     """
 
@@ -164,48 +157,12 @@ class AllGather(NamedTuple):
     piggybacked: int = 0
     key: int = 0
     credit: int = 0
-    epoch: int = 0
 
     def __await__(self) -> Generator[AllGather, Any, Any]:
         return (yield self)
 
 
-class CollectiveAborted(NamedTuple):
-    """The result of a collective that was aborted because this member of its group failed."""
-
-    rank: int
-
-
-class Regroup(NamedTuple):
-    """Agree with all survivors of a group how to continue; return `Formed` once all of them ask.
-
-    A joining worker asks with a version below 0. It is admitted if all others set `open` and no
-    signal ends the stage or the run. When the run ends it receives the last `Formed`, of which it
-    is no member.
-    """
-
-    version: int  # version of the model from which this rank would continue
-    signal: int = 0  # 1 = end the stage there, 2 = end the run there, 0 = neither
-    open: bool = False
-
-    def __await__(self) -> Generator[Regroup, Any, Formed]:
-        return (yield self)
-
-
-COLLECTIVES = (AllReduce, AllGather, Regroup)  # effects that all members of a group must post
-
-
-class Formed(NamedTuple):
-    """The new group. A rank whose model is newer than `version` returns to that version."""
-
-    epoch: int
-    ranks: tuple[int, ...]
-    version: int  # lowest version among the members
-    signal: int  # the signal of all members, or 0 if their versions differed
-    failed: tuple[int, ...]  # members of the previous group that failed
-    joined: tuple[int, ...]  # ranks that joined and have no model yet
-    time_ns: int  # instant at which all had asked
-    incarnations: tuple[int, ...] = ()  # number of earlier failures of each rank
+COLLECTIVES = (AllReduce, AllGather)  # effects that all members of a group must post
 
 
 class Sleep(NamedTuple):
@@ -235,6 +192,16 @@ class Cancel(NamedTuple):
 
     def __await__(self) -> Generator[Cancel, Any, None]:
         return (yield self)
+
+
+class Epoch(NamedTuple):
+    """A period of the run with fixed members. A failure or a rejoin of a worker begins the next
+    one.
+    """
+
+    number: int  # 0 from the start of the run
+    workers: tuple[int, ...]  # the members, in rank order
+    incarnations: tuple[int, ...] = ()  # earlier failures of each member
 
 
 class PeerFailedError(Exception):

@@ -200,6 +200,10 @@ class Mailbox:
         )
         return [*((task, loss) for task in stuck), *([(woken, message)] if woken else [])]
 
+    def clear(self) -> None:
+        """Forget all messages and all that wait for one."""
+        self.__init__()  # type: ignore[misc]
+
     def discard(self, tags: tuple[Tag, ...]) -> None:
         self.dropped.update(tags)
         for tag in tags:

@@ -10,18 +10,25 @@ process group.
 States: before `run` (restored or joining), running (all clocks start together after a barrier,
 except those of joining workers), finished (`run_until`, then `close_connections`). A failed peer
 arrives as PeerFailedError through the inbox.
+
+Epochs, in a run that regroups: the controller publishes the members of the next epoch after a
+failure or a rejoin (`begin_epoch`). The main thread then ends all tasks of the rank, and meets the
+other members in a new process group of gloo. It starts the program again with the rank's last safe
+point. A rank whose collective or connection breaks before tells the controller, and waits.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
 import queue
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -30,13 +37,18 @@ from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import Collective
 from ashl.runtime.collectives import Hierarchy
-from ashl.runtime.communicator import Communicator, LocalQueue, Outcome
+from ashl.runtime.communicator import (
+    CollectiveBrokenError,
+    Communicator,
+    LocalQueue,
+    Outcome,
+)
 from ashl.runtime.compute_unit import ComputeUnit, Ran
+from ashl.runtime.effects import Epoch
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, describe_wait, resume_checked
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter, Restored, restore_counters
 from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.records import Heartbeat, PeerUnreachable
-from ashl.runtime.regroup_consensus import RegroupConsensus
 from ashl.runtime.rendezvous import JOINER, PEER, Entry, common_zero, world
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import Delivered, PayloadTransport, PeerConnections
@@ -44,7 +56,13 @@ from ashl.runtime.transport import Delivered, PayloadTransport, PeerConnections
 # a rank that is behind its declared pace by less than this counts as on time
 KEPT_UP_NS = 2_000_000
 LINGER_S = 0.01  # seconds between two checks whether the run is over
+# seconds after a broken collective or connection within which the next epoch must begin
+FAILURE_WAIT_S = 10.0
 T = TypeVar("T")
+# makes the process group of the members of an epoch; None if there is one member, or once the
+# function returns True
+Meet = Callable[[Epoch, tuple[int, ...], Callable[[], bool]], dist.ProcessGroup | None]
+logger = logging.getLogger(__name__)
 
 
 class TorchKernel:
@@ -64,15 +82,18 @@ class TorchKernel:
         nccl: bool = False,
         checkpoint_writer: RankCheckpointWriter | None = None,
         hierarchy: Hierarchy | None = None,
-        consensus: RegroupConsensus | None = None,
         payload_transport: PayloadTransport | None = None,
+        meet: Meet | None = None,
+        num_workers: int = 0,
+        num_ranks: int = 0,
     ) -> None:
         """Set up the kernel of a rank. `groups` are the process groups that the plan lists; a sum
         over another part of the ranks works without one.
 
         On a device that continues a computation after its function has returned, `settle` waits
         until all are done. With `nccl` the groups transport tensors on the device, too.
-        `payload_transport` transports payloads of messages; None = gloo does.
+        `payload_transport` transports payloads of messages; None = gloo does. In a run that
+        regroups, `meet` makes the process group of the members of an epoch.
         """
         self.observer = observer
         self.worker_states: WorkerStates | None = None
@@ -82,17 +103,26 @@ class TorchKernel:
         self._checkpoint_writer = checkpoint_writer
         self._entry: Entry | None = None  # set if this rank joins while others run
         self.throttle = make_throttle(self.clock_ns)
-        self._communicator = Communicator(
+        self._make_communicator = partial(
+            Communicator,
             rank,
-            groups,
-            exact,
-            self.throttle,
-            self.clock_ns,
-            max_bytes,
-            settle if nccl else None,
-            hierarchy,
-            consensus,
+            exact=exact,
+            throttle=self.throttle,
+            clock_ns=self.clock_ns,
+            max_bytes=max_bytes,
+            settle=settle if nccl else None,
+            hierarchy=hierarchy,
         )
+        self._meet = meet
+        self._num_workers = num_workers
+        self._num_ranks = num_ranks
+        self._epoch = self._published = Epoch(0, ())
+        self.ctx.tolerates_failures = meet is not None
+        self._start: Callable[..., Coroutine] | None = None
+        self._tasks = set[Task]()
+        self._has_left: Callable[[], bool] = lambda: False
+        self._communicator: Communicator | None = None
+        self._groups = groups
         self._peers = peers
         self._max_bytes = max_bytes
         self._device = device
@@ -112,6 +142,7 @@ class TorchKernel:
         self._main: Task | None = None
         self._unit = ComputeUnit(rank, self.throttle, self._inbox, self._mail)
         self._moved = time.monotonic_ns()  # host clock: when a task last resumed
+        self.finished = False  # True once the main task has ended
 
     @property
     def now_ns(self) -> int:
@@ -156,6 +187,7 @@ class TorchKernel:
     ) -> Task:
         self._live += 1
         self._ready.append((task := Task(ctx, coro, main, is_background_service), None))
+        self._tasks.add(task)
         self._services += [task] * is_background_service
         return task
 
@@ -175,15 +207,27 @@ class TorchKernel:
         """Prepare to join ranks that are running already. Call it before `run`."""
         self._entry = entry
         self._zero = entry.zero_ns
-        self._communicator.add_routes({peer: (group, PEER) for peer, group in entry.groups.items()})
         self.ctx.time_accounting.start_at(self.now_ns)
+
+    def begin_epoch(self, epoch: Epoch) -> None:
+        """Begin an epoch that the controller has published. Another thread may call it."""
+        self._published = epoch
+        self._inbox.put(lambda: None)  # wakes the main thread
+
+    def _is_outdated(self) -> bool:
+        return self._published.number > self._epoch.number
+
+    def _end_of_epoch(self, number: int) -> Callable[[], bool] | None:
+        """Return a function that returns True once a later epoch has been published; None if the
+        run does not regroup.
+        """
+        return None if self._meet is None else lambda: self._published.number > number
 
     def connect_peer(self, peer: int, incarnation: int, group: dist.ProcessGroup) -> None:
         """Connect to a worker that joined in this incarnation, by a process group of two. Another
         thread may call it.
         """
         assert self._connections is not None
-        self._communicator.add_routes({peer: (group, JOINER)})
         self._connections.reconnect(
             peer, incarnation, group, JOINER, lambda: self._mail.failed_peers.pop(peer, None)
         )
@@ -193,9 +237,21 @@ class TorchKernel:
         if self._connections is not None:
             self._connections.mark_failed(peer, why)
 
-    def run(self, main: Callable[[RankContext], Coroutine]) -> Any:
+    def run(self, main: Callable[..., Coroutine]) -> Any:
         """Run `main(ctx)` to its end. Other tasks end with it, once the collectives that this rank
         has posted have ended. The clock starts now on all ranks, except on ranks that join later.
+        """
+        self._start = main
+        if self._entry is None or not self.ctx.tolerates_failures:
+            self._connect()
+            self._main = self.spawn(self.ctx, main(self.ctx), main=True)
+        self._run_to_end()
+        assert self._main is not None
+        return self._main.result
+
+    def _connect(self) -> None:
+        """Connect to the ranks that are there at the start, or to the running ones as a joining
+        worker.
         """
         if self._entry is None:
             self._zero = common_zero() - self._since_ns  # first, because arrivals are timed by it
@@ -207,31 +263,119 @@ class TorchKernel:
             }
             for peer in set(self._peers) - pairs.keys():
                 self._inbox.put(fx.PeerFailedError(peer, "it failed before"))
-        when = self.clock_ns, self.throttle.schedule_arrival
-        self._connections = PeerConnections(
-            pairs, self._inbox, *when, self._max_bytes, self._device, self._payload_transport
+        members = None if self._entry is None else (self.ctx.rank,)
+        self._communicator = self._make_communicator(
+            groups=self._groups, members=members, is_over=self._end_of_epoch(0)
         )
-        self._main = self.spawn(self.ctx, main(self.ctx), main=True)
+        self._connections = PeerConnections(pairs, *self._settings_of_connections())
+
+    def _settings_of_connections(self) -> tuple[Any, ...]:
+        when = self.clock_ns, self.throttle.schedule_arrival
+        return self._inbox, *when, self._max_bytes, self._device, self._payload_transport
+
+    def _run_to_end(self) -> None:
+        """Run the main task to its end, over all epochs; or until all ranks have left."""
         try:
-            while not self._main.done:
-                if self._ready:
+            while self._is_outdated() or self._main is None or not self._main.done:
+                if self._has_left():
+                    return
+                if self._is_outdated():
+                    self._restart()
+                elif self._ready:
                     self._resume(*self._ready.popleft())
                 else:
-                    self._next()
+                    self._next(LINGER_S if self.finished else None)
         finally:
             self._unit.close()
+        assert self._communicator is not None
         self.ctx.time_accounting.reclassify_as_wait(*self._communicator.close())
         self.ctx.emit_totals()
-        return self._main.result
+        self.finished = True
+
+    def _restart(self) -> None:
+        """Begin the epoch that the controller has published last: end all tasks, meet its members,
+        and start the program again from the last safe point.
+
+        Does nothing more if the next epoch is published before all members have met.
+        """
+        assert self._meet is not None
+        assert self._start is not None
+        epoch, rank = self._published, self.ctx.rank
+        self._end_tasks()
+        self._epoch = epoch
+        members = (*epoch.workers, *range(self._num_workers, self._num_ranks))
+        group = self._meet(epoch, members, lambda: self._is_outdated() or self._has_left())
+        if self._is_outdated() or self._has_left():
+            return
+        routes = dict[int, tuple[dist.ProcessGroup, int]]()
+        if group is not None:
+            routes = {peer: (group, place) for place, peer in enumerate(members) if peer != rank}
+        self._communicator = self._make_communicator(
+            groups={} if group is None else {members: group},
+            members=members,
+            epoch=epoch.number,
+            routes=routes,
+            is_over=self._end_of_epoch(epoch.number),
+        )
+        incarnations = dict(zip(epoch.workers, epoch.incarnations, strict=True))
+        pairs = {peer: (*route, incarnations.get(peer, 0)) for peer, route in routes.items()}
+        self._connections = PeerConnections({}, *self._settings_of_connections(), pairs)
+        for peer in pairs.keys() & {*self._peers}:
+            self._connections.open(peer)
+        saved = self.ctx.restart_point
+        if saved is not None:
+            saved = saved[0], saved[1].copy_to_restart()
+        self._main = self.spawn(
+            self.ctx, self._start(self.ctx, saved=saved, epoch=epoch), main=True
+        )
+        logger.info("begins epoch %d with workers %s", epoch.number, [*epoch.workers])
+
+    def _end_tasks(self) -> None:
+        """End all tasks of the rank, where they are blocked."""
+        self._unit.finish()
+        for task in self._tasks:
+            if not task.done:
+                task.coro.close()
+                task.done = True
+        if self._connections is not None:
+            self._connections.abandon()
+        if self._communicator is not None:
+            self._communicator.keep_alive()
+        while not self._inbox.empty():
+            self._inbox.get()
+        self._tasks.clear()
+        self._services.clear()
+        self._ready.clear()
+        self._timers.clear()
+        self._live = 0
+        self._mail.clear()
+        now_ns = self._push_end = self.now_ns
+        self.ctx.time_accounting.abort_collectives(now_ns)
+        self.ctx.time_accounting.attribute_idle(now_ns)
+
+    def _await_epoch(self, error: Exception) -> None:
+        """Wait for the next epoch, because a collective or a connection is broken. Raises the error
+        if none has begun after `FAILURE_WAIT_S`.
+        """
+        number = self._epoch.number
+
+        def check() -> None:
+            if self._epoch.number == number:
+                raise error
+
+        self._timer(self.now_ns + round(FAILURE_WAIT_S * 1e9), check)
 
     def run_until(self, over: Callable[[], bool]) -> None:
         """Continue with the tasks that remain after the main task, until `over()`."""
+        self._has_left = over
         while not over():
-            if self._ready:
+            if self._is_outdated():
+                self._run_to_end()
+            elif self._ready:
                 self._resume(*self._ready.popleft())
-                continue
-            with suppress(queue.Empty):
-                self._handle_item(self._inbox.get(timeout=LINGER_S))
+            else:
+                with suppress(queue.Empty):
+                    self._handle_item(self._inbox.get(timeout=LINGER_S))
 
     def close_connections(self, timeout_s: float) -> None:
         """Close the connections, when every rank has ended and starts no new transfer."""
@@ -251,14 +395,17 @@ class TorchKernel:
             waiting=describe_wait(effect) if blocked else None, idle_s=idle_s
         )
 
-    def _next(self) -> None:
+    def _next(self, at_most_s: float | None = None) -> None:
         """Wait for the next item of the inbox or the next timer, and handle it."""
         timeout = max(0.0, (self._timers[0][0] - self.now_ns) / 1e9) if self._timers else None
+        if at_most_s is not None:
+            timeout = min(at_most_s, math.inf if timeout is None else timeout)
         try:
             self._handle_item(self._inbox.get(timeout=timeout))
         except queue.Empty:
-            _, _, callback = heapq.heappop(self._timers)
-            callback()
+            if self._timers and self._timers[0][0] <= self.now_ns:
+                _, _, callback = heapq.heappop(self._timers)
+                callback()
 
     def _handle_item(self, item: Any) -> None:
         if isinstance(item, fx.Message):
@@ -275,6 +422,8 @@ class TorchKernel:
             self.ctx.time_accounting.reclassify_as_push(*item)
         elif isinstance(item, fx.PeerFailedError):
             self.observer.emit(PeerUnreachable(self.ctx.rank, item.rank, item.incarnation))
+            if self.ctx.tolerates_failures:
+                return self._await_epoch(item)
             self._unit.mark_peer_failed(item)
             self._ready.extend(self._mail.mark_failed(item, self.now_ns))
         else:
@@ -320,11 +469,16 @@ class TorchKernel:
             message = self._recv(task, effect)
             return message is None, message
         if isinstance(effect, fx.AllReduce | fx.AllGather):
+            assert self._communicator is not None
             local_queue = self._communicator.local_queue(effect)
             if local_queue.pending or (self._live > 1 and not self._emits_parts(effect)):
                 self._collect_on_thread(local_queue, task, effect)
                 return True, None
-            outcome = local_queue.run_inline(effect, task.main)
+            try:
+                outcome = local_queue.run_inline(effect, task.main)
+            except CollectiveBrokenError as error:
+                self._report_broken(error)
+                return True, None
             return False, self._account_collective(outcome, task.main)
         return self._perform_infrequent(task, effect)
 
@@ -345,20 +499,21 @@ class TorchKernel:
         if isinstance(effect, fx.Discard):
             self._mail.discard(effect.tags)
             return False, None
-        if isinstance(effect, fx.Regroup):
-            return False, self._regroup(effect)
         raise TypeError(f"{effect!r} is not an effect")
 
-    def _regroup(self, effect: fx.Regroup) -> fx.Formed:
-        formed = self._communicator.regroup(effect)
-        # reset first, because another thread may set it meanwhile
-        self.ctx.join_pending = False
-        if self._communicator.join_pending:
-            self.ctx.join_pending = True
-        return formed
+    def _report_broken(self, error: CollectiveBrokenError) -> None:
+        """Tell the controller that a member of a group cannot be reached."""
+        if self._is_outdated():
+            return
+        incarnations = dict(zip(self._epoch.workers, self._epoch.incarnations, strict=True))
+        for peer in {*error.group} - {self.ctx.rank}:
+            record = PeerUnreachable(self.ctx.rank, peer, incarnations.get(peer, 0), alone=False)
+            self.observer.emit(record)
+        self._await_epoch(error.__cause__ if isinstance(error.__cause__, Exception) else error)
 
     def _end(self, task: Task) -> None:
         self._live -= 1
+        self._tasks.discard(task)
         if task.joiner is not None:
             self._wake(task.joiner, task.result)
 
@@ -412,7 +567,13 @@ class TorchKernel:
     def _collect_on_thread(self, local_queue: LocalQueue, task: Task, effect: Collective) -> None:
         """Run a collective on the thread of its group."""
 
+        epoch = self._epoch
+
         def done(outcome: Outcome | Exception) -> None:
+            if self._epoch != epoch:
+                return
+            if isinstance(outcome, CollectiveBrokenError):
+                return self._report_broken(outcome)
             if isinstance(outcome, Exception):
                 raise outcome
             value = self._account_collective(outcome, task.main)
@@ -464,6 +625,8 @@ class TorchKernel:
         while not self._inbox.empty():
             self._handle_item(self._inbox.get())
         message = self._mail.receive(effect)
+        if message is None and effect.src != fx.ANY and self._connections is not None:
+            self._connections.open(effect.src)
         if message is None and effect.before_s <= self.now_ns / 1e9:
             self._ready.append((task, None))
         elif message is None:

@@ -21,7 +21,6 @@ from ashl.runtime.effects import (
     Discard,
     Join,
     Recv,
-    Regroup,
     Send,
     Sleep,
     Tag,
@@ -149,20 +148,20 @@ class RankContext:
     __slots__ = (
         "counter",
         "incarnation",
-        "join_pending",
         "kernel",
         "loss",
         "measures",
         "rank",
+        "restart_point",
         "staleness",
         "steps",
         "time_accounting",
+        "tolerates_failures",
     )
     # effects to await
-    compute, send, regroup, sleep, join, cancel = (
+    compute, send, sleep, join, cancel = (
         Compute,
         Send,
-        Regroup,
         Sleep,
         Join,
         Cancel,
@@ -178,8 +177,11 @@ class RankContext:
         self.staleness: int | None = None
         self.loss: float | None = None
         self.measures: dict[str, Measured] = {}
-        self.join_pending = False  # True if a worker has asked to join and is not admitted yet
         self.incarnation = 0  # number of earlier failures of this rank
+        # True if a failure of a worker begins another epoch, see `ashl.stage.program`
+        self.tolerates_failures = False
+        # (stage, copy of the state) of the last safe point, if the run tolerates failures
+        self.restart_point: tuple[int, Any] | None = None
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
         return Recv(tags, src, before_s)
@@ -195,11 +197,9 @@ class RankContext:
         piggybacked: int = 0,
         key: int = 0,
         credit: int = 0,
-        epoch: int = 0,
-        incarnations: tuple[int, ...] = (),
     ) -> AllReduce:
         assert key >= 0, "keys of collectives count from 0"
-        return AllReduce(tensor, group, op, piggybacked, key, credit, epoch, incarnations)
+        return AllReduce(tensor, group, op, piggybacked, key, credit)
 
     def all_gather(
         self,
@@ -207,10 +207,9 @@ class RankContext:
         group: tuple[int, ...],
         piggybacked: int = 0,
         key: int = 0,
-        epoch: int = 0,
     ) -> AllGather:
         assert key >= 0, "keys of collectives count from 0"
-        return AllGather(tensor, group, piggybacked, key, 0, epoch)
+        return AllGather(tensor, group, piggybacked, key)
 
     def spawn(self, coro: Coroutine, is_background_service: bool = False) -> Any:
         """Start a task beside the main one. Its time is not the worker's time, because only the
@@ -232,15 +231,22 @@ class RankContext:
         """
         return self.kernel.compute_once(self, group, key, fn)
 
-    def safe_point(self, stage: int, state: Any) -> bool:
+    def safe_point(self, stage: int, state: Any, resumable: bool = True) -> bool:
         """Mark the top of a loop: `state` holds all that the task needs to continue from here in
-        this stage. Pass None if the next step depends on the stop limit, which may differ on
-        resume; then no checkpoint holds this point.
+        this stage. The next epoch of a run that tolerates failures begins here.
 
+        Pass `resumable=False` if the next step depends on the stop limit, which may differ on
+        resume; then no checkpoint holds this point.
         Return True if a checkpoint has saved this rank alone, without the others' current work, so
         that the next step is not part of it.
         """
-        return self.kernel.safe_point(self, stage, state)
+        self.mark_restart_point(stage, state)
+        return self.kernel.safe_point(self, stage, state if resumable else None)
+
+    def mark_restart_point(self, stage: int, state: Any) -> None:
+        """Begin the next epoch of a run that tolerates failures with this state."""
+        if self.tolerates_failures:
+            self.restart_point = stage, state.copy_to_restart()
 
     @property
     def own_state(self) -> Any:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ashl.runtime.control_messages import ControlUpdate
+from ashl.runtime.effects import Epoch
 from ashl.runtime.machine import boot
 from ashl.runtime.transport import NEVER
 
@@ -99,6 +100,51 @@ def make_group(name: str, store: dist.Store, place: int, size: int = 2) -> dist.
         "dist.ProcessGroup",
         dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, size, NEVER),
     )
+
+
+def clock_key(epoch: int) -> str:
+    """Return the key by which a member tells joining workers the run's clock."""
+    return f"epoch/{epoch}/clock"
+
+
+def meet_members(
+    shared: SharedStore,
+    rank: int,
+    now_ns: Callable[[], int],
+    epoch: Epoch,
+    members: tuple[int, ...],
+    hopeless: Callable[[], bool],
+) -> dist.ProcessGroup | None:
+    """Make the process group of the members of an epoch, and tell joining workers the run's clock.
+
+    Returns: None if there is one member, or once `hopeless()` is true.
+    """
+    if len(members) == 1:
+        return None
+    store, now = shared.another(), now_ns()
+    store.set(clock_key(epoch.number), f"{time.monotonic_ns() - now} {now} {clock_id()}")
+    name = f"epoch/{epoch.number}"
+    meet = partial(make_group, name, store, members.index(rank), len(members))
+    return call_unless_failed(meet, hopeless)
+
+
+def join_epoch(
+    shared: SharedStore, worker: int, incarnation: int, update: Callable[[], ControlUpdate]
+) -> tuple[Epoch, int] | None:
+    """Wait for an epoch of which this joining worker is a member.
+
+    Returns: (epoch, zero of the run's clock in this process's monotonic nanoseconds); None if the
+    run ends before.
+    """
+    store = shared.another()
+    while update().end is None:
+        epoch = update().epoch
+        members = () if epoch is None else zip(epoch.workers, epoch.incarnations, strict=True)
+        if epoch and (worker, incarnation) in members and store.check([clock_key(epoch.number)]):
+            zero, now, clock = map(int, store.get(clock_key(epoch.number)).split())
+            return epoch, zero if clock == clock_id() else time.monotonic_ns() - now
+        time.sleep(POLL_S)
+    return None
 
 
 def call_unless_failed(call: Callable[[], T], hopeless: Callable[[], bool]) -> T | None:

@@ -16,7 +16,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Hashable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -73,6 +81,11 @@ class Sim:
         self._mains: list[Task] = []
         self.saving: Saving | None = None  # set while a checkpoint is made
         self.gone: set[int] = set()  # failed ranks
+        # how often each rank has failed or begun an epoch: a message is dropped when it arrives if
+        # its sender or receiver has done so since it was sent
+        self.restarts = [0] * num_ranks
+        # ns, by rank: its latest failure; None if no failure begins an epoch
+        self.failed_ns: dict[int, int] | None = None
         self.worker_states: WorkerStates | None = None
         # runs a computation, or starts it on another core; None = run it here
         self.begin_compute: Callable[[Compute], Any] | None = None
@@ -280,8 +293,11 @@ class Sim:
 
     def _emit_part(self, item: tuple[Task, Message]) -> None:
         """Deliver a part of a computation to its own rank."""
-        item[0].ctx.time_accounting.record_part(self.now_ns)
-        self._deliver((item[1].src, item[1]))
+        task, message = item
+        if task.done:
+            return
+        task.ctx.time_accounting.record_part(self.now_ns)
+        self._deliver((message.src, message, 2 * self.restarts[message.src]))
 
     def _occupy_unit(self, task: Task, effect: Compute) -> int:
         """Return the end, in ns, of a computation on the rank's compute unit, which runs one
@@ -317,38 +333,48 @@ class Sim:
         dst, tag, payload, meta = send
         nbytes = 0 if payload is None else payload.nbytes
         src, now = ctx.rank, self.now_ns
+        restarts = self.restarts[src] + self.restarts[dst]
         if dst == src:
-            return self._at(now, self._deliver, (dst, Message(src, tag, payload, meta, now)))
+            message = Message(src, tag, payload, meta, now)
+            return self._at(now, self._deliver, (dst, message, restarts))
         if self._exchange is not None:
             end = (
                 now + self._exchange.cost_ns(src, dst, nbytes, now)
                 if nbytes or self._exchange.outages
                 else now
             )
-            self._at(end, self._deliver, (dst, Message(src, tag, payload, meta, now)))
+            message = Message(src, tag, payload, meta, now)
+            self._at(end, self._deliver, (dst, message, restarts))
         else:
             assert isinstance(self.network, Ports)
             start, head, end = self.network.depart(src, dst, nbytes, now)
-            self._at(
-                head, self._arrive, (dst, Message(src, tag, payload, meta, start), nbytes, end)
-            )
+            message = Message(src, tag, payload, meta, start)
+            self._at(head, self._arrive, (dst, message, restarts, nbytes, end))
         if nbytes:
             if end > self._push_end[src]:
                 self._push_end[src] = end
             ctx.time_accounting.record_traffic(now, nbytes, 0)
             self.contexts[dst].time_accounting.record_traffic(now, 0, nbytes)
 
-    def _arrive(self, item: tuple[int, Message, int, int]) -> None:
+    def _arrive(self, item: tuple[int, Message, int, int, int]) -> None:
         """Schedule the delivery of a message whose head is at the receiver's NIC."""
-        dst, message, nbytes, tail = item
+        dst, message, restarts, nbytes, tail = item
         assert isinstance(self.network, Ports)
         end = self.network.arrive(message.src, dst, nbytes, self.now_ns, tail)
-        if nbytes and end > self._push_end[message.src]:
+        if nbytes and end > self._push_end[message.src] and self._counts(dst, message, restarts):
             self._push_end[message.src] = end
-        self._at(end, self._deliver, (dst, message))
+        self._at(end, self._deliver, (dst, message, restarts))
 
-    def _deliver(self, item: tuple[int, Message]) -> None:
-        dst, message = item
+    def _counts(self, dst: int, message: Message, restarts: int) -> bool:
+        """Return True if neither sender nor receiver has failed or begun an epoch since the message
+        was sent.
+        """
+        return restarts == self.restarts[message.src] + self.restarts[dst]
+
+    def _deliver(self, item: tuple[int, Message, int]) -> None:
+        dst, message, restarts = item
+        if restarts != self.restarts[message.src] + self.restarts[dst]:
+            return
         task = self._mail[dst].put(message)
         if task is not None:
             if task.main and message.src == dst:
@@ -423,6 +449,40 @@ class Sim:
         task.waiting = None
         self._end(task)
 
+    def stop_ranks(self, ranks: Collection[int]) -> None:
+        """End all tasks of these ranks at this instant, because they fail or begin an epoch.
+
+        Their messages in flight are dropped when they arrive, and their scheduled results are void
+        because their tasks have ended.
+        """
+        now = self.now_ns
+        for task in [task for task in self._tasks if task.ctx.rank in ranks]:
+            self._cancel(task)
+        first_ns = dict.fromkeys(ranks, now)  # begin of the first message that arrives
+        for _, _, target, value in self._heap:
+            if target == self._deliver and value[0] in first_ns:
+                first_ns[value[0]] = min(first_ns[value[0]], value[1].start_ns)
+        for rank in ranks:
+            time_accounting = self.contexts[rank].time_accounting
+            time_accounting.truncate_at(now, self._push_end[rank], first_ns[rank])
+            time_accounting.abort_collectives(now)
+            self._unit_free[rank] = self._push_end[rank] = now
+            self._mail[rank] = Mailbox()
+            self.restarts[rank] += 1
+
+    def begin_epoch(self, ranks: Sequence[int], start: Callable[..., Coroutine]) -> None:
+        """End the tasks of all ranks, and start these ones by `start(ctx, saved=...)`, with their
+        last safe points.
+        """
+        self.stop_ranks(ranks)
+        self.collective_queues.abort()
+        for rank in ranks:
+            ctx = self.contexts[rank]
+            saved = ctx.restart_point
+            if saved is not None:
+                saved = saved[0], saved[1].copy_to_restart()
+            self._mains[rank] = self.spawn(ctx, start(ctx, saved=saved), main=True)
+
     def _post(self, task: Task, effect: Any) -> None:
         """Post a collective. It begins when its last member has posted it and the queue of its
         group is free.
@@ -444,7 +504,7 @@ class Sim:
 
     def _serve(self, collective_queue: CollectiveQueue) -> None:
         """Begin the next collective of the queue: now, or when the one in flight has ended."""
-        if collective_queue.free_ns <= self.now_ns:
+        if collective_queue.ready and collective_queue.free_ns <= self.now_ns:
             self._begin(collective_queue)
         collective_queue.serve_scheduled = collective_queue.ready > 0
         if collective_queue.serve_scheduled:
@@ -469,7 +529,28 @@ class Sim:
             else:
                 time_accounting.record_traffic(start, own.sent[place], own.received[place])
             time_accounting.record_collective(start, end, member.main)
-            self._at(end, member, chunk(result, len(group), place) if scattered else result)
+            value = chunk(result, len(group), place) if scattered else result
+            if self.failed_ns is None:
+                self._at(end, member, value)
+            else:
+                self._at(end, self._finish, (member, value, group, self.now_ns))
+
+    def _finish(self, item: tuple[Task, Any, tuple[int, ...], int]) -> None:
+        """Resume a member of a collective that began at `since_ns`, unless a member has failed
+        since: then no member receives the result.
+        """
+        member, value, group, since_ns = item
+        if not (member.done or self._is_broken(group, since_ns)):
+            self._resume(member, value)
+
+    def _is_broken(self, group: tuple[int, ...], since_ns: int) -> bool:
+        """Return True if a member of this group has failed since, after the first
+        instant and before the present one: a failure is the first event of its instant.
+        """
+        failed_ns = self.failed_ns
+        return bool(failed_ns) and any(
+            since_ns < failed_ns.get(rank, -1) < self.now_ns for rank in group
+        )
 
 
 def undeclared_cost(kind: str, rank: int) -> AshlError:

@@ -109,6 +109,12 @@ class PeerConnection:
                 self.connections.inbox.put(PeerFailedError(self.peer, why, self.incarnation))
             self.failed = True
 
+    def abandon(self) -> None:
+        """Discard all later messages of this connection, because another epoch has begun."""
+        with self._lock:
+            self.failed = True
+        self.outbox.put(None)
+
     def join(self, until: float, listen_only: bool = False) -> None:
         """Wait until the threads have ended, or only the listener thread."""
         for thread in self._threads[1:] if listen_only else self._threads:
@@ -216,9 +222,11 @@ class PeerConnections:
         max_bytes: int,
         device: str = HOST,
         payload_transport: PayloadTransport | None = None,
+        routes: Mapping[int, tuple[dist.ProcessGroup, int, int]] | None = None,
     ) -> None:
         """Connect to all peers. `pairs`: for each peer the process group that reaches it, its rank
-        there, and its incarnation.
+        there, and its incarnation. Connections to the members in `routes` are made when the first
+        message is posted or expected.
 
         `due_ns(src, nbytes, header, now)` returns when a paced message counts as delivered. gloo
         transports payloads unless `payload_transport` is given.
@@ -230,6 +238,17 @@ class PeerConnections:
         self.max_bytes = max_bytes
         self.device = device
         self._pairs = {peer: PeerConnection(self, peer, *route) for peer, route in pairs.items()}
+        self._routes = routes or {}
+
+    def open(self, peer: int) -> None:
+        """Connect to a member of this epoch, if there is no connection yet."""
+        if peer not in self._pairs and peer in self._routes:
+            self._pairs[peer] = PeerConnection(self, peer, *self._routes[peer])
+
+    def abandon(self) -> None:
+        """Discard all later messages, because another epoch has begun."""
+        for connection in self._pairs.values():
+            connection.abandon()
 
     def post(
         self,
@@ -250,6 +269,7 @@ class PeerConnections:
                     f" {self.max_bytes}; make `encoded_nbytes` of the codec an upper bound"
                 )
             payload = self.payload_transport.prepare(payload).contiguous()
+        self.open(dst)
         if dst in self._pairs:  # else it failed before this rank joined
             self._pairs[dst].outbox.put(
                 OutgoingMessage(

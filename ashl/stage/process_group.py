@@ -1,10 +1,6 @@
 """Collectives of the workers that merge: for all-reduce and for protocols of codecs
 (`ashl.compression.contract.Team`).
 
-When a member fails, a collective or protocol in flight raises `GroupBrokenError`, which the caller
-of the merge catches. A rank that waits for a message learns of the failure from the kernel, or from
-its peer (`give_up`).
-
 Every merge piggybacks two scalars: a share of the mean loss, and the control signal of rank 0. They
 travel with the first message of each member, count for neither bytes nor time, and are returned as
 sums.
@@ -13,7 +9,7 @@ sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -21,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ashl.learn.device import to_host
-from ashl.runtime.effects import PEER_FAILED, CollectiveAborted, Compute
+from ashl.runtime.effects import Compute
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
@@ -29,18 +25,6 @@ from ashl.stage.stage import Stage
 
 T = TypeVar("T")
 SCALARS = 2  # piggybacked scalars of a message
-ABANDONED = "given up"
-
-
-class GroupBrokenError(Exception):
-    """A member of the group failed, and the merge with it."""
-
-
-def check_complete(result: Any) -> Any:
-    """Return the result of a collective. Raises GroupBrokenError if a member failed."""
-    if result.__class__ is CollectiveAborted:
-        raise GroupBrokenError
-    return result
 
 
 @dataclass
@@ -57,17 +41,11 @@ class ProcessGroup:
     signal: float = 0
     piggybacked_sent: bool = False  # True if loss and signal have been sent in this merge
     share: float = 1.0  # share of the model that is exchanged
-    epoch: int = 0  # number of failures that the group had taken into account when it was formed
-    incarnations: tuple[int, ...] = ()  # failures of each member by then, if any
 
     @classmethod
-    def of(
-        cls, ctx: RankContext, stage: Stage, epoch: int = 0, incarnations: tuple[int, ...] = ()
-    ) -> ProcessGroup:
+    def of(cls, ctx: RankContext, stage: Stage) -> ProcessGroup:
         """Return the group of all workers of a stage."""
-        return cls(
-            ctx, stage, stage.workers, stage.team_weights, epoch=epoch, incarnations=incarnations
-        )
+        return cls(ctx, stage, stage.workers, stage.team_weights)
 
     def begin(self, loss: float, signal: float) -> None:
         """Begin a merge."""
@@ -97,24 +75,16 @@ class ProcessGroup:
         """
         if self.piggybacked_sent:
             x = x if weight == 1 else x * weight
-            return check_complete(
-                await self.ctx.all_reduce(x, self.ranks, key=key, credit=credit, epoch=self.epoch)
-            )
+            return await self.ctx.all_reduce(x, self.ranks, key=key, credit=credit)
         if isinstance(x, SizeOnly):
             signal = SizeOnly(x.nbytes, int(self.signal))
-            total = check_complete(
-                await self.ctx.all_reduce(
-                    signal, self.ranks, "sum", SCALARS, key, credit, self.epoch
-                )
-            )
+            total = await self.ctx.all_reduce(signal, self.ranks, "sum", SCALARS, key, credit)
             self._record_sums(0.0, total.signal)
             return SizeOnly(total.nbytes)
         packed = x.new_empty(x.numel() + SCALARS)
         torch.mul(x, weight, out=packed[:-SCALARS])
         packed[-2], packed[-1] = self.loss, self.signal
-        total = check_complete(
-            await self.ctx.all_reduce(packed, self.ranks, "sum", SCALARS, key, credit, self.epoch)
-        )
+        total = await self.ctx.all_reduce(packed, self.ranks, "sum", SCALARS, key, credit)
         self._record_sums(*to_host(total[-SCALARS:]).tolist())
         return total[:-SCALARS]
 
@@ -139,22 +109,16 @@ class ProcessGroup:
     async def all_gather(self, x: Any) -> list[Any]:
         """Return every member's bytes in rank order."""
         if self.piggybacked_sent:
-            return check_complete(await self.ctx.all_gather(x, self.ranks, epoch=self.epoch))
+            return await self.ctx.all_gather(x, self.ranks)
         if isinstance(x, SizeOnly):
-            parts = check_complete(
-                await self.ctx.all_gather(
-                    SizeOnly(x.nbytes, int(self.signal)), self.ranks, epoch=self.epoch
-                )
-            )
+            parts = await self.ctx.all_gather(SizeOnly(x.nbytes, int(self.signal)), self.ranks)
             self._record_sums(0.0, sum(part.signal for part in parts))
             return parts
         tail = torch.tensor(
             [self.loss, self.signal], dtype=torch.float64, device=str(x.device)
         ).view(torch.uint8)
         sent = torch.cat([x, tail])
-        parts = check_complete(
-            await self.ctx.all_gather(sent, self.ranks, piggybacked=tail.numel(), epoch=self.epoch)
-        )
+        parts = await self.ctx.all_gather(sent, self.ranks, piggybacked=tail.numel())
         sums = sum_in_rank_order(
             [part[-tail.numel() :].clone().view(torch.float64) for part in parts]
         )
@@ -163,8 +127,8 @@ class ProcessGroup:
 
     async def send(self, place: int, name: str, payload: Any, *numbers: float) -> None:
         """Send a message of a protocol to the member at `place`."""
-        tag = self.stage.tag(name, self.epoch)
-        await self.ctx.send(self.ranks[place], tag, payload, (self.loss, self.signal, *numbers))
+        meta = (self.loss, self.signal, *numbers)
+        await self.ctx.send(self.ranks[place], self.stage.tag(name), payload, meta)
 
     async def recv(
         self, place: int, name: str, final: bool = False
@@ -173,36 +137,11 @@ class ProcessGroup:
 
         The piggybacked scalars are added up; `final` ones replace the sums, as their sender has the
         sums of all.
-        Raises: GroupBrokenError if that member failed, or has abandoned the protocol.
         """
-        tag, abandoned = self.stage.tag(name, self.epoch), self.stage.tag(ABANDONED, self.epoch)
-        tags = (tag, abandoned, PEER_FAILED) if self.stage.elastic else (tag,)
-        while (message := await self.ctx.recv(*tags, src=self.ranks[place])).tag != tag:
-            if message.tag == abandoned or message.meta[0] >= (
-                self.incarnations[place] if self.incarnations else 0
-            ):
-                raise GroupBrokenError  # otherwise an earlier incarnation failed
+        message = await self.ctx.recv(self.stage.tag(name), src=self.ranks[place])
         loss, signal, *numbers = message.meta
         self._record_sums(*((loss, signal) if final else (self.loss + loss, self.signal + signal)))
         return message.body, tuple(numbers)
-
-    async def give_up(self, places: Sequence[int]) -> None:
-        """Tell these members, which may wait for a message, that this rank has abandoned the
-        protocol.
-        """
-        for place in places:
-            await self.ctx.send(self.ranks[place], self.stage.tag(ABANDONED, self.epoch))
-
-    async def confirm_all_complete(self) -> None:
-        """Confirm that all members have completed a protocol of messages, so that no member misses
-        the result of another. Raises GroupBrokenError if a member failed.
-        """
-        if self.stage.elastic and self.stage.link.has_own_messages:
-            check_complete(
-                await self.ctx.all_reduce(
-                    torch.zeros(1), self.ranks, piggybacked=1, epoch=self.epoch
-                )
-            )
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
         """Return the effect that encodes, at the cost of `work` dense vectors."""

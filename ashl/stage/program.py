@@ -1,5 +1,10 @@
 """Run one rank through the stages of a plan, in order, with its state carried from stage to
 stage.
+
+Epochs: when a worker fails or rejoins, the supervisor of the kernel begins a new epoch. It ends the
+program of every rank and starts it again, with the members of the epoch and the rank's last safe
+point. `Topology.reform` brings the members together; then the loop of the stage begins. So no loop
+mentions failures.
 """
 
 from collections.abc import Sequence
@@ -7,9 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ashl.errors import AshlError
 from ashl.planner.assignment import assignment_of
+from ashl.runtime.effects import Epoch
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import STOP, Loop, Stage
+
+SHOWN = 2**31  # index of a stage: beyond the last one, and the final model is sent
 
 
 async def program(
@@ -17,22 +26,29 @@ async def program(
     stages: Sequence[Stage],
     saved: tuple[int, Any] | None = None,
     joins: bool = False,
+    epoch: Epoch | None = None,
 ) -> None:
     """Run this rank's role in every stage, until a stage ends the run.
 
-    Args: `saved`, (stage, state) of a checkpoint from which to resume. `joins`, True for a worker
-    that joins while others run: it begins in their stage, or from a checkpoint in the stage of the
-    checkpoint.
+    Args: `saved`, (stage, state) to continue with: of a checkpoint, or of the last safe point
+    before this epoch. `joins`, True for a worker that joins while others run: it begins in their
+    stage, or from a checkpoint in the stage of the checkpoint. `epoch`, the members since the
+    latest failure or rejoin.
     """
     first = stages[0]
     ctx.time_accounting.limit_ns = first.stop_criteria.deadline_ns
-    if joins and saved is None:
+    if (joins or epoch) and saved is None and ctx.rank < first.num_workers:
         first.trainer.set_worker_state(ctx.rank, None)
-    if joins and (saved := await first.topology.join(ctx, stages, saved)) is None:
+    lead_rank = first.lead_rank
+    if epoch is not None:
+        check_min_workers(ctx, first, epoch)
+        saved = await first.topology.reform(ctx, stages, saved, epoch)
+        failed = {*range(first.num_workers)}.difference(epoch.workers)
+        lead_rank = first.restricted_to(failed).lead_rank
+    elif joins and (saved := await first.topology.join(ctx, stages, saved)) is None:
         return
     begin, state = saved or (0, first.topology.begin(ctx, first))
-    if ctx.rank == first.lead_rank:
-        ctx.counter = state
+    ctx.counter = state if ctx.rank == lead_rank else None
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
     for index in range(begin, len(stages)):
@@ -41,6 +57,15 @@ async def program(
             break
         if state.assigned is not None and state.assigned[0] == index + 1:
             stages = apply_assignments(stages, *state.assigned)
+    if begin <= len(stages):
+        ctx.mark_restart_point(len(stages), state)
+        show_final_model(ctx, first, state)
+
+
+def show_final_model(ctx: RankContext, first: Stage, state: Any) -> None:
+    """Send the model of the end of the run to the evaluator, from each rank that has a part of it;
+    from now on this rank has nothing left to do.
+    """
     if ctx.counter is not None:  # this is the lead rank, or replaces it
         progress, without = state.progress, state.progress.gone if first.replicas else ()
         ctx.snapshot(
@@ -52,6 +77,20 @@ async def program(
         )
     elif first.replicas or (first.server < ctx.rank < first.server + first.topology.servers):
         ctx.snapshot(state.params, final=True)
+    else:
+        return
+    ctx.mark_restart_point(SHOWN, state)
+
+
+def check_min_workers(ctx: RankContext, stage: Stage, epoch: Epoch) -> None:
+    """Raise AshlError if fewer than `runtime.min_workers` workers remain."""
+    failed = sorted({*range(stage.num_workers)}.difference(epoch.workers))
+    if len(epoch.workers) < stage.min_workers:
+        raise AshlError(
+            f"worker {', '.join(map(str, failed))} failed by {ctx.now:.6g} s and"
+            f" {len(epoch.workers)} of {stage.num_workers} workers are running, fewer than"
+            f" runtime.min_workers={stage.min_workers}: the run ends here"
+        )
 
 
 def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from ashl.plan.alpha_beta import LARGE, AlphaBeta
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import CodecCost, Profile, WorkerProfile
 from ashl.planner.assignment import Assignment, Planner
-from ashl.runtime.effects import Tag
+from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from ashl.stage.fragment import Fragment
@@ -176,6 +176,23 @@ class Topology(Contract, group="topology"):
     def begin(self, ctx: RankContext, stage: Stage) -> Any:
         """Return a rank's state before the first stage, with the same initial model on all
         ranks.
+        """
+        raise NotImplementedError
+
+    # True: a failure or a rejoin begins a new epoch, see `reform`. False: the loops are notified
+    regroups: ClassVar[bool] = False
+
+    async def reform(
+        self,
+        ctx: RankContext,
+        stages: Sequence[Stage],
+        saved: tuple[int, Any] | None,
+        epoch: Epoch,
+    ) -> tuple[int, Any]:
+        """Bring the members of a new epoch together, before their loops begin again.
+
+        Args: saved: (stage, state) of this rank's last safe point; None for a joining worker.
+        Returns: (stage, state) to continue with; a stage beyond the last one if the run is over.
         """
         raise NotImplementedError
 

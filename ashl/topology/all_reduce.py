@@ -15,9 +15,8 @@ It piggybacks its decision, a number, on the next exchange. The other ranks add 
 decision.
 
 The loops: `worker` (one sum a round, or one a bucket), `run_delayed`, `run_pipelined` (buckets of
-the model arrive during the next forward pass), `run_streaming` (fragments). Only `worker` tolerates
-failures: the run continues with the survivors, and rejoining workers are admitted between two
-rounds.
+the model arrive during the next forward pass), `run_streaming` (fragments). None of them mentions
+failures: after one the survivors begin again at their last safe points, see *Epochs* below.
 
 Limit: all algorithms give the same model, bit for bit, if sums are exact.
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
@@ -26,12 +25,11 @@ JPDC 2009.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -41,23 +39,21 @@ from ashl.errors import AshlError
 from ashl.learn.pieces import Pieces
 from ashl.option import option
 from ashl.overlap.streaming import Fragmented
-from ashl.runtime.effects import PEER_FAILED, Formed, Message, Tag
+from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.plain_state import join_tensors, split_tensors
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
-from ashl.stage.process_group import GroupBrokenError, ProcessGroup, check_complete
+from ashl.stage.process_group import ProcessGroup
+from ashl.stage.program import apply_assignments
 from ashl.stage.progress import FAILURE, RUN_START, Progress, ProgressMark
 from ashl.stage.stage import (
     CODEC,
     DELAY,
     FAULT_TOLERANT,
-    GO,
-    NEXT,
     OUTER,
     OVERLAP,
     STATISTICS,
-    STOP,
     WEIGHTS,
     Loop,
     Network,
@@ -66,12 +62,9 @@ from ashl.stage.stage import (
     Topology,
 )
 from ashl.topology.ending import (
-    JOIN,
     REASONS,
     InTime,
-    drop_reason,
     end_piggybacked,
-    end_time_ns,
     keep_within_budget,
     local_stop,
 )
@@ -160,6 +153,7 @@ class AllReduce(Topology):
     """
 
     policy_type: ClassVar[type[Rule]] = StepRule
+    regroups: ClassVar[bool] = True
     supports: ClassVar[frozenset[str]] = frozenset(
         {CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT}
     )
@@ -167,21 +161,8 @@ class AllReduce(Topology):
     algorithm: Algorithm | None = None
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Return the peers of point-to-point messages; none if the codec has no own protocol.
-
-        In a run that tolerates failures, a codec with its own protocol needs links to all other
-        workers, because its peers change when a worker fails.
-        """
-        peers = stage.link.peers(rank, stage.num_workers)
-        return (
-            self.notified_on_failure(stage, rank)
-            if stage.elastic and stage.link.has_own_messages
-            else peers
-        )
-
-    def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Return all other workers: each of them waits for a sum that lacks this worker."""
-        return tuple(peer for peer in range(stage.num_workers) if peer != rank)
+        """Return the peers of point-to-point messages; none if the codec has no own protocol."""
+        return stage.link.peers(rank, stage.num_workers)
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """Return the time (ns) of one exchange: an all-reduce or an all-gather.
@@ -206,10 +187,14 @@ class AllReduce(Topology):
             progress=ctx.compute_once(stage.workers, "progress", lambda: Progress(n)),
         )
 
-    async def join(
-        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
-    ) -> tuple[int, PeerState] | None:
-        return await join(ctx, stages, PeerState(*stages[0].trainer.init()))
+    async def reform(
+        self,
+        ctx: RankContext,
+        stages: Sequence[Stage],
+        saved: tuple[int, PeerState] | None,
+        epoch: Epoch,
+    ) -> tuple[int, PeerState]:
+        return await reform(ctx, stages, saved, epoch)
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if stage.delayed is not None:
@@ -237,13 +222,6 @@ class PeerState(WorkerState):
     in_time: InTime | None = None
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
     outer_state: Any = None  # moments of the outer optimizer
-    epoch: int = 0  # of the process group: number of failures in the run before it was formed
-    # number of earlier failures of each member; empty for the first group
-    incarnations: tuple[int, ...] = ()
-    formed_ns: int = 0  # time at which all members had asked for this group
-    # copies of the state before the last two exchanges, in a fault-tolerant run
-    history: tuple[PeerState, ...] = ()
-    redo: Work | None = None  # work of an aborted round, to be exchanged again
 
     def begin(self, ctx: RankContext, stage: Stage) -> Stage:
         """Enter a stage, unless the state is that of a checkpoint within it.
@@ -256,7 +234,6 @@ class PeerState(WorkerState):
             self.progress = ctx.compute_once(stage.workers, ("begin", stage.index), opened)
             if stage.resets_outer:
                 self.outer_state = None
-            self.history = ()
             self.enter(stage, ctx.rank)
             self.rule_state = rule_of(stage).begin(stage, self.progress)
         return stage
@@ -324,28 +301,20 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """Run a worker: compute, sum over all workers, merge, until the stage ends.
 
     A limit on counts ends the stage at its merge. A decision of the lead rank after a merge ends it
-    one merge later. If a worker fails, the survivors repeat the round.
+    one merge later.
     Returns: the final signal, NEXT or STOP.
     """
     stage = state.begin(ctx, stage)
     rule = rule_of(stage)
-    team, compute = ProcessGroup.of(ctx, stage, state.epoch, state.incarnations), rule.work()
+    team, compute = ProcessGroup.of(ctx, stage), rule.work()
     planned, own = next_round_stage(stage, state, ctx.rank)
     while True:
-        ctx.safe_point(stage.index, state if own is planned else None)
+        ctx.safe_point(stage.index, state, resumable=own is planned)
         if own is not team.stage:
-            team = ProcessGroup.of(ctx, own, state.epoch, state.incarnations)
+            team = ProcessGroup.of(ctx, own)
         signal = signal_to_send(ctx, stage, state)
-        try:
-            work, update = await sum_update(team, stage, state, compute, signal)
-            step_s = await exchange_step_times(team, work) if rule.tells else ()
-        except GroupBrokenError:
-            stage, reason = await repair_round(ctx, stage, state)
-            team = ProcessGroup.of(ctx, stage, state.epoch, state.incarnations)
-            if reason:
-                return end(ctx, stage, state, reason)
-            planned, own = next_round_stage(stage, state, ctx.rank)
-            continue
+        work, update = await sum_update(team, stage, state, compute, signal)
+        step_s = await exchange_step_times(team, work) if rule.tells else ()
         moment = ("merge", stage.index, state.progress.version)
         due, reason_number = divmod(int(team.signal), len(REASONS))
         report = RoundReport(bool(due), ctx.now, step_s)
@@ -356,60 +325,46 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         late = keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
         state.apply_merge(result)
         state.apply_plan(ahead, ctx.rank)
-        state.redo = None
         planned, own = ahead.planned, ahead.own
-        reason, evaluator = ahead.over or REASONS[reason_number], stage.lead_rank
-        if reason and not stage.elastic and stage.topology.links(stage, ctx.rank):
+        reason = ahead.over or REASONS[reason_number]
+        if reason and stage.topology.links(stage, ctx.rank):
             # The codec's own messages end at different times on the ranks. One more all-reduce
             # makes all ranks end the stage at the same time.
             await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
-        if reason and stage.elastic:
-            stage = await regroup_workers(ctx, stage, state, reason)
-            team = ProcessGroup.of(ctx, stage, state.epoch, state.incarnations)
-            planned, own = next_round_stage(stage, state, ctx.rank)
-            if state.redo is not None:  # some members have not seen this merge, so repeat the round
-                continue
-            evaluator = evaluator if evaluator in stage.workers else stage.lead_rank
         ctx.record_round(stage.index, state.round, work.steps, 0, dropped=late, loss=work.loss)
         state.round += 1
-        is_evaluator = ctx.rank == evaluator and not late
+        is_evaluator = ctx.rank == stage.lead_rank and not late
         if is_evaluator and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=state.progress.report())
-        if reason and reason != JOIN:
+        if reason:
             return end(ctx, stage, state, reason)
-        state.signal = reason_to_send(ctx, stage, state)
-
-
-def reason_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> str | None:
-    """Return the lead rank's reason to end the stage or to admit a worker, None elsewhere."""
-    if ctx.rank != stage.lead_rank:
-        return None
-    join = JOIN if ctx.join_pending else None
-    return local_stop(ctx, stage, state.progress) or join
+        if ctx.rank == stage.lead_rank:
+            state.signal = local_stop(ctx, stage, state.progress)
 
 
 def signal_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """Return the number to piggyback: reason and `due` at the lead rank, 0 elsewhere."""
-    if ctx.rank != stage.lead_rank:
-        return 0
-    due = rule_of(stage).due(state.rule_state, ctx.now)
-    return REASONS.index(state.signal) + len(REASONS) * due
+    is_due = ctx.rank == stage.lead_rank and rule_of(stage).due(state.rule_state, ctx.now)
+    return reason_to_send(ctx, stage, state) + len(REASONS) * is_due
+
+
+def reason_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
+    """Return the number of the lead rank's reason to end the stage; 0 on all other ranks."""
+    return REASONS.index(state.signal) if ctx.rank == stage.lead_rank else 0
 
 
 async def sum_update(
     team: ProcessGroup, stage: Stage, state: PeerState, compute: ComputeWork, signal: float
 ) -> tuple[Work, Any]:
-    """Compute a round's work and sum it over all workers; a repeated round uses its earlier work.
+    """Compute a round's work and sum it over all workers.
 
     Afterwards `team.loss` is the workers' mean loss and `team.signal` the lead rank's signal.
-    Returns: (work, weighted sum).   Raises: GroupBrokenError if a worker has failed.
+    Returns: (work, weighted sum).
     """
     version = state.progress.version
     if stage.messages:
         return await sum_overlapped(team, stage, state, version, signal)
-    work = await compute(team.ctx, stage, state) if state.redo is None else state.redo
-    if stage.elastic:
-        save_for_redo(state, work)
+    work = await compute(team.ctx, stage, state)
     team.begin(work.loss / team.size, signal)
     return work, await exchange_update(
         team, stage, state, state.progress, version, stage.aggregate.clip(work.body)
@@ -425,24 +380,18 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     counts leaves no round for another piece, the worker computes none.
     Returns: the final signal, NEXT or STOP.
     """
-    state.begin(ctx, stage)
+    stage = state.begin(ctx, stage)
     while True:
         pending = state.pending is not None
-        ctx.safe_point(
-            stage.index,
-            (
-                state
-                if stage.truncate_last_round(state.pending_rest if pending else state.rest) is stage
-                else None
-            ),
-        )
+        rest = state.pending_rest if pending else state.rest
+        ctx.safe_point(stage.index, state, resumable=stage.truncate_last_round(rest) is stage)
         if not pending:
             state.pending_rest = state.rest
             state.pending = await exchangeable_work(ctx, stage, state)
             continue
         work, own = state.pending, stage.truncate_last_round(state.pending_rest)
         team = ProcessGroup.of(ctx, own)
-        team.begin(work.loss / team.size, REASONS.index(state.signal) if ctx.rank == 0 else 0)
+        team.begin(work.loss / team.size, reason_to_send(ctx, stage, state))
         x = stage.aggregate.clip(work.body)
         exchange = ctx.spawn(
             exchange_update(team, stage, state, state.progress, state.progress.version, x)
@@ -469,11 +418,12 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss
         )
         state.round += 1
-        if ctx.rank == 0 and not late and stage.stop_criteria.take_evaluation(state, ctx.now):
+        is_evaluator = ctx.rank == stage.lead_rank and not late
+        if is_evaluator and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=state.progress.report())
         if reason and not state.last:
             return end(ctx, stage, state, reason)
-        if ctx.rank == 0:
+        if ctx.rank == stage.lead_rank:
             state.signal = local_stop(ctx, stage, state.progress)
 
 
@@ -495,14 +445,11 @@ def next_round_stage(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, 
 
 
 async def exchange_step_times(team: ProcessGroup, work: Work) -> tuple[float, ...]:
-    """Return the seconds of one step of each worker, by a small all-reduce.
-
-    Raises: GroupBrokenError if a worker has failed.
-    """
+    """Return the seconds of one step of each worker, by a small all-reduce."""
     own = torch.zeros(team.stage.num_workers, dtype=torch.float64)
     own[team.ctx.rank] = work.step_s
-    total = await team.ctx.all_reduce(own, team.ranks, piggybacked=len(own), epoch=team.epoch)
-    return tuple(check_complete(total).tolist())
+    total = await team.ctx.all_reduce(own, team.ranks, piggybacked=len(own))
+    return tuple(total.tolist())
 
 
 def compute_merge(
@@ -556,9 +503,7 @@ def merge_and_plan(
 def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
     """End the stage with this merge. Returns: the final signal, NEXT or STOP."""
     state.signal = None
-    return end_piggybacked(
-        ctx, stage, state, reason, state.formed_ns if stage.elastic else ctx.now_ns
-    )
+    return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
 
 
 # Pipelined steps: the model arrives by bucket while the next forward pass continues
@@ -582,7 +527,7 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
 
     Returns: the final signal, NEXT or STOP.
     """
-    state.begin(ctx, stage)
+    stage = state.begin(ctx, stage)
     team, exchange = ProcessGroup.of(ctx, stage), None
     groups = [(stage.tag("group", k), message) for k, message in enumerate(stage.messages)]
     while True:
@@ -591,7 +536,7 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
             exchange = None
         if exchange is None:
             ctx.safe_point(
-                stage.index, state if stage.truncate_last_round(state.rest) is stage else None
+                stage.index, state, resumable=stage.truncate_last_round(state.rest) is stage
             )
             for tag, message in groups:
                 await ctx.send(
@@ -602,7 +547,7 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
         loss = await ctx.compute(
             gradient_work(ctx, stage, state), state.batch, parts=stage.ready, needs=needs
         )
-        team.begin(loss / team.size, REASONS.index(state.signal) if ctx.rank == 0 else 0)
+        team.begin(loss / team.size, reason_to_send(ctx, stage, state))
         await ctx.send(ctx.rank, stage.tag("loss"))
         await ctx.recv(stage.tag("counted"))
         progress = state.progress
@@ -613,7 +558,8 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
             stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss
         )
         state.round += 1
-        state.signal = local_stop(ctx, stage, progress) if ctx.rank == 0 and not reason else None
+        is_lead = ctx.rank == stage.lead_rank
+        state.signal = local_stop(ctx, stage, progress) if is_lead and not reason else None
         if reason:
             return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
         state.plan_round(stage, ctx.rank)
@@ -650,6 +596,8 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
     Returns: True if there is a new model, False after divergence.
     """
     ctx, version = team.ctx, state.progress.version
+    # position in the data and number of the round after this step; they advance meanwhile
+    after = {"step": state.step, "drawn": state.drawn, "round": state.round + 1}
     sums = await (begin_half_sums if stage.overlap.reduce_scatter_all_gather else begin_slice_sums)(
         team, stage
     )
@@ -681,8 +629,11 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
         state.moments, state.params = ctx.compute_once(
             team.ranks, ("model", stage.index, version), merge_whole
         )
-    if ctx.rank == 0 and not late and stage.stop_criteria.take_evaluation(state, ctx.now):
+    is_evaluator = ctx.rank == stage.lead_rank and not late
+    if is_evaluator and stage.stop_criteria.take_evaluation(state, ctx.now):
         ctx.snapshot(state.params, counts=state.progress.report())
+    if stage.elastic:
+        ctx.mark_restart_point(stage.index, replace(state, signal=None, **after))
     return bool(made)
 
 
@@ -755,10 +706,6 @@ async def gather_sum(team: ProcessGroup, chunk: Any) -> Any:
 # bit. Loss and signal are piggybacked on the last bucket. For a codec that encodes each bucket
 # separately, see `ashl.topology.exchange`. `ashl.overlap` decides which layers a bucket holds.
 #
-# Failure: if the sum of one bucket is aborted, backward continues to its end, no later bucket is
-# sent, and nothing of the round is merged. The survivors then repeat the round, bucket by bucket,
-# with the gradients that they have.
-#
 # Source: Zhang et al., "Poseidon", USENIX ATC 2017.
 
 
@@ -768,25 +715,14 @@ Bodies = list[Any]  # payloads of the buckets, in sending order
 async def sum_overlapped(
     team: ProcessGroup, stage: Stage, state: PeerState, version: int, signal: float
 ) -> tuple[Work, Any]:
-    """Compute one gradient and sum it by bucket during backward; or repeat an aborted round.
+    """Compute one gradient and sum it by bucket during backward.
 
     Afterwards `team.loss` is the workers' mean loss and `team.signal` the lead rank's signal.
-    Returns: (work, weighted sum).   Raises: GroupBrokenError, once the gradient is complete.
+    Returns: (work, weighted sum).
     """
     coding = BucketEncoder.of(team, stage, state, version) if stage.links else None
     others = replace(team, piggybacked_sent=True)
-    if state.redo is None:
-        work, bodies, sums = await compute_and_sum(others, coding, stage, state)
-    else:
-        work = state.redo
-        bodies = work.body
-        if coding is not None:
-            bodies = await team.compute(partial(coding.all_encoded, work.body), work=1)
-        sums = await sum_parts(others, coding, bodies[:-1])
-    if stage.elastic:
-        save_for_redo(state, work)
-    if len(sums) < len(bodies) - 1:
-        raise GroupBrokenError
+    work, bodies, sums = await compute_and_sum(others, coding, stage, state)
     is_finite = coding is None or coding.finish_encoding()
     team.begin((work.loss if is_finite else math.nan) / team.size, signal)
     sums.append(await sum_part(team, coding, len(sums), bodies[-1]))
@@ -796,7 +732,7 @@ async def sum_overlapped(
 async def compute_and_sum(
     team: ProcessGroup, coding: BucketEncoder | None, stage: Stage, state: PeerState
 ) -> tuple[Work, Bodies, list[Any]]:
-    """Compute one gradient and exchange its buckets, except the last, until a worker fails.
+    """Compute one gradient and exchange its buckets, except the last.
 
     Returns: (work with the gradient by bucket, payload of each bucket, sums received so far).
     """
@@ -818,33 +754,19 @@ async def compute_and_sum(
 async def sum_as_ready(
     team: ProcessGroup, coding: BucketEncoder | None, tags: Sequence[Tag]
 ) -> tuple[Bodies, list[Any]]:
-    """Exchange each bucket as soon as it is ready; stop exchanging at one that is aborted.
+    """Exchange each bucket as soon as it is ready.
 
     Returns: (payload of each bucket, sums received).
     """
     bodies, sums = Bodies(), list[Any]()
     for k, tag in enumerate(tags):
         bodies.append((await team.ctx.recv(tag, src=team.ctx.rank)).body)
-        if len(sums) == k:
-            sums += await sum_parts(team, coding, bodies[k:], k)
+        sums.append(await sum_part(team, coding, k, bodies[k]))
     return bodies, sums
 
 
-async def sum_parts(
-    team: ProcessGroup, coding: BucketEncoder | None, bodies: Bodies, first: int = 0
-) -> list[Any]:
-    """Exchange these buckets in order. Returns: the sums, up to the first that is aborted."""
-    sums = list[Any]()
-    for k, body in enumerate(bodies, first):
-        try:
-            sums.append(await sum_part(team, coding, k, body))
-        except GroupBrokenError:
-            break
-    return sums
-
-
 async def sum_part(team: ProcessGroup, coding: BucketEncoder | None, k: int, body: Any) -> Any:
-    """Return the sum of bucket k over all workers. Raises: GroupBrokenError if it is aborted."""
+    """Return the sum of bucket k over all workers."""
     return await (
         team.all_reduce(body, team.weight)
         if coding is None
@@ -874,11 +796,8 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
         pending: Work | None = state.pending
         ctx.safe_point(
             stage.index,
-            (
-                state
-                if pending is None or stage.truncate_last_round(state.pending_rest) is stage
-                else None
-            ),
+            state,
+            resumable=pending is None or stage.truncate_last_round(state.pending_rest) is stage,
         )
         if pending is None:
             await finish_piece(ctx, stage, state, None, state.local_steps)
@@ -890,7 +809,7 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
         team = replace(ProcessGroup.of(ctx, part), share=part.link.d / stage.link.d)
         team.begin(
             pending.loss / team.size,
-            REASONS.index(state.signal) if ctx.rank == stage.lead_rank else 0,
+            reason_to_send(ctx, stage, state),
         )
         held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
         exchange = exchange_update(
@@ -955,24 +874,17 @@ def apply_fragment(
     return fragment.put(state.params, params), tuple(outer_states), progress
 
 
-# Workers that fail and rejoin
+# Epochs: how the members of a new epoch continue
 #
-# Failure: a sum that lacks a member is aborted, and the survivors form a new process group. They
-# repeat the round from the state that all of them have, with the work that each has computed for
-# it, and with the survivors' weights, Σ w_i = 1. A rank that has already merged the round goes back
-# by one merge. The failed worker's steps of the round count as dropped. In a codec's own protocol,
-# a rank that waits for a failed worker aborts, and then each rank that waits for an aborting rank.
-# A rank that has all its messages waits until all others have theirs. The codec's state of the
-# failed worker is discarded. The lowest surviving rank becomes the lead rank. With
-# `runtime.on_worker_failure=reshard` the survivors train on the failed worker's data from the next
-# round on, see `ashl.topology.parameter_server`.
+# Each member goes back to its last safe point, the top of a round (`RankContext.safe_point`). The
+# members exchange the versions of their models. The lowest rank with the highest version is the
+# donor: it sends the state that all workers have in common to each member with an older model, and
+# to each joining worker. Then the round is computed again, with the members' weights, Σ w_i = 1.
+# The failed worker's steps of the round count as dropped.
 #
-# Rejoin: a worker asks to join. The lead rank piggybacks the request on the next sum. After that
-# merge all members form a new process group with the joining worker. The lowest old member sends it
-# the model, the progress and the outer moments. If all workers step on the sum, it also sends the
-# optimizer's moments; otherwise those of the joining worker start from zero. Its codec's state
-# starts from zero, and its data continue after the samples that were counted for it. If codecs hold
-# copies of each other's state, or a common state, all of them are reset.
+# A survivor keeps its own state: momentum, residual, position in its data. A joining worker begins
+# with momentum and residual zero, and its data continue after the samples that were counted for it.
+# If a state was sent, and codecs hold copies of each other's state, all of them are reset.
 #
 # All members apply the same merges. So after a failure the run equals, bit for bit, a run of the
 # survivors from that round on.
@@ -981,145 +893,116 @@ def apply_fragment(
 # communication capability", IJHPCA 2013; an all-reduce that continues as in Horovod Elastic.
 
 
-MAX_STATE_MESSAGES = 64  # messages to a joining worker
 NO_MODEL = -1  # version of a joining worker, which has no model yet
-# by signal (GO, NEXT, STOP): the reason that a rank records if another rank has decided
-REASON_OF_SIGNAL = (None, "next", "seconds")
 
 
-class JoinState(NamedTuple):
-    """State that a joining worker receives in addition to the model."""
+class CommonState(NamedTuple):
+    """State that all workers have in common, beside the model."""
 
-    stage: int
+    index: int  # of the stage; beyond the last one once the run has ended
     progress: Progress
-    rest: tuple[int, int] | None  # remaining rounds, see `Stage.remaining_rounds`
+    is_delayed: bool  # True if workers hold finished work for the next exchange
+    pending_rest: tuple[int, int] | None  # remaining rounds when that work was begun
+    last: bool  # True if that work is the last of the stage
     moments: Any  # of the optimizer if all workers step on the sum, else None
     outer_state: Any
     rule_state: Any
+    assigned: Any  # as planned after profiling
+    in_time: InTime | None
 
 
-def save_for_redo(state: PeerState, work: Work) -> None:
-    """Save the state before an exchange, with its work, so that the round can be repeated."""
-    before = copy.copy(state)
-    before.ends, before.history, before.redo = state.ends.copy(), (), work
-    state.history = (*state.history[-1:], before)
+async def reform(
+    ctx: RankContext,
+    stages: Sequence[Stage],
+    saved: tuple[int, PeerState] | None,
+    epoch: Epoch,
+) -> tuple[int, PeerState]:
+    """Continue as a member of a new epoch: bring all members to the newest model.
 
-
-async def repair_round(
-    ctx: RankContext, stage: Stage, state: PeerState
-) -> tuple[Stage, str | None]:
-    """Form a new process group after a failure, and go back to the state before the aborted round.
-
-    The survivors repeat the round with the work in `state.redo`. If a rank has decided meanwhile to
-    end the stage, they do not repeat it, and all work of the round counts as dropped.
-    Returns: (stage of the survivors, reason of the end or None).
-    Raises: AshlError if too few workers remain.
+    Args: saved: (stage, state) of this rank's last safe point; None for a joining worker.
+    Returns: (stage, state) to continue with.   Raises: AshlError if no member has a model.
     """
-    reason = local_stop(ctx, stage, state.progress)
-    formed = await ctx.regroup(state.progress.version, signal_of(stage, reason))
-    go_back(ctx, state, formed.version)
-    stage = await restrict_to_team(ctx, stage, state, formed)
-    if not formed.signal:
-        return stage, None
-    if state.redo is not None:
-        ctx.record_round(
-            stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss
-        )
-        state.round += 1
-    state.redo, state.progress = None, state.progress.copy()
-    steps = stage.truncate_last_round(state.rest).round_steps
-    for rank in stage.workers:
-        state.progress.count_dropped(rank, steps[rank], drop_reason(formed.signal))
-    decided_here = signal_of(stage, reason) == formed.signal
-    return stage, reason if decided_here else REASON_OF_SIGNAL[formed.signal]
-
-
-async def regroup_workers(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> Stage:
-    """Form a new process group after the last merge of a stage, or to admit a joining worker.
-
-    If a failure kept some members from this merge, all members go back to the state before it. Then
-    `state.redo` holds the work of the round to repeat.
-    Returns: the stage of the members.   Raises: AshlError if too few workers remain.
-    """
-    formed = await ctx.regroup(
-        state.progress.version, signal_of(stage, reason), open=reason == JOIN
-    )
-    if formed.version < state.progress.version:
-        go_back(ctx, state, formed.version)
-    return await restrict_to_team(ctx, stage, state, formed)
-
-
-def signal_of(stage: Stage, reason: str | None) -> int:
-    """Return the control signal (GO, NEXT or STOP) for a reason to end the stage, or None."""
-    if reason in (None, JOIN):
-        return GO
-    return NEXT if reason == "next" and stage.following else STOP
-
-
-async def restrict_to_team(
-    ctx: RankContext, stage: Stage, state: PeerState, formed: Formed
-) -> Stage:
-    """Continue as the members of a new process group. Returns: the stage restricted to them.
-
-    The lowest old member sends the state to joining workers.
-    Raises: AshlError if fewer than `runtime.min_workers` workers remain.
-    """
-    state.epoch = formed.epoch
-    state.incarnations = formed.incarnations
-    state.formed_ns = formed.time_ns
-    if formed.ranks == stage.workers and not (formed.failed or formed.joined):
-        return stage
-    if len(formed.ranks) < stage.min_workers:
+    index, state = saved or (0, PeerState(*stages[0].trainer.init()))
+    version = state.progress.version if saved else NO_MODEL
+    found = await gather_numbers(ctx, epoch.workers, (index, version))
+    places = dict(zip(epoch.workers, found, strict=True))
+    newest = max(places.values(), key=lambda place: (place[1] >= 0, place))
+    if newest[1] == NO_MODEL:
         raise AshlError(
-            f"worker {', '.join(map(str, formed.failed))} failed by {ctx.now:.6g} s and"
-            f" {len(formed.ranks)} of {stage.num_workers} workers are running, fewer than"
-            f" runtime.min_workers={stage.min_workers}: the run ends here"
+            f"0 of {stages[0].num_workers} workers remain that have the model: the run ends here"
         )
-    state.progress = update_membership(stage, state, formed)
-    for rank in formed.failed:
-        state.ends.forget(rank)
-    if formed.joined and not memory_is_local(stage, state.ends):
-        state.ends = CodecState(gradients=state.ends.gradients)
-    first = min(set(formed.ranks) - set(formed.joined))
-    before, stage = stage, stage.restricted_to(state.progress.gone)
-    if state.redo is None:
-        state.plan_round(stage, ctx.rank)
-    if ctx.rank == first:
-        for rank in formed.joined:
-            await admit(ctx, stage, state, rank)
-    if stage.lead_rank != before.lead_rank:
-        take_over_lead(ctx, stage, state)
-    return stage
+    donor = next(rank for rank, place in places.items() if place == newest)
+    behind = [rank for rank, place in places.items() if place != newest]
+    if ctx.rank == donor:
+        for rank in behind:
+            await send_state(ctx, stages, index, state, rank, epoch)
+    elif ctx.rank in behind:
+        index = await receive_state(ctx, stages, state, donor, epoch, is_new=saved is None)
+    if state.assigned is not None:
+        stages = apply_assignments(stages, *state.assigned)
+    if index < len(stages):
+        joined = [rank for rank, place in places.items() if place[1] == NO_MODEL]
+        continue_with(ctx, stages[index], state, epoch, joined, is_behind=bool(behind))
+    else:
+        ctx.time_accounting.close_at(state.progress.end_ns)
+    return index, state
 
 
-def go_back(ctx: RankContext, state: PeerState, version: int) -> None:
-    """Restore the state that held this version of the model, with the work computed on it."""
-    before = next(saved for saved in state.history if saved.progress.version == version)
-    if before is not state.history[-1] and before.redo is not None:
-        ctx.steps -= before.redo.steps  # the repeated round is recorded once more
-    evaluated, incarnations = state.evaluated, state.incarnations
-    state.__dict__.update(before.__dict__)
-    state.ends, state.evaluated, state.incarnations = before.ends.copy(), evaluated, incarnations
+async def gather_numbers(
+    ctx: RankContext, group: tuple[int, ...], numbers: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Return the numbers of each member of a group, in rank order; they take no bytes."""
+    own = torch.tensor(numbers).view(torch.uint8)
+    parts = await ctx.all_gather(own, group, piggybacked=own.numel())
+    return [tuple(part.clone().view(torch.int64).tolist()) for part in parts]
 
 
-def update_membership(stage: Stage, state: PeerState, formed: Formed) -> Progress:
-    """Return the progress without the failed workers and with the joining ones.
+def continue_with(
+    ctx: RankContext,
+    stage: Stage,
+    state: PeerState,
+    epoch: Epoch,
+    joined: Sequence[int],
+    is_behind: bool,
+) -> None:
+    """Set the state for a stage with the members of this epoch.
 
-    If the round is repeated, the failed workers' steps in it count as dropped. Otherwise these
-    workers had no work in flight.
+    Args: joined: the joining workers; is_behind: True if a member has received the common state.
     """
-    planned = cast("StepRule", stage.sync).in_round(stage, state.rule_state, state.progress)
-    progress, steps = state.progress.copy(), planned.truncate_last_round(state.rest).round_steps
+    before = stage.restricted_to(state.progress.gone)
+    gone = frozenset(range(stage.num_workers)).difference(epoch.workers)
+    failed = [rank for rank in before.workers if rank in gone or rank in joined]
+    own = rule_of(before).in_round(before, state.rule_state, state.progress)
+    rest = state.rest if stage.delayed is None else state.pending_rest
+    steps = own.truncate_last_round(rest).round_steps
+    state.progress = without_failed(state.progress, failed, steps)
+    for rank in sorted(state.progress.gone.difference(gone)):
+        state.progress.join(rank)
+    for rank in failed:
+        state.ends.forget(rank)
+    if is_behind and not memory_is_local(stage, state.ends):
+        state.ends = CodecState(gradients=state.ends.gradients)
+    stage = stage.restricted_to(gone)
+    if state.pending is None and state.rest is not None and stage.delayed is not None:
+        planned = stage.worker(ctx.rank).local_steps
+        state.local_steps = stage.cap_local_steps(planned, ctx.rank, state.rest)
+    else:
+        state.plan_round(stage, ctx.rank, ahead=int(state.pending is not None))
+    if ctx.rank in joined:
+        state.round, state.step = state.progress.rounds_and_steps_of(ctx.rank)
+        state.drawn = state.step * state.batch
+    is_lead = ctx.rank == stage.lead_rank
+    if is_lead and (stage.lead_rank != before.lead_rank or ctx.rank in joined):
+        state.evaluated = state.progress.mark_at(ctx.now)
+
+
+def without_failed(progress: Progress, failed: Sequence[int], steps: Sequence[int]) -> Progress:
+    """Return the progress without the failed workers; their steps in this round are dropped."""
+    progress = progress.copy()
     progress.gone = set(progress.gone)
-    for rank in formed.failed:
+    for rank in failed:
         progress.remove_worker(rank)
-        if formed.signal == GO and state.redo is not None:
-            progress.count_dropped(rank, steps[rank], FAILURE)
-    for rank in {*stage.workers}.difference(formed.ranks, formed.failed):
-        # neither a member nor failed: a rejoining worker that has not received the model yet
-        progress.remove_worker(rank)
-    for rank in progress.gone.intersection(formed.joined):
-        progress.join(rank)
+        progress.count_dropped(rank, steps[rank], FAILURE)
     return progress
 
 
@@ -1129,78 +1012,79 @@ def memory_is_local(stage: Stage, ends: CodecState) -> bool:
     return not (shared or any(kept is not None for kept in ends.receivers.values()))
 
 
-def take_over_lead(ctx: RankContext, stage: Stage, state: PeerState) -> None:
-    """Register the lead rank's state as the one whose counts heartbeats and snapshots report."""
-    here = ctx.rank == stage.lead_rank
-    ctx.counter = state if here else None
-    if here:
-        state.evaluated = state.progress.mark_at(ctx.now)
+def state_tag(epoch: Epoch, k: int) -> Tag:
+    """Return the tag of the k-th message to a member that is behind: the model comes first."""
+    return "state", k, epoch.number
 
 
-def state_tag(epoch: int, k: int) -> Tag:
-    """Return the tag of the k-th message to a joining worker: the model first, then `JoinState`."""
-    return "admission", k, epoch
-
-
-async def admit(ctx: RankContext, stage: Stage, state: PeerState, rank: int) -> None:
-    """Send model and state to a joining worker; called at the lowest rank of the old members."""
-    shares_moments = stage.sync.exchange == "gradient" or stage.sync.momentum_travels
-    moments = state.moments if shares_moments else None
+async def send_state(
+    ctx: RankContext,
+    stages: Sequence[Stage],
+    index: int,
+    state: PeerState,
+    rank: int,
+    epoch: Epoch,
+) -> None:
+    """Send the model and the common state to a member that is behind."""
+    sync = stages[min(index, len(stages) - 1)].sync
     parts = split_tensors(
-        JoinState(
-            stage.index, state.progress, state.rest, moments, state.outer_state, state.rule_state
+        CommonState(
+            index,
+            state.progress,
+            state.pending is not None,
+            state.pending_rest,
+            state.last,
+            state.moments if shares_moments(sync) else None,
+            state.outer_state,
+            state.rule_state,
+            state.assigned,
+            state.in_time,
         )
     )
     for k, body in enumerate((state.params, *parts)):
-        await ctx.send(rank, state_tag(state.epoch, k), body, (len(parts),))
+        await ctx.send(rank, state_tag(epoch, k), body, (len(parts),))
 
 
-async def receive_state(ctx: RankContext, epoch: int, donor: int) -> list[Message] | None:
-    """Return the messages to this joining worker; None if the sender (`donor`) fails meanwhile."""
-    messages = list[Message]()
-    while not messages or len(messages) <= messages[0].meta[0]:
-        message = await ctx.recv(state_tag(epoch, len(messages)), PEER_FAILED, src=donor)
-        if message.tag == PEER_FAILED:
-            await ctx.discard(*(state_tag(epoch, k) for k in range(MAX_STATE_MESSAGES)))
-            return None
-        messages.append(message)
-    return messages
+def shares_moments(sync: Rule) -> bool:
+    """Return True if all workers have the same optimizer moments, because they step on the sum."""
+    return sync.exchange == "gradient" or sync.momentum_travels
 
 
-async def join(
-    ctx: RankContext, stages: Sequence[Stage], state: PeerState
-) -> tuple[int, PeerState] | None:
-    """Join a running run as a worker.
-
-    If the member that sends the state fails, this worker asks to join again.
-    Args: state: the initial state, before the first stage.
-    Returns: (index of the present stage, state in it); None if the run is over.
-    """
-    first = stages[0]
-    while True:
-        while await ctx.recv(PEER_FAILED, before_s=ctx.now):
-            pass  # discard notices of failures before this worker joined
-        formed = await ctx.regroup(NO_MODEL)
-        if formed.signal == STOP:
-            ctx.time_accounting.close_at(end_time_ns(first, formed.time_ns))
-            return None
-        donor = min(set(formed.ranks) - set(formed.joined))
-        if (messages := await receive_state(ctx, formed.epoch, donor)) is not None:
-            break
-    model, *parts = [message.body for message in messages]
-    known = join_tensors(
-        parts, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device
+async def receive_state(
+    ctx: RankContext,
+    stages: Sequence[Stage],
+    state: PeerState,
+    donor: int,
+    epoch: Epoch,
+    is_new: bool,
+) -> int:
+    """Take over the model and the common state from the donor. Returns: the index of the stage."""
+    first = await ctx.recv(state_tag(epoch, 0), src=donor)
+    rest = [
+        await ctx.recv(state_tag(epoch, k), src=donor) for k in range(1, 1 + int(first.meta[0]))
+    ]
+    packages = "ashl", type(stages[0].outer).__module__.partition(".")[0]
+    known: CommonState = join_tensors(
+        [message.body for message in rest], packages, stages[0].trainer.device
     )
-    stage = stages[known.stage].restricted_to(known.progress.gone)
-    state.params, state.outer_state = model, known.outer_state
+    state.params, state.outer_state = first.body, known.outer_state
     state.adopt_progress(known.progress)
-
+    state.assigned, state.in_time = known.assigned, known.in_time
+    if known.index >= len(stages):
+        return known.index
+    if state.assigned is not None:
+        stages = apply_assignments(stages, *state.assigned)
+    stage = stages[known.index].restricted_to(known.progress.gone)
     state.enter(stage, ctx.rank)
-    state.moments = stage.trainer.moments() if known.moments is None else known.moments
+    if known.moments is not None:
+        state.moments = known.moments
+    elif is_new:
+        state.moments = stage.trainer.moments()
     state.round, state.step = known.progress.rounds_and_steps_of(ctx.rank)
     state.drawn = state.step * state.batch
-    state.rest = known.rest
+    state.pending = state.start = None
+    state.pending_rest, state.last = known.pending_rest, known.last
     state.rule_state = known.rule_state
-    state.epoch, state.incarnations = formed.epoch, formed.incarnations
-    take_over_lead(ctx, stage, state)
-    return stage.index, state
+    # a first piece of work is planned as the others' finished piece
+    state.rest = known.pending_rest if known.is_delayed else None
+    return known.index

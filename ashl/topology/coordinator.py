@@ -17,6 +17,11 @@ On processes, every worker resumes from a checkpoint with its own model. It send
 contains ("resume"). The coordinator counts that, because messages in flight are not in the
 checkpoint, and answers ("resumed").
 
+After a failure or a rejoin, every worker goes back to its last safe point and tells the coordinator
+what its model contains ("member"). The coordinator continues with its counts as they are, corrected
+by these reports, and answers ("epoch"). A joining worker receives the model of the lowest worker
+that has one.
+
 With STOP, work in progress is dropped; with NEXT, it is still merged and reported. A worker handles
 signals in a task of its own, or wherever it receives. A method that needs more of its coordinator,
 for example a group generator, has its own loop around `stop_decision`.
@@ -25,12 +30,13 @@ Source: the drained end as in Luo et al., "Prague", ASPLOS 2020: a worker leaves
 expects it.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
-from ashl.runtime.effects import Message
+from ashl.runtime.effects import Epoch, Message, Tag
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.progress import RUN_START, Progress, ProgressMark
+from ashl.stage.progress import FAILURE, RUN_START, Progress, ProgressMark
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
 from ashl.topology.local_work import WorkerState
@@ -64,6 +70,30 @@ class Resumed(NamedTuple):
     steps: float  # steps that it has taken
 
 
+NO_DONOR = -1
+
+
+class Member(NamedTuple):
+    """Report of a member of a new epoch."""
+
+    has_model: float  # 0 for a joining worker
+    rounds: float  # merges that its model contains
+    steps: float  # steps that it has taken
+    origin: float  # of its model: workers with equal numbers have equal models
+
+
+class EpochReply(NamedTuple):
+    """The coordinator's answer, followed by the ranks of the joining workers."""
+
+    index: float  # of the stage; beyond the last one once the run is over
+    end_ns: float  # end of the run, if it is over
+    donor: float  # the worker that sends its model to the joining workers, or NO_DONOR
+    samples: float  # applied so far, of all workers
+    rounds: float  # this worker's own rounds, applied or dropped
+    steps: float  # steps in these rounds
+    tick: float  # number of the last evaluation
+
+
 @dataclass
 class CoordinatorState:
     """State of the coordinator, complete for a checkpoint."""
@@ -74,6 +104,22 @@ class CoordinatorState:
     params: Any = None  # always None: it has no model
     assigned: tuple[int, Any] | None = None
     entered: int | None = None  # index of the current stage
+    signal: int = GO  # NEXT or STOP once the stage is over
+    reason: str | None = None  # the reason then
+
+    def copy_to_restart(self) -> Self:
+        """Return this state: the coordinator continues with its counts as they are."""
+        return self
+
+    def uncounted_steps(self, worker: int) -> int:
+        """Return the steps that this worker has reported and that are not counted yet."""
+        return 0
+
+    def reopen(self, gone: set[int], origins: Mapping[int, int]) -> None:
+        """Prepare for an epoch in which the workers in `gone` are no members.
+
+        Args: origins: of each member's model, see `Member.origin`.
+        """
 
     @property
     def version(self) -> int:
@@ -84,11 +130,19 @@ class CoordinatorState:
         """Enter a stage, unless the state is that of a checkpoint within it."""
         if self.entered != stage.index:
             self.entered = stage.index
+            self.signal, self.reason = GO, None
             self.progress.begin(now_s)
 
 
 @dataclass
-class RoamingState(WorkerState):
+class ReplicaState(WorkerState):
+    """State of a worker with a model of its own, in a run with a coordinator."""
+
+    origin: int = -1  # number of its model, see `Member.origin`
+
+
+@dataclass
+class RoamingState(ReplicaState):
     """State of an asynchronous worker. `version` counts the merges into its model."""
 
     signal: int = GO  # NEXT or STOP, once the coordinator has sent it
@@ -110,27 +164,26 @@ async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -
 
     Returns: the final signal, NEXT or STOP.
     """
-    progress = state.progress
+    stage, progress = stage.restricted_to(state.progress.gone), state.progress
     state.enter(stage, ctx.now)
-    signal, reason = GO, None
     reported, deadline_s = stage.tag("report"), stage.stop_criteria.deadline_s
-    while signal == GO:
+    while state.signal == GO:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(reported, before_s=deadline_s)
         # the coordinator's rounds are not reported, so drop their spans
         ctx.time_accounting.end_round()
         if message is None:
-            signal, reason = STOP, "seconds"
+            state.signal, state.reason = STOP, "seconds"
             break
         count_report(progress, message)
         await ctx.send(message.src, stage.tag("go"), None, (progress.samples,))
         if stage.stop_criteria.take_evaluation(state, ctx.now):
             await ask_snapshots(ctx, stage, state)
-        signal, reason = stop_decision(ctx, stage, progress)
-    if signal == STOP:
-        ctx.safe_point(stage.index, None)
-    await finish_stage(ctx, stage, state, signal, reason)
-    return signal
+        state.signal, state.reason = stop_decision(ctx, stage, progress)
+    if state.signal == STOP:
+        ctx.safe_point(stage.index, state, resumable=False)
+    await finish_stage(ctx, stage, state)
+    return state.signal
 
 
 def count_report(progress: Progress, message: Message) -> None:
@@ -145,7 +198,8 @@ async def ask_snapshots(ctx: RankContext, stage: Stage, state: CoordinatorState)
     """Ask every worker for a snapshot, and emit the counts that belong to it."""
     state.ticks += 1
     await broadcast_signal(ctx, stage, Signal(SNAPSHOT, state.ticks))
-    ctx.snapshot(None, tick=state.ticks, counts=state.progress.report())
+    progress = state.progress
+    ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.gone)
 
 
 async def broadcast_signal(ctx: RankContext, stage: Stage, signal: Signal) -> None:
@@ -154,16 +208,14 @@ async def broadcast_signal(ctx: RankContext, stage: Stage, signal: Signal) -> No
         await ctx.send(rank, stage.tag("signal"), None, signal)
 
 
-async def finish_stage(
-    ctx: RankContext, stage: Stage, state: CoordinatorState, signal: int, reason: str | None
-) -> None:
+async def finish_stage(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
     """End the stage: signal all workers, wait until all are done, let them leave.
 
     NEXT: the stage ends when the last worker is done. STOP: it has ended already. Work that is
     still reported was merged before its worker received the signal. It is part of a model, so it
     counts.
     """
-    progress = state.progress
+    progress, signal = state.progress, state.signal
     progress.end_ns = end_time_ns(stage, ctx.now_ns)
     await broadcast_signal(ctx, stage, Signal(signal))
     working = set(stage.workers)
@@ -178,7 +230,7 @@ async def finish_stage(
     if signal == NEXT:
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
     await broadcast_signal(ctx, stage, Signal(BYE, end_ns=progress.end_ns))
-    record_end(ctx, stage, progress, reason)
+    record_end(ctx, stage, progress, state.reason)
     if signal == STOP:
         ctx.time_accounting.close_at(progress.end_ns)
 
@@ -261,3 +313,106 @@ async def resume_worker(ctx: RankContext, stage: Stage, state: RoamingState) -> 
     await ctx.send(stage.server, stage.tag("resume"), None, Resumed(state.round, state.step))
     message = await ctx.recv(stage.tag("resumed"), src=stage.server)
     state.samples, state.reported = int(message.meta[0]), False
+
+
+def epoch_tag(name: str, epoch: Epoch) -> Tag:
+    return name, 0, epoch.number
+
+
+async def gather_members(
+    ctx: RankContext,
+    stages: Sequence[Stage],
+    saved: tuple[int, Any] | None,
+    fresh: Callable[[], Any],
+    epoch: Epoch,
+) -> tuple[int, CoordinatorState]:
+    """Bring the members of a new epoch together, as the coordinator.
+
+    Args: as of `rejoin_members`.
+    Returns: (stage, state) to continue with.
+    """
+    index, state = saved or (0, fresh())
+    progress, everyone = state.progress, range(stages[0].num_workers)
+    found = dict[int, Member]()
+    for rank in epoch.workers:
+        message = await ctx.recv(epoch_tag("member", epoch), src=rank)
+        found[rank] = Member(*message.meta)
+    donor = min((rank for rank in found if found[rank].has_model), default=NO_DONOR)
+    if index < len(stages) and state.signal == STOP:  # the end is decided, and counts are final
+        record_end(ctx, stages[index], progress, state.reason)
+        index = len(stages)
+    if index < len(stages):
+        count_members(stages[index], state, found)
+        origins = {
+            rank: int((member if member.has_model else found.get(donor, member)).origin)
+            for rank, member in found.items()
+        }
+        state.reopen({*everyone}.difference(found), origins)
+    else:
+        ctx.time_accounting.close_at(progress.end_ns)
+    joining = [rank for rank in found if not found[rank].has_model]
+    for rank in found:
+        counted = progress.rounds_and_steps_of(rank)
+        reply = EpochReply(index, progress.end_ns, donor, progress.samples, *counted, state.ticks)
+        await ctx.send(rank, epoch_tag("epoch", epoch), None, (*reply, *joining))
+    return index, state
+
+
+def count_members(stage: Stage, state: CoordinatorState, found: Mapping[int, Member]) -> None:
+    """Count what each member's model contains; afterwards all members have equal clocks.
+
+    Steps of failed workers that are reported and not counted are dropped.
+    """
+    progress = state.progress
+    known = {rank: member for rank, member in found.items() if member.has_model}
+    before = sum(progress.commits)
+    for rank in {*range(stage.num_workers)}.difference(progress.gone, known):
+        progress.remove_worker(rank)
+        progress.count_dropped(rank, state.uncounted_steps(rank), FAILURE)
+    for rank, member in known.items():
+        rounds, steps = progress.rounds_and_steps_of(rank)
+        more = int(member.steps) - steps
+        samples = more * stage.worker(rank).batch
+        progress.take_back(rank, rounds - int(member.rounds), -more, -samples)
+        progress.remove_worker(rank)
+    progress.version += sum(progress.commits) - before
+    for rank in found:
+        progress.join(rank)
+
+
+S = TypeVar("S", bound="ReplicaState")
+
+
+async def rejoin_members(
+    ctx: RankContext,
+    stages: Sequence[Stage],
+    saved: tuple[int, S] | None,
+    fresh: Callable[[], S],
+    epoch: Epoch,
+) -> tuple[int, S, EpochReply]:
+    """Continue as a member of a new epoch, as a worker.
+
+    Args: saved: (stage, state) of its last safe point; fresh: makes the state if it has none.
+    Returns: (stage, state) to continue with, and the coordinator's answer.
+    """
+    state = fresh() if saved is None else saved[1]
+    report = Member(saved is not None, state.round, state.step, state.origin)
+    await ctx.send(stages[0].server, epoch_tag("member", epoch), None, report)
+    message = await ctx.recv(epoch_tag("epoch", epoch), src=stages[0].server)
+    size = len(EpochReply._fields)
+    reply, joining = EpochReply(*message.meta[:size]), message.meta[size:]
+    model = epoch_tag("model", epoch)
+    if ctx.rank == reply.donor:
+        for rank in joining:
+            await ctx.send(int(rank), model, state.params)
+    elif saved is None and reply.donor != NO_DONOR:
+        state.params = (await ctx.recv(model, src=int(reply.donor))).body
+    index = int(reply.index)
+    state.samples = int(reply.samples)
+    if index >= len(stages):
+        ctx.time_accounting.close_at(int(reply.end_ns))
+    elif saved is None:
+        state.enter(stages[index], ctx.rank)
+        state.round, state.step = int(reply.rounds), int(reply.steps)
+        state.drawn = state.step * state.batch
+    return index, state, reply

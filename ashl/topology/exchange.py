@@ -28,7 +28,7 @@ from ashl.runtime.effects import Encoding
 from ashl.runtime.sums import concatenate
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import CodecState, Payload
-from ashl.stage.process_group import GroupBrokenError, ProcessGroup
+from ashl.stage.process_group import ProcessGroup
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
 from ashl.topology.local_work import (
@@ -90,20 +90,12 @@ async def run_collective_codec(
     x: Vector,
     context: EncodeContext,
 ) -> Vector:
-    """Run the codec's own protocol over all workers. Raises: GroupBrokenError if a worker has
-    failed.
-    """
+    """Run the codec's own protocol over all workers."""
     link = stage.link
-    try:
-        if isinstance(x, SizeOnly):
-            await codec.simulate_collective(team, link.codec.share(context), link.d)
-            await team.confirm_all_complete()
-            return x
-        outcome = await codec.collective(team, link.before(state.ends, x, context))
-        await team.confirm_all_complete()
-    except GroupBrokenError:
-        await team.give_up(codec.peers(team.place, team.size))
-        raise
+    if isinstance(x, SizeOnly):
+        await codec.simulate_collective(team, link.codec.share(context), link.d)
+        return x
+    outcome = await codec.collective(team, link.before(state.ends, x, context))
     return await team.compute(partial(link.after, state.ends, x, context, outcome))
 
 

@@ -6,11 +6,12 @@ local SGD (Stich, ICLR 2019).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -87,6 +88,13 @@ class WorkerState:
         if stage.resets:
             self.moments = stage.trainer.moments()
         self.ends = stage.carry_over_codec_state(self.ends, self.samples)
+
+    def copy_to_restart(self) -> Self:
+        """Return a copy that later work does not change, see `RankContext.safe_point`."""
+        before = copy.copy(self)
+        before.ends = self.ends.copy()
+        before.fragment_ends = tuple(ends.copy() for ends in self.fragment_ends)
+        return before
 
     def follow(self, assignment: Pull | Admission) -> None:
         """Take over the counts and the assignment of a server's reply."""

@@ -15,7 +15,7 @@ from ashl.learn.trainer import Moments, SizeOnlyTrainer
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.rank_context import RankContext
 from ashl.topology.members import as_members, as_numbers
-from ashl.topology.partial_all_reduce import PartialAllReduce, Team, average_group
+from ashl.topology.partial_all_reduce import PartialAllReduce, average_group
 from tests.conf_option import conf_option
 from tests.support import simulated
 from tests.swarm.drawn import run
@@ -110,8 +110,8 @@ def test_one_average_is_symmetric_doubly_stochastic_and_idempotent(
             rows[ctx.rank] = own
             return
         zero = torch.zeros(n)
-        rows[ctx.rank] = await average_group(ctx, own, zero, Team(members, 0, ()), common=False)
-        again = await average_group(ctx, rows[ctx.rank], zero, Team(members, 0, ()), common=False)
+        rows[ctx.rank] = await average_group(ctx, own, zero, members, common=False)
+        again = await average_group(ctx, rows[ctx.rank], zero, members, common=False)
         torch.testing.assert_close(again, rows[ctx.rank])
 
     plan = replace(stage.plan, workers=stage.plan.workers[:1] * n)

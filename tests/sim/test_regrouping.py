@@ -241,13 +241,14 @@ def test_all_members_have_the_same_model(codec: str, monkeypatch: pytest.MonkeyP
     assert ran.end["reason"] == "steps"
     assert {len(key[0]) for key in merges} == {2, 3}
     for (team, *_), found in merges.items():
-        assert len(found) == len(team)
+        # a failure may interrupt the messages of a codec's own protocol
+        assert len(found) == len(team) or codec == "gtopk"
         assert all(torch.equal(found[0], params) for params in found)
 
 
 def test_a_collective_in_flight_is_aborted() -> None:
-    """All have come at 0.08 s. Worker 1 fails at 0.085 s, during the sum; the others notice 0.02 s
-    later and sum once more, which takes three quarters as long for two of them.
+    """All have come at 0.08 s. Worker 1 fails at 0.085 s, during the sum. An epoch begins 0.02 s
+    later: the others compute once more, and their sum takes three quarters as long.
     """
     ran = run(with_events(planned(*SIZES, "sync=bsp", "stop.steps=20"), lost(1, 0.085)))
     whole = (
@@ -255,16 +256,16 @@ def test_a_collective_in_flight_is_aborted() -> None:
     )
     first = ran.snapshots[0][0]
     assert first["commits"] == [1, 0, 1]
-    assert first["time_ns"] == pytest.approx(85_000_000 + DETECT_S * 1e9 + whole * 3 / 4, abs=2)
+    assert first["time_ns"] == pytest.approx(165_000_000 + DETECT_S * 1e9 + whole * 3 / 4, abs=2)
     assert first["dropped_by"] == [0, 1, 0]
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
 
 
-def test_a_loss_while_all_wait_for_it_is_noticed_in_time() -> None:
+def test_a_failure_while_all_wait_for_it_is_noticed_in_time() -> None:
     ran = run(with_events(planned(*SIZES, "sync=bsp", "stop.steps=20"), lost(2, 0.05)))
     first = ran.snapshots[0][0]
     assert first["commits"] == [1, 1, 0]
-    assert 70_000_000 < first["time_ns"] < 80_000_000
+    assert 110_000_000 < first["time_ns"] < 120_000_000
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -321,13 +322,41 @@ def test_the_run_ends_where_too_few_are_left(
         run(with_events(plan, *events))
 
 
-def test_who_comes_when_the_run_is_over_is_told_so() -> None:
+def test_a_worker_that_rejoins_in_the_last_round_takes_part_in_it() -> None:
     plan = planned(*SIZES, "sync=bsp", "stop.steps=30")
     end_s = run(with_events(plan, lost(1, 0.1))).time_ns / 1e9
     ran = run(with_events(plan, lost(1, 0.1), back(1, end_s - 1e-3)))
     assert ran.of("worker_rejoined")
-    assert ran.end["commits"][1] == 1
+    assert ran.end["commits"][1] == 2
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+OVERLAPS = (
+    ("sync=bsp", "overlap=priority"),
+    ("sync=bsp", "overlap=dear"),
+    ("sync=bsp", "overlap=layerwise", "compression=topk"),
+    ("sync=local_sgd", "sync.local_steps=3", "overlap=eager"),
+    ("sync=local_sgd", "sync.local_steps=3", "overlap=overlap_local_sgd"),
+    ("sync=local_sgd", "sync.local_steps=6", "overlap=streaming"),
+    ("sync=local_sgd", "sync.local_steps=6", "overlap=loscar"),
+    ("schedule=one_bit_adam", "optimizer=adam"),
+    ("sync=zero_one_adam", "optimizer=adam"),
+)
+
+
+@pytest.mark.parametrize("mode", OVERLAPS, ids=lambda mode: mode[-1])
+def test_failures_and_rejoins_with_every_overlap(mode: tuple[str, ...]) -> None:
+    """All members count the same rounds, also if a worker rejoins before its failure is noticed."""
+    own = ("aggregate=uniform", "runtime.gradients=false", "stop.steps=90")
+    plan = planned(*RUN, "topology=all_reduce", *mode, *own)
+    twice = (lost(1, 0.512), back(1, 0.52), lost(0, 0.9), back(0, 1.2))
+    for events in ((lost(0, 0.51),), (lost(2, 0.51),), (lost(0, 0.51), back(0, 0.93)), twice):
+        ran = run(with_events(plan, *events))
+        assert ran.end["reason"] == "steps"
+        assert ran.end["steps"] == sum(ran.end["steps_by"]) >= 90
+        assert sorted(ran.end["commits"])[1:] == [ran.end["merges"]] * 2
+        assert sum(map(bool, ran.end["dropped_by"])) == len({event["worker"] for event in events})
+        assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
 
 
 def test_failures_at_random_never_end_a_run() -> None:
