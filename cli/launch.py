@@ -115,7 +115,7 @@ def launch(
         verbose=verbose,
     )
     if name == "sweep":
-        for option in [option for option in ("launcher", "sweeper", "jobs") if params.get(option)]:
+        for option in [option for option in ("launcher", "search", "jobs") if params.get(option)]:
             raise UsageError(
                 f"`ashl launch` brings the runs to its hosts, one at a time; drop --{option}."
             )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,8 +18,9 @@ from .typed import typed as typed_line
 if TYPE_CHECKING:
     from ashl.run.multi_node import Launch
     from ashl.study.grid import Grid
-    from ashl.study.slots import Job
+    from ashl.study.jobs import Pool
 
+LAUNCHER = "launcher."  # prefix of the keys of a launcher's parameters
 SHELL = 128  # exit code of a command that a signal has ended, minus the signal's number
 
 
@@ -48,13 +49,17 @@ def sweep(
             metavar="NAME", help="Run elsewhere by joblib, submitit_local or submitit_slurm."
         ),
     ] = None,
-    sweeper: Annotated[
-        str | None,
+    search: Annotated[
+        int | None,
         typer.Option(
-            metavar="NAME",
-            help="Search by optuna, with axes such as 'KEY=interval(0.01,0.5)'.",
+            metavar="TRIALS",
+            min=1,
+            help="Search by Optuna, with axes such as 'KEY=interval(0.01,0.5)'.",
         ),
     ] = None,
+    sampler: Annotated[
+        str, typer.Option(metavar="NAME", help="Search by tpe, gp, random or qmc.")
+    ] = "tpe",
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -72,13 +77,8 @@ def sweep(
 
     The same command resumes the sweep: runs that have ended are not repeated.
     """
-    typed, theirs = overrides or [], []
-    if launcher or sweeper:
-        from . import plugins
-
-        typed, theirs = plugins.sorted_out(typed, launcher, sweeper)
-        plugins.settings(launcher, sweeper, theirs)
-    if sweeper:
+    typed, of_launcher = apart(overrides or [], launcher)
+    if search is not None:
         refuse(
             {
                 "--race": race,
@@ -88,21 +88,15 @@ def sweep(
                 "--baseline": baseline,
             }
         )
-        line = typed_line(ctx)
-        return search(
-            line,
-            typed,
-            theirs,
-            config_dir,
-            launcher,
-            sweeper,
-            jobs,
-            rerun_failed=rerun_failed,
-            quiet=quiet,
-        )
     with starting(quiet):
         from ashl.study import sweep as study
 
+    make_pool = partial(pool_of, launcher=launcher, of_launcher=of_launcher, jobs=jobs)
+    if search is not None:
+        explore = partial(
+            searched, typed_line(ctx), typed, config_dir, search, sampler, jobs, make_pool
+        )
+        return explore(rerun_failed=rerun_failed, quiet=quiet)
     grid = whole_grid(typed, config_dir, strict, ctx.obj)
     if cfg:
         for setting in grid.settings:
@@ -110,15 +104,11 @@ def sweep(
         return 0
     first = grid.settings[0].config
     folder = study.folder_of(grid, first["run"]["dir"], first["name"])
-    launch = None
     if dry_run:
         study.show(grid, folder, jobs)
         return 0
-    if launcher:
-        slots = plugins.at_a_time(launcher, jobs, study.slots_for(grid))
-        launch = partial(plugins.bring, launcher=launcher, overrides=[*slots, *theirs])
     with interruptible(quiet):
-        run = there(ctx.obj, grid, config_dir) if ctx.obj else None
+        pool = hosts_pool(ctx.obj, grid, config_dir) if ctx.obj else partial(make_pool, folder)
         summaries = study.sweep(
             grid,
             typed,
@@ -129,10 +119,44 @@ def sweep(
             race=race,
             quiet=quiet,
             baseline=baseline,
-            launch=launch,
-            run=run,
+            make_pool=pool,
         )
     return int(any(summary["status"] == "failed" for summary in summaries))
+
+
+def apart(overrides: list[str], launcher: str | None) -> tuple[list[str], dict[str, Any]]:
+    """Return the settings of the runs, and the parameters of the launcher.
+
+    Raises: UsageError for a parameter without a launcher, and for a launcher that cannot be used.
+    """
+    from ashl.config.compose import value_of
+
+    of_launcher = [text for text in overrides if text.startswith(LAUNCHER)]
+    if of_launcher and launcher is None:
+        raise UsageError(f"{of_launcher[0]}: it goes with `ashl sweep --launcher NAME`.")
+    if launcher is None:
+        return overrides, {}
+    from ashl.study.jobs import checked_parameters
+
+    values = {key_of(text).removeprefix(LAUNCHER): value_of(text) for text in of_launcher}
+    typed = [text for text in overrides if text not in of_launcher]
+    return typed, checked_parameters(launcher, values)
+
+
+def pool_of(
+    folder: Path,
+    slots: int,
+    *,
+    launcher: str | None,
+    of_launcher: dict[str, Any],
+    jobs: int | None,
+) -> "Pool":
+    """Return the pool that runs `slots` jobs at a time, here or by the launcher."""
+    from ashl.study.jobs import local_pool, remote_pool
+
+    if launcher is None:
+        return local_pool(slots)
+    return remote_pool(folder, launcher, of_launcher, jobs, slots)
 
 
 def whole_grid(
@@ -156,16 +180,16 @@ def whole_grid(
         )
 
 
-def there(where: "Launch", grid: "Grid", config_dir: Path | None) -> "Callable[[Job], int]":
-    """Return the function that runs a job on the hosts of `ashl launch`.
+def hosts_pool(where: "Launch", grid: "Grid", config_dir: Path | None) -> "Callable[[int], Pool]":
+    """Return the function that makes the pool for the hosts of `ashl launch`.
 
     Raises: AshlError if a host cannot take part.
     """
     from ashl.run.multi_node import check_nodes, real_job_size
-    from ashl.study import slots
+    from ashl.study.jobs import local_pool, on_hosts
 
     check_nodes(where, max(real_job_size(setting.config, where) or 0 for setting in grid.settings))
-    return partial(slots.on_hosts, where=where, config_dir=config_dir)
+    return partial(local_pool, run=partial(on_hosts, where=where, config_dir=config_dir))
 
 
 @contextmanager
@@ -194,67 +218,59 @@ def interruptible(quiet: bool) -> Generator[None]:
 
 
 def refuse(options: dict[str, object]) -> None:
-    """Raise UsageError for an option that is incompatible with --sweeper."""
+    """Raise UsageError for an option that is incompatible with --search."""
     for option in [option for option, value in options.items() if value]:
         raise UsageError(
-            f"{option} needs to know the whole grid, and --sweeper chooses as it goes; drop one."
+            f"{option} needs to know the whole grid, and --search chooses as it goes; drop one."
         )
 
 
-def search(
+def searched(
     line: CommandLine,
     typed: list[str],
-    theirs: list[str],
     config_dir: Path | None,
-    launcher: str | None,
-    sweeper: str,
+    trials: int,
+    sampler: str,
     jobs: int | None,
+    make_pool: "Callable[..., Pool]",
     *,
     rerun_failed: bool,
     quiet: bool,
 ) -> int:
-    """Let a sweeper choose the settings to run, and return the exit code.
+    """Let Optuna choose the settings to run, and return the exit code.
 
     Seeds are no axis of the search: each trial runs all of them, so that no lucky seed wins.
     """
-    from ashl.config.compose import alternatives, compose
+    from ashl.config.compose import alternatives, axis_of, compose
     from ashl.study import search as study
     from ashl.study.grid import make_grid
     from ashl.study.sweep import slots_for
 
-    from . import plugins
-
     # of a key that is typed twice the last value counts, as in train
     last = {key_of(text): text for text in typed}
     seeds = tuple(alternatives(last.pop("seed", "seed=0"), config_dir))
-    axes = {text: plugins.axis_of(text, config_dir) for text in last.values()}
+    axes = [axis_of(text, config_dir) for text in last.values()]
     asked = study.Search(
-        fixed=tuple(text for text, axis in axes.items() if axis is None),
-        axes=tuple(axis for axis in axes.values() if axis is not None),
+        fixed=tuple(axis.singles[0] for axis in axes if len(axis.singles) == 1),
+        axes=tuple(axis for axis in axes if len(axis.singles) > 1),
         seeds=seeds,
-        config_dir=str(config_dir.absolute()) if config_dir else None,
     )
-    corners = make_grid(asked.corners(), lambda point: compose(point, config_dir))
-    default = slots_for(corners)
-    own = plugins.trials_at_a_time(sweeper, launcher, jobs, default, theirs)
-    hydra = plugins.settings(launcher, sweeper, [*own, *theirs])
-    explore = partial(
-        plugins.explore,
-        launcher=launcher,
-        sweeper=sweeper,
-        overrides=[*own, *theirs, *(axis.asked(number) for number, axis in enumerate(asked.axes))],
-    )
+    make_setting = partial(compose, config_dir=config_dir)
+    corners = make_grid(asked.corners(), make_setting)
+    folder = study.folder_of(typed, corners.settings[0].config)
     with interruptible(quiet):
         summaries = study.search(
             asked,
             corners,
-            explore,
+            make_setting,
             line,
-            ["--sweeper", sweeper, *typed, *theirs],
-            folder=study.folder_of([sweeper, *typed], corners.settings[0].config),
-            slots=1 if launcher else jobs or default,
-            trials=hydra.sweeper.get("n_trials") or 0,
+            typed,
+            folder=folder,
+            slots=jobs or slots_for(corners),
+            trials=trials,
+            sampler=sampler,
             rerun_failed=rerun_failed,
             quiet=quiet,
+            make_pool=partial(make_pool, folder),
         )
     return int(any(summary["status"] == "failed" for summary in summaries))

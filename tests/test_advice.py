@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ashl.advice import advise, candidates, contest, flips
+from ashl.advice import advise, candidates, flips
 from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origins, thinned
 from ashl.advice.contest import Tuned, front, ranked, run_count, steadier
 from ashl.advice.flips import (
@@ -37,8 +37,8 @@ from ashl.errors import UsageError
 from ashl.report.measure import Target, time_to
 from ashl.run.host_time import START_S
 from ashl.study import sweep
+from ashl.study.jobs import Job
 from ashl.study.race import Course
-from ashl.study.slots import Job
 from ashl.tracking import jsonl
 from tests.run_folders import write_run
 from tests.test_profile import profile
@@ -515,7 +515,7 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     monkeypatch.setattr(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K"))
     )
-    monkeypatch.setattr(contest, "run_all", written)
+    monkeypatch.setattr(sweep, "run_all", written)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)  # anywhere
     command = ["advise", *TINY, "--target", "0.9", "-q", "--explain"]
     assert main(command) == 0
@@ -568,7 +568,7 @@ def test_a_dry_run_says_what_the_race_takes_here(
     monkeypatch.setattr(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
     )
-    monkeypatch.setattr(contest, "run_all", written)
+    monkeypatch.setattr(sweep, "run_all", written)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
     command = ["advise", *TINY, "--target", "0.9", "-q", "--jobs", "2"]
     assert main([*command, "--dry-run"]) == 0
@@ -604,7 +604,7 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
     monkeypatch.setattr(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K"))
     )
-    monkeypatch.setattr(contest, "run_all", written)
+    monkeypatch.setattr(sweep, "run_all", written)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
     stale, nowhere = "aggregate.staleness_discount=0.5", "cluster.bandwidth_mbit_s=20"
     command = ["advise", *TINY, "--target", "0.9", stale, nowhere]
@@ -678,7 +678,7 @@ def advised(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in names(rules))
     )
     monkeypatch.setattr(advise, "scale_of", lambda *args: scale)
-    monkeypatch.setattr(contest, "run_all", run_all)
+    monkeypatch.setattr(sweep, "run_all", run_all)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
     assert main(["advise", *TINY, *args, "-q", "--debug"]) == 0
     record = jsonl.whole(Path("study/advice.json"))
@@ -729,7 +729,7 @@ def test_a_budget_for_one_run_and_for_none(
         "not enough budget for an answer; so far BSP: time to 90.0 % accuracy 2 s"
     )
     assert record["missing"][0] == "only one candidate has finished"
-    monkeypatch.setattr(contest, "run_all", raced({}, only=lambda job: False))
+    monkeypatch.setattr(sweep, "run_all", raced({}, only=lambda job: False))
     assert main(["advise", *TINY, "run.dir=other", "--target", "0.9", "--budget", "40", "-q"]) == 1
     problem = (
         r"ashl: not enough budget for an answer: no run ended in 40 s; give --budget [0-9]+"
@@ -750,7 +750,7 @@ def test_a_budget_that_is_used_up_leaves_time_to_copy_to_mlflow(
     monkeypatch.setattr(
         sweep.mlflow, "finish", lambda writer, wait_s: waits.append(wait_s) or (None, None)
     )
-    monkeypatch.setattr(contest, "run_all", raced({}, only=lambda job: False))
+    monkeypatch.setattr(sweep, "run_all", raced({}, only=lambda job: False))
     monkeypatch.setattr(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
     )
@@ -825,7 +825,7 @@ def test_a_target_that_nobody_reaches_names_who_came_closest(
     monkeypatch.setattr(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
     )
-    monkeypatch.setattr(contest, "run_all", never)
+    monkeypatch.setattr(sweep, "run_all", never)
     assert main(["advise", *TINY, "optimizer.lr=0.1", "--target", "0.9", "-q"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("ashl: no candidate reached 90.0 % accuracy in ")

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from ashl.cli import plugins
 from ashl.cli.app import app, main
 from ashl.cli.launch import LAUNCHED
 from ashl.config.catalog import CONF, catalog, parameters
-from ashl.config.compose import compose
+from ashl.config.compose import axis_of, compose
 from ashl.errors import DataMissingError
 from ashl.planning.compile_plan import compile_plan
 from ashl.study.grid import checked, grid_lines
@@ -177,8 +176,11 @@ def swept(overrides: list[str], given: dict) -> set[tuple[str, ...]]:
     """The first point of a grid and the last one; what lies between has been looked at by its
     words.
     """
-    overrides, _ = plugins.sorted_out(overrides, given["launcher"], given["sweeper"])
-    overrides = [re.sub(r"interval\(([^,]+),.*\)", r"\1", override) for override in overrides]
+    overrides = [text for text in overrides if not text.startswith("launcher.")]
+    folder = given["config_dir"]
+    overrides = [
+        axis_of(text, folder).singles[0] if "interval(" in text else text for text in overrides
+    ]
     lines = grid_lines(overrides, given["config_dir"])
     first, last = lines[0].alternatives, lines[-1].alternatives
     return {

@@ -70,7 +70,9 @@ STANDS_IN = {  # for classes of plain torch
 
 # Third-party modules, and the only files that may import them.
 HOMES = {
-    "hydra": ("ashl/config/compose.py", "cli/plugins.py"),
+    "hydra": ("ashl/config/compose.py",),
+    "optuna": ("ashl/study/search.py",),
+    "submitit": ("ashl/study/jobs.py",),
     "mlflow": ("ashl/tracking/mlflow.py", "ashl/tracking/mlflow_study.py"),
     "torchvision": ("ashl/data/vision.py",),
     "jinja2": ("ashl/export/",),

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +24,9 @@ from ashl.plan.plan import TARGETS
 from ashl.report.compare import Comparison, compare
 from ashl.report.measure import Target
 from ashl.study.grid import Grid, Setting, Skipped, label
-from ashl.study.race import Course
-from ashl.study.racing import Seen
-from ashl.study.slots import run_all
-from ashl.study.sweep import begun, clear, ended, fill
+from ashl.study.jobs import clear_remains, has_ended, local_pool
+from ashl.study.race import Course, Race, Seen
+from ashl.study.sweep import begin_record, fill
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
@@ -125,34 +123,28 @@ def run(
     chance, and the baseline may be dropped, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    record = begun(grid, place.fixed, folder, keep_dropped=True, command=place.command)
+    record = begin_record(grid, place.fixed, folder, keep_dropped=True, command=place.command)
     waiting = [setting for setting in grid.settings if open_in(folder, setting, record)]
     if not waiting or place.deadline.spent_s >= until_s:
         return
     progress = SweepProgress(
         place.console, len(waiting), quiet=place.quiet, deadline=place.deadline, phase=phase
     )
-    fill(
-        grid,
-        record,
-        folder,
-        waiting,
-        partial(run_all, place.slots),
-        progress,
-        to_mlflow,
-        stays=label(grid.settings[0], without="seed") if seeds == 1 else "",
-        over=lambda: place.deadline.spent_s >= until_s,
-        seeds=seeds,
-    )
+    stays = label(grid.settings[0], without="seed") if seeds == 1 else ""
+    race = Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
+    pool, over = local_pool(place.slots), lambda: place.deadline.spent_s >= until_s
+    fill(grid, record, folder, waiting, pool, progress, to_mlflow, race, over)
     for setting in waiting:
         if open_in(folder, setting, record):
-            clear(folder / setting.hash)  # the budget ended it; the same command runs it again
+            clear_remains(
+                folder / setting.hash
+            )  # the budget ended it; the same command runs it again
 
 
 def open_in(folder: Path, setting: Setting, record: Mapping[str, Any]) -> bool:
     """Return True if a setting has neither ended nor been dropped."""
     dropped = any(entry["hash"] == setting.hash for entry in record["dropped"])
-    return not dropped and not ended(folder / setting.hash, rerun_failed=False)
+    return not dropped and not has_ended(folder / setting.hash)
 
 
 def judged(field: Field, scale: Scale, place: Place) -> Scale:

@@ -10,7 +10,7 @@ from ashl.advice.contest import ROUNDS, TUNING, Place
 from ashl.advice.scale import RACING, RATES, Load, Scale
 from ashl.report.leaderboard import Leaderboard
 from ashl.report.measure import Target, describe
-from ashl.study.slots import read_summary
+from ashl.study.jobs import read_summary
 from ashl.study.sweep import SWEEP
 from ashl.tracking import jsonl
 from ashl.tracking.console import percent

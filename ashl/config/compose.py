@@ -13,13 +13,13 @@ from copy import deepcopy
 from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -327,11 +327,6 @@ def _change(text: str, known: Catalog, config_dir: Path | None) -> Override:
         raise UsageError(f"{text}: a key cannot be taken away; set it to null, as in {key}=null.")
     if key.split(".")[0] == "hydra" or "/" in key or "@" in key:
         fix = "; options of your own are found with --config-dir" if "searchpath" in key else ""
-        fix = (
-            "; it goes with `ashl sweep --launcher NAME`"
-            if key.startswith("hydra.launcher.")
-            else fix
-        )
         raise UsageError(f"{text}: Hydra's own settings and packages are not used here{fix}.")
     if key.split(".")[0] == "sweep":
         raise UsageError(
@@ -370,8 +365,8 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
     key = text.partition("=")[0]
     if not change.is_discrete_sweep():
         raise UsageError(
-            f"{text} has no end of values; list some, as in {key}=0.1,0.2, or search with --sweeper"
-            " optuna."
+            f"{text} has no end of values; list some, as in {key}=0.1,0.2, or search them with"
+            " --search 20"
         )
     if isinstance(found := change.value(), Glob):
         if key not in known:
@@ -396,6 +391,48 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
     for single in singles:
         _change(single, known, config_dir)
     return singles
+
+
+class Axis(NamedTuple):
+    """A key with several values: listed ones, or all numbers of an interval."""
+
+    key: str
+    singles: tuple[str, ...]  # its alternatives; of an interval, its two ends
+    ends: tuple[float, float] | None = None  # None for listed values
+    log: bool = False  # True if the interval is searched on a logarithmic scale
+    ordered: bool = False  # True for the listed values of a `range()`
+
+
+def axis_of(text: str, config_dir: Path | None) -> Axis:
+    """Return the values of one override of a search; one alternative for a single value.
+
+    Raises: UsageError for values that do not exist or cannot be read, and for an empty interval.
+    """
+    change = parsed(text, catalog(config_dir))
+    key = key_of(text)
+    if change.is_delete():
+        return Axis(key, tuple(alternatives(text, config_dir)))
+    found = change.value()
+    if not isinstance(found, IntervalSweep):
+        singles = tuple(alternatives(text, config_dir))
+        ordered = isinstance(found, RangeSweep) and not found.shuffle
+        return Axis(key, singles, ordered=ordered)
+    low, high, log = found.start, found.end, "log" in found.tags
+    if low is None or high is None or low >= high or (log and low <= 0):
+        positive = " with a first end above zero" if log else ""
+        raise UsageError(f"{text}: an interval goes from a smaller to a larger number{positive}")
+    return Axis(key, (f"{key}={low}", f"{key}={high}"), (low, high), log)
+
+
+def value_of(text: str) -> Any:
+    """Return the value of a setting that is no setting of a run, as Hydra's grammar reads it.
+
+    Raises: UsageError for several values.
+    """
+    change = parsed(text, {})
+    if change.is_delete() or change.is_sweep_override():
+        raise UsageError(f"{text}: one value is needed here")
+    return change.value()
 
 
 def parsed(text: str, known: Catalog) -> Override:

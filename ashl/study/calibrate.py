@@ -33,7 +33,7 @@ from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import OptionFactory
 from ashl.run.profile import profile as measure
 from ashl.run.train import is_virtual
-from ashl.study.slots import Job, read_summary, run_all
+from ashl.study.jobs import Job, local_pool, read_summary, run_all
 from ashl.tracking import jsonl
 from ashl.tracking.console import number, percent, seconds
 from ashl.tracking.deadline import Deadline
@@ -302,8 +302,8 @@ def run_pairs(pairs: Sequence[Pair], console: Console, deadline: Deadline, *, qu
     progress = SweepProgress(console, len(waiting), quiet=quiet, deadline=deadline)
     try:
         for done in run_all(
-            1,
-            waiting,
+            local_pool(1),
+            iter(waiting),
             lambda running: progress.show([Running(names[own.folder]) for own in running]),
             unwanted=lambda _: deadline.left_s <= 0,
         ):

@@ -118,7 +118,7 @@ def points(lines: Sequence[Line]) -> dict[tuple[str, ...], str]:
     if size > MAX_POINTS:
         raise UsageError(
             f"this grid has {size:,} points, and {MAX_POINTS:,} is the most that a sweep takes;"
-            " drop values or axes, or search it with --sweeper optuna"
+            " drop values or axes, or search it with --search 20"
         )
     if not size:
         raise UsageError(

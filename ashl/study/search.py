@@ -1,84 +1,60 @@
-"""Search: a sweeper chooses the next setting by the costs of the trials before.
+"""Search: Optuna chooses the next setting by the costs of the trials before.
 
-A trial is a setting with each of the requested seeds. Its cost, which the sweeper minimises, is a
-mean over these runs: the time to the target, or the final loss if there is no target. The folder of
-a search is a sweep's folder. A run that has ended is not repeated: a resumed search chooses the
-same settings again, finds their results at once, and continues from there.
+A trial is a setting with each of the requested seeds. Its cost, which is minimised, is a mean over
+these runs: the time to the target, or the final loss if there is no target. The folder of a search
+is a sweep's folder, with Optuna's journal. A resumed search first repeats the settings that were
+interrupted, and no run that has ended.
 """
 
 import hashlib
-import json
 import math
-import shutil
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ashl.config.identity import config_hash
+from ashl.config.compose import Axis
 from ashl.config.override import CommandLine, key_of
-from ashl.errors import AshlError, UsageError
+from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.study import sweep
-from ashl.study.grid import Grid, Line, Setting, Skipped, checked, label, points
-from ashl.study.launcher import WithdrawnError, at_work, begun, last_words, over, run_while
+from ashl.study.grid import Grid, Line, Setting, Skipped, make_grid
+from ashl.study.jobs import Pool, clear_remains, has_ended, read_summary
 from ashl.study.race import Standing
-from ashl.study.slots import ENDED, LOG, POLL_S, Job, read_summary
 from ashl.tracking import jsonl
-from ashl.tracking.recorder import METRICS
-from ashl.tracking.sweep_progress import Reading, SweepProgress
+from ashl.tracking.sweep_progress import SweepProgress
 
-ASKED = "search.json"
-# The cost of a trial that cannot run, diverges or misses the target: sweepers need finite numbers.
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+
+JOURNAL = "search.log"
+SAMPLERS = {
+    "tpe": "TPESampler",
+    "gp": "GPSampler",
+    "random": "RandomSampler",
+    "qmc": "QMCSampler",
+}
+# The cost of a run that diverges or misses the target is above that of every other run.
 NEVER = 1e9
-
-Compose = Callable[[Sequence[str], Path | None], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A key that varies in a search.
-
-    `singles` are its alternatives, of which the sweeper chooses a number (`numbers`, in Hydra's
-    grammar). For an interval they are its two ends, and the sweeper draws a value from it
-    (`drawn`).
-    """
-
-    key: str
-    singles: tuple[str, ...]
-    numbers: str = ""
-    drawn: str = ""
-
-    def asked(self, number: int) -> str:
-        """Return the axis as an override for the sweeper.
-
-        The key is a neutral one: Hydra composes another configuration than ours, in which the own
-        key does not exist.
-        """
-        return f"+axes.a{number}={self.drawn or self.numbers}"
-
-    def single(self, value: float) -> str:
-        """Return the override for the sweeper's value, with four significant digits."""
-        if not self.drawn:
-            return self.singles[int(value)]
-        return f"{self.key}={value if isinstance(value, int) else f'{value:.4g}'}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The space of a search: fixed overrides, one alternative of each axis, and every seed."""
+    """The space of a search: fixed overrides, the values of each axis, and every seed."""
 
     fixed: tuple[str, ...]
     axes: tuple[Axis, ...]
     seeds: tuple[str, ...]
-    config_dir: str | None
 
-    def line(self, *singles: str) -> Line:
+    @property
+    def keys(self) -> list[str]:
+        return [*(axis.key for axis in self.axes), *(["seed"] if len(self.seeds) > 1 else [])]
+
+    def line(self, singles: Sequence[str]) -> Line:
         """Return the grid of one trial."""
         return Line([*([single] for single in (*self.fixed, *singles)), self.seeds])
 
@@ -111,208 +87,189 @@ def folder_of(overrides: Sequence[str], config: dict[str, Any]) -> Path:
     return sweep.SWEEPS / f"{config['name'] or 'search'}-{digest}"
 
 
-# --- the sweep's side
-# -------------------------------------------------------------------------------------------------
-
-
 def search(
     asked: Search,
     corners: Grid,
-    explore: Callable[[Path], Sequence[str]],
+    make_setting: Callable[[Sequence[str]], dict[str, Any]],
     command: CommandLine,
     typed: Sequence[str],
     *,
     folder: Path,
     slots: int,
     trials: int,
+    sampler: str,
     rerun_failed: bool,
     quiet: bool,
+    make_pool: Callable[[int], Pool],
 ) -> list[dict[str, Any]]:
-    """Let the sweeper try settings until its trials are used up, and return the summaries of the
-    runs.
+    """Try settings until there are `trials` of them, and return the summaries of the runs.
 
-    Raises: UsageError for a preset with a grid; AshlError if the sweeper fails; KeyboardInterrupt.
-    Runs that have ended by then are kept.
+    Args: make_setting composes a configuration; the others are those of `sweep`.
+    Raises: UsageError for a preset with a grid; KeyboardInterrupt. Runs that have ended by then are
+    kept.
     """
     if corners.settings[0].config["sweep"]:
         raise UsageError(
-            "a preset that is a grid of its own cannot be searched; run it without --sweeper"
+            "a preset that is a grid of its own cannot be searched; run it without --search"
         )
-    keys = [*(axis.key for axis in asked.axes), *(["seed"] if len(asked.seeds) > 1 else [])]
-    document = {"search": asdict(asked), "folder": str(folder), "keys": keys, "slots": slots}
     with sweep.locked(folder):
-        tried = Tried(folder, keys, typed, command)
-        for path in [folder / digest for digest in tried.settings if rerun_failed]:
-            if not sweep.ended(path, rerun_failed):
-                sweep.clear(path)
+        study = open_study(folder, sampler)
         console = Console(highlight=False)
         if not quiet:
             console.print(
                 f"{folder.name} {trials} trials; folder {folder}", soft_wrap=True, markup=False
             )
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
-        with (
-            sweep.copied_to_mlflow(corners, folder, str(command), console) as to_mlflow,
-            at_work(folder, {ASKED: document}, explore) as (place, process),
-        ):
-            ended = False
+        tried = Tried(asked, study, folder, make_setting, progress, typed, command)
+        if rerun_failed:
+            for digest in tried.settings:
+                if not has_ended(folder / digest, rerun_failed):
+                    clear_remains(folder / digest)
+        with sweep.copied_to_mlflow(corners, folder, str(command), console) as to_mlflow:
+            pool = make_pool(slots)
+            pool = pool._replace(at_once=min(pool.at_once, slots))
             try:
-                while not ended:
-                    ended = over(process)
-                    tried.take_in(place, progress, to_mlflow)
+                for _ in sweep.run_settings(
+                    folder, tried.choose(trials), pool, progress, to_mlflow
+                ):
+                    tried.tell()
             finally:
                 progress.close()
             sweep.conclude(folder, command, console)
-        if process.returncode:
-            raise AshlError(f"the sweeper gave up ({last_words(place)}); its output is in {place}")
-        shutil.rmtree(place, ignore_errors=True)
-        return [
-            found
-            for digest in tried.settings
-            if (found := read_summary(folder / digest)) is not None
-        ]
+        return sweep.summaries_of(folder, tuple(tried.settings.values()))
+
+
+def open_study(folder: Path, sampler: str) -> "Study":
+    """Return Optuna's study in a folder, with the interrupted trials of an earlier search enqueued.
+
+    Raises: UsageError if Optuna is not installed or has no such sampler.
+    """
+    if sampler not in SAMPLERS:
+        raise UsageError(f"there is no sampler {sampler!r}; take one of {', '.join(SAMPLERS)}")
+    try:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+    except ImportError:
+        raise UsageError("--search needs a package: pip install 'ashl[optuna]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
+    study = optuna.create_study(storage=storage, study_name="search", load_if_exists=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some are experimental
+        # a resumed search draws other numbers than before
+        study.sampler = getattr(optuna.samplers, SAMPLERS[sampler])(seed=len(study.trials))
+    for trial in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
+        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        study.enqueue_trial(trial.params)
+    return study
 
 
 class Tried:
     """The settings that this search and earlier ones in this folder tried, as in `sweep.json`."""
 
     def __init__(
-        self, folder: Path, keys: Sequence[str], typed: Sequence[str], command: CommandLine
+        self,
+        asked: Search,
+        study: "Study",
+        folder: Path,
+        make_setting: Callable[[Sequence[str]], dict[str, Any]],
+        progress: SweepProgress,
+        typed: Sequence[str],
+        command: CommandLine,
     ) -> None:
-        self.folder, self.keys, self.typed, self.command = folder, keys, typed, command
+        self.asked, self.study, self.folder = asked, study, folder
+        self.make_setting, self.progress = make_setting, progress
+        self.typed, self.command = typed, command
         self.settings: dict[str, Setting] = {}
         self.skipped: dict[str, Skipped] = {}
-        self.running: dict[str, Setting] = {}
-        self.read: set[str] = set()
-        self.readings: dict[str, Reading] = {}
+        self.open: dict[int, tuple[Setting, ...]] = {}  # trials without a result, by number
         before = jsonl.whole(folder / sweep.SWEEP) or {}
         for entry in before.get("settings", []):
             known = {key: entry[key] for key in ("hash", "overrides", "axes", "predicted_s")}
             self.settings[entry["hash"]] = Setting(**known, config={})
         self.write()
 
-    def take_in(
-        self, place: Path, progress: SweepProgress, to_mlflow: Callable[[Setting], None]
-    ) -> None:
-        """Read what trials have written since the last call."""
-        fresh = sorted(
-            (path for path in place.glob("trial-*.json") if path.name not in self.read),
-            key=number_of,
-        )
-        for path in fresh:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            self.read.add(path.name)
-            settings = [Setting(**entry) for entry in record["settings"]]
-            self.running |= {s.hash: s for s in settings}
-            self.settings |= {s.hash: s for s in settings}
-            for point, reason in record["skipped"]:
-                self.skipped[" ".join(point)] = Skipped(tuple(point), reason)
-                progress.say(f"skipped: {' '.join(point)}: {reason}")
-        if fresh:
+    def choose(self, trials: int) -> Iterator[Setting]:
+        """Yield the settings of the next trials that have not ended, until there are `trials`."""
+        from optuna.trial import TrialState
+
+        told = (TrialState.COMPLETE, TrialState.PRUNED)
+        begun = set[str]()
+        while len(self.study.get_trials(deepcopy=False, states=told)) + len(self.open) < trials:
+            trial = self.study.ask()
+            point = [suggested(trial, axis) for axis in self.asked.axes]
+            try:
+                settings = make_grid([self.asked.line(point)], self.make_setting).settings
+            except UsageError as error:
+                self.skipped[" ".join(point)] = Skipped(tuple(point), str(error))
+                self.progress.say(f"skipped: {' '.join(point)}: {error}")
+                self.study.tell(trial, state=TrialState.PRUNED)
+                continue
+            keys = self.asked.keys
+            settings = tuple(with_axes(setting, keys) for setting in settings)
+            self.settings |= {setting.hash: setting for setting in settings}
+            self.open[trial.number] = settings
             self.write()
-        for setting in list(self.running.values()):
-            summary = read_summary(self.folder / setting.hash)
-            if summary is not None and summary["status"] in ENDED:
-                del self.running[setting.hash]
-                progress.ended(label(setting), summary)
-                to_mlflow(setting)
-        begun = [
-            setting
-            for setting in self.running.values()
-            if (self.folder / setting.hash / LOG).exists()
-        ]
-        for setting in begun:
-            limits = setting.config.get("stop") or {}
-            reading = Reading(self.folder / setting.hash / METRICS, limits, setting.predicted_s)
-            self.readings.setdefault(setting.hash, reading)
-        progress.show([self.readings[setting.hash].running(label(setting)) for setting in begun])
+            for setting in settings:
+                # another trial may have chosen the same
+                if setting.hash not in begun and not has_ended(self.folder / setting.hash):
+                    begun.add(setting.hash)
+                    yield setting
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell Optuna the cost of each trial whose runs have ended."""
+        for number, settings in list(self.open.items()):
+            places = [self.folder / setting.hash for setting in settings]
+            if all(map(has_ended, places)):
+                pairs = zip(places, settings, strict=True)
+                found = [cost(standing(path, s.config), s.config) for path, s in pairs]
+                self.study.tell(number, statistics.fmean(found))
+                del self.open[number]
 
     def write(self) -> None:
         settings = tuple(self.settings.values())
         axes = {
             key: list(dict.fromkeys(s.axes[key] for s in settings if key in s.axes))
-            for key in self.keys
+            for key in self.asked.keys
         }
         grid = Grid(axes, settings, tuple(self.skipped.values()), {}, 0)
-        jsonl.write_json(
-            self.folder / sweep.SWEEP,
-            sweep.document(grid, self.typed, self.folder.name, [], self.command),
-        )
+        record = sweep.document(grid, self.typed, self.folder.name, [], self.command)
+        jsonl.write_json(self.folder / sweep.SWEEP, record)
 
 
-def number_of(path: Path) -> int:
-    return int(path.stem.partition("-")[2])
+def suggested(trial: "Trial", axis: Axis) -> str:
+    """Return the override of an axis that Optuna chooses; a number has four significant digits.
 
-
-# --- the trial's side
-# -------------------------------------------------------------------------------------------------
-
-
-def play_trial(place: Path, number: int, values: Sequence[float], compose: Compose) -> float:
-    """Run a trial to its end, in the process that the sweeper's launcher started, and return its
-    cost.
-
-    Raises: WithdrawnError if the search ends before that.
+    Raises: UsageError if an earlier search in this folder had other values.
     """
-    leave = place / ASKED
     try:
-        record = json.loads(leave.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WithdrawnError from None
-    axes = tuple(Axis(**axis) for axis in record["search"].pop("axes"))
-    asked = Search(axes=axes, **record["search"])
-    point = [axis.single(value) for axis, value in zip(asked.axes, values, strict=True)]
-    try:
-        settings, skipped = made(asked, record["keys"], point, compose), []
-    except UsageError as error:
-        settings, skipped = [], [(point, str(error))]
-    plain = [asdict(replace(setting, plan=None)) for setting in settings]
-    jsonl.write_json(place / f"trial-{number}.json", {"settings": plain, "skipped": skipped})
-    if not settings:
-        return 2 * NEVER
-    folder = Path(record["folder"])
-    missing = [s for s in settings if not sweep.ended(folder / s.hash, False)]
-    mine = [s for s in missing if taken(place / f"{s.hash}.taken")]
-    for setting in mine:
-        sweep.clear(folder / setting.hash)
-    jobs = [Job(path := folder / s.hash, sweep.inside(s.config, path), s.overrides) for s in mine]
-    run_while(leave, place / begun(number), jobs, record["slots"])
-    # Another trial may have chosen the same settings: wait for its runs.
-    while not all(sweep.ended(folder / s.hash, False) for s in missing):
-        if not leave.exists():
-            raise WithdrawnError
-        Event().wait(POLL_S)
-    return statistics.fmean(cost(standing(folder / s.hash, s.config), s.config) for s in settings)
+        if axis.ends is None and axis.ordered:
+            return axis.singles[trial.suggest_int(axis.key, 0, len(axis.singles) - 1)]
+        if axis.ends is None:
+            return trial.suggest_categorical(axis.key, axis.singles)
+        low, high = axis.ends
+        if isinstance(low, int) and isinstance(high, int):
+            return f"{axis.key}={trial.suggest_int(axis.key, low, high, log=axis.log)}"
+        return f"{axis.key}={trial.suggest_float(axis.key, low, high, log=axis.log):.4g}"
+    except ValueError:
+        raise UsageError(
+            f"{axis.key}: an earlier search in this folder had other values; choose another run.dir"
+        ) from None
 
 
-def made(
-    asked: Search, keys: Sequence[str], point: Sequence[str], compose: Compose
-) -> list[Setting]:
-    """Return the settings of this trial, one for each seed.
-
-    Raises: UsageError if they cannot run.
-    """
-    config_dir = Path(asked.config_dir) if asked.config_dir else None
-    settings, plans = [], {}
-    for wanted in points([asked.line(*point)]):
-        kept, config, plan = checked(wanted, lambda single: compose(single, config_dir), plans)
-        chosen = {key_of(single): single.partition("=")[2] for single in kept}
-        axes = {key: chosen[key] for key in keys if key in chosen}
-        digest = config_hash(config)
-        settings.append(
-            Setting(
-                hash=digest, overrides=kept, axes=axes, config=config, predicted_s=plan.predicted_s
-            )
-        )
-    return settings
-
-
-def taken(mark: Path) -> bool:
-    """Return True if this trial is the first of this search that claims a setting."""
-    with suppress(FileExistsError):
-        mark.touch(exist_ok=False)
-        return True
-    return False
+def with_axes(setting: Setting, keys: Sequence[str]) -> Setting:
+    """Return a setting that is named by all keys of the search, not by those of its trial."""
+    chosen = {key_of(single): single.partition("=")[2] for single in setting.overrides}
+    axes = {key: chosen[key] for key in keys if key in chosen}
+    return Setting(
+        hash=setting.hash,
+        overrides=setting.overrides,
+        axes=axes,
+        config=setting.config,
+        predicted_s=setting.predicted_s,
+    )
 
 
 def standing(path: Path, config: dict[str, Any]) -> Standing:
@@ -325,7 +282,7 @@ def standing(path: Path, config: dict[str, Any]) -> Standing:
 
 
 def cost(found: Standing, config: dict[str, Any]) -> float:
-    """Return the cost of a run, which the sweeper minimises.
+    """Return the cost of a run, which the search minimises.
 
     A run that misses the target costs more than every run that reaches it; among such runs the loss
     decides.

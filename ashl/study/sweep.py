@@ -7,10 +7,8 @@ import fcntl
 import hashlib
 import math
 import os
-import shutil
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +29,17 @@ from ashl.run.host_time import Costs, host_s, measured_costs
 from ashl.run.train import RUNS, is_virtual
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.study.grid import Grid, Setting, label
-from ashl.study.launcher import Launch, run_elsewhere
-from ashl.study.racing import Race
-from ashl.study.slots import ENDED, Job, by_itself, here, read_summary, run_all
+from ashl.study.jobs import (
+    ENDED,
+    Job,
+    Pool,
+    clear_remains,
+    has_ended,
+    local_pool,
+    read_summary,
+    run_all,
+)
+from ashl.study.race import Race
 from ashl.tracking import jsonl, mlflow, mlflow_study
 from ashl.tracking.console import seconds
 from ashl.tracking.counting import Counting
@@ -48,10 +54,6 @@ MAX_ROWS = 40
 # parts of a configuration that determine the host time of a step
 COSTLY = ("model", "dataset", "task", "optimizer", "runtime", "allow_targets")
 MLFLOW_S = 120.0  # seconds that the end of a sweep waits for its copy in MLflow
-
-RunJobs = Callable[
-    [Sequence[Job], Callable[[list[Job]], None], Callable[[Job], bool]], Iterator[Job]
-]
 
 
 def folder_of(grid: Grid, run_dir: str | None, name: str | None) -> Path:
@@ -76,46 +78,40 @@ def sweep(
     silent: bool = False,
     baseline: str | None = None,
     command: CommandLine,
-    launch: Launch | None = None,
-    run: Callable[[Job], int] | None = None,
+    make_pool: Callable[[int], Pool] = local_pool,
 ) -> list[dict[str, Any]]:
-    """Run the missing runs here or by `launch`, print and write the outcome, and return the
-    summaries.
+    """Run the missing runs, print and write the outcome, and return the summaries.
 
-    Args: race stops settings that are clearly inferior; command is the typed command; run brings a
-    run to its end, in a process of its own; baseline is the setting that the others are compared
-    with; quiet shows no progress; silent shows not even the outcome.
+    Args: race stops settings that are clearly inferior; command is the typed command; make_pool
+    returns the pool for a number of runs at a time; baseline is the setting that the others are
+    compared with; quiet shows no progress; silent shows not even the outcome.
     Raises: AshlError if the folder cannot be used or the launcher fails; KeyboardInterrupt. Runs
     that have ended by then are kept.
     """
     with locked(folder):
-        record = begun(grid, overrides, folder, keep_dropped=race, command=command)
-        missing = [s for s in grid.settings if not ended(folder / s.hash, rerun_failed)]
+        record = begin_record(grid, overrides, folder, keep_dropped=race, command=command)
+        missing = [s for s in grid.settings if not has_ended(folder / s.hash, rerun_failed)]
         console = Console(highlight=False, quiet=silent)
         if not quiet:
             announce(console, grid, folder, len(missing))
         progress = SweepProgress(console, len(missing), quiet=quiet)
         with copied_to_mlflow(grid, folder, str(command), console) as to_mlflow:
-            own = partial(run_all, slots or slots_for(grid), run=run or here)
-            run_jobs = partial(run_elsewhere, folder, launch) if launch else own
-            stays = kept_in(grid, baseline)
-            fill(
-                grid,
-                record,
-                folder,
-                missing,
-                run_jobs,
-                progress,
-                to_mlflow,
-                stays if race else None,
-            )
+            pool = make_pool(slots or slots_for(grid))
+            contest = None
+            if race:
+                stays = kept_in(grid, baseline)
+                contest = Race(grid.settings, folder, record["dropped"], stays, progress.say)
+            fill(grid, record, folder, missing, pool, progress, to_mlflow, contest)
             conclude(folder, command, console, baseline)
-        return [
-            summary for s in grid.settings if (summary := read_summary(folder / s.hash)) is not None
-        ]
+        return summaries_of(folder, grid.settings)
 
 
-def begun(
+def summaries_of(folder: Path, settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    found = [read_summary(folder / setting.hash) for setting in settings]
+    return [summary for summary in found if summary is not None]
+
+
+def begin_record(
     grid: Grid, overrides: Sequence[str], folder: Path, *, keep_dropped: bool, command: CommandLine
 ) -> dict[str, Any]:
     """Write and return the sweep's record.
@@ -123,9 +119,8 @@ def begun(
     With `keep_dropped`, settings that an earlier race in this folder dropped stay dropped.
     """
     before = jsonl.whole(folder / SWEEP) or {}
-    record = document(
-        grid, overrides, folder.name, before.get("dropped", []) if keep_dropped else [], command
-    )
+    dropped = before.get("dropped", []) if keep_dropped else []
+    record = document(grid, overrides, folder.name, dropped, command)
     jsonl.write_json(folder / SWEEP, record)
     return record
 
@@ -135,40 +130,72 @@ def fill(
     record: dict[str, Any],
     folder: Path,
     missing: Sequence[Setting],
-    run_jobs: RunJobs,
+    pool: Pool,
     progress: SweepProgress,
     to_mlflow: Callable[[Setting], None] = lambda setting: None,
-    stays: str | None = None,
+    race: Race | None = None,
     over: Callable[[], bool] = lambda: False,
-    seeds: int = 1,
 ) -> None:
-    """Run the missing runs.
+    """Run the missing runs of a grid, and write its record at the end.
 
-    Args: stays is the label of the setting that a race never drops; None = no race. over returns
-    True once the runs in progress must exit and no other begin. seeds is the number of seeds that
-    each setting will have.
+    Args: race may drop settings; over returns True once the runs in progress must exit and no other
+    begin.
     """
-    for setting in missing:
-        clear(folder / setting.hash)
     for setting in grid.settings:
         # A setting may be missing and not ended: a race has dropped it.
-        if setting not in missing and ended(folder / setting.hash, False):
+        if setting not in missing and has_ended(folder / setting.hash):
             to_mlflow(setting)
-    contest = (
-        None
-        if stays is None
-        else Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
-    )
-    order = (
-        [s for s in contest.order if s in missing and s.hash not in contest.gone]
-        if contest
-        else missing
-    )
+    order = [s for s in race.order if s in missing and s.hash not in race.gone] if race else missing
     try:
-        run_on(folder, run_jobs, progress, to_mlflow, order, contest, over)
+        for _ in run_settings(folder, order, pool, progress, to_mlflow, race, over):
+            pass
     finally:
         progress.close()
         jsonl.write_json(folder / SWEEP, record)
+
+
+def run_settings(
+    folder: Path,
+    settings: Iterable[Setting],
+    pool: Pool,
+    progress: SweepProgress,
+    to_mlflow: Callable[[Setting], None],
+    race: Race | None = None,
+    over: Callable[[], bool] = lambda: False,
+) -> Iterator[Setting]:
+    """Run these settings to their end, or until the race drops them, or until `over` returns True.
+
+    Each is taken when it can begin, and yielded when it has ended.
+    """
+    by_folder, readings = dict[Path, Setting](), dict[Path, Reading]()
+
+    def jobs() -> Iterator[Job]:
+        for setting in settings:
+            path, limits = folder / setting.hash, setting.config["stop"]
+            clear_remains(path)
+            by_folder[path] = setting
+            readings[path] = Reading(path / METRICS, limits, setting.predicted_s)
+            config = inside(setting.config, path)
+            yield Job(path, config, setting.overrides, resume=bool(list_checkpoints(path)))
+
+    def show(running: list[Job]) -> None:
+        progress.show(
+            [readings[job.folder].running(label(by_folder[job.folder])) for job in running]
+        )
+        if race:
+            race.judge()
+
+    def unwanted(job: Job) -> bool:
+        return over() or (race is not None and by_folder[job.folder].hash in race.gone)
+
+    for job in run_all(pool, jobs(), show, unwanted):
+        summary, setting = read_summary(job.folder), by_folder[job.folder]
+        if summary is not None and summary["status"] in ENDED:
+            progress.ended(label(setting), summary)
+            to_mlflow(setting)
+        if race:
+            race.judge()
+        yield setting
 
 
 def kept_in(grid: Grid, baseline: str | None) -> str:
@@ -242,48 +269,6 @@ def copied_to_mlflow(
             console.print(f"MLflow  {page}", soft_wrap=True, markup=False)
 
 
-def run_on(
-    folder: Path,
-    run_jobs: RunJobs,
-    progress: SweepProgress,
-    to_mlflow: Callable[[Setting], None],
-    settings: Sequence[Setting],
-    race: Race | None,
-    over: Callable[[], bool],
-) -> None:
-    """Run these settings to their end, or until the race drops them, or until `over` returns
-    True.
-    """
-    by_folder = {folder / setting.hash: setting for setting in settings}
-    jobs = [
-        Job(path, inside(s.config, path), s.overrides, resume=bool(list_checkpoints(path)))
-        for path, s in by_folder.items()
-    ]
-
-    readings = {
-        path: Reading(path / METRICS, setting.config["stop"], setting.predicted_s)
-        for path, setting in by_folder.items()
-    }
-
-    def show(running: list[Job]) -> None:
-        progress.show(
-            [readings[job.folder].running(label(by_folder[job.folder])) for job in running]
-        )
-        if race:
-            race.judge()
-
-    def unwanted(job: Job) -> bool:
-        return over() or (race is not None and by_folder[job.folder].hash in race.gone)
-
-    for job in run_jobs(jobs, show, unwanted):
-        summary, setting = read_summary(job.folder), by_folder[job.folder]
-        if summary is not None and summary["status"] in ENDED:
-            progress.ended(label(setting), summary)
-            to_mlflow(setting)
-        if race:
-            race.judge()
-
-
 def inside(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the configuration of a run inside a sweep: it writes its folder, and the sweep
     reports it to MLflow.
@@ -307,23 +292,6 @@ def slots_for(grid: Grid) -> int:
         for setting in grid.settings
     )
     return 1 if real else len(os.sched_getaffinity(0))
-
-
-def ended(folder: Path, rerun_failed: bool) -> bool:
-    """Return True if this run need not run again."""
-    summary = read_summary(folder)
-    return (
-        summary is not None
-        and by_itself(summary)
-        and not (rerun_failed and summary["status"] != "finished")
-    )
-
-
-def clear(folder: Path) -> None:
-    """Remove the remains of a run that was killed, unless it can resume from a checkpoint."""
-    summary = read_summary(folder)
-    if (summary is not None and by_itself(summary)) or not list_checkpoints(folder):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def document(
@@ -422,7 +390,7 @@ def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
     machine.
     """
     console = Console(highlight=False)
-    missing = [setting for setting in grid.settings if not ended(folder / setting.hash, False)]
+    missing = [setting for setting in grid.settings if not has_ended(folder / setting.hash)]
     announce(console, grid, folder, len(missing))
     # Lines have keys of their own, so that columns by key would be mostly empty.
     named = any(setting.label for setting in grid.settings)

@@ -116,14 +116,20 @@ def lock(file: BinaryIO) -> None:
 def tail(path: Path, offset: int) -> tuple[list[dict], int]:
     """Return the records of a growing JSONL file from byte `offset` on, and the next offset.
 
-    A missing file has no records.
+    A missing file has no records. A file that was rewritten, because its run resumed from a
+    checkpoint, is read from its beginning.
     """
     try:
         with open(path, "rb") as file:
-            file.seek(offset)
-            text, _, _ = file.read().rpartition(b"\n")
+            file.seek(max(0, offset - 1))
+            text = file.read()
+            if offset and not text.startswith(b"\n"):
+                offset = 0
+                file.seek(0)
+                text = file.read()
     except FileNotFoundError:
         return [], offset
+    text, _, _ = text[bool(offset) :].rpartition(b"\n")
     return [parsed(line) for line in text.splitlines()], offset + len(text) + bool(text)
 
 

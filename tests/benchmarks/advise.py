@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import sys
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -25,8 +24,8 @@ from ashl.advice.candidates import Field, asked, field_of
 from ashl.advice.contest import Place, grid_of, rates_of, setting_of
 from ashl.advice.scale import RATES, Scale
 from ashl.config.override import command_line, key_of
-from ashl.study.slots import read_summary, run_all
-from ashl.study.sweep import begun, fill
+from ashl.study.jobs import local_pool, read_summary
+from ashl.study.sweep import begin_record, fill
 from ashl.tracking import jsonl
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
@@ -64,8 +63,8 @@ def whole_grid(field: Field, fixed: list[str], every_s: float | None, folder: Pa
     ]
     grid = grid_of(settings, ())
     progress = SweepProgress(place.console, len(settings), quiet=True)
-    record = begun(grid, fixed, folder, keep_dropped=False, command=place.command)
-    fill(grid, record, folder, settings, partial(run_all, SLOTS), progress)
+    record = begin_record(grid, fixed, folder, keep_dropped=False, command=place.command)
+    fill(grid, record, folder, settings, local_pool(SLOTS), progress)
     times: Times = {}
     for setting in settings:
         reached_s = (read_summary(folder / setting.hash) or {}).get("time_to_target_s")

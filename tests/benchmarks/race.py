@@ -1,10 +1,13 @@
-"""`python -m tests.benchmarks.race [STUDIES [SEED]]`: does a race find the winner, and at what
-share of the full cost?
+"""`python -m tests.benchmarks.race [STUDIES [SEED [FOLDER]]]`: does a race keep the best setting of
+the full grid, and at what share of the grid's cost?
 
-Each study is a grid of sync modes and learning rates on digits with three seeds of its own, in
-virtual time. The full grid is run once; the race is then decided on its records by the rules of
-`ashl.study.race`, one run after the other: what `ashl sweep --race --jobs 1` does
-(`tests/cli/test_sweep.py`), without the part that nobody needed. Cost is in steps.
+Each study is a grid on digits with three seeds of its own, in virtual time. The full grid is run
+once, into FOLDER if there is one, which a second call reads again. Then each rule decides on these
+records, as if one run after the other: the race's rule (`ashl.study.race`) and two pruners of
+Optuna. Cost is in steps. Successive halving sees each run as a trial, and drops a setting with its
+first run that it prunes. Wilcoxon's test sees each setting as a trial, and pairs losses by seed and
+time; it compares with the best setting that is complete, so it runs setting by setting. A run that
+has reached the target reports a loss below all others, lower if it was earlier.
 """
 
 from __future__ import annotations
@@ -12,152 +15,247 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
+import optuna
+from optuna.pruners import BasePruner, SuccessiveHalvingPruner, WilcoxonPruner
 from rich.console import Console
 from rich.table import Table
 
 from ashl.config.compose import compose
+from ashl.config.override import command_line
 from ashl.study.grid import Setting, grid_lines, make_grid
-from ashl.study.race import Course, Standing, rank_of, verdicts
-from ashl.study.sweep import read_summary, sweep
+from ashl.study.race import Course, Standing, moments, rank_of, verdicts
+from ashl.study.sweep import sweep
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS
 
 SEEDS = 3
 TARGET = 0.95
-GRID = [
-    "sync=bsp,ssp,asp,local_sgd",
-    "optimizer.lr=0.02,0.1,0.4",
-    "runtime=sim",
-    "stop.epochs=8",
-    "eval.every_s=0.1",
-    "tracking=none",
-    "tracking.events=none",
-]
+ALL = ["runtime=sim", "stop.epochs=8", "eval.every_s=0.1", "tracking=none", "tracking.events=none"]
+GRIDS = {
+    "modes and rates": ["sync=bsp,ssp,asp,local_sgd", "optimizer.lr=0.02,0.1,0.4"],
+    "modes and codecs": [
+        "cluster=one_slow",
+        "sync=bsp,ssp,asp,local_sgd",
+        "compression=none,topk,qsgd",
+    ],
+    "gossip and rates": [
+        "cluster=mixed",
+        "topology=gossip",
+        "sync=d_psgd,ad_psgd",
+        "optimizer.lr=0.02,0.05,0.1,0.2,0.4",
+    ],
+}
 
 
-def curve(folder: Path) -> list[dict]:
-    return list(jsonl.read(folder / METRICS))
+class Recorded(NamedTuple):
+    """A run of the full grid, up to the target or its end."""
+
+    course: Course
+    steps_per_s: float
+
+    @property
+    def end(self) -> Standing:
+        return Standing(self.course.losses[-1], self.course.reached_s)
+
+    def until(self, count: int) -> Course:
+        """Return the course as it was after the first `count` evaluations."""
+        whole = self.course
+        ended = count == len(whole.times)
+        return Course(
+            whole.times[:count], whole.losses[:count], whole.reached_s if ended else None, ended
+        )
+
+    def steps(self, at_s: float = math.inf) -> float:
+        return min(at_s, self.course.now_s) * self.steps_per_s
 
 
-def standing(lines: list[dict], at_s: float) -> Standing:
-    """Where the run stood at this moment; it stops at the target."""
-    reached = next((line["time_s"] for line in lines if (line["test/acc"] or 0) >= TARGET), None)
-    seen = [line for line in lines if line["time_s"] <= at_s]
-    loss = (seen or lines)[-1 if seen else 0]["test/loss"]
-    return Standing(
-        float("inf") if loss is None else loss,
-        reached if reached is not None and reached <= at_s else None,
-    )
+Teams = dict[str, dict[int, Recorded]]  # of each setting, the runs by seed
+Raced = tuple[set[str], float]  # settings that were dropped, and the steps that the race took
 
 
-def steps(lines: list[dict], at_s: float) -> float:
-    """Steps until this moment, the target or the end."""
-    found = standing(lines, at_s).reached_s
-    end = min(at_s, lines[-1]["time_s"] if found is None else found)
-    return end * lines[-1]["step"] / lines[-1]["time_s"]
-
-
-def course(lines: list[dict], at_s: float) -> Course:
-    """Return the run's records until this time."""
-    end = standing(lines, math.inf).reached_s
-    seen = [line for line in lines if line["time_s"] <= min(at_s, math.inf if end is None else end)]
-    ended = not seen or seen[-1] is lines[-1] or seen[-1]["time_s"] == end
+def recorded_run(folder: Path) -> Recorded:
+    lines = list(jsonl.read(folder / METRICS))
+    reached_s = next((line["time_s"] for line in lines if (line["test/acc"] or 0) >= TARGET), None)
+    seen = [line for line in lines if reached_s is None or line["time_s"] <= reached_s]
     losses = [math.inf if line["test/loss"] is None else line["test/loss"] for line in seen]
-    return Course([line["time_s"] for line in seen], losses, end if ended else None, ended)
+    course = Course([line["time_s"] for line in seen], losses, reached_s, ended=True)
+    return Recorded(course, lines[-1]["step"] / lines[-1]["time_s"])
 
 
-def raced(teams: dict[str, dict[int, list[dict]]], horizon_s: float) -> tuple[str, float]:
-    """(winner, steps that the race took): seed by seed, and each run as far as the
-    verdicts let it.
-    """
-    baseline, seeds = (
-        next(name for name in teams if "bsp" in name),
-        list(next(iter(teams.values()))),
-    )
+def first_named(teams: Teams) -> str:
+    """Return the baseline: BSP, or the first setting."""
+    return next((name for name in teams if "bsp" in name.split("=")), next(iter(teams)))
+
+
+def by_verdicts(teams: Teams, horizon_s: float) -> Raced:
+    """Race by the rule of `ashl sweep --race`."""
+    baseline, seeds = first_named(teams), list(next(iter(teams.values())))
     field: dict[str, dict[int, Course]] = {
         name: {} for name in sorted(teams, key=lambda name: name != baseline)
     }
     gone, cost = set[str](), 0.0
     for seed in seeds:
         for name in [name for name in field if name not in gone]:
-            lines = teams[name][seed]
-            for line in lines:
-                field[name][seed] = course(lines, line["time_s"])
-                gone |= {name} & verdicts(field, horizon_s, len(seeds), {baseline, *gone}).keys()
-                if name in gone or field[name][seed].ended:
+            run = teams[name][seed]
+            for count in range(1, len(run.course.times) + 1):
+                field[name][seed] = run.until(count)
+                stays = field.keys() - {name} | {baseline}
+                gone |= verdicts(field, horizon_s, len(seeds), stays).keys()
+                if name in gone:
                     break
-            cost += steps(lines, field[name][seed].now_s)
-    left = [name for name in field if name not in gone]
-    ends = {name: [standing(lines, math.inf) for lines in teams[name].values()] for name in left}
-    return min(ends, key=lambda name: rank_of(ends[name])), cost
+            cost += run.steps(field[name][seed].now_s)
+    return gone, cost
 
 
-def times(team: dict[int, list[dict]]) -> list[float]:
-    return [standing(lines, float("inf")).reached_s or float("inf") for lines in team.values()]
+def value(found: Standing, horizon_s: float) -> float:
+    """Return what a run reports to a pruner; lower is better."""
+    return found.loss if found.reached_s is None else found.reached_s / horizon_s - 1
+
+
+def by_halving(make: Callable[[], BasePruner], teams: Teams, horizon_s: float) -> Raced:
+    """Race by a pruner that compares runs at equal times."""
+    baseline, study = first_named(teams), optuna.create_study(pruner=make())
+    gone, cost = set[str](), 0.0
+    for seed in next(iter(teams.values())):
+        for name in sorted(teams, key=lambda name: name != baseline):
+            if name in gone:
+                continue
+            run, trial = teams[name][seed], study.ask()
+            pruned_s = math.inf
+            for number, at_s in enumerate(moments(horizon_s)):
+                found = run.course.at(at_s)
+                if found is None:
+                    continue
+                trial.report(value(found, horizon_s), number)
+                if name != baseline and found.reached_s is None and trial.should_prune():
+                    pruned_s = at_s
+                    gone.add(name)
+                    break
+            cost += run.steps(pruned_s)
+            if name in gone:
+                study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            else:
+                study.tell(trial, value(run.end, horizon_s))
+    return gone, cost
+
+
+def by_wilcoxon(make: Callable[[], BasePruner], teams: Teams, horizon_s: float) -> Raced:
+    """Race by a pruner that compares settings over pairs of equal seed and time."""
+    baseline, study = first_named(teams), optuna.create_study(pruner=make())
+    gone, cost, times = set[str](), 0.0, moments(horizon_s)
+    for name in sorted(teams, key=lambda name: name != baseline):
+        trial = study.ask()
+        for order, run in enumerate(teams[name].values()):
+            pruned_s = math.inf
+            for number, at_s in enumerate(times):
+                if (found := run.course.at(at_s)) is None:
+                    continue
+                trial.report(value(found, horizon_s), order * len(times) + number)
+                if name != baseline and trial.should_prune():
+                    pruned_s = at_s
+                    gone.add(name)
+                    break
+            cost += run.steps(pruned_s)
+            if name in gone:
+                break
+        if name in gone:
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        else:
+            values = [value(run.end, horizon_s) for run in teams[name].values()]
+            study.tell(trial, statistics.fmean(values))
+    return gone, cost
+
+
+RULES: dict[str, Callable[[Teams, float], Raced]] = {
+    "race": by_verdicts,
+    **{
+        f"SuccessiveHalvingPruner, factor {factor}": partial(
+            by_halving, partial(SuccessiveHalvingPruner, reduction_factor=factor)
+        )
+        for factor in (2, 3, 4)
+    },
+    **{
+        f"WilcoxonPruner, p < {p}": partial(by_wilcoxon, partial(WilcoxonPruner, p_threshold=p))
+        for p in (0.3, 0.1, 0.01)
+    },
+}
 
 
 def name_of(setting: Setting) -> str:
     return " ".join(f"{key}={value}" for key, value in setting.axes.items() if key != "seed")
 
 
-def main(studies: int, first: int) -> None:
-    with TemporaryDirectory() as place:
-        folder = Path(place)
-        overrides = [*GRID, f"seed=range({first},{first + SEEDS * studies})"]
-        grid = make_grid(grid_lines(overrides, None), compose)
-        sweep(grid, overrides, folder, slots=None, rerun_failed=False, race=False, quiet=True)
-        report(grid.settings, folder, studies, first)
-
-
-def report(settings: tuple[Setting, ...], folder: Path, studies: int, first: int) -> None:
-    teams: dict[int, dict[str, dict[int, list[dict]]]] = {}
-    for setting in settings:
+def recorded(
+    overrides: list[str], studies: int, first: int, folder: Path
+) -> tuple[list[Teams], float]:
+    """Run the full grid, unless the folder has it, and return its studies and the longest time."""
+    overrides = [*ALL, *overrides, f"seed=range({first},{first + SEEDS * studies})"]
+    grid = make_grid(grid_lines(overrides, None), compose)
+    command = command_line("sweep", overrides)
+    sweep(
+        grid, overrides, folder, slots=None, rerun_failed=False, race=False, quiet=True,
+        silent=True, command=command,
+    )  # fmt: skip
+    teams: list[Teams] = [{} for _ in range(studies)]
+    for setting in grid.settings:
         seed = setting.config["seed"]
-        assert read_summary(folder / setting.hash) is not None
-        lines = curve(folder / setting.hash)
-        teams.setdefault((seed - first) // SEEDS, {}).setdefault(name_of(setting), {})[seed] = lines
-    horizon_s = max(setting.predicted_s or 0.0 for setting in settings)
-    table = Table(
-        "study",
-        "winner of the full grid",
-        "its times",
-        "winner of the race",
-        "its median",
-        "inside",
-        "cost",
-    )
-    hits, costs = 0, []
-    for study in range(studies):
-        team = teams[study]
-        whole = min(
-            team,
-            key=lambda n: rank_of([standing(lines, float("inf")) for lines in team[n].values()]),
-        )
-        found, cost = raced(team, horizon_s)
-        full = sum(steps(lines, float("inf")) for runs in team.values() for lines in runs.values())
-        span, median = times(team[whole]), statistics.median(times(team[found]))
-        inside = min(span) <= median <= max(span)
-        hits, costs = hits + inside, [*costs, cost / full]
-        shown = f"{min(span):.2f} .. {max(span):.2f} s"
-        table.add_row(
-            str(study),
-            whole,
-            shown,
-            found,
-            f"{median:.2f} s",
-            "yes" if inside else "no",
-            f"{cost / full:.2f}",
-        )
+        run = recorded_run(folder / setting.hash)
+        teams[(seed - first) // SEEDS].setdefault(name_of(setting), {})[seed] = run
+    return teams, max(setting.predicted_s or 0.0 for setting in grid.settings)
+
+
+def order_of(runs: dict[int, Recorded]) -> tuple[float, float]:
+    return rank_of([run.end for run in runs.values()])
+
+
+def median_s(runs: dict[int, Recorded]) -> float:
+    return statistics.median(run.end.reached_s or math.inf for run in runs.values())
+
+
+def judged(
+    rule: Callable[[Teams, float], Raced], studies: list[Teams], horizon_s: float
+) -> tuple[int, int, float, float]:
+    """Return in how many studies the best setting remains, in how many the winner's median lies
+    within the range of the best setting, the largest ratio of their medians, and the mean share of
+    the grid's cost.
+    """
+    remains, inside, ratios, costs = 0, 0, [], []
+    for teams in studies:
+        best = min(teams, key=lambda name: order_of(teams[name]))
+        gone, cost = rule(teams, horizon_s)
+        winner = min(teams.keys() - gone, key=lambda name: order_of(teams[name]))
+        latest_s = max(run.end.reached_s or math.inf for run in teams[best].values())
+        remains += best not in gone
+        inside += median_s(teams[winner]) <= latest_s
+        ratios.append(median_s(teams[winner]) / median_s(teams[best]))
+        full = sum(run.steps() for runs in teams.values() for run in runs.values())
+        costs.append(cost / full)
+    return remains, inside, max(ratios), statistics.fmean(costs)
+
+
+def main(studies: int, first: int, place: Path) -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.simplefilter("ignore")  # WilcoxonPruner is experimental
+    table = Table("grid", "rule", "best remains", "winner inside", "worst ratio", "cost")
+    for title, overrides in GRIDS.items():
+        folder = place / title.replace(" ", "-")
+        found, horizon_s = recorded(overrides, studies, first, folder)
+        for name, rule in RULES.items():
+            remains, inside, worst, cost = judged(rule, found, horizon_s)
+            counts = (f"{remains} of {studies}", f"{inside} of {studies}")
+            table.add_row(title, name, *counts, f"{worst:.2f}", f"{cost:.2f}")
     Console(width=140).print(table)
-    print(
-        f"inside the interval: {hits} of {studies}; cost of a race / of the full grid:"
-        f" {statistics.mean(costs):.2f}"
-    )
 
 
 if __name__ == "__main__":
-    given = [int(text) for text in sys.argv[1:]]
-    main(*given, *(10, 0)[len(given) :])
+    numbers = [int(text) for text in sys.argv[1:3]]
+    with TemporaryDirectory() as temporary:
+        own = Path(sys.argv[3] if len(sys.argv) > 3 else temporary)
+        main(*numbers, *(10, 0)[len(numbers) :], place=own)

@@ -15,17 +15,18 @@ import pytest
 import typer
 
 from ashl import sweep
-from ashl.advice import candidates, contest, flips
+from ashl.advice import candidates, flips
 from ashl.advice.candidates import BSP
 from ashl.advice.rules import RULES
 from ashl.cli.app import COMMANDS, app, main
 from ashl.cli.typed import typed
+from ashl.study import sweep as study_sweep
 from ashl.tracking.store import ADDRESS
 from tests.test_advice import written
 
 OWN = "my options"
 TINY = ["--config-dir", OWN, "model=tiny", "runtime=sim", "stop.steps=8"]
-NUMBERS = ("target", "hold", "top", "jobs", "budget", "seconds")
+NUMBERS = ("target", "hold", "top", "jobs", "budget", "seconds", "search")
 DRY = ("train", "profile", "sweep", "advise", "calibrate", "launch")  # these have --dry-run
 
 
@@ -140,7 +141,7 @@ def test_advice(place: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
     )
-    monkeypatch.setattr(contest, "run_all", written)
+    monkeypatch.setattr(study_sweep, "run_all", written)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
     line = [
         "--config-dir",

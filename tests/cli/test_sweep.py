@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from ashl.cli.app import main
-from ashl.study.slots import Job, run_all
+from ashl.study.jobs import Job, Pool, run_all
 
 TINY = [
     "runtime=sim",
@@ -72,7 +72,7 @@ def test_an_interrupt_prints_how_to_resume(
         os.kill(os.getpid(), number)
         time.sleep(10)
 
-    monkeypatch.setattr("ashl.study.sweep.run_on", interrupted)
+    monkeypatch.setattr("ashl.study.sweep.run_settings", interrupted)
     assert main(["sweep", *GRID]) == code
     out, err = capsys.readouterr()
     assert "interrupted: what has ended is kept; the same command runs what is missing" in out
@@ -100,14 +100,15 @@ def test_a_race_drops_who_is_behind_and_never_does_more_than_its_grid(
     """
     begun: list[str] = []
 
-    def counted(slots: int, jobs: list[Job], *rest, **more) -> Iterator[Job]:
-        begun.extend(job.folder.name for job in jobs)
-        assert not any(job.resume for job in jobs)
-        return run_all(slots, jobs, *rest, **more)
+    def counted(pool: Pool, jobs: Iterator[Job], *rest) -> Iterator[Job]:
+        wanted = list(jobs)
+        begun.extend(job.folder.name for job in wanted)
+        assert not any(job.resume for job in wanted)
+        return run_all(pool, iter(wanted), *rest)
 
     grid = [
         "sync=asp",
-        "optimizer.lr=0.0001,0.0002,0.1",
+        "optimizer.lr=0.0001,0.0002,0.0003,0.1",
         "seed=0,1",
         *TINY,
         "model.hidden=[16]",

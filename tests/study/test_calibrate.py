@@ -12,7 +12,7 @@ from ashl.config.compose import compose
 from ashl.run.train import train
 from ashl.study import calibrate
 from ashl.study.calibrate import Compared, interval, median_error
-from ashl.study.slots import Job
+from ashl.study.jobs import Job
 from tests.test_profile import profile
 
 PACED = [

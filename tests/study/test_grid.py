@@ -10,7 +10,8 @@ from ashl.config.compose import alternatives, compose
 from ashl.config.override import command_line
 from ashl.errors import UsageError
 from ashl.study.grid import MAX_POINTS, Grid, grid_lines, make_grid
-from ashl.study.sweep import begun, fill, folder_of, show
+from ashl.study.jobs import local_pool
+from ashl.study.sweep import begin_record, fill, folder_of, show
 from ashl.tracking.sweep_progress import SweepProgress
 
 SIM = ("runtime=sim", "tracking=none")
@@ -117,7 +118,7 @@ def test_a_preset_may_bring_lines_of_settings(
             ("sync.staleness=1,2", "sync=bsp"),
             "sync=bsp has no key staleness|no option that this grid chooses has",
         ),
-        (("optimizer.lr=interval(0,1)",), "--sweeper optuna"),
+        (("optimizer.lr=interval(0,1)",), "--search 20"),
         (("seed=range(0,1000)", "optimizer.lr=range(0,1000)"), "1,000,000 points"),
         (("sweep=[{sync: bsp}]",), "lines of a sweep stand in a preset"),
         (
@@ -161,6 +162,6 @@ def test_of_what_is_not_missing_mlflow_hears_as_far_as_it_has_run(tmp_path: Path
         '{"status": "finished", "exit_reason": "steps"}'
     )
     progress = SweepProgress(Console(quiet=True), 0, quiet=True)
-    record = begun(found, [], tmp_path, keep_dropped=True, command=command_line("sweep", []))
-    fill(found, record, tmp_path, [], lambda *_: iter(()), progress, heard.append)
+    record = begin_record(found, [], tmp_path, keep_dropped=True, command=command_line("sweep", []))
+    fill(found, record, tmp_path, [], local_pool(1), progress, heard.append)
     assert heard == [ran]

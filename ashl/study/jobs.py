@@ -1,0 +1,531 @@
+"""Run jobs in processes of their own, on this machine or elsewhere by joblib or submitit.
+
+A process that dies affects no other run. A job elsewhere has a permit: a file in a folder of the
+launcher. The job removes its permit when it has ended. If the sweep removes it, the job exits in
+order, or does not begin when its turn comes. So no queue has to be queried, and the jobs of a
+resumed sweep never meet the jobs of the sweep before.
+"""
+
+import inspect
+import json
+import multiprocessing as mp
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from multiprocessing.connection import wait
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple, Protocol
+
+from ashl.errors import AshlError, UsageError
+from ashl.run.launch import allow_children, start_fork_server
+from ashl.run.launcher_env import clear_launcher_env
+from ashl.run.multi_node import LOST, UNREACHED, Launch, fetch_run_folder, real_job_size, run_job
+from ashl.run.process_setup import die_with_parent, redirect
+from ashl.run.supervisor import KILLED_BY
+from ashl.run.train import train
+from ashl.runtime.rank_checkpoint import list_checkpoints
+from ashl.tracking import jsonl
+from ashl.tracking.recorder import SUMMARY, UNWRITABLE
+
+LOG = "output.log"
+GONE = "its process ended without a message"
+ENDED = ("finished", "diverged", "failed")  # states of runs that do not run again
+FROM_OUTSIDE = (
+    UNWRITABLE,
+    GONE,
+    UNREACHED,
+    LOST,
+    *(f"{KILLED_BY} SIG{name}" for name in ("KILL", "TERM", "INT", "HUP")),
+)
+LEAVE_S = 20.0  # seconds that runs have to exit in order after an interrupt
+MARGIN_S = 5.0  # seconds for a launcher to notice that all of its jobs have exited
+POLL_S = 0.25
+PREFIX = "launcher-"  # of a launcher's folder, in the folder of the sweep
+TIMEOUT_MIN = 60  # minutes of a job of submitit, unless launcher.timeout_min is given
+LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to start, or to resume from its checkpoint."""
+
+    folder: Path
+    config: dict[str, Any]
+    overrides: tuple[str, ...]
+    resume: bool = False
+
+
+class Started(Protocol):
+    """A job that was started, here or elsewhere.
+
+    `sentinel` becomes ready when its process, or its launcher, ends.
+    """
+
+    job: Job
+    sentinel: int
+    problem: str  # why the job has ended without a begin; "" = it has begun
+
+    def is_running(self) -> bool: ...
+    def has_ended(self) -> bool: ...
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Pool(NamedTuple):
+    """Starts jobs, and the number of jobs that may be started and not ended at any time."""
+
+    start: Callable[[Sequence[Job]], Sequence[Started]]
+    at_once: int
+
+
+def run_all(
+    pool: Pool,
+    jobs: Iterator[Job],
+    show: Callable[[list[Job]], None],
+    unwanted: Callable[[Job], bool] = lambda job: False,
+) -> Iterator[Job]:
+    """Run every job in order and yield each as it ends.
+
+    The next job is taken when the pool has room for it. `show` is called a few times a second with
+    the jobs in progress. A job that is then `unwanted` is not begun, or is asked to exit in order.
+    On an interrupt, or when the caller closes the generator, the jobs in progress first exit in
+    order.
+    Raises: AshlError if a launcher has ended before some of its jobs began.
+    """
+    started, never_began = list[Started](), list[Started]()
+    try:
+        while True:
+            wanted = (job for job in jobs if not unwanted(job))
+            batch = list(islice(wanted, pool.at_once - len(started)))
+            started += pool.start(batch) if batch else []
+            if not started:
+                break
+            wait({each.sentinel for each in started}, timeout=POLL_S)
+            for each in [each for each in started if each.has_ended()]:
+                started.remove(each)
+                each.close()
+                if each.problem:
+                    never_began.append(each)
+                else:
+                    yield each.job
+            show([each.job for each in started if each.is_running()])
+            for each in started:
+                if unwanted(each.job):
+                    each.stop()
+    finally:
+        for each in started:
+            each.stop()
+        for each in started:
+            each.close()
+    if never_began:
+        raise AshlError(f"{len(never_began)} runs have not begun ({never_began[0].problem}")
+
+
+# --- jobs on this machine
+
+
+def here(job: Job) -> int:
+    """Run the job in this process and return its exit code."""
+    resume = job.folder if job.resume else None
+    return train(
+        job.config, list(job.overrides), quiet=True, silent=True, resume=resume, strict=False
+    )
+
+
+def on_hosts(job: Job, where: Launch, config_dir: Path | None) -> int:
+    """Run the job on the hosts, if it is a real run, fetch its records, and return its exit
+    code.
+    """
+    size = real_job_size(job.config, where)
+    if size is None:
+        return here(job)
+    own = {
+        "run.dir": str(job.folder),
+        "run.save_weights": job.config["run"]["save_weights"],
+        "tracking.sink": "none",
+    }
+    options = ["--quiet", *(["--config-dir", str(config_dir)] if config_dir else [])]
+    argv = [
+        "train",
+        *options,
+        *job.overrides,
+        *(f"{key}={json.dumps(value)}" for key, value in own.items()),
+    ]
+    code = run_job(where, size, argv)
+    if (
+        not (job.folder / SUMMARY).exists()
+        and not fetch_run_folder(where, job.folder)
+        and code == 0
+    ):
+        raise AshlError(
+            f"the records of this run are not on {where.hosts[0].name}, in {where.folder}, either"
+        )
+    return code
+
+
+def local_pool(slots: int, run: Callable[[Job], int] = here) -> Pool:
+    """Return a pool of processes on this machine, in which `run` brings a job to its end."""
+    return Pool(lambda jobs: [LocalProcess(job, run) for job in jobs], slots)
+
+
+class LocalProcess:
+    """A job in a process of this machine."""
+
+    def __init__(self, job: Job, run: Callable[[Job], int]) -> None:
+        context: Any = mp.get_context("forkserver")
+        start_fork_server("ashl.study.jobs")
+        self.job, self.stopped, self.problem = job, False, ""
+        self.process = context.Process(target=play, args=(job, run), name=job.folder.name)
+        with allow_children():
+            self.process.start()
+        self.sentinel: int = self.process.sentinel
+
+    def is_running(self) -> bool:
+        return True
+
+    def has_ended(self) -> bool:
+        """Return True if the process has ended; one that failed gets a summary."""
+        if self.process.is_alive():
+            return False
+        self.process.join()
+        if not self.stopped:
+            record_end(self.job, self.process.exitcode or 0)
+        return True
+
+    def stop(self) -> None:
+        """Ask the process to exit in order."""
+        if not self.stopped:
+            self.stopped = True
+            self.process.terminate()
+
+    def close(self) -> None:
+        """Wait for the process, and kill it if it does not exit."""
+        self.process.join(LEAVE_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def play(job: Job, run: Callable[[Job], int]) -> None:
+    """Run a job as the main function of its process.
+
+    The process is part of no job of another launcher. It blocks SIGINT and SIGHUP, which the parent
+    passes on as SIGTERM.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, signal.SIGHUP})
+    die_with_parent()
+    clear_launcher_env()
+    job.folder.mkdir(parents=True, exist_ok=True)
+    redirect(job.folder / LOG)
+    code = 1
+    try:
+        code = run(job)
+    except KeyboardInterrupt:
+        code = 130
+    except AshlError as error:
+        sys.stderr.write(f"ashl: {error}\n")
+        code = error.exit_code
+        record_failure(job, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        record_failure(job, f"{type(error).__name__}: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# --- jobs elsewhere
+
+
+def checked_parameters(launcher: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for joblib's Parallel, or for an executor of submitit.
+
+    Args: values are those of `launcher.KEY=VALUE`, by key.
+    Raises: UsageError for an unknown launcher or key, and if the launcher is not installed.
+    """
+    if launcher not in LAUNCHERS:
+        raise UsageError(f"there is no launcher {launcher!r}; take one of {', '.join(LAUNCHERS)}")
+    if launcher == "joblib":
+        from joblib import Parallel
+
+        known = [key for key in inspect.signature(Parallel).parameters if key != "backend_kwargs"]
+        for key in [key for key in values if key not in known]:
+            raise UsageError(f"--launcher joblib has no key {key}; it has {', '.join(known)}")
+        return {**values}
+    try:
+        from submitit import AutoExecutor
+    except ImportError:
+        raise UsageError(
+            f"--launcher {launcher} needs a package: pip install 'ashl[slurm]'"
+        ) from None
+    cluster = launcher.removeprefix("submitit_")
+    found = {f"{cluster}_{key}": value for key, value in values.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            AutoExecutor(folder, cluster="debug").update_parameters(**found)
+        except NameError as error:
+            raise UsageError(f"--launcher {launcher}: {str(error).splitlines()[0]}") from None
+    return {f"{cluster}_timeout_min": TIMEOUT_MIN, f"{cluster}_name": "ashl"} | found
+
+
+def remote_pool(
+    folder: Path, launcher: str, parameters: Mapping[str, Any], slots: int | None, default: int
+) -> Pool:
+    """Return a pool that brings jobs elsewhere by a launcher, with its files in `folder`.
+
+    Args: parameters are those of `checked_parameters`; slots is how many jobs run at a time. None =
+    as many as the queue of Slurm allows, and else `default`.
+    """
+    for before in folder.glob(f"{PREFIX}*"):  # withdraws the jobs of an earlier sweep
+        shutil.rmtree(before, ignore_errors=True)
+    submits_all, own = launcher != "submitit_local", {**parameters}
+    if launcher == "joblib":
+        own.setdefault("n_jobs", slots or default)
+    elif slots and launcher == "submitit_slurm":
+        own.setdefault("slurm_array_parallelism", slots)
+    start = partial(start_elsewhere, folder, partial(LAUNCH[launcher], **own))
+    return Pool(start, sys.maxsize if submits_all else slots or default)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job elsewhere; submitit calls `checkpoint` before its queue ends the job and requeues
+    it.
+    """
+
+    job: Job
+    permit: Path
+
+    @property
+    def mark(self) -> Path:
+        """The file that exists while the job runs."""
+        return self.permit.with_suffix(".begun")
+
+    def __call__(self) -> None:
+        """Run the job to its end, as long as its permit exists."""
+        if not self.permit.exists():
+            return
+        parent = os.getppid()
+        mp.set_start_method("forkserver", force=True)  # a worker of joblib has one of its own
+        clear_remains(self.job.folder)  # the queue may have started this job before
+        job = replace(self.job, resume=bool(list_checkpoints(self.job.folder)))
+
+        def withdrawn(job: Job) -> bool:
+            return not self.permit.exists() or os.getppid() != parent
+
+        self.mark.touch()
+        try:
+            for _ in run_all(local_pool(1), iter([job]), lambda running: None, withdrawn):
+                self.permit.unlink(missing_ok=True)
+        finally:
+            self.mark.unlink(missing_ok=True)
+
+    def checkpoint(self) -> Any:
+        """Return what the requeued job calls: the same, which resumes from its checkpoint."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+class Launcher:
+    """A launcher in a process and a session of its own, until its jobs or the sweep have ended."""
+
+    def __init__(self, place: Path, launch: Callable[..., None], tasks: Sequence[Task]) -> None:
+        self.place, self.open, self.keeps_log = place, len(tasks), False
+        context: Any = mp.get_context("forkserver")
+        start_fork_server("ashl.study.jobs")
+        self.process = context.Process(target=run_launcher, args=(place, launch, tasks))
+        with allow_children():
+            self.process.start()
+
+    def release(self) -> None:
+        """Count a job that has ended or was withdrawn; after the last one all processes end."""
+        self.open -= 1
+        if self.open:
+            return
+        for _ in range(int(LEAVE_S / POLL_S)):
+            if not any(self.place.glob("*.begun")) or not self.process.is_alive():
+                break
+            self.process.join(POLL_S)
+        self.process.join(MARGIN_S)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            self.process.join(MARGIN_S)
+        if not self.keeps_log:
+            shutil.rmtree(self.place, ignore_errors=True)
+
+
+class RemoteJob:
+    """A job that a launcher has received."""
+
+    def __init__(self, job: Job, task: Task, launcher: Launcher) -> None:
+        self.job, self.task, self.launcher, self.problem = job, task, launcher, ""
+        self.sentinel: int = launcher.process.sentinel
+
+    def is_running(self) -> bool:
+        return self.task.mark.exists()
+
+    def has_ended(self) -> bool:
+        """Return True if the job has ended, or if its launcher has; a job that died gets a
+        summary.
+        """
+        over = not self.launcher.process.is_alive()
+        if not self.task.permit.exists() and not self.is_running():
+            return True
+        if not over:
+            return False
+        log = self.launcher.place / LOG
+        self.launcher.keeps_log = True
+        if self.is_running():
+            record_failure(self.job, f"{GONE}; the launcher's output is in {log}")
+        else:
+            self.problem = (
+                f"{last_line(log)}); the launcher's output is in {log}, and the same command runs"
+                " what is missing"
+            )
+        self.stop()
+        self.task.mark.unlink(missing_ok=True)
+        return True
+
+    def stop(self) -> None:
+        """Withdraw the permit."""
+        self.task.permit.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.launcher.release()
+
+
+def start_elsewhere(
+    folder: Path, launch: Callable[..., None], jobs: Sequence[Job]
+) -> list[RemoteJob]:
+    """Give these jobs to a launcher, with its files in a folder of its own below `folder`."""
+    place = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder.absolute()))
+    tasks = [
+        Task(replace(job, folder=job.folder.absolute()), place / f"{number}.permit")
+        for number, job in enumerate(jobs)
+    ]
+    for task in tasks:
+        task.permit.touch()
+    launcher = Launcher(place, launch, tasks)
+    return [RemoteJob(job, task, launcher) for job, task in zip(jobs, tasks, strict=True)]
+
+
+def run_launcher(place: Path, launch: Callable[..., None], tasks: Sequence[Task]) -> None:
+    """Run a launcher as the main function of its process, in a session of its own.
+
+    Its processes end when the sweep ends in any way.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, signal.SIGHUP})
+    os.setsid()
+    parent: Any = mp.parent_process()
+
+    def follow_sweep() -> None:
+        wait([parent.sentinel])
+        os.killpg(0, signal.SIGTERM)
+
+    Thread(target=follow_sweep, daemon=True).start()
+    redirect(place / LOG)
+    launch(place, tasks)
+
+
+def by_joblib(place: Path, tasks: Sequence[Task], **parameters: Any) -> None:
+    """Call the tasks by joblib, and return when all have ended."""
+    from joblib import Parallel, delayed
+
+    Parallel(**{"batch_size": 1, "pre_dispatch": "all"} | parameters)(
+        delayed(Task.__call__)(task) for task in tasks
+    )
+
+
+def by_submitit(cluster: str, place: Path, tasks: Sequence[Task], **parameters: Any) -> None:
+    """Submit the tasks, to Slurm as one array, and return when all have ended."""
+    from submitit import AutoExecutor
+
+    executor = AutoExecutor(place / "submitit", cluster=cluster)
+    executor.update_parameters(**parameters)
+    for submitted in executor.submit_array(tasks):
+        try:
+            submitted.result()
+        except Exception:  # files say how each job ended
+            traceback.print_exc()
+
+
+LAUNCH: dict[str, Callable[..., None]] = {
+    "joblib": by_joblib,
+    "submitit_local": partial(by_submitit, "local"),
+    "submitit_slurm": partial(by_submitit, "slurm"),
+}
+
+
+def last_line(log: Path) -> str:
+    """Return the last line that a launcher printed; its exception if it ended with one."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        lines = []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+# --- the records of a job
+
+
+def record_end(job: Job, code: int) -> None:
+    """Write a summary for a process that was killed or failed before it could write one."""
+    if code < 0:
+        record_failure(job, f"{KILLED_BY} {signal.Signals(-code).name}")
+    elif code and code != 130:
+        record_failure(job, f"ended with exit code {code}; its output is in {job.folder / LOG}")
+
+
+def record_failure(job: Job, reason: str) -> None:
+    """Write a summary for a run that could not write one, so that the record of the sweep is
+    complete.
+    """
+    if not (job.folder / SUMMARY).exists():
+        with suppress(OSError):
+            job.folder.mkdir(parents=True, exist_ok=True)
+            record = {
+                "schema": 1,
+                "status": "failed",
+                "exit_reason": reason,
+                "seed": job.config["seed"],
+            }
+            jsonl.write_json(job.folder / SUMMARY, record)
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of a run that has ended; None if there is none, or a damaged one."""
+    summary = jsonl.whole(folder / SUMMARY)
+    return summary if summary is not None and "status" in summary else None
+
+
+def by_itself(summary: dict[str, Any]) -> bool:
+    """Return True if a run has ended by itself, and not by an interrupt, a kill or a full disk."""
+    reason = str(summary.get("exit_reason"))
+    return summary["status"] in ENDED and not any(cause in reason for cause in FROM_OUTSIDE)
+
+
+def has_ended(folder: Path, rerun_failed: bool = False) -> bool:
+    """Return True if this run need not run again."""
+    summary = read_summary(folder)
+    return (
+        summary is not None
+        and by_itself(summary)
+        and not (rerun_failed and summary["status"] != "finished")
+    )
+
+
+def clear_remains(folder: Path) -> None:
+    """Remove the remains of a run that was killed, unless it can resume from a checkpoint."""
+    if has_ended(folder) or not list_checkpoints(folder):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,322 @@
+"""Runs elsewhere, by joblib and submitit, and searches."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import submitit
+
+from ashl.cli.app import main
+from ashl.config.compose import Axis, axis_of
+from ashl.errors import AshlError
+from ashl.runtime.rank_checkpoint import list_checkpoints
+from ashl.study import jobs
+from ashl.study.jobs import Job, Task, checked_parameters, remote_pool, run_all, start_elsewhere
+from ashl.study.race import Standing
+from ashl.study.search import NEVER, cost
+
+TINY = [
+    "runtime=sim",
+    "model.hidden=[4]",
+    "stop.epochs=1",
+    "eval.every_commits=40",
+    "run.dir=study",
+    "tracking=none",
+]
+OWN = [".lock", "figures", "leaderboard.md", "leaderboard.tex", "report.html", "sweep.json"]
+
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+def summaries(study: Path) -> dict[str, dict]:
+    return {path.parent.name: json.loads(path.read_text()) for path in study.glob("*/summary.json")}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_joblib_runs_what_is_missing_and_leaves_nothing_behind(
+    workplace: Path, capsys: pytest.CaptureFixture
+) -> None:
+    grid = ["sweep", "sync=bsp,asp", *TINY, "--launcher", "joblib", "launcher.n_jobs=2"]
+    assert main(grid) == 0
+    whole = summaries(workplace / "study")
+    assert [summary["status"] for summary in whole.values()] == ["finished"] * 2
+    assert names(workplace / "study") == sorted([*OWN, *whole])
+    assert names(workplace) == ["study"]
+    assert "[2/2]" in capsys.readouterr().out
+    assert main([*grid, "-q"]) == 0
+    assert summaries(workplace / "study") == whole
+
+
+@pytest.mark.slow
+def test_submitit_on_this_machine(workplace: Path) -> None:
+    assert main(["sweep", "seed=3", *TINY, "sync=asp", "--launcher", "submitit_local", "-q"]) == 0
+    (summary,) = summaries(workplace / "study").values()
+    assert (summary["status"], summary["seed"]) == ("finished", 3)
+    assert names(workplace) == ["study"]
+
+
+def test_a_search_tries_settings_and_resumes(
+    workplace: Path, capsys: pytest.CaptureFixture
+) -> None:
+    asked = ["sweep", "optimizer.lr=interval(0.01,0.5)", "sync=bsp,ssp", "seed=0,1", *TINY]
+    assert main([*asked, "--search", "1"]) == 0
+    first = summaries(workplace / "study")
+    assert sorted(summary["seed"] for summary in first.values()) == [0, 1]
+    assert main([*asked, "--search", "2"]) == 0
+    whole = summaries(workplace / "study")
+    assert len(whole) == 4
+    assert first.items() <= whole.items()
+    record = json.loads((workplace / "study/sweep.json").read_text())
+    assert {setting["hash"] for setting in record["settings"]} == whole.keys()
+    assert len(record["axes"]["optimizer.lr"]) == 2
+    capsys.readouterr()
+    assert main(["compare", "study"]) == 0
+    assert "0.2" in capsys.readouterr().out
+    assert main([*asked, "--search", "2", "-q"]) == 0
+    assert summaries(workplace / "study") == whole
+    asked[2] = "sync=bsp,asp"
+    assert main([*asked, "--search", "3"]) == 2
+    assert "sync: an earlier search in this folder had other values" in capsys.readouterr().err
+
+
+def test_a_search_first_repeats_its_interrupted_trial(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optuna would choose another setting, and the runs of the first would stay unfinished."""
+    asked = ["sweep", "optimizer.lr=interval(0.01,0.5)", *TINY, "-q", "--search", "1"]
+    chosen = list[str]()
+
+    def interrupted(pool: object, wanted: Sequence[Job], *rest: object) -> None:
+        chosen.extend(next(text for text in job.overrides if "lr=" in text) for job in wanted)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ashl.study.sweep.run_all", interrupted)
+        assert main(asked) == 130
+    assert main(asked) == 0
+    record = json.loads((workplace / "study/sweep.json").read_text())
+    (text,) = chosen
+    assert f"optimizer.lr={record['axes']['optimizer.lr'][0]}" == text
+    (summary,) = summaries(workplace / "study").values()
+    assert summary["status"] == "finished"
+
+
+def test_a_trial_that_cannot_run_is_skipped_with_its_reason(
+    workplace: Path, capsys: pytest.CaptureFixture
+) -> None:
+    grid = ["topology=parameter_server,all_reduce", "sync=bsp,asp", *TINY]
+    assert main(["sweep", *grid, "--search", "12", "--sampler", "random"]) == 0
+    record = json.loads((workplace / "study/sweep.json").read_text())
+    assert len(record["settings"]) <= 3
+    (skipped,) = record["skipped"]
+    assert skipped["overrides"] == ["topology=all_reduce", "sync=asp"]
+    assert "skipped: topology=all_reduce sync=asp: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("--launcher nowhere sync=bsp", "there is no launcher 'nowhere'; take one of joblib"),
+        (
+            "--launcher joblib launcher.jobs=2 sync=bsp",
+            "--launcher joblib has no key jobs; it has n_jobs",
+        ),
+        ("--launcher joblib launcher.n_jobs=1,2 sync=bsp", "one value is needed here"),
+        ("--launcher submitit_slurm launcher.queue=a sync=bsp", "Unknown argument 'queue'"),
+        ("launcher.n_jobs=2 sync=bsp", "it goes with `ashl sweep --launcher NAME`"),
+        ("--search 2 --sampler best sync=bsp,ssp run.dir=x", "there is no sampler 'best'"),
+        ("--search 2 sync=bsp,ssp --race", "--race needs to know the whole grid"),
+        ("--search 2 sync=bsp runtime=sim", "a search needs something to choose"),
+        ("--search 2 optimizer.lr=interval(3,2)", "goes from a smaller to a larger number"),
+        (
+            "--search 2 sync=bsp,ssp optimizer.lr=interval(3,4) seed=interval(1,2)",
+            "seed=interval(1,2) has no end",
+        ),
+    ],
+)
+def test_misuse_is_one_sentence(
+    args: str, says: str, capsys: pytest.CaptureFixture, workplace: Path
+) -> None:
+    assert main(["sweep", *args.split()]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
+    assert not list(workplace.glob("*/summary.json"))
+
+
+@pytest.mark.parametrize(
+    ("package", "args"),
+    [("submitit", ["--launcher", "submitit_slurm"]), ("optuna", ["--search", "2"])],
+)
+def test_a_package_that_is_not_installed_is_named_with_the_way_to_it(
+    package: str,
+    args: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    workplace: Path,
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["sweep", "sync=bsp,asp", *TINY, *args]) == 2
+    assert "needs a package: pip install 'ashl[" in capsys.readouterr().err
+
+
+# --- what a launcher may do
+# -------------------------------------------------------------------------------------------
+
+
+def launched(folder: Path, launch: object) -> list[Job]:
+    """Return two jobs in the order in which they end with such a launcher."""
+    wanted = [Job(folder / name, {"seed": 0}, ()) for name in ("a", "b")]
+    pool = jobs.Pool(partial(start_elsewhere, folder, launch), 2)
+    return list(run_all(pool, iter(wanted), lambda running: None))
+
+
+def refuse(place: Path, tasks: Sequence[Task]) -> None:
+    raise SystemExit("there is no such partition")
+
+
+def lose_the_second(place: Path, tasks: Sequence[Task]) -> None:
+    tasks[0].permit.unlink()
+    tasks[1].mark.touch()
+
+
+def test_a_launcher_that_fails_leaves_its_jobs_for_another_time(workplace: Path) -> None:
+    with pytest.raises(AshlError, match=r"2 runs have not begun \(there is no such partition\)"):
+        launched(workplace, refuse)
+    (place,) = workplace.iterdir()  # neither run is there, failed
+    assert names(place) == ["output.log"]
+
+
+def test_a_job_that_dies_where_it_is_has_failed(workplace: Path) -> None:
+    assert [job.folder.name for job in launched(workplace, lose_the_second)] == ["a", "b"]
+    assert list(summaries(workplace)) == ["b"]
+    assert "ended without a message" in summaries(workplace)["b"]["exit_reason"]
+
+
+def test_a_job_that_is_not_wanted_any_longer_does_not_begin(workplace: Path) -> None:
+    Task(Job(workplace / "a", {"seed": 0}, ()), workplace / "0.permit")()
+    assert names(workplace) == []
+
+
+def test_slurm_receives_the_parameters_and_one_array(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no queue here: the executor gets what a real one would."""
+    received = list[object]()
+
+    class Executor:
+        def __init__(self, folder: Path, cluster: str) -> None:
+            received.append(cluster)
+
+        def update_parameters(self, **parameters: object) -> None:
+            received.append(parameters)
+
+        def submit_array(self, tasks: Sequence[Task]) -> list:
+            received.append([task.job.folder.name for task in tasks])
+            return []
+
+    values = {"partition": "gpu", "timeout_min": 240, "additional_parameters": {"requeue": True}}
+    parameters = checked_parameters("submitit_slurm", values)
+    pool = remote_pool(workplace, "submitit_slurm", parameters, slots=3, default=1)
+    launch = pool.start.args[1]
+    monkeypatch.setattr(submitit, "AutoExecutor", Executor)
+    tasks = [Task(Job(workplace / name, {}, ()), workplace / f"{name}.permit") for name in "abcd"]
+    launch(workplace, tasks)
+    assert received == [
+        "slurm",
+        {
+            "slurm_partition": "gpu",
+            "slurm_timeout_min": 240,
+            "slurm_additional_parameters": {"requeue": True},
+            "slurm_array_parallelism": 3,
+            "slurm_name": "ashl",
+        },
+        ["a", "b", "c", "d"],
+    ]
+    assert pool.at_once > 4
+
+
+@pytest.mark.slow
+def test_a_requeued_job_resumes_from_its_checkpoint(workplace: Path) -> None:
+    """submitit's executor for one machine requeues as Slurm does before its time limit."""
+    grid = ["sync=bsp", *TINY, "stop.epochs=200", "run.checkpoint_s=20"]
+    whole = ["sweep", *grid, "run.dir=whole", "-q"]
+    assert main(whole) == 0
+    command = ["sweep", *grid, "-q", "--launcher", "submitit_local"]
+    with subprocess.Popen([sys.executable, "-m", "ashl.cli", *command]) as process:
+        end = time.monotonic() + 100
+        while not any(map(list_checkpoints, workplace.glob("study/*/"))):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        (pickle,) = workplace.glob("study/launcher-*/submitit/*_submitted.pkl")
+        (controller,) = psutil.Process(int(pickle.name.partition("_")[0])).children()
+        controller.send_signal(signal.SIGUSR2)
+        assert process.wait(100) == 0
+    (summary,) = summaries(workplace / "study").values()
+    (other,) = summaries(workplace / "whole").values()
+    assert summary["status"] == "finished"
+    assert summary["params_sha256"] == other["params_sha256"]
+    assert names(workplace / "study") == sorted([*OWN, *summaries(workplace / "study")])
+
+
+def test_costs_are_finite_and_in_order() -> None:
+    aims, none = (
+        {"stop": {"target_accuracy": target, "target_loss": None}} for target in (0.9, None)
+    )
+    order = [
+        Standing(0.5, 3.0),
+        Standing(0.5, 4.0),
+        Standing(0.1, None),
+        Standing(float("inf"), None),
+    ]
+    costs = [cost(found, aims) for found in order]
+    assert costs == sorted(costs) == [3.0, 4.0, NEVER + 0.1, 2 * NEVER]
+    assert cost(order[2], none) == 0.1
+    assert cost(order[3], none) == NEVER
+
+
+def test_axes_of_a_search() -> None:
+    assert axis_of("seed=1", None) == Axis("seed", ("seed=1",))
+    assert axis_of("optimizer.lr=tag(log,interval(0.01,0.5))", None) == Axis(
+        "optimizer.lr", ("optimizer.lr=0.01", "optimizer.lr=0.5"), (0.01, 0.5), log=True
+    )
+    assert axis_of("sync.staleness=range(1,5,2)", None) == Axis(
+        "sync.staleness", ("sync.staleness=1", "sync.staleness=3"), ordered=True
+    )
+    assert axis_of("cluster.compute=[1,2],[1,1]", None) == Axis(
+        "cluster.compute", ("cluster.compute=[1,2]", "cluster.compute=[1,1]")
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_runs_that_are_elsewhere(workplace: Path) -> None:
+    grid = [
+        "sync=bsp,asp",
+        "seed=0,1",
+        *TINY,
+        "stop.epochs=2000",
+        "--launcher",
+        "joblib",
+        "launcher.n_jobs=2",
+    ]
+    with subprocess.Popen([sys.executable, "-m", "ashl.cli", "sweep", *grid, "-q"]) as process:
+        end = time.monotonic() + 100
+        while len(list(workplace.glob("study/*/metrics.jsonl"))) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert [summary["status"] for summary in summaries(workplace / "study").values()] == [
+        "interrupted"
+    ] * 2
