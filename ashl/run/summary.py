@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict
 from itertools import pairwise
+from statistics import median_low
 from typing import Any
 
 from ashl.run.evaluation import Evaluation, best_of
@@ -14,6 +15,7 @@ from ashl.task.contract import recorded_name
 
 SCHEMA = 1
 SCORES = ("train_loss", "test_loss", "test_accuracy", "test_metric")
+STRAGGLES = 1.2  # a straggler's step takes at least so many times the median
 # Classes of time, in the order in which excess time is taken from them.
 CLASSES = ("wait", "pull", "push", "compress", "compute")
 
@@ -98,6 +100,7 @@ def summarise(
         "wait_share": (
             sum(worker["wait_s"] for worker in workers) / (n * time_s) if time_s else None
         ),
+        "straggler": find_straggler(workers, time_s),
         "max_lead": counts.max_lead if server else None,
         "conflicts": counts.conflicts,
         "final": scores_of(last, *SCORES, "consensus_distance"),
@@ -168,6 +171,29 @@ def worker_summary(
         "staleness_mean": counts.stale_sum[rank] / commits if commits else None,
         "staleness_max": counts.stale_max[rank],
         "groups": counts.groups[rank] if counts.groups else None,
+    }
+
+
+def find_straggler(workers: list[dict[str, Any]], time_s: float) -> dict[str, Any] | None:
+    """Return the slowest worker, if a step takes it much longer than the median worker.
+
+    Returns: its rank, `slowdown` (seconds of computing per step, relative to the median of all
+    workers) and `others_wait_share` (the share of the run in which the other workers waited, on
+    average); None if no worker is `STRAGGLES` times slower than the median.
+    """
+    step_s = {w["rank"]: w["compute_s"] / w["steps"] for w in workers if w["steps"]}
+    if len(step_s) < 2 or not time_s:
+        return None
+    slowest = max(step_s, key=step_s.__getitem__)
+    # of two workers the median would lie between them, so the faster one counts
+    usual_s = median_low(step_s.values())
+    if step_s[slowest] < STRAGGLES * usual_s or not usual_s:
+        return None
+    waited_s = [worker["wait_s"] for worker in workers if worker["rank"] != slowest]
+    return {
+        "worker": slowest,
+        "slowdown": step_s[slowest] / usual_s,
+        "others_wait_share": sum(waited_s) / (len(waited_s) * time_s),
     }
 
 
