@@ -1,6 +1,6 @@
 """Compress the gradients of torch's `DistributedDataParallel` with a codec of the catalogue.
 
-Rule: DDP hands over the gradient in buckets, while backward continues. The update of a bucket is
+Rule: DDP emits the gradient in buckets, while backward continues. The update of a bucket is
 (1/n)·Σ_i C(g_i), identical on all n workers, bit for bit. Each bucket has a codec state of its own:
 with error feedback, g_i includes what worker i has not sent yet.
 

@@ -177,9 +177,9 @@ def worker_summary(
 def find_straggler(workers: list[dict[str, Any]], time_s: float) -> dict[str, Any] | None:
     """Return the slowest worker, if a step takes it much longer than the median worker.
 
-    Returns: its rank, `slowdown` (seconds of computing per step, relative to the median of all
-    workers) and `others_wait_share` (the share of the run in which the other workers waited, on
-    average); None if no worker is `STRAGGLES` times slower than the median.
+    Returns: its rank, `slowdown` and `others_wait_share`. The slowdown is its seconds of computing
+    per step, relative to the median of all workers. The share is that of the run in which the other
+    workers waited, on average. None if no worker is `STRAGGLES` times slower than the median.
     """
     step_s = {w["rank"]: w["compute_s"] / w["steps"] for w in workers if w["steps"]}
     if len(step_s) < 2 or not time_s:

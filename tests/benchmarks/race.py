@@ -222,9 +222,11 @@ def median_s(runs: dict[int, Recorded]) -> float:
 def judged(
     rule: Callable[[Teams, float], Raced], studies: list[Teams], horizon_s: float
 ) -> tuple[int, int, float, float]:
-    """Return in how many studies the best setting remains, in how many the winner's median lies
-    within the range of the best setting, the largest ratio of their medians, and the mean share of
-    the grid's cost.
+    """Return how good a rule is over the studies.
+
+    Returns: the number of studies in which the best setting remains; the number in which the
+    winner's median lies within the range of the best setting; the largest ratio of their medians;
+    the mean share of the grid's cost.
     """
     remains, inside, ratios, costs = 0, 0, [], []
     for teams in studies:

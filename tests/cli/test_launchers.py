@@ -249,7 +249,7 @@ def test_slurm_receives_the_parameters_and_one_array(
 
 @pytest.mark.slow
 def test_a_requeued_job_resumes_from_its_checkpoint(workplace: Path) -> None:
-    """submitit's executor for one machine requeues as Slurm does before its time limit."""
+    """The executor of submitit for one machine requeues before its time limit, as Slurm does."""
     grid = ["sync=bsp", *TINY, "stop.epochs=200", "run.checkpoint_s=20"]
     whole = ["sweep", *grid, "run.dir=whole", "-q"]
     assert main(whole) == 0
