@@ -62,25 +62,19 @@ def compare(
     folder, or here; with --target 0.9 it is report-target-0.9.html.
     """
     from ashl.report.compare import compare as compared
-    from ashl.report.leaderboard import ordering
-    from ashl.report.terminal import show
+    from ashl.report.compare import write_report
+    from ashl.report.tables import check_order, ordered, show
 
-    ordered = ordering(sort)
+    check_order(sort)
     asked = {"target": target, "hold": hold}
     beside = "-".join(f"{key}-{value:g}" for key, value in asked.items() if value is not None)
-    found = compared(
-        folders,
-        out=out,
-        target=target,
-        hold=hold,
-        baseline=baseline,
-        command=str(typed(ctx)),
-        beside=beside,
-    )
+    found = compared(folders, target=target, hold=hold, baseline=baseline)
+    kinds = ("svg", "pdf", "png")
+    report = write_report(found, out=out, command=str(typed(ctx)), beside=beside, kinds=kinds)
     show_left_out(found.board.left_out)
     screen = console()
-    show(screen, found.board, rows=ordered(found.board), top=top)
-    screen.print(found.places, soft_wrap=True, markup=False)
+    show(screen, found.board, rows=ordered(found.board, sort), top=top)
+    screen.print(f"report  {report}", soft_wrap=True, markup=False)
     return 0
 
 

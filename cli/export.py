@@ -56,13 +56,13 @@ def export(
         raise UsageError(
             "Parquet is no text for the terminal; name a file, as in --out runs.parquet."
         )
-    from ashl.report import flat
+    from ashl.report import export as exports
     from ashl.report.records import read
 
     study = read(folders)
-    batches, bad = flat.table(study, what)
+    batches, bad = exports.table(study, what)
     show_left_out((*study.left_out, *bad))
-    flat.write(batches, kind, out or sys.stdout)
+    exports.write(batches, kind, out or sys.stdout)
     return 0
 
 

@@ -131,11 +131,10 @@ def _ranked(
     known: Collection[str], folders: Sequence[Path]
 ) -> dict[str, dict[tuple[str, str], str]]:
     """Return for each folder of runs the rank of each option, by group and option."""
-    from ashl.report.leaderboard import rank
-    from ashl.report.places import places
+    from ashl.report.leaderboard import option_ranks, rank
     from ashl.report.records import read
 
-    return {folder.resolve().name: places(rank(read([folder])), known) for folder in folders}
+    return {folder.resolve().name: option_ranks(rank(read([folder])), known) for folder in folders}
 
 
 def _compared(known: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, str], list[str]]:

@@ -7,7 +7,7 @@ import yaml
 
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import read
-from ashl.report.replicates import settings_of
+from ashl.report.settings import settings_of
 from tests.run_folders import write_run, write_sweep
 
 

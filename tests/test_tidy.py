@@ -75,7 +75,8 @@ HOMES = {
     "submitit": ("ashl/study/jobs.py",),
     "mlflow": ("ashl/tracking/mlflow.py", "ashl/tracking/mlflow_study.py"),
     "torchvision": ("ashl/data/vision.py",),
-    "jinja2": ("ashl/export/",),
+    "jinja2": ("ashl/export/", "ashl/report/page.py"),
+    "matplotlib": ("ashl/report/figures.py", "ashl/data/glyphs.py"),
     "torch.distributed": (
         "ashl/runtime/",
         "ashl/run/",

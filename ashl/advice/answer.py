@@ -23,12 +23,10 @@ from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
-from ashl.report.compare import REPORT, Comparison, rewrite
-from ashl.report.leaderboard import Leaderboard, Row
+from ashl.report.answer import Answer, Said, SaidTable, answer, interval, standing, unsure
+from ashl.report.compare import REPORT, Comparison, write_report
+from ashl.report.leaderboard import KINDS, Leaderboard, Row
 from ashl.report.measure import Target, describe
-from ashl.report.page import Said, SaidTable
-from ashl.report.phrases import Answer, answer, interval, standing, unsure
-from ashl.report.shares import KINDS, parts_of
 from ashl.study.grid import checked
 from ashl.tracking.console import megabytes, number, percent, seconds
 from ashl.tracking.deadline import Deadline
@@ -269,7 +267,7 @@ def answered(
     flips = flipped(field, board, lambda: deadline.left_s < max(LEAST_S, deadline.budget_s / 20))
     notes = [*notes_of(scale), *dropped_notes(field.candidates), *known.notes(field)]
     words, sure = in_words(board, known, notes), board.second.probability if board.second else None
-    up, down = (None if mb is None else 1e6 * mb for mb in (first.mb_up, first.mb_down))
+    up, down = (first.means.get(key) for key in ("bytes_up", "bytes_down"))
     value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"
     lines = [("flips", text) for text, _ in flips]
     lines += [("", "if learning needs the same number of steps there as here")] if flips else []
@@ -338,7 +336,7 @@ def flipped(
 
 
 def row_record(row: Row) -> dict[str, Any]:
-    run, against, shares = row.runs[0], row.against, parts_of(row)
+    run, against, shares = row.runs[0], row.against, row.time_shares
     return {
         "name": run.label,
         "optimizer.lr": run.config.get("optimizer.lr"),
@@ -347,7 +345,7 @@ def row_record(row: Row) -> dict[str, Any]:
         "against_baseline": (
             against and {"mean": against.middle, "low": against.low, "high": against.high}
         ),
-        "steps_per_s": row.steps_per_s,
+        "steps_per_s": row.means.get("steps_per_s"),
         "shares": (
             {kind: fmean(worker[kind] for worker in shares) for kind in KINDS} if shares else None
         ),
@@ -404,8 +402,8 @@ def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
     far = f"; {nearest.label} came closest"
     if nearest.best is not None:
         far += f", with {percent(nearest.best)}"
-    elif nearest.loss is not None:
-        far += f", with a training loss of {nearest.loss:.3g}"
+    elif (loss := nearest.means.get("final.train_loss")) is not None:
+        far += f", with a training loss of {loss:.3g}"
     return (
         f"no candidate reached {what} in {seconds(deadline.spent_s)} on this machine{far}; lower"
         " the target, allow longer runs (stop.epochs), or increase --budget: the same command"
@@ -416,7 +414,8 @@ def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
 def report(folder: Path, command: str, field: Field, found: Comparison, result: Answered) -> None:
     """Write the report with everything that the terminal prints, `--explain` included."""
     tables = (time_table(result.board), *field_tables(field))
-    rewrite(found, folder, command, Said(result.words, result.lines, tables))
+    said = Said(result.words, result.lines, tables)
+    write_report(found, folder=folder, command=command, said=said)
 
 
 def show(console: Console, field: Field, result: Answered, folder: Path, *, explain: bool) -> None:
@@ -441,12 +440,12 @@ def time_table(board: Leaderboard) -> SaidTable:
     """Return how the workers' time splits up, for each candidate of the last round."""
     rows = list[tuple[str, ...]]()
     for row in board.rows:
-        shares = parts_of(row)
+        shares = row.time_shares
         cells = [
             percent(fmean(worker[kind] for worker in shares), 0) if shares else "-"
             for kind in KINDS[:-1]
         ]
-        rows.append((row.label, board.measure.text(row.spread.middle, row.bound), *cells))
+        rows.append((row.label, board.measure.text(row.spread.middle, row.spread.bound), *cells))
     return SaidTable(
         "Where time goes", ("candidate", board.measure.title, *KINDS[:-1]), tuple(rows)
     )

@@ -367,12 +367,12 @@ def compared(place: Place) -> tuple[Comparison | None, Target | None]:
     outcomes = list[tuple[Comparison, Target | None]]()
     for folder in (place.folder, place.folder / TUNING):
         with suppress(UsageError):
-            found, target = compare([folder], command=str(place.command)), None
+            found, target = compare([folder]), None
             if found.board.target is not None and not math.isfinite(
                 found.board.ranked[0].spread.middle
             ):
                 found, target = (
-                    compare([folder], command=str(place.command), own_target=False),
+                    compare([folder], own_target=False),
                     found.board.target,
                 )
             outcomes.append((found, target))

@@ -15,8 +15,8 @@ from ashl.advice.candidates import Candidate
 from ashl.config.workers import LISTS, repeated
 from ashl.errors import AshlError
 from ashl.planning.compile_plan import compile_plan
-from ashl.report.crossover import Axis, Cell, Terrain, flip
 from ashl.report.measure import Measure
+from ashl.report.sensitivity import Axis, Cell, Terrain, flip
 
 # Lists of a measured cluster with one entry per worker; the last three are written by
 # `ashl profile`.

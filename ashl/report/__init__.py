@@ -1,7 +1,8 @@
 """Compare finished runs: read run folders, rank settings, and show the result.
 
-Data flow: `records` reads run folders into a `Study`; `replicates` groups its runs into settings;
-`leaderboard` ranks the settings by a `measure`; `phrases` puts the result into sentences;
-`terminal` prints it, `page` writes `report.html`, `flat` makes tables. It reads run folders only,
-so that it works without MLflow.
+Data flow: `records` reads run folders into a `Study`; `settings` groups its runs; `leaderboard`
+ranks the settings by a `measure` with `statistics`; `answer` puts the result into sentences, and
+`sensitivity` finds where the winner changes; `tables` prints it, `figures` and `page` write
+`report.html`, `export` makes tables of records. It reads run folders only, so that it works without
+MLflow.
 """

@@ -1,6 +1,4 @@
-"""Read folders, rank their runs and write the report, for `ashl compare` and the end of `ashl
-sweep`.
-"""
+"""Compare runs and write the report, for `ashl compare` and the end of `ashl sweep`."""
 
 import os
 import re
@@ -8,67 +6,84 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ashl.errors import AshlError
-from ashl.report import pdf
 from ashl.report.leaderboard import Leaderboard, rank
-from ashl.report.page import Figure, Said, booktabs, figures, leaderboard, page
 from ashl.report.records import Study, read
+
+if TYPE_CHECKING:
+    from ashl.report.answer import Said
 
 REPORT = "report.html"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison: what was read, the leaderboard, the figures, and the path of the report.
-
-    `lacks` is a sentence on figures that could not be written; "" if there is none.
-    """
+    """A comparison: what was read, and the leaderboard."""
 
     study: Study
     board: Leaderboard
-    figures: list[Figure]
-    report: Path
-    lacks: str = ""
-
-    @property
-    def places(self) -> str:
-        """Return the lines that name the report's path and the figures that are missing."""
-        return f"report  {self.report}" + (f"\nfigures {self.lacks}" if self.lacks else "")
 
 
 def compare(
     paths: Sequence[Path],
     *,
-    out: Path | None = None,
     target: float | None = None,
     hold: int | None = None,
     baseline: str | None = None,
-    command: str = "",
     own_target: bool = True,
-    beside: str = "",
 ) -> Comparison:
-    """Read the folders, rank their runs, and write the report.
+    """Read the folders and rank their runs.
 
-    The report goes to `out`, or into the sweep's folder, together with `leaderboard.md`,
-    `leaderboard.tex` and the figures as SVG and PDF.
-
-    Args: own_target=False ignores the target of the runs themselves; beside is a word for the file
-    names, so that the files of another target do not replace the sweep's own.
+    Args: own_target=False ignores the target of the runs themselves.
     Raises: UsageError for folders without a run, runs with different targets, and an unknown
-    baseline; AshlError if the report cannot be written.
+    baseline.
     """
     study = read(paths)
     board = rank(study, target=target, hold=hold, baseline=baseline, own_target=own_target)
-    report = out or marked((study.folder or Path()) / REPORT, beside)
+    return Comparison(study, board)
+
+
+def write_report(
+    found: Comparison,
+    *,
+    out: Path | None = None,
+    folder: Path | None = None,
+    command: str = "",
+    beside: str = "",
+    said: "Said | None" = None,
+    kinds: Sequence[str] = ("svg",),
+) -> Path:
+    """Write the report to `out`, or into the folder of the sweep, or here.
+
+    Without `out`, a sweep's folder also gets `leaderboard.md`, `leaderboard.tex` and files of each
+    figure.
+
+    Args: folder stands for the sweep's folder; command is the typed command; beside is a word for
+    the file names, so that the files of another target do not replace the sweep's own; said is a
+    command's own answer; kinds are those of the figures' files: svg, pdf, png.
+    Raises: AshlError if a file cannot be written.
+    """
+    from ashl.report.figures import figures
+    from ashl.report.page import page
+    from ashl.report.tables import booktabs, markdown
+
+    study, board, folder = found.study, found.board, folder or found.study.folder
+    report = out or marked((folder or Path()) / REPORT, beside)
     drawn = figures(board)
-    write(report, page(study, board, drawn, command, report.parent))
-    lacks = ""
-    if study.folder and out is None:
-        write(marked(study.folder / "leaderboard.md", beside), leaderboard(board))
-        write(marked(study.folder / "leaderboard.tex", beside), booktabs(board))
-        lacks = _save(drawn, marked(study.folder / "figures", beside))
-    return Comparison(study, board, drawn, report, lacks)
+    write(report, page(study, board, drawn, command, report.parent, said))
+    if folder and out is None:
+        answered = said.answer if said else None
+        write(marked(folder / "leaderboard.md", beside), markdown(board, answered))
+        write(marked(folder / "leaderboard.tex", beside), booktabs(board))
+        place = marked(folder / "figures", beside)
+        place.mkdir(exist_ok=True)
+        for figure in drawn:
+            stem = "-".join(re.findall("[a-z]+", figure.title.lower()))
+            for kind in kinds:
+                write(place / f"{stem}.{kind}", figure.saved(kind))
+    return report
 
 
 def marked(file: Path, word: str) -> Path:
@@ -78,30 +93,6 @@ def marked(file: Path, word: str) -> Path:
     ('report-target-0.9.html', 'figures')
     """
     return file.with_name(f"{file.stem}-{word}{file.suffix}") if word else file
-
-
-def rewrite(found: Comparison, folder: Path, command: str, said: Said) -> None:
-    """Write the report again into a folder, with a command's own answer, lines and tables.
-
-    Raises: AshlError if it cannot be written.
-    """
-    write(folder / REPORT, page(found.study, found.board, found.figures, command, folder, said))
-    write(folder / "leaderboard.md", leaderboard(found.board, said.answer))
-
-
-def _save(drawn: Sequence[Figure], folder: Path) -> str:
-    """Write each figure as SVG and, if the library is installed, as PDF.
-
-    Returns: a sentence on how to install the library; "" if it is installed.
-    """
-    folder.mkdir(exist_ok=True)
-    lacks = pdf.lacks() if drawn else ""
-    for figure in drawn:
-        file = folder / "-".join(re.findall("[a-z]+", figure.title.lower()))
-        write(file.with_suffix(".svg"), figure.svg)
-        if not lacks:
-            write(file.with_suffix(".pdf"), pdf.made_of(figure.svg))
-    return lacks
 
 
 def write(file: Path, content: str | bytes) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from statistics import fmean, median, stdev
-from typing import Any
+from functools import cached_property
+from statistics import fmean
 
 from ashl.config.override import command_text
 from ashl.errors import UsageError
@@ -18,27 +17,26 @@ from ashl.report.measure import (
     at_equal_time,
     best_that_all_reach,
     describe,
-    kinds_of_time,
     measurable,
     own_target,
     reached_at,
     target_of,
     time_to,
 )
-from ashl.report.records import LeftOut, Run, Study
-from ashl.report.replicates import Replicates, common_to, label, settings_of
-from ashl.report.stats import Effect, Key, Spread, spread
+from ashl.report.records import LeftOut, Run, Study, leaves
+from ashl.report.settings import Setting, common_to, label, label_named, settings_of, usual_baseline
+from ashl.report.statistics import LEVEL, Effect, Key, Spread, effect, holm, spread
 from ashl.tracking.console import percent
 
 # Keys of the environment, as are `cluster.*`: settings compete within an environment.
 ENVIRONMENT = ("cluster", "dataset", "model")
-MAX_NAMED = 8  # settings that an error message lists
 LATE = 0.05  # Settings whose runs were slower than declared by more than this share are not ranked.
+KINDS = ("compute", "compress", "push", "pull", "wait", "down")  # of a worker's time
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One setting of the leaderboard; means are over its seeds.
+    """One setting of the leaderboard.
 
     `environment` is the cluster, data set and model, if the study varies them. `label` names
     everything else, which is what competes. `against` is the effect relative to the baseline.
@@ -46,41 +44,15 @@ class Row:
 
     label: str
     environment: str
-    setting: Replicates
+    setting: Setting
     order: int  # position in the grid, as written
     values: Mapping[Key, float]  # the measure's value by seed
+    ends: Mapping[Key, float]  # seconds for which runs that did not reach the target were observed
     spread: Spread
-    is_baseline: bool
-    against: Effect | None
-    accuracy: tuple[float, float] | None  # final mean and standard deviation
-    best: float | None
-    # The metric of a task without accuracy: name, final mean and standard deviation.
-    metric: tuple[str, float, float] | None
-    loss: float | None
-    steps_per_s: float | None
-    wait_share: float | None
-    hidden: float | None  # share of communication time that computation hides; None without overlap
-    # steps/s divided by those planned without failures; None unless a worker of some run failed
-    goodput: float | None
-    mb_up: float | None
-    mb_down: float | None
-    consensus: float | None  # distance of the workers' models from their mean, if each has its own
-    # Largest share by which a run was slower than the cluster declares; None if at most `LATE`.
-    late: float | None
-    measures: Mapping[str, float]  # final values of what the runs measured themselves
-
-    @property
-    def bound(self) -> float | None:
-        """Lower bound of the median time to the target, if a race stopped runs before they
-        reached it.
-        """
-        runs = self.setting.by_seed()
-        if not any(run.dropped for run in runs.values()):
-            return None
-        ends = {
-            key: runs[key].summary.get("time_s") or 0.0 for key in self.values if runs[key].dropped
-        }
-        return median(min(value, ends.get(key, math.inf)) for key, value in self.values.items())
+    means: Mapping[str, float]  # means over seeds of the values of the summaries, by dotted key
+    deviations: Mapping[str, float]  # their standard deviations; 0 for one seed
+    is_baseline: bool = False
+    against: Effect | None = None
 
     @property
     def reached(self) -> int:
@@ -89,6 +61,37 @@ class Row:
     @property
     def runs(self) -> tuple[Run, ...]:
         return tuple(self.setting.by_seed().values())
+
+    @property
+    def best(self) -> float | None:
+        return self.means.get("best.test_accuracy")
+
+    @property
+    def late(self) -> float | None:
+        """The share by which the slowest run was slower than declared; None if at most `LATE`."""
+        paces = [(run.summary.get("pace") or {}).get("slower_by") or 0.0 for run in self.runs]
+        return max(paces) if max(paces) > LATE else None
+
+    @property
+    def time_shares(self) -> list[dict[str, float]]:
+        """The share of each kind of time by worker, as a mean over the seeds."""
+        spent = [
+            [{kind: worker.get(f"{kind}_s") or 0.0 for kind in KINDS} for worker in workers]
+            for run in self.runs
+            if (workers := run.summary.get("workers")) and run.summary.get("time_s")
+        ]
+        times = [run.summary["time_s"] for run in self.runs if run.summary.get("workers")]
+        # Measured parts may add up to a little more than the run's time.
+        return [
+            {
+                kind: fmean(
+                    worker[kind] / max(time_s, sum(worker.values()))
+                    for worker, time_s in zip(same, times, strict=True)
+                )
+                for kind in KINDS
+            }
+            for same in zip(*spent, strict=False)
+        ]
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,7 @@ class Leaderboard:
 
     @property
     def ranked(self) -> tuple[Row, ...]:
-        """The rows that are ranked: those whose runs kept the declared speed, or all if none
-        did.
-        """
+        """The rows whose runs kept the declared speed, or all rows if none did."""
         return tuple(row for row in self.rows if row.late is None) or self.rows
 
     def rank(self, row: Row) -> str:
@@ -120,12 +121,12 @@ class Leaderboard:
         found = [other for other in self.ranked if other.environment == row.environment]
         return str(found.index(row) + 1) if row in found else "-"
 
-    @property
+    @cached_property
     def environments(self) -> tuple[Leaderboard, ...]:
         """The leaderboard of each environment."""
         names = dict.fromkeys(row.environment for row in self.rows)
         return tuple(
-            replace(self, rows=tuple(r for r in self.rows if r.environment == name))
+            replace(self, rows=tuple(row for row in self.rows if row.environment == name))
             for name in names
         )
 
@@ -133,20 +134,44 @@ class Leaderboard:
     def baseline(self) -> Row | None:
         return next((row for row in self.rows if row.is_baseline), None)
 
-    @property
-    def second(self) -> Effect | None:
-        """The effect of the first relative to the second; None without a second or a common
-        seed.
+    @cached_property
+    def against_others(self) -> tuple[tuple[Row, Effect | None, float], ...]:
+        """The effect of the first row relative to each other ranked one, and its adjusted p-value.
+
+        The p-values are adjusted by Holm's method over all pairs of settings, because the first row
+        was chosen by the same runs. A pair without a common seed has a p-value of 1.
         """
-        if len(self.ranked) < 2:
-            return None
-        return self.measure.effect(self.ranked[0].values, self.ranked[1].values)
+        first, *others = self.ranked
+        effects = [effect_of(self.measure, first, other) for other in others]
+        chances = [found.chance if found and found.better else 1.0 for found in effects]
+        adjusted = holm(chances, math.comb(len(self.ranked), 2))
+        return tuple(zip(others, effects, adjusted, strict=True))
 
     @property
-    def resolution_s(self) -> float | None:
-        """Resolution of the winner's time to target: mean seconds between the two evaluations
-        around it.
+    def second(self) -> Effect | None:
+        """The effect of the first relative to the second; None without a common seed."""
+        return self.against_others[0][1] if len(self.ranked) > 1 else None
+
+    @cached_property
+    def indistinguishable(self) -> tuple[Row, ...]:
+        """The rows that may be as good as the first, at a level of 5 % for all of them together.
+
+        They include rows whose difference is below the time between two evaluations.
         """
+        return tuple(
+            row
+            for row, _, chance in self.against_others
+            if chance > 1 - LEVEL or self.too_close(row)
+        )
+
+    def too_close(self, row: Row) -> bool:
+        """Return True if a row differs from the first by less than the time between evaluations."""
+        gap_s = abs(row.spread.middle - self.ranked[0].spread.middle)
+        return self.resolution_s is not None and gap_s < self.resolution_s
+
+    @cached_property
+    def resolution_s(self) -> float | None:
+        """Mean seconds between the two evaluations around the winner's time to target."""
         if self.target is None:
             return None
         found = [reached_at(run, self.target) for run in measurable(self.rows[0].runs)[0]]
@@ -154,18 +179,10 @@ class Leaderboard:
         return fmean(gaps) if gaps else None
 
 
-# Sort keys of `--sort`: the smallest value comes first.
-SORTS: dict[str, Callable[[Row], float | None]] = {
-    "setting": lambda row: 0.0,
-    "accuracy": lambda row: -row.accuracy[0] if row.accuracy else None,
-    "best": lambda row: None if row.best is None else -row.best,
-    "loss": lambda row: row.loss,
-    "steps": lambda row: None if row.steps_per_s is None else -row.steps_per_s,
-    "wait": lambda row: row.wait_share,
-    "goodput": lambda row: None if row.goodput is None else -row.goodput,
-    "up": lambda row: row.mb_up,
-    "down": lambda row: row.mb_down,
-}
+def effect_of(measure: Measure, own: Row, base: Row) -> Effect | None:
+    """Return the effect of one row relative to another; None without a common seed."""
+    known = {"ratio": measure.ratio, "lower_is_better": measure.lower_is_better}
+    return effect(own.values, base.values, **known, ends=(own.ends, base.ends))
 
 
 def rank(
@@ -187,95 +204,104 @@ def rank(
     """
     axes, settings = settings_of(study)
     counted = [run for setting in settings for run in setting.by_seed().values()]
-    badly = tuple(_ended(run) for setting in settings for run in setting.runs if not good(run))
+    badly = tuple(_ended(run) for run in study.runs if not good(run))
     if not counted:
         raise UsageError(f"no run has finished; the first: {badly[0].name}: {badly[0].reason}.")
     asked = target_of(counted, target, hold) if own_target else None
     recomputed = target is not None or hold is not None
-    left_out = study.left_out
+    left_out, notes = study.left_out, list[str]()
     if asked is None or recomputed:
         counted, unreadable = measurable(counted)
         left_out += tuple(unreadable)
         if not counted:
-            where = unreadable[0]
-            raise UsageError(
-                f"There are no evaluations to compare; the first: {where.name}: {where.reason}."
-            )
-    usable, own = set(counted), None
+            where = f"{unreadable[0].name}: {unreadable[0].reason}"
+            raise UsageError(f"There are no evaluations to compare; the first: {where}.")
     if asked is None:
-        own = best_that_all_reach(
-            [[run for run in s.by_seed().values() if run in usable] for s in settings]
-        )
-        asked, recomputed = (own[0], True) if own else (None, False)
+        usable = [[run for run in s.by_seed().values() if run in counted] for s in settings]
+        if own := best_that_all_reach(usable):
+            (asked, behind), recomputed = own, True
+            notes += [_target_note(study, asked, behind)] if own_target else []
     measure = time_to(asked, recomputed) if asked else at_equal_time(counted)
-    values = {
-        s: {k: measure.value(run) for k, run in s.by_seed().items() if run in usable}
-        for s in settings
-    }
-    settings = tuple(setting for setting in settings if values[setting])
-    rows = _rows(axes, settings, values, measure, baseline)
-    target_note = _target_note(study, *own) if own and own_target else []
-    notes = (
-        *target_note,
+    rows = _with_baseline(_rows(axes, settings, set(counted), measure), measure, baseline)
+    notes += [
         *_race_note(study),
         *_clock_note(counted),
         *_stopped_note(counted, None if target is None else asked),
         *_pace_note(rows),
-    )
-    notes += tuple(uncontended_link_note.note_comparison(run.config for run in counted))
-    return Leaderboard(
-        measure, asked, axes, rows, notes, left_out, badly, study.dropped, common_to(study)
-    )
+        *uncontended_link_note.note_comparison(run.config for run in counted),
+    ]
+    facts = (left_out, badly, study.dropped, common_to(study))
+    return Leaderboard(measure, asked, axes, rows, tuple(notes), *facts)
 
 
 def _rows(
-    axes: Sequence[str],
-    settings: Sequence[Replicates],
-    values: Mapping[Replicates, Mapping[Key, float]],
-    measure: Measure,
-    baseline: str | None,
-) -> tuple[Row, ...]:
-    """Return the rows, each setting compared with the baseline of its own environment."""
+    axes: Sequence[str], settings: Sequence[Setting], counted: set[Run], measure: Measure
+) -> list[Row]:
+    """Return a row for each setting with a value, in the order of the grid."""
+    from pandas import DataFrame, to_numeric
+
     around = [axis for axis in axes if axis in ENVIRONMENT or axis.startswith("cluster.")]
     if len(around) == len(axes):
         around = []  # only environments vary: then they are compared
-    parts = {setting: _parts(setting, around) for setting in settings}
-    # Lines of a grid that name no environment get one of their own.
-    if len({environment for environment, _ in parts.values()}) > 1:
-        parts = {
-            setting: (environment or "elsewhere", name)
-            for setting, (environment, name) in parts.items()
-        }
-    ranked = sorted(settings, key=lambda s: (late(s) is not None, *_order(measure, s, values[s])))
-    chosen = _baseline(
-        [s for s in ranked if parts[s][0] == parts[settings[0]][0]],
-        settings,
-        parts,
-        values,
-        baseline,
-    )
-    bases = {parts[s][0]: s for s in settings if parts[s][1] == chosen}
-    places = list(dict.fromkeys(parts[s][0] for s in settings))
+    runs = {s: {key: r for key, r in s.by_seed().items() if r in counted} for s in settings}
+    runs = {setting: by_seed for setting, by_seed in runs.items() if by_seed}
+    records = [dict(leaves(run.summary)) for s in runs for run in s.by_seed().values()]
+    summaries = DataFrame(records).apply(to_numeric, errors="coerce")
+    groups = summaries.groupby([index for index, s in enumerate(runs) for _ in s.by_seed()])
+    means, deviations = groups.mean(), groups.std(ddof=1).fillna(0.0)
     rows = []
-    for setting in sorted(ranked, key=lambda s: places.index(parts[s][0])):
-        environment, name = parts[setting]
-        base = bases.get(environment)
-        against = None if base in (None, setting) else measure.effect(values[setting], values[base])
-        head = {
-            "label": name,
-            "environment": environment,
-            "setting": setting,
-            "order": settings.index(setting),
-        }
-        alone = len(settings) == 1
-        rows.append(_row(head, values[setting], setting is base and not alone, against))
+    for order, (setting, by_seed) in enumerate(runs.items()):
+        values = {key: measure.value(run) for key, run in by_seed.items()}
+        ends = {key: run.observed_s for key, run in by_seed.items() if measure.is_time}
+        there = {key: value for key, value in setting.axes.items() if key in around}
+        rows.append(
+            Row(
+                setting.name(around) or setting.label,
+                label(there),
+                setting,
+                order,
+                values,
+                ends,
+                spread([*values.values()], [ends.get(key, math.inf) for key in values]),
+                means.loc[order].dropna().to_dict(),
+                deviations.loc[order].to_dict(),
+            )
+        )
+    # Lines of a grid that name no environment get one of their own.
+    several = len({row.environment for row in rows}) > 1
+    return [replace(row, environment=row.environment or "elsewhere" * several) for row in rows]
+
+
+def _with_baseline(grid: Sequence[Row], measure: Measure, name: str | None) -> tuple[Row, ...]:
+    """Return the rows ranked by environment, each compared with the baseline of its environment.
+
+    The baseline is the requested one, else the grid's first BSP, preferably uncompressed. Without
+    BSP it is the slowest setting of the first environment that reached the target.
+    """
+
+    def order(row: Row) -> tuple[bool, float, float, float]:
+        best = row.best or 0.0
+        middle = measure.order(row.spread.middle)
+        return row.late is not None, middle, -row.reached / len(row.values), -best
+
+    ranked = sorted(grid, key=order)
+    place = usual_baseline([row.setting.runs[0].config for row in grid])
+    if name is not None:
+        chosen = label_named({row.label: row.setting.axes for row in grid}, name)
+    elif place is not None:
+        chosen = grid[place].label
+    else:
+        here = [row for row in ranked if row.environment == grid[0].environment]
+        chosen = ([row for row in here if row.reached] or here)[-1].label
+    bases = {row.environment: row for row in grid if row.label == chosen}
+    environments = list(dict.fromkeys(row.environment for row in grid))
+    rows = []
+    for row in sorted(ranked, key=lambda row: environments.index(row.environment)):
+        base = bases.get(row.environment)
+        against = None if base in (None, row) else effect_of(measure, row, base)
+        is_baseline = row is base and len(grid) > 1
+        rows.append(replace(row, is_baseline=is_baseline, against=against))
     return tuple(rows)
-
-
-def _parts(setting: Replicates, around: Sequence[str]) -> tuple[str, str]:
-    """Return the names of a setting's environment and of what competes in it."""
-    there = {key: value for key, value in setting.axes.items() if key in around}
-    return label(there), setting.name(around) or setting.label
 
 
 def good(run: Run) -> bool:
@@ -283,235 +309,85 @@ def good(run: Run) -> bool:
     return run.summary["status"] == "finished" or run.dropped
 
 
-def ordering(key: str | None) -> Callable[[Leaderboard], tuple[Row, ...]]:
-    """Return the function that sorts the rows of a leaderboard; None keeps their order.
-
-    Raises: UsageError for an unknown key.
-    """
-    if key is not None and key not in SORTS:
-        near = get_close_matches(key, SORTS, n=1)
-        raise UsageError(
-            f"--sort {key}: "
-            + (f"did you mean {near[0]}?" if near else f"there are {', '.join(SORTS)}.")
-        )
-    if key is None:
-        return lambda board: board.rows
-    if key == "setting":
-        return lambda board: tuple(sorted(board.rows, key=lambda row: row.label))
-    by = SORTS[key]
-    return lambda board: tuple(
-        sorted(board.rows, key=lambda row: math.inf if (found := by(row)) is None else found)
-    )
-
-
-def _order(
-    measure: Measure, setting: Replicates, values: Mapping[Key, float]
-) -> tuple[float, float, float]:
-    """Return the sort key of a setting: its median, the share that reached the target, the best
-    accuracy.
-    """
-    finite = [value for value in values.values() if math.isfinite(value)]
-    best = [(run.summary.get("best") or {}).get("test_accuracy") or 0.0 for run in setting.runs]
-    return (
-        measure.order(spread(list(values.values())).middle),
-        -len(finite) / len(values),
-        -fmean(best),
-    )
-
-
-def _baseline(
-    ranked: Sequence[Replicates],
-    grid: Sequence[Replicates],
-    parts: Mapping[Replicates, tuple[str, str]],
-    values: Mapping[Replicates, Mapping[Key, float]],
-    name: str | None,
-) -> str:
-    """Return the baseline's name: the requested one, else the grid's first BSP, preferably
-    uncompressed.
-
-    Without BSP it is the slowest setting of the first environment that reached the target.
-    """
-    if name is not None:
-        return named({parts[setting][1]: setting.axes for setting in grid}, name)
-    place = usual_baseline([setting.runs[0].config for setting in grid])
-    there = [s for s in ranked if any(map(math.isfinite, values[s].values()))]
-    return parts[(there or ranked)[-1] if place is None else grid[place]][1]
-
-
-def usual_baseline(grid: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the index of the setting that others are compared with if none is named.
-
-    It is the first BSP, without compression if there is one.
-
-    Args: grid has the options of each setting by group.
-
-    >>> usual_baseline([{"sync": "asp"}, {"sync": "bsp", "compression": "topk"}, {"sync": "bsp"}])
-    2
-    """
-    bsp = [
-        (options.get("compression", "none") != "none", place)
-        for place, options in enumerate(grid)
-        if options.get("sync") == "bsp" and options.get("schedule", "single") == "single"
-    ]
-    return min(bsp)[1] if bsp else None
-
-
-def named(settings: Mapping[str, Mapping[str, str]], name: str) -> str:
-    """Return the label that a name means: the label itself, or the only label that has these parts.
-
-    Raises: UsageError if no label or several match.
-    """
-    if name in settings:
-        return name
-    wanted = set(name.replace(",", " ").split())
-    found = []
-    for known, axes in settings.items():
-        written = {
-            f"{part}={value}"
-            for key, value in axes.items()
-            for part in (key, key.rpartition(".")[2])
-        }
-        if wanted <= {*known.split(), *axes.values(), *written}:
-            found.append(known)
-    if len(found) == 1:
-        return found[0]
-    labels = found or list(settings)
-    listed = "; ".join(labels[:MAX_NAMED]) + ("; ..." if len(labels) > MAX_NAMED else "")
-    problem = f"is the name of {len(found)} settings" if found else "is no setting"
-    raise UsageError(f'--baseline "{name}" {problem}; name one of: {listed}.')
-
-
-def _row(
-    head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool, against: Effect | None
-) -> Row:
-    runs = head["setting"].by_seed().values()
-    final = _known((run.summary.get("final") or {}).get("test_accuracy") for run in runs)
-
-    def mean(key: str, part: str | None = None) -> float | None:
-        found = _known(
-            (run.summary if part is None else run.summary.get(part) or {}).get(key) for run in runs
-        )
-        return fmean(found) if found else None
-
-    up, down = mean("bytes_up"), mean("bytes_down")
-    return Row(
-        **head,
-        values=values,
-        spread=spread(list(values.values())),
-        is_baseline=is_baseline,
-        against=against,
-        accuracy=(fmean(final), stdev(final) if len(final) > 1 else 0.0) if final else None,
-        best=mean("test_accuracy", "best"),
-        metric=_metric(runs),
-        loss=mean("train_loss", "final"),
-        steps_per_s=mean("steps_per_s"),
-        wait_share=mean("wait_share"),
-        hidden=mean("comm_hidden_share"),
-        goodput=mean("goodput") if any(run.summary.get("failed_workers") for run in runs) else None,
-        mb_up=None if up is None else up / 1e6,
-        mb_down=None if down is None else down / 1e6,
-        consensus=mean("consensus_distance", "final"),
-        late=late(head["setting"]),
-        measures=_measures(runs),
-    )
-
-
-def _metric(runs: Iterable[Run]) -> tuple[str, float, float] | None:
-    names = {run.metric[0] if run.metric else "" for run in runs}
-    found = _known((run.summary.get("final") or {}).get("test_metric") for run in runs)
-    if len(names) > 1 or names == {""} or not found:
-        return None
-    return names.pop(), fmean(found), stdev(found) if len(found) > 1 else 0.0
-
-
-def _measures(runs: Iterable[Run]) -> dict[str, float]:
-    """Return the mean of each measure over the runs that have it."""
-    found: dict[str, list[float]] = {}
-    for run in runs:
-        for name, values in (run.summary.get("measures") or {}).items():
-            found.setdefault(name, []).extend(_known([values.get("last")]))
-    return {name: fmean(values) for name, values in found.items() if values}
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
 def _ended(run: Run) -> LeftOut:
     reason = " ".join(str(run.summary.get("exit_reason") or "").split())
-    return LeftOut(str(run.folder), f"{run.summary['status']}" + (f": {reason}" if reason else ""))
+    return LeftOut(str(run.folder), run.summary["status"] + (f": {reason}" if reason else ""))
 
 
-def late(setting: Replicates) -> float | None:
-    """Return by which share the slowest run was slower than declared; None if at most `LATE`."""
-    worst = max(
-        (run.summary.get("pace") or {}).get("slower_by") or 0.0
-        for run in setting.by_seed().values()
-    )
-    return worst if worst > LATE else None
+def _pace_note(rows: Sequence[Row]) -> Iterable[str]:
+    slow = [row.late for row in rows if row.late is not None]
+    if slow:
+        effect = "they show what this machine could do, not that cluster"
+        yield (
+            f"{len(slow)} of {len(rows)} settings did not keep the declared pace (up to"
+            f" {percent(max(slow), 0)} slower):"
+            f" {'they are not ranked' if len(slow) < len(rows) else effect}."
+        )
 
 
-def _pace_note(rows: Sequence[Row]) -> list[str]:
-    slow = [row for row in rows if row.late is not None]
-    if not slow:
-        return []
-    worst = percent(max(row.late or 0.0 for row in slow), 0)
-    effect = (
-        "they are not ranked"
-        if len(slow) < len(rows)
-        else "they show what this machine could do, not that cluster"
-    )
-    return [
-        f"{len(slow)} of {len(rows)} settings did not keep the declared pace (up to {worst}"
-        f" slower): {effect}."
-    ]
-
-
-def _target_note(study: Study, target: Target, behind: int) -> list[str]:
+def _target_note(study: Study, target: Target, behind: int) -> str:
     most = f"all but {behind} of the settings reach" if behind else "all reach"
     other = ("--target", f"{target.accuracy:g}")
     another = command_text("compare", study.folder, *other) if study.folder else " ".join(other)
-    return [
-        f"These runs had no target: this one is the best that {most}; for another one: {another}"
-    ]
+    return f"These runs had no target: this one is the best that {most}; for another one: {another}"
 
 
-def _race_note(study: Study) -> list[str]:
-    if not study.dropped:
-        return []
-    last = study.dropped[-1]
-    return [
-        f"Racing dropped {len(study.dropped)} runs on the way, the last of them {last.name}:"
-        f" {last.reason}."
-    ]
+def _race_note(study: Study) -> Iterable[str]:
+    if study.dropped:
+        last = f"{study.dropped[-1].name}: {study.dropped[-1].reason}"
+        yield f"Racing dropped {len(study.dropped)} runs on the way, the last of them {last}."
 
 
-def _clock_note(runs: Sequence[Run]) -> list[str]:
-    kinds = kinds_of_time(runs)
-    if len(kinds) == 1:
-        return []
-    counts = " and ".join(f"{count} with {kind} time" for kind, count in kinds.items())
-    return [
-        f"The runs have different clocks: {counts}. They are comparable only if the real runs"
-        " kept the declared pace."
-    ]
+def _clock_note(runs: Sequence[Run]) -> Iterable[str]:
+    kinds = [str(run.summary.get("time_kind") or "unknown") for run in runs]
+    if len(set(kinds)) > 1:
+        counts = " and ".join(
+            f"{kinds.count(kind)} with {kind} time" for kind in dict.fromkeys(kinds)
+        )
+        yield (
+            f"The runs have different clocks: {counts}. They are comparable only if the real runs"
+            " kept the declared pace."
+        )
 
 
-def _stopped_note(runs: Sequence[Run], asked: Target | None) -> list[str]:
-    """Return the note on runs that ended at an easier target of their own.
-
-    They had no chance to reach the requested one.
-    """
+def _stopped_note(runs: Sequence[Run], asked: Target | None) -> Iterable[str]:
+    """Yield the note on runs that ended at an easier target of their own."""
     if asked is None:
-        return []
+        return
     once = asked._replace(hold=1)
     ended = [run for run in runs if run.summary.get("time_to_target_s") is not None]
     early = [run for run in ended if math.isinf(reached_at(run, once)[0])]
-    if not early:
-        return []
-    own = describe(own_target(early[0]))
-    return [
-        f"{len(early)} of {len(runs)} runs ended at their own target ({own}, for example"
-        f" {early[0].name}), below {describe(once)}: they count as not reached, although their"
-        " settings might reach it."
-    ]
+    if early:
+        own = describe(own_target(early[0]))
+        yield (
+            f"{len(early)} of {len(runs)} runs ended at their own target ({own}, for example"
+            f" {early[0].name}), below {describe(once)}: they count as censored at their end."
+        )
+
+
+def option_ranks(board: Leaderboard, groups: Iterable[str]) -> dict[tuple[str, str], str]:
+    """Return the rank of the best setting with each (group, option), for example `2 of 12`.
+
+    Over several environments it is the best and the worst rank. An option that all settings of an
+    environment share has no rank there.
+    """
+    found: dict[tuple[str, str], list[tuple[float, int]]] = {}
+    for part in board.environments:
+        options = [
+            {(group, str(option)) for group in groups if (option := row.runs[0].config.get(group))}
+            for row in part.ranked
+        ]
+        for option in set.union(*options) - set.intersection(*options):
+            place = next(place for place, chosen in enumerate(options) if option in chosen)
+            reached = part.ranked[place].reached
+            found.setdefault(option, []).append((place + 1 if reached else math.inf, len(options)))
+    return {option: _rank_text(ranks) for option, ranks in found.items()}
+
+
+def _rank_text(ranks: Sequence[tuple[float, int]]) -> str:
+    places = sorted({place for place, _ in ranks})
+    words = ["not reached" if math.isinf(place) else f"{place:g}" for place in places]
+    comma = "," if words[-1] == "not reached" else ""
+    sizes = sorted({size for _, size in ranks})
+    ends = (" to ".join(dict.fromkeys((each[0], each[-1]))) for each in (words, [*map(str, sizes)]))
+    return f"{comma} of ".join(ends)

@@ -5,16 +5,16 @@ have reached.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.records import BrokenRecordError, LeftOut, Run
-from ashl.report.stats import Effect, Key, effect
 from ashl.tracking.console import number, percent, seconds
 
 # Settings whose accuracy is this far below the median do not decide which target all reach.
@@ -35,15 +35,19 @@ class Target(NamedTuple):
 
     def reached(self, row: Mapping[str, Any]) -> bool:
         """Return True if this evaluation reaches a bound."""
-        if at_least(row.get("test/acc"), self.accuracy) or at_least(
-            self.loss, row.get("train/loss")
-        ):
+        if at_least(row.get("test/acc"), self.accuracy):
+            return True
+        if at_least(self.loss, row.get("train/loss")):
             return True
         if self.metric is None:
             return False
         bound, name, higher = self.metric
         found = row.get(f"test/{name}")
         return at_least(found, bound) if higher else at_least(bound, found)
+
+
+def at_least(value: float | None, bound: float | None) -> bool:
+    return value is not None and bound is not None and value >= bound
 
 
 @dataclass(frozen=True)
@@ -67,15 +71,9 @@ class Measure:
         """Return a value as text; of a value that does not exist, its lower bound."""
         if value is None or math.isfinite(value):
             return "-" if value is None else self.show(value)
-        return (
-            f"> {self.show(bound)}"
-            if self.is_time and bound is not None and math.isfinite(bound)
-            else self.worst
-        )
-
-    def effect(self, own: Mapping[Key, float], base: Mapping[Key, float]) -> Effect | None:
-        """Return the effect of `own` relative to `base`, paired by seed."""
-        return effect(own, base, ratio=self.ratio, lower_is_better=self.lower_is_better)
+        if self.is_time and bound is not None and math.isfinite(bound):
+            return f"> {self.show(bound)}"
+        return self.worst
 
     def gain(self, own: float, base: float) -> float | None:
         """Return how much better one value is than another, as a quotient or a difference.
@@ -105,14 +103,13 @@ def target_of(runs: Sequence[Run], target: float | None, hold: int | None) -> Ta
         if len(metrics) == 1 and (own_metric := metrics.pop()):
             return Target(metric=(target, *own_metric), hold=hold or 1)
         if not 0 < target <= 1:
-            raise UsageError(
-                f"--target {target:g} is no accuracy; give a share, as in --target 0.9."
-            )
+            problem = "is no accuracy; give a share, as in --target 0.9."
+            raise UsageError(f"--target {target:g} {problem}")
         return Target(target, hold=hold or 1)
     own = {run: own_target(run)._replace(hold=hold or own_target(run).hold) for run in runs}
-    found = sorted(set(own.values()), key=str)
+    example = {target: run.name for run, target in reversed(own.items())}
+    found = sorted(example, key=str)
     if len(found) > 1:
-        example = {of: next(run.name for run in own if own[run] == of) for of in found}
         named = ", ".join(f"{describe(of)} ({example[of]})" for of in found[:4])
         raise UsageError(
             f"These runs have different targets: {named}; judge them all by one, as in --target"
@@ -128,16 +125,11 @@ def best_that_all_reach(settings: Sequence[Sequence[Run]]) -> tuple[Target, int]
     Returns: the target and the number of settings that are ignored: those with a diverged run and,
     of three or more, those that stay `BEHIND` the median. None if there are no accuracies.
     """
-    sound = [
-        runs
+    floors = [
+        min(max((row.get("test/acc") or 0.0 for row in run.metrics), default=0.0) for run in runs)
         for runs in settings
-        if runs and not any(r.dropped or r.summary["status"] == "diverged" for r in runs)
+        if runs and not any(run.dropped or run.summary["status"] == "diverged" for run in runs)
     ]
-    found = [
-        [max((row.get("test/acc") or 0.0 for row in run.metrics), default=0.0) for run in runs]
-        for runs in sound
-    ]
-    floors = [min(shares) for shares in found]
     if not any(floors):
         return None
     near = [floor for floor in floors if len(floors) < 3 or floor >= median(floors) - BEHIND]
@@ -148,14 +140,12 @@ def best_that_all_reach(settings: Sequence[Sequence[Run]]) -> tuple[Target, int]
 def own_target(run: Run) -> Target:
     accuracy, loss, bound = (run.summary.get(target) for target in TARGETS)
     metric = None if bound is None or run.metric is None else (bound, *run.metric)
-    if accuracy is None and bound is not None and metric is None:  # the task's metric is accuracy
+    if accuracy is None and metric is None:  # the task's metric is accuracy
         accuracy = bound
-    asked = any(found is not None for found in (accuracy, loss, metric))
-    return (
-        Target(accuracy, loss, metric, int(run.config.get("stop.target_consecutive_evals") or 1))
-        if asked
-        else Target()
-    )
+    if all(found is None for found in (accuracy, loss, metric)):
+        return Target()
+    hold = int(run.config.get("stop.target_consecutive_evals") or 1)
+    return Target(accuracy, loss, metric, hold)
 
 
 def describe(target: Target) -> str:
@@ -183,25 +173,6 @@ def reached_at(run: Run, target: Target) -> tuple[float, float]:
     return math.inf, before
 
 
-def at_least(value: float | None, bound: float | None) -> bool:
-    return value is not None and bound is not None and value >= bound
-
-
-def value_at(run: Run, key: str, time_s: float) -> float | None:
-    """Return a metric at a time, linear between the evaluations around it; None before the
-    first.
-    """
-    rows = [row for row in run.metrics if row.get(key) is not None]
-    after = bisect_right(rows, time_s, key=lambda row: row["time_s"])
-    if after == 0:
-        return None
-    here = rows[after - 1]
-    if after == len(rows) or here["time_s"] == time_s:
-        return here[key]
-    share = (time_s - here["time_s"]) / (rows[after]["time_s"] - here["time_s"])
-    return here[key] + share * (rows[after][key] - here[key])
-
-
 def time_to(target: Target, recomputed: bool) -> Measure:
     """Return the measure "time to target" in seconds on the experiment's clock.
 
@@ -214,17 +185,8 @@ def time_to(target: Target, recomputed: bool) -> Measure:
         time_s = run.summary.get("time_to_target_s")
         return math.inf if time_s is None else time_s
 
-    return Measure(
-        f"time to {describe(target)}",
-        "s",
-        True,
-        True,
-        value,
-        seconds,
-        "not reached",
-        "times as fast",
-        is_time=True,
-    )
+    words = ("not reached", "times as fast")
+    return Measure(f"time to {describe(target)}", "s", True, True, value, seconds, *words, True)
 
 
 def at_equal_time(runs: Sequence[Run]) -> Measure:
@@ -243,38 +205,24 @@ def at_equal_time(runs: Sequence[Run]) -> Measure:
     sound = [run for run in timed if run.summary["status"] != "diverged" and not run.dropped]
     time_s = min(run.metrics[-1]["time_s"] for run in sound or timed)
     own = timed[0].metric if len({run.metric for run in timed}) == 1 else None
-    titles = {"test/acc": "accuracy", "test/loss": "test loss", "train/loss": "training loss"}
-    if own is not None:
-        titles = {"test/acc": "accuracy", f"test/{own[0]}": own[0], **titles}
-    key = next(
-        (key for key in titles if any(r.get(key) is not None for r in timed[0].metrics)),
-        "test/loss",
-    )
-    accuracy, lower = (
-        key == "test/acc",
-        key != "test/acc" and not (own and own[1] and titles[key] == own[0]),
-    )
-    worst = math.inf if lower else -math.inf
+    titles = {"test/acc": "accuracy"} | ({f"test/{own[0]}": own[0]} if own else {})
+    titles |= {"test/loss": "test loss", "train/loss": "training loss"}
+    recorded = {key for row in timed[0].metrics for key in row if row[key] is not None}
+    key = next((key for key in titles if key in recorded), "test/loss")
+    accuracy = key == "test/acc"
+    higher = accuracy or bool(own and own[1] and key == f"test/{own[0]}")
 
     def value(run: Run) -> float:
-        found = None if run.summary["status"] == "diverged" else value_at(run, key, time_s)
-        return worst if found is None else found
+        rows = [row for row in run.metrics if row.get(key) is not None]
+        if run.summary["status"] == "diverged" or not rows or rows[0]["time_s"] > time_s:
+            return -math.inf if higher else math.inf
+        times, values = zip(*((row["time_s"], row[key]) for row in rows), strict=True)
+        return float(np.interp(time_s, times, values))
 
-    show, better = (
-        (percent, "points better")
-        if accuracy
-        else (number, "times lower" if lower else "times higher")
-    )
-    return Measure(
-        f"{titles[key]} after {seconds(time_s)}",
-        "",
-        lower,
-        not accuracy,
-        value,
-        show,
-        "none",
-        better,
-    )
+    title = f"{titles[key]} after {seconds(time_s)}"
+    better = "points better" if accuracy else "times higher" if higher else "times lower"
+    show = percent if accuracy else number
+    return Measure(title, "", not higher, not accuracy, value, show, "none", better)
 
 
 def measurable(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
@@ -287,11 +235,3 @@ def measurable(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
         except BrokenRecordError as error:
             bad.append(LeftOut(str(run.folder), str(error)))
     return good, bad
-
-
-def kinds_of_time(runs: Sequence[Run]) -> Mapping[str, int]:
-    found: dict[str, int] = {}
-    for run in runs:
-        kind = str(run.summary.get("time_kind") or "unknown")
-        found[kind] = found.get(kind, 0) + 1
-    return found

@@ -81,6 +81,12 @@ class Run:
         return self.summary["status"] in ("finished", "diverged") or reached or self.dropped
 
     @property
+    def observed_s(self) -> float:
+        """Seconds for which it was observed; infinite if it diverged, as it cannot go on."""
+        diverged = self.summary["status"] == "diverged"
+        return math.inf if diverged else self.summary.get("time_s") or 0.0
+
+    @property
     def metric(self) -> tuple[str, bool] | None:
         """The task's own metric and True if higher is better; None if it is an accuracy."""
         name, higher = self.summary.get("metric"), self.summary.get("higher_is_better")

@@ -28,7 +28,6 @@ from ashl.planning.compatibility import runs_in_lockstep, saves_one_round
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import Job, Parts, assemble
-from ashl.report.compare import REPORT, compare
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
@@ -151,7 +150,6 @@ def run(
         status, reason = run_status(monitor, failure)
         summary = summarise(monitor, parts.runtime.name, status, reason, pace)
         finish(monitor, summary, failure)
-        unwritten = write_report(run_dir) if status == "finished" else None
         link, unlogged = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not silent:
         outcome(console, summary, run_dir, link)
@@ -161,7 +159,6 @@ def run(
     warn(monitor.run_state.compression.warning)
     warn(untrusted_messages(monitor))
     warn(unlogged)
-    warn(None if silent else unwritten)
     if failure:
         raise failure
     if status == "diverged":
@@ -208,15 +205,6 @@ def resume_command(run_dir: Path, config: Mapping[str, Any]) -> str:
         [f"allow_targets=[{','.join(config['allow_targets'])}]"] if config["allow_targets"] else []
     )
     return shlex.join(["ashl", "train", "--resume", str(run_dir), *packages])
-
-
-def write_report(run_dir: Path) -> str | None:
-    """Write the report of a run as `ashl compare RUN` does; return a warning if that fails."""
-    try:
-        compare([run_dir], out=run_dir / REPORT)
-    except AshlError as error:
-        return f"{REPORT} is not written: {error}"
-    return None
 
 
 def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ashl.config.session import Session
 from ashl.errors import UsageError, parsed
-from ashl.report import flat, records
+from ashl.report import export, records
 from ashl.report.records import SWEEP, BrokenRecordError, LeftOut, Study
 from ashl.tracking import jsonl
 
@@ -147,8 +147,8 @@ class Runs(Sequence[Run]):
 
         `target` is an accuracy; None = the target of the runs, or the best that all of them reach.
         """
+        from ashl.report.answer import answer
         from ashl.report.leaderboard import rank
-        from ashl.report.phrases import answer
 
         found = answer(rank(self.study, target=target))
         return " ".join((found.headline, *found.sentences))
@@ -161,7 +161,7 @@ class Runs(Sequence[Run]):
     def _frame(self, what: str) -> "DataFrame":
         from pandas import DataFrame
 
-        batches, bad = flat.table(self.study, what)
+        batches, bad = export.table(self.study, what)
         if bad:
             named = "; ".join(f"{out.name} ({out.reason})" for out in bad)
             warnings.warn(f"left out {named}", stacklevel=3)

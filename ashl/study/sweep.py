@@ -21,10 +21,10 @@ from ashl.config.override import CommandLine, command_text, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.planning import uncontended_link_note
 from ashl.planning.compile_plan import prepare_plan
-from ashl.report import terminal
-from ashl.report.compare import Comparison, compare
-from ashl.report.leaderboard import named, usual_baseline
+from ashl.report import tables
+from ashl.report.compare import Comparison, compare, write_report
 from ashl.report.records import flat
+from ashl.report.settings import label_named, usual_baseline
 from ashl.run.host_time import Costs, host_s, measured_costs
 from ashl.run.train import RUNS, is_virtual
 from ashl.runtime.rank_checkpoint import list_checkpoints
@@ -205,7 +205,7 @@ def kept_in(grid: Grid, baseline: str | None) -> str:
     """
     labels = {label(setting, without="seed"): setting for setting in grid.settings}
     if baseline is not None:
-        return named({name: setting.axes for name, setting in labels.items()}, baseline)
+        return label_named({name: setting.axes for name, setting in labels.items()}, baseline)
     place = usual_baseline([setting.config["choices"] for setting in labels.values()])
     return "" if place is None else list(labels)[place]
 
@@ -217,12 +217,13 @@ def conclude(
     folder.
     """
     try:
-        found = compare([folder], command=str(command), baseline=baseline)
+        found = compare([folder], baseline=baseline)
     except UsageError as error:  # no run has finished
         console.print(str(error), soft_wrap=True, markup=False)
         return
-    terminal.show(console, found.board)
-    console.print(found.places, soft_wrap=True, markup=False)
+    report = write_report(found, command=str(command))
+    tables.show(console, found.board)
+    console.print(f"report  {report}", soft_wrap=True, markup=False)
     if line := winner(found, command):
         console.print(f"winner  {line}", soft_wrap=True, markup=False)
 

@@ -191,7 +191,8 @@ def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) ->
         console.print(_workers(summary, console.width))
     if link and link.startswith(ADDRESS):
         link = command_text("ui", run_dir)
-    for label, value in (("run folder", str(run_dir)), ("MLflow", link)):
+    report = command_text("compare", run_dir) if summary["status"] == "finished" else None
+    for label, value in (("run folder", str(run_dir)), ("report", report), ("MLflow", link)):
         if value:  # not wrapped, so that it can be copied or clicked
             console.print(Text.assemble((f"{label:<10}", "dim"), "  ", value), soft_wrap=True)
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from ashl.cli.app import main
-from ashl.report.leaderboard import rank
-from ashl.report.places import places
+from ashl.report.leaderboard import option_ranks, rank
 from ashl.report.records import read
 from tests.run_folders import write_sweep
 
@@ -13,7 +12,7 @@ GROUPS = ("sync", "cluster", "model")
 
 def of(folder: Path, *points: tuple[dict[str, str], float | None]) -> dict[tuple[str, str], str]:
     sweep = write_sweep(folder / "tried", [(axes | {"seed": "0"}, reach) for axes, reach in points])
-    return places(rank(read([sweep])), GROUPS)
+    return option_ranks(rank(read([sweep])), GROUPS)
 
 
 def test_an_option_has_the_place_of_the_best_setting_with_it(tmp_path) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ashl.report.leaderboard import ENVIRONMENT, Leaderboard, Row
+from ashl.report.leaderboard import ENVIRONMENT, Leaderboard, Row, effect_of
 from ashl.report.measure import Measure
 
 Point = tuple[int, ...]  # a position in the grid: an index on each axis
@@ -162,8 +162,7 @@ def _cell(rows: Mapping[str, Row], measure: Measure) -> Cell | None:
         return None
     sure = len(order) == 1
     if not sure:
-        first, second = (rows[name].values for name in order[:2])
-        found = measure.effect(first, second)
+        found = effect_of(measure, *(rows[name] for name in order[:2]))
         sure = found is not None and found.ahead
     return Cell(tuple((name, costs[name]) for name in order), sure)
 
@@ -328,3 +327,12 @@ def letters(names: Sequence[str]) -> dict[str, str]:
         name: chr(ord("A") + index) if index < 26 else str(index)
         for index, name in enumerate(names)
     }
+
+
+def lead(ground: Terrain, cell: Cell) -> str:
+    """Return the lead of the winner, as text for a cell of the map."""
+    if len(cell.ranking) < 2 or not math.isfinite(cell.ranking[1][1]):
+        return "alone"
+    if not ground.measure.ratio:
+        return f"+{100 * (cell.ranking[1][1] - cell.ranking[0][1]):.1f}"
+    return f"{ratio_of(ground.measure, cell):.2f}×"

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from ashl.errors import AshlError, UsageError
 from ashl.report.records import BrokenRecordError, LeftOut, Run, Study, leaves, written
-from ashl.report.replicates import settings_of
+from ashl.report.settings import settings_of
 from ashl.tracking import jsonl
 
 PLACES = ("run.dir", "name", "seed", "sweep")  # typed keys whose values are in other columns

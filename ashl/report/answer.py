@@ -1,0 +1,228 @@
+"""Put a leaderboard into sentences: winner, lead, certainty, and what would give certainty."""
+
+import math
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
+
+from ashl.report.leaderboard import Leaderboard, Row
+from ashl.report.measure import Measure
+from ashl.report.sensitivity import statement, terrain
+from ashl.report.statistics import LEVEL, MAX_SEEDS, Effect, Spread, seeds_needed
+from ashl.tracking.console import percent, seconds
+
+MAX_ENVIRONMENTS, MAX_NAMED = 8, 6
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A headline, and the sentences that qualify it."""
+
+    headline: str
+    sentences: tuple[str, ...]
+
+
+class SaidTable(NamedTuple):
+    """A table of text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Said(NamedTuple):
+    """A command's own answer, labelled lines and tables, shown with the leaderboard."""
+
+    answer: Answer
+    lines: tuple[tuple[str, str], ...] = ()
+    tables: tuple[SaidTable, ...] = ()
+
+
+def answer(board: Leaderboard) -> Answer:
+    """Return the answer of a leaderboard; of several environments, one for each."""
+    if ground := terrain(board):
+        first, *rest = statement(ground)
+        return Answer(first, (*rest, *board.notes))
+    parts = board.environments
+    if len(parts) == 1:
+        return _answer(board)
+    leaders = dict.fromkeys(part.rows[0].label for part in parts)
+    sentences = [
+        f"{part.rows[0].environment}: {_answer(replace(part, notes=())).headline}"
+        for part in parts[:MAX_ENVIRONMENTS]
+    ]
+    if len(parts) > MAX_ENVIRONMENTS:
+        sentences.append(f"{len(parts) - MAX_ENVIRONMENTS} more environments are in the table.")
+    headline = f"Over {len(parts)} environments, first is {' or '.join(leaders)}."
+    return Answer(headline, (*sentences, *board.notes))
+
+
+def _answer(board: Leaderboard) -> Answer:
+    board = replace(board, rows=board.ranked)
+    measure, first = board.measure, board.rows[0]
+    outcome = f"{measure.title} {_of(first, measure)}"
+    if len(board.rows) == 1 and board.dropped:
+        only = "is the only setting that the race has not dropped"
+        return Answer(f"{first.label} {only}: {outcome}.", board.notes)
+    if len(board.rows) == 1:
+        sentences = (*board.notes, "Name further runs for a comparison.")
+        return Answer(f"There is one setting, {first.label}: {outcome}.", sentences)
+    if not math.isfinite(first.spread.middle):
+        most = f"in none did most seeds reach the target ({measure.title})"
+        return Answer(f"No setting has an answer: {most}.", _nobody(board))
+    headline = standing(board, "leads" if board.indistinguishable else "is first")
+    words = (_second(board), _indistinguishable(board), unsure(board), _needed(board))
+    return Answer(headline, (*filter(None, words), *board.notes))
+
+
+def standing(board: Leaderboard, place: str = "") -> str:
+    """Return the result of the first setting and its lead over the baseline."""
+    first, measure = board.ranked[0], board.measure
+    named = f"{first.label} {place}" if place else first.label
+    return f"{named}: {measure.title} {_of(first, measure)}{_against(board, first)}."
+
+
+def _of(row: Row, measure: Measure) -> str:
+    return f"{measure.text(row.spread.middle, row.spread.bound)} ({interval(row.spread, measure)})"
+
+
+def interval(found: Spread, measure: Measure) -> str:
+    """Return the interval around a median; few seeds have a range, and no 95 % interval."""
+    if found.count == 1:
+        return "one seed"
+    low, high = measure.text(found.low), measure.text(found.high)
+    if low == high:
+        return f"median of {found.count} seeds, all equal"
+    kind = f"{percent(LEVEL, 0)} interval" if found.coverage >= LEVEL else "range"
+    return f"median of {found.count} seeds, {kind} {low} to {high}"
+
+
+def _against(board: Leaderboard, row: Row) -> str:
+    base = board.baseline
+    if base is None:
+        return ""
+    if row is base:
+        return ", and is itself the baseline"
+    if row.against is None:
+        return f"; the baseline {base.label} has no seed in common with it"
+    better, sure = gain(row, base, board.measure), certainty(row.against)
+    if better is None:
+        return f"; the baseline {base.label} reached the target in {most(base)} ({sure})"
+    return f", {better} the baseline {base.label} ({sure})"
+
+
+def most(row: Row) -> str:
+    """Return in how many of its seeds a setting reached the target, if not in most."""
+    if row.reached == 0:
+        return "none of its seeds"
+    return f"{row.reached} of its {len(row.values)} seeds"
+
+
+def gain(row: Row, other: Row, measure: Measure) -> str | None:
+    """Return "1.8 times as fast as" or "2.3 points better than", by medians; None without two."""
+    better = measure.gain(row.spread.middle, other.spread.middle)
+    if better is None:
+        return None
+    if not measure.ratio:
+        return f"{round(100 * better, 1):.1f} {measure.better} than"
+    return f"{better:.2f} {measure.better} {'as' if measure.better.endswith('fast') else 'than'}"
+
+
+def number_of(value: float, ratio: bool) -> str:
+    return f"{value:.2f}" if ratio else f"{100 * value:+.1f}"
+
+
+def certainty(found: Effect) -> str:
+    """Return the interval of an effect's mean over paired seeds, and in how many it was better."""
+    better = f"better in {found.wins} of {found.pairs} paired seeds"
+    if found.middle is None or found.low is None or found.high is None:
+        return better
+    mean, low, high = (
+        number_of(value, found.ratio) for value in (found.middle, found.low, found.high)
+    )
+    return f"paired mean {mean}, {percent(LEVEL, 0)} interval {low} to {high}, {better}"
+
+
+def _second(board: Leaderboard) -> str:
+    second, found = board.rows[1], board.second
+    begin = f"Second is {second.label} with {_of(second, board.measure)}"
+    if found is None:
+        return f"{begin}; the two have no seed in common."
+    better = gain(board.rows[0], second, board.measure)
+    if better is None:
+        return f"{begin}; it reached the target in {most(second)} ({certainty(found)})."
+    return f"{begin}; {board.rows[0].label} is {better} it ({certainty(found)})."
+
+
+def _indistinguishable(board: Leaderboard) -> str:
+    """Return which settings may be as good as the first."""
+    others = [row.label for row in board.indistinguishable]
+    if not others:
+        return (
+            f"{'All others are' if len(board.rows) > 2 else 'The second is'} worse with"
+            f" {percent(LEVEL, 0)} confidence{_corrected(board)}."
+        )
+    more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+    named = ", ".join(others[:MAX_NAMED]) + more
+    return f"Indistinguishable from the best{_corrected(board)}: {named}."
+
+
+def _corrected(board: Leaderboard) -> str:
+    count = len(board.rows)
+    return f" (Holm's correction for picking the best of {count})" if count > 2 else ""
+
+
+def unsure(board: Leaderboard) -> str:
+    """Return why the first may not be better than the second; "" if it is."""
+    if len(board.ranked) < 2 or board.ranked[1] not in board.indistinguishable:
+        return ""
+    found, begin = board.second, "The first two are not separated:"
+    if found is None:
+        return f"{begin} no seed was run with both."
+    if found.pairs == 1:
+        return f"{begin} one seed says nothing about the variation between seeds."
+    if board.against_others[0][2] > 1 - LEVEL:
+        test = "paired t test" if found.low is not None else "log-rank test"
+        p_value = f"p = {found.chance:.2g}" if found.better else "the second is better by means"
+        return f"{begin} the difference may be chance ({test}, {p_value})."
+    apart = seconds(board.resolution_s)
+    return f"{begin} they differ by less than the distance between two evaluations, {apart}."
+
+
+def _needed(board: Leaderboard) -> str:
+    """Return what would separate the first two; "" if they are separated."""
+    if not unsure(board):
+        return ""
+    found, close = board.second, board.too_close(board.rows[1])
+    if found is None or found.pairs == 1:
+        more = "seed=0,1,2,3,4"
+        return f"For certainty, run both with several common seeds, for example {more}."
+    if found.low is None:
+        return "For certainty, allow longer runs, more seeds, or a lower target (--target)."
+    if board.against_others[0][2] <= 1 - LEVEL:
+        return "For certainty, evaluate more often (eval.every_s), or choose a higher target."
+    needed = seeds_needed(found, math.comb(len(board.rows), 2))
+    if needed is None:
+        return f"More than {MAX_SEEDS} seeds would be needed to separate them: use either."
+    often = " and more frequent evaluations (eval.every_s)" if close else ""
+    now = f"now {board.rows[0].spread.count}"
+    return (
+        f"Certainty would need about {needed} seeds ({now}){often}, if the spread stays the same."
+    )
+
+
+def _nobody(board: Leaderboard) -> tuple[str, ...]:
+    nearest = max(board.rows, key=lambda row: row.best or 0.0)
+    reached, runs = (
+        sum(row.reached for row in board.rows),
+        sum(len(row.values) for row in board.rows),
+    )
+    lines = [f"{reached} of {runs} runs reached it."]
+    if nearest.best is not None:
+        typical = median(row.best for row in board.rows if row.best is not None)
+        lines.append(
+            f"{nearest.label} came closest, with {percent(nearest.best)} at best; half of the"
+            f" settings stayed below {percent(typical)}."
+        )
+    lines.append("For an answer, allow longer runs, or choose a lower target (--target).")
+    return (*lines, *board.notes)

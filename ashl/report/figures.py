@@ -1,0 +1,761 @@
+"""Draw the figures of a report with matplotlib: SVG for the page, PDF and PNG for papers.
+
+A function that draws returns None if its runs did not record what it needs.
+"""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from html import escape
+from itertools import groupby, product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rcParams, style
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure as Drawing
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, PathPatch, Rectangle
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+
+from ashl.report.leaderboard import KINDS, Leaderboard, Row
+from ashl.report.measure import Measure, Target, measurable, reached_at
+from ashl.report.records import Run
+from ashl.report.sensitivity import Terrain, flip, lead, letters, terrain
+from ashl.tracking import timeline
+from ashl.tracking.console import seconds
+
+STYLE = Path(__file__).with_name("report.mplstyle")
+WIDTH, DPI = 940, 96  # pixels of a figure on the page, and pixels per inch
+INK, SOFT = "#1a1a1a", "#5f5f5f"
+CLOCK, SENT = "seconds on the experiment's clock", "MB sent, up and down together, all workers"
+DOTTED: dict[str, Any] = {"color": INK, "dashes": (3, 3), "linewidth": 0.8, "marker": ""}
+# Fill, hatching and line colour of each kind of time. Hatching and lightness distinguish them on
+# grey paper: dark is compute, white is wait, hatched are transfers.
+LOOKS = {
+    "compute": ("#2f6390", "", SOFT),
+    "compress": ("#8c6bb1", "--", "#ffffff"),
+    "push": ("#f0a35e", "////", "#6b5a4a"),
+    "pull": ("#9ccf8f", "\\\\\\\\", "#4f6b4a"),
+    "wait": ("#ffffff", "", SOFT),
+    "down": ("#444444", "xxx", "#ffffff"),
+    "part": ("#a9c4dc", "", SOFT),
+    "message": ("#e3cf6b", "", SOFT),
+}
+HATCHES = ("", "//", "\\\\", "--", "||", "xx", "..", "++")  # of the contestants on a map
+MAX_BANDS = 3  # bands of the first settings, and the baseline's; more would hide each other
+BELOW = 25.0  # The accuracy axis begins at most this many points below the target.
+BEYOND = 1.15  # The time axis ends at this multiple of the slowest time to target drawn.
+MAX_WORKERS = 16
+ROUNDS = 4  # rounds of the slowest worker in the figure of the first rounds
+MAX_EVENTS = 3000  # most events that are read for the first rounds
+STRETCH = (
+    8.0  # The first rounds end at most at this multiple of the time the fastest setting needs.
+)
+COLUMNS, MAX_WHOLE = 435, 40_000  # parts of a whole run, and most events that are read for it
+MAX_COUNTED, BINS = 10_000, 20  # rounds whose staleness is counted, and bins of a histogram
+MAX_DOTS, MAX_VALUES = 300, 16  # settings and values of an axis that are drawn
+ABSENT = "(none)"  # value of a setting that has no such key
+
+CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, in addition to the baseline
+
+AT_TARGET = "Time against bytes at the target"
+# Notes below figures.
+RINGS = "where a setting reaches the target{}; the time axis ends soon after the last of them."
+SINGLE_LINES = f"Lines: one run of each setting. Rings: {RINGS.format('')}"
+MEAN_LINES = (
+    "Lines: means over seeds; bands: the range over seeds, of the first three and the baseline. A"
+    f" run that has ended keeps its last value. Rings: {RINGS.format(', by its median')}"
+)
+ONE_RUN_RING = "Ring: the run reaches the target."
+TRAINING = "On the training set, at each evaluation."
+BYTES = "Bytes as sent, headers and indices included."
+BOTH = "Bytes as sent, in both directions."
+SINGLE_RINGS = "Rings: settings; bars: the median of the rings."
+MEDIAN_RINGS = (
+    "Rings: settings, by their median over seeds with its interval; bars: the median of the rings."
+)
+MAIN = "In every place the main activity of the worker; blank where no round was recorded."
+PUSHES = f"Pushes that were applied, of the first {MAX_COUNTED:,} events."
+MAP_NOTES = (
+    "(n): clusters that it wins",
+    "number in a cell: how far the second is",
+    "behind; ?: not separated",
+)
+
+Spans = list[tuple[str, float, float]]  # kind of time, start and end [s]
+Tracks = list[tuple[str, Spans]]  # with a label each
+
+
+@contextmanager
+def drawn_plainly(**settings: Any) -> Generator[None]:
+    """Draw in the report's style, without warnings of letters that a font lacks."""
+    with style.context([STYLE, settings]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
+        yield
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with its title and note; `hints` has tooltips by the identifier of an artist."""
+
+    title: str
+    drawing: Drawing
+    note: str
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+    def saved(self, kind: str) -> bytes:
+        """Return the figure as a file: svg, pdf or png. Equal figures have equal bytes."""
+        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+        file = io.BytesIO()
+        with drawn_plainly(**{"svg.hashsalt": self.title}):
+            ground = "white" if kind == "png" else "none"
+            self.drawing.savefig(file, format=kind, metadata=undated.get(kind), facecolor=ground)
+        return file.getvalue()
+
+    @cached_property
+    def svg(self) -> str:
+        """The figure as an element of a page, in the page's font and with tooltips."""
+        text = self.saved("svg").decode()
+        text = re.sub("<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+        text = re.sub(r' id="[a-z]+[0-9a-z]*_\d+"', "", text)
+        for name, hint in self.hints.items():
+            text = text.replace(f'<g id="{name}">', f"<g><title>{escape(hint)}</title>")
+        text = re.sub(r"\s*\n\s*", " ", text)
+        start = f'<svg role="img" aria-label="{escape(self.title)}" '
+        text = text[text.index("<svg") :].replace("<svg ", start, 1)
+        return text.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans'")
+
+
+def axes_in(drawing: Drawing, left: float, top: float, width: float, height: float) -> Axes:
+    """Add axes at a place in pixels from the left and from the top."""
+    full = drawing.get_figheight() * DPI
+    place = (left / WIDTH, 1 - (top + height) / full, width / WIDTH, height / full)
+    return drawing.add_axes(place)
+
+
+def canvas(height: float) -> Drawing:
+    return Drawing(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
+
+
+def panels(
+    count: int, columns: int, inside: float, below: float, above: float = 24
+) -> tuple[Drawing, list[Axes]]:
+    """Return a grid of equal panels: pixels inside of each, below for ticks, and above all."""
+    height, width = inside + below + 24, WIDTH / columns
+    drawing = canvas(math.ceil(count / columns) * height + above - 24)
+    places = []
+    for index in range(count):
+        left, top = index % columns * width + 66, index // columns * height + above
+        places.append(axes_in(drawing, left, top, width - 84, inside))
+    return drawing, places
+
+
+def short(text: str, pixels: float) -> str:
+    """Shorten a text to about the given width."""
+    room = max(int(pixels / 6.6), 2)
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+def name_of(board: Leaderboard, row: Row, pixels: float) -> str:
+    return short(f"{board.rank(row)}  {row.label}", pixels)
+
+
+def look(index: int) -> dict[str, Any]:
+    """Return the colour, marker and dashes of a series; later markers are hollow."""
+    cycle = rcParams["axes.prop_cycle"].by_key()
+    found = {key: values[index % len(values)] for key, values in cycle.items()}
+    return found | ({"markerfacecolor": "white"} if found["marker"] in "vP<" else {})
+
+
+def series_legend(axes: Axes, board: Leaderboard, rows: Iterable[Row], styles: Mapping) -> None:
+    """Name series beside a plot, and then other lines that have a label."""
+    lines = []
+    for row in rows:
+        name = name_of(board, row, 190) + " (baseline)" * row.is_baseline
+        lines.append(Line2D([], [], label=name, **styles[row]))
+    lines += [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    axes.legend(handles=lines, loc="upper left", bbox_to_anchor=(1.05, 1.03))
+
+
+def scale(axes: Axes, which: str, low: float, high: float, title: str) -> bool:
+    """Title the axis "x" or "y", and make it logarithmic over more than a factor of 20."""
+    axis, log = getattr(axes, f"{which}axis"), bool(low > 0 and high > 20 * low)
+    if log:
+        axes.set(**{f"{which}scale": "log"})
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+        axis.set_minor_formatter(NullFormatter())
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_label_text(title + ", logarithmic" * log)
+    return log
+
+
+def boxes(axes: Axes, kind: str, rectangles: Iterable[tuple[float, float, float, float]]) -> None:
+    """Draw rectangles (left, bottom, width, height) of one kind of time as one shape.
+
+    In print, each hatched shape costs as much as a picture.
+    """
+    corners = [
+        [(x, y), (x + wide, y), (x + wide, y + high), (x, y + high), (x, y)]
+        for x, y, wide, high in rectangles
+    ]
+    if corners:
+        fill, hatch, edge = LOOKS.get(kind, ("#999999", "", SOFT))
+        shape = Outline.make_compound_path_from_polys(np.array(corners))
+        axes.add_patch(PathPatch(shape, facecolor=fill, hatch=hatch, edgecolor=edge, linewidth=0.4))
+
+
+def kinds_legend(drawing: Drawing, seen: Iterable[str]) -> None:
+    handles = [
+        Patch(facecolor=fill, hatch=hatch, edgecolor=edge, linewidth=0.4, label=kind)
+        for kind, (fill, hatch, edge) in LOOKS.items()
+        if kind in set(seen)
+    ]
+    drawing.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.03, 1), ncols=8)
+
+
+def tracks(axes: Axes, labels: Sequence[str], drawn: Mapping[str, list]) -> None:
+    """Draw tracks from the top, one for each label: rectangles (start, track, length) by kind."""
+    for kind, spans in drawn.items():
+        boxes(axes, kind, [(start, track - 0.38, length, 0.76) for start, track, length in spans])
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False)
+
+
+def sent_mb(row: Mapping[str, Any]) -> float:
+    return ((row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)) / 1e6
+
+
+def curve(runs: Sequence[Run], x: str, y: str) -> pd.DataFrame | None:
+    """Return the mean, lowest and highest value of a metric over seeds, by time or by MB sent.
+
+    A run is interpolated linearly between its evaluations. A run that has ended keeps its last
+    value.
+    """
+    lines = []
+    for run in measurable(runs)[0]:
+        rows = [row for row in run.metrics if row.get(y) is not None]
+        at = [sent_mb(row) if x == "bytes" else row["time_s"] for row in rows]
+        line = pd.Series([row[y] for row in rows], index=at, dtype=float)
+        lines += [line[~line.index.duplicated()]] if rows else []
+    if not lines:
+        return None
+    marks = np.unique(np.concatenate([line.index for line in lines]))
+    marks = marks[marks >= max(line.index[0] for line in lines)]
+    marks = marks[np.unique(np.linspace(0, len(marks) - 1, 100).round().astype(int))]
+    values = pd.DataFrame([np.interp(marks, line.index, line) for line in lines], columns=marks)
+    return pd.DataFrame({"mean": values.mean(), "min": values.min(), "max": values.max()})
+
+
+def scored(runs: Sequence[Run]) -> tuple[str, str]:
+    """Return the first metric that any run has, with its title."""
+    own = dict.fromkeys(run.metric[0] for run in runs if run.metric)
+    titles = {"test/acc": "accuracy on the test set, %"}
+    titles |= {f"test/{name}": f"{name} on the test set" for name in own}
+    titles |= {"test/loss": "test loss", "train/loss": "training loss"}
+    rows = [row for run in measurable(runs)[0] for row in run.metrics]
+    found = (key for key in titles if any(row.get(key) is not None for row in rows))
+    return next(((key, titles[key]) for key in found), ("", ""))
+
+
+def curves(board: Leaderboard, rows: Sequence[Row], x: str, key: str, title: str) -> Drawing | None:
+    """Draw a metric against time or bytes."""
+    factor = 100 if key == "test/acc" else 1
+    found = {row: curve(row.runs, x, key) for row in rows}
+    lines = {row: factor * line for row, line in found.items() if line is not None}
+    if not lines:
+        return None
+    styles = {row: look(index) for index, row in enumerate(rows)}
+    target = 100 * (board.target.accuracy or 0) if board.target and key == "test/acc" else 0
+    reached = {row: row.spread.middle for row in lines if math.isfinite(row.spread.middle)}
+    first = min(line.index[0] for line in lines.values())
+    ends = [line.index[-1] for line in lines.values()]
+    far = max(ends)
+    if target and x == "time_s" and reached and len(lines) > 1:  # a single run is drawn to its end
+        far = min(far, BEYOND * max(reached.values()))
+    drawing = canvas(380)
+    axes = axes_in(drawing, 70, 12, 570, 314)
+    log = scale(axes, "x", min(ends) if first > 0 else 0, far, CLOCK if x == "time_s" else SENT)
+    axes.set(xlim=(first if log else 0, 1.01 * far or 1), ylabel=title)
+    for index, (row, line) in enumerate(lines.items()):
+        bold = {"linewidth": 2.1, "zorder": 3} if row is rows[0] else {}
+        axes.plot(line.index, line["mean"], **styles[row], **bold, markevery=(0.03 * index, 0.15))
+        if len(lines) <= MAX_BANDS + 1 or row in rows[:MAX_BANDS] or row.is_baseline:
+            color = styles[row]["color"]
+            axes.fill_between(line.index, line["min"], line["max"], color=color, alpha=0.1, lw=0)
+        end = min(far, line.index[-1])
+        place = (end, np.interp(end, line.index, line["mean"]))
+        ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
+        aside = (5 + 8 * (index % 3), -3)
+        write_beside(axes, board.rank(row), place, aside, weight="bold", bbox=ground)
+    if target:
+        axes.axhline(target, label=f"target: {target:g} %", **DOTTED)
+        low = axes.get_ylim()[0]
+        axes.set_ylim(bottom=max(low, target - BELOW) if reached else low)
+    for row, time_s in reached.items() if target and x == "time_s" else ():
+        color = styles[row]["color"]
+        axes.vlines(time_s, axes.get_ylim()[0], target, color, ":", linewidth=0.9)
+        axes.plot(time_s, target, "o", color=color, markerfacecolor="white", markersize=6, zorder=5)
+    mark_stages(axes, board, x)
+    series_legend(axes, board, lines, styles)
+    return drawing
+
+
+def write_beside(axes: Axes, text: str, place: Any, aside: tuple, **look: Any) -> None:
+    """Write a text at a distance in points from a place."""
+    axes.annotate(text, place, aside, textcoords="offset points", **look)
+
+
+def stages_of(board: Leaderboard) -> Sequence[Mapping[str, Any]]:
+    """Return the stages of a single run with several stages, else nothing."""
+    runs = [run for row in board.rows for run in row.runs]
+    stages = runs[0].summary.get("stages") or [] if len(runs) == 1 else []
+    return stages if len(stages) > 1 else []
+
+
+def mark_stages(axes: Axes, board: Leaderboard, x: str) -> None:
+    """Draw the start of each stage of a single run, with its name and start time.
+
+    On the axis of bytes a start is interpolated between evaluations. A stage that begins before the
+    first evaluation is not drawn there.
+    """
+    for stage in stages_of(board):
+        start = stage["start_s"]
+        if x == "bytes":
+            rows = board.rows[0].runs[0].metrics
+            times, sent = zip(*((row["time_s"], sent_mb(row)) for row in rows), strict=True)
+            if start < times[0]:
+                continue
+            start = np.interp(start, times, sent)
+        axes.axvline(start, color=SOFT, dashes=(6, 3), linewidth=0.8)
+        words = f"{stage['name']} from {seconds(stage['start_s'])}"
+        at_bottom = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "color": SOFT}
+        write_beside(axes, words, (start, 0), (3, 5), **at_bottom)
+
+
+def at_target(runs: Sequence[Run], target: Target) -> tuple[float, float] | None:
+    """Return the medians over seeds of the time to the target and of the MB sent by then.
+
+    Returns None if most runs did not reach it.
+    """
+    found = []
+    for run in measurable(runs)[0]:
+        time_s = reached_at(run, target)[0]
+        sent = [sent_mb(row) for row in run.metrics if row["time_s"] <= time_s]
+        found.append((time_s, sent[-1] if sent and math.isfinite(time_s) else math.inf))
+    medians = tuple(map(median, zip(*found, strict=True)))
+    return (medians[0], medians[1]) if found and math.isfinite(sum(medians)) else None
+
+
+def front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other point beats in both, sorted by the first."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
+
+
+def time_and_bytes(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
+    """Draw time against bytes at the target, and the settings that no other beats in both."""
+    points = {row: at for row in rows if board.target and (at := at_target(row.runs, board.target))}
+    if len(points) < 2:
+        return None
+    drawing = canvas(340)
+    axes = axes_in(drawing, 70, 12, 570, 274)
+    times, sent = zip(*points.values(), strict=True)
+    ways = (("x", times, "seconds to the target"), ("y", sent, "MB sent by then"))
+    for which, values, title in ways:
+        log = scale(axes, which, min(values), max(values), title)
+        limits = (min(values) / 1.3, max(values) * 1.3) if log else (0, max(values) * 1.1 or 1)
+        axes.set(**{f"{which}lim": limits})
+    edge = np.array(front(points.values()))
+    axes.step(*edge.T, where="post", label="none is better in both", **DOTTED)
+    styles = {row: look(index) for index, row in enumerate(rows)}
+    for row, point in points.items():
+        axes.plot(*point, **styles[row], markersize=7)
+        write_beside(axes, board.rank(row), point, (6, 5), weight="bold")
+    series_legend(axes, board, points, styles)
+    return drawing
+
+
+def unit_of(measure: Measure) -> tuple[float, str]:
+    """Return the factor of a measure's values in a figure, and the end of the axis title."""
+    if measure.unit:
+        return 1.0, f", {measure.unit}"
+    return (1.0, "") if measure.ratio else (100.0, ", %")
+
+
+def by_value(board: Leaderboard, axis: str) -> dict[str, list[Row]]:
+    """Return the rows by their value on an axis: numbers in their order, words as in the grid.
+
+    Returns nothing for an axis that does not separate rows. A missing key counts as a value only
+    for a group, which then has its default: a parameter that only one option has would repeat the
+    axis of its group.
+    """
+    found: dict[str, list[Row]] = {}
+    for row in sorted(board.rows, key=lambda row: row.order):
+        found.setdefault(row.setting.axes.get(axis, ABSENT), []).append(row)
+    if len(found.keys() - {ABSENT} if "." in axis else found) < 2:
+        return {}
+    numbers = pd.to_numeric(pd.Series([*found]), errors="coerce")
+    if numbers.isna().sum() > (ABSENT in found):
+        return found
+    return {value: found[value] for value in np.array([*found])[numbers.argsort()]}
+
+
+def by_axis(board: Leaderboard) -> Drawing | None:
+    """Draw the outcome against each axis: a ring for each setting, and each value's median."""
+    found = {axis: rows for axis in board.axes if (rows := by_value(board, axis))}
+    factor, unit = unit_of(board.measure)
+    spreads = [(row, [row.spread.low, row.spread.middle, row.spread.high]) for row in board.rows]
+    ends = {row: factor * np.array(spread) for row, spread in spreads}
+    finite = np.concatenate([*ends.values()])
+    finite = finite[np.isfinite(finite)]
+    if not found or not len(finite):
+        return None
+    turned = any(sum(map(len, [*values][:MAX_VALUES])) > 50 for values in found.values())
+    drawing, places = panels(len(found), 2, 180, 76 if turned else 36)
+    for axes, (axis, values) in zip(places, found.items(), strict=True):
+        more = f", the first {MAX_VALUES} of {len(values)} values" * (len(values) > MAX_VALUES)
+        axes.set_title(short(axis + more, 400))
+        scale(axes, "y", finite.min(), finite.max(), short(board.measure.title + unit, 230))
+        if any(math.isinf(row.spread.middle) for row in board.rows):
+            words = f"crosses: {board.measure.worst}"
+            axes.set_title(words, loc="right", weight="normal", color=SOFT)
+        names = [short(value, 90) for value in [*values][:MAX_VALUES]]
+        axes.set_xticks(range(len(names)), names)
+        if turned:
+            axes.tick_params(axis="x", rotation=30)
+        axes.set_xlim(-0.5, len(names) - 0.5)
+        axes.grid(False, axis="x")
+        for place, rows in enumerate([*values.values()][:MAX_VALUES]):
+            drawn = [ends[row] for row in rows if row in board.rows[:MAX_DOTS]]
+            draw_value(axes, place, drawn, finite)
+            good = [ends[row][1] for row in rows if math.isfinite(row.spread.middle)]
+            if good:
+                axes.hlines(median(good), place - 0.3, place + 0.3, INK, linewidth=2)
+    return drawing
+
+
+def draw_value(axes: Axes, place: int, spreads: Sequence[np.ndarray], finite: np.ndarray) -> None:
+    """Draw settings at one value of an axis, side by side so that equal outcomes stay visible.
+
+    Settings that did not reach the target are below the axis.
+    """
+    for index, (low, middle, high) in enumerate(spreads):
+        x = place + (((index * 7) % 11) - 5) / 11 * 0.6 * (len(spreads) > 1)
+        if math.isfinite(middle):
+            inside = np.clip([low, high], finite.min(), finite.max())
+            axes.vlines(x, *inside, colors="C0", alpha=0.5, linewidth=1)
+            axes.plot(x, middle, "o", color="C0", markerfacecolor="white")
+        else:
+            at_bottom = axes.get_xaxis_transform()
+            axes.plot(x, -0.05, "x", color=SOFT, transform=at_bottom, clip_on=False)
+
+
+def time_shares(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
+    """Draw each worker's shares of the experiment's time, means over a setting's seeds."""
+    data = {row: found for row in rows if (found := row.time_shares)}
+    if not data:
+        return None
+    most = min(max(map(len, data.values())), MAX_WORKERS)
+    drawing, places = panels(len(data), 2, most * 15, 46, 50)
+    seen = {kind for found in data.values() for worker in found for kind in KINDS if worker[kind]}
+    kinds_legend(drawing, seen)
+    for axes, (row, found) in zip(places, data.items(), strict=True):
+        shares = 100 * pd.DataFrame(found[:MAX_WORKERS])
+        starts = shares.cumsum(axis="columns") - shares
+        drawn = {}
+        for kind in seen:
+            spans = zip(starts[kind], shares.index, shares[kind], strict=True)
+            drawn[kind] = [span for span in spans if span[2] > 0]
+        tracks(axes, [f"w{rank}" for rank in shares.index], drawn)
+        axes.set(xlim=(0, 100), xlabel="share of the run's time, %")
+        axes.set_title(name_of(board, row, 330) + workers_note(len(found)))
+    return drawing
+
+
+def workers_note(count: int) -> str:
+    return f", workers 0 to {MAX_WORKERS - 1} of {count}" if count > MAX_WORKERS else ""
+
+
+def stacked(
+    board: Leaderboard, shown: Mapping[Row, Tracks], ends: Mapping[Row, float]
+) -> Drawing | None:
+    """Draw the tracks of each setting in a panel of its own, from 0 to `ends` seconds."""
+    if not shown:
+        return None
+    drawing = canvas(40 + sum(17 * len(found) + 50 for found in shown.values()))
+    top = 50.0
+    for row, found in shown.items():
+        axes = axes_in(drawing, 50, top, WIDTH - 70, 17 * len(found))
+        drawn: dict[str, list] = {}
+        for track, (_, spans) in enumerate(found):
+            for kind, start_s, end_s in spans:
+                if start_s < ends[row]:
+                    long_s = min(end_s, ends[row]) - start_s
+                    drawn.setdefault(kind, []).append((start_s, track, long_s))
+        tracks(axes, [name for name, _ in found], drawn)
+        axes.set_xlim(0, ends[row])
+        seed = f"seed {row.runs[0].seed}{workers_note(row.runs[0].summary['num_workers'])}"
+        axes.set_title(f"{name_of(board, row, 600)} ({seed})")
+        top += 17 * len(found) + 50
+    axes.set_xlabel(CLOCK)
+    spans = [span for found in shown.values() for _, track in found for span in track]
+    kinds_legend(drawing, {kind for kind, _, _ in spans})
+    return drawing
+
+
+def opening(run: Run) -> tuple[Tracks, float]:
+    """Return the first rounds of a run, and the seconds until every worker has ended them.
+
+    A worker has a track of its spans, and tracks of the parts of its steps and their messages.
+    """
+    found: dict[int, dict[str, Spans]] = {}
+    ends: dict[int, list[float]] = {}
+    for event in run.rounds(MAX_EVENTS):
+        rank = event["rank"]
+        own = found.setdefault(rank, {f"w{rank}": [], "parts": [], "sums": []})
+        spans = event.get("spans") or ()
+        own[f"w{rank}"] += [(str(kind), float(start), float(end)) for kind, start, end in spans]
+        own["parts"] += [("part", a, b) for a, b in timeline.parts_of(event)]
+        own["sums"] += [("message", float(a), float(b)) for a, b in event.get("messages") or ()]
+        ends.setdefault(rank, []).append(float(event["end_s"]))
+        enough = [len(times) >= ROUNDS * 8 for times in ends.values()]
+        if all(enough) and len(ends) == run.summary["num_workers"]:
+            break
+    shown = [track for rank in sorted(found)[:MAX_WORKERS] for track in found[rank].items()]
+    wanted = [times[min(ROUNDS, len(times)) - 1] for times in ends.values()]
+    return [(name, spans) for name, spans in shown if spans], max(wanted, default=0.0)
+
+
+def activities(run: Run) -> Tracks:
+    """Return, by worker, its main activity in each of `COLUMNS` equal parts of the run.
+
+    There is a gap where no round was recorded.
+    """
+    part_s = (run.summary.get("time_s") or 0.0) / COLUMNS
+    spent: dict[int, list[dict[str, float]]] = {}
+    for event in run.rounds(MAX_WHOLE) if part_s else ():
+        parts = spent.setdefault(event["rank"], [{} for _ in range(COLUMNS)])
+        for kind, start_s, end_s in event.get("spans") or ():
+            low, high = (min(max(float(at) / part_s, 0.0), COLUMNS) for at in (start_s, end_s))
+            for place in range(int(low), min(math.ceil(high), COLUMNS)):
+                share = min(high, place + 1) - max(low, place)
+                parts[place][str(kind)] = parts[place].get(str(kind), 0.0) + share
+    found: Tracks = []
+    for rank, parts in sorted(spent.items())[:MAX_WORKERS]:
+        main = [max(part, key=part.__getitem__, default="") for part in parts]
+        runs = [(kind, len(list(same))) for kind, same in groupby(main)]
+        ends = np.cumsum([length for _, length in runs]) * part_s
+        spans = [(k, end - n * part_s, end) for (k, n), end in zip(runs, ends, strict=True) if k]
+        found.append((f"w{rank}", spans))
+    return found
+
+
+def recorded(rows: Sequence[Row], read: Callable[[Run], Any]) -> dict[Row, Any]:
+    """Return what `read` finds in the events of each row's first run, if it finds anything."""
+    found = {}
+    for row in rows:
+        with suppress(KeyError, TypeError, ValueError, IndexError):
+            found[row] = read(row.runs[0])
+    return found
+
+
+def first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
+    """Draw the first rounds of each worker, on one time axis for all settings."""
+    found = {row: first for row, first in recorded(rows, opening).items() if first[0]}
+    wanted = [wanted_s for _, wanted_s in found.values()] or [0.0]
+    until_s = min(max(wanted), STRETCH * min(wanted)) or max(wanted)
+    shown = {row: lines for row, (lines, _) in found.items()}
+    return stacked(board, shown, dict.fromkeys(shown, until_s))
+
+
+def whole_run(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
+    """Draw one whole run of each setting: in each narrow column a worker's main activity."""
+    shown = {row: lines for row, lines in recorded(rows, activities).items() if lines}
+    return stacked(board, shown, {row: row.runs[0].summary["time_s"] for row in shown})
+
+
+def staleness_of(run: Run) -> list[int]:
+    """Return the staleness of each applied push, in server versions."""
+    rounds = [event for event in run.rounds(MAX_COUNTED) if not event.get("dropped")]
+    return [event["staleness"] for event in rounds if type(event.get("staleness")) is int]
+
+
+def staleness(board: Leaderboard, rows: Sequence[Row], hints: dict[str, str]) -> Drawing | None:
+    """Draw how stale the applied pushes were: a histogram for each setting."""
+    found = {row: counts for row, counts in recorded(rows, staleness_of).items() if counts}
+    if not found:
+        return None
+    most = max(max(counts) for counts in found.values())
+    wide = -(-(most + 1) // BINS)
+    edges = np.arange(0, most + wide + 1, wide)
+    drawing, places = panels(len(found), 3, 130, 46)
+    for axes, (row, counts) in zip(places, found.items(), strict=True):
+        shares = 100 * np.histogram(counts, edges)[0] / len(counts)
+        bars = axes.bar(edges[:-1] - 0.5 + wide / 2, shares, 0.8 * wide)
+        for bar, start, share in zip(bars, edges, shares, strict=False):
+            last = f" to {start + wide - 1}" * (wide > 1)
+            bar.set_gid(f"hint-{len(hints)}")
+            hints[f"hint-{len(hints)}"] = f"staleness {start}{last}: {share:.1f} %"
+        axes.set_title(name_of(board, row, 230))
+        mean = f"mean {sum(counts) / len(counts):.1f}, largest {max(counts)}"
+        axes.set(ylim=(0, 100), xlabel=f"staleness in versions ({mean})", ylabel="pushes, %")
+        axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+        axes.grid(False, axis="x")
+    return drawing
+
+
+def winners_map(ground: Terrain, hints: dict[str, str]) -> Drawing:
+    """Draw the winner on each cluster, over two properties of the cluster."""
+    across, up = ground.axes
+    columns, lines = len(across.values), len(up.values)
+    wide, high = min(110.0, (WIDTH - 370) / columns), min(62.0, 420 / lines)
+    drawing = canvas(max(high * lines + 70, 22 * (len(ground.contestants) + 6)))
+    axes = axes_in(drawing, 90, 14, wide * columns, high * lines)
+    looks: dict[str, dict[str, Any]] = {}
+    for index, name in enumerate(ground.contestants):
+        color = np.array(to_rgb(look(index)["color"]))
+        fill, lines_of = (tuple(1 - strength * (1 - color)) for strength in (0.22, 0.6))
+        hatch = HATCHES[index % len(HATCHES)]
+        looks[name] = {"facecolor": fill, "edgecolor": lines_of, "hatch": hatch, "linewidth": 0}
+    known = letters(ground.contestants)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
+    for x, y in product(range(columns), range(lines)):
+        cell, hint, words = ground.cells.get((x, y)), "no setting got there", "–"
+        if cell:
+            costs = [f"{name}: {ground.measure.text(abs(cost))}" for name, cost in cell.ranking[:6]]
+            hint, words = "; ".join(costs), known[cell.winner] + "?" * (not cell.sure)
+            words += f"\n{lead(ground, cell)}" if high > 34 and wide > 44 else ""
+        shown = looks[cell.winner] if cell else {"facecolor": "#f3f3f3", "linewidth": 0}
+        axes.add_patch(Rectangle((x, y), 1, 1, gid=f"hint-{len(hints)}", **shown))
+        hints[f"hint-{len(hints)}"] = hint
+        axes.text(x + 0.5, y + 0.5, words, bbox=box, ha="center", va="center", weight="bold")
+    axes.set(xlim=(0, columns), ylim=(0, lines), xlabel=across.name, ylabel=up.name)
+    axes.set_xticks(np.arange(columns) + 0.5, [f"{value:g}" for value in across.values])
+    axes.set_yticks(np.arange(lines) + 0.5, [f"{value:g}" for value in up.values])
+    axes.tick_params(length=0)
+    axes.grid(False)
+    axes.vlines(range(columns + 1), 0, lines, "white", linewidth=2)
+    axes.hlines(range(lines + 1), 0, columns, "white", linewidth=2)
+    axes.spines[:].set_visible(False)
+    handles = []
+    for name, style_of in looks.items():
+        wins = sum(cell.winner == name for cell in ground.cells.values())
+        handles.append(Patch(label=short(f"{known[name]}  {name} ({wins})", 230), **style_of))
+    notes = [*MAP_NOTES]
+    if base := ground.base:
+        frame = Rectangle((base[0], base[1]), 1, 1, fill=False, edgecolor=INK, zorder=4)
+        frame.set_linewidth(2.2)
+        axes.add_patch(frame)
+        notes.append("framed: the values written first")
+    handles += [Patch(alpha=0, label=note) for note in notes]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1.03), handlelength=2)
+    return drawing
+
+
+def winners_lines(ground: Terrain) -> Drawing:
+    """Draw each contestant's outcome over one property, and where the first winner changes."""
+    axis, measure = ground.axes[0], ground.measure
+    factor, unit = unit_of(measure)
+    sign = factor if measure.lower_is_better else -factor
+    at = [axis.values[point[0]] for point in ground.cells]
+    found = {name: [cell.of(name) for cell in ground.cells.values()] for name in ground.contestants}
+    costs = sign * pd.DataFrame(found, index=at).replace([math.inf, -math.inf], math.nan)
+    drawing = canvas(360)
+    axes = axes_in(drawing, 90, 14, WIDTH - 370, 290)
+    for index, name in enumerate(ground.contestants[:8]):
+        line = costs[name].dropna()
+        axes.plot(line.index, line, **look(index), label=short(name, 200))
+    low, high = costs.min(axis=None), costs.max(axis=None)
+    # Lines cross more visibly on a logarithmic axis, so a factor of 5 is enough here.
+    scale(axes, "y", low if measure.ratio else 0, 4 * high, measure.title + unit)
+    axes.set(xlabel=axis.name + ", logarithmic" * axis.log, xscale="log" if axis.log else "linear")
+    axes.set_xticks(axis.values, [f"{value:g}" for value in axis.values])
+    axes.minorticks_off()
+    if ground.base and (change := flip(ground, ground.base)):
+        place = change.changes[axis][1]
+        axes.axvline(place, color=INK, dashes=(4, 3), linewidth=1.2)
+        write_beside(axes, f"{place:.3g}", (place, 1), (4, -8), xycoords=axes.get_xaxis_transform())
+    axes.legend(loc="upper left", bbox_to_anchor=(1.03, 1.03))
+    return drawing
+
+
+def figures(board: Leaderboard) -> list[Figure]:
+    """Return every figure for which there is data.
+
+    Only the map and the figure by axis show several environments; the others show the first one.
+    """
+    main, seeds = board.environments[0], any(row.spread.count > 1 for row in board.rows)
+    drawn, some, few = (first_rows(main, most) for most in (CURVES, PANELS, GANTTS))
+    alone = len(main.rows) == 1 and not seeds
+    one_run = "" if alone else "One run of each setting."
+    medians, means = ("Medians over seeds.", "Means over seeds.") if seeds else ("", "")
+    lines = MEAN_LINES if seeds else ONE_RUN_RING if alone else SINGLE_LINES
+    stages = stage_note(main)
+    metric = scored([run for row in drawn for run in row.runs])
+    hints: dict[str, str] = {}
+    found: list[tuple[str, Sequence[Row], Drawing | None, Sequence[str]]] = []
+    with drawn_plainly():
+        if ground := terrain(board):
+            wins = winners_map(ground, hints) if len(ground.axes) == 2 else winners_lines(ground)
+            found += [("Who wins where", (), wins, (f"By {ground.measure.title}.", medians))]
+        found += [("Against time", drawn, curves(main, drawn, "time_s", *metric), (lines, stages))]
+        if len(main.rows) == 1 and metric[0] != "train/loss":
+            loss = curves(main, drawn, "time_s", "train/loss", "training loss")
+            found += [("Loss against time", drawn, loss, (TRAINING, stages))]
+        found += [
+            ("Against bytes", drawn, curves(main, drawn, "bytes", *metric), (BYTES, stages)),
+            (AT_TARGET, drawn, time_and_bytes(main, drawn), (medians, BOTH)),
+            ("By axis", (), by_axis(board), (MEDIAN_RINGS if seeds else SINGLE_RINGS,)),
+            ("Where the workers' time goes", some, time_shares(main, some), (means,)),
+            ("The first rounds", few, first_rounds(main, few), (one_run,)),
+            ("The whole run", few, whole_run(main, few), (one_run, MAIN)),
+            ("Staleness", some, staleness(main, some, hints), (one_run, PUSHES)),
+        ]
+    return [
+        Figure(title, drawing, " ".join(filter(None, (*note, cut_note(board, main, rows)))), hints)
+        for title, rows, drawing, note in found
+        if drawing
+    ]
+
+
+def first_rows(board: Leaderboard, most: int) -> list[Row]:
+    """Return the best rows, and the baseline."""
+    shown = list(board.rows[:most])
+    if board.baseline is None or board.baseline in shown:
+        return shown
+    return [*shown[: most - 1], board.baseline]
+
+
+def cut_note(board: Leaderboard, main: Leaderboard, rows: Sequence[Row]) -> str:
+    """Return which part of the study a figure of these rows shows; "" for all and for no rows."""
+    notes = []
+    if 0 < len(rows) < len(main.rows):
+        outside = main.baseline is not None and main.baseline not in main.rows[: len(rows)]
+        best = f"The best {len(rows) - outside} of {len(main.rows)} settings"
+        notes.append(best + " and the baseline" * outside + ".")
+    if rows and len(main.rows) < len(board.rows):
+        notes.append(f"Of {main.rows[0].environment} only.")
+    return " ".join(notes)
+
+
+def stage_note(board: Leaderboard) -> str:
+    """Return names and times of a single run's stages; "" for one stage or several runs."""
+    stages = stages_of(board)
+    times = [f"{s['name']} {seconds(s['start_s'])} to {seconds(s['end_s'])}" for s in stages]
+    return f"Dashed vertical lines: a stage begins. Stages: {', '.join(times)}." if times else ""

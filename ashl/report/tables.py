@@ -1,0 +1,267 @@
+"""Make tables of a leaderboard: for the terminal, Markdown and LaTeX."""
+
+import math
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from textwrap import fill
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ashl.errors import UsageError
+from ashl.report.answer import Answer, answer, number_of
+from ashl.report.leaderboard import Leaderboard, Row
+from ashl.report.measure import Measure
+from ashl.tracking.console import number, percent
+
+MAX_NAMED = 10  # runs that ended badly and are listed
+MAX_ROWS = 200  # rows of a file
+WORDS = ("setting", "where")  # columns of text, which are aligned to the left
+TITLE, NAME = 14, 24  # characters: of a line of a title; of a name before it is wrapped
+# Columns that are dropped first on a narrow terminal, in this order.
+RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "MB up")
+# Columns that are dropped last, after those that the runs measured themselves.
+USUAL = ("accuracy", "hidden", "goodput", "waiting", "reached", "seeds", "against")
+# Keys of the summary for `--sort`, and whether the largest value comes first.
+SORTS = {
+    "accuracy": ("final.test_accuracy", True),
+    "best": ("best.test_accuracy", True),
+    "loss": ("final.train_loss", False),
+    "steps": ("steps_per_s", True),
+    "wait": ("wait_share", False),
+    "goodput": ("goodput", True),
+    "up": ("bytes_up", False),
+    "down": ("bytes_down", False),
+}
+
+Column = tuple[str, Callable[[Row], str]]
+
+
+def ordered(board: Leaderboard, key: str | None) -> Sequence[Row]:
+    """Return the rows of a leaderboard in another order; None keeps their order."""
+    if key is None:
+        return board.rows
+    if key == "setting":
+        return sorted(board.rows, key=lambda row: row.label)
+    name, largest = SORTS[key]
+    sign = -1 if largest else 1
+    return sorted(board.rows, key=lambda row: sign * row.means.get(name, sign * math.inf))
+
+
+def check_order(key: str | None) -> None:
+    """Raise UsageError for an unknown key of `--sort`."""
+    known = ("setting", *SORTS)
+    if key is not None and key not in known:
+        near = get_close_matches(key, known, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+        raise UsageError(f"--sort {key}: {fix}")
+
+
+def between(row: Row, measure: Measure) -> str:
+    """Return the interval around the median, with its unit once."""
+    if row.spread.count == 1 or row.spread.low == row.spread.high:
+        return ""
+    low, high = measure.text(row.spread.low), measure.text(row.spread.high)
+    value, _, unit = low.partition(" ")
+    return f"{value if high.partition(' ')[2] == unit else low} .. {high}"
+
+
+def against(row: Row, base: Row | None, measure: Measure) -> str:
+    """Return the effect relative to the baseline, with its interval if there is one."""
+    if row.is_baseline:
+        return "baseline"
+    found = row.against
+    better = None if base is None else measure.gain(row.spread.middle, base.spread.middle)
+    if better is None:
+        return "-"
+    unit = "x" if measure.ratio else ""
+    if found is None or found.middle is None or found.low is None or found.high is None:
+        return number_of(better, measure.ratio) + unit
+    # The interval is that of the mean over paired seeds, which may exclude the gain by medians.
+    ends = [number_of(value, found.ratio) for value in (found.low, found.high)]
+    return f"{number_of(found.middle, found.ratio)}{unit} ({' .. '.join(ends)})"
+
+
+def own_metric(row: Row, name: str) -> str:
+    """Return the final value of a task's own metric; a dash for another metric."""
+    if {run.metric and run.metric[0] for run in row.runs} != {name}:
+        return "-"
+    return with_deviation(row, "final.test_metric", number)
+
+
+def goodput(row: Row) -> str:
+    """Return the goodput of a setting in which a worker failed, else a dash."""
+    failed = any(run.summary.get("failed_workers") for run in row.runs)
+    return percent(row.means.get("goodput")) if failed else "-"
+
+
+def columns_of(board: Leaderboard) -> list[Column]:
+    """Return the columns of the leaderboard: titles, and functions from rows to texts."""
+    measure = board.measure
+    bases = {row.environment: row for row in board.rows if row.is_baseline}
+
+    def reached(row: Row) -> str:
+        return f"{row.reached} of {len(row.values)}" if measure.is_time else f"{len(row.values)}"
+
+    def of(key: str, show: Callable[[float | None], str], scale: float = 1) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            value = row.means.get(key)
+            return show(None if value is None else scale * value)
+
+        return cell
+
+    metrics = dict.fromkeys(run.metric[0] for row in board.rows for run in row.runs if run.metric)
+    measured = dict.fromkeys(
+        key for row in board.rows for key in row.means if key.startswith("measures.")
+    )
+    return [
+        ("", board.rank),
+        ("setting", lambda row: row.label),
+        ("where", lambda row: row.environment),
+        (measure.title, lambda row: measure.text(row.spread.middle, row.spread.bound)),
+        ("between", lambda row: between(row, measure)),
+        ("reached" if measure.is_time else "seeds", reached),
+        ("against", lambda row: against(row, bases.get(row.environment), measure)),
+        ("pace lost", lambda row: "" if row.late is None else percent(row.late, 0)),
+        ("accuracy", accuracy),
+        *((name, lambda row, name=name: own_metric(row, name)) for name in metrics),
+        ("best", of("best.test_accuracy", percent)),
+        ("loss", lambda row: "-" if accuracy(row) != "-" else of("final.train_loss", number)(row)),
+        ("steps/s", of("steps_per_s", number)),
+        ("waiting", of("wait_share", percent)),
+        ("hidden", of("comm_hidden_share", percent)),
+        ("goodput", goodput),
+        ("MB up", of("bytes_up", number, 1e-6)),
+        ("MB down", of("bytes_down", number, 1e-6)),
+        ("consensus distance", of("final.consensus_distance", number)),
+        *((f"measure {key[9:-5]}", of(key, number)) for key in measured if key.endswith(".last")),
+    ]
+
+
+def with_deviation(row: Row, key: str, show: Callable[[float], str], unit: str = "") -> str:
+    """Return mean and standard deviation of a value over the seeds."""
+    if key not in row.means:
+        return "-"
+    deviation = f" ± {show(row.deviations[key])}" if len(row.values) > 1 else ""
+    return show(row.means[key]) + deviation + unit
+
+
+def accuracy(row: Row) -> str:
+    return with_deviation(row, "final.test_accuracy", lambda value: f"{100 * value:.1f}", " %")
+
+
+def filled(board: Leaderboard, rows: Sequence[Row]) -> list[Column]:
+    """Return the columns that are not empty in all of these rows."""
+    columns = columns_of(board)
+    return [
+        (name, cell) for name, cell in columns if any(cell(row) not in ("-", "") for row in rows)
+    ]
+
+
+def method(board: Leaderboard) -> str:
+    """Return sentences that explain the columns."""
+    covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
+    parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
+    sentences = []
+    if parts:
+        sentences += [
+            f"Median over seeds; 'between' covers it with probability {', '.join(parts)} seeds."
+        ]
+    if any(row.against and row.against.low is not None for row in board.rows):
+        sentences.append(
+            "'Against' the baseline: the mean over paired seeds, with its 95 % interval in brackets"
+            " (Student's t); without brackets, by the medians."
+        )
+    if board.measure.is_time and any(row.reached < len(row.values) for row in board.rows):
+        sentences.append(
+            "A run that did not reach the target counts as censored at its end: medians are Kaplan"
+            " and Meier's, and '>' is a lower bound."
+        )
+    return " ".join(sentences)
+
+
+def show(
+    console: Console, board: Leaderboard, *, rows: Sequence[Row] | None = None, top: int = 20
+) -> None:
+    """Print the answer in words, the leaderboard and the runs that ended badly.
+
+    Args: rows is another order than the board's own; top is the number of rows printed.
+    """
+    answered = answer(board)
+    console.print(Text(answered.headline, style="bold"))
+    for sentence in answered.sentences:
+        console.print(Text(sentence))
+    if board.common:
+        console.print(Text(f"All: {board.common}", style="dim"))
+    every = board.rows if rows is None else rows
+    shown = every[:top]
+    columns, absent = fitting(filled(board, every), shown, console.width)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title, _ in columns:
+        justify = "left" if title in WORDS else "right"
+        table.add_column(
+            fill(title, TITLE), vertical="bottom", justify=justify, no_wrap=title not in WORDS
+        )
+    for row in shown:
+        bold = "bold" if board.rank(row) == "1" else ""
+        table.add_row(*(Text(cell(row)) for _, cell in columns), style=bold)
+    console.print(table)
+    notes = [
+        f"no room for {', '.join(absent)}; the report has them" if absent else "",
+        f"and {len(every) - top} more settings; --top shows them" if len(every) > top else "",
+        method(board),
+    ]
+    for note in filter(None, notes):
+        console.print(Text(note, style="dim"))
+    for out in board.ended_badly[:MAX_NAMED]:
+        console.print(Text(f"ended badly: {out.name} {out.reason}", "yellow"), soft_wrap=True)
+    if len(board.ended_badly) > MAX_NAMED:
+        more = f"and {len(board.ended_badly) - MAX_NAMED} more"
+        console.print(Text(more, "yellow"))
+
+
+def fitting(
+    columns: Sequence[Column], rows: Sequence[Row], width: int
+) -> tuple[list[Column], list[str]]:
+    """Return the columns that fit into the width, and the titles of the dropped ones, least
+    needed first.
+    """
+    wide: dict[str, int] = {}
+    for title, cell in columns:
+        longest = max(map(len, (*fill(title, TITLE).split("\n"), *map(cell, rows))))
+        wide[title] = 2 + (min(longest, NAME) if title in WORDS else longest)
+    absent: list[str] = []
+    for title in (*RARE, *(name for name in wide if name.startswith("measure ")), *USUAL):
+        if sum(wide.values()) > width and wide.pop(title, None):
+            absent.append(title)
+    return [column for column in columns if column[0] in wide], absent
+
+
+def markdown(board: Leaderboard, words: Answer | None = None) -> str:
+    """Return the answer and the leaderboard as Markdown, which MLflow shows as a table.
+
+    Args: words is the answer; None = that of the leaderboard.
+    """
+    answered, columns = words or answer(board), filled(board, board.rows)
+    rows = [[title for title, _ in columns], ["---"] * len(columns)]
+    for row in board.rows[:MAX_ROWS]:
+        rows.append([cell(row).replace("|", "\\|") for _, cell in columns])
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    common = f"All: {board.common}" if board.common else ""
+    headline, sentences = f"**{answered.headline}**", " ".join(answered.sentences)
+    parts = (headline, sentences, common, table, method(board))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def booktabs(board: Leaderboard) -> str:
+    """Return the leaderboard as a LaTeX table for the package booktabs."""
+    from pandas import DataFrame
+
+    columns = filled(board, board.rows)
+    cells = [[cell(row) for _, cell in columns] for row in board.rows[:MAX_ROWS]]
+    table = DataFrame(cells, columns=[title for title, _ in columns]).style
+    table.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
+    align = "".join("l" if title in WORDS else "r" for title, _ in columns)
+    return table.to_latex(hrules=True, column_format=align)
