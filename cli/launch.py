@@ -1,10 +1,11 @@
-"""`ashl launch`: run a command of ashl on several hosts."""
+"""`ashl launch`: run a command of ashl on several machines, by an engine."""
 
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,23 +20,31 @@ from .train import Debug, DryRun, resumed, starting
 from .typed import TYPED_LAUNCH, launched
 
 if TYPE_CHECKING:
-    from ashl.run.multi_node import Launch
+    from ashl.launch.job import Launch
 
 LAUNCHED = ("train", "profile", "sweep")
 
 
 def launch(
     ctx: typer.Context,
-    hosts: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE", help="Hostfile, one host a line: `node1`, or `node1 slots=2`."
-        ),
-    ],
     command: Annotated[
         list[str],
         typer.Argument(metavar="COMMAND", help="train, profile or sweep, with its arguments."),
     ],
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="ENGINE",
+            help="ssh, slurm, mpirun, torchrun, ray, or kubernetes (a manifest).",
+        ),
+    ] = "ssh",
+    hosts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="One host a line: `node1`, or `node1 slots=2`; `KEY=VALUE` is a kind of machine.",
+        ),
+    ] = None,
     np: Annotated[
         int | None,
         typer.Option("--np", min=1, help="Number of processes; default: as many as the run needs."),
@@ -43,8 +52,12 @@ def launch(
     port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65535, help="Port of the job's store on the first host; default: a free one."
+            min=1, max=65535, help="Port of the job's store on the first host; default: any one."
         ),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Option of the engine, as in --option=--partition=cpu."),
     ] = None,
     ssh: Annotated[
         str,
@@ -70,25 +83,34 @@ def launch(
             metavar="NAME", help="Copy this variable, beside ASHL_*, NCCL_*, GLOO_* and OMP_*."
         ),
     ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="slurm: wait until the job has ended.")
+    ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show the output of all ranks.")
+        bool, typer.Option("--verbose", "-v", help="ssh: show the output of all ranks.")
     ] = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> int:
-    """Run train, profile or sweep on several hosts: by ssh, with ranks in the order of the file.
+    """Run train, profile or sweep on several machines, by an engine that you have.
 
-    runtime=torchrun and cluster=real are added. Rank 0 prints and writes the records. Ctrl-C ends
-    all ranks.
+    runtime=torchrun and cluster=real are added. Rank 0 prints and writes the records. `--dry-run`
+    prints the commands or the script of the engine.
     """
     name, *args = command
     if name not in LAUNCHED:
         hint = "; write `-- train`, `-- profile` or `-- sweep` behind its options."
         raise UsageError(f"`ashl launch` cannot run {name}{meant(name, LAUNCHED, hint)}")
     with starting(quiet="-q" in args or "--quiet" in args):
-        from ashl.run.multi_node import Launch, copied_environment, read_hosts
+        from ashl.launch.job import SECRET, Launch, copied_environment, new_secret, read_machines
+        from ashl.launch.start import ENGINES
 
-    found, copied = read_hosts(hosts), copied_environment(os.environ, env or [])
+    if on not in ENGINES:
+        raise UsageError(f"--on {on}: unknown engine{meant(on, ENGINES, '; take one of them')}")
+    if on == "ssh" and hosts is None:
+        raise UsageError("give the hosts by --hosts FILE, or another engine by --on")
+    machines = () if hosts is None else read_machines(hosts)
+    copied = copied_environment(os.environ, env or [])
     assert ctx.parent is not None
     group = ctx.parent.command
     assert isinstance(group, TyperGroup)
@@ -104,36 +126,39 @@ def launch(
     if params.get("cfg"):
         return inner.command.invoke(inner)
     columns = str(shutil.get_terminal_size().columns)
-    where = Launch(
-        found,
-        split(ssh),
-        python,
-        folder or os.getcwd(),
-        {"COLUMNS": columns, **copied, TYPED_LAUNCH: shlex.join(launched(ctx))},
-        np,
-        port,
+    job = Launch(
+        engine=on,
+        argv=(name, *args, *own),
+        size=np or 0,
+        machines=machines,
+        python=python,
+        folder=folder or os.getcwd(),
+        env={
+            SECRET: new_secret(),
+            "COLUMNS": columns,
+            **copied,
+            TYPED_LAUNCH: shlex.join(launched(ctx)),
+        },
+        port=port,
+        options=tuple(option or ()),
+        ssh=split(ssh),
         verbose=verbose,
     )
     if name == "sweep":
-        for option in [option for option in ("launcher", "search", "jobs") if params.get(option)]:
+        for refused in [text for text in ("launcher", "search", "jobs") if params.get(text)]:
             raise UsageError(
-                f"`ashl launch` brings the runs to its hosts, one at a time; drop --{option}."
+                f"`ashl launch` brings the runs to its hosts, one at a time; drop --{refused}."
             )
-        inner.obj = where
+        inner.obj = job
         return inner.command.invoke(inner)
-    return start(where, name, [name, *args, *own], params)
+    return start(job, name, params, wait)
 
 
-def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -> int:
-    """Run `ashl train` or `ashl profile` on the hosts, and return the exit code."""
+def start(job: "Launch", name: str, params: dict[str, Any], wait: bool) -> int:
+    """Run `ashl train` or `ashl profile` by the engine, and return the exit code."""
     from ashl.config.compose import compose
-    from ashl.run.multi_node import (
-        assign_slots,
-        describe_idle_slots,
-        job_size,
-        run_job,
-        tolerates_failures,
-    )
+    from ashl.launch import start as engines
+    from ashl.launch.job import describe_idle_slots, job_size, tolerates_failures
     from ashl.run.profile import through_server
     from ashl.run.train import dry_run, is_virtual
 
@@ -147,15 +172,16 @@ def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -
         )
     if name == "profile":
         config = through_server(config, in_job=True)
-    size = job_size(config, where)
+    job = replace(job, size=job_size(config, job))
     if params["dry_run"]:
-        for share in assign_slots(where.hosts, size):
-            print(f"{share.host.name}  {', '.join(f'rank {rank}' for rank in share.ranks)}")
-        dry_run(config, params["overrides"] if name == "train" else [], size)
+        for share in job.shares:
+            print(f"{share.machine.name}  {', '.join(f'rank {rank}' for rank in share.ranks)}")
+        print(engines.describe(job), end="")
+        dry_run(config, params["overrides"] if name == "train" else [], job.size)
         return 0
-    if not params["quiet"] and (idle := describe_idle_slots(where.hosts, size)):
+    if not params["quiet"] and (idle := describe_idle_slots(job)):
         print(f"ashl: nothing to do for {idle}", file=sys.stderr)
-    return run_job(where, size, argv, tolerates_failures(config))
+    return engines.start(job, tolerates_failures(config), wait)
 
 
 def implied(name: str, overrides: Sequence[str], config_dir: Path | None) -> list[str]:

@@ -16,7 +16,7 @@ from .train import ConfigDir, ConfigFile, Debug, Overrides, as_yaml, starting
 from .typed import typed as typed_line
 
 if TYPE_CHECKING:
-    from ashl.run.multi_node import Launch
+    from ashl.launch.job import Launch
     from ashl.study.grid import Grid
     from ashl.study.jobs import Pool
 
@@ -108,7 +108,7 @@ def sweep(
         study.show(grid, folder, jobs)
         return 0
     with interruptible(quiet):
-        pool = hosts_pool(ctx.obj, grid, config_dir) if ctx.obj else partial(make_pool, folder)
+        pool = hosts_pool(ctx.obj, config_dir) if ctx.obj else partial(make_pool, folder)
         summaries = study.sweep(
             grid,
             typed,
@@ -166,8 +166,8 @@ def whole_grid(
     any.
     """
     from ashl.config.compose import compose
-    from ashl.run.multi_node import real_job_size
     from ashl.study.grid import alone, grid_lines, make_grid
+    from ashl.study.jobs import real_job_size
     from ashl.study.sweep import Counting
 
     with Counting("composing settings") as counting:
@@ -176,20 +176,15 @@ def whole_grid(
             lambda point: compose(point, config_dir),
             strict=strict,
             progress=counting.update,
-            processes=partial(real_job_size, where=where) if where else alone,
+            processes=partial(real_job_size, launch=where) if where else alone,
         )
 
 
-def hosts_pool(where: "Launch", grid: "Grid", config_dir: Path | None) -> "Callable[[int], Pool]":
-    """Return the function that makes the pool for the hosts of `ashl launch`.
-
-    Raises: AshlError if a host cannot take part.
-    """
-    from ashl.run.multi_node import check_nodes, real_job_size
+def hosts_pool(where: "Launch", config_dir: Path | None) -> "Callable[[int], Pool]":
+    """Return the function that makes the pool for the engine of `ashl launch`."""
     from ashl.study.jobs import local_pool, on_hosts
 
-    check_nodes(where, max(real_job_size(setting.config, where) or 0 for setting in grid.settings))
-    return partial(local_pool, run=partial(on_hosts, where=where, config_dir=config_dir))
+    return partial(local_pool, run=partial(on_hosts, launch=where, config_dir=config_dir))
 
 
 @contextmanager

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ashl.errors import AshlError, UsageError
+from ashl.launch.membership import JobMembership
 from ashl.planning.predict import WITHOUT
 from ashl.run import checkpoints, uploads
 from ashl.run.authenticated_store import AuthenticatedStore, new_secret
 from ashl.run.checkpoints import LOCKSTEP, SERVER, CheckpointManager
 from ashl.run.evaluation import Evaluation
-from ashl.run.launcher_env import JobMembership
 from ashl.run.metrics import CompressionStats
 from ashl.run.monitor import MonitorState
 from ashl.run.train import find_restarted_run

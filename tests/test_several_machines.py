@@ -13,6 +13,9 @@ import torch.distributed as dist
 from ashl.cluster.spec import RealCluster
 from ashl.config.compose import compose
 from ashl.errors import AshlError, DataMissingError, UsageError
+from ashl.launch.environment import read_membership
+from ashl.launch.membership import JobMembership
+from ashl.launch.slurm import expand_nodelist
 from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
@@ -34,7 +37,6 @@ from ashl.run.handshake import (
     settings_in_common,
 )
 from ashl.run.interface import Chosen
-from ashl.run.launcher_env import JobMembership, expand_nodelist, read_membership
 from tests.conf_option import conf_option
 from tests.support import planned
 
@@ -56,6 +58,15 @@ MPIRUN = {
     "OMPI_COMM_WORLD_SIZE": "3",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0"}
+KUBEFLOW = {
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "2",
+    "PET_MASTER_ADDR": "job-0.job",
+    "PET_MASTER_PORT": "29400",
+    "PET_NPROC_PER_NODE": "1",
+}
+POD = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-0.job"}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +78,15 @@ MPIRUN = {
             JobMembership(1, 4, "a", 29500, 1, True, "2"),
         ),
         (TORCHRUN | SRUN, JobMembership(1, 4, "a", 29500, 1)),
+        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, JobMembership(2, 3, "127.0.0.1", 29500, 1)),
+        (MPIRUN | SRUN, JobMembership(2, 3, "n07", 29500, 1)),
+        (MPICH | {"MASTER_ADDR": "b"}, JobMembership(1, 3, "b", 29500, 0)),
+        (MPICH | {"MPI_LOCALNRANKS": "3"}, JobMembership(1, 3, "127.0.0.1", 29500, 0)),
+        (MPICH | SRUN, JobMembership(1, 3, "n07", 29500, 0)),
+        (KUBEFLOW, JobMembership(1, 2, "job-0.job", 29400, None)),
+        (KUBEFLOW | TORCHRUN, JobMembership(1, 4, "a", 29500, 1)),
+        (POD | {"ASHL_RANK_OFFSET": "2"}, JobMembership(3, 4, "job-0.job", 29500, None)),
+        ({"JOB_COMPLETION_INDEX": "1"}, None),
         (MPIRUN | SRUN | {"MASTER_ADDR": "b"}, JobMembership(2, 3, "b", 29500, 1)),
         (SRUN | {"SLURM_JOB_ID": "40017"}, JobMembership(2, 3, "n07", 12017, 0)),
         (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "77"}, JobMembership(2, 3, "b", 77, 0)),
@@ -89,6 +109,14 @@ def test_what_starters_say(env: dict[str, str], found: JobMembership | None) -> 
         (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
         (TORCHRUN | {"MASTER_ADDR": ""}, "RANK is set and MASTER_ADDR is not"),
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        (MPICH, "mpirun does not say where the process of rank 0 is"),
+        (
+            KUBEFLOW | {"PET_NPROC_PER_NODE": "2"},
+            "this pod has several ranks; start them by torchrun",
+        ),
+        (KUBEFLOW | {"PET_NNODES": "1:4"}, "PET_NNODES='1:4' in the environment"),
+        (POD | {"MASTER_ADDR": ""}, "the pod does not say where rank 0 is; set MASTER_ADDR"),
+        (POD | {"ASHL_RANK_OFFSET": "3"}, "rank 4 of a pod, but 4 processes"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
         (MPIRUN, "mpirun does not say where the process of rank 0 is; .* -x MASTER_ADDR="),
         ({k: v for k, v in MPIRUN.items() if "SIZE" not in k}, "OMPI_COMM_WORLD_SIZE is not"),

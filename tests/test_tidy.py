@@ -36,6 +36,7 @@ LEVELS = (
     {"schedule"},
     {"planning"},
     {"tracking", "report"},
+    {"launch"},
     {"run", "export"},
     {"study"},
     {"advice"},
@@ -91,7 +92,7 @@ HOMES = {
     ),  # the experiment's clock, host seconds
     "datetime": ("ashl/runtime/", "ashl/tracking/", "ashl/run/"),
     "random": ("ashl/learn/device.py",),
-    "asyncio": (),
+    "asyncio": ("ashl/launch/ssh.py",),
     "ashl.tracking": (
         "ashl/tracking/",
         "ashl/report/",

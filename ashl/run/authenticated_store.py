@@ -24,8 +24,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ashl.errors import AshlError
+from ashl.launch.job import SECRET
 
-SECRET = "ASHL_JOB_SECRET"  # environment variable with the secret of a job of another launcher
 HASH_BYTES = 16
 FROM = struct.Struct(">iQ")  # header of a message: its sender and the sender's message number
 

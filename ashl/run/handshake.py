@@ -21,11 +21,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from ashl import __version__
 from ashl.errors import AshlError, DataMissingError, UsageError, plain
+from ashl.launch.membership import JobMembership
 from ashl.learn.fingerprint import Fingerprint, differing
 from ashl.plan.profile import Profile
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.control_channel import POLL_S
-from ashl.run.launcher_env import JobMembership
 from ashl.run.membership_listener import AwakeTime
 from ashl.runtime.machine import machine
 from ashl.runtime.records import Text

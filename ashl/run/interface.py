@@ -12,17 +12,16 @@ import struct
 from array import array
 from collections.abc import Iterable
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
 
 from ashl.errors import UsageError
+from ashl.launch.job import is_loopback
 
 KEY = "runtime.interface"
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 LOOPBACK = "lo"
-LOCAL = "localhost"
 SIOCGIFCONF = 0x8912  # ioctl: all interfaces that have an IPv4 address
 IFREQ = 40  # bytes of one entry: name (16), family and port (4), address (4), padding
 ANY_PORT = 9  # the discard port; no packet is sent
@@ -39,14 +38,6 @@ class Chosen(NamedTuple):
     @property
     def loopback(self) -> bool:
         return is_loopback(self.address)
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for a loopback address and for the name `localhost`."""
-    try:
-        return ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == LOCAL
 
 
 def addresses() -> dict[str, list[str]]:

@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from ashl.cluster.spec import RealCluster
 from ashl.errors import AshlError, UsageError, plain
+from ashl.launch.environment import resolve
+from ashl.launch.membership import JobMembership
 from ashl.learn.device import HOST
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
@@ -52,7 +54,6 @@ from ashl.run.handshake import (
     shares_a_node,
 )
 from ashl.run.launch import run_controller
-from ashl.run.launcher_env import JobMembership
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, role_name, run_rank
 from ashl.run.supervisor import PATIENCE_S
@@ -83,6 +84,7 @@ def join_job(
     Raises: AshlError or UsageError, in all processes, if they cannot run this plan.
     """
     runtime = parts.runtime
+    job = job._replace(host=resolve_master(job, runtime.heartbeat_timeout_s))
     if interface.is_loopback(job.host):
         interface.check_loopback(f"MASTER_ADDR={job.host}")
     with reporting_error_to_job(job):
@@ -301,6 +303,23 @@ def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
 def job_secret(job: JobMembership) -> Secret:
     """Return the secret that all processes of a job derive from the launcher's environment."""
     return shared_secret(job.port, os.environ.get("TORCHELASTIC_RUN_ID", ""), job.attempt)
+
+
+def resolve_master(job: JobMembership, timeout_s: float) -> str:
+    """Return a name or address of the master that resolves here.
+
+    Raises: AshlError if there is none within `timeout_s` seconds; a new pod has no name at first.
+    """
+    end = time.monotonic() + timeout_s
+    while (host := resolve(job.host, job.port)) is None:
+        if time.monotonic() > end:
+            raise AshlError(
+                f"the master {job.host} (MASTER_ADDR) has no address here, after {timeout_s:g} s"
+                " (runtime.heartbeat_timeout_s); set MASTER_ADDR to a name or address that every"
+                " node knows (torchrun --local-addr)"
+            )
+        time.sleep(1.0)
+    return host
 
 
 def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:

@@ -23,6 +23,8 @@ from ashl.config.construct import construct, own_faults
 from ashl.config.identity import config_hash
 from ashl.config.recorded import config_of
 from ashl.errors import AshlError, UsageError
+from ashl.launch.environment import read_membership
+from ashl.launch.membership import JobMembership
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import runs_in_lockstep, saves_one_round
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
@@ -41,7 +43,6 @@ from ashl.run.checkpoints import (
     CheckpointManager,
 )
 from ashl.run.host_time import host_here_s
-from ashl.run.launcher_env import JobMembership, read_membership
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import handle_signals, log_level
 from ashl.run.rescaling import Origin

@@ -12,7 +12,9 @@ import multiprocessing as mp
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import tarfile
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +24,19 @@ from functools import partial
 from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
+from shlex import quote
 from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 from ashl.errors import AshlError, UsageError
+from ashl.launch.environment import clear_launcher_env
+from ashl.launch.job import Launch, job_size
+from ashl.launch.ssh import LOST, UNREACHED, command
+from ashl.launch.start import start
 from ashl.run.launch import allow_children, start_fork_server
-from ashl.run.launcher_env import clear_launcher_env
-from ashl.run.multi_node import LOST, UNREACHED, Launch, fetch_run_folder, real_job_size, run_job
 from ashl.run.process_setup import die_with_parent, redirect
 from ashl.run.supervisor import KILLED_BY
-from ashl.run.train import train
+from ashl.run.train import is_virtual, train
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import SUMMARY, UNWRITABLE
@@ -141,11 +146,11 @@ def here(job: Job) -> int:
     )
 
 
-def on_hosts(job: Job, where: Launch, config_dir: Path | None) -> int:
-    """Run the job on the hosts, if it is a real run, fetch its records, and return its exit
+def on_hosts(job: Job, launch: Launch, config_dir: Path | None) -> int:
+    """Run the job by an engine, if it is a real run, fetch its records, and return its exit
     code.
     """
-    size = real_job_size(job.config, where)
+    size = real_job_size(job.config, launch)
     if size is None:
         return here(job)
     own = {
@@ -154,22 +159,40 @@ def on_hosts(job: Job, where: Launch, config_dir: Path | None) -> int:
         "tracking.sink": "none",
     }
     options = ["--quiet", *(["--config-dir", str(config_dir)] if config_dir else [])]
-    argv = [
-        "train",
-        *options,
-        *job.overrides,
-        *(f"{key}={json.dumps(value)}" for key, value in own.items()),
-    ]
-    code = run_job(where, size, argv)
-    if (
-        not (job.folder / SUMMARY).exists()
-        and not fetch_run_folder(where, job.folder)
-        and code == 0
+    settings = [f"{key}={json.dumps(value)}" for key, value in own.items()]
+    argv = ("train", *options, *job.overrides, *settings)
+    code = start(replace(launch, size=size, argv=argv), wait=True)
+    if (job.folder / SUMMARY).exists() or fetch_run_folder(launch, job.folder) or code:
+        return code
+    raise AshlError(f"the records of this run are not on the first host either, in {launch.folder}")
+
+
+def real_job_size(config: dict[str, Any], launch: Launch) -> int | None:
+    """Return `job_size`; None for a run in virtual time, which needs no hosts."""
+    return None if is_virtual(config) else job_size(config, launch)
+
+
+def fetch_run_folder(launch: Launch, run_dir: Path) -> bool:
+    """Copy the plain files of a run folder from the first host, where the controller runs.
+
+    Returns: True if at least one file was copied.
+    """
+    if not launch.machines or launch.machines[0].kind:
+        return False
+    there = quote(str(Path(launch.folder, run_dir)))
+    remote = command(launch, launch.machines[0], f"tar -C {there} -cf - .")
+    count = 0
+    with (
+        subprocess.Popen(remote, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process,
+        suppress(tarfile.TarError),
+        tarfile.open(fileobj=process.stdout, mode="r|") as archive,
     ):
-        raise AshlError(
-            f"the records of this run are not on {where.hosts[0].name}, in {where.folder}, either"
-        )
-    return code
+        for member in archive:
+            content = archive.extractfile(member) if member.isfile() else None
+            if content is not None and "/" not in (name := member.name.removeprefix("./")):
+                run_dir.joinpath(name).write_bytes(content.read())
+                count += 1
+    return count > 0
 
 
 def local_pool(slots: int, run: Callable[[Job], int] = here) -> Pool:

@@ -17,10 +17,10 @@ from rich.console import Console
 from ashl.cli import list as lists
 from ashl.cli.app import main
 from ashl.config.catalog import catalog
+from ashl.launch.environment import ENGINES, clear_launcher_env
 from ashl.report.records import is_summary
 from ashl.run import process_setup
 from ashl.run.control_channel import ControlChannel
-from ashl.run.launcher_env import LAUNCHERS, clear_launcher_env
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import handle_signals
 from ashl.tracking import jsonl
@@ -224,11 +224,11 @@ def test_without_loopback(job, tmp_path) -> None:
 
 def test_what_is_left_over_of_a_job(monkeypatch) -> None:
     """A run of a sweep belongs to no job, with any variables of one in the shell."""
-    for launcher in LAUNCHERS:
-        for name in (launcher.rank, *launcher.size, launcher.local_rank):
+    for engine in ENGINES:
+        for name in engine.VARIABLES:
             monkeypatch.setenv(name, "1")
     clear_launcher_env()
-    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"} & os.environ.keys()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK"} & os.environ.keys()
 
 
 # --- runs that are killed or interrupted

@@ -16,7 +16,7 @@ import pytest
 from ashl.cli.app import main
 from tests.disturbed import wait_for
 from tests.namespaces import address, inside, machines, missing, no_sshd, ssh_between
-from tests.test_node_agent import SSH
+from tests.test_ssh import SSH
 
 SHORT = [
     "model.hidden=[8]",

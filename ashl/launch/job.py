@@ -1,0 +1,240 @@
+"""A job to launch: a command of ashl, the number of its processes, and the machines for them.
+
+Each engine (`ashl.launch.slurm` and its neighbours) turns a `Launch` into commands or a script.
+"""
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ashl.cluster.spec import ProfileCluster
+from ashl.errors import UsageError
+from ashl.plan.files import read_plan
+from ashl.planning.compile_plan import draw_compute_factors
+from ashl.planning.instantiate import OptionFactory
+from ashl.stage.stage import FAULT_TOLERANT, extra_ranks
+
+HOST = r"(?:[\w.][\w.-]*@)?[\w.][\w.-]*|[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*"
+KIND = r"[\w.][\w./-]*=[\w./:&|!,*()-]+"
+LINE = re.compile(rf"(?P<name>(?!slots=)(?:{KIND}|{HOST}))(?:\s+slots=(?P<slots>\d{{1,4}}))?")
+# Prefixes of the variables of this process that every rank gets.
+COPIED = ("ASHL_", "NCCL_", "GLOO_", "OMP_")
+LOCAL = "localhost"
+SECRET = "ASHL_JOB_SECRET"  # environment variable with the secret of a job
+PORTS = range(12000, 32000)  # below the ports that Linux assigns itself
+RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
+
+
+class Machine(NamedTuple):
+    """A line of a hosts file: one host, or with `KEY=VALUE` any machines of one kind."""
+
+    login: str  # a name, an address or an alias in ssh's configuration, perhaps with `user@`
+    slots: int  # the number of ranks that it can run
+
+    @property
+    def name(self) -> str:
+        return self.login.rpartition("@")[2]
+
+    @property
+    def kind(self) -> tuple[str, str] | None:
+        """Return key and value of a kind of machine; None for a host."""
+        key, equals, value = self.login.partition("=")
+        return (key, value) if equals else None
+
+
+class HostRanks(NamedTuple):
+    """The consecutive ranks of a job that run on one line of the hosts file."""
+
+    machine: Machine
+    ranks: range
+
+
+class Task(NamedTuple):
+    """A process to start on a host: one rank, or an agent of torchrun with its first rank."""
+
+    machine: Machine
+    rank: int
+    argv: tuple[str, ...]  # arguments of Python; `$NAME` is a variable of the shell
+    env: dict[str, str]  # variables of this task, beside those of the job
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A job to launch. Without machines the engine chooses them."""
+
+    engine: str
+    argv: tuple[str, ...]  # arguments of ashl
+    size: int  # the number of processes; 0 = not known yet
+    machines: tuple[Machine, ...]
+    python: str  # with ashl, on every machine
+    folder: str  # the working directory of every rank
+    env: Mapping[str, str]  # variables of every rank, with the job's secret
+    port: int | None = None  # port of the job's store; None = the engine chooses
+    options: tuple[str, ...] = ()  # options of the engine's own command
+    ssh: tuple[str, ...] = ("ssh",)  # command of ssh and the user's options
+    verbose: bool = False  # True: show the output of all ranks
+
+    @property
+    def slots(self) -> int:
+        return sum(machine.slots for machine in self.machines)
+
+    @property
+    def shares(self) -> tuple[HostRanks, ...]:
+        """Return ranks 0 to size − 1 on the slots in order, without machines that have no rank."""
+        shares, first = [], 0
+        for machine in self.machines:
+            if count := min(machine.slots, self.size - first):
+                shares.append(HostRanks(machine, range(first, first + count)))
+            first += count
+        return tuple(shares)
+
+    @property
+    def rank_command(self) -> list[str]:
+        """Return the command of one rank."""
+        return [self.python, *RANK, *self.argv]
+
+    @property
+    def hosts(self) -> tuple[HostRanks, ...]:
+        """Return `shares`. Raises UsageError if a line of the hosts file names a kind."""
+        for machine in self.machines:
+            if machine.kind:
+                raise UsageError(
+                    f"--hosts: {machine.login} is a kind of machine, and --on {self.engine} needs"
+                    " names of hosts; name hosts, or take --on slurm or --on kubernetes"
+                )
+        return self.shares
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a loopback address and for the name `localhost`."""
+    try:
+        return ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == LOCAL
+
+
+def new_secret() -> str:
+    """Return a random secret of 32 bytes in hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def random_port() -> int:
+    """Return a port for the store of a job; another job takes it with probability 1/20,000."""
+    return secrets.choice(PORTS)
+
+
+def read_machines(path: Path) -> tuple[Machine, ...]:
+    """Return the machines of a hosts file.
+
+    Each line is `host`, `user@host` or `KEY=VALUE`, perhaps with `slots=2`; `#` begins a comment.
+    Raises: UsageError if the file cannot be read or names no host, or if a line is invalid or
+    repeats a host.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"--hosts {path}: it cannot be read ({why})") from error
+    found: dict[str, tuple[int, Machine]] = {}
+    for number, line in enumerate(lines, 1):
+        if not (text := line.partition("#")[0].strip()):
+            continue
+        match = LINE.fullmatch(text)
+        if match is None or (match["slots"] is not None and not int(match["slots"])):
+            raise UsageError(
+                f"{path}, line {number}: {text[:60]!r} is no host; write `host`, or `host slots=2`"
+            )
+        machine = Machine(match["name"], int(match["slots"] or 1))
+        if machine.name in found:
+            raise UsageError(
+                f"{path}, line {number}: {machine.name} is there in line {found[machine.name][0]}"
+                " already; to run several ranks on it, write slots=2 once"
+            )
+        found[machine.name] = number, machine
+    if not found:
+        raise UsageError(f"{path} names no host; write one in each line, as in `node1 slots=2`")
+    return tuple(machine for _, machine in found.values())
+
+
+def describe_idle_slots(launch: Launch) -> str:
+    """Return the idle slots as text, as in `node2 (1 of 2 slots), node3`; "" if there are none."""
+    taken = {share.machine: len(share.ranks) for share in launch.shares}
+    return ", ".join(
+        machine.name
+        if machine not in taken
+        else f"{machine.name} ({idle} of {machine.slots} slots)"
+        for machine in launch.machines
+        if (idle := machine.slots - taken.get(machine, 0))
+    )
+
+
+def copied_environment(env: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
+    """Return the variables of this process that every rank gets: those with a prefix of `COPIED`,
+    and those of --env, each NAME or NAME=VALUE.
+
+    Raises: UsageError for a NAME that is not set.
+    """
+    found = {name: value for name, value in env.items() if name.startswith(COPIED)}
+    for text in wanted:
+        name, equals, value = text.partition("=")
+        if not name or (not equals and name not in env):
+            raise UsageError(
+                f"--env {text}: it is not set here; give it a value, as in --env {name or 'NAME'}=1"
+            )
+        found[name] = value if equals else env[name]
+    return found
+
+
+def job_size(config: Mapping[str, Any], launch: Launch) -> int:
+    """Return the number of processes of a run.
+
+    If the configuration sets the number of workers: the workers and a server or coordinator.
+    Otherwise `launch.size` (--np), or else the number of slots.
+    Raises: UsageError if `launch.size` and the configuration differ, if nothing sets the number, or
+    if there are too few slots.
+    """
+    options = OptionFactory(config["allow_targets"])
+    topology, schedule, sync = (
+        options.of(group, config[group]) for group in ("topology", "schedule", "sync")
+    )
+    cluster = options.of("cluster", draw_compute_factors(config["cluster"], config["seed"]))
+    if isinstance(cluster, ProfileCluster):
+        raise UsageError(
+            "cluster=profile is in virtual time, which needs no hosts; set cluster=real, or remove"
+            " the hosts"
+        )
+    asked, slots = launch.size, launch.slots
+    workers = cluster.num_workers
+    extra = extra_ranks(topology, None if schedule.names_sync else sync, cluster.node)
+    if config["plan"]:
+        plan = read_plan(config["plan"])
+        workers, extra = plan.num_workers, plan.num_ranks - plan.num_workers
+    needed = (asked or slots) if workers is None else workers + extra
+    if not needed:
+        raise UsageError(
+            "nothing gives the number of processes; set cluster.num_workers, or name the machines"
+            " by --hosts FILE"
+        )
+    beside = (" and a server" if topology.has_server else " and a coordinator") if extra else ""
+    if asked not in (0, needed):
+        raise UsageError(
+            f"--np {asked}: {workers} workers{beside} are {needed} processes; remove --np or set"
+            f" --np {needed}"
+        )
+    if slots and needed > slots:
+        what = f"--np {needed}" if workers is None else f"{workers} workers{beside}"
+        raise UsageError(
+            f"{what} need {needed} slots, and the hosts have {slots}; name more hosts, or write"
+            " slots=2"
+        )
+    return needed
+
+
+def tolerates_failures(config: Mapping[str, Any]) -> bool:
+    """Return True if a run with this topology can continue after a worker failure."""
+    topology = OptionFactory(config["allow_targets"]).of("topology", config["topology"])
+    return FAULT_TOLERANT in topology.supports

@@ -1,0 +1,235 @@
+"""Jobs of real engines on this one machine: Slurm with three nodes, Open MPI, MPICH, torchrun with
+two agents, sshd on loopback, and Ray. Run with `-m engines -n 0`; as root, with the packages that
+`tests.engines.INSTALL` names.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from tests.engines import free_port, missing, slurm, sshd
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+
+SHORT = ["model.hidden=[8]", "tracking=none", "eval.every_commits=20", "cluster.num_workers=2"]
+TOPOLOGIES = {"server": ["sync=bsp"], "all_reduce": ["topology=all_reduce", "sync=bsp"]}
+ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# programs of each engine, and the variable that has a process's rank
+PROGRAMS = {
+    "slurm": ("munged", "slurmctld", "slurmd", "sbatch"),
+    "openmpi": ("mpirun.openmpi",),
+    "mpich": ("mpiexec.hydra",),
+    "torchrun": ("sshd",),
+    "ssh": ("sshd",),
+    "ray": (),
+}
+RANKS = {
+    "slurm": "SLURM_PROCID",
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "mpich": "PMI_RANK",
+    "torchrun": "RANK",
+    "ssh": "RANK",
+    "ray": "RANK",
+}
+KINDS = {  # unequal machines: two ranks on the first
+    "slurm": "constraint=fast slots=2\nconstraint=slow\n",
+    "openmpi": "localhost slots=3\n",
+    "mpich": "localhost slots=3\n",
+    "torchrun": "127.0.0.1 slots=2\n127.0.0.2\n",
+    "ssh": "127.0.0.1 slots=2\n127.0.0.2\n",
+    "ray": "fast=1 slots=2\nslow=1\n",
+}
+RESTART_DOMAINS = [engine for engine in PROGRAMS if engine != "torchrun"]
+
+
+class Engine(NamedTuple):
+    """An engine that runs here: arguments of `ashl launch`, and the environment of its clients."""
+
+    name: str
+    options: list[str]
+    env: dict[str, str]
+
+    def start(self, folder: Path, words: Sequence[str]) -> subprocess.Popen[str]:
+        (folder / "hosts").write_text(KINDS[self.name])
+        command = [sys.executable, "-m", "ashl.cli", "launch", *self.options, "--", *words]
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, folder: Path, words: Sequence[str]) -> None:
+        check(self.start(folder, words), folder)
+
+
+def check(process: subprocess.Popen[str], folder: Path) -> None:
+    said = process.communicate(timeout=200)[0]
+    logs = "\n".join(path.read_text() for path in folder.glob("ashl-*.out"))
+    assert process.returncode == 0, said + logs
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Generator[Callable[[str], Engine]]:
+    """Start each engine at its first use, and end all of them after the last test."""
+    from contextlib import ExitStack
+
+    quiet = os.environ | {"OMP_NUM_THREADS": "1"} | ROOT_MAY
+    known: dict[str, Engine] = {}
+    with ExitStack() as stack:
+
+        def make(name: str) -> Engine:
+            folder = tmp_path_factory.mktemp(name)
+            hosts = ["--hosts", "hosts"]
+            if name == "slurm":
+                env = stack.enter_context(slurm(folder))
+                return Engine(name, ["--on", "slurm", *hosts, "--wait"], quiet | env)
+            if name in ("ssh", "torchrun"):
+                command = stack.enter_context(sshd(folder, free_port()))
+                return Engine(name, ["--on", name, *hosts, "--ssh", command], quiet)
+            if name == "ray":
+                ray = Path(sys.executable).with_name("ray")
+                resources = '{"fast": 2, "slow": 1}'
+                start = [str(ray), "start", "--head", "--num-cpus=8", f"--resources={resources}"]
+                subprocess.run([*start, "--port=16379"], check=True, capture_output=True)
+                stack.callback(subprocess.run, [str(ray), "stop"], capture_output=True)
+                return Engine(name, ["--on", "ray", *hosts], quiet | {"RAY_ADDRESS": "auto"})
+            program = folder / "mpirun"
+            program.write_text(f'#!/bin/sh\nexec {PROGRAMS[name][0]} "$@"\n')
+            program.chmod(0o755)
+            path = {"PATH": f"{folder}:{os.environ['PATH']}"}
+            return Engine(name, ["--on", "mpirun", *hosts], quiet | path)
+
+        def get(name: str) -> Engine:
+            if why := missing(*PROGRAMS[name]):
+                pytest.skip(why)
+            if name == "ray" and find_spec("ray") is None:
+                pytest.skip("there is no ray: run `pip install 'ashl[ray]'`")
+            if name not in known:
+                known[name] = make(name)
+            return known[name]
+
+        yield get
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The parameters of runs with runtime=local."""
+    found = {}
+    for topology, words in TOPOLOGIES.items():
+        folder = tmp_path_factory.mktemp(topology)
+        command = [sys.executable, "-m", "ashl.cli", "train", *words, *SHORT, "stop.steps=60"]
+        own = ["cluster=real", "run.dir=run", "-q"]
+        subprocess.run([*command, *own], cwd=folder, check=True, env=os.environ)
+        found[topology] = summary(folder)["params_sha256"]
+    return found
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "run/summary.json").read_text())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_same_bits_as_on_one_machine(
+    name: str, topology: str, engines: Callable, local: dict[str, str], tmp_path: Path
+) -> None:
+    """Machines are unequal where the engine has kinds of them."""
+    words = ["train", *TOPOLOGIES[topology], *SHORT, "stop.steps=60", "run.dir=run"]
+    engines(name).run(tmp_path, words)
+    assert summary(tmp_path)["params_sha256"] == local[topology]
+
+
+def process_of(variable: str, rank: int, folder: Path) -> psutil.Process | None:
+    """The process of a rank that works in this folder."""
+    for process in psutil.process_iter(["cwd", "cmdline"]):
+        with suppress(psutil.Error):
+            words = " ".join((process.info["cmdline"] or [])[:4])
+            own = process.info["cwd"] == str(folder) and "ashl" in words
+            if own and process.environ().get(variable) == str(rank) and "env" not in words[:4]:
+                return process
+    return None
+
+
+def kill_worker(engine: Engine, folder: Path) -> None:
+    """Kill worker 1 once the run has recorded a metric."""
+    metrics = folder / "run/metrics.jsonl"
+    end = time.monotonic() + 150
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process = process_of(RANKS[engine.name], 1, folder)
+    assert process is not None
+    process.kill()
+
+
+LONG = ["sync=ssp", *SHORT, "stop.seconds=8", "eval.every_s=1", "run.dir=run"]
+
+
+@pytest.mark.parametrize("name", RESTART_DOMAINS)
+def test_a_run_continues_without_a_killed_worker(
+    name: str, engines: Callable, tmp_path: Path
+) -> None:
+    engine = engines(name)
+    job = engine.start(tmp_path, ["train", *LONG])
+    thread = threading.Thread(target=kill_worker, args=(engine, tmp_path))
+    thread.start()
+    said = job.communicate(timeout=250)[0]
+    thread.join()
+    found = summary(tmp_path)
+    assert found["status"] == "finished", said
+    assert [failed["worker"] for failed in found["failed_workers"]] == [1]
+    assert found["workers"][0]["steps"] > found["workers"][1]["steps"]
+
+
+def test_torchrun_restarts_all_from_the_last_checkpoint(engines: Callable, tmp_path: Path) -> None:
+    engine = engines("torchrun")
+    engine.options[:] = [*engine.options, "--option=--max-restarts=2"]
+    words = [*LONG, "run.checkpoint_s=0.5", "stop.seconds=6"]
+    job = engine.start(tmp_path, ["train", *words])
+    thread = threading.Thread(target=kill_worker, args=(engine, tmp_path))
+    thread.start()
+    said = job.communicate(timeout=250)[0]
+    thread.join()
+    assert "restarted: the run in run resumes from its last checkpoint" in said
+    assert summary(tmp_path)["status"] == "finished"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_checkpoint_is_resumed(name: str, engines: Callable, tmp_path: Path) -> None:
+    words = [*TOPOLOGIES["server"], *SHORT, "run.checkpoint_s=0.3", "run.dir=run"]
+    engines(name).run(tmp_path, ["train", *words, "stop.seconds=2"])
+    before = summary(tmp_path)["time_s"]
+    engines(name).run(tmp_path, ["train", "--resume", "run", "stop.seconds=3"])
+    assert summary(tmp_path)["time_s"] > before + 0.5
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_sweep(name: str, engines: Callable, tmp_path: Path) -> None:
+    grid = ["sync=bsp,ssp", *SHORT, "stop.steps=60", "run.dir=grid"]
+    engines(name).run(tmp_path, ["sweep", *grid])
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("grid/*/summary.json")]
+    assert [run["status"] for run in found] == ["finished"] * 2
+
+
+def test_slurm_by_hand(engines: Callable, local: dict[str, str], tmp_path: Path) -> None:
+    """A step has heterogeneous components, and the nodes' names have no address in DNS."""
+    env = engines("slurm").env
+    words = [sys.executable, "-m", "ashl.cli", "train", *TOPOLOGIES["server"], *SHORT]
+    words += ["stop.steps=60", "run.dir=run", "runtime=torchrun", "cluster=real", "-q"]
+    command = ["srun", "-C", "fast", "-n2", *words, ":", "-C", "slow", "-n1", *words]
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=200)
+    assert summary(tmp_path)["params_sha256"] == local["server"]
