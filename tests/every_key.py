@@ -325,7 +325,10 @@ OUTSIDE: dict[str, str] = {  # by key, or by option
     "runtime.cores": "changes how long a run takes on this machine",
     "runtime.device": "needs a GPU",
     "runtime.graphs": "needs a GPU",
-    "tracking=mlflow": "is where records are copied to",
+    **dict.fromkeys(
+        ("tracking=mlflow", "tracking=tensorboard", "tracking=wandb"),
+        "is where records are copied to",
+    ),
     "tracking=none": "is what is kept of the records",
     "cluster.trace": "needs a file; tests/test_trace.py has one",
     "dataset.path": "needs a file",

@@ -5,10 +5,14 @@ read.
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
+
+from ashl.tracking.mlflow import client_of
 
 KINDS = ("compute", "compress", "push", "pull", "wait", "down")
 
@@ -180,3 +184,11 @@ def write_sweep(
     }
     (folder / "sweep.json").write_text(json.dumps(study))
     return folder
+
+
+@cache
+def empty_database() -> bytes:
+    """Return MLflow's database without runs; its schema takes seconds to make."""
+    with TemporaryDirectory() as folder:
+        client_of(Path(folder))
+        return (Path(folder) / "mlflow.db").read_bytes()

@@ -741,15 +741,11 @@ def test_a_budget_for_one_run_and_for_none(
 def test_a_budget_that_is_used_up_leaves_time_to_copy_to_mlflow(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its writer takes seconds to start; killed after one, it left the runs out and blamed
-    a lock.
-    """
+    """MLflow takes seconds to start; one second left the runs out."""
     waits: list[float] = []
     monkeypatch.setattr(advise.Deadline, "left_s", 0.0)
-    monkeypatch.setattr(sweep.mlflow_study, "start", lambda *_, **__: SimpleNamespace(process=None))
-    monkeypatch.setattr(
-        sweep.mlflow, "finish", lambda writer, wait_s: waits.append(wait_s) or (None, None)
-    )
+    copier = SimpleNamespace(finish=lambda wait_s, outcome: waits.append(wait_s) or (None, None))
+    monkeypatch.setattr(sweep, "Copier", lambda *_: copier)
     monkeypatch.setattr(sweep, "run_all", raced({}, only=lambda job: False))
     monkeypatch.setattr(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))

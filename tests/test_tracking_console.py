@@ -16,7 +16,7 @@ from ashl.tracking.console import Frame, Progress, WorkerFrame, duration, outcom
 from ashl.tracking.sweep_progress import ending
 from tests.support import planned
 
-LINK = "http://127.0.0.1:5000/#/experiments/1/runs?" + "x" * 100
+SHOWN = {"MLflow": "ashl ui runs/demo"}
 
 
 def frame(host_s: float, num_workers: int = 2, metric: tuple[str, float] | None = None) -> Frame:
@@ -146,13 +146,13 @@ def test_no_color_is_respected(monkeypatch):
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     with Progress(console, name="demo") as progress:
         progress.update(frame(0.0))
-    outcome(console, summary(), Path("runs/demo"), LINK)
+    outcome(console, summary(), Path("runs/demo"), SHOWN)
     assert not re.search(r"\x1b\[[0-9;]*\b(3[0-7]|38|9[0-7])\b[0-9;]*m", text(console))
 
 
 def test_the_outcome_fits_80_columns_but_for_what_is_copied():
     console = pipe()
-    outcome(console, summary(), Path("runs/demo"), LINK)
+    outcome(console, summary(), Path("runs/demo"), SHOWN)
     lines = [line.rstrip() for line in text(console).splitlines()]
     assert lines[0] == "demo finished: target reached"
     assert "accuracy  98.1 %, best 98.5 % after 9 s" in lines
@@ -178,7 +178,7 @@ def test_the_table_of_workers_cuts_no_word_and_no_number(width: int) -> None:
         "wait_s": [0.5, 0.5],
     }
     stage = profile | {"profiling": True, "exit_reason": "plan", "until": {}}
-    outcome(console, summary(workers=[worker, worker], stages=[stage]), Path("runs/demo"), None)
+    outcome(console, summary(workers=[worker, worker], stages=[stage]), Path("runs/demo"), {})
     said = text(console)
     assert "…" not in said
     assert said.count("12,345") == said.count("2.11 MB") == 2
@@ -199,9 +199,7 @@ def test_a_loss_that_nobody_has_computed_is_a_dash() -> None:
 @pytest.mark.parametrize("status", ["failed", "diverged", "interrupted"])
 def test_a_run_that_ended_early_has_an_outcome_too(status):
     console = pipe()
-    outcome(
-        console, {"name": "demo", "status": status, "exit_reason": None}, Path("runs/demo"), None
-    )
+    outcome(console, {"name": "demo", "status": status, "exit_reason": None}, Path("runs/demo"), {})
     assert text(console).startswith(f"demo {status}\n")
     assert "MLflow" not in text(console)
 

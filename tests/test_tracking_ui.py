@@ -5,21 +5,23 @@ understands.
 import base64
 import importlib.util
 import json
+import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import urllib.request
 import zlib
-from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ashl.errors import AshlError
-from ashl.tracking import store, ui, view
+from ashl.errors import AshlError, UsageError
+from ashl.tracking import copying, ui, view
+from ashl.tracking.copying import tracker_of
+from ashl.tracking.tracker import TrackedRun
+from tests.run_folders import empty_database, write_run, write_sweep
 
 
 def free_port() -> int:
@@ -52,7 +54,7 @@ def test_the_page_answers_and_dies_with_us(tmp_path):
         assert parent.stderr.read() == ""
     _, alive = psutil.wait_procs(started, timeout=20)
     assert not alive
-    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db"}
 
 
 def test_a_taken_port_is_said_in_one_sentence(tmp_path):
@@ -87,56 +89,34 @@ def test_a_tracking_server_has_its_own_page(tmp_path, monkeypatch):
         ui.serve(tmp_path)
 
 
-HALF_DONE = """
-import os, sqlite3, sys
-store = sqlite3.connect(sys.argv[1], isolation_level=None)
-store.execute("CREATE TABLE runs (run_uuid, experiment_id, start_time, lifecycle_stage)")
-store.executemany("INSERT INTO runs VALUES (?, 7, 10, 'active')", [(str(k) * 100,) for k in range(1000)])
-store.execute("PRAGMA cache_size = 1")
-store.execute("BEGIN")
-store.execute("UPDATE runs SET experiment_id = 8")
-os._exit(1)
-"""
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    (tmp_path / "mlflow.db").write_bytes(empty_database())
+    return tmp_path
 
 
-def test_a_store_whose_writer_was_killed_is_read_all_the_same(tmp_path):
-    """A change that was begun is rolled back first; a reader without write permission cannot do
-    that.
-    """
-    subprocess.run([sys.executable, "-c", HALF_DONE, str(tmp_path / "mlflow.db")], check=False)
-    assert (tmp_path / "mlflow.db-journal").exists()
-    assert "/#/experiments/7/" in str(store.latest(store.tracking_uri(tmp_path)))
-
-
-def test_the_link_leads_to_the_experiment_that_ran_last(tmp_path):
-    uri = store.tracking_uri(tmp_path)
-    assert uri == f"sqlite:///{tmp_path}/mlflow.db"
-    assert store.latest(uri) is None
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
-        connection.execute(
-            "CREATE TABLE runs (run_uuid, experiment_id, start_time, lifecycle_stage)"
-        )
-        assert store.latest(uri) is None
-        rows = [("a", 1, 10, "active"), ("b", 3, 20, "active"), ("c", 2, 30, "deleted")]
-        connection.executemany("INSERT INTO runs VALUES (?, ?, ?, ?)", rows)
-        connection.commit()
-        link = store.latest(uri, "http://127.0.0.1:5001")
-        assert not store.has_run(tmp_path / "mlflow.db", "z")
-        assert store.has_run(tmp_path / "mlflow.db", "a")
-        connection.execute("BEGIN EXCLUSIVE")
-        assert store.has_run(tmp_path / "mlflow.db", "z")  # unknown
-    assert not store.has_run(tmp_path / "elsewhere.db", "a")
-    assert link is not None
-    assert link.startswith(
-        "http://127.0.0.1:5001/#/experiments/3/runs?workflowType=machine_learning&"
+def test_links_lead_to_what_ran(store: Path) -> None:
+    """Links lead to the latest experiment, the page of a run, or the experiment of a sweep."""
+    here = "http://here"
+    assert ui.link_of(store, here, None) == here  # nothing ran yet
+    with pytest.raises(UsageError, match="is neither a run nor a sweep that MLflow has"):
+        ui.link_of(store, here, store / "none")
+    sweep = write_sweep(store / "study", [({"sync": "bsp"}, 1.0)], {"workers": 2, "rounds": 4})
+    own = TrackedRun(sweep, "study", "study", kind="sweep")
+    copying.RunCopy(tracker_of("mlflow", store), own).advance()
+    link = ui.link_of(store, here, sweep)
+    assert link == view.link(here, link.split("/")[5])
+    assert link == ui.link_of(store, here, None)
+    run = write_run(store / "run")
+    page = ui.link_of(store, here, run)  # MLflow did not have it
+    assert re.fullmatch(
+        r"http://here/#/experiments/\d+/runs/\w+\?workflowType=machine_learning", page
     )
-    assert link.endswith(f"&viewStateShareKey={view.KEY}")
+    assert ui.link_of(store, here, run) == page
 
 
-def state(num_workers: int = 16) -> dict:
-    envelope = json.loads(view.tag(num_workers))
-    assert isinstance(envelope["name"], str)
-    assert isinstance(envelope["createdAt"], int)
+def state(**summary: object) -> dict:
+    envelope = json.loads(view.tag(summary))
     packed = envelope["state"].removeprefix("deflate;")
     return json.loads(zlib.decompress(base64.b64decode(packed)))
 
@@ -161,9 +141,11 @@ def test_the_view_shows_what_it_should():
     shown = [section["name"] for section in page["compareRunSections"] if section["display"]]
     assert shown == ["Over time", "Outcome", "Settings that differ"]
     assert {chart["metricSectionId"] for chart in page["compareRunCharts"]} == set(shown)
-    assert '"wait/w3"' in json.dumps(state(4))
-    assert '"wait/w4"' not in json.dumps(state(4))
-    assert len(view.tag()) < 5000  # MLflow's limit
+    assert '"wait/w3"' in json.dumps(state(num_workers=4))
+    assert '"wait/w4"' not in json.dumps(state(num_workers=4))
+    swept = state(axes=["sync", "seed"])
+    assert swept["groupBy"]["groupByKeys"] == [{"mode": "param", "groupByData": "sync"}]
+    assert len(view.tag({"axes": ["sync", "seed"]})) < 5000  # MLflow's limit
 
 
 def test_the_installed_mlflow_still_knows_the_views_words():
@@ -173,7 +155,7 @@ def test_the_installed_mlflow_still_knows_the_views_words():
     assert spec.submodule_search_locations is not None
     scripts = Path(spec.submodule_search_locations[0]).glob("server/js/build/static/js/*.js")
     text = "\n".join(path.read_text(encoding="utf-8") for path in scripts)
-    page = state()
+    page = state(axes=["sync", "seed"])
     words = {
         "mlflow.sharedViewState.",
         "viewStateShareKey",
@@ -181,22 +163,8 @@ def test_the_installed_mlflow_still_knows_the_views_words():
         "workflowType",
         "machine_learning",
     }
-    words |= {"deflate;", "FIRST_20_RUNS", "LINE", "BAR", "DIFFERENCE", *page}
+    words |= {"deflate;", "FIRST_20_RUNS", "LINE", "BAR", "DIFFERENCE", *page, *page["groupBy"]}
     words |= {key for chart in page["compareRunCharts"] for key in chart} | set(
         page["compareRunSections"][0]
     )
     assert not [word for word in sorted(words) if word not in text]
-
-
-def test_the_page_of_a_run_is_that_of_model_training(tmp_path):
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection, connection:
-        connection.execute(
-            "CREATE TABLE runs (run_uuid, experiment_id, start_time, lifecycle_stage)"
-        )
-        connection.execute("CREATE TABLE tags (run_uuid, key, value)")
-        connection.execute("INSERT INTO runs VALUES ('r', 3, 1, 'active')")
-        connection.execute(
-            "INSERT INTO tags VALUES ('r', 'ashl.run_dir', ?)", (str(tmp_path / "run"),)
-        )
-    page = store.page_of(store.tracking_uri(tmp_path), tmp_path / "run", "http://here")
-    assert page == "http://here/#/experiments/3/runs/r?workflowType=machine_learning"

@@ -43,8 +43,8 @@ from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
 from ashl.run.profile import profile as measure
 from ashl.run.rank import step_here_s
-from ashl.run.train import MLFLOW_S, is_virtual
-from ashl.study.sweep import copied_to_mlflow, locked
+from ashl.run.train import TRACKING_S, is_virtual
+from ashl.study.sweep import copied_to_tracker, locked
 from ashl.tracking import jsonl
 from ashl.tracking.counting import Counting
 from ashl.tracking.deadline import Deadline
@@ -105,9 +105,9 @@ def advise(
         tries = tuned(field, scale, place, TUNING * budget_s)
         scale = judged(field, scale, place)
         grid = race_grid(field, tries, scale, place)
-        # The copy to MLflow has its own time limit, which does not depend on the budget.
-        with copied_to_mlflow(grid, folder, str(command), console, MLFLOW_S) as to_mlflow:
-            found, unreached = final(field, tries, scale, place, RACING * budget_s, to_mlflow)
+        # The copy to the tracker has its own time limit, which does not depend on the budget.
+        with copied_to_tracker(grid, folder, str(command), console, TRACKING_S) as to_tracker:
+            found, unreached = final(field, tries, scale, place, RACING * budget_s, to_tracker)
             if found is None:
                 needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)
                 raise AshlError(

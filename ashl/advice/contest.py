@@ -113,7 +113,7 @@ def run(
     place: Place,
     until_s: float,
     phase: str,
-    to_mlflow: Callable[[Setting], None] = lambda setting: None,
+    to_tracker: Callable[[Setting], None] = lambda setting: None,
     seeds: int = 1,
 ) -> None:
     """Run the missing runs of a grid in its folder, until the budget time `until_s`.
@@ -133,7 +133,7 @@ def run(
     stays = label(grid.settings[0], without="seed") if seeds == 1 else ""
     race = Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
     pool, over = local_pool(place.slots), lambda: place.deadline.spent_s >= until_s
-    fill(grid, record, folder, waiting, pool, progress, to_mlflow, race, over)
+    fill(grid, record, folder, waiting, pool, progress, to_tracker, race, over)
     for setting in waiting:
         if open_in(folder, setting, record):
             clear_remains(
@@ -331,7 +331,7 @@ def final(
     scale: Scale,
     place: Place,
     until_s: float,
-    to_mlflow: Callable[[Setting], None],
+    to_tracker: Callable[[Setting], None],
 ) -> tuple[Comparison | None, Target | None]:
     """Race the best candidates over several seeds; the first two get more until they are separated
     or the budget is used up.
@@ -344,7 +344,7 @@ def final(
         began_s = place.deadline.spent_s
         grid = race_grid(field, tries, scale, place, counts)
         phase = "further seeds" if counts else "race"
-        run(grid, place.folder, place, until_s, phase, to_mlflow)
+        run(grid, place.folder, place, until_s, phase, to_tracker)
         now_s, (found, unreached) = place.deadline.spent_s, compared(place)
         second = found.board.second if found else None
         if (

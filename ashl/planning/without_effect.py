@@ -442,7 +442,7 @@ CONDITIONS = (
     Condition(
         ("tracking.experiment",),
         "tracking=mlflow",
-        lambda context: context.config["tracking"].get("sink") == "mlflow",
+        lambda context: context.config["tracking"].get("sink") in ("mlflow", "wandb"),
     ),
     Condition(
         WRAPPED,

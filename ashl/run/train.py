@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,17 +50,19 @@ from ashl.run.rescaling import Origin
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
 from ashl.runtime.rank_checkpoint import list_checkpoints
-from ashl.tracking import jsonl, mlflow
+from ashl.tracking import jsonl
 from ashl.tracking.console import Progress, outcome, seconds
+from ashl.tracking.copying import Copier, params_of, tracker_of
 from ashl.tracking.forecast import forecast, notes
 from ashl.tracking.killed import close_killed
-from ashl.tracking.option import Tracking
+from ashl.tracking.option import TITLES, Tracking
 from ashl.tracking.recorder import SUMMARY, Recorder
+from ashl.tracking.tracker import TrackedRun
 
 RUNS = Path("runs")
 # Keys of `runtime` that may change the bits of a result.
 OF_A_RUN = ("gradients", "threads", "device", "precision")
-MLFLOW_S = 30.0  # longest wait in seconds, at the end of a run, for its copy in MLflow
+TRACKING_S = 30.0  # longest wait in seconds, at the end of a run, for its copy in a tracker
 
 
 class RunOutcome(NamedTuple):
@@ -144,16 +147,16 @@ def run(
         rounds=tracking.events,
         weights=config["run"]["save_weights"] is not False,
     )
-    writer = start_mlflow(tracking, run_dir, plan, config, command)
+    copier = start_copier(tracking, run_dir, plan, config, command)
     with stop_on_interrupt(monitor):
         saving = Saving(identity(config), config["run"]["checkpoint_s"])
         pace, failure = run_to_end(plan, run_dir, monitor, assignment, saving, saved, origin)
         status, reason = run_status(monitor, failure)
         summary = summarise(monitor, parts.runtime.name, status, reason, pace)
         finish(monitor, summary, failure)
-        link, unlogged = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
+        shown, unlogged = copier.finish(TRACKING_S) if copier else (None, None)
     if not silent:
-        outcome(console, summary, run_dir, link)
+        outcome(console, summary, run_dir, {copier.title: shown} if copier else {})
         if status == "interrupted" and list_checkpoints(run_dir):
             line = f"resume with `{resume_command(run_dir, config)}`"
             console.print(line, soft_wrap=True, markup=False)
@@ -463,23 +466,21 @@ def write_inputs(
         recorder.document("plan.json", plan.to_json())
 
 
-def start_mlflow(
+def start_copier(
     tracking: Tracking, run_dir: Path, plan: Plan, config: dict[str, Any], command: str
-) -> mlflow.Writer | None:
-    """Start the process that copies the run to MLflow, unless tracking=none."""
+) -> Copier | None:
+    """Start the thread that copies the run to a tracker, unless tracking=none."""
     if tracking.sink == "none":
         return None
-    tags = {"ashl.kind": "run", "ashl.config_hash": config_hash(config)}
-    if command:
-        tags["mlflow.note.content"] = f"`{command}`"
-    return mlflow.start(
-        run_dir,
-        store=RUNS,
-        experiment=tracking.experiment,
-        run_name=f"{plan.name}-s{plan.seed}",
-        params=config,
-        tags=tags,
+    run = TrackedRun(
+        run_dir.absolute(),
+        f"{plan.name}-s{plan.seed}",
+        tracking.experiment,
+        params_of(config),
+        note=f"`{command}`" if command else "",
+        tags={"ashl.config_hash": config_hash(config)},
     )
+    return Copier(partial(tracker_of, tracking.sink, RUNS.absolute()), TITLES[tracking.sink], run)
 
 
 @contextmanager

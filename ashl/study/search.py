@@ -125,12 +125,12 @@ def search(
             for digest in tried.settings:
                 if not has_ended(folder / digest, rerun_failed):
                     clear_remains(folder / digest)
-        with sweep.copied_to_mlflow(corners, folder, str(command), console) as to_mlflow:
+        with sweep.copied_to_tracker(corners, folder, str(command), console) as to_tracker:
             pool = make_pool(slots)
             pool = pool._replace(at_once=min(pool.at_once, slots))
             try:
                 for _ in sweep.run_settings(
-                    folder, tried.choose(trials), pool, progress, to_mlflow
+                    folder, tried.choose(trials), pool, progress, to_tracker
                 ):
                     tried.tell()
             finally:

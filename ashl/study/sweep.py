@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from ashl.config.construct import construct
 from ashl.config.identity import config_hash
-from ashl.config.override import CommandLine, command_text, key_of
+from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.planning import uncontended_link_note
 from ashl.planning.compile_plan import prepare_plan
@@ -40,12 +41,14 @@ from ashl.study.jobs import (
     run_all,
 )
 from ashl.study.race import Race
-from ashl.tracking import jsonl, mlflow, mlflow_study
+from ashl.tracking import jsonl
 from ashl.tracking.console import seconds
+from ashl.tracking.copying import Copier, params_of, tracker_of
 from ashl.tracking.counting import Counting
+from ashl.tracking.option import TITLES
 from ashl.tracking.recorder import METRICS
-from ashl.tracking.store import ADDRESS
 from ashl.tracking.sweep_progress import Reading, SweepProgress
+from ashl.tracking.tracker import TrackedRun
 
 SCHEMA = 1
 SWEEP = "sweep.json"
@@ -53,7 +56,7 @@ SWEEPS = Path("runs/sweeps")
 MAX_ROWS = 40
 # parts of a configuration that determine the host time of a step
 COSTLY = ("model", "dataset", "task", "optimizer", "runtime", "allow_targets")
-MLFLOW_S = 120.0  # seconds that the end of a sweep waits for its copy in MLflow
+TRACKING_S = 120.0  # seconds that the end of a sweep waits for its copy in a tracker
 
 
 def folder_of(grid: Grid, run_dir: str | None, name: str | None) -> Path:
@@ -95,13 +98,13 @@ def sweep(
         if not quiet:
             announce(console, grid, folder, len(missing))
         progress = SweepProgress(console, len(missing), quiet=quiet)
-        with copied_to_mlflow(grid, folder, str(command), console) as to_mlflow:
+        with copied_to_tracker(grid, folder, str(command), console) as to_tracker:
             pool = make_pool(slots or slots_for(grid))
             contest = None
             if race:
                 stays = kept_in(grid, baseline)
                 contest = Race(grid.settings, folder, record["dropped"], stays, progress.say)
-            fill(grid, record, folder, missing, pool, progress, to_mlflow, contest)
+            fill(grid, record, folder, missing, pool, progress, to_tracker, contest)
             conclude(folder, command, console, baseline)
         return summaries_of(folder, grid.settings)
 
@@ -132,7 +135,7 @@ def fill(
     missing: Sequence[Setting],
     pool: Pool,
     progress: SweepProgress,
-    to_mlflow: Callable[[Setting], None] = lambda setting: None,
+    to_tracker: Callable[[Setting], None] = lambda setting: None,
     race: Race | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -144,10 +147,10 @@ def fill(
     for setting in grid.settings:
         # A setting may be missing and not ended: a race has dropped it.
         if setting not in missing and has_ended(folder / setting.hash):
-            to_mlflow(setting)
+            to_tracker(setting)
     order = [s for s in race.order if s in missing and s.hash not in race.gone] if race else missing
     try:
-        for _ in run_settings(folder, order, pool, progress, to_mlflow, race, over):
+        for _ in run_settings(folder, order, pool, progress, to_tracker, race, over):
             pass
     finally:
         progress.close()
@@ -159,7 +162,7 @@ def run_settings(
     settings: Iterable[Setting],
     pool: Pool,
     progress: SweepProgress,
-    to_mlflow: Callable[[Setting], None],
+    to_tracker: Callable[[Setting], None],
     race: Race | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> Iterator[Setting]:
@@ -192,7 +195,7 @@ def run_settings(
         summary, setting = read_summary(job.folder), by_folder[job.folder]
         if summary is not None and summary["status"] in ENDED:
             progress.ended(label(setting), summary)
-            to_mlflow(setting)
+            to_tracker(setting)
         if race:
             race.judge()
         yield setting
@@ -243,31 +246,36 @@ def winner(found: Comparison, command: CommandLine) -> str:
 
 
 @contextmanager
-def copied_to_mlflow(
-    grid: Grid, folder: Path, command: str, console: Console, wait_s: float = MLFLOW_S
+def copied_to_tracker(
+    grid: Grid, folder: Path, command: str, console: Console, wait_s: float = TRACKING_S
 ) -> Generator[Callable[[Setting], None]]:
-    """Copy each run that has ended to MLflow, and the sweep at its end, in a process of its own."""
+    """Copy each run that has ended to the tracker, and the sweep at its end, in a thread."""
     config = grid.settings[0].config
-    if construct(config["tracking"], "tracking", config["allow_targets"]).sink == "none":
+    sink = construct(config["tracking"], "tracking", config["allow_targets"]).sink
+    if sink == "none":
         yield lambda setting: None
         return
-    writer = mlflow_study.start(
-        folder, store=RUNS, name=folder.name, axes=list(grid.axes), command=command
-    )
+    own = TrackedRun(folder.absolute(), folder.name, folder.name, kind="sweep", note=f"`{command}`")
+    copier = Copier(partial(tracker_of, sink, RUNS.absolute()), TITLES[sink], own)
+    judged: dict[str, Any] = {}  # metric of the task, and whether higher is better
+
+    def to_tracker(setting: Setting) -> None:
+        run_dir = folder.absolute() / setting.hash
+        summary = read_summary(run_dir) or {}
+        judged.update({key: summary.get(key) for key in ("metric", "higher_is_better")})
+        params = params_of(setting.config)
+        copier.add(TrackedRun(run_dir, label(setting), folder.name, params))
+
     try:
-
-        def to_mlflow(setting: Setting) -> None:
-            common = label(setting, without="seed") if "seed" in setting.axes else ""
-            mlflow_study.add(writer, folder / setting.hash, label(setting), setting.config, common)
-
-        yield to_mlflow
+        yield to_tracker
     finally:
-        link, warning = mlflow.finish(writer, wait_s)
+        shown, warning = copier.finish(
+            wait_s, {"status": "finished", "axes": list(grid.axes), **judged}
+        )
         if warning:
             Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True)
-        elif link:
-            page = command_text("ui", folder) if link.startswith(ADDRESS) else link
-            console.print(f"MLflow  {page}", soft_wrap=True, markup=False)
+        elif shown:
+            console.print(f"{copier.title}  {shown}", soft_wrap=True, markup=False)
 
 
 def inside(config: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from ashl.config.override import command_text
 from ashl.tracking import stages
-from ashl.tracking.store import ADDRESS
 
 FRAME_S = 0.25  # seconds between two drawings of the table; 16 rows take 6 ms
 LINE_S = 2.0  # seconds between two lines in a pipe
@@ -163,12 +162,13 @@ class Progress:
         return Group(*parts)
 
 
-def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) -> None:
-    """Print how the run ended: the totals, a table of the workers, the run folder and the MLflow
-    link.
+def outcome(
+    console: Console, summary: dict, run_dir: Path, shown: Mapping[str, str | None]
+) -> None:
+    """Print how the run ended: totals, a table of the workers, the run folder, and its copies.
 
     Args: summary is that of `summary.json`; values that a failed run does not have are shown as a
-    dash.
+    dash. shown is the command or the address that shows a copy, by the tracker's title.
     """
     status = Text(summary["status"], style=STYLE.get(summary["status"], "bold red"))
     reason = (
@@ -189,10 +189,8 @@ def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) ->
         console.print(Text(stages.never_began(idle), style="yellow"), soft_wrap=True)
     if summary.get("workers"):
         console.print(_workers(summary, console.width))
-    if link and link.startswith(ADDRESS):
-        link = command_text("ui", run_dir)
     report = command_text("compare", run_dir) if summary["status"] == "finished" else None
-    for label, value in (("run folder", str(run_dir)), ("report", report), ("MLflow", link)):
+    for label, value in {"run folder": str(run_dir), "report": report, **shown}.items():
         if value:  # not wrapped, so that it can be copied or clicked
             console.print(Text.assemble((f"{label:<10}", "dim"), "  ", value), soft_wrap=True)
 

@@ -1,35 +1,45 @@
 """Serve MLflow's page on the store of the runs, as a process that cannot outlive ours."""
 
+import ctypes
 import errno
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
-from urllib.parse import urlsplit
 
+from ashl.config.recorded import CONFIG, read
 from ashl.errors import AshlError, UsageError
-from ashl.tracking import store as stores
+from ashl.tracking import jsonl, view
+from ashl.tracking.copying import copy_run, digest, gist, params_of
+from ashl.tracking.mlflow import (
+    ENVIRONMENT,
+    FOLDER,
+    MlflowTracker,
+    client_of,
+    find,
+    folder_tag,
+    public,
+    tracking_uri,
+)
+from ashl.tracking.recorder import SUMMARY
+from ashl.tracking.tracker import TrackedRun
 
-READY = "ready"
-PATIENCE_S = 90  # seconds; the first start creates the schema and compiles MLflow's modules
-GRACE_S = 5
+PATIENCE_S = 90.0  # the first start creates the schema and compiles MLflow's modules
+GRACE_S = 5.0
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running page, as a context manager.
+    """A running page, as a context manager; MLflow ends with the block, or with our process."""
 
-    MLflow ends with the block, at the latest with our process.
-    """
-
-    address: str  # address on which it listens, `http://host:port`
     link: str  # page to open: by default the saved view of the latest experiment
     process: subprocess.Popen
 
@@ -41,11 +51,7 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()  # the guard process then ends MLflow
-        self.process.stdout.close()
-        self.process.wait()
+        end(self.process)
 
 
 def serve(
@@ -53,23 +59,80 @@ def serve(
 ) -> Server:
     """Serve MLflow's page for the folder `store`, and return once it answers.
 
-    Args: folder is the run or sweep to link to; None = the latest.
-    Raises: UsageError if the store does not have that folder; AshlError if the port is taken,
-    MLflow does not start, or MLFLOW_TRACKING_URI names a server, which has a page of its own.
+    Args: folder is the run or sweep to link to; None = the latest. A run that MLflow does not have
+    is copied first.
+    Raises: UsageError if the folder is neither a run nor a known sweep; AshlError if the port is
+    taken, MLflow does not start, or MLFLOW_TRACKING_URI names a server, which has a page.
     """
-    uri = stores.tracking_uri(store)
-    if urlsplit(uri).scheme in ("http", "https"):
+    uri = tracking_uri(store)
+    if uri.startswith(("http://", "https://")):
         raise AshlError(
-            f"MLFLOW_TRACKING_URI is set: open {stores.public(uri)}, or unset it to see {store}."
+            f"MLFLOW_TRACKING_URI is set: open {public(uri)}, or unset it to see {store}."
         )
+    check_port(host, port)
+    if not (store / "mlflow.db").exists():
+        client_of(store)  # it and the server must not create the database at once
     address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-    wanted = None if folder is None else stores.page_of(uri, folder.absolute(), address)
-    if folder is not None and wanted is None:
-        raise UsageError(
-            f"MLflow knows nothing of {folder} (in {stores.public(uri)}); leave it out to see what"
-            " ran last."
+    arguments = ["--backend-store-uri", uri, "--host", host, "--port", str(port), "--workers", "1"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "mlflow", "server", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=ENVIRONMENT | os.environ,
+            start_new_session=True,  # Ctrl-C reaches only us; we then end MLflow in order
+            preexec_fn=end_with_parent,
         )
-    # MLflow itself would report a taken port in 60 lines, or another server would answer.
+        try:
+            link = link_of(store, address, folder)
+            wait_for_answer(process, host, port, log)
+        except BaseException as error:
+            end(process)
+            if isinstance(error, AshlError | KeyboardInterrupt):
+                raise
+            raise AshlError(f"MLflow's page did not start ({gist(str(error))}).") from error
+    return Server(link, process)
+
+
+def end_with_parent() -> None:
+    """Make Linux send SIGTERM to this process when its parent ends; MLflow then ends its own."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def link_of(store: Path, address: str, folder: Path | None) -> str:
+    """Return the page of a run, of a sweep's experiment, or of the latest experiment."""
+    client = client_of(store)
+    if folder is not None and (folder / SUMMARY).exists():
+        copy_missing(MlflowTracker(store), folder.absolute())
+    tags = {} if folder is None else {FOLDER: folder_tag(folder)}
+    found = find(client, client.search_experiments(), tags)
+    if not found and folder is None:
+        return address
+    if not found:
+        raise UsageError(
+            f"{folder} is neither a run nor a sweep that MLflow has (in"
+            f" {public(tracking_uri(store))}); leave it out to see what ran last."
+        )
+    info = found[0].info
+    if folder is None or (folder / "sweep.json").exists():
+        return view.link(address, info.experiment_id)
+    return f"{address}/#/experiments/{info.experiment_id}/runs/{info.run_id}?{view.TRAINING}"
+
+
+def copy_missing(tracker: MlflowTracker, folder: Path) -> None:
+    """Copy a run that has ended, unless MLflow has a whole copy of it in any experiment."""
+    config = read(folder, CONFIG)
+    summary = jsonl.whole(folder / SUMMARY) or {}
+    experiment = config.get("tracking", {}).get("experiment", "ashl")
+    name = f"{summary.get('name')}-s{summary.get('seed')}"
+    run = TrackedRun(folder, name, experiment, params_of(config))
+    if not tracker.has(run, digest(folder)):
+        copy_run(tracker, run)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise AshlError if the address is taken: MLflow itself would report that in 60 lines."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -83,85 +146,24 @@ def serve(
                 else "choose another port with --port"
             )
             raise AshlError(f"Cannot listen on {host}:{port} ({reason}); {fix}.") from error
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "ashl.tracking.ui", uri, host, str(port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=stores.ENVIRONMENT | os.environ,
-        start_new_session=True,  # Ctrl-C reaches only us; we then end MLflow in order
-    )
-    server = Server(address, wanted or stores.latest(uri, address) or address, process)
-    complete = False
-    try:
-        assert process.stdout is not None
-        answer = process.stdout.readline().strip()
-        complete = answer == READY
-    finally:
-        if not complete:
-            server.__exit__()
-    if not complete:
-        raise AshlError(f"MLflow's page did not start ({answer or 'it was ended'}).")
-    return server
 
 
-def main() -> None:
-    """Run MLflow's server until standard input closes or it ends: `python -m ashl.tracking.ui URI
-    HOST PORT`.
-
-    Prints READY on standard output once the server answers, or else the reason why it does not.
-    """
-    uri, host, port = sys.argv[1:]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` runs
-    arguments = ["--backend-store-uri", uri, "--host", host, "--port", port, "--workers", "1"]
-    command = [sys.executable, "-P", "-m", "mlflow", "server", *arguments]
-    server = None
-    with tempfile.TemporaryFile() as log:
-        try:
-            with stores.schema_lock(uri):
-                server = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-                ready = _comes_up(server, host, int(port))
-            print(READY if ready else _complaint(log), flush=True)
-            while ready and server.poll() is None and not _closed(within_s=1.0):
-                pass
-        finally:
-            if server is not None:
-                _end(server)
-
-
-def _comes_up(server: subprocess.Popen, host: str, port: int) -> bool:
-    for _ in range(PATIENCE_S * 4):
-        if server.poll() is not None or _closed(within_s=0.25):
-            return False
+def wait_for_answer(process: subprocess.Popen, host: str, port: int, log: IO[bytes]) -> None:
+    """Wait until the server accepts connections. Raises: AshlError."""
+    until_s = time.monotonic() + PATIENCE_S
+    while process.poll() is None and time.monotonic() < until_s:
         with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
-            return True
-    return False
-
-
-def _closed(within_s: float) -> bool:
-    """Return True if standard input closes within this time: the parent has closed it or died."""
-    return bool(select.select([sys.stdin], [], [], within_s)[0])
-
-
-def _complaint(log: IO[bytes]) -> str:
+            return
+        time.sleep(0.25)
     log.seek(0)
-    return stores.gist(log.read().decode(errors="replace")) or f"no answer within {PATIENCE_S} s"
+    reason = gist(log.read().decode(errors="replace")) or f"no answer within {PATIENCE_S:g} s"
+    raise AshlError(f"MLflow's page did not start ({reason}).")
 
 
-def _end(server: subprocess.Popen) -> None:
+def end(process: subprocess.Popen) -> None:
     """End MLflow's processes, which are a process group of their own."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(server.pid, number)
+            os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            server.wait(GRACE_S)
-
-
-if __name__ == "__main__":
-    main()
+            process.wait(GRACE_S)

@@ -12,7 +12,7 @@ from ashl.errors import AshlError
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import KINDS, Counts, Heartbeat, Measured, Round, dumps, loads
 from ashl.runtime.time_accounting import KINDS as TIMES
-from ashl.tracking import mlflow
+from ashl.tracking.copying import finals, points
 
 PACKAGE = '''
 """Sync modes of one's own: they do what those of the package do, and measure the length of every local step."""
@@ -104,8 +104,8 @@ def test_a_measure_is_wherever_metrics_are(topology: str, runtime: str, package,
     assert found["mean"] != found["last"]
     if runtime == "sim":
         assert all(line["measure/step_norm"] > 0 for line in lines)
-    assert ("measure/step_norm", found["last"]) in [point[:2] for point in mlflow.points(lines[-1])]
-    assert dict(mlflow.finals(summary))["measure/step_norm"] == found["last"]
+    assert ("measure/step_norm", found["last"]) in [point[:2] for point in points(lines[-1])]
+    assert dict(finals(summary))["measure/step_norm"] == found["last"]
     capsys.readouterr()
     assert main(["compare", "run"]) == 0
     assert "step_norm" in capsys.readouterr().out

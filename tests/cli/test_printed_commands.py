@@ -21,7 +21,7 @@ from ashl.advice.rules import RULES
 from ashl.cli.app import COMMANDS, app, main
 from ashl.cli.typed import typed
 from ashl.study import sweep as study_sweep
-from ashl.tracking.store import ADDRESS
+from ashl.tracking.tracker import TrackedRun, shell_command
 from tests.test_advice import written
 
 OWN = "my options"
@@ -42,16 +42,21 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("ASHL_CONFIG_DIR", raising=False)
     kept: list[str] = []
 
-    def start(*args: object, **kwargs: Any) -> object:
-        tags = kwargs.get("tags") or {"note": f"`{kwargs['command']}`"}
-        kept.append(tags.get("mlflow.note.content", tags.get("note", "")))
-        (folder / "notes.txt").write_text("\n".join(kept))
-        return object()
+    class Noting:
+        title = "MLflow"
 
-    for name in ("mlflow.start", "mlflow_study.start"):
-        monkeypatch.setattr(f"ashl.tracking.{name}", start)
-    monkeypatch.setattr("ashl.tracking.mlflow_study.add", lambda *args: None)
-    monkeypatch.setattr("ashl.tracking.mlflow.finish", lambda *args: (f"{ADDRESS}/#/x", None))
+        def __init__(self, make: object, title: str, run: TrackedRun) -> None:
+            kept.append(run.note)
+            (folder / "notes.txt").write_text("\n".join(kept))
+            self.run = run
+
+        def add(self, run: TrackedRun) -> None: ...
+
+        def finish(self, *_: object) -> tuple[str, None]:
+            return shell_command("ashl", "ui", self.run.folder), None
+
+    monkeypatch.setattr("ashl.run.train.Copier", Noting)
+    monkeypatch.setattr("ashl.study.sweep.Copier", Noting)
     return folder
 
 
@@ -88,7 +93,7 @@ def runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ["--dry-run"] if words[1] in DRY else []
     with monkeypatch.context() as patched:
         opened: list[Path] = []
-        server = SimpleNamespace(link=ADDRESS, wait=lambda: None)
+        server = SimpleNamespace(link="http://127.0.0.1:5000", wait=lambda: None)
         patched.setattr(
             "ashl.tracking.ui.serve",
             lambda store, port, host, folder: opened.append(folder) or nullcontext(server),

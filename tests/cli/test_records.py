@@ -16,7 +16,7 @@ from ashl.planning.compile_plan import compile_plan, prepare_plan
 from ashl.run import train as run
 from ashl.run.profile import profile as measure
 from ashl.tracking import forecast as forecasts
-from ashl.tracking import mlflow
+from ashl.tracking.copying import params_of
 from ashl.tracking.forecast import duration, forecast
 from tests.support import planned
 
@@ -36,7 +36,7 @@ def test_names_are_those_of_the_options() -> None:
     plan = compile_plan(config)
     assert plan.name == "bsp-resnet20-synthetic"
     assert (plan.choices["model"], plan.stages[0].name) == ("resnet20", "bsp")
-    assert mlflow.flat(config)["model"] == "resnet20"
+    assert params_of(config)["model"] == "resnet20"
     assert "sync" not in planned("schedule=ashl").choices, "each of its stages has one"
     assert config_hash(config) == config_hash(
         {**config, "choices": {**config["choices"], "model": "mine"}}

@@ -164,7 +164,6 @@ def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tm
     assert jsonl.whole(summary)["status"] == "finished"
     assert (place / "runs/mlflow.db").exists() == (sink == "mlflow")
     assert not list(long.iterdir())
-    assert not (summary.parent / "mlflow.log").exists(), "MLflow took it"
 
 
 DAEMON = f"""

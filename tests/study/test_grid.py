@@ -153,7 +153,7 @@ def test_each_seed_draws_its_own_cluster_and_its_own_prediction() -> None:
     assert found.settings[0].predicted_s != found.settings[1].predicted_s
 
 
-def test_of_what_is_not_missing_mlflow_hears_as_far_as_it_has_run(tmp_path: Path) -> None:
+def test_of_what_is_not_missing_the_tracker_hears_as_far_as_it_has_run(tmp_path: Path) -> None:
     """A setting that was dropped before it began is not missing either, and has no folder."""
     found, heard = grid("sync=bsp,asp"), []
     ran = found.settings[0]

@@ -1,0 +1,234 @@
+"""Copy run folders to a tracker, in a daemon thread.
+
+The thread reads `metrics.jsonl` as it grows, so that this file is the queue: nothing that the run
+records is dropped, and nothing waits in memory. A tracker that fails is tried again once a second.
+It never delays the run, except for a bounded time at its end.
+"""
+
+import hashlib
+import json
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ashl.tracking import jsonl
+from ashl.tracking.recorder import METRICS, SUMMARY, TRACE
+from ashl.tracking.tracker import MAX_WORKERS, Point, TrackedRun, Tracker, shell_command
+
+PERIOD_S = 1.0  # seconds between two readings of metrics.jsonl
+MAX_REASON = 300  # characters
+ARTIFACTS = (
+    *(SUMMARY, "config.yaml", "overrides.yaml", "profile.json", "plan.json", TRACE, "report.html"),
+    *("sweep.json", "leaderboard.md", "figures"),
+)
+UNFINISHED = {"status": "failed", "exit_reason": "the run's process ended without a summary"}
+
+
+def tracker_of(sink: str, store: Path) -> Tracker:
+    """Return a tracker for one run; `store` is the folder of MLflow's store.
+
+    The libraries take a second to import, so call this in a thread.
+    """
+    if sink == "tensorboard":
+        from ashl.tracking.tensorboard import TensorboardTracker
+
+        return TensorboardTracker()
+    if sink == "wandb":
+        from ashl.tracking.wandb import WandbTracker
+
+        return WandbTracker()
+    from ashl.tracking.mlflow import MlflowTracker
+
+    return MlflowTracker(store)
+
+
+class RunCopy:
+    """The copy of one run folder; a method that failed may be called again."""
+
+    def __init__(self, tracker: Tracker, run: TrackedRun) -> None:
+        self.tracker = tracker
+        self.run = run
+        self.identifier: str | None = None
+        self._copied = 0  # bytes of metrics.jsonl
+
+    def advance(self) -> None:
+        """Begin the run if there is none, then copy the new metrics."""
+        if self.identifier is None:
+            identifier = self.tracker.open(self.run)
+            self.tracker.log_params(self.run.params)
+            self.identifier = identifier
+        rows, end = jsonl.tail(self.run.folder / METRICS, self._copied)
+        self.tracker.log_metrics([point for row in rows for point in points(row)])
+        self._copied = end
+
+    def close(self, outcome: Mapping[str, Any] | None = None) -> str:
+        """Copy the outcome and the files; return the command or the address that shows the run.
+
+        Args: outcome stands in for the summary, which a sweep does not have.
+        """
+        summary = outcome or jsonl.whole(self.run.folder / SUMMARY) or UNFINISHED
+        # Six digits, so that a cell of MLflow's table shows the whole number.
+        ends = [(f"final/{name}", float(f"{value:.6g}")) for name, value in finals(summary)]
+        self.tracker.log_metrics([Point(name, value, 0, 0.0) for name, value in ends])
+        try:
+            for path in filter(Path.exists, (self.run.folder / name for name in ARTIFACTS)):
+                self.tracker.log_artifact(path)
+        finally:
+            shown = self.tracker.close(summary, digest(self.run.folder))
+        return shown
+
+
+def copy_run(tracker: Tracker, run: TrackedRun) -> str:
+    """Copy a run that has ended; return the command or the address that shows it."""
+    copy = RunCopy(tracker, run)
+    copy.advance()
+    return copy.close()
+
+
+class Copier:
+    """A daemon thread that copies a run while it runs, or a sweep while its runs end.
+
+    Args: make returns a tracker for one run, and only the thread calls it, because libraries
+    of trackers take a second to import.
+    """
+
+    def __init__(self, make: Callable[[], Tracker], title: str, run: TrackedRun) -> None:
+        self.run = run
+        self.title = title
+        self._make = make
+        self._children = deque[TrackedRun]()  # runs of a sweep that have ended
+        self._over = threading.Event()
+        self._outcome: Mapping[str, Any] | None = None
+        self._shown: str | None = None
+        self._failure: str | None = None  # what the last attempt failed with
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="tracking")
+        self._thread.start()
+
+    def add(self, run: TrackedRun) -> None:
+        """Copy a run of this sweep, which has ended."""
+        self._children.append(run)
+
+    def finish(
+        self, wait_s: float, outcome: Mapping[str, Any] | None = None
+    ) -> tuple[str | None, str | None]:
+        """Copy the end of the run; return what shows the copy and a warning, each may be None.
+
+        Call it after `Recorder.close`: without a summary the run counts as failed.
+        """
+        self._outcome = outcome
+        self._over.set()
+        self._thread.join(wait_s)
+        reason = self._failure or (f"{wait_s:g} s were not enough" if self._shown is None else None)
+        return self._shown, reason and (
+            f"{self.title} did not take all of this {self.run.kind} ({reason}); its records are"
+            f" whole in {self.run.folder}{self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        """Return how to copy the rest later, if a command does that."""
+        if self.run.kind == "sweep":
+            return ", and the same command copies the rest"
+        command = shell_command("ashl", "ui", self.run.folder)
+        return f", and `{command}` copies them again" if self.title == "MLflow" else ""
+
+    def _follow(self) -> None:
+        """Copy until the run is over; try again after each failure."""
+        own: RunCopy | None = None
+        over = False
+        while not over:
+            over = self._over.wait(PERIOD_S)
+            try:
+                own = own or RunCopy(self._make(), self.run)
+                own.advance()
+                while self._children:
+                    self._copy_child(replace(self._children[0], parent=own.identifier))
+                    self._children.popleft()
+                if over:
+                    self._shown = own.close(self._outcome)
+                self._failure = None
+            except Exception as error:  # trackers and their stores fail in too many ways
+                self._failure = gist(str(error) or type(error).__name__)
+
+    def _copy_child(self, run: TrackedRun) -> None:
+        tracker = self._make()
+        if not tracker.has(run, digest(run.folder)):
+            copy_run(tracker, run)
+
+
+def digest(folder: Path) -> str:
+    """Return a hash of a run's summary, or "" without one: an equal copy need not be repeated."""
+    try:
+        return hashlib.sha256((folder / SUMMARY).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def gist(text: str) -> str:
+    """Return the cause in an error text, without user names and passwords.
+
+    It is the first sentence of the last line that names an error: SQLAlchemy has lines before and
+    after it. An address that does not answer is reported as such.
+    """
+    text = re.sub(r"//[^/@\s]+@", "//", text)
+    address = re.search(r"https?://[^/\s]+", text)
+    if address and "Max retries exceeded" in text:
+        return f"{address[0]} does not answer"
+    lines = text.strip().splitlines() or [""]
+    line = next((line for line in reversed(lines) if "Error" in line), lines[0])
+    return line.split(". ")[0].rstrip(".")[:MAX_REASON]
+
+
+def params_of(config: Mapping, prefix: str = "") -> dict[str, str]:
+    """Return the configuration as trackers show it: dotted names, and each group with its option.
+
+    The name of an option is that in `choices`, else that of the class in `_target_`.
+
+    >>> params_of({"choices": {"sync": "mine"}, "seed": 0, "sync": {"_target_": "a.b.C", "lag": 3}})
+    {'seed': '0', 'sync': 'mine', 'sync.lag': '3'}
+    """
+    params = dict[str, str]()
+    # Without a choice of sync, the schedule names the sync modes of its stages.
+    mute = "" if "sync" in config.get("choices", {"sync": ""}) else "sync"
+    for key, value in config.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if name in ("choices", mute):
+            continue
+        if isinstance(value, Mapping):
+            params |= params_of(value, name)
+        elif name.endswith("._target_"):
+            # The name of ashl's options is that of their module, of others that of their class.
+            parts = str(value).split(".")
+            params[name.removesuffix("._target_")] = parts[-2] if parts[0] == "ashl" else parts[-1]
+        else:
+            params[name] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return params if prefix else params | config.get("choices", {})
+
+
+def points(row: Mapping[str, Any]) -> Iterator[Point]:
+    """Yield the metrics in a line of metrics.jsonl: values of names with a slash.
+
+    A null, for example a loss that is no number, is left out. `test/acc` comes first, because
+    MLflow makes the first metric the key metric.
+    """
+    for name in sorted(row, key=lambda name: name != "test/acc"):
+        if "/" in name and row[name] is not None:
+            yield Point(name, float(row[name]), int(row["step"]), float(row.get("host_s") or 0.0))
+
+
+def finals(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a summary by name: `test_accuracy`, `best_time_s`, `wait_share_w0`."""
+    for key, value in summary.items():
+        if key in ("final", "best"):
+            prefix = "" if key == "final" else "best_"
+            yield from ((prefix + name, number) for name, number in finals(value or {}))
+        elif key == "measures":
+            yield from ((f"measure/{name}", found["last"]) for name, found in (value or {}).items())
+        elif key not in ("schema", "seed") and type(value) in (int, float):
+            yield key, float(value)
+    if time_s := summary.get("time_s"):
+        for rank, worker in enumerate((summary.get("workers") or ())[:MAX_WORKERS]):
+            yield f"wait_share_w{rank}", worker["wait_s"] / time_s
