@@ -1202,7 +1202,8 @@ def forbids_rejoin(own: StageParts) -> bool:
 
 def has_failure_protocol(own: StageParts) -> bool:
     """Return True if the topology and the sync mode have a protocol for failed workers."""
-    return FAULT_TOLERANT in capabilities_of(own.topology, own.sync)
+    tolerant = FAULT_TOLERANT in capabilities_of(own.topology, own.sync)
+    return tolerant and not own.topology.has_fixed_size
 
 
 def survives_failure(parts: Parts) -> bool:

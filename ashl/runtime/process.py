@@ -84,6 +84,7 @@ class TorchKernel:
         hierarchy: Hierarchy | None = None,
         payload_transport: PayloadTransport | None = None,
         meet: Meet | None = None,
+        peers_in: Callable[[Epoch], tuple[int, ...]] = lambda epoch: (),
         num_workers: int = 0,
         num_ranks: int = 0,
     ) -> None:
@@ -93,7 +94,8 @@ class TorchKernel:
         On a device that continues a computation after its function has returned, `settle` waits
         until all are done. With `nccl` the groups transport tensors on the device, too.
         `payload_transport` transports payloads of messages; None = gloo does. In a run that
-        regroups, `meet` makes the process group of the members of an epoch.
+        regroups, `meet` makes the process group of the members of an epoch. `peers_in` returns the
+        ranks with which this rank exchanges messages in an epoch.
         """
         self.observer = observer
         self.worker_states: WorkerStates | None = None
@@ -114,6 +116,7 @@ class TorchKernel:
             hierarchy=hierarchy,
         )
         self._meet = meet
+        self._peers_in = peers_in
         self._num_workers = num_workers
         self._num_ranks = num_ranks
         self._epoch = self._published = Epoch(0, ())
@@ -320,7 +323,7 @@ class TorchKernel:
         incarnations = dict(zip(epoch.workers, epoch.incarnations, strict=True))
         pairs = {peer: (*route, incarnations.get(peer, 0)) for peer, route in routes.items()}
         self._connections = PeerConnections({}, *self._settings_of_connections(), pairs)
-        for peer in pairs.keys() & {*self._peers}:
+        for peer in self._peers_in(epoch):
             self._connections.open(peer)
         saved = self.ctx.restart_point
         if saved is not None:

@@ -43,14 +43,15 @@ async def program(
     if epoch is not None:
         check_min_workers(ctx, first, epoch)
         saved = await first.topology.reform(ctx, stages, saved, epoch)
-        failed = {*range(first.num_workers)}.difference(epoch.workers)
-        lead_rank = first.restricted_to(failed).lead_rank
+        lead_rank = restrict_to(stages, epoch)[0].lead_rank
     elif joins and (saved := await first.topology.join(ctx, stages, saved)) is None:
         return
     begin, state = saved or (0, first.topology.begin(ctx, first))
     ctx.counter = state if ctx.rank == lead_rank else None
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
+    if epoch is not None:
+        stages = restrict_to(stages, epoch)
     for index in range(begin, len(stages)):
         stage = stages[index]
         if await select_loop(stage, ctx.rank)(ctx, stage, state) == STOP:
@@ -91,6 +92,12 @@ def check_min_workers(ctx: RankContext, stage: Stage, epoch: Epoch) -> None:
             f" {len(epoch.workers)} of {stage.num_workers} workers are running, fewer than"
             f" runtime.min_workers={stage.min_workers}: the run ends here"
         )
+
+
+def restrict_to(stages: Sequence[Stage], epoch: Epoch) -> list[Stage]:
+    """Return the stages with the members of an epoch as workers."""
+    failed = {*range(stages[0].num_workers)}.difference(epoch.workers)
+    return [stage.restricted_to(failed) for stage in stages]
 
 
 def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:

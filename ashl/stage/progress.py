@@ -61,6 +61,8 @@ class RunProgress:
     )
     end_ns: int = 0  # ns: end of the last stage
     now_s: float = 0.0  # seconds: time at which queries are evaluated
+    # failed workers: no merge waits for them, and no bound counts them
+    gone: set[int] = field(default_factory=set)
 
     def copy(self) -> RunProgress:
         """Return a copy to continue counting with."""
@@ -131,8 +133,6 @@ class Progress(RunProgress):
     slowest: int = 0  # min(clocks)
     fastest: int = 0  # max(clocks)
     latest: int = 0  # worker of the latest push
-    # failed workers: no merge waits for them, and no bound counts them
-    gone: set[int] = field(default_factory=set)
     # groups that each worker has averaged in, where workers meet in groups
     groups: list[int] | None = None
     conflicts: int | None = None  # groups that had to wait for another one
@@ -163,6 +163,7 @@ class Progress(RunProgress):
         copied = copy(self)  # called once per round; `replace` would visit all fields
         for name in BY_WORKER:
             setattr(copied, name, list(getattr(self, name)))
+        copied.gone = set(self.gone)
         copied._at_clock = dict(self._at_clock)
         copied.dropped_for = dict(self.dropped_for)
         return copied

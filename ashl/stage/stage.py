@@ -179,6 +179,11 @@ class Topology(Contract, group="topology"):
         """
         raise NotImplementedError
 
+    @property
+    def has_fixed_size(self) -> bool:
+        """Return True if it does not exist for every number of workers."""
+        return False
+
     # True: a failure or a rejoin begins a new epoch, see `reform`. False: the loops are notified
     regroups: ClassVar[bool] = False
 

@@ -24,7 +24,7 @@ from typing import Literal
 
 from ashl.option import Count, option
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import graph_of
+from ashl.topology.gossip import places_in, sources_by_rank
 from ashl.topology.graph import Edge, Sources, depths, sources_of
 from ashl.topology.pairs import PairRule
 
@@ -44,7 +44,7 @@ class ADPSGD(PairRule):
 
 
 def partners_in(stage: Stage) -> Sources:
-    return choose_partners(graph_of(stage).edges(stage), stage.num_workers)
+    return sources_by_rank(stage, choose_partners(stage.cached(places_in), len(stage.workers)))
 
 
 def choose_partners(edges: tuple[Edge, ...], n: int) -> Sources:

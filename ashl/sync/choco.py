@@ -26,7 +26,7 @@ from ashl.option import Count, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
-from ashl.stage.stage import CODEC, Stage
+from ashl.stage.stage import CODEC, FAULT_TOLERANT, Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Round
 from ashl.topology.local_work import context_of, report_health
@@ -45,7 +45,8 @@ class Replicas(NamedTuple):
 class Choco(RoundRule):
     """Compressed gossip in synchronous rounds."""
 
-    supports: ClassVar[frozenset[str]] = frozenset({CODEC})  # messages are differences
+    # messages are differences
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, FAULT_TOLERANT})
     local_steps: Count | Literal["plan"]
     gamma: Positive
 
@@ -65,7 +66,7 @@ class Choco(RoundRule):
             )
 
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Replicas:
-        first = stage.trainer.init()[0] if stage.index == 0 else None
+        first = stage.trainer.init()[0] if state.version == 0 else None
         return Replicas(first, first)
 
     async def outgoing(

@@ -50,7 +50,7 @@ from ashl.topology.coordinator import (
     report_done,
     report_merge,
 )
-from ashl.topology.gossip import RoamingRule, graph_of
+from ashl.topology.gossip import RoamingRule, by_rank, graph_of, places_in
 from ashl.topology.graph import Edge, Round, sources_of
 from ashl.topology.local_work import local_work
 
@@ -172,7 +172,7 @@ class Augmented:
 
 
 def colours_in(stage: Stage) -> tuple[int, ...]:
-    return colours(graph_of(stage).edges(stage), stage.num_workers)
+    return by_rank(stage, colours(stage.cached(places_in), len(stage.workers)), 0)
 
 
 def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:

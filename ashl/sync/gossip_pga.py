@@ -39,7 +39,7 @@ class GossipPGA(RoundRule):
         body = state.params
         if self._all_meet(k):
             state.params = await ctx.all_reduce(
-                state.params * (1 / stage.num_workers), stage.workers
+                state.params * (1 / len(stage.workers)), stage.workers
             )
             body = None
         return {rank: (body, ()) for rank in graph_of(stage).round(stage, k).targets[ctx.rank]}

@@ -27,7 +27,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState, places_in
 from ashl.topology.graph import Edge, matchings_of
 from ashl.topology.mixing import mix
 
@@ -93,7 +93,10 @@ def used_matchings(plan: Sampling, seed: int, k: int) -> list[int]:
 def sampling_in(stage: Stage) -> Sampling:
     rule = stage.sync
     assert isinstance(rule, Matcha)
-    return sampling(graph_of(stage).edges(stage), stage.num_workers, rule.budget)
+    ranks = stage.workers
+    plan = sampling(stage.cached(places_in), len(ranks), rule.budget)
+    peers = tuple({ranks[i]: ranks[j] for i, j in met.items()} for met in plan.peers)
+    return plan._replace(peers=peers)
 
 
 @lru_cache(maxsize=16)

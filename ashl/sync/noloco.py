@@ -19,7 +19,7 @@ difference of two models. An outer optimizer steps on one merged update of one m
 """
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal
 
 from ashl.option import Count, NonNegative, Positive, option
@@ -27,7 +27,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector, halves, joined
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState, places_in
 from ashl.topology.graph import matching
 
 
@@ -79,6 +79,13 @@ class NoLoCo(RoundRule):
 
 def matchings_in(stage: Stage) -> Callable[[int], dict[int, int]]:
     """Return a function from a round to its pairs, drawn once for all ranks."""
-    edges, n = graph_of(stage).edges(stage), stage.num_workers
+    edges, ranks = stage.cached(places_in), stage.workers
+    n = len(ranks)
     all_pairs = len(edges) == n * (n - 1) // 2
-    return lru_cache(maxsize=64)(partial(matching, None if all_pairs else edges, n, stage.seed))
+
+    @lru_cache(maxsize=64)
+    def pairs(k: int) -> dict[int, int]:
+        met = matching(None if all_pairs else edges, n, stage.seed, k)
+        return {ranks[i]: ranks[j] for i, j in met.items()}
+
+    return pairs

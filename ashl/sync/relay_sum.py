@@ -28,7 +28,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState, places_in, sources_by_rank
 from ashl.topology.graph import Edge, Sources, depths, edge, sources_of
 from ashl.topology.mixing import numbers_of
 
@@ -86,7 +86,7 @@ class RelaySum(RoundRule):
         first = state.rule_state.first
         state.rule_state = Relay(first, latest)
         total, count = relay_sum(state.params, latest)
-        n = stage.num_workers
+        n = len(stage.workers)
         missing = n - count
         total = total + first * missing if missing else total
         state.params = total * (1 / n)
@@ -102,7 +102,7 @@ def relay_sum(own: Vector, heard: Mapping[int, Relayed], but: int | None = None)
 
 
 def tree_in(stage: Stage) -> Sources:
-    return tree(graph_of(stage).edges(stage), stage.num_workers)
+    return sources_by_rank(stage, tree(stage.cached(places_in), len(stage.workers)))
 
 
 def tree(edges: tuple[Edge, ...], n: int) -> Sources:

@@ -35,18 +35,16 @@ import torch
 
 from ashl.cluster.all_reduce_rounds import Algorithm
 from ashl.compression.contract import Collective
-from ashl.errors import AshlError
 from ashl.learn.pieces import Pieces
 from ashl.option import option
 from ashl.overlap.streaming import Fragmented
 from ashl.runtime.effects import Epoch, Tag
-from ashl.runtime.plain_state import join_tensors, split_tensors
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.process_group import ProcessGroup
 from ashl.stage.program import apply_assignments
-from ashl.stage.progress import FAILURE, RUN_START, Progress, ProgressMark
+from ashl.stage.progress import RUN_START, Progress, ProgressMark
 from ashl.stage.stage import (
     CODEC,
     DELAY,
@@ -67,6 +65,14 @@ from ashl.topology.ending import (
     end_piggybacked,
     keep_within_budget,
     local_stop,
+)
+from ashl.topology.epochs import (
+    NO_MODEL,
+    Standing,
+    compare_members,
+    receive_state,
+    send_state,
+    with_members,
 )
 from ashl.topology.estimate import next_batch
 from ashl.topology.exchange import BucketEncoder, exchange_update
@@ -893,9 +899,6 @@ def apply_fragment(
 # communication capability", IJHPCA 2013; an all-reduce that continues as in Horovod Elastic.
 
 
-NO_MODEL = -1  # version of a joining worker, which has no model yet
-
-
 class CommonState(NamedTuple):
     """State that all workers have in common, beside the model."""
 
@@ -924,86 +927,48 @@ async def reform(
     """
     index, state = saved or (0, PeerState(*stages[0].trainer.init()))
     version = state.progress.version if saved else NO_MODEL
-    found = await gather_numbers(ctx, epoch.workers, (index, version))
-    places = dict(zip(epoch.workers, found, strict=True))
-    newest = max(places.values(), key=lambda place: (place[1] >= 0, place))
-    if newest[1] == NO_MODEL:
-        raise AshlError(
-            f"0 of {stages[0].num_workers} workers remain that have the model: the run ends here"
-        )
-    donor = next(rank for rank, place in places.items() if place == newest)
-    behind = [rank for rank, place in places.items() if place != newest]
-    if ctx.rank == donor:
-        for rank in behind:
-            await send_state(ctx, stages, index, state, rank, epoch)
-    elif ctx.rank in behind:
-        index = await receive_state(ctx, stages, state, donor, epoch, is_new=saved is None)
+    standing = await compare_members(ctx, stages[0], epoch, index, version)
+    if ctx.rank == standing.donor:
+        known = common_state(stages, index, state)
+        for rank in standing.behind:
+            await send_state(ctx, rank, epoch, state.params, known)
+    elif ctx.rank in standing.behind:
+        model, known = await receive_state(ctx, stages[0], standing.donor, epoch)
+        index = take_over(ctx, stages, state, model, known, is_new=saved is None)
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
     if index < len(stages):
-        joined = [rank for rank, place in places.items() if place[1] == NO_MODEL]
-        continue_with(ctx, stages[index], state, epoch, joined, is_behind=bool(behind))
+        continue_with(ctx, stages[index], state, epoch, standing)
     else:
         ctx.time_accounting.close_at(state.progress.end_ns)
     return index, state
 
 
-async def gather_numbers(
-    ctx: RankContext, group: tuple[int, ...], numbers: tuple[int, ...]
-) -> list[tuple[int, ...]]:
-    """Return the numbers of each member of a group, in rank order; they take no bytes."""
-    own = torch.tensor(numbers).view(torch.uint8)
-    parts = await ctx.all_gather(own, group, piggybacked=own.numel())
-    return [tuple(part.clone().view(torch.int64).tolist()) for part in parts]
-
-
 def continue_with(
-    ctx: RankContext,
-    stage: Stage,
-    state: PeerState,
-    epoch: Epoch,
-    joined: Sequence[int],
-    is_behind: bool,
+    ctx: RankContext, stage: Stage, state: PeerState, epoch: Epoch, standing: Standing
 ) -> None:
-    """Set the state for a stage with the members of this epoch.
-
-    Args: joined: the joining workers; is_behind: True if a member has received the common state.
-    """
+    """Set the state for a stage with the members of this epoch."""
     before = stage.restricted_to(state.progress.gone)
-    gone = frozenset(range(stage.num_workers)).difference(epoch.workers)
-    failed = [rank for rank in before.workers if rank in gone or rank in joined]
     own = rule_of(before).in_round(before, state.rule_state, state.progress)
     rest = state.rest if stage.delayed is None else state.pending_rest
     steps = own.truncate_last_round(rest).round_steps
-    state.progress = without_failed(state.progress, failed, steps)
-    for rank in sorted(state.progress.gone.difference(gone)):
-        state.progress.join(rank)
-    for rank in failed:
+    state.progress = with_members(state.progress, epoch, standing.joined, steps)
+    for rank in {*before.workers}.difference(epoch.workers).union(standing.joined):
         state.ends.forget(rank)
-    if is_behind and not memory_is_local(stage, state.ends):
+    if standing.behind and not memory_is_local(stage, state.ends):
         state.ends = CodecState(gradients=state.ends.gradients)
-    stage = stage.restricted_to(gone)
+    stage = stage.restricted_to(state.progress.gone)
     if state.pending is None and state.rest is not None and stage.delayed is not None:
         planned = stage.worker(ctx.rank).local_steps
         state.local_steps = stage.cap_local_steps(planned, ctx.rank, state.rest)
     else:
         state.plan_round(stage, ctx.rank, ahead=int(state.pending is not None))
-    if ctx.rank in joined:
+    if ctx.rank in standing.joined:
         state.round, state.step = state.progress.rounds_and_steps_of(ctx.rank)
         state.drawn = state.step * state.batch
-    is_lead = ctx.rank == stage.lead_rank
-    if is_lead and (stage.lead_rank != before.lead_rank or ctx.rank in joined):
+    is_new_lead = stage.lead_rank != before.lead_rank or ctx.rank in standing.joined
+    if ctx.rank == stage.lead_rank and is_new_lead:
         state.evaluated = state.progress.mark_at(ctx.now)
-
-
-def without_failed(progress: Progress, failed: Sequence[int], steps: Sequence[int]) -> Progress:
-    """Return the progress without the failed workers; their steps in this round are dropped."""
-    progress = progress.copy()
-    progress.gone = set(progress.gone)
-    for rank in failed:
-        progress.remove_worker(rank)
-        progress.count_dropped(rank, steps[rank], FAILURE)
-    return progress
 
 
 def memory_is_local(stage: Stage, ends: CodecState) -> bool:
@@ -1012,62 +977,35 @@ def memory_is_local(stage: Stage, ends: CodecState) -> bool:
     return not (shared or any(kept is not None for kept in ends.receivers.values()))
 
 
-def state_tag(epoch: Epoch, k: int) -> Tag:
-    """Return the tag of the k-th message to a member that is behind: the model comes first."""
-    return "state", k, epoch.number
-
-
-async def send_state(
-    ctx: RankContext,
-    stages: Sequence[Stage],
-    index: int,
-    state: PeerState,
-    rank: int,
-    epoch: Epoch,
-) -> None:
-    """Send the model and the common state to a member that is behind."""
+def common_state(stages: Sequence[Stage], index: int, state: PeerState) -> CommonState:
+    """Return the state of this worker that all workers have in common."""
     sync = stages[min(index, len(stages) - 1)].sync
-    parts = split_tensors(
-        CommonState(
-            index,
-            state.progress,
-            state.pending is not None,
-            state.pending_rest,
-            state.last,
-            state.moments if shares_moments(sync) else None,
-            state.outer_state,
-            state.rule_state,
-            state.assigned,
-            state.in_time,
-        )
+    # all workers have equal moments if they step on the sum
+    shares_moments = sync.exchange == "gradient" or sync.momentum_travels
+    return CommonState(
+        index,
+        state.progress,
+        state.pending is not None,
+        state.pending_rest,
+        state.last,
+        state.moments if shares_moments else None,
+        state.outer_state,
+        state.rule_state,
+        state.assigned,
+        state.in_time,
     )
-    for k, body in enumerate((state.params, *parts)):
-        await ctx.send(rank, state_tag(epoch, k), body, (len(parts),))
 
 
-def shares_moments(sync: Rule) -> bool:
-    """Return True if all workers have the same optimizer moments, because they step on the sum."""
-    return sync.exchange == "gradient" or sync.momentum_travels
-
-
-async def receive_state(
+def take_over(
     ctx: RankContext,
     stages: Sequence[Stage],
     state: PeerState,
-    donor: int,
-    epoch: Epoch,
+    model: Any,
+    known: CommonState,
     is_new: bool,
 ) -> int:
-    """Take over the model and the common state from the donor. Returns: the index of the stage."""
-    first = await ctx.recv(state_tag(epoch, 0), src=donor)
-    rest = [
-        await ctx.recv(state_tag(epoch, k), src=donor) for k in range(1, 1 + int(first.meta[0]))
-    ]
-    packages = "ashl", type(stages[0].outer).__module__.partition(".")[0]
-    known: CommonState = join_tensors(
-        [message.body for message in rest], packages, stages[0].trainer.device
-    )
-    state.params, state.outer_state = first.body, known.outer_state
+    """Take over the model and the common state of the donor. Returns: the index of the stage."""
+    state.params, state.outer_state = model, known.outer_state
     state.adopt_progress(known.progress)
     state.assigned, state.in_time = known.assigned, known.in_time
     if known.index >= len(stages):

@@ -152,6 +152,11 @@ class RoamingState(ReplicaState):
     asked: int | None = None  # the worker whose answer is still in flight
     cut: int = 0  # alternates between 0 and 1 with each checkpoint that contains this state
 
+    def begin_epoch(self) -> None:
+        """Begin again on the members' graph, without messages in flight."""
+        self.signal, self.reported, self.gone, self.asked = GO, False, False, None
+        self.rule_state = None
+
     def enter(self, stage: Stage, rank: int) -> None:
         """Enter a stage, unless the state is that of a checkpoint within it."""
         if self.entered != stage.index:
@@ -164,7 +169,7 @@ async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -
 
     Returns: the final signal, NEXT or STOP.
     """
-    stage, progress = stage.restricted_to(state.progress.gone), state.progress
+    progress = state.progress
     state.enter(stage, ctx.now)
     reported, deadline_s = stage.tag("report"), stage.stop_criteria.deadline_s
     while state.signal == GO:

@@ -17,7 +17,9 @@ receiver misses one.
 Asynchronous modes (`RoamingRule`) have loops of their own, and the coordinator of
 `ashl.topology.coordinator`.
 
-No mode tolerates a worker failure: such a run ends, and can be resumed from a checkpoint.
+After a failure or a rejoin all members continue at the highest round of any of them. Each has its
+own model, and the graph is that of so many workers. A joining worker receives a model of that
+round. State of a sync mode begins again, because it belongs to the edges of a graph.
 
 Sources: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
 2017; sender-based message logging as in Johnson and Zwaenepoel, FTCS 1987.
@@ -28,28 +30,49 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 
 from ashl.option import Count, option
-from ashl.runtime.effects import Message
+from ashl.runtime.effects import Epoch, Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
+from ashl.stage.program import apply_assignments
 from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
-from ashl.stage.stage import GO, Loop, Network, Rule, Stage, Topology
+from ashl.stage.stage import FAULT_TOLERANT, GO, Loop, Network, Rule, Stage, Topology
 from ashl.topology.coordinator import (
     CheckpointKind,
     CoordinatorState,
     RoamingState,
     coordinator,
+    gather_members,
     gather_workers,
+    rejoin_members,
     resume_worker,
 )
 from ashl.topology.ending import REASONS, InTime, end_piggybacked, keep_within_budget, local_stop
-from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
+from ashl.topology.epochs import (
+    NO_MODEL,
+    compare_members,
+    receive_state,
+    send_state,
+    with_members,
+)
+from ashl.topology.graph import (
+    ANY_SIZE,
+    Edge,
+    Round,
+    Sources,
+    depths,
+    edges_of,
+    rounds_of,
+    sources_of,
+)
 from ashl.topology.local_work import WorkerState, local_work
 
+T = TypeVar("T")
 DECISIONS = (*REASONS, "diverged")
 Outgoing = dict[int, tuple[Any, tuple[float, ...]]]  # by receiver: payload, and numbers beside it
 
@@ -89,7 +112,7 @@ class RoundRule(GossipRule, contract=True):
     suspect: ClassVar[str] = ""  # another likely cause, for the message of a run that diverges
 
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Any:
-        """Return the mode's state at the start of a stage."""
+        """Return the mode's state at the start of a stage, or of an epoch in it."""
         return None
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
@@ -146,7 +169,9 @@ class Gossip(Topology):
     """Workers exchange models with their neighbours on a graph only."""
 
     policy_type: ClassVar[type[Rule]] = GossipRule
-    supports: ClassVar[frozenset[str]] = frozenset()  # models travel whole, no server adds updates
+    regroups: ClassVar[bool] = True
+    # models travel whole, and no server adds up updates
+    supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
     replicas: ClassVar[bool] = True
     graph: str
     degree: Count
@@ -160,6 +185,10 @@ class Gossip(Topology):
         """Return the graph by round, with the weights that the sync mode needs."""
         weights = "columns" if sync.columns else "metropolis"
         return rounds_of(self.graph, weights, self.degree, num_workers, seed)
+
+    @property
+    def has_fixed_size(self) -> bool:
+        return self.graph not in ANY_SIZE
 
     def round(self, stage: Stage, k: int) -> Round:
         """Return the graph of round k."""
@@ -197,11 +226,32 @@ class Gossip(Topology):
             return CoordinatorState(Progress(stage.num_workers))
         if stage.lead_rank == stage.server:
             return RoamingState(*stage.trainer.init())
+        return self.begin_rounds(ctx, stage)
+
+    def begin_rounds(self, ctx: RankContext, stage: Stage) -> RoundState:
         n = stage.num_workers
-        return RoundState(
-            *stage.trainer.init(),
-            progress=Progress(n) if ctx.rank == stage.lead_rank else RunProgress(n),
+        counts = ctx.rank == stage.lead_rank or stage.elastic  # another rank may become the lead
+        return RoundState(*stage.trainer.init(), progress=Progress(n) if counts else RunProgress(n))
+
+    async def reform(
+        self,
+        ctx: RankContext,
+        stages: Sequence[Stage],
+        saved: tuple[int, Any] | None,
+        epoch: Epoch,
+    ) -> tuple[int, Any]:
+        first = stages[0]
+        if first.lead_rank != first.server:
+            fresh = partial(self.begin_rounds, ctx, first)
+            return await reform_rounds(ctx, stages, saved or (0, fresh()), saved is None, epoch)
+        if ctx.rank == first.server:
+            counting = partial(self.begin, ctx, first)
+            return await gather_members(ctx, stages, saved, counting, epoch)
+        index, state, _ = await rejoin_members(
+            ctx, stages, saved, lambda: RoamingState(*first.trainer.init()), epoch
         )
+        state.begin_epoch()
+        return index, state
 
     async def join(
         self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
@@ -241,16 +291,51 @@ def graph_of(stage: Stage) -> Gossip:
 def rounds_in(stage: Stage) -> tuple[Round, ...]:
     """Return the stage's graph by round, see `Gossip.rounds`."""
     assert isinstance(stage.sync, GossipRule)
-    return graph_of(stage).rounds(stage.sync, stage.num_workers, stage.seed)
+    rounds = graph_of(stage).rounds(stage.sync, len(stage.workers), stage.seed)
+    if not stage.gone:
+        return rounds
+    ranks, nothing = stage.workers, dict[int, float]()
+
+    def row_by_rank(row: dict[int, float]) -> dict[int, float]:
+        return {ranks[j]: weight for j, weight in row.items()}
+
+    return tuple(
+        Round(
+            by_rank(stage, [row_by_rank(row) for row in each.rows], nothing),
+            sources_by_rank(stage, each.targets),
+            sources_by_rank(stage, each.sources),
+        )
+        for each in rounds
+    )
+
+
+def places_in(stage: Stage) -> tuple[Edge, ...]:
+    """Return the edges between the places of the workers, which count from 0."""
+    topology = graph_of(stage)
+    return edges_of(topology.graph, topology.degree, len(stage.workers), stage.seed)
 
 
 def edges_in(stage: Stage) -> tuple[Edge, ...]:
-    topology = graph_of(stage)
-    return edges_of(topology.graph, topology.degree, stage.num_workers, stage.seed)
+    places, ranks = stage.cached(places_in), stage.workers
+    return tuple((ranks[i], ranks[j]) for i, j in places) if stage.gone else places
 
 
 def neighbours_in(stage: Stage) -> Sources:
     return sources_of(stage.cached(edges_in), stage.num_workers)
+
+
+def by_rank(stage: Stage, by_place: Sequence[T], missing: T) -> tuple[T, ...]:
+    """Return values by rank from values by place; `missing` for ranks that are no workers."""
+    found = dict(zip(stage.workers, by_place, strict=True))
+    return tuple(found.get(rank, missing) for rank in range(stage.num_workers))
+
+
+def sources_by_rank(stage: Stage, by_place: Sources) -> Sources:
+    """Return the sources of each rank from those of each place."""
+    if not stage.gone:
+        return by_place
+    ranks = [tuple(stage.workers[j] for j in places) for places in by_place]
+    return by_rank(stage, ranks, ())
 
 
 @dataclass
@@ -265,6 +350,7 @@ class RoundState(WorkerState):
     in_time: InTime | None = None  # state before the first round that ended after the budget
     header: GossipHeader = NO_HEADER
     k: int = 0  # rounds of this stage so far
+    first: int = 0  # the round with which this epoch began: older messages do not arrive
     in_flight: tuple[tuple[int, Outgoing], ...] = ()  # messages of the last `lag` rounds, by round
 
     def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
@@ -272,8 +358,18 @@ class RoundState(WorkerState):
         super().enter(stage, rank)
         if not is_resumed:
             self.progress.begin(now_s)
-            self.k, self.header, self.in_flight = 0, NO_HEADER, ()
-            self.rule_state = rule_in(stage).begin(stage, self, rank)
+            self.k = 0
+            self.begin_epoch(stage, rank)
+
+    def begin_epoch(self, stage: Stage, rank: int) -> None:
+        """Begin at round k, without messages in flight."""
+        self.first, self.header, self.in_flight = self.k, NO_HEADER, ()
+        self.rule_state = rule_in(stage).begin(stage, self, rank)
+
+    def copy_to_restart(self) -> Self:
+        before = super().copy_to_restart()
+        before.progress = self.progress.copy()
+        return before
 
 
 async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
@@ -286,7 +382,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
     rule, rank = rule_in(stage), ctx.rank
     while True:
         own = stage.truncate_last_round(state.rest)
-        ctx.safe_point(stage.index, state if own is stage else None)
+        ctx.safe_point(stage.index, state, resumable=own is stage)
         k, params = state.k, state.params
         if rule.early:
             await post(
@@ -297,7 +393,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
             await post(
                 ctx, stage, state, k, await rule.outgoing(ctx, stage, state, k, work.body), rule.lag
             )
-        heard = await receive_models(ctx, stage, k - rule.lag)
+        heard = await receive_models(ctx, stage, state, k - rule.lag)
         rule.merge(stage, state, rank, k, work.body, heard)
         merge_headers(state, rank, work.loss, heard)
         late = keep_within_budget(ctx, stage, state, params)
@@ -315,7 +411,8 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
                 if rank == stage.lead_rank and isinstance(state.progress, Progress)
                 else None
             )
-            ctx.snapshot(state.params, tick=state.progress.version, counts=counts)
+            progress = state.progress
+            ctx.snapshot(state.params, tick=progress.version, counts=counts, without=progress.gone)
         signal = await end_signal(ctx, stage, state)
         ctx.record_round(
             stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss
@@ -332,8 +429,7 @@ async def end_signal(ctx: RankContext, stage: Stage, state: RoundState) -> int:
     if not reason:
         return GO
     for late in range(max(0, state.k + 1 - rule_in(stage).lag), state.k + 1):
-        rule_in(stage).settle(state, await receive_models(ctx, stage, late))
-    ctx.safe_point(stage.index, None)
+        rule_in(stage).settle(state, await receive_models(ctx, stage, state, late))
     moment = await ctx.all_reduce(torch.tensor([ctx.now_ns]), stage.workers, "max", piggybacked=1)
     return end_piggybacked(ctx, stage, state, reason, int(moment))
 
@@ -366,9 +462,11 @@ async def send(ctx: RankContext, stage: Stage, k: int, messages: Outgoing) -> No
         await ctx.send(rank, stage.tag("gossip", k), body, meta)
 
 
-async def receive_models(ctx: RankContext, stage: Stage, k: int) -> dict[int, Message]:
-    """Return the messages of round k, in rank order."""
-    sources = rule_in(stage).sources(stage, ctx.rank, k) if k >= 0 else ()
+async def receive_models(
+    ctx: RankContext, stage: Stage, state: RoundState, k: int
+) -> dict[int, Message]:
+    """Return the messages of round k, in rank order; none from before this epoch."""
+    sources = rule_in(stage).sources(stage, ctx.rank, k) if k >= state.first else ()
     return {rank: await ctx.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
 
@@ -401,8 +499,13 @@ def count_round(stage: Stage, state: RoundState) -> None:
         progress.commit_all(stage.round_steps, stage.round_totals[1])
         progress.merge()
     else:
-        progress.advance(*stage.round_totals, stage.num_workers)
+        progress.advance(*stage.round_totals, len(stage.workers))
         progress.version += 1
+    count_as(state, progress)
+
+
+def count_as(state: RoundState, progress: RunProgress) -> None:
+    """Set the copies of the counts that local work reads."""
     state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
 
 
@@ -430,7 +533,8 @@ def rounds_to_all(stage: Stage, first: int) -> int:
     rank.
     """
     rule = rule_in(stage)
-    if type(rule).sources is RoundRule.sources and len(stage.cached(rounds_in)) == 1:
+    is_static = type(rule).sources is RoundRule.sources and len(stage.cached(rounds_in)) == 1
+    if is_static and not stage.gone:
         return (1 + rule.lag) * max(depths(graph_of(stage).round(stage, 0).targets))
     k = first - rule.lag
     since = {stage.lead_rank: first}  # by informed rank: the first round in which it passes this on
@@ -446,3 +550,62 @@ def rounds_to_all(stage: Stage, first: int) -> int:
         unaware = [rank for rank in unaware if rank not in since]
         k += 1
     return k + rule.lag - first
+
+
+class RoundsDone(NamedTuple):
+    """Counts that all workers have in common."""
+
+    index: int  # of the stage; beyond the last one once the run has ended
+    k: int  # rounds of that stage
+    progress: Progress
+    assigned: Any  # as planned after profiling
+
+
+async def reform_rounds(
+    ctx: RankContext,
+    stages: Sequence[Stage],
+    saved: tuple[int, RoundState],
+    is_new: bool,
+    epoch: Epoch,
+) -> tuple[int, RoundState]:
+    """Continue as a member of a new epoch: all members go on at the highest round of any of them.
+
+    Args: saved: (stage, state) of this rank's last safe point; is_new: True for a joining worker,
+    which has none.
+    Returns: (stage, state) to continue with.
+    """
+    index, state = saved
+    version = NO_MODEL if is_new else state.progress.version
+    standing = await compare_members(ctx, stages[0], epoch, index, version)
+    if ctx.rank == standing.donor:
+        assert isinstance(state.progress, Progress)
+        known = RoundsDone(index, state.k, state.progress, state.assigned)
+        for rank in standing.behind:
+            model = state.params if rank in standing.joined else None
+            await send_state(ctx, rank, epoch, model, known)
+    elif ctx.rank in standing.behind:
+        model, known = await receive_state(ctx, stages[0], standing.donor, epoch)
+        state.params = model if is_new else state.params
+        index, state.progress, state.assigned = known.index, known.progress, known.assigned
+        if index < len(stages):
+            state.enter(stages[index].restricted_to(state.progress.gone), ctx.rank, ctx.now)
+            state.progress, state.k = known.progress.copy(), known.k
+    if index >= len(stages):
+        ctx.time_accounting.close_at(state.progress.end_ns)
+        return index, state
+    if state.assigned is not None:
+        stages = apply_assignments(stages, *state.assigned)
+    before = stages[index].restricted_to(state.progress.gone)
+    steps = before.truncate_last_round(state.rest).round_steps
+    assert isinstance(state.progress, Progress)
+    state.progress = with_members(state.progress, epoch, standing.joined, steps)
+    stage = stages[index].restricted_to(state.progress.gone)
+    count_as(state, state.progress)
+    if is_new:
+        state.round, state.step = state.progress.rounds_and_steps_of(ctx.rank)
+        state.drawn = state.step * state.batch
+    state.begin_epoch(stage, ctx.rank)
+    state.plan_round(stage, ctx.rank)
+    if ctx.rank == stage.lead_rank and (is_new or stage.lead_rank != before.lead_rank):
+        state.evaluated = state.progress.mark_at(ctx.now)
+    return index, state

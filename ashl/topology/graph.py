@@ -103,6 +103,8 @@ UNDIRECTED: dict[str, Callable[[int], set[Edge]]] = {
     "complete": complete,
     "torus": torus,
 }
+# graphs that exist for every number of workers
+ANY_SIZE = (*UNDIRECTED, "exponential", "one_peer_exponential")
 NAMES = (*UNDIRECTED, "exponential", "one_peer_exponential", "random_regular")
 
 

@@ -27,7 +27,7 @@ from ashl.topology.coordinator import CoordinatorState, ReplicaState, gather_mem
 from ashl.topology.ending import end_time_ns, leave_stage, record_end, stop_decision
 from ashl.topology.group_generator import Group, GroupRule, Groups
 from ashl.topology.local_work import Work, local_work
-from ashl.topology.members import as_members, as_numbers, failed_as_numbers
+from ashl.topology.members import as_members, as_numbers
 
 Done = tuple[int, int]  # (steps, samples)
 OWN = -2  # minus a rank: stands for its last group if no other worker has its model
@@ -149,7 +149,7 @@ class GroupCoordinatorState(CoordinatorState):
 
 
 class GroupReply(NamedTuple):
-    """Header of the answer to a worker, followed by its group's members and the failed workers.
+    """Header of the answer to a worker, followed by its group's members.
 
     With STOP its work is not used; with NEXT this is its last group. Without members it leaves.
     """
@@ -161,7 +161,6 @@ class GroupReply(NamedTuple):
     common: float  # 1 if all members come from one group, so that they started from one model
     tick: float  # number of the evaluation that asks for its model
     end_ns: float  # end of the stage, without members
-    size: float = 0  # how many numbers of the header encode the members
 
 
 HEAD = len(GroupReply._fields)
@@ -209,9 +208,7 @@ async def meet(
         await ctx.send(stage.lead_rank, stage.tag("ask"), meta=meta)
         message = await ctx.recv(stage.tag("group"), src=stage.lead_rank)
         reply = GroupReply(*message.meta[:HEAD])
-        end = HEAD + int(reply.size)
-        members = as_members(message.meta[HEAD:end])
-        state.away = as_members(message.meta[end:])
+        members = as_members(message.meta[HEAD:])
         if reply.signal == STOP:
             body = None
         first_members = first_members or members
@@ -338,7 +335,7 @@ async def begin(
     applied = progress.samples + (
         0 if state.signal == STOP else sum(samples for _, samples in work)
     )
-    numbers, gone = as_numbers(group.members), failed_as_numbers(stage, progress.gone)
+    numbers = as_numbers(group.members)
     for member in group.members:
         state.last[member] = group.id
         reply = GroupReply(
@@ -349,9 +346,8 @@ async def begin(
             common,
             state.ticks,
             progress.end_ns,
-            size=len(numbers),
         )
-        await ctx.send(member, stage.tag("group"), None, (*reply, *numbers, *gone))
+        await ctx.send(member, stage.tag("group"), None, (*reply, *numbers))
 
 
 def count(ctx: RankContext, stage: Stage, state: GroupCoordinatorState, number: int) -> None:
@@ -453,5 +449,4 @@ async def release_workers(
         reply = GroupReply(
             state.signal, -1, state.progress.samples, 0, False, state.ticks, state.progress.end_ns
         )
-        meta = (*reply, *failed_as_numbers(stage, state.progress.gone))
-        await ctx.send(worker, stage.tag("group"), meta=meta)
+        await ctx.send(worker, stage.tag("group"), meta=reply)

@@ -132,7 +132,12 @@ def test_processes_continue_if_gloo_sums() -> None:
         (("topology=all_reduce", "sync=bsp"), {}, None),
         (GROUPS[-2:], {}, None),
         (
-            ("topology=gossip", "sync=d_psgd"),
+            (
+                "topology=gossip",
+                "topology.graph=random_regular",
+                "topology.degree=2",
+                "sync=d_psgd",
+            ),
             {},
             "sync=d_psgd does not support rejoins; remove it, or take",
         ),

@@ -1,0 +1,93 @@
+"""Steps by which the members of a new epoch come together, shared by topologies without a
+coordinator (`Topology.reform`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ashl.errors import AshlError
+from ashl.runtime.effects import Epoch, Tag
+from ashl.runtime.plain_state import join_tensors, split_tensors
+from ashl.runtime.rank_context import RankContext
+from ashl.stage.progress import FAILURE, Progress
+from ashl.stage.stage import Stage
+
+NO_MODEL = -1  # version of a joining worker, which has no model yet
+
+
+class Standing(NamedTuple):
+    """Progress of the members before they continue."""
+
+    donor: int  # the lowest rank with the newest state
+    behind: tuple[int, ...]  # members with an older state, or none
+    joined: tuple[int, ...]  # members without a model
+
+
+async def compare_members(
+    ctx: RankContext, stage: Stage, epoch: Epoch, index: int, version: int
+) -> Standing:
+    """Compare how far the members are. They exchange numbers, which take no bytes.
+
+    Args: index: of this rank's stage; version: of its model, or NO_MODEL.
+    Raises: AshlError if no member has a model.
+    """
+    own = torch.tensor((index, version)).view(torch.uint8)
+    parts = await ctx.all_gather(own, epoch.workers, piggybacked=own.numel())
+    places = [tuple(part.clone().view(torch.int64).tolist()) for part in parts]
+    newest = max(places, key=lambda place: (place[1] != NO_MODEL, place))
+    if newest[1] == NO_MODEL:
+        raise AshlError(
+            f"0 of {stage.num_workers} workers remain that have the model: the run ends here"
+        )
+    by_rank = dict(zip(epoch.workers, places, strict=True))
+    return Standing(
+        donor=next(rank for rank, place in by_rank.items() if place == newest),
+        behind=tuple(rank for rank, place in by_rank.items() if place != newest),
+        joined=tuple(rank for rank, place in by_rank.items() if place[1] == NO_MODEL),
+    )
+
+
+def state_tag(epoch: Epoch, k: int) -> Tag:
+    """Return the tag of the k-th message to a member that is behind: the model comes first."""
+    return "state", k, epoch.number
+
+
+async def send_state(ctx: RankContext, rank: int, epoch: Epoch, model: Any, known: Any) -> None:
+    """Send a model, or None, and the state in `known` to a member that is behind."""
+    parts = split_tensors(known)
+    for k, body in enumerate((model, *parts)):
+        await ctx.send(rank, state_tag(epoch, k), body, (len(parts),))
+
+
+async def receive_state(
+    ctx: RankContext, stage: Stage, donor: int, epoch: Epoch
+) -> tuple[Any, Any]:
+    """Return (model, state) from the donor, see `send_state`."""
+    first = await ctx.recv(state_tag(epoch, 0), src=donor)
+    parts = [
+        (await ctx.recv(state_tag(epoch, k), src=donor)).body
+        for k in range(1, 1 + int(first.meta[0]))
+    ]
+    packages = "ashl", type(stage.outer).__module__.partition(".")[0]
+    return first.body, join_tensors(parts, packages, stage.trainer.device)
+
+
+def with_members(
+    progress: Progress, epoch: Epoch, joined: Sequence[int], steps: Sequence[int]
+) -> Progress:
+    """Return the progress with the members of an epoch.
+
+    Args: steps: by worker, those of the round in progress, which count as dropped if it has failed.
+    """
+    progress = progress.copy()
+    gone = {*range(progress.num_workers)}.difference(epoch.workers)
+    for rank in sorted((gone | {*joined}) - progress.gone):
+        progress.remove_worker(rank)
+        progress.count_dropped(rank, steps[rank], FAILURE)
+    for rank in sorted(progress.gone - gone):
+        progress.join(rank)
+    return progress
