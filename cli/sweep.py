@@ -86,6 +86,7 @@ def sweep(
                 "--cfg": cfg,
                 "--dry-run": dry_run,
                 "--baseline": baseline,
+                "--rerun-failed": rerun_failed,
             }
         )
     with starting(quiet):
@@ -93,10 +94,8 @@ def sweep(
 
     make_pool = partial(pool_of, launcher=launcher, of_launcher=of_launcher, jobs=jobs)
     if search is not None:
-        explore = partial(
-            searched, typed_line(ctx), typed, config_dir, search, sampler, jobs, make_pool
-        )
-        return explore(rerun_failed=rerun_failed, quiet=quiet)
+        line = typed_line(ctx)
+        return searched(line, typed, config_dir, search, sampler, jobs, make_pool, quiet=quiet)
     grid = whole_grid(typed, config_dir, strict, ctx.obj)
     if cfg:
         for setting in grid.settings:
@@ -216,7 +215,7 @@ def refuse(options: dict[str, object]) -> None:
     """Raise UsageError for an option that is incompatible with --search."""
     for option in [option for option, value in options.items() if value]:
         raise UsageError(
-            f"{option} needs to know the whole grid, and --search chooses as it goes; drop one."
+            f"{option} goes with a whole grid, and --search chooses as it goes; drop one."
         )
 
 
@@ -229,7 +228,6 @@ def searched(
     jobs: int | None,
     make_pool: "Callable[..., Pool]",
     *,
-    rerun_failed: bool,
     quiet: bool,
 ) -> int:
     """Let Optuna choose the settings to run, and return the exit code.
@@ -264,7 +262,6 @@ def searched(
             slots=jobs or slots_for(corners),
             trials=trials,
             sampler=sampler,
-            rerun_failed=rerun_failed,
             quiet=quiet,
             make_pool=partial(make_pool, folder),
         )

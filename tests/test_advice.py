@@ -28,9 +28,8 @@ from ashl.advice.flips import (
     with_slowest,
     with_workers,
 )
-from ashl.advice.rules import RULES, Rule
+from ashl.advice.rules import RULES, Rule, Situation
 from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
-from ashl.advice.situation import Situation
 from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
 from ashl.errors import UsageError
@@ -448,34 +447,6 @@ def test_nothing_is_left_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ):
         field_of(asked([*TINY, "sync=rennala"], None), None, lambda done, size, name: None)
-
-
-def test_the_same_command_plans_its_candidates_once(
-    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned, real = list[str](), candidates.candidate
-    monkeypatch.setattr(
-        candidates, "candidate", lambda rule, *args: planned.append(rule.name) or real(rule, *args)
-    )
-    monkeypatch.setattr(
-        candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K"))
-    )
-    fields = [
-        field_of(asked([*TINY, *more], None), None, lambda *progress: None)
-        for more in ([], [], ["seed=1"])
-    ]
-    assert len(planned) == 6  # three rules, once for each seed
-    first, again, _ = (
-        [(own.name, own.overrides, own.config, own.plan, own.reason) for own in f.candidates]
-        for f in fields
-    )
-    assert again == first
-    assert fields[1].left_out == fields[0].left_out
-    own = Path("own")
-    own.mkdir()
-    for _ in range(2):
-        field_of(asked(TINY, own), own, lambda *progress: None)
-    assert len(planned) == 12  # options of one's own may have changed
 
 
 def written(

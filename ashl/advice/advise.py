@@ -13,7 +13,6 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from ashl.advice.answer import (
     HOSTS,
     Answered,
     Follows,
-    Forecast,
     announce,
     answered,
     hosts_of,
@@ -33,7 +31,7 @@ from ashl.advice.answer import (
     show_forecast,
 )
 from ashl.advice.candidates import Asked, Field, asked, field_of
-from ashl.advice.contest import Place, final, judged, race_grid, run_count, tuned
+from ashl.advice.contest import Place, final, judged, race_grid, tuned
 from ashl.advice.evidence import enough_s, evidence
 from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
@@ -48,7 +46,6 @@ from ashl.study.sweep import copied_to_tracker, locked
 from ashl.tracking import jsonl
 from ashl.tracking.counting import Counting
 from ashl.tracking.deadline import Deadline
-from ashl.tracking.recorder import SUMMARY
 
 ADVICE = Path("runs/advice")
 FILE = "advice.json"
@@ -95,7 +92,7 @@ def advise(
     if dry_run:
         show_field(console, field)
         load = loaded(field, place)
-        show_forecast(console, forecast(load, chosen_scale(load, wanted, place), place))
+        show_forecast(console, load, chosen_scale(load, wanted, place), place)
         return
     with locked(folder):
         began_s, load = deadline.spent_s, loaded(field, place)
@@ -208,20 +205,10 @@ def loaded(field: Field, place: Place) -> Load:
 
 def scaled(load: Load, wanted: Asked, place: Place) -> Scale:
     """Choose the size of the race, and write it to the folder for the same command."""
-    scale = chosen_scale(load, wanted, place)
-    if scale != scale_before(place.folder):
-        jsonl.write_json(
-            place.folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": load.slower}
-        )
+    scale, path = chosen_scale(load, wanted, place), place.folder / FILE
+    before = jsonl.whole(path) or {}  # an earlier answer stays until there is another
+    jsonl.write_json(path, {**before, "schema": 1, "scale": asdict(scale), "slower": load.slower})
     return scale
-
-
-def scale_before(folder: Path) -> Scale | None:
-    """Return the size of the race that has begun in this folder; None if there is none."""
-    with suppress(TypeError, KeyError):
-        known = (jsonl.whole(folder / FILE) or {})["scale"]
-        return Scale(known["length"], tuple(known["rates"]), known["every_s"], known["target"])
-    return None
 
 
 def chosen_scale(load: Load, wanted: Asked, place: Place) -> Scale:
@@ -231,38 +218,21 @@ def chosen_scale(load: Load, wanted: Asked, place: Place) -> Scale:
 
     Raises: UsageError if not even one run fits into the budget.
     """
-    before, deadline = scale_before(place.folder), place.deadline
+    before, known = None, (jsonl.whole(place.folder / FILE) or {}).get("scale")
+    if known:
+        rates = tuple(known["rates"])
+        before = Scale(known["length"], rates, known["every_s"], known["target"])
+    deadline = place.deadline
+    left_s = RACING * deadline.budget_s - deadline.spent_s
     try:
-        scale = scale_of(
-            load, wanted.rates, RACING * deadline.budget_s - deadline.spent_s, deadline.budget_s
-        )
+        scale = scale_of(load, wanted.rates, left_s, deadline.budget_s)
     except UsageError:
         if before is None:
             raise
         return before
-    if before is not None and (before.length, len(before.rates)) >= (
-        scale.length,
-        len(scale.rates),
-    ):
+    if before and (before.length, len(before.rates)) >= (scale.length, len(scale.rates)):
         return before
     return scale
-
-
-def forecast(load: Load, scale: Scale, place: Place) -> Forecast:
-    """Return the prediction of what the race takes on this machine."""
-    tries = len(scale.rates)
-    return Forecast(
-        scale=scale,
-        count=run_count(load.candidates, tries),
-        ended=sum(1 for _ in place.folder.rglob(SUMMARY)),
-        folder=place.folder,
-        run_s=load.run_s(scale.length),
-        race_s=load.race_s(scale.length, tries),
-        slots=load.slots,
-        spent_s=place.deadline.spent_s,
-        budget_s=place.deadline.budget_s,
-        ends_early=load.ends_early,
-    )
 
 
 def keep(folder: Path, result: Answered, scale: Scale, slower: float) -> None:

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ashl.advice.candidates import Candidate, Field, dropped_notes
-from ashl.advice.contest import RunCount, Tuned
+from ashl.advice.contest import Place, Tuned, run_count
 from ashl.advice.evidence import Evidence
 from ashl.advice.flips import Racer, flips_of
-from ashl.advice.scale import Scale
+from ashl.advice.scale import Load, Scale
 from ashl.config.catalog import own_folder
 from ashl.config.compose import compose
 from ashl.config.override import CommandLine, key_of
@@ -30,6 +30,7 @@ from ashl.report.measure import Target, describe
 from ashl.study.grid import checked
 from ashl.tracking.console import megabytes, number, percent, seconds
 from ashl.tracking.deadline import Deadline
+from ashl.tracking.recorder import SUMMARY
 
 FLIPPED = 5  # at most so many candidates have their times predicted for other clusters
 HOSTS = "hosts.txt"
@@ -97,27 +98,6 @@ class Follows:
             return texts
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """The predicted cost of a race on this machine.
-
-    Args: ended is the number of its runs that `folder` already has; run_s is host seconds of one
-    run that nothing ends early; race_s is host seconds of the whole race with `slots` runs at a
-    time; spent_s is host seconds used to plan and to measure.
-    """
-
-    scale: Scale
-    count: RunCount
-    ended: int
-    folder: Path
-    run_s: float
-    race_s: float
-    slots: int
-    spent_s: float
-    budget_s: float
-    ends_early: bool
-
-
 def hosts_of(plan: Plan) -> str:
     """Return a host file with as many slots on this machine as the run has ranks, for the user to
     edit.
@@ -172,43 +152,35 @@ def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None
         console.print(note, markup=False, soft_wrap=True)
 
 
-def show_forecast(console: Console, found: Forecast) -> None:
-    """Print the predicted cost of the race, and what this prediction does not include."""
-    console.print(Text("The race", style="bold"))
-    for text in (*forecast_lines(found), *notes_of(found.scale)):
-        console.print(text, markup=False, soft_wrap=True)
-
-
-def forecast_lines(found: Forecast) -> list[str]:
-    """Return the predicted cost of the race as sentences.
+def show_forecast(console: Console, load: Load, scale: Scale, place: Place) -> None:
+    """Print the predicted cost of the race, and what this prediction does not include.
 
     The prediction uses a few steps and an evaluation that were timed on this machine.
     """
-    tuning, seeds, further = found.count
+    tuning, seeds, further = run_count(load.candidates, len(scale.rates))
     parts = [f"{tuning} to tune learning rates"] if tuning else []
     parts += [f"{seeds} to compare seeds", f"{further} further seeds of the first two"]
     lines = [f"At most {tuning + seeds + further} runs: {', '.join(parts)}."]
-    if found.ended:
-        lines.append(f"{found.ended} of them have already ended, in {found.folder}.")
+    if ended := sum(1 for _ in place.folder.rglob(SUMMARY)):
+        lines.append(f"{ended} of them have already ended, in {place.folder}.")
+    race_s, deadline = load.race_s(scale.length, len(scale.rates)), place.deadline
     lines.append(
-        f"About {seconds(found.race_s)} on this machine, {found.slots} runs at a time, without the"
-        f" further seeds; a run takes up to {seconds(found.run_s)}, predicted from a few steps and"
-        " an evaluation that were timed here."
+        f"About {seconds(race_s)} on this machine, {load.slots} runs at a time, without the"
+        f" further seeds; a run takes up to {seconds(load.run_s(scale.length))}, predicted from a"
+        " few steps and an evaluation that were timed here."
     )
-    ends = (
-        "when runs reach the target and which runs are dropped"
-        if found.ends_early
-        else "which runs are dropped"
-    )
+    ends = "when runs reach the target and " if load.ends_early else ""
     lines.append(
-        f"Not known before the race: {ends}, whether further seeds are needed, and the other load"
-        " of this machine."
+        f"Not known before the race: {ends}which runs are dropped, whether further seeds are"
+        " needed, and the other load of this machine."
     )
     lines.append(
-        f"The race ends with --budget {found.budget_s:g} s at the latest; planning has taken"
-        f" {seconds(found.spent_s)}."
+        f"The race ends with --budget {deadline.budget_s:g} s at the latest; planning has taken"
+        f" {seconds(deadline.spent_s)}."
     )
-    return lines
+    console.print(Text("The race", style="bold"))
+    for text in (*lines, *notes_of(scale)):
+        console.print(text, markup=False, soft_wrap=True)
 
 
 def notes_of(scale: Scale) -> list[str]:

@@ -13,9 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ashl.advice import field_cache
-from ashl.advice.rules import BSP, RULES, Rule
-from ashl.advice.situation import Situation, situation
+from ashl.advice.rules import BSP, RULES, Rule, Situation, situation
 from ashl.config.compose import alternatives, compose
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
@@ -150,13 +148,7 @@ def field_of(
         (TYPED,) if any(key_of(text).partition(".")[0] in CHOSEN for text in wanted.fixed) else ()
     )
     rules = (*RULES, *typed)
-    place = field_cache.place_of(
-        [wanted, found, [rule.name for rule in rules]], wanted.fixed, host, config_dir
-    )
-    taken, left_out = restored(field_cache.read(place), rules) or planned(
-        rules, found, wanted, config_dir, progress
-    )
-    field_cache.write(place, as_kept(taken, left_out))
+    taken, left_out = planned(rules, found, wanted, config_dir, progress)
     taken, worse = thinned(taken)
     if len(taken) < 2:
         only = f"only {taken[0].name} is possible" if taken else "no candidate is possible"
@@ -184,29 +176,6 @@ def planned(
         except UsageError as error:
             left_out.append(LeftOut(rule.name, str(error)))
     return taken, left_out
-
-
-def as_kept(taken: Sequence[Candidate], left_out: Sequence[LeftOut]) -> dict[str, Any]:
-    """Return the planned candidates as plain values for the cache."""
-    rows = [
-        [own.name, own.overrides, own.config, own.plan.to_json(), own.reason, own.dropped]
-        for own in taken
-    ]
-    return {"candidates": rows, "left_out": left_out}
-
-
-def restored(
-    kept: dict[str, Any] | None, rules: Sequence[Rule]
-) -> tuple[list[Candidate], list[LeftOut]] | None:
-    """Return the candidates that an earlier command has planned; None if the cache has none."""
-    if kept is None:
-        return None
-    by_name = {rule.name: rule for rule in rules}
-    taken = [
-        Candidate(by_name[name], tuple(overrides), config, Plan.from_json(plan), reason, dropped)
-        for name, overrides, config, plan, reason, dropped in kept["candidates"]
-    ]
-    return taken, [LeftOut(*entry) for entry in kept["left_out"]]
 
 
 def situation_of(plain: Sequence[PreparedPlan], first_loss: float) -> Situation:

@@ -1,13 +1,114 @@
-"""Read the rules of `rules.yaml`."""
+"""Choose candidates by rules: read `rules.yaml`, and the few numbers on which its conditions
+depend.
+"""
 
-from dataclasses import dataclass, replace
+import operator
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from ashl.advice.situation import ALWAYS, CONDITIONS, Condition, Situation
+from ashl.plan.plan import Plan
+from ashl.plan.profile import Profile
 
 BSP = "BSP"
+COMPARE = {">=": operator.ge, ">": operator.gt, "<": operator.lt}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """A cluster and a task in numbers.
+
+    `server` and `ring` are the time of a barrier exchange of the dense model, with contention,
+    divided by the slowest worker's step.
+    """
+
+    num_workers: int
+    fast_step_s: float
+    slow_step_s: float
+    second_step_s: float  # step time of the second slowest worker
+    slow_exchange_s: float  # longest push and pull of a worker, without contention
+    server: float  # exchange of all workers with a server, in slowest steps
+    ring: float  # all-reduce over all workers, in slowest steps
+    layers: int
+    skewed: bool  # True if workers see different classes
+    first_loss: float  # loss before training
+
+    @property
+    def unequal(self) -> float:
+        """The slowest worker's step time divided by the fastest one's."""
+        return self.slow_step_s / self.fast_step_s
+
+    @property
+    def lag(self) -> float:
+        """The slowest worker's step time divided by that of the second slowest."""
+        return self.slow_step_s / self.second_step_s
+
+    @property
+    def exchange(self) -> float:
+        """The cheaper of both exchanges, in slowest steps."""
+        return min(self.server, self.ring)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The numbers that a rule's overrides may name in braces.
+
+        Published constants depend on the length of a step or on the task. They are converted to
+        seconds of this cluster, and losses to shares of this task's first loss.
+        """
+        period_s = 2 * self.slow_step_s + self.slow_exchange_s
+        return {
+            "gamma_s": 4 * period_s,
+            "floor_s": period_s / 8,
+            "early_loss": 0.75 * self.first_loss,
+            "late_loss": 0.13 * self.first_loss,
+        }
+
+
+def situation(
+    profile: Profile, plan: Plan, rates: tuple[float, float], first_loss: float
+) -> Situation:
+    """Return the situation of a cluster.
+
+    Args: plan is any plan on that cluster; rates are the predicted steps per second of BSP with a
+    server and in a ring.
+    """
+    steps = sorted(worker.step_s for worker in profile.workers)
+    server, ring = (max(0.0, profile.num_workers / rate / steps[-1] - 1) for rate in rates)
+    return Situation(
+        num_workers=profile.num_workers,
+        fast_step_s=steps[0],
+        slow_step_s=steps[-1],
+        second_step_s=steps[max(0, len(steps) - 2)],
+        slow_exchange_s=max(worker.push_s + worker.pull_s for worker in profile.workers),
+        server=server,
+        ring=ring,
+        layers=len(plan.layers),
+        skewed=plan.dataset.get("partition") == "dirichlet",
+        first_loss=first_loss,
+    )
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A fact that a rule depends on; `yes` and `no` describe it, with the situation as {s}.
+
+    `holds` is, for example, "unequal >= 1.25 or num_workers >= 6 and server >= 0.3".
+    """
+
+    holds: str
+    yes: str
+    no: str
+
+    def is_met(self, s: Situation) -> bool:
+        def compare(clause: str) -> bool:
+            name, sign, bound = clause.split()
+            return COMPARE[sign](getattr(s, name), float(bound))
+
+        return any(all(map(compare, part.split(" and "))) for part in self.holds.split(" or "))
+
+    def reason(self, s: Situation) -> str:
+        return (self.yes if self.is_met(s) else self.no).format(s=s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,28 +118,23 @@ class Rule:
     name: str
     overrides: str
     why: str
-    when: tuple[Condition, ...] = (ALWAYS,)
+    when: tuple[str, ...] = ("always",)  # names of conditions
     same: str = ""  # the rule that makes the same updates, up to the rounding of sums
     departs: str = ""  # the rule against which it gives something up
     gives_up: str = ""  # property that the candidate gives up
 
     def taken(self, s: Situation) -> bool:
-        return all(condition.holds(s) for condition in self.when)
+        return all(CONDITIONS[name].is_met(s) for name in self.when)
 
     def reason(self, s: Situation) -> str:
         """Return a sentence on why the rule applies or not."""
-        if self.taken(s):
-            return f"{self.why}: {'; '.join(condition.reason(s) for condition in self.when)}."
-        return f"{next(c for c in self.when if not c.holds(s)).reason(s)}."
+        conditions = [CONDITIONS[name] for name in self.when]
+        unmet = [condition for condition in conditions if not condition.is_met(s)]
+        if unmet:
+            return f"{unmet[0].reason(s)}."
+        return f"{self.why}: {'; '.join(condition.reason(s) for condition in conditions)}."
 
 
-def read() -> tuple[Rule, ...]:
-    lines = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    rules = (Rule(**{key: value for key, value in line.items() if key != "when"}) for line in lines)
-    when = (tuple(CONDITIONS[name] for name in line.get("when", ("always",))) for line in lines)
-    return tuple(
-        replace(rule, when=conditions) for rule, conditions in zip(rules, when, strict=True)
-    )
-
-
-RULES = read()
+_read = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+CONDITIONS = {name: Condition(**entry) for name, entry in _read["conditions"].items()}
+RULES = tuple(Rule(**entry) for entry in _read["rules"])

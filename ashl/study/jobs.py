@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from shlex import quote
 from threading import Thread
@@ -195,6 +196,15 @@ def fetch_run_folder(launch: Launch, run_dir: Path) -> bool:
     return count > 0
 
 
+def start_process(main: Callable[..., None], *args: Any) -> BaseProcess:
+    context: Any = mp.get_context("forkserver")
+    start_fork_server("ashl.study.jobs")
+    process = context.Process(target=main, args=args)
+    with allow_children():
+        process.start()
+    return process
+
+
 def local_pool(slots: int, run: Callable[[Job], int] = here) -> Pool:
     """Return a pool of processes on this machine, in which `run` brings a job to its end."""
     return Pool(lambda jobs: [LocalProcess(job, run) for job in jobs], slots)
@@ -204,13 +214,9 @@ class LocalProcess:
     """A job in a process of this machine."""
 
     def __init__(self, job: Job, run: Callable[[Job], int]) -> None:
-        context: Any = mp.get_context("forkserver")
-        start_fork_server("ashl.study.jobs")
         self.job, self.stopped, self.problem = job, False, ""
-        self.process = context.Process(target=play, args=(job, run), name=job.folder.name)
-        with allow_children():
-            self.process.start()
-        self.sentinel: int = self.process.sentinel
+        self.process = start_process(play, job, run)
+        self.sentinel = self.process.sentinel
 
     def is_running(self) -> bool:
         return True
@@ -359,41 +365,12 @@ class Task:
         return DelayedSubmission(self)
 
 
-class Launcher:
-    """A launcher in a process and a session of its own, until its jobs or the sweep have ended."""
-
-    def __init__(self, place: Path, launch: Callable[..., None], tasks: Sequence[Task]) -> None:
-        self.place, self.open, self.keeps_log = place, len(tasks), False
-        context: Any = mp.get_context("forkserver")
-        start_fork_server("ashl.study.jobs")
-        self.process = context.Process(target=run_launcher, args=(place, launch, tasks))
-        with allow_children():
-            self.process.start()
-
-    def release(self) -> None:
-        """Count a job that has ended or was withdrawn; after the last one all processes end."""
-        self.open -= 1
-        if self.open:
-            return
-        for _ in range(int(LEAVE_S / POLL_S)):
-            if not any(self.place.glob("*.begun")) or not self.process.is_alive():
-                break
-            self.process.join(POLL_S)
-        self.process.join(MARGIN_S)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            self.process.join(MARGIN_S)
-        if not self.keeps_log:
-            shutil.rmtree(self.place, ignore_errors=True)
-
-
 class RemoteJob:
-    """A job that a launcher has received."""
+    """A job that a launcher has received; the launcher is a process and a session of its own."""
 
-    def __init__(self, job: Job, task: Task, launcher: Launcher) -> None:
+    def __init__(self, job: Job, task: Task, launcher: BaseProcess) -> None:
         self.job, self.task, self.launcher, self.problem = job, task, launcher, ""
-        self.sentinel: int = launcher.process.sentinel
+        self.place, self.sentinel = task.permit.parent, launcher.sentinel
 
     def is_running(self) -> bool:
         return self.task.mark.exists()
@@ -402,30 +379,44 @@ class RemoteJob:
         """Return True if the job has ended, or if its launcher has; a job that died gets a
         summary.
         """
-        over = not self.launcher.process.is_alive()
+        over = not self.launcher.is_alive()
         if not self.task.permit.exists() and not self.is_running():
             return True
-        if not over:
-            return False
-        log = self.launcher.place / LOG
-        self.launcher.keeps_log = True
-        if self.is_running():
-            record_failure(self.job, f"{GONE}; the launcher's output is in {log}")
-        else:
+        if over and self.is_running():
+            record_failure(self.job, f"{GONE} ({last_line(self.place / LOG)})")
+        elif over:
             self.problem = (
-                f"{last_line(log)}); the launcher's output is in {log}, and the same command runs"
-                " what is missing"
+                f"{last_line(self.place / LOG)}); the launcher's output is in {self.place}, and the"
+                " same command runs what is missing"
             )
-        self.stop()
-        self.task.mark.unlink(missing_ok=True)
-        return True
+        if over:
+            self.stop()
+            self.task.mark.unlink(missing_ok=True)
+        return over
 
     def stop(self) -> None:
         """Withdraw the permit."""
         self.task.permit.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.launcher.release()
+        """End the processes of the launcher if this is the last of its jobs, after they have
+        exited.
+        """
+        if any(self.place.glob("*.permit")):
+            return
+        for _ in range(int(LEAVE_S / POLL_S)):
+            if not any(self.place.glob("*.begun")) or not self.launcher.is_alive():
+                break
+            self.launcher.join(POLL_S)
+        self.launcher.join(MARGIN_S)
+        failed, pid = bool(self.launcher.exitcode), self.launcher.pid
+        assert pid is not None
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, number)
+            self.launcher.join(MARGIN_S)
+        if not failed:
+            shutil.rmtree(self.place, ignore_errors=True)
 
 
 def start_elsewhere(
@@ -439,7 +430,7 @@ def start_elsewhere(
     ]
     for task in tasks:
         task.permit.touch()
-    launcher = Launcher(place, launch, tasks)
+    launcher = start_process(run_launcher, place, launch, tasks)
     return [RemoteJob(job, task, launcher) for job, task in zip(jobs, tasks, strict=True)]
 
 
@@ -476,11 +467,14 @@ def by_submitit(cluster: str, place: Path, tasks: Sequence[Task], **parameters: 
 
     executor = AutoExecutor(place / "submitit", cluster=cluster)
     executor.update_parameters(**parameters)
+    problems = list[str]()
     for submitted in executor.submit_array(tasks):
         try:
             submitted.result()
-        except Exception:  # files say how each job ended
-            traceback.print_exc()
+        except Exception as error:  # files say how each job ended
+            problems.append(str(error))
+    if problems:
+        raise SystemExit("\n".join(problems))
 
 
 LAUNCH: dict[str, Callable[..., None]] = {

@@ -11,19 +11,19 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from ashl.config.compose import Axis
-from ashl.config.override import CommandLine, key_of
+from ashl.config.override import CommandLine
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.study import sweep
 from ashl.study.grid import Grid, Line, Setting, Skipped, make_grid
-from ashl.study.jobs import Pool, clear_remains, has_ended, read_summary
+from ashl.study.jobs import Pool, has_ended, read_summary
 from ashl.study.race import Standing
 from ashl.tracking import jsonl
 from ashl.tracking.sweep_progress import SweepProgress
@@ -98,7 +98,6 @@ def search(
     slots: int,
     trials: int,
     sampler: str,
-    rerun_failed: bool,
     quiet: bool,
     make_pool: Callable[[int], Pool],
 ) -> list[dict[str, Any]]:
@@ -121,10 +120,6 @@ def search(
             )
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         tried = Tried(asked, study, folder, make_setting, progress, typed, command)
-        if rerun_failed:
-            for digest in tried.settings:
-                if not has_ended(folder / digest, rerun_failed):
-                    clear_remains(folder / digest)
         with sweep.copied_to_tracker(corners, folder, str(command), console) as to_tracker:
             pool = make_pool(slots)
             pool = pool._replace(at_once=min(pool.at_once, slots))
@@ -206,8 +201,7 @@ class Tried:
                 self.progress.say(f"skipped: {' '.join(point)}: {error}")
                 self.study.tell(trial, state=TrialState.PRUNED)
                 continue
-            keys = self.asked.keys
-            settings = tuple(with_axes(setting, keys) for setting in settings)
+            settings = tuple(self.named(setting) for setting in settings)
             self.settings |= {setting.hash: setting for setting in settings}
             self.open[trial.number] = settings
             self.write()
@@ -217,6 +211,12 @@ class Tried:
                     begun.add(setting.hash)
                     yield setting
             self.tell()
+
+    def named(self, setting: Setting) -> Setting:
+        """Return a setting that is named by all keys of the search, not by those of its trial."""
+        chosen = dict(text.split("=", 1) for text in setting.overrides)
+        axes = {key: chosen[key] for key in self.asked.keys if key in chosen}
+        return replace(setting, axes=axes, plan=None)
 
     def tell(self) -> None:
         """Tell Optuna the cost of each trial whose runs have ended."""
@@ -257,19 +257,6 @@ def suggested(trial: "Trial", axis: Axis) -> str:
         raise UsageError(
             f"{axis.key}: an earlier search in this folder had other values; choose another run.dir"
         ) from None
-
-
-def with_axes(setting: Setting, keys: Sequence[str]) -> Setting:
-    """Return a setting that is named by all keys of the search, not by those of its trial."""
-    chosen = {key_of(single): single.partition("=")[2] for single in setting.overrides}
-    axes = {key: chosen[key] for key in keys if key in chosen}
-    return Setting(
-        hash=setting.hash,
-        overrides=setting.overrides,
-        axes=axes,
-        config=setting.config,
-        predicted_s=setting.predicted_s,
-    )
 
 
 def standing(path: Path, config: dict[str, Any]) -> Standing:

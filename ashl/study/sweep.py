@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -313,16 +314,9 @@ def document(
     """Return the content of `sweep.json`: the grid, its settings with their folders, and what is
     left out and why.
     """
+    fields = ("hash", "overrides", "axes", "predicted_s", "label")
     settings = [
-        {
-            "hash": s.hash,
-            "folder": s.hash,
-            "overrides": s.overrides,
-            "axes": s.axes,
-            "predicted_s": s.predicted_s,
-            "label": s.label,
-        }
-        for s in grid.settings
+        {"folder": s.hash, **{name: getattr(s, name) for name in fields}} for s in grid.settings
     ]
     return {
         "schema": SCHEMA,
@@ -332,7 +326,7 @@ def document(
         "train": command.followed_by("train"),
         "axes": grid.axes,
         "settings": settings,
-        "skipped": [{"overrides": s.overrides, "reason": s.reason} for s in grid.skipped],
+        "skipped": [asdict(skipped) for skipped in grid.skipped],
         "unused": grid.unused,
         "merged": grid.merged,
         "dropped": dropped,

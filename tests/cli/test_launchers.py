@@ -136,7 +136,7 @@ def test_a_trial_that_cannot_run_is_skipped_with_its_reason(
         ("--launcher submitit_slurm launcher.queue=a sync=bsp", "Unknown argument 'queue'"),
         ("launcher.n_jobs=2 sync=bsp", "it goes with `ashl sweep --launcher NAME`"),
         ("--search 2 --sampler best sync=bsp,ssp run.dir=x", "there is no sampler 'best'"),
-        ("--search 2 sync=bsp,ssp --race", "--race needs to know the whole grid"),
+        ("--search 2 sync=bsp,ssp --race", "--race goes with a whole grid"),
         ("--search 2 sync=bsp runtime=sim", "a search needs something to choose"),
         ("--search 2 optimizer.lr=interval(3,2)", "goes from a smaller to a larger number"),
         (
