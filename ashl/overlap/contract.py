@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ashl.option import Contract
-from ashl.overlap.timeline import Bucket, StepTimeline
+from ashl.overlap.timeline import ALL_STEPS, Bucket, StepTimeline, merge_buckets
 
 
 class Overlap(Contract, group="overlap", strict=True):
@@ -40,31 +40,22 @@ class Overlap(Contract, group="overlap", strict=True):
         """True if the plan follows from costs, which then have to be known."""
         return False
 
-    @property
-    def shares(self) -> tuple[float, ...] | None:
-        """The planned density of each message; None if all have that of the whole update."""
-        return self.ratio if isinstance(self.ratio, tuple) else None
-
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         """Return the number of layer groups in each message, in backward order. Raises:
         UsageError.
         """
         raise NotImplementedError
 
-    def cuts(self, message: Bucket) -> list[tuple[int, int]]:
-        """Return the slices of a message that travel together, as (start, stop) within it, in
-        elements.
+    def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
+        """Return the buckets of the model, in the order in which backward computes them; slices of
+        one layer group are in ascending order.
         """
-        return [(0, message.stop - message.start)]
-
-    @property
-    def most_committed(self) -> int:
-        """The largest number of slices in flight that no other slice may overtake."""
-        return 0
+        merged = merge_buckets(timeline.groups, self.messages(timeline))
+        return [bucket._replace(needed=1.0) for bucket in merged]
 
     def step_ns(self, timeline: StepTimeline) -> int:
         """Return the time of a step with its exchange in the long run, in nanoseconds."""
-        return timeline.end_ns(self.messages(timeline), self.shares) + timeline.answer_ns
+        return timeline.end_ns(self.messages(timeline)) + timeline.answer_ns
 
     def with_plan(self, timeline: StepTimeline) -> Overlap:
         """Return this overlap with its plan made, as plan.json holds it, the same on all ranks."""
@@ -86,8 +77,14 @@ class Delayed(Overlap, contract=True):
     # True if workers take outer steps of their own on work that is not applied yet
     steps_ahead: ClassVar[bool] = False
 
+    # local steps of the next piece that workers take before an exchange is applied
+    delay: ClassVar[float] = ALL_STEPS
+
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         return (len(timeline.ready_ns),)
+
+    def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
+        return [Bucket(0, timeline.groups[0].stop, delay=self.delay)]
 
     def at_boundary(
         self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]
@@ -103,6 +100,16 @@ class Delayed(Overlap, contract=True):
         """
         raise NotImplementedError
 
-    def overlapped_steps(self, steps: int) -> int:
-        """Return how many of `steps` local steps a worker takes before an exchange is applied."""
-        return steps
+    def mix(self, own: Any, landed: Any, sent: Any) -> Any:
+        """Return the parameters with which a worker continues a piece in the fragment of a finished
+        exchange.
+
+        Args: the worker's parameters now (`own`) and when it sent them (`sent`); `landed` is the
+        exchanged fragment.
+        """
+        return own
+
+
+def overlapped_steps(overlap: Delayed, steps: int) -> int:
+    """Return how many of `steps` local steps a worker takes before an exchange is applied."""
+    return steps if overlap.delay == ALL_STEPS else min(int(overlap.delay), steps - 1)

@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 from ashl.option import option
 from ashl.overlap.contract import Overlap
 from ashl.overlap.merged import CAPS, Counts, plan_as_listed, plan_by_bytes, plan_optimally
-from ashl.overlap.timeline import StepTimeline
+from ashl.overlap.timeline import Bucket, StepTimeline, merge_buckets
 
 
 class Crossing(Overlap, contract=True):
@@ -40,6 +40,10 @@ class Crossing(Overlap, contract=True):
         if self.plan == "tuned":
             return min(candidate_plans(timeline), key=lambda plan: self.whole_ns(timeline, plan))
         return one_message_each(timeline)
+
+    def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
+        merged = merge_buckets(timeline.groups, self.messages(timeline))
+        return [bucket._replace(halves=self.reduce_scatter_all_gather) for bucket in merged]
 
     def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
         """Return the time of a step in the long run with these messages, none of them in slices."""

@@ -41,7 +41,7 @@ from ashl.errors import UsageError
 from ashl.option import Ratio, option
 from ashl.overlap.contract import Overlap
 from ashl.overlap.merged import Counts, plan_as_listed, plan_greedily, plan_optimally
-from ashl.overlap.timeline import CompressedTimeline, StepTimeline
+from ashl.overlap.timeline import Bucket, CompressedTimeline, StepTimeline
 
 
 @option
@@ -64,6 +64,16 @@ class Layerwise(Overlap):
         if self.plan == "none":
             return (1,) * len(timeline.ready_ns)
         return {"greedy": plan_greedily, "optimal": plan_optimally}[self.plan](timeline)
+
+    def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
+        merged = super().plan_buckets(timeline)
+        ratios = self.ratio if isinstance(self.ratio, tuple) else [None] * len(merged)
+        pairs = zip(merged, ratios, strict=True)
+        return [bucket._replace(ratio=ratio) for bucket, ratio in pairs]
+
+    def step_ns(self, timeline: StepTimeline) -> int:
+        ratios = self.ratio if isinstance(self.ratio, tuple) else None
+        return timeline.end_ns(self.messages(timeline), ratios) + timeline.answer_ns
 
     def with_plan(self, timeline: StepTimeline) -> Layerwise:
         messages = self.messages(timeline)

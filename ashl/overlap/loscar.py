@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from ashl.option import Ratio, option
 from ashl.overlap.streaming import Fragmented
+from ashl.overlap.timeline import Bucket, StepTimeline
 
 
 @option
@@ -31,6 +32,9 @@ class Loscar(Fragmented):
 
     fragments: ClassVar[int] = 1
     share: Ratio
+
+    def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
+        return [Bucket(0, timeline.groups[0].stop, share=self.share, delay=self.delay)]
 
     def mix(self, own: Any, landed: Any, sent: Any) -> Any:
         return landed + (own - sent)

@@ -61,20 +61,23 @@ class Priority(Crossing):
     def timed(self) -> bool:
         return self.plan == "tuned" or "auto" in (self.slice, self.credit)
 
-    @property
-    def most_committed(self) -> int:
-        assert self.credit != "auto"
-        return self.credit
-
-    def cuts(self, message: Bucket) -> list[tuple[int, int]]:
+    def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
         assert self.slice != "auto"
-        return cut_into_slices(message, self.slice)
+        assert self.credit != "auto"
+        merged = super().plan_buckets(timeline)
+        last = len(merged)
+        return [
+            part._replace(priority=last - k, credit=self.credit, alone=True)
+            for k, bucket in enumerate(merged)
+            for part in cut_into_slices(bucket, self.slice)
+        ]
 
     def step_ns(self, timeline: StepTimeline) -> int:
         assert self.slice != "auto"
+        assert self.credit != "auto"
         messages = self.messages(timeline)
         return timeline.period_ns(
-            done_ns(timeline, messages, 4 * self.slice, self.most_committed), messages
+            done_ns(timeline, messages, 4 * self.slice, self.credit), messages
         )
 
     def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
@@ -100,16 +103,15 @@ class Priority(Crossing):
             return self
         made = [replace(self, credit=count) for count in CREDITS]
         least = min(one.step_ns(timeline) for one in made)
-        return max(
-            (one for one in made if one.step_ns(timeline) <= WORTH * least),
-            key=lambda one: one.most_committed,
-        )
+        return [one for one in made if one.step_ns(timeline) <= WORTH * least][-1]
 
 
-def cut_into_slices(message: Bucket, size: int) -> list[tuple[int, int]]:
-    """Return the slices of a message, as (start, stop) within it, with `size` parameters each."""
-    count = message.stop - message.start
-    return [(start, min(count, start + size)) for start in range(0, count, size)]
+def cut_into_slices(bucket: Bucket, size: int) -> list[Bucket]:
+    """Return the slices of a bucket, of `size` parameters each."""
+    return [
+        bucket._replace(start=start, stop=min(bucket.stop, start + size))
+        for start in range(bucket.start, bucket.stop, size)
+    ]
 
 
 def candidate_sizes(timeline: StepTimeline, messages: Sequence[int]) -> list[int]:

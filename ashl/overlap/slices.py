@@ -44,9 +44,13 @@ class Slices(Overlap):
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         return one_message_each(timeline)
 
-    def cuts(self, message: Bucket) -> list[tuple[int, int]]:
+    def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
         assert self.slice != "auto"
-        return cut_into_slices(message, self.slice)
+        return [
+            part._replace(alone=True)
+            for bucket in super().plan_buckets(timeline)
+            for part in cut_into_slices(bucket, self.slice)
+        ]
 
     def step_ns(self, timeline: StepTimeline) -> int:
         assert self.slice != "auto"

@@ -24,12 +24,14 @@ bits. α = 0.5 and τ = 1 are recalled from the paper and not verified.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from ashl.option import Count, Natural, Number, option
 from ashl.overlap.contract import Delayed
+from ashl.overlap.timeline import Bucket, StepTimeline
 
 
 @option
@@ -41,17 +43,10 @@ class Fragmented(Delayed, contract=True):
     needs_steps: ClassVar[bool] = True
     delay: Natural
 
-    def overlapped_steps(self, steps: int) -> int:
-        return min(self.delay, steps - 1)
-
-    def mix(self, own: Any, landed: Any, sent: Any) -> Any:
-        """Return the parameters with which a worker continues in the fragment of a finished
-        exchange.
-
-        Args: the worker's parameters now (`own`) and when it sent them (`sent`); `landed` is the
-        exchanged fragment.
-        """
-        raise NotImplementedError
+    def at_boundary(
+        self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]
+    ) -> tuple[Any, Any]:
+        return start - landed + progress, start + progress
 
 
 @option
@@ -61,5 +56,25 @@ class Streaming(Fragmented):
     fragments: Count
     alpha: Annotated[float, Number, Field(ge=0, lt=1)]
 
+    def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
+        one = Bucket(0, timeline.groups[0].stop, every=self.fragments, delay=self.delay)
+        fragments = balanced(timeline.groups, self.fragments)
+        return [one._replace(runs=tuple(runs), offset=k) for k, runs in enumerate(fragments)]
+
     def mix(self, own: Any, landed: Any, sent: Any) -> Any:
         return own * self.alpha + landed * (1 - self.alpha) if self.alpha else landed
+
+
+def balanced(groups: Sequence[Bucket], count: int) -> list[list[tuple[int, int]]]:
+    """Return the layer groups as `count` fragments of nearly equal size, each as runs of elements.
+
+    Groups are assigned in descending size, each to the fragment with the fewest elements. If all
+    groups have one size, each fragment has every P-th group.
+    """
+    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    held = [0] * count
+    for group in sorted(groups, key=lambda group: (group.start - group.stop, group.start)):
+        k = held.index(min(held))
+        held[k] += group.stop - group.start
+        found[k].append((group.start, group.stop))
+    return sorted(sorted(runs) for runs in found)

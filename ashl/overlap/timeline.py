@@ -40,15 +40,32 @@ FORWARD = 1 / 3  # fraction of a step: backward takes two products where forward
 LEAST = 0.01  # smallest layer group, as a fraction of backward
 
 
+ALL_STEPS = math.inf  # `Bucket.delay`: all local steps of a piece of work
+
+
 class Bucket(NamedTuple):
-    """A run of tensors: elements [start, stop) of the flat vector, ready after the fraction `ready`
-    of a step.
+    """A part of the model that is exchanged as one message; a layer group is the finest one.
+
+    See docs/contributing/overlap.md.
     """
 
-    start: int
+    start: int  # elements [start, stop) of the flat vector
     stop: int
-    ready: float
-    needed: float = 0.0  # fraction of a step after which the forward pass needs it
+    ready: float = 1.0  # fraction of a step after which backward has computed its gradient
+    # fraction of the next step after which forward needs it; 1 = the next step begins with it
+    needed: float = 1.0
+    priority: int = 0  # of ready buckets the one with the lowest number is sent first
+    credit: int = 0  # largest number of buckets in flight that none may overtake; 0 = no limit
+    alone: bool = False  # True if a server merges it by itself, and returns it at once
+    halves: bool = False  # True if it is reduce-scattered first, and gathered once all are
+    ratio: float | None = None  # density, if the codec encodes it by itself; None = as planned
+    runs: tuple[tuple[int, int], ...] = ()  # its elements, if it is a fragment
+    share: float | None = None  # fraction of its elements, drawn at random for each exchange
+    # it is exchanged in each round whose number is `offset` modulo `every`
+    every: int = 1
+    offset: int = 0
+    # local steps of the next piece of work that workers take before its exchange is applied
+    delay: float = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,7 @@ class StepTimeline:
     part_ns: float = 0.0  # extra time of a step for each of several messages
     start_ns: float = 0.0  # extra time of each sum except the last
     reached: tuple[float, ...] = ()  # fraction of a step at R_k; needed with split_ns or part_ns
+    groups: tuple[Bucket, ...] = ()  # the layer groups, if buckets are planned
 
     @property
     def slows(self) -> bool:
@@ -197,9 +215,8 @@ def end_shares(parts: Sequence[Bucket]) -> tuple[float, ...]:
 
 def untimed_timeline(parts: Sequence[Bucket]) -> StepTimeline:
     """Return a timeline without costs."""
-    return StepTimeline(
-        (0,) * len(parts), tuple(4 * (part.stop - part.start) for part in parts), lambda _: 0
-    )
+    nbytes = tuple(4 * (part.stop - part.start) for part in parts)
+    return StepTimeline((0,) * len(parts), nbytes, lambda _: 0, groups=tuple(parts))
 
 
 def merge_buckets(parts: Sequence[Bucket], messages: Sequence[int]) -> tuple[Bucket, ...]:

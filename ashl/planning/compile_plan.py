@@ -49,6 +49,7 @@ from ashl.planning.instantiate import (
     Parts,
     StageParts,
     bind_stages,
+    buckets_of,
     declared_profile,
     layout_of,
     link_of,
@@ -291,11 +292,13 @@ def draw_compute_factors(cluster: Mapping[str, Any], seed: int) -> Spec:
 def with_message_bytes(plan: Plan, stage: StagePlan, own: StageParts) -> StagePlan:
     """Return the stage with the bytes of each worker's update, summed over its messages."""
     whole = link_of(own.compression, layout_of(plan.layers), 0, plan.num_params)
-    links = links_of(plan, own) or (whole,) * (1 + own.sync.momentum_travels)
+    links = links_of(plan, own)
+    densities = [bucket.ratio for bucket in buckets_of(plan, own.overlap)] if links else []
+    links = links or (whole,) * (1 + own.sync.momentum_travels)
 
     @cache
     def nbytes(ratio: float) -> int:
-        shares = own.overlap.shares or [ratio] * len(links)
+        shares = [density or ratio for density in densities] or [ratio] * len(links)
         return sum(
             link.codec.encoded_nbytes(share, link.d)
             for link, share in zip(links, shares, strict=True)

@@ -30,7 +30,7 @@ from ashl.optimizer.schedule import with_horizon
 from ashl.outer.average import Average
 from ashl.outer.contract import Outer
 from ashl.overlap.contract import Delayed, Overlap
-from ashl.overlap.timeline import Bucket, buckets_of_tensors, merge_buckets, untimed_timeline
+from ashl.overlap.timeline import Bucket, buckets_of_tensors, untimed_timeline
 from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.plan import Plan, Spec, StagePlan
@@ -196,12 +196,13 @@ def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[Compressi
     """
     if not own.overlap.compresses or own.compression.traits.lossless:
         return ()
-    groups = layer_groups(plan)
     link = partial(link_of, own.compression, layout_of(plan.layers), device=device)
-    return tuple(
-        link(start, stop)
-        for start, stop, *_ in merge_buckets(groups, own.overlap.messages(untimed_timeline(groups)))
-    )
+    return tuple(link(bucket.start, bucket.stop) for bucket in buckets_of(plan, own.overlap))
+
+
+def buckets_of(plan: Plan, overlap: Overlap) -> list[Bucket]:
+    """Return the buckets of the model, as planned."""
+    return overlap.plan_buckets(untimed_timeline(layer_groups(plan)))
 
 
 def outer_of(own: StageParts, trainer: AnyTrainer, layout: Layout) -> Outer:
@@ -217,18 +218,13 @@ def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Frag
     Fragment k of P has its share of the layer groups (`balanced`), or the shard of server k. A
     fragment of random elements has no layers.
     """
-    if own.overlap.share is not None:
-        elements = Layer("elements", (kept_count(own.overlap.share, plan.num_params),))
-        return (
-            Fragment(
-                ((0, plan.num_params),),
-                (elements,),
-                own.compression,
-                outer_of(own, trainer, (elements,)),
-            ),
-        )
-    layout = layout_of(plan.layers)
-    cuts = balanced(layer_groups(plan), own.overlap.fragments) if own.overlap.fragments else []
+    layout, cuts = layout_of(plan.layers), list[Sequence[tuple[int, int]]]()
+    for bucket in buckets_of(plan, own.overlap) if isinstance(own.overlap, Delayed) else []:
+        if bucket.share is not None:
+            elements = (Layer("elements", (kept_count(bucket.share, plan.num_params),)),)
+            outer, runs = outer_of(own, trainer, elements), ((0, plan.num_params),)
+            return (Fragment(runs, elements, own.compression, outer),)
+        cuts += [bucket.runs] if bucket.runs else []
     if isinstance(own.topology, ShardedServer):
         cuts = [[held] for held in own.topology.bounds([layer.size for layer in layout])]
     found, starts = [], [0, *accumulate(layer.size for layer in layout)]
@@ -243,21 +239,6 @@ def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Frag
             )
         )
     return tuple(found)
-
-
-def balanced(groups: Sequence[Bucket], count: int) -> list[list[tuple[int, int]]]:
-    """Return the layer groups as `count` fragments of nearly equal size, each as runs of elements.
-
-    Groups are assigned in descending size, each to the fragment with the fewest elements. If all
-    groups have one size, each fragment has every P-th group.
-    """
-    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    held = [0] * count
-    for group in sorted(groups, key=lambda group: (group.start - group.stop, group.start)):
-        k = held.index(min(held))
-        held[k] += group.stop - group.start
-        found[k].append((group.start, group.stop))
-    return sorted(sorted(runs) for runs in found)
 
 
 def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:

@@ -30,14 +30,20 @@ from ashl.overlap.timeline import (
     Bucket,
     CompressedTimeline,
     StepTimeline,
-    merge_buckets,
     untimed_timeline,
 )
 from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
 from ashl.planning.compatibility import capabilities_of
-from ashl.planning.instantiate import Parts, StageParts, balanced, layer_groups, layout_of, link_of
+from ashl.planning.instantiate import (
+    Parts,
+    StageParts,
+    buckets_of,
+    layer_groups,
+    layout_of,
+    link_of,
+)
 from ashl.planning.layer_group_costs import with_measured_readiness
 from ashl.planning.step_timelines import make_timeline
 from ashl.stage.stage import DELAY, OVERLAP, Rule, Topology
@@ -182,17 +188,15 @@ def describe_step_times(
     times = ", ".join(
         f"{name} {option.step_ns(timeline) / 1e6:.4g}" for name, option in options.items()
     )
-    count = sum(
-        len(chosen.cuts(message)) for message in merge_buckets(groups, chosen.messages(timeline))
-    )
+    buckets = chosen.plan_buckets(timeline)
+    count = len(buckets)
     what = "a step, its push and its pull" if topology.has_server else "a step and its all-reduce"
     sent = f"{count} message{'s' * (count > 1)}"
     least = "at least " * (chosen.overlaps_next_forward and timeline.slows)
     text = f"{what} take {least}{chosen.step_ns(timeline) / 1e6:.4g} ms in {sent} (ms: {times})"
-    if chosen.shares:
-        text += (
-            f", with densities of {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} %"
-        )
+    densities = [f"{100 * bucket.ratio:.3g}" for bucket in buckets if bucket.ratio is not None]
+    if densities:
+        text += f", with densities of {', '.join(densities)} %"
     if timeline.lost or timeline.slowed > 1:
         slower = f"{100 * timeline.lost:.2g} % slower"
         text += f"; during an all-reduce a worker computes {slower}, as measured"
@@ -318,7 +322,10 @@ def describe_fragments(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
             f"overlap={name} changes what is learned: a random share of {overlap.share:.3g} of the"
             " elements is averaged during the steps of each round"
         )
-    sizes = [4e-6 * sum(stop - start for start, stop in runs) for runs in balanced(groups, count)]
+    sizes = [
+        4e-6 * sum(stop - start for start, stop in bucket.runs)
+        for bucket in buckets_of(plan, overlap)
+    ]
     every = " to ".join(map(str, sorted({count * h for h in (min(steps), max(steps))})))
     return (
         f"overlap={name} changes what is learned: of {count} fragments ({min(sizes):.3g} to"

@@ -10,6 +10,7 @@ from ashl.cluster.all_reduce_costs import contention_of
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, Measured
 from ashl.cluster.speed import NS, Speed, speed_of
+from ashl.overlap.contract import overlapped_steps
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.step_timelines import Uncontended, make_group_timeline
 from ashl.runtime.contended_sim import simulator
@@ -151,7 +152,7 @@ def bucketed_step_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int
     """
     links = {
         (m.start, m.stop): link
-        for m, link in zip(stage.messages, stage.links, strict=bool(stage.links))
+        for m, link in zip(stage.buckets, stage.links, strict=bool(stage.links))
     }
 
     def link_of(start: int, stop: int) -> CompressionPipeline:
@@ -198,13 +199,14 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     span_ns = whole.time_ns - half.time_ns
     waited_ns = seen.waited_ns(whole) - seen.waited_ns(half)
     costs = Uncontended(network(steady, stage.trainer.dense_bytes, stage.topology.algorithm))
-    cycles_ns = bucketed_step_ns(stage, speed, costs) if stage.messages else []
-    for rank in range(n) if not stage.messages else ():
+    cycles_ns = bucketed_step_ns(stage, speed, costs) if stage.buckets else []
+    for rank in range(n) if not stage.buckets else ():
         steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)
-        hidden_ns = stage.delayed.overlapped_steps(steps) * step_ns[rank] if stage.delayed else 0
-        cycles_ns.append(steps * step_ns[rank] + max(0, exchange_ns - hidden_ns))
+        hidden = 0 if stage.delayed is None else overlapped_steps(stage.delayed, steps)
+        cycles_ns.append(steps * step_ns[rank] + max(0, exchange_ns - hidden * step_ns[rank]))
     contended = stage.sums_beside and contention_of(cluster)
-    if (stage.by_priority or contended) and span_ns:  # timelines do not model priority, contention
+    by_priority = stage.merges_buckets and stage.overlaps_next_forward
+    if (by_priority or contended) and span_ns:  # timelines do not model priority, contention
         cycles_ns = [round(span_ns * sum(local_steps) / (whole.steps - half.steps))] * n
     return replace(
         plan,

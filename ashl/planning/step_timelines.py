@@ -116,6 +116,7 @@ def make_group_timeline(
             team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0
         ),
         needed_ns=tuple(round(max(step_ns.values()) * group.needed) for group in groups),
+        groups=tuple(groups),
     )
     if (contention := contention_of(speed.cluster)) is not None:
         timeline = replace(
@@ -190,6 +191,7 @@ def compressed(
         part_ns=timeline.part_ns,
         start_ns=timeline.start_ns,
         reached=timeline.reached,
+        groups=timeline.groups,
         ratio=ratio,
         body_ns=body_ns,
     )

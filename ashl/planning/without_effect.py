@@ -289,10 +289,8 @@ def is_sliced(context: EffectContext) -> bool:
 
     def slices(overlap: Any) -> bool:
         sizes = [size for size in (overlap.slice, default) if isinstance(size, int)]
-        longest = max(
-            stop - start
-            for start, stop, *_ in merge_buckets(groups, overlap.messages(untimed_timeline(groups)))
-        )
+        whole = merge_buckets(groups, overlap.messages(untimed_timeline(groups)))
+        longest = max(bucket.stop - bucket.start for bucket in whole)
         return min(sizes, default=0) < longest
 
     return context.any("overlap", lambda overlap: not hasattr(overlap, "slice") or slices(overlap))

@@ -60,6 +60,8 @@ def slice_vector(x: Any, start: int, stop: int) -> Any:
 
 def concatenate(parts: Sequence[Any]) -> Any:
     """Return the concatenation of vectors, in the given order."""
+    if len(parts) == 1:
+        return parts[0]
     if isinstance(parts[0], SizeOnly):
         return SizeOnly(sum(part.nbytes for part in parts), sum(part.signal for part in parts))
     return torch.cat(list(parts))

@@ -88,6 +88,10 @@ class ProcessGroup:
         self._record_sums(*to_host(total[-SCALARS:]).tolist())
         return total[:-SCALARS]
 
+    async def scatter(self, x: Any) -> Any:
+        """Return this member's chunk of the sum over the group (a reduce-scatter)."""
+        return await self.ctx.all_reduce(x, self.ranks, "scatter")
+
     async def gather(self, chunk: Any) -> Any:
         """Return all members' chunks of a sum (`ashl.runtime.sums.chunk`) as one vector."""
         if self.piggybacked_sent:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from ashl.aggregate.weighted import Push, Weighted
 from ashl.cluster.spec import ContentionCosts
@@ -22,7 +22,7 @@ from ashl.option import Contract, Count, Duration
 from ashl.outer.contract import Outer
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.none import Serial
-from ashl.overlap.timeline import Bucket, merge_buckets, untimed_timeline
+from ashl.overlap.timeline import Bucket, untimed_timeline
 from ashl.plan.alpha_beta import LARGE, AlphaBeta
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import CodecCost, Profile, WorkerProfile
@@ -226,6 +226,16 @@ def extra_ranks(topology: Topology, sync: Rule | None, nodes: tuple[int, ...] | 
     return topology.extra_ranks(nodes) or int(sync is not None and sync.coordinated)
 
 
+class Segment(NamedTuple):
+    """A part of the gradient that backward emits at once: a bucket, or the slices of one."""
+
+    start: int
+    stop: int
+    ready: float
+    needed: float
+    buckets: range  # numbers of its buckets
+
+
 T = TypeVar("T")
 Replan = Callable[
     [
@@ -348,54 +358,73 @@ class Stage:
         return self.topology.replicas
 
     @cached_property
-    def messages(self) -> tuple[Bucket, ...]:
-        """Return the buckets of a gradient that is sent in parts, in the order in which they are
-        ready.
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Return the buckets of a gradient that is sent in parts, as `overlap` plans them.
 
         Return none if one bucket holds the whole gradient, unless a server, a codec per bucket or
         the next forward pass needs it.
         """
         if self.overlap.serial or not self.parts:
             return ()
-        found = merge_buckets(self.parts, self.overlap.messages(untimed_timeline(self.parts)))
-        whole = len(found) == 1 and not (
-            self.overlap.overlaps_next_forward or self.links or self.topology.has_server
-        )
-        return () if whole else found
+        found = tuple(self.overlap.plan_buckets(untimed_timeline(self.parts)))
+        needed = self.links or self.topology.has_server or found[0].needed < 1
+        return found if len(found) > 1 or needed else ()
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Return the parts of a gradient that backward emits, in that order, with their buckets."""
+        found = list[Segment]()
+        for k, bucket in enumerate(self.buckets):
+            own = Segment(bucket.start, bucket.stop, bucket.ready, bucket.needed, range(k, k + 1))
+            # slices of a layer group are in ascending order, layer groups in descending order
+            if found and bucket.start == found[-1].stop:
+                last = found.pop()
+                own = last._replace(stop=bucket.stop, buckets=range(last.buckets.start, k + 1))
+            found.append(own)
+        return tuple(found)
 
     @cached_property
     def slices(self) -> list[tuple[int, int]]:
-        """Return the elements [start, stop) of each bucket."""
-        return [(message.start, message.stop) for message in self.messages]
+        """Return the elements [start, stop) of each segment."""
+        return [(segment.start, segment.stop) for segment in self.segments]
 
     @cached_property
     def ready(self) -> tuple[tuple[float, Tag], ...]:
-        """Return when each bucket is ready, as parts of a computation: share of the step,
+        """Return when each segment is ready, as parts of a computation: share of the step,
         and tag.
         """
         return tuple(
-            (message.ready, self.tag("part", k)) for k, message in enumerate(self.messages)
+            (segment.ready, self.tag("part", k)) for k, segment in enumerate(self.segments)
         )
+
+    @cached_property
+    def needs(self) -> tuple[tuple[float, Tag], ...]:
+        """Return when forward needs each segment of the model, as needs of a computation, in the
+        order of the forward pass.
+        """
+        return tuple(
+            (segment.needed, self.tag("group", k))
+            for k, segment in reversed([*enumerate(self.segments)])
+        )
+
+    @cached_property
+    def overlaps_next_forward(self) -> bool:
+        """Return True if buckets of the model arrive during the next forward pass."""
+        return bool(self.buckets) and self.buckets[0].needed < 1
+
+    @cached_property
+    def merges_buckets(self) -> bool:
+        """Return True if a server merges each bucket by itself."""
+        return self.topology.has_server and bool(self.buckets) and self.buckets[0].alone
 
     @cached_property
     def push_share(self) -> float:
         """Return the work of merging one shard or one part at a server, as a share of a
         whole push.
         """
-        if self.overlap.by_slice or self.overlap.fragments:
+        if self.overlap.fragments:
             return self.link.d / self.trainer.num_params
         return 1 / self.topology.servers
-
-    @cached_property
-    def by_priority(self) -> bool:
-        """Return True if a server merges slice by slice while workers compute the next forward
-        pass.
-        """
-        return (
-            self.topology.has_server
-            and self.overlap.overlaps_next_forward
-            and not self.overlap.pulls
-        )
 
     @property
     def sums_beside(self) -> bool:

@@ -14,8 +14,7 @@ which is the lowest present rank, also decides on time, evaluations, interrupts 
 It piggybacks its decision, a number, on the next exchange. The other ranks add 0, so the sum is its
 decision.
 
-The loops: `worker` (one sum a round, or one a bucket), `run_delayed`, `run_pipelined` (buckets of
-the model arrive during the next forward pass), `run_streaming` (fragments). None of them mentions
+One loop, `worker`, serves all overlaps (docs/contributing/overlap.md). It does not mention
 failures: after one the survivors begin again at their last safe points, see *Epochs* below.
 
 Limit: all algorithms give the same model, bit for bit, if sums are exact.
@@ -35,13 +34,13 @@ import torch
 
 from ashl.cluster.all_reduce_rounds import Algorithm
 from ashl.compression.contract import Collective
-from ashl.learn.pieces import Pieces
 from ashl.option import option
-from ashl.overlap.streaming import Fragmented
+from ashl.overlap.contract import overlapped_steps
 from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.fragment import WHOLE
 from ashl.stage.process_group import ProcessGroup
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import RUN_START, Progress, ProgressMark
@@ -59,13 +58,16 @@ from ashl.stage.stage import (
     Stage,
     Topology,
 )
-from ashl.topology.ending import (
-    REASONS,
-    InTime,
-    end_piggybacked,
-    keep_within_budget,
-    local_stop,
+from ashl.topology.buckets import (
+    Part,
+    begin_piece,
+    begins_next_piece,
+    compute_by_bucket,
+    finish_piece,
+    part_of,
+    with_part,
 )
+from ashl.topology.ending import REASONS, InTime, end_piggybacked, keep_within_budget, local_stop
 from ashl.topology.epochs import (
     NO_MODEL,
     Standing,
@@ -74,16 +76,8 @@ from ashl.topology.epochs import (
     send_state,
     with_members,
 )
-from ashl.topology.estimate import next_batch
 from ashl.topology.exchange import BucketEncoder, exchange_update
-from ashl.topology.fragments import codec_states_of, finish_piece, fragment_at, take_local_steps
-from ashl.topology.local_work import (
-    Work,
-    WorkerState,
-    at_round_boundary,
-    exchangeable_work,
-    local_work,
-)
+from ashl.topology.local_work import Work, WorkerState, local_work
 
 ComputeWork = Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]
 
@@ -147,9 +141,6 @@ class StepRule(Rule, contract=True):
         return type(self).in_round is not StepRule.in_round
 
 
-NO_REPORT = RoundReport(False, 0.0)
-
-
 @option
 class AllReduce(Topology):
     """No server: an all-reduce sums the payloads, and every worker receives the sum.
@@ -203,9 +194,7 @@ class AllReduce(Topology):
         return await reform(ctx, stages, saved, epoch)
 
     def role(self, stage: Stage, rank: int) -> Loop:
-        if stage.delayed is not None:
-            return run_streaming if stage.fragments else run_delayed
-        return run_pipelined if stage.overlap.overlaps_next_forward else worker
+        return worker
 
 
 def longest_payload(stage: Stage) -> int:
@@ -227,7 +216,6 @@ class PeerState(WorkerState):
     # model and counts of the last merge within `stop.seconds`, once a merge has ended later
     in_time: InTime | None = None
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
-    outer_state: Any = None  # moments of the outer optimizer
 
     def begin(self, ctx: RankContext, stage: Stage) -> Stage:
         """Enter a stage, unless the state is that of a checkpoint within it.
@@ -258,10 +246,6 @@ class PeerState(WorkerState):
         self.steps = progress.steps
         self.samples = progress.samples
 
-    def apply_plan(self, ahead: Ahead, rank: int) -> None:
-        self.rest, self.rule_state = ahead.rest, ahead.rule_state
-        self.set_round(ahead.own, rank)
-
     def set_round(self, own: Stage, rank: int) -> None:
         """Set the H and the batch of the next round."""
         plan = own.plan.workers[rank]
@@ -281,10 +265,9 @@ class Merged(NamedTuple):
 class Ahead(NamedTuple):
     """Plan of the round after a merge, identical on all ranks."""
 
-    over: str | None  # the reason if a limit on counts ends the run; None if none does
+    reason: str | None  # why the stage ends with this merge, or None
     rest: tuple[int, int] | None  # remaining rounds, see `Stage.remaining_rounds`
     planned: Stage  # the stage in the next round, as planned
-    own: Stage  # `planned`, with fewer local steps if the next round is the last one
     rule_state: Any = None  # state of the sync mode
     # time of the merge; in virtual time that of the first rank that merges (a paused rank is later)
     seen_ns: int = 0
@@ -304,150 +287,289 @@ def rule_of(stage: Stage) -> StepRule:
 
 
 async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Run a worker: compute, sum over all workers, merge, until the stage ends.
+    """Run a worker: compute, exchange, merge, until the stage ends.
 
     A limit on counts ends the stage at its merge. A decision of the lead rank after a merge ends it
-    one merge later.
+    one merge later. With delayed exchanges, one more exchange merges the work that was computed
+    meanwhile, if another stage follows.
     Returns: the final signal, NEXT or STOP.
     """
     stage = state.begin(ctx, stage)
-    rule = rule_of(stage)
-    team, compute = ProcessGroup.of(ctx, stage), rule.work()
-    planned, own = next_round_stage(stage, state, ctx.rank)
+    planned, team = rule_of(stage).in_round(stage, state.rule_state, state.progress), None
     while True:
-        ctx.safe_point(stage.index, state, resumable=own is planned)
-        if own is not team.stage:
-            team = ProcessGroup.of(ctx, own)
-        signal = signal_to_send(ctx, stage, state)
-        work, update = await sum_update(team, stage, state, compute, signal)
-        step_s = await exchange_step_times(team, work) if rule.tells else ()
-        moment = ("merge", stage.index, state.progress.version)
-        due, reason_number = divmod(int(team.signal), len(REASONS))
-        report = RoundReport(bool(due), ctx.now, step_s)
-        merge = partial(
-            merge_and_plan, stage, own, state, update, team.loss, now_ns=ctx.now_ns, report=report
-        )
-        result, ahead = ctx.compute_once(team.ranks, moment, merge)
-        late = keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
-        state.apply_merge(result)
-        state.apply_plan(ahead, ctx.rank)
-        planned, own = ahead.planned, ahead.own
-        reason = ahead.over or REASONS[reason_number]
-        if reason and stage.topology.links(stage, ctx.rank):
-            # The codec's own messages end at different times on the ranks. One more all-reduce
-            # makes all ranks end the stage at the same time.
-            await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
-        ctx.record_round(stage.index, state.round, work.steps, 0, dropped=late, loss=work.loss)
-        state.round += 1
-        is_evaluator = ctx.rank == stage.lead_rank and not late
-        if is_evaluator and stage.stop_criteria.take_evaluation(state, ctx.now):
-            ctx.snapshot(state.params, counts=state.progress.report())
-        if reason:
+        state.set_round(planned.truncate_last_round(state.rest), ctx.rank)
+        exchanged = state.rest if state.pending is None else state.pending_rest
+        own = planned.truncate_last_round(exchanged)
+        await mark_safe_point(ctx, stage, state, own is planned)
+        if stage.delayed is not None and state.pending is None:
+            await finish_piece(ctx, stage, state, state.local_steps)
+            state.pending_rest = state.rest
+            state.rest = stage.remaining_rounds(state.steps, state.samples, ahead=1)
+            continue
+        part = part_of(own, state, state.version)
+        if team is None or team.stage is not part.stage:
+            team = group_of(ctx, stage, part)
+        team.begin(0.0, signal_to_send(ctx, stage, state))
+        done = await exchange(team, stage, state, part)
+        ahead = merge(team, stage, state, part, done)
+        planned, reason = ahead.planned, ahead.reason or ("next" if state.last else None)
+        state.last = reason == "next" and stage.following and done.begun is not None
+        ends = reason is not None and not state.last
+        if ends:
+            await end_together(ctx, stage, state, done)
+        record_merge(ctx, stage, state, done)
+        if reason is not None and ends:
             return end(ctx, stage, state, reason)
+        if stage.delayed is not None:
+            await finish_piece(ctx, stage, state, done.remaining, done.begun, (part, done.work))
         if ctx.rank == stage.lead_rank:
             state.signal = local_stop(ctx, stage, state.progress)
+
+
+async def mark_safe_point(
+    ctx: RankContext, stage: Stage, state: PeerState, resumable: bool
+) -> None:
+    """Mark the top of the loop, unless buckets of the model are in flight.
+
+    If a checkpoint waits for this rank, they are received first.
+    """
+    if state.coming is not None and ctx.safe_point_wanted:
+        await receive_model(ctx, stage, state)
+    if state.coming is None:
+        ctx.safe_point(stage.index, state, resumable=resumable)
+
+
+def group_of(ctx: RankContext, stage: Stage, part: Part) -> ProcessGroup:
+    """Return the process group that exchanges a part of the model."""
+    team = ProcessGroup.of(ctx, part.stage)
+    if part.fragment is not WHOLE:
+        team.share = part.stage.link.d / stage.link.d
+    return team
+
+
+async def end_together(ctx: RankContext, stage: Stage, state: PeerState, done: Exchanged) -> None:
+    """Let all ranks end the stage at the same time.
+
+    They would not if a codec has messages of its own, or if they computed during the exchange.
+    Buckets of the model that are in flight are received first.
+    """
+    if state.coming is not None:
+        await receive_model(ctx, stage, state)
+    elif done.in_flight or stage.topology.links(stage, ctx.rank):
+        await ctx.all_reduce(torch.zeros(1), stage.workers, piggybacked=1)
+
+
+def record_merge(ctx: RankContext, stage: Stage, state: PeerState, done: Exchanged) -> None:
+    """Record a worker's round, and evaluate the model if that is due."""
+    work, late = done.work, state.in_time is not None
+    ctx.record_round(
+        stage.index, state.round, work.steps, done.staleness, dropped=late, loss=work.loss
+    )
+    state.round += 1
+    if ctx.rank == stage.lead_rank and not done.sums:
+        evaluate_if_due(ctx, stage, state)
+
+
+def evaluate_if_due(ctx: RankContext, stage: Stage, state: PeerState) -> None:
+    """Evaluate the model, unless it was merged after the budget."""
+    if state.in_time is None and stage.stop_criteria.take_evaluation(state, ctx.now):
+        ctx.snapshot(state.params, counts=state.progress.report())
 
 
 def signal_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """Return the number to piggyback: reason and `due` at the lead rank, 0 elsewhere."""
-    is_due = ctx.rank == stage.lead_rank and rule_of(stage).due(state.rule_state, ctx.now)
-    return reason_to_send(ctx, stage, state) + len(REASONS) * is_due
+    if ctx.rank != stage.lead_rank:
+        return 0
+    due = rule_of(stage).due(state.rule_state, ctx.now)
+    return REASONS.index(state.signal) + len(REASONS) * due
 
 
-def reason_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Return the number of the lead rank's reason to end the stage; 0 on all other ranks."""
-    return REASONS.index(state.signal) if ctx.rank == stage.lead_rank else 0
+def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
+    """End the stage with this merge. Returns: the final signal, NEXT or STOP."""
+    state.signal = None
+    return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
 
 
-async def sum_update(
-    team: ProcessGroup, stage: Stage, state: PeerState, compute: ComputeWork, signal: float
-) -> tuple[Work, Any]:
+# The exchange of a round
+#
+# Rule: the sum equals that of the whole update, bit for bit, however `overlap` partitions it. Loss
+# and signal are piggybacked on the first collective of a whole update, or on the last bucket.
+#
+# Within a step: a bucket of the gradient is summed once backward has computed it and the sum before
+# it has ended. The merge waits for all buckets.
+# Across steps: a merge counts once the last bucket has arrived, which forward needs first. So every
+# rank knows before its next step whether the run continues. The optimizer steps on each bucket as
+# it arrives, and the next forward pass waits for each (`step_by_bucket`).
+# Delayed: the piece of work that was finished last is summed while workers take the first local
+# steps of the next one. With fragments, a merge concerns one fragment of the model.
+#
+# Sources: Zhang et al., "Poseidon", USENIX ATC 2017; Jayarajan et al., "Priority-based Parameter
+# Propagation for Distributed DNN Training", MLSys 2019; Zhang et al., "DeAR", ICDCS 2023; Douillard
+# et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025.
+
+
+Sums = list[list[Any]]  # by segment: the tasks that sum its buckets
+
+
+class Exchanged(NamedTuple):
+    """The outcome of an exchange."""
+
+    work: Work  # this worker's part of it
+    staleness: int  # merges since that work was begun
+    update: Any  # the weighted sum; None if its buckets arrive during the next step
+    sums: Sums = []  # noqa: RUF012, sums of the buckets that arrive during the next step
+    begun: Work | None = None  # steps of the next piece of work, taken meanwhile
+    remaining: int = 0  # steps of that piece that remain
+    in_flight: bool = False  # True if workers computed meanwhile
+    step_s: tuple[float, ...] = ()  # seconds of one step by worker, if the mode sets `tells`
+
+
+async def exchange(team: ProcessGroup, stage: Stage, state: PeerState, part: Part) -> Exchanged:
     """Compute a round's work and sum it over all workers.
 
     Afterwards `team.loss` is the workers' mean loss and `team.signal` the lead rank's signal.
-    Returns: (work, weighted sum).
     """
-    version = state.progress.version
-    if stage.messages:
-        return await sum_overlapped(team, stage, state, version, signal)
-    work = await compute(team.ctx, stage, state)
-    team.begin(work.loss / team.size, signal)
-    return work, await exchange_update(
-        team, stage, state, state.progress, version, stage.aggregate.clip(work.body)
-    )
+    if stage.buckets:
+        done = await exchange_by_bucket(team, stage, state)
+    else:
+        done = await exchange_work(team, stage, state, part)
+    if rule_of(stage).tells:
+        done = done._replace(step_s=await exchange_step_times(team, done.work))
+    return done
 
 
-async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Run a worker with delayed exchanges: compute the next work while finished work is summed.
+async def exchange_work(
+    team: ProcessGroup, stage: Stage, state: PeerState, part: Part
+) -> Exchanged:
+    """Sum a piece of work as a whole; with delayed exchanges, while the next one is computed."""
+    ctx, version, steps = team.ctx, state.version, state.local_steps
+    work = state.pending or await rule_of(stage).work()(ctx, stage, state)
+    team.loss = work.loss / team.size
+    x = stage.aggregate.clip(work.body)
+    summing = exchange_update(team, part.stage, part.state, state.progress, version, x)
+    in_flight, begun = begins_next_piece(stage, state), None
+    if in_flight and stage.delayed is not None and overlapped_steps(stage.delayed, steps):
+        task = ctx.spawn(summing)
+        await ctx.sleep(0)  # let the exchange encode before the local steps start
+        begun, steps = await begin_piece(ctx, stage, state)
+        update = await ctx.join(task)
+    else:
+        update = await summing
+    return Exchanged(work, version - work.version, update, [], begun, steps, in_flight)
 
-    At the top of the loop, a worker holds one finished piece of work and nothing is in flight. The
-    worker sends that piece with its loss, computes the next piece, then merges the sum. If the
-    signal is NEXT, one more exchange merges the piece that was computed meanwhile. If a limit on
-    counts leaves no round for another piece, the worker computes none.
-    Returns: the final signal, NEXT or STOP.
+
+async def exchange_by_bucket(team: ProcessGroup, stage: Stage, state: PeerState) -> Exchanged:
+    """Compute one gradient and sum its buckets while backward continues."""
+    ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready]
+    coding = BucketEncoder.of(team, stage, state, state.version) if stage.links else None
+    posting = ctx.spawn(sum_as_ready(team, stage, coding, tags[:-1]))
+    encoding = None if coding is None else coding.encoding
+    loss, _ = await compute_by_bucket(ctx, stage, state, encoding)
+    work = Work(None, loss, 1, state.batch, ctx.now - start, state.version)
+    sums = await ctx.join(posting)
+    body = (await ctx.recv(tags[-1], src=ctx.rank)).body
+    is_finite = coding is None or coding.finish_encoding()
+    team.loss = (loss if is_finite else math.nan) / team.size
+    if stage.overlaps_next_forward:
+        sums.append([ctx.spawn(one) for one in sums_of(team, stage, coding, len(sums), body)])
+        if stage.buckets[0].halves:
+            sums = await gather_sums(team, sums)
+        for task in sums[-1]:
+            await ctx.join(task)
+        return Exchanged(work, 0, None, sums)
+    totals = [[await ctx.join(task) for task in tasks] for tasks in sums]
+    totals.append([await one for one in sums_of(team, stage, coding, len(sums), body)])
+    if coding is not None:
+        return Exchanged(work, 0, await coding.decode_buckets([total for (total,) in totals]))
+    return Exchanged(work, 0, concatenate([x for total in reversed(totals) for x in total]))
+
+
+async def sum_as_ready(
+    team: ProcessGroup, stage: Stage, coding: BucketEncoder | None, tags: Sequence[Tag]
+) -> Sums:
+    """Begin the sums of each segment as soon as backward has computed it."""
+    sums, others = Sums(), replace(team, piggybacked_sent=True)
+    for k, tag in enumerate(tags):
+        body = (await team.ctx.recv(tag, src=team.ctx.rank)).body
+        begun = sums_of(others, stage, coding, k, body)
+        sums.append([team.ctx.spawn(one) for one in begun])
+    return sums
+
+
+def sums_of(
+    team: ProcessGroup, stage: Stage, coding: BucketEncoder | None, k: int, body: Any
+) -> list[Coroutine]:
+    """Return the collectives of segment k, one a bucket, in the order in which all ranks post them.
+
+    The scalars of `team` are piggybacked on the last one.
     """
-    stage = state.begin(ctx, stage)
-    while True:
-        pending = state.pending is not None
-        rest = state.pending_rest if pending else state.rest
-        ctx.safe_point(stage.index, state, resumable=stage.truncate_last_round(rest) is stage)
-        if not pending:
-            state.pending_rest = state.rest
-            state.pending = await exchangeable_work(ctx, stage, state)
-            continue
-        work, own = state.pending, stage.truncate_last_round(state.pending_rest)
-        team = ProcessGroup.of(ctx, own)
-        team.begin(work.loss / team.size, reason_to_send(ctx, stage, state))
-        x = stage.aggregate.clip(work.body)
-        exchange = ctx.spawn(
-            exchange_update(team, stage, state, state.progress, state.progress.version, x)
-        )
-        await ctx.sleep(0)  # let the exchange encode before the local work starts
-        ahead = None
-        if not (state.last or no_rounds_left(state.rest)):
-            ahead = await local_work(ctx, stage, state)
-        update = await ctx.join(exchange)
-        late = keep_within_budget(ctx, stage, state, state.params)
-        moment = ("merge", stage.index, state.progress.version)
-        staleness = state.progress.version - work.version
-        merge = partial(merge_and_plan, stage, own, state, update, team.loss, staleness, more=1)
-        result, next_round = ctx.compute_once(team.ranks, moment, merge)
-        state.apply_merge(result)
-        state.pending = ahead and at_round_boundary(ctx, stage, state, ahead)
-        state.pending_rest = state.rest
-        state.apply_plan(next_round, ctx.rank)
-        reason = next_round.over or REASONS[int(team.signal)] or ("next" if state.last else None)
-        state.last = reason == "next" and stage.following and not state.last
-        if reason and not state.last:  # all ranks end together
-            await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
-        ctx.record_round(
-            stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss
-        )
-        state.round += 1
-        is_evaluator = ctx.rank == stage.lead_rank and not late
-        if is_evaluator and stage.stop_criteria.take_evaluation(state, ctx.now):
-            ctx.snapshot(state.params, counts=state.progress.report())
-        if reason and not state.last:
-            return end(ctx, stage, state, reason)
-        if ctx.rank == stage.lead_rank:
-            state.signal = local_stop(ctx, stage, state.progress)
+    if coding is not None:
+        return [coding.exchange_bucket(team, k, body)]
+    segment, others, sums = stage.segments[k], replace(team, piggybacked_sent=True), []
+    for number in segment.buckets:
+        bucket, own = stage.buckets[number], team if number == segment.buckets[-1] else others
+        x = slice_vector(body, bucket.start - segment.start, bucket.stop - segment.start)
+        if bucket.halves:
+            sums.append(own.scatter(x * team.weight))
+        else:
+            sums.append(own.all_reduce(x, team.weight, bucket.priority, bucket.credit))
+    return sums
 
 
-def no_rounds_left(rest: tuple[int, int] | None) -> bool:
-    """Return True if a limit on counts leaves no further round; None means no such limit."""
-    return rest is not None and rest[0] <= 0
+async def gather_sums(team: ProcessGroup, scatters: Sums) -> Sums:
+    """Gather the scattered sums in the order in which forward needs them, once all are there."""
+    chunks = [await team.ctx.join(task) for (task,) in scatters]
+    others = replace(team, piggybacked_sent=True)
+    gathers = [team.ctx.spawn(team.gather(chunks[-1]))]
+    gathers += [team.ctx.spawn(others.gather(chunk)) for chunk in chunks[-2::-1]]
+    return [[task] for task in reversed(gathers)]
 
 
-def next_round_stage(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]:
-    """Set H and batch of the next round.
+async def step_by_bucket(
+    team: ProcessGroup,
+    stage: Stage,
+    state: PeerState,
+    before: Progress,
+    sums: Sums,
+    position: dict[str, int],
+) -> bool:
+    """Step on the model bucket by bucket, as their sums arrive, and pass each one to the next
+    forward pass.
 
-    Returns: (the stage in that round as planned, the stage with fewer local steps if that round is
-    the last one). Both are one object in every other round.
+    Args: before: the progress before this merge; position: fields of the state after this step,
+    which the next step changes meanwhile.
+    Returns: True if there is a new model, False after divergence.
     """
-    planned = rule_of(stage).in_round(stage, state.rule_state, state.progress)
-    own = planned.truncate_last_round(state.rest)
-    state.set_round(own, rank)
-    return planned, own
+    ctx, params, moments, made = team.ctx, state.params, state.moments, list[Any]()
+    rate, exact = stage.trainer.rate(before.samples), stage.link.traits.lossless
+    for k in reversed(range(len(stage.segments))):
+        start, stop = stage.slices[k]
+        total = concatenate([await ctx.join(task) for task in sums[k]])
+        if not state.progress.diverged:
+            x = slice_vector(total, 0, stop - start)
+            step = partial(stage.trainer.apply_slice, params, moments, start, stop, x, rate, exact)
+            moment = "group", stage.index, before.version, k
+            made.append(ctx.compute_once(team.ranks, moment, step))
+            await ctx.send(ctx.rank, stage.tag("group", k), made[-1][1])
+    keep_within_budget(ctx, stage, state, params, before)
+    if made:
+        join = partial(stage.trainer.joined, made)
+        moment = "model", stage.index, before.version
+        state.moments, state.params = ctx.compute_once(team.ranks, moment, join)
+    if ctx.rank == stage.lead_rank:
+        evaluate_if_due(ctx, stage, state)
+    if stage.elastic:
+        restart = replace(state, signal=None, coming=None, **position)
+        ctx.mark_restart_point(stage.index, restart)
+    return bool(made)
+
+
+async def receive_model(ctx: RankContext, stage: Stage, state: PeerState) -> None:
+    """Wait for every bucket of the model, instead of the next forward pass."""
+    if await ctx.join(state.coming):
+        for k in range(len(stage.segments)):
+            await ctx.recv(stage.tag("group", k))
+    state.coming = None
 
 
 async def exchange_step_times(team: ProcessGroup, work: Work) -> tuple[float, ...]:
@@ -458,426 +580,68 @@ async def exchange_step_times(team: ProcessGroup, work: Work) -> tuple[float, ..
     return tuple(total.tolist())
 
 
+# The merge of a round
+
+
+def merge(team: ProcessGroup, stage: Stage, state: PeerState, part: Part, done: Exchanged) -> Ahead:
+    """Merge what all workers have exchanged, and plan the next round."""
+    ctx, before = team.ctx, state.progress
+    moment = "merge", stage.index, state.version
+    compute = partial(merge_and_plan, stage, state, part, done, team.loss, team.signal, ctx.now_ns)
+    result, ahead = ctx.compute_once(team.ranks, moment, compute)
+    keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
+    state.apply_merge(result)
+    state.pending, state.pending_rest = None, state.rest
+    state.rest, state.rule_state = ahead.rest, ahead.rule_state
+    if done.sums:
+        position = {"step": state.step, "drawn": state.drawn, "round": state.round + 1}
+        stepping = step_by_bucket(team, stage, state, before, done.sums, position)
+        state.coming = ctx.spawn(stepping)
+    return ahead
+
+
+def merge_and_plan(
+    stage: Stage,
+    state: PeerState,
+    part: Part,
+    done: Exchanged,
+    mean_loss: float,
+    signal: float,
+    now_ns: int,
+) -> tuple[Merged, Ahead]:
+    """Merge a round's work, and plan a later round; `state` is not changed.
+
+    With delayed exchanges the plan is for the round after the one in flight.
+    """
+    result = compute_merge(part.stage, part.state, done.update, mean_loss, done.staleness)
+    params, outer_state = with_part(stage, state, part, result.params, result.outer_state)
+    result = result._replace(params=params, outer_state=outer_state)
+    rule, (due, reason) = rule_of(stage), divmod(int(signal), len(REASONS))
+    report = RoundReport(bool(due), now_ns / 1e9, done.step_s)
+    rule_state = rule.observe_round(stage, state.rule_state, result.progress, report)
+    planned, progress = rule.in_round(stage, rule_state, result.progress), result.progress
+    more = int(stage.delayed is not None)
+    rest = planned.remaining_rounds(progress.steps, progress.samples, more)
+    over = stage.stop_criteria.end_reason(progress)
+    return result, Ahead(over or REASONS[reason], rest, planned, rule_state, now_ns)
+
+
 def compute_merge(
     stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0
 ) -> Merged:
-    """Return the result of merging a sum: the model is unchanged after divergence.
+    """Return the result of merging a sum: the model is unchanged after divergence, and if its
+    buckets arrive later.
 
     The arithmetic is that of a server, so both topologies give the same model. `state` is not
     changed.
     """
     progress = stage.count_merge(state.progress, mean_loss, staleness)
-    if progress.diverged:
+    if progress.diverged or update is None:
         return Merged(state.params, None, state.outer_state, progress)
     moments, outer_state, params = stage.sync.step(
         stage, state, update, stage.trainer.rate(state.progress.samples)
     )
     return Merged(params, moments, outer_state, progress)
-
-
-def merge_and_plan(
-    stage: Stage,
-    own: Stage,
-    state: PeerState,
-    update: Any,
-    mean_loss: float,
-    staleness: int = 0,
-    more: int = 0,
-    now_ns: int = 0,
-    report: RoundReport = NO_REPORT,
-) -> tuple[Merged, Ahead]:
-    """Merge a round's work, and plan a later round; `state` is not changed.
-
-    Args: own: the stage in which the work was computed; the last round may have fewer local steps.
-    more: rounds in flight, 1 with delayed exchanges: the plan is for the round after these.
-    """
-    result = compute_merge(own, state, update, mean_loss, staleness)
-    rule = rule_of(stage)
-    rule_state = rule.observe_round(stage, state.rule_state, result.progress, report)
-    planned = rule.in_round(stage, rule_state, result.progress)
-    rest = planned.remaining_rounds(result.progress.steps, result.progress.samples, more)
-    return result, Ahead(
-        stage.stop_criteria.end_reason(result.progress),
-        rest,
-        planned,
-        planned.truncate_last_round(rest),
-        rule_state,
-        now_ns,
-    )
-
-
-def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
-    """End the stage with this merge. Returns: the final signal, NEXT or STOP."""
-    state.signal = None
-    return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
-
-
-# Pipelined steps: the model arrives by bucket while the next forward pass continues
-#
-# Rule: bucket k of the gradient is summed as `overlap` plans. Once the sum of a bucket has
-# arrived, the optimizer steps on that bucket, and the forward pass may use it. The model equals
-# that of an unpartitioned sum and step, bit for bit.
-#
-# The workers' losses, and the signal of the lead rank (rank 0), are piggybacked on the bucket that
-# forward needs first. So every rank knows before its next step whether the run continues, as
-# without overlap. The lead rank evaluates a model once all of its buckets have arrived. By then the
-# next step has begun, so a reached target ends the run one step later. At the end of a stage, and
-# for a checkpoint, all buckets are drained first. `ashl.overlap` decides the order of the messages.
-#
-# Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training",
-# MLSys 2019; Zhang et al., "DeAR", ICDCS 2023.
-
-
-async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Run a worker whose buckets of the model arrive during the next forward pass.
-
-    Returns: the final signal, NEXT or STOP.
-    """
-    stage = state.begin(ctx, stage)
-    team, exchange = ProcessGroup.of(ctx, stage), None
-    groups = [(stage.tag("group", k), message) for k, message in enumerate(stage.messages)]
-    while True:
-        if exchange is not None and ctx.safe_point_wanted:
-            await flush_exchange(ctx, stage, exchange)
-            exchange = None
-        if exchange is None:
-            ctx.safe_point(
-                stage.index, state, resumable=stage.truncate_last_round(state.rest) is stage
-            )
-            for tag, message in groups:
-                await ctx.send(
-                    ctx.rank, tag, slice_vector(state.params, message.start, message.stop)
-                )
-        exchange = ctx.spawn(exchange_by_group(team, stage, state))
-        needs = tuple((message.needed, tag) for tag, message in reversed(groups))
-        loss = await ctx.compute(
-            gradient_work(ctx, stage, state), state.batch, parts=stage.ready, needs=needs
-        )
-        team.begin(loss / team.size, reason_to_send(ctx, stage, state))
-        await ctx.send(ctx.rank, stage.tag("loss"))
-        await ctx.recv(stage.tag("counted"))
-        progress = state.progress
-        reason = stage.stop_criteria.end_reason(progress) or REASONS[int(team.signal)]
-        if reason:
-            await flush_exchange(ctx, stage, exchange)
-        ctx.record_round(
-            stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss
-        )
-        state.round += 1
-        is_lead = ctx.rank == stage.lead_rank
-        state.signal = local_stop(ctx, stage, progress) if is_lead and not reason else None
-        if reason:
-            return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
-        state.plan_round(stage, ctx.rank)
-
-
-def gradient_work(ctx: RankContext, stage: Stage, state: PeerState) -> Callable[..., float]:
-    """Return the function that computes one gradient.
-
-    Its arguments: `take(k)` waits for bucket k of the model during the forward pass; `emit(k, x)`
-    passes on bucket k of the gradient during the backward pass.
-    """
-    step, span = next_batch(state)
-
-    def work(emit: Callable[[int, Any], None], take: Callable[[int], Any]) -> float:
-        pieces = Pieces(stage.slices[::-1], take)
-        return stage.trainer.gradient_in_parts(pieces, ctx.rank, step, span, stage.slices, emit)
-
-    return work
-
-
-async def flush_exchange(ctx: RankContext, stage: Stage, exchange: Any) -> None:
-    """Wait for every bucket of the model, and take those meant for the next forward pass."""
-    if await ctx.join(exchange):
-        for k in range(len(stage.messages)):
-            await ctx.recv(stage.tag("group", k))
-
-
-async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) -> bool:
-    """Sum the gradient of one step, and step on the model bucket by bucket for the next forward
-    pass.
-
-    The sum of the bucket that forward needs first arrives first. From then on `state.progress`
-    counts the step, `team.loss` is the mean loss and `team.signal` the lead rank's signal.
-    Returns: True if there is a new model, False after divergence.
-    """
-    ctx, version = team.ctx, state.progress.version
-    # position in the data and number of the round after this step; they advance meanwhile
-    after = {"step": state.step, "drawn": state.drawn, "round": state.round + 1}
-    sums = await (begin_half_sums if stage.overlap.reduce_scatter_all_gather else begin_slice_sums)(
-        team, stage
-    )
-    before, params, moments, made = state.progress, state.params, state.moments, list[Any]()
-    rate = stage.trainer.rate(before.samples)
-    for k in reversed(range(len(stage.messages))):
-        message = stage.messages[k]
-        total = slice_vector(
-            concatenate([await ctx.join(task) for task in sums[k]]), 0, message.stop - message.start
-        )
-        if k == len(stage.messages) - 1:
-            count = partial(stage.count_merge, before, team.loss)
-            state.progress = ctx.compute_once(team.ranks, ("count", stage.index, version), count)
-            progress = state.progress
-            state.version, state.steps, state.samples = (
-                progress.version,
-                progress.steps,
-                progress.samples,
-            )
-            await ctx.send(ctx.rank, stage.tag("counted"))
-        if not state.progress.diverged:
-            where, exact = (message.start, message.stop), stage.link.traits.lossless
-            step = partial(stage.trainer.apply_slice, params, moments, *where, total, rate, exact)
-            made.append(ctx.compute_once(team.ranks, ("group", stage.index, version, k), step))
-            await ctx.send(ctx.rank, stage.tag("group", k), made[-1][1])
-    late = keep_within_budget(ctx, stage, state, params, before)
-    if made:
-        merge_whole = partial(stage.trainer.joined, made)
-        state.moments, state.params = ctx.compute_once(
-            team.ranks, ("model", stage.index, version), merge_whole
-        )
-    is_evaluator = ctx.rank == stage.lead_rank and not late
-    if is_evaluator and stage.stop_criteria.take_evaluation(state, ctx.now):
-        ctx.snapshot(state.params, counts=state.progress.report())
-    if stage.elastic:
-        ctx.mark_restart_point(stage.index, replace(state, signal=None, **after))
-    return bool(made)
-
-
-async def begin_sums(
-    team: ProcessGroup, stage: Stage, post: Callable[[int, Any, bool], list[Coroutine]]
-) -> list[list[Any]]:
-    """Start the sums of each bucket as soon as backward has computed it, in the same order on all
-    ranks.
-
-    Args: post(k, x, is_last): a function that returns the collectives of bucket k with elements x.
-    Returns: the tasks, by bucket.
-    """
-    ctx, tasks, last = team.ctx, list[list[Any]](), len(stage.messages) - 1
-    for k in range(last + 1):
-        part = await ctx.recv(stage.tag("part", k))
-        if k == last:
-            await ctx.recv(stage.tag("loss"))
-        tasks.append(
-            [ctx.spawn(coroutine) for coroutine in post(k, part.body * team.weight, k == last)]
-        )
-    return tasks
-
-
-async def begin_slice_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
-    """Start the sums of each bucket's slices; the slices that forward needs first go first."""
-
-    def post(k: int, x: Any, is_last: bool) -> list[Coroutine]:
-        key, credit = len(stage.messages) - k, stage.overlap.most_committed
-        cuts = stage.overlap.cuts(stage.messages[k])
-        slices = [slice_vector(x, start, stop) for start, stop in cuts]
-        if not is_last:
-            return [sum_slice(team, part, key, credit) for part in slices]
-        # loss and signal are piggybacked on the last slice of the last bucket
-        sums: list[Coroutine] = [sum_slice(team, part, key, credit) for part in slices[:-1]]
-        return [*sums, team.all_reduce(slices[-1], key=key, credit=credit)]
-
-    return await begin_sums(team, stage, post)
-
-
-async def sum_slice(team: ProcessGroup, x: Any, key: int, credit: int) -> Any:
-    """Sum one slice over all workers; a lower `key` is sent first, at most `credit` in flight."""
-    return await team.ctx.all_reduce(x, team.ranks, key=key, credit=credit)
-
-
-async def begin_half_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
-    """Start a reduce-scatter of each bucket; after all of them, gather them in forward order."""
-    scatters = await begin_sums(team, stage, lambda k, x, is_last: [scatter_sum(team, x)])
-    chunks = [await team.ctx.join(task) for (task,) in scatters]
-    # loss and signal are piggybacked on the first chunk that is gathered
-    gathers = [team.ctx.spawn(team.gather(chunks[-1]))]
-    for chunk in chunks[-2::-1]:
-        gathers.append(team.ctx.spawn(gather_sum(team, chunk)))
-    return [[task] for task in reversed(gathers)]
-
-
-async def scatter_sum(team: ProcessGroup, x: Any) -> Any:
-    """Return this worker's chunk of the sum over all workers (a reduce-scatter)."""
-    return await team.ctx.all_reduce(x, team.ranks, "scatter")
-
-
-async def gather_sum(team: ProcessGroup, chunk: Any) -> Any:
-    """Return the whole sum from the workers' chunks (an all-gather)."""
-    return await team.ctx.all_reduce(chunk, team.ranks, "gather")
-
-
-# Bucketed sums: a gradient that is summed by bucket while backward continues
-#
-# Rule: bucket k, a slice of the gradient, is summed over all workers once it is ready on all of
-# them and the sum of bucket k − 1 has ended. The sum equals that of the whole gradient, bit for
-# bit. Loss and signal are piggybacked on the last bucket. For a codec that encodes each bucket
-# separately, see `ashl.topology.exchange`. `ashl.overlap` decides which layers a bucket holds.
-#
-# Source: Zhang et al., "Poseidon", USENIX ATC 2017.
-
-
-Bodies = list[Any]  # payloads of the buckets, in sending order
-
-
-async def sum_overlapped(
-    team: ProcessGroup, stage: Stage, state: PeerState, version: int, signal: float
-) -> tuple[Work, Any]:
-    """Compute one gradient and sum it by bucket during backward.
-
-    Afterwards `team.loss` is the workers' mean loss and `team.signal` the lead rank's signal.
-    Returns: (work, weighted sum).
-    """
-    coding = BucketEncoder.of(team, stage, state, version) if stage.links else None
-    others = replace(team, piggybacked_sent=True)
-    work, bodies, sums = await compute_and_sum(others, coding, stage, state)
-    is_finite = coding is None or coding.finish_encoding()
-    team.begin((work.loss if is_finite else math.nan) / team.size, signal)
-    sums.append(await sum_part(team, coding, len(sums), bodies[-1]))
-    return work, concatenate(sums[::-1]) if coding is None else await coding.decode_buckets(sums)
-
-
-async def compute_and_sum(
-    team: ProcessGroup, coding: BucketEncoder | None, stage: Stage, state: PeerState
-) -> tuple[Work, Bodies, list[Any]]:
-    """Compute one gradient and exchange its buckets, except the last.
-
-    Returns: (work with the gradient by bucket, payload of each bucket, sums received so far).
-    """
-    ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready]
-    step, span = next_batch(state)
-    compute = partial(
-        stage.trainer.gradient_in_parts, state.params, ctx.rank, step, span, stage.slices
-    )
-    others = ctx.spawn(sum_as_ready(team, coding, tags[:-1])) if tags[:-1] else None
-    encoding = None if coding is None else coding.encoding
-    loss = await ctx.compute(compute, work=state.batch, parts=stage.ready, encoding=encoding)
-    step_s = ctx.now - start
-    bodies, sums = (Bodies(), []) if others is None else await ctx.join(others)
-    bodies.append((await ctx.recv(tags[-1], src=ctx.rank)).body)
-    parts = bodies if coding is None else [coding.vectors[k] for k in range(len(tags))]
-    return Work(parts, loss, 1, state.batch, step_s, state.version), bodies, sums
-
-
-async def sum_as_ready(
-    team: ProcessGroup, coding: BucketEncoder | None, tags: Sequence[Tag]
-) -> tuple[Bodies, list[Any]]:
-    """Exchange each bucket as soon as it is ready.
-
-    Returns: (payload of each bucket, sums received).
-    """
-    bodies, sums = Bodies(), list[Any]()
-    for k, tag in enumerate(tags):
-        bodies.append((await team.ctx.recv(tag, src=team.ctx.rank)).body)
-        sums.append(await sum_part(team, coding, k, bodies[k]))
-    return bodies, sums
-
-
-async def sum_part(team: ProcessGroup, coding: BucketEncoder | None, k: int, body: Any) -> Any:
-    """Return the sum of bucket k over all workers."""
-    return await (
-        team.all_reduce(body, team.weight)
-        if coding is None
-        else coding.exchange_bucket(team, k, body)
-    )
-
-
-# Streaming: an all-reduce of one fragment of the model at a time, while local steps continue
-#
-# As with other delayed exchanges (`ashl.topology.local_work`), a worker holds one finished piece of
-# work that is not exchanged yet. So at the top of the loop nothing is in flight. An exchange sums
-# the work in one fragment, and its merge steps on that fragment only. It counts as one merge of the
-# whole model. See `ashl.overlap.streaming` and `loscar`.
-
-
-async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Run a worker that exchanges one fragment of its finished work at a time.
-
-    While the sum of a fragment is in flight, the worker takes the first local steps of the next
-    piece of work. It takes the remaining ones after the merge.
-    Returns: the final signal, NEXT or STOP.
-    """
-    stage, overlap, count = state.begin(ctx, stage), stage.delayed, len(stage.fragments)
-    assert isinstance(overlap, Fragmented)
-    state.fragment_ends = state.fragment_ends or codec_states_of(stage)
-    while True:
-        pending: Work | None = state.pending
-        ctx.safe_point(
-            stage.index,
-            state,
-            resumable=pending is None or stage.truncate_last_round(state.pending_rest) is stage,
-        )
-        if pending is None:
-            await finish_piece(ctx, stage, state, None, state.local_steps)
-            continue
-        version = state.progress.version
-        k, own = version % count, stage.truncate_last_round(state.pending_rest)
-        part, fragment = own.fragment(k), fragment_at(stage, version)
-        staleness = version - pending.version
-        team = replace(ProcessGroup.of(ctx, part), share=part.link.d / stage.link.d)
-        team.begin(
-            pending.loss / team.size,
-            reason_to_send(ctx, stage, state),
-        )
-        held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
-        exchange = exchange_update(
-            team, part, held, state.progress, version, stage.aggregate.clip(pending.body)
-        )
-        total, ahead = state.local_steps, None
-        # equal on all ranks, unlike `beside`, which depends on a worker's H
-        more = overlap.delay > 0 and (state.rest is None or state.rest[0] > 0)
-        beside = overlap.overlapped_steps(total) if more else 0
-        if beside:
-            in_flight = ctx.spawn(exchange)
-            await ctx.sleep(0)  # let the exchange encode before the local steps start
-            ahead = await take_local_steps(ctx, stage, state, beside)
-            update = await ctx.join(in_flight)
-        else:
-            update = await exchange
-        late = keep_within_budget(ctx, stage, state, state.params)
-        merge = partial(apply_fragment, own, state, k, update, team.loss, staleness)
-        state.params, state.outer_state, progress = ctx.compute_once(
-            team.ranks, ("merge", stage.index, version), merge
-        )
-        state.adopt_progress(progress)
-        if state.start is not None:
-            start, landed = fragment.of(state.start), fragment.of(state.params)
-            mixed = overlap.mix(start, landed, held.params + pending.body)
-            state.start = fragment.put(state.start, mixed)
-        reason = stage.stop_criteria.end_reason(progress) or REASONS[int(team.signal)]
-        if reason and more:  # all ranks end together
-            await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
-        ctx.record_round(
-            stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss
-        )
-        state.round += 1
-        if (
-            ctx.rank == stage.lead_rank
-            and not late
-            and stage.stop_criteria.take_evaluation(state, ctx.now)
-        ):
-            ctx.snapshot(state.params, counts=progress.report())
-        if reason:
-            state.signal = None
-            return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
-        await finish_piece(ctx, stage, state, ahead, total - beside)
-        if ctx.rank == stage.lead_rank:
-            state.signal = local_stop(ctx, stage, progress)
-
-
-def apply_fragment(
-    stage: Stage, state: PeerState, k: int, update: Any, mean_loss: float, staleness: int
-) -> tuple[Any, Any, Progress]:
-    """Merge a sum into one fragment; `state` is not changed.
-
-    Returns: (model, outer moments of all fragments, progress).
-    """
-    progress = stage.count_merge(state.progress, mean_loss, staleness)
-    if progress.diverged:
-        return state.params, state.outer_state, progress
-    fragment = fragment_at(stage, state.progress.version)
-    outer_states = [*(state.outer_state or len(stage.fragments) * (None,))]
-    before, lr = fragment.of(state.params), stage.trainer.rate(state.progress.samples)
-    outer_states[k], params = fragment.outer.step(outer_states[k], before, update, lr)
-    return fragment.put(state.params, params), tuple(outer_states), progress
 
 
 # Epochs: how the members of a new epoch continue

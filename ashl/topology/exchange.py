@@ -151,14 +151,14 @@ class BucketEncoder:
         """Prepare the encoding, before the gradient is computed."""
         ends = [
             replace(state.ends, sender=slice_state(state.ends.sender, m.start, m.stop))
-            for m in stage.messages
+            for m in stage.buckets
         ]
         context, contexts = context_of(stage, team.ctx.rank, state, version), []
         # payloads that are added must have equal shapes, so all workers use one density
         if stage.link.traits.linear:
             context = context._replace(ratio=least_ratio(stage), weight=team.weight)
         for k, link in enumerate(stage.links):
-            ratio = stage.overlap.shares[k] if stage.overlap.shares else context.ratio
+            ratio = stage.buckets[k].ratio or context.ratio
             contexts.append(context._replace(ratio=ratio, layer=link.layer))
         return cls(team, stage, state, version, ends, contexts)
 

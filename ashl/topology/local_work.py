@@ -29,6 +29,8 @@ from ashl.stage.stage import WEIGHTS, Stage
 from ashl.topology.estimate import estimate_gradient, next_batch
 from ashl.topology.replies import Admission, Pull
 
+AT_ONCE_S = 1e-3  # seconds; a reply received within this time had already arrived
+
 
 @dataclass
 class WorkerState:
@@ -63,6 +65,7 @@ class WorkerState:
     pending: Any = None  # finished work to exchange next, with delayed exchanges
     pending_rest: tuple[int, int] | None = None  # `rest` when that work was begun
     fragment_ends: tuple[CodecState, ...] = ()  # the codec's state of each fragment
+    outer_state: Any = None  # moments of the outer optimizer, if this worker takes its steps
     own_moments: Any = None  # of outer steps on its own work that is still in flight
     last: bool = False  # True if it computes nothing after this work
     away: tuple[int, ...] = ()  # failed workers on whose data it trains, too
@@ -135,7 +138,7 @@ async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work
     """
     stage = stage.with_redistributed_shards(state.away) if state.away else stage
     trainer, start, kind, version = stage.trainer, ctx.now, stage.sync.exchange, state.version
-    params = state.params if state.start is None else state.start
+    params = start_of(state)
     if kind == "gradient":
         loss, grad, samples = await estimate_gradient(ctx, stage, state)
         return Work(grad, loss, 1, samples, ctx.now - start, version)
@@ -282,41 +285,6 @@ def accumulate(
     return loss, grad * lr if total is None else total + grad * lr
 
 
-# Delayed exchanges: work is exchanged while the next piece is computed
-#
-# See `ashl.overlap.contract.Delayed`. A worker holds one finished piece that is not exchanged yet
-# (`WorkerState.pending`). In each round it sends that piece, computes the next one, applies the
-# result of the exchange, and reaches a round boundary. So at the top of a loop nothing is in
-# flight. Before another stage begins the last piece is exchanged, too. At the end of a run it is
-# not, and no counter includes it.
-
-
-AT_ONCE_S = 1e-3  # seconds; a reply received within this time had already arrived
-
-
-async def exchangeable_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """Return the work to exchange next: the piece computed during the last exchange, or new."""
-    if state.pending is not None:
-        return state.pending
-    work = at_round_boundary(ctx, stage, state, await local_work(ctx, stage, state))
-    state.plan_round(stage, ctx.rank, ahead=1)
-    return work
-
-
-def at_round_boundary(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> Work:
-    """Return a finished piece as it is exchanged, and set the start of the next one.
-
-    The exchange before it is applied to `state.params` already.
-    """
-    if stage.delayed is None or stage.sync.exchange != "difference":
-        return work
-    start = state.params if state.start is None else state.start
-
-    def ahead() -> Any:
-        own = stage.aggregate.clip(work.body) * stage.team_weights[stage.workers.index(ctx.rank)]
-        rate = stage.trainer.rate(state.samples)
-        state.own_moments, model = stage.outer.step(state.own_moments, state.params, own, rate)
-        return model
-
-    body, state.start = stage.delayed.at_boundary(state.params, start, work.body, ahead)
-    return work._replace(body=body)
+def start_of(state: WorkerState) -> Any:
+    """Return the model from which the next local steps start."""
+    return state.params if state.start is None else state.start

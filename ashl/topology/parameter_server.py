@@ -23,20 +23,17 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any, ClassVar, cast
 
 from ashl.aggregate.weighted import Push
 from ashl.compression.contract import EncodeContext
 from ashl.errors import AshlError, UsageError
-from ashl.learn.pieces import Pieces
 from ashl.option import Ratio, option, quoted
-from ashl.overlap.streaming import Fragmented
 from ashl.plan.plan import WorkerPlan, assigned
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import Planner
@@ -46,7 +43,6 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Replan
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
-from ashl.stage.fragment import Fragment
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
 from ashl.stage.stage import (
@@ -67,16 +63,20 @@ from ashl.stage.stage import (
     Stage,
     Topology,
 )
+from ashl.topology.buckets import (
+    Part,
+    begin_piece,
+    compute_by_bucket,
+    finish_piece,
+    part_of,
+    with_part,
+)
 from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
-from ashl.topology.estimate import next_batch
-from ashl.topology.fragments import codec_states_of, finish_piece, fragment_at, take_local_steps
 from ashl.topology.local_work import (
     AT_ONCE_S,
     Work,
     WorkerState,
-    at_round_boundary,
     encode_update,
-    exchangeable_work,
     local_work,
     reports_mean,
 )
@@ -108,10 +108,9 @@ class Updates:
         self, ctx: RankContext, stage: Stage, state: WorkerState
     ) -> tuple[Work, Any, float]:
         """Compute the next push of a worker. Returns: (work, payload, loss)."""
-        if stage.delayed is not None:
-            work = await exchangeable_work(ctx, stage, state)
-        else:
-            work = await (compute_in_slices if stage.messages else local_work)(ctx, stage, state)
+        work = state.pending
+        if work is None:
+            work = await (compute_and_push if stage.buckets else local_work)(ctx, stage, state)
         body, loss = await encode_update(ctx, stage, state, work)
         return work, body, loss
 
@@ -139,7 +138,7 @@ class Updates:
         self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
     ) -> Coroutine[Any, Any, bool]:
         """Apply a push that is not too stale. Returns: True if the model changed."""
-        return (merge_fragment_push if stage.fragments else merge_push)(ctx, stage, state, message)
+        return merge_push(ctx, stage, state, message)
 
     async def answer(
         self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
@@ -147,14 +146,14 @@ class Updates:
         """Return the payload of a reply: the model, or its compressed difference; None if the model
         did not change.
         """
-        if stage.fragments:
-            return await answer_fragment(ctx, stage, state, rank)
+        part = part_of(stage, state, state.version - 1)
+        model = part.state.params
         if not changed or stage.topology.pull_ratio is None:
-            return state.params if changed else None
+            return model if changed else None
         context = EncodeContext(
             stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version
         )
-        pull = partial(stage.link.encode_pull, state.ends, rank, state.params, context)
+        pull = partial(part.stage.link.encode_pull, part.state.ends, rank, model, context)
         return await ctx.compute(pull, work=1, kind="compress")
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
@@ -298,7 +297,7 @@ class ParameterServer(Topology):
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank == stage.server:
             return server
-        return run_fragments if stage.fragments else worker
+        return worker
 
 
 @dataclass
@@ -396,14 +395,17 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     server = stage.topology.server_of(stage, ctx.rank)
     answer = ctx.recv(pull)
     while signal in (GO, LAST):
-        if state.coming is None or await settle_pull(ctx, stage, state):
+        if await settle_model(ctx, stage, state):
             ctx.safe_point(stage.index, state)
-        work, body, loss = await messages.make_push(ctx, stage, state)
+        if stage.delayed is not None and state.pending is None:
+            await finish_piece(ctx, stage, state, state.local_steps)
+            state.plan_round(stage, ctx.rank, ahead=1)
+        part = part_of(stage, state, state.version)
+        work, body, loss = await messages.make_push(ctx, part.stage, part.state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await ctx.send(server, push, body, meta)
-        ahead, asked = None, 0.0
-        if stage.delayed is not None and not state.last:
-            ahead, asked = await local_work(ctx, stage, state), ctx.now
+        begun, remaining = await begin_piece(ctx, stage, state)
+        asked = ctx.now
         message = await answer
         reply = parse_reply(Pull, message.meta)
         signal = reply.signal
@@ -412,30 +414,37 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         if reply.dropped and not stage.codec.traits.lossless and not math.isnan(loss):
             stage.link.restore_dropped(state.ends, body)
         if message.body is not None:
-            apply_reply(stage, state, signal, message.body)
-        seen = message.body is not None and (ahead is None or ctx.now - asked > AT_ONCE_S)
+            await apply_reply(ctx, stage, state, part, signal, message.body)
+        seen = message.body is not None and (begun is None or ctx.now - asked > AT_ONCE_S)
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
-        state.pending = ahead and at_round_boundary(ctx, stage, state, ahead)
         state.follow(reply)
         state.last = signal == LAST
         if signal in (NEXT, STOP):
-            if stage.by_priority:
+            if stage.buckets:  # at NEXT the reply holds the whole model, at STOP none is needed
                 await cancel_exchange(ctx, stage, state)
-            # discard slices: at NEXT the reply holds the whole model, at STOP none is needed
-            await ctx.discard(stage.tag("back"))
             leave_stage(ctx, stage, signal, reply.end_ns)
         record_exchange(ctx, stage, state, work, reply, loss)
+        state.pending = None
+        if stage.delayed is not None and signal in (GO, LAST):
+            after = state.local_steps  # H of the piece that follows the present one
+            applied = (part, work) if message.body is not None else None
+            await finish_piece(ctx, stage, state, remaining, begun, applied)
+            state.local_steps = after
     return signal
 
 
-def apply_reply(stage: Stage, state: WorkerState, signal: int, body: Any) -> None:
+async def apply_reply(
+    ctx: RankContext, stage: Stage, state: WorkerState, part: Part, signal: int, body: Any
+) -> None:
     """Apply the payload of a reply: the model's first bucket, the model, or its difference."""
-    if pull_comes_in_parts(stage) and signal == GO:
-        state.coming = body
+    if stage.overlaps_next_forward and signal == GO:
+        await ctx.send(ctx.rank, stage.needs[0][1], body)
+        state.coming = True
     elif signal == NEXT:
         state.params = body
     else:
-        state.params = rule_of(stage).messages().apply_pull(stage, state, body)
+        own = rule_of(stage).messages().apply_pull(part.stage, part.state, body)
+        state.params = part.fragment.put(state.params, own)
 
 
 async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
@@ -446,9 +455,9 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     """
     progress, push = state.progress, stage.tag("push")
     state.enter(stage, ctx.now)
-    slices = {stage.tag("slice"): on_slice} if stage.overlap.by_slice or stage.by_priority else {}
-    incoming = (push, *slices, PEER_FAILED, JOIN)
-    handlers = {push: on_push, **slices, CLOSE: merge_buffered}
+    buckets = {stage.tag("bucket"): on_bucket} if stage.merges_buckets else {}
+    incoming = (push, *buckets, PEER_FAILED, JOIN)
+    handlers = {push: on_push, **buckets, CLOSE: merge_buffered}
     deadline_s = stage.stop_criteria.deadline_s
     endless = ctx.recv(*incoming) if math.isinf(deadline_s) else None
     while state.newcomers:
@@ -472,10 +481,10 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
             break
         if state.signal == GO:
             await answer_waiting(ctx, stage, state, incoming)
-    await drain_slices(ctx, stage, state)
+    await drain_buckets(ctx, stage, state)
     if state.signal == STOP:
         ctx.safe_point(stage.index, None)
-    await ctx.discard(*slices)  # slices of pushes that are not merged any more
+    await ctx.discard(*buckets)  # of pushes that are not merged any more
     await finish_stage(ctx, stage, state, state.signal)
     record_end(ctx, stage, progress, state.reason)
     return state.signal
@@ -498,8 +507,8 @@ async def answer_waiting(
     for rank in sorted(rule.may_proceed(state.rule_state, state.progress)):
         if await reply(ctx, stage, state, rank):
             changed.append(rank)
-    if stage.overlap.pulls:
-        await send_remaining_parts(ctx, stage, changed, state.params)
+    if stage.overlaps_next_forward and not stage.merges_buckets:
+        await send_remaining_buckets(ctx, stage, changed, state.params)
 
 
 # Pushes at the server: decode, merge, answer
@@ -520,9 +529,8 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
     Returns: True if the model changed.
     """
     progress, worker, rule = state.progress, message.src, rule_of(stage)
-    if stage.messages:
+    if stage.buckets:
         message = await assemble_push(ctx, stage, message)
-        stage = await await_slices(ctx, stage, state)
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = progress.version - version
     # with a barrier and delayed exchanges every push is stale by one round, which is not counted
@@ -534,8 +542,8 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
     if late or progress.diverged:
         progress.count_dropped(worker, steps, LATE if late else DIVERGED)
         return False
-    if stage.by_priority:
-        return count_step(stage, state, message)
+    if stage.merges_buckets:
+        return count_step(ctx, stage, state, message)
     return await rule.messages().apply_push(ctx, stage, state, message)
 
 
@@ -567,23 +575,35 @@ async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message
 
     Returns: True if the model changed.
     """
-    progress, worker = state.progress, message.src
-    steps, samples, loss, version, step_s, pull_s = message.meta
-    body = stage.link.receive_payload(state.ends, worker, message.body)
-    staleness, push_s = progress.version - int(version), ctx.now - message.start_ns / 1e9
-    push = Push(worker, body, int(steps), int(samples), staleness, loss, step_s, push_s, pull_s)
-    update = await ctx.compute(partial(apply_merge, stage, state, push), stage.push_share, "apply")
+    progress, part = state.progress, part_of(stage, state, state.version)
+    body = part.stage.link.receive_payload(part.state.ends, message.src, message.body)
+    push = push_of(ctx, state, message, body)
+    work = part.stage.push_share
+    update = await ctx.compute(partial(apply_merge, stage, state, push), work, "apply")
     if (
         update is not None
         and not stage.codec.traits.lossless
         and reports_mean(stage, progress.version - 1)
     ):
         ctx.show_update(update, of=None, tick=progress.version - 1)
-    progress.now_s = ctx.now
-    state.rule_state = rule_of(stage).observe(stage, state.rule_state, progress, push)
+    observe_push(ctx, stage, state, push)
+    return update is not None
+
+
+def push_of(ctx: RankContext, state: ServerState, message: Message, body: Any) -> Push:
+    """Return a push with this decoded payload, as weights and sync modes see it."""
+    steps, samples, loss, version, step_s, pull_s = message.meta
+    staleness, push_s = state.version - int(version), ctx.now - message.start_ns / 1e9
+    costs = step_s, push_s, pull_s
+    return Push(message.src, body, int(steps), int(samples), staleness, loss, *costs)
+
+
+def observe_push(ctx: RankContext, stage: Stage, state: ServerState, push: Push) -> None:
+    """Pass a push to the sync mode and to a planner that replans during the run."""
+    state.progress.now_s = ctx.now
+    state.rule_state = rule_of(stage).observe(stage, state.rule_state, state.progress, push)
     if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.follows:
         replan(ctx, stage, state, push, stage.planner)
-    return update is not None
 
 
 def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
@@ -606,14 +626,16 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
         .with_redistributed_shards(progress.gone)
         .weights_of(members, progress.gone)
     )
+    part = part_of(stage, state, state.version)
     if stage.codec.traits.reduces:
-        update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
+        bodies = [member.body for member in members]
+        update: Any = part.stage.link.reduce(part.state.ends, bodies, weights)
     else:
         update = stage.aggregate.fold(members, weights)
     state.buffer = []
     lr = stage.trainer.rate(progress.samples) * rule_of(stage).lr_scale(state.rule_state)
-    step = finish_sliced_step if state.made else stage.sync.step
-    moments, state.outer_state, state.params = step(stage, state, update, lr)
+    moments, outer_state, params = stage.sync.step(part.stage, part.state, update, lr)
+    state.params, state.outer_state = with_part(stage, state, part, params, outer_state)
     if moments is not None:
         state.moments = moments
     progress.merge()
@@ -669,7 +691,7 @@ async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     progress.now_s = ctx.now
     local_steps, ratio, interval_s, batch = assignment_of(stage, state, rank)
     body = await rule_of(stage).messages().answer(ctx, stage, state, rank, changed)
-    body = first_part(stage, body) if stage.messages and changed else body
+    body = first_bucket(stage, body) if stage.buckets and changed else body
     counts = progress.version, progress.steps, progress.samples
     meta = Pull(GO, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
     if stage.reshards:
@@ -967,7 +989,7 @@ async def finish_stage(
         working.discard(message.src)
         if message.tag == PEER_FAILED:
             continue
-        message = await assemble_push(ctx, stage, message) if stage.messages else message
+        message = await assemble_push(ctx, stage, message) if stage.buckets else message
         if message.start_ns <= end_ns:
             progress.count_dropped(message.src, int(message.meta[0]), drop_reason(signal))
         await ctx.send(
@@ -979,71 +1001,137 @@ async def finish_stage(
         ctx.time_accounting.close_at(end_ns)
 
 
-# Bucketed pushes: a gradient travels in buckets while backward continues
+# Gradients and models in buckets
 #
-# Rule: a worker sends bucket k, a slice of the gradient, as soon as backward has computed it. The
-# buckets queue at the NIC of the worker, and at the NIC of the server with those of other workers.
-# The last bucket is the push itself and carries its header. The server assembles a push once that
-# bucket has arrived, so the gradient equals an unpartitioned one, bit for bit. If the model is
-# partitioned, too, its first bucket travels with the reply, and forward waits for each of the
-# others. `ashl.overlap` decides which layers a bucket holds.
+# Rule: a worker sends each bucket of the gradient as soon as backward has computed it. The buckets
+# queue at the NIC of the worker, and at the NIC of the server with those of other workers.
 #
-# Source: Zhang et al., "Poseidon", USENIX ATC 2017; Hashemi et al., "TicTac", MLSys 2019.
+# Merged as a whole: the last bucket is the push itself and carries its header. The server assembles
+# a push once that bucket has arrived, so the gradient equals an unpartitioned one, bit for bit. If
+# the next forward pass waits for each bucket of the model, the first one travels with the reply.
+#
+# Merged alone, in modes with a barrier: once a bucket has arrived from all workers, the server
+# computes its weighted sum, steps on these elements and sends them to all workers at once. The push
+# is a header, sent when backward has ended. The server answers when all headers have arrived, so
+# every worker knows before its next step whether the run continues. The server's model is complete,
+# and is evaluated, once all buckets of a step are merged. With a credit, a worker sends the ready
+# bucket of the lowest layer first, and at most `credit` of them that the server has not
+# acknowledged. At the end of a stage, and for a checkpoint, all buckets are drained first.
+#
+# Limits: the model equals that of an unpartitioned push, bit for bit. With a credit of one bucket,
+# each bucket waits for the acknowledgement of the one before, which takes two latencies.
+# Sources: Zhang et al., "Poseidon", USENIX ATC 2017; Hashemi et al., "TicTac", MLSys 2019;
+# Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3), MLSys
+# 2019.
 
 
-async def compute_in_slices(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """Compute one gradient and send its slices while backward continues.
+# Buckets at a worker
 
-    Returns: the work with the last slice as its payload. If the model arrives in buckets, the
-    forward pass waits for each, and `state.params` is complete afterwards.
+
+async def compute_and_push(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
+    """Compute one gradient and send its buckets while backward continues.
+
+    Returns: the work with the last bucket as its payload, or without payload if a task sends all
+    buckets and receives the model (`state.coming`).
     """
-    if stage.by_priority:
-        return await step_by_priority(ctx, stage, state)
-    start, tags = ctx.now, [tag for _, tag in stage.ready]
-    step, span = next_batch(state)
-    needs: tuple[tuple[float, Tag], ...] = ()
-    if state.coming is not None:
-        needs = tuple((stage.messages[k].needed, tag) for k, tag in later_buckets(stage))
-    arrived = [state.coming]  # buckets of the model, in forward order
-
-    def work(emit: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
-        def bucket(k: int) -> Any:
-            if k and take is not None:
-                arrived.append(take(k - 1))
-            return arrived[k]
-
-        model = Pieces(stage.slices[::-1], bucket) if needs else state.params
-        return stage.trainer.gradient_in_parts(model, ctx.rank, step, span, stage.slices, emit)
-
-    others = None
-    if stage.overlap.by_slice:
-        others = ctx.spawn(push_slices(ctx, stage, state.batch))
-    elif tags[:-1]:
-        others = ctx.spawn(forward_parts(ctx, stage.server, tags[:-1]))
-    loss = await ctx.compute(work, work=state.batch, parts=stage.ready, needs=needs)
-    if needs:
-        state.params, state.coming = concatenate(arrived), None
-    step_s = ctx.now - start
-    body = None if others is None else await ctx.join(others)
-    if not stage.overlap.by_slice:
-        body = (await ctx.recv(tags[-1])).body
+    start, tags, in_flight = ctx.now, [tag for _, tag in stage.ready], state.coming
+    if stage.merges_buckets:
+        task = ctx.spawn(exchange_buckets(ctx, stage, state.batch, in_flight))
+    else:
+        task = ctx.spawn(forward_buckets(ctx, stage.server, tags[:-1]))
+    loss, arrived = await compute_by_bucket(ctx, stage, state)
+    if in_flight is not None:
+        state.params = concatenate(arrived)
+    step_s, body, state.coming = ctx.now - start, None, task
+    if not stage.merges_buckets:
+        await ctx.join(task)
+        body, state.coming = (await ctx.recv(tags[-1])).body, None
     return Work(body, loss, 1, state.batch, step_s, state.version)
 
 
-async def forward_parts(ctx: RankContext, server: int, tags: Sequence[Tag]) -> None:
+async def forward_buckets(ctx: RankContext, server: int, tags: Sequence[Tag]) -> None:
     """Send each bucket of the gradient to the server as soon as backward has computed it."""
     for tag in tags:
-        part = await ctx.recv(tag, src=ctx.rank)
-        await ctx.send(server, tag, part.body)
+        bucket = await ctx.recv(tag, src=ctx.rank)
+        await ctx.send(server, tag, bucket.body)
+
+
+async def exchange_buckets(ctx: RankContext, stage: Stage, samples: int, before: Any) -> None:
+    """Send the buckets of one gradient by priority, and pass on the model's segments.
+
+    Args: samples: of the gradient; before: the task of the previous step, or None.
+    """
+    if before is not None:
+        await ctx.join(before)
+    parts, ack, back = [tag for _, tag in stage.ready], stage.tag("ack"), stage.tag("back")
+    queue = list[tuple[int, int, Any]]()  # (priority, number, elements)
+    arrived = dict[int, Any]()  # merged buckets, by number
+    in_flight = 0  # buckets without an acknowledgement, if there is a credit
+    while in_flight or len(arrived) < len(stage.buckets):
+        message = await ctx.recv(*parts, ack, back)
+        if message.tag == ack:
+            in_flight -= 1
+        elif message.tag == back:
+            number = int(message.meta[0])
+            arrived[number] = message.body
+            await pass_on_segment(ctx, stage, arrived, number)
+        else:
+            segment = stage.segments[parts.index(message.tag)]
+            for number in segment.buckets:
+                own = stage.buckets[number]
+                body = slice_vector(
+                    message.body, own.start - segment.start, own.stop - segment.start
+                )
+                heappush(queue, (own.priority, number, body))
+        while queue and (not (credit := stage.buckets[0].credit) or in_flight < credit):
+            _, number, body = heappop(queue)
+            in_flight += bool(credit)
+            await ctx.send(stage.server, stage.tag("bucket"), body, (number, samples))
+
+
+async def pass_on_segment(
+    ctx: RankContext, stage: Stage, arrived: Mapping[int, Any], number: int
+) -> None:
+    """Pass a segment of the model to the forward pass, if bucket `number` completes it."""
+    k = next(k for k, own in enumerate(stage.segments) if number in own.buckets)
+    numbers = stage.segments[k].buckets
+    if all(number in arrived for number in numbers):
+        segment = concatenate([arrived[number] for number in numbers])
+        await ctx.send(ctx.rank, stage.tag("group", k), segment)
+
+
+async def settle_model(ctx: RankContext, stage: Stage, state: WorkerState) -> bool:
+    """Receive the model now if the next step begins with it, or if a checkpoint is due.
+
+    Otherwise the next forward pass waits for each segment.
+    Returns: True if nothing is in flight to this worker.
+    """
+    if state.coming is None:
+        return True
+    if stage.overlaps_next_forward and not ctx.safe_point_wanted:
+        return False
+    if stage.merges_buckets:
+        await ctx.join(state.coming)
+    state.params = concatenate([(await ctx.recv(tag)).body for _, tag in stage.needs])
+    state.coming = None
+    return True
+
+
+async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
+    """Cancel the exchange of buckets, and discard its messages."""
+    if stage.merges_buckets and state.coming is not None:
+        await ctx.cancel(state.coming)
+    state.coming = None
+    segments = (tag for _, tag in (*stage.needs, *stage.ready))
+    await ctx.discard(*segments, stage.tag("ack"), stage.tag("back"))
+
+
+# Buckets at the server
 
 
 async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Message:
-    """Join a push with the buckets that left before it, at the server.
-
-    Its start time is that of the first bucket.
-    """
-    # with slices, the server merges each of the earlier slices separately
-    if stage.overlap.by_slice or stage.by_priority:
+    """Join a push with the buckets that left before it. Its start time is that of the first one."""
+    if stage.merges_buckets:
         return push
     before = [await ctx.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
     parts = (push, *reversed(before))  # in forward order
@@ -1053,165 +1141,50 @@ async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Messag
     )
 
 
-# Bucketed pulls: the model travels in buckets while forward continues
-
-
-def pull_comes_in_parts(stage: Stage) -> bool:
-    """Return True if a reply holds the first part of the model and other messages the rest.
-
-    With slices by priority it is False, because replies hold no part of the model.
-    """
-    return stage.overlap.by_slice or (stage.overlap.pulls and len(stage.messages) > 1)
-
-
-def later_buckets(stage: Stage) -> list[tuple[int, Tag]]:
-    """Return (number, tag) of the model's buckets after the first, in forward order."""
-    return [(k, stage.tag("group", k)) for k in reversed(range(len(stage.messages) - 1))]
-
-
-def first_part(stage: Stage, model: Any) -> Any:
+def first_bucket(stage: Stage, model: Any) -> Any:
     """Return the part of the model that travels with the reply.
 
-    Without bucketed pulls: the whole model. With them: the bucket that forward needs first. If the
-    server merges by slice: the last slice. By priority: nothing.
+    It is the whole model, or the bucket that forward needs first; nothing if buckets are merged
+    alone.
     """
-    if not stage.overlap.pulls:
-        return None if stage.by_priority else model
-    if stage.overlap.by_slice:
-        return slice_vector(model, *stage.cached(slice_ranges)[-1])
-    return slice_vector(model, stage.messages[-1].start, stage.messages[-1].stop)
+    if stage.merges_buckets:
+        return None
+    return slice_vector(model, *stage.slices[-1]) if stage.overlaps_next_forward else model
 
 
-async def send_remaining_parts(
+async def send_remaining_buckets(
     ctx: RankContext, stage: Stage, ranks: Sequence[int], model: Any
 ) -> None:
-    """Send the other buckets of the model to these workers, bucket by bucket.
-
-    Slices are not sent here: the server has sent each one once it was merged.
-    """
-    if stage.overlap.by_slice:
-        return
-    for k, tag in later_buckets(stage):
-        body = slice_vector(model, stage.messages[k].start, stage.messages[k].stop)
+    """Send the other buckets of the model to these workers, in the order of the forward pass."""
+    for k in reversed(range(len(stage.segments) - 1)):
+        body = slice_vector(model, *stage.slices[k])
         for rank in ranks:
-            await ctx.send(rank, tag, body)
+            await ctx.send(rank, stage.tag("group", k), body)
 
 
-async def settle_pull(ctx: RankContext, stage: Stage, state: WorkerState) -> bool:
-    """Receive the rest of the model now if it arrives in slices, or if a checkpoint is due.
+async def on_bucket(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+    """Merge one bucket, and send it back once it has arrived from all workers.
 
-    Otherwise the next forward pass waits for each bucket.
-    Returns: True if nothing is in flight to this worker.
-    """
-    if stage.overlap.by_slice:
-        state.params = await receive_slices(ctx, stage, state.coming)
-    elif not ctx.safe_point_wanted:
-        return False
-    elif stage.by_priority:
-        await flush_by_priority(ctx, stage, state)
-    else:
-        state.params = concatenate(
-            [state.coming, *[(await ctx.recv(tag)).body for _, tag in later_buckets(stage)]]
-        )
-    state.coming = None
-    return True
-
-
-# Slices that are merged one by one, in modes with a barrier
-#
-# Rule: once a slice has arrived from all workers, the server computes its weighted sum. It steps on
-# these elements alone and sends them to all workers at once. The last slice of a gradient is the
-# push itself: it carries the header that the server counts and answers. The server answers a push
-# after it has sent all other slices. The model equals that of an unpartitioned push, bit for bit.
-# `ashl.overlap.slices` decides how large slices are.
-#
-# Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training",
-# MLSys 2019.
-
-
-def slice_ranges(stage: Stage) -> list[tuple[int, int]]:
-    """Return the elements [start, stop) of each slice, in sending order."""
-    return [
-        (m.start + start, m.start + stop)
-        for m in stage.messages
-        for start, stop in stage.overlap.cuts(m)
-    ]
-
-
-def last_slice_stage(stage: Stage) -> Stage:
-    """Return the stage restricted to the last slice."""
-    start, stop = slice_ranges(stage)[-1]
-    return replace(stage, size=stop - start)
-
-
-# Slices at a worker
-
-
-async def push_slices(ctx: RankContext, stage: Stage, samples: int) -> Any:
-    """Send each slice to the server once it is ready, except the last one, which is the push.
-
-    Args: samples: of the gradient. Returns: the last slice.
-    """
-    number, up, count = 0, stage.tag("slice"), len(stage.cached(slice_ranges))
-    for message, (_, tag) in zip(stage.messages, stage.ready, strict=True):
-        part = (await ctx.recv(tag, src=ctx.rank)).body
-        for start, stop in stage.overlap.cuts(message):
-            body = slice_vector(part, start, stop)
-            number += 1
-            if number < count:
-                await ctx.send(stage.server, up, body, (number - 1, samples))
-    return body
-
-
-async def receive_slices(ctx: RankContext, stage: Stage, body: Any) -> Any:
-    """Return the model once all slices have arrived; `body` is the last one, from the reply."""
-    ranges, back = stage.cached(slice_ranges), stage.tag("back")
-    arrived = {ranges[-1]: body}
-    for _ in ranges[1:]:
-        message = await ctx.recv(back)
-        arrived[ranges[int(message.meta[0])]] = message.body
-    return concatenate([arrived[bounds] for bounds in sorted(arrived)])
-
-
-# Slices at the server
-
-
-async def on_slice(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Merge one slice, and send it back once it has arrived from all workers.
-
-    Returns: True if the slice completes a model, which happens only with slices by priority.
+    Returns: True if the bucket completes a model.
     """
     number, samples = map(int, message.meta)
-    if stage.by_priority:
+    bucket = stage.buckets[number]
+    if bucket.credit:
         await ctx.send(message.src, stage.tag("ack"), None, (number,))
-    start, stop = stage.cached(slice_ranges)[number]
     push = Push(message.src, message.body, 1, samples, 0, math.nan, 0.0, 0.0, 0.0)
-    share = (stop - start) / stage.trainer.num_params
-    await ctx.compute(partial(merge_slice, stage, state, number, push), work=share, kind="apply")
+    share = (bucket.stop - bucket.start) / stage.trainer.num_params
+    await ctx.compute(partial(merge_bucket, stage, state, number, push), work=share, kind="apply")
     if number in state.made:
         body = state.made[number][1]
         for rank in stage.workers:
-            await ctx.send(rank, stage.tag("back"), body, (number,))
-    return stage.by_priority and finish_if_complete(stage, state)
+            # a worker that waits for the end of the stage needs no buckets
+            if state.signal == GO or rank not in state.progress.waiting:
+                await ctx.send(rank, stage.tag("back"), body, (number,))
+    return finish_if_complete(stage, state)
 
 
-async def await_slices(ctx: RankContext, stage: Stage, state: ServerState) -> Stage:
-    """Return the stage restricted to the last slice, for a push; `stage` itself without slices.
-
-    Before the last push of a round is merged, all other slices of the round must be merged. If a
-    link became faster, the push may have overtaken a slice, so the server first waits for it.
-    """
-    if not stage.overlap.by_slice:
-        return stage
-    while len(state.buffer) + 1 == state.quorum and len(state.made) + 1 < len(
-        stage.cached(slice_ranges)
-    ):
-        await on_slice(ctx, stage, state, await ctx.recv(stage.tag("slice")))
-    return stage.cached(last_slice_stage)
-
-
-def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> None:
-    """Buffer a slice of a push, and step on it once it has arrived from all workers."""
+def merge_bucket(stage: Stage, state: ServerState, number: int, push: Push) -> None:
+    """Buffer a bucket, and step on its elements once it has arrived from all workers."""
     members = state.slices.setdefault(number, [])
     members.append(push)
     if len(members) < state.quorum:
@@ -1221,263 +1194,44 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
     weights = stage.with_assignments(state.workers).weights_of(members, state.progress.gone)
     scale = cast("ServerRule", stage.sync).lr_scale(state.rule_state)
     lr = stage.trainer.rate(state.progress.samples - state.counted) * scale
-    step_on(stage, state, number, stage.aggregate.fold(members, weights), lr)
-
-
-def step_on(stage: Stage, state: ServerState, number: int, update: Any, lr: float) -> None:
-    """Take the optimizer's step on the elements of one slice, and keep the result in `made`."""
-    start, stop = stage.cached(slice_ranges)[number]
-    exact = stage.link.traits.lossless
+    bucket, exact = stage.buckets[number], stage.link.traits.lossless
+    update = stage.aggregate.fold(members, weights)
     state.made[number] = stage.trainer.apply_slice(
-        state.params, state.moments, start, stop, update, lr, exact
+        state.params, state.moments, bucket.start, bucket.stop, update, lr, exact
     )
 
 
-def finish_sliced_step(
-    stage: Stage, state: ServerState, update: Any, lr: float
-) -> tuple[Any, Any, Any]:
-    """Step on the last slice. Returns: (moments, outer moments, model)."""
-    step_on(stage, state, len(stage.cached(slice_ranges)) - 1, update, lr)
-    moments, params = join_slices(stage, state)
-    return moments, state.outer_state, params
-
-
-def join_slices(stage: Stage, state: ServerState) -> tuple[Any, Any]:
-    """Return (moments, model) of all merged slices, and empty `made`."""
-    made = [
-        state.made[number]
-        for number in sorted(state.made, key=stage.cached(slice_ranges).__getitem__)
-    ]
-    state.made = {}
-    return stage.trainer.joined(made)
-
-
-def finish_if_complete(stage: Stage, state: ServerState) -> bool:
-    """Make the model of a counted step once all of its slices are merged (slices by priority).
-
-    Returns: True if the model changed.
-    """
-    if not state.counted or len(state.made) < len(stage.cached(slice_ranges)):
-        return False
-    state.moments, state.params = join_slices(stage, state)
-    state.counted = 0
-    return True
-
-
-# Slices by priority: those that the next forward pass needs first are sent first
-#
-# Rule: a worker sends the slice of the lowest layer first, among those that backward has computed.
-# At most `credit` of its slices are in flight. The server acknowledges each slice. It merges a
-# slice once it has arrived from all workers and sends it back at once. The next forward pass waits
-# for each bucket separately, so the slices of the last layers travel during that pass.
-#
-# Once backward has ended, the worker sends the header, which is a push without payload. Slices that
-# still wait for credit are sent later. The server answers when all headers have arrived, so every
-# worker knows before its next step whether the run continues. The server's model is complete, and
-# is evaluated, once all slices of a step are merged. At the end of a stage, and for a checkpoint,
-# all slices are drained first.
-#
-# Limits: with a credit of one slice, each slice waits for the acknowledgement of the one before,
-# which takes two latencies. Source: Jayarajan et al., "Priority-based Parameter Propagation for
-# Distributed DNN Training" (P3), MLSys 2019.
-
-
-def slice_numbers(stage: Stage) -> list[range]:
-    """Return the slice numbers of each bucket."""
-    ends = list(accumulate(len(stage.overlap.cuts(message)) for message in stage.messages))
-    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-# Slices by priority at a worker
-
-
-async def step_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """Compute one gradient; the task `state.coming` exchanges its slices and outlives this call."""
-    start, (number, span), arrived = ctx.now, next_batch(state), list[Any]()
-    groups = [(message.needed, stage.tag("group", k)) for k, message in enumerate(stage.messages)]
-    needs = () if state.coming is None else tuple(reversed(groups))
-
-    def work(emit: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
-        def bucket(k: int) -> Any:
-            assert take is not None
-            arrived.append(take(k))
-            return arrived[k]
-
-        model = Pieces(stage.slices[::-1], bucket) if needs else state.params
-        return stage.trainer.gradient_in_parts(model, ctx.rank, number, span, stage.slices, emit)
-
-    state.coming = ctx.spawn(exchange_by_priority(ctx, stage, state.batch, state.coming))
-    loss = await ctx.compute(work, work=state.batch, parts=stage.ready, needs=needs)
-    if needs:
-        state.params = concatenate(arrived)
-    return Work(None, loss, 1, state.batch, ctx.now - start, state.version)
-
-
-async def exchange_by_priority(ctx: RankContext, stage: Stage, samples: int, before: Any) -> None:
-    """Send the slices of one gradient by priority, and pass the model's buckets to forward.
-
-    Args: samples: of the gradient; before: the task of the previous step, or None.
-    """
-    if before is not None:
-        await ctx.join(before)
-    parts, ack, back = [tag for _, tag in stage.ready], stage.tag("ack"), stage.tag("back")
-    count, of = len(stage.cached(slice_ranges)), stage.cached(slice_numbers)
-    queue = list[tuple[int, int, Any]]()  # (priority, number, elements), lowest layer first
-    arrived = dict[int, Any]()  # merged slices, by number
-    in_flight = 0  # slices without an acknowledgement
-    while in_flight or len(arrived) < count:
-        message = await ctx.recv(*parts, ack, back)
-        if message.tag == ack:
-            in_flight -= 1
-        elif message.tag == back:
-            number = int(message.meta[0])
-            arrived[number] = message.body
-            k = next(k for k, numbers in enumerate(of) if number in numbers)
-            if all(number in arrived for number in of[k]):
-                bucket = concatenate([arrived[number] for number in of[k]])
-                await ctx.send(ctx.rank, stage.tag("group", k), bucket)
-        else:
-            k = parts.index(message.tag)
-            cuts = stage.overlap.cuts(stage.messages[k])
-            for number, (start, stop) in zip(of[k], cuts, strict=True):
-                heappush(queue, (-k, number, slice_vector(message.body, start, stop)))
-        while queue and in_flight < stage.overlap.most_committed:
-            _, number, body = heappop(queue)
-            in_flight += 1
-            await ctx.send(stage.server, stage.tag("slice"), body, (number, samples))
-
-
-async def flush_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
-    """Wait until all slices are merged, and assemble the model from its buckets."""
-    await ctx.join(state.coming)
-    state.params = concatenate(
-        [(await ctx.recv(stage.tag("group", k))).body for k in reversed(range(len(stage.messages)))]
-    )
-    state.coming = None
-
-
-async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
-    """Cancel the exchange of slices, and discard its messages."""
-    if state.coming is not None:
-        await ctx.cancel(state.coming)
-        state.coming = None
-    groups = (stage.tag("group", k) for k in range(len(stage.messages)))
-    await ctx.discard(*groups, *(tag for _, tag in stage.ready), stage.tag("ack"))
-
-
-# Slices by priority at the server
-
-
-def count_step(stage: Stage, state: ServerState, message: Message) -> bool:
+def count_step(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """Count a step once the headers of all workers have arrived.
 
-    Returns: True if all of its slices are merged by then, so that the model changed.
+    Returns: True if all of its buckets are merged by then, so that the model changed.
     """
-    steps, samples, loss, version = message.meta[:4]
-    progress, staleness = state.progress, state.progress.version - int(version)
-    state.buffer.append(
-        Push(message.src, None, int(steps), int(samples), staleness, loss, 0.0, 0.0, 0.0)
-    )
-    if len(state.buffer) < state.quorum:
-        return False
-    members, state.buffer = state.buffer, []
-    progress.merge()
-    for member in members:
-        progress.commit(member.worker, member.steps, member.samples)
-        state.counted += member.samples
+    push = push_of(ctx, state, message, None)
+    state.buffer.append(push)
+    if len(state.buffer) == state.quorum:
+        members, state.buffer = state.buffer, []
+        state.progress.merge()
+        for member in members:
+            state.progress.commit(member.worker, member.steps, member.samples)
+            state.counted += member.samples
+    observe_push(ctx, stage, state, push)
     return finish_if_complete(stage, state)
 
 
-async def drain_slices(ctx: RankContext, stage: Stage, state: ServerState) -> None:
-    """Merge slices until the model contains every counted step."""
-    while state.counted:
-        await on_slice(ctx, stage, state, await ctx.recv(stage.tag("slice")))
+def finish_if_complete(stage: Stage, state: ServerState) -> bool:
+    """Make the model of a counted step once all of its buckets are merged.
 
-
-# One fragment of the model at a time, see `ashl.overlap.streaming` and `loscar`
-#
-# Rule: the merge after version v is of fragment v mod P, with P fragments. Each worker pushes the
-# part of its finished work that lies in this fragment. Once these pushes have arrived from all
-# workers, the server takes the outer step on the fragment and sends it back. The worker mixes it
-# with its own fragment. As in `run_streaming` of `ashl.topology.all_reduce`, a worker holds one
-# finished piece of work that is not exchanged yet.
-#
-# Sources: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512,
-# 2025; Maziane et al., "LOSCAR-SGD", arXiv 2605.20866, 2026. Differs: both papers use all-reduce;
-# here a server takes the outer step.
-
-
-async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
-    """Run a worker that exchanges one fragment of its finished work at a time.
-
-    Between the push of a fragment and its reply, the worker takes the first local steps of the next
-    piece of work. It takes the remaining ones after it has mixed the reply into its model.
-    Returns: the final signal, NEXT or STOP.
+    Returns: True if the model changed.
     """
-    state.enter(stage, ctx.rank)
-    overlap, signal = stage.delayed, GO
-    push, answer = stage.tag("push"), ctx.recv(stage.tag("pull"))
-    assert isinstance(overlap, Fragmented)
-    while signal == GO:
-        ctx.safe_point(stage.index, state)
-        if state.pending is None:
-            await finish_piece(ctx, stage, state, None, state.local_steps)
-        work = state.pending
-        part, fragment, held = fragment_state(stage, state, state.version)
-        body, loss = await encode_update(ctx, part, held, work)
-        meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
-        await ctx.send(stage.server, push, body, meta)
-        total = state.local_steps
-        beside = overlap.overlapped_steps(total) if state.rest is None or state.rest[0] > 0 else 0
-        ahead = await take_local_steps(ctx, stage, state, beside) if beside else None
-        asked = ctx.now
-        message = await answer
-        reply = parse_reply(Pull, message.meta)
-        signal = reply.signal
-        if message.body is not None:
-            landed = part.link.apply_pull(held.params, message.body)
-            state.params = fragment.put(state.params, landed)
-            if state.start is not None:
-                mixed = overlap.mix(fragment.of(state.start), landed, held.params + work.body)
-                state.start = fragment.put(state.start, mixed)
-        seen = ahead is None or ctx.now - asked > AT_ONCE_S
-        state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
-        state.follow(reply)
-        if signal != GO:
-            leave_stage(ctx, stage, signal, reply.end_ns)
-        record_exchange(ctx, stage, state, work, reply, loss)
-        if signal == GO:
-            after = state.local_steps  # H of the piece that follows the present one
-            await finish_piece(ctx, stage, state, ahead, total - beside)
-            state.local_steps = after
-    return signal
+    if not state.counted or len(state.made) < len(stage.buckets):
+        return False
+    in_order = sorted(state.made, key=lambda number: stage.buckets[number].start)
+    state.moments, state.params = stage.trainer.joined([state.made[k] for k in in_order])
+    state.made, state.counted = {}, 0
+    return True
 
 
-async def merge_fragment_push(
-    ctx: RankContext, stage: Stage, state: ServerState, message: Message
-) -> bool:
-    """Merge a push of the present fragment, at the server. Returns: True if the model changed."""
-    model, ends = state.params, state.ends
-    outers = [*(state.outer_state or len(stage.fragments) * (None,))]
-    k = state.version % len(stage.fragments)
-    part, fragment, held = fragment_state(stage, state, state.version)
-    state.params, state.outer_state, state.ends = held.params, outers[k], held.ends
-    changed = await merge_push(ctx, part, state, message)
-    outers[k] = state.outer_state
-    state.params = fragment.put(model, state.params) if changed else model
-    state.outer_state, state.ends = tuple(outers), ends
-    return changed
-
-
-async def answer_fragment(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> Any:
-    """Return the payload of a reply: the fragment that was merged last."""
-    part, _, held = fragment_state(stage, state, state.version - 1)
-    return await rule_of(stage).messages().answer(ctx, part, held, rank, True)
-
-
-def fragment_state(stage: Stage, state: Any, version: int) -> tuple[Stage, Fragment, Any]:
-    """Return (stage, fragment, state) restricted to the fragment of the merge after `version`."""
-    k, fragment = version % len(stage.fragments), fragment_at(stage, version)
-    state.fragment_ends = state.fragment_ends or codec_states_of(stage)
-    held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
-    return stage.fragment(k), fragment, held
+async def drain_buckets(ctx: RankContext, stage: Stage, state: ServerState) -> None:
+    """Merge buckets until the model contains every counted step."""
+    while state.counted:
+        await on_bucket(ctx, stage, state, await ctx.recv(stage.tag("bucket")))

@@ -22,7 +22,7 @@ from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.progress import Progress, RunProgress
 from ashl.stage.stage import Stage
 from ashl.topology import all_reduce
-from ashl.topology.all_reduce import Ahead, PeerState
+from ashl.topology.all_reduce import PeerState
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerRule, ServerState, assignment_of, rule_of
 
@@ -77,7 +77,6 @@ def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerSta
         rule_state = rule.begin(stage, progress)
     planned = rule.in_round(stage, rule_state, progress)
     rest = planned.remaining_rounds(progress.steps, progress.samples)
-    ahead = Ahead(None, rest, planned, planned.truncate_last_round(rest), rule_state)
     for rank in stage.workers:
         state = PeerState(
             before.params,
@@ -89,7 +88,7 @@ def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerSta
         begin(stage, rank, state, progress)
         shares_moments = stage.sync.exchange == "gradient"
         state.moments = before.moments if shares_moments else stage.trainer.moments()
-        state.apply_plan(ahead, rank)
+        state.rest, state.rule_state = rest, rule_state
         states.append(state)
     return states
 

@@ -13,6 +13,7 @@ from ashl.overlap.layerwise import hidden_ratios
 from ashl.overlap.merged import plan_by_bytes, plan_greedily, plan_optimally
 from ashl.overlap.timeline import (
     FORWARD,
+    Bucket,
     CompressedTimeline,
     StepTimeline,
     buckets_of_tensors,
@@ -183,7 +184,7 @@ def test_layer_groups_cover_the_model_and_none_is_tiny(drawn) -> None:
     assert min(shares) >= (1 - FORWARD) * 0.01 - 1e-12
     assert parts[-1].ready == 1
     whole = merge_buckets(parts, (len(parts),))
-    assert whole == ((0, parts[0].stop, 1.0, 0.0),)
+    assert whole == (Bucket(0, parts[0].stop, ready=1.0, needed=0.0),)
     assert all(0 <= part.needed <= FORWARD for part in parts)
     assert sum(untimed_timeline(parts).nbytes) == 4 * parts[0].stop
 

@@ -52,7 +52,7 @@ SPEC = {
 def by_groups(stage: Stage) -> Stage:
     """The stage without overlap, its codec applied to each of its messages by itself."""
     codec = Layerwise(
-        innermost(stage.codec), tuple(part.stop - part.start for part in reversed(stage.messages))
+        innermost(stage.codec), tuple(part.stop - part.start for part in reversed(stage.buckets))
     )
     return replace(
         stage, overlap=Serial(), parts=(), links=(), codec=replace_innermost(stage.codec, codec)

@@ -136,7 +136,7 @@ class Alone:
         """Each of a gradient's messages by itself, with what is kept of it."""
         kept, sums = [self.workers[rank].ends for rank in members], list[Tensor]()
         pieces = list[list[CodecState]]()
-        for part, link in zip(self.stage.messages[::-1], self.stage.links[::-1], strict=True):
+        for part, link in zip(self.stage.buckets[::-1], self.stage.links[::-1], strict=True):
             pieces.append(
                 [
                     replace(ends, sender=slice_state(ends.sender, part.start, part.stop))

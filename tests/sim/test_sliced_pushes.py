@@ -95,9 +95,9 @@ def four_layers(
         # port serves it last. In the first round both begin at once.
         ("none.Serial", {}, 2, 15 + 26 + 9 * (26 + 15 + 13)),
         ("wfbp.WFBP", {}, 2, 9 + 26 + 9 * (26 + 9 + 13)),
-        # From then on one worker is a slice behind, and the last two slices are whole one right
-        # after the other.
-        ("slices.Slices", {"slice": 250}, 2, 9 + 26 + (26 + 9 + 1) + 8 * (26 + 9 + 2)),
+        # From the second step on one worker is a slice behind, and the last two slices are whole one
+        # right after the other.
+        ("slices.Slices", {"slice": 250}, 2, 9 + 26 + 9 * (26 + 9 + 2)),
     ],
 )
 def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, workers, seconds) -> None:

@@ -164,11 +164,11 @@ def check_bounds(seen: Seen, stage: Stage, end: dict) -> None:
 def messages_bytes(stage: Stage) -> list[int]:
     """Return the bytes of each message of a collective, in each direction."""
     n, link = stage.num_workers, stage.link
-    if not stage.messages:
+    if not stage.buckets:
         return [2 * (n - 1) * 4 * link.d // n]
     if not stage.links:
-        return [2 * (n - 1) * 4 * (part.stop - part.start) // n for part in stage.messages]
-    contexts = [EncodeContext(ratio=share) for share in stage.overlap.shares]
+        return [2 * (n - 1) * 4 * (part.stop - part.start) // n for part in stage.buckets]
+    contexts = [EncodeContext(ratio=bucket.ratio) for bucket in stage.buckets]
     bodies = [
         own.encode(CodecState(), SizeOnly(0), context)
         for own, context in zip(stage.links, contexts, strict=True)
