@@ -3,8 +3,8 @@
 Only this module prints, and only in the process that leads the run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from ashl.tracking import stages
 FRAME_S = 0.25  # seconds between two drawings of the table; 16 rows take 6 ms
 LINE_S = 2.0  # seconds between two lines in a pipe
 MAX_ROWS = 16
+MAX_WIDTH = 1000  # characters of the widest table
 MAX_FAILED = 4  # failed workers that the outcome lists one by one
 # The outcome reports a machine that was slower than declared by more than this share.
 SLOWER = 0.02
@@ -90,9 +91,7 @@ class Progress:
             self._live.start()
 
     def due(self, host_s: float) -> bool:
-        """Return True if an update at this time would be shown, so that no frame is made for
-        nothing.
-        """
+        """Return True if a frame of this time would be shown, so that no other is made."""
         return not self._quiet and host_s >= self._due_s
 
     def update(self, frame: Frame) -> None:
@@ -103,16 +102,13 @@ class Progress:
         """
         if not self.due(frame.host_s):
             return
-        if not self._live and (frame.commits == 0 or frame.progress == 1.0):
-            self._due_s = frame.host_s + FRAME_S
-            return
-        self._due_s = frame.host_s + (FRAME_S if self._live else LINE_S)
+        line = not self._live and frame.commits > 0 and frame.progress != 1.0
+        self._due_s = frame.host_s + (LINE_S if line else FRAME_S)
         if self._live:
             self._live.update(self._drawn(frame), refresh=True)
-        else:
-            facts = [*_clock(frame), *self._quality(frame)]
-            line = "  ".join(f"{label} {value}" for label, value in facts)
-            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        elif line:
+            facts = clock(frame) | self._quality(frame)
+            self.say("  ".join(f"{label} {value}" for label, value in facts.items()))
 
     def say(self, text: str) -> None:
         """Print a line, above the table if there is one."""
@@ -130,36 +126,60 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _quality(self, frame: Frame) -> Iterator[tuple[str, str]]:
+    def _quality(self, frame: Frame) -> dict[str, str]:
+        facts = dict[str, str]()
         if frame.accuracy is not None:
-            yield (
-                "accuracy",
-                percent(frame.accuracy) + (f" of {percent(self._target)}" if self._target else ""),
-            )
+            aim = f" of {percent(self._target)}" if self._target else ""
+            facts["accuracy"] = percent(frame.accuracy) + aim
         if frame.metric is not None:
-            yield frame.metric[0], number(frame.metric[1])
-        yield "loss", number(frame.loss if frame.steps else None)
-        yield "samples/s", number(frame.samples_per_s)
-        yield "waiting", percent(frame.wait_share)
+            facts[frame.metric[0]] = number(frame.metric[1])
+        facts["loss"] = number(frame.loss if frame.steps else None)
+        facts["samples/s"] = number(frame.samples_per_s)
+        facts["waiting"] = percent(frame.wait_share)
+        return facts
 
     def _drawn(self, frame: Frame) -> Group:
-        title = Text.assemble((self._name, "bold"), "  ", frame.stage)
-        table = _table("worker", "step", "samples/s", "waiting", "staleness", "loss")
-        for rank, step, rate, waiting, staleness, loss, down in frame.workers[:MAX_ROWS]:
-            shown = [
-                number(rate),
-                "down" if down else percent(waiting),
-                number(staleness),
-                number(loss),
-            ]
-            table.add_row(str(rank), number(step), *shown)
-        clock, quality = _texts(_clock(frame)), _texts(self._quality(frame))
-        parts = [Text("   ").join([title, *clock]), Text("   ").join(quality), table]
-        if len(frame.workers) > MAX_ROWS:
-            parts.append(Text(f"and {len(frame.workers) - MAX_ROWS} more workers", style="dim"))
+        title = Text.assemble((self._name, "bold"), "  ", frame.stage, "   ")
+        workers = frame.workers
+        table = table_of(
+            {
+                "worker": [str(own.rank) for own in workers],
+                "step": [number(own.step) for own in workers],
+                "samples/s": [number(own.samples_per_s) for own in workers],
+                "waiting": ["down" if own.down else percent(own.wait_share) for own in workers],
+                "staleness": [number(own.staleness) for own in workers],
+                "loss": [number(own.loss) for own in workers],
+            }
+        )
+        parts: list[Any] = [title + fact_line(clock(frame)), fact_line(self._quality(frame)), table]
+        if len(workers) > MAX_ROWS:
+            parts.append(Text(f"and {len(workers) - MAX_ROWS} more workers", style="dim"))
         if frame.progress is not None:
             parts.append(ProgressBar(total=1.0, completed=min(1.0, frame.progress), width=60))
         return Group(*parts)
+
+
+def clock(frame: Frame) -> dict[str, str]:
+    """Return the times and steps of a frame as label and text."""
+    facts = {"time": seconds(frame.time_s), "steps": number(frame.steps)}
+    return facts | ({} if frame.eta_host_s is None else {"ETA": seconds(frame.eta_host_s)})
+
+
+def fact_line(facts: Mapping[str, str]) -> Text:
+    """Return facts in one line, their labels dimmed."""
+    return Text("   ").join(
+        Text.assemble((label, "dim"), " ", value) for label, value in facts.items()
+    )
+
+
+def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
+    """Return a table of numbers: the first rows of these columns, without cutting their cells."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in islice(zip(*columns.values(), strict=True), MAX_ROWS):
+        table.add_row(*row)
+    return table
 
 
 def outcome(
@@ -170,38 +190,62 @@ def outcome(
     Args: summary is that of `summary.json`; values that a failed run does not have are shown as a
     dash. shown is the command or the address that shows a copy, by the tracker's title.
     """
-    status = Text(summary["status"], style=STYLE.get(summary["status"], "bold red"))
-    reason = (
-        f": {summary['exit_reason']}"
-        if summary.get("exit_reason") not in (None, summary["status"])
-        else ""
-    )
-    console.print(
-        Text.assemble((summary.get("name") or "run", "bold"), " ", status, reason), soft_wrap=True
-    )
+    status, reason = summary["status"], summary.get("exit_reason")
+    title = Text.assemble((summary.get("name") or "run", "bold"), " ")
+    title.append(status, style=STYLE.get(status, "bold red"))
+    title.append("" if reason in (None, status) else f": {reason}")
+    console.print(title, soft_wrap=True)
     grid = Table.grid(padding=(0, 2))
-    for label, value in _totals(summary):
-        grid.add_row(Text(label, style="dim"), Text(value))
+    for label, value in totals(summary).items():
+        if value:
+            grid.add_row(Text(label, style="dim"), Text(value))
     console.print(grid)
-    if len(summary.get("stages") or ()) + len(summary.get("stages_not_begun") or ()) > 1:
-        console.print(_stages(summary))
-    if idle := summary.get("stages_not_begun"):
+    idle = summary.get("stages_not_begun") or ()
+    if len(summary.get("stages") or ()) + len(idle) > 1:
+        console.print(stage_table(summary))
+    if idle:
         console.print(Text(stages.never_began(idle), style="yellow"), soft_wrap=True)
     if summary.get("workers"):
-        console.print(_workers(summary, console.width))
-    report = command_text("compare", run_dir) if summary["status"] == "finished" else None
+        console.print(worker_table(console, summary))
+    report = command_text("compare", run_dir) if status == "finished" else None
     for label, value in {"run folder": str(run_dir), "report": report, **shown}.items():
         if value:  # not wrapped, so that it can be copied or clicked
             console.print(Text.assemble((f"{label:<10}", "dim"), "  ", value), soft_wrap=True)
 
 
-def _totals(summary: dict) -> Iterator[tuple[str, str]]:
-    """Yield the totals of a run as label and text."""
-    yield "time", duration(summary)
-    yield from _steps(summary)
-    yield from _scores(summary)
-    yield from _costs(summary)
-    yield from _measurements(summary)
+def totals(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the totals of a run as label and text; "" where there is nothing to say."""
+    final = summary.get("final") or {}
+    rates = f"{number(summary.get('steps_per_s'))} steps/s, {number(summary.get('samples_per_s'))}"
+    dropped = summary.get("dropped_steps")
+    middle = f", {number(dropped)} dropped" if dropped else ""
+    facts = {
+        "time": duration(summary),
+        "steps": f"{number(summary.get('steps'))}{middle}, {rates} samples/s",
+        "dropped": stages.why_dropped(summary),
+        **(
+            score(summary, "accuracy", "test_accuracy", percent)
+            or score(summary, str(summary.get("metric")), "test_metric", number)
+        ),
+        "target": target(summary),
+        "loss": f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}",
+        "waiting": waiting(summary),
+    }
+    if failed := summary.get("failed_workers"):
+        hidden = len(failed) - MAX_FAILED
+        more = [f"and {hidden} more, in summary.json"] if hidden > 0 else []
+        facts["failed"] = "; ".join([*map(failure, failed[:MAX_FAILED]), *more])
+        if (goodput := summary.get("goodput")) is not None:
+            facts["goodput"] = f"{percent(goodput)} of the steps/s planned without failures"
+    if (share := summary.get("comm_hidden_share")) is not None:
+        facts["hidden"] = f"{percent(share)} of the collectives' time behind other work"
+    facts["pace"] = pace(summary.get("pace") or {})
+    sent = f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
+    facts["traffic"] = sent
+    facts["messages"] = messages(summary.get("compression") or {})
+    measures = (summary.get("measures") or {}).items()
+    facts["measures"] = ", ".join(f"{name} {number(found['last'])}" for name, found in measures)
+    return facts
 
 
 def duration(summary: Mapping[str, Any]) -> str:
@@ -212,189 +256,116 @@ def duration(summary: Mapping[str, Any]) -> str:
     return f"{time_s} of training, {host_s} in all with start and evaluations"
 
 
-def _steps(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    dropped = (
-        f", {number(summary['dropped_steps'])} dropped" if summary.get("dropped_steps") else ""
-    )
-    why = stages.why_dropped(summary)
-    rates = (
-        f"{number(summary.get('steps_per_s'))} steps/s, {number(summary.get('samples_per_s'))}"
-        " samples/s"
-    )
-    yield "steps", f"{number(summary.get('steps'))}{dropped}, {rates}"
-    if why:
-        yield "dropped", why
-
-
-def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def score(
+    summary: Mapping[str, Any], label: str, key: str, text: Callable[[float | None], str]
+) -> dict[str, str]:
+    """Return the last and the best value of a score, if the run has it."""
     final, best = summary.get("final") or {}, summary.get("best") or {}
-    if final.get("test_accuracy") is not None:
-        top = (
-            f", best {percent(best.get('test_accuracy'))} after {seconds(best.get('time_s'))}"
-            if best
-            else ""
-        )
-        yield "accuracy", percent(final["test_accuracy"]) + top
-    elif final.get("test_metric") is not None:
-        top = (
-            f", best {number(best.get('test_metric'))} after {seconds(best.get('time_s'))}"
-            if best
-            else ""
-        )
-        yield str(summary["metric"]), number(final["test_metric"]) + top
-    if aims := _aims(summary):
-        reached = summary.get("time_to_target_s")
-        yield (
-            "target",
-            aims + (" not reached" if reached is None else f" reached after {seconds(reached)}"),
-        )
-    yield "loss", f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}"
+    if final.get(key) is None:
+        return {}
+    top = f", best {text(best.get(key))} after {seconds(best.get('time_s'))}" if best else ""
+    return {label: text(final[key]) + top}
 
 
-def _costs(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
-    waited, training = percent(summary.get("wait_share")), stages.training_wait_share(summary)
-    apart = "" if training is None else f"; without profiling {percent(training)}"
-    yield "waiting", f"{waited} of the workers' time{apart}{lead}"
-    if failed := summary.get("failed_workers"):
-        more = (
-            f"; and {len(failed) - MAX_FAILED} more, in summary.json"
-            if len(failed) > MAX_FAILED
-            else ""
-        )
-        yield "failed", "; ".join(map(_failure, failed[:MAX_FAILED])) + more
-        if (goodput := summary.get("goodput")) is not None:
-            yield "goodput", f"{percent(goodput)} of the steps/s planned without failures"
-    if (hidden := summary.get("comm_hidden_share")) is not None:
-        yield "hidden", f"{percent(hidden)} of the collectives' time behind other work"
-    pace = summary.get("pace") or {}
-    if pace.get("slower_by", 0.0) > SLOWER:
-        parts = [(kind, pace[f"{kind}_slower_by"]) for kind in ("steps", "transfers", "encodings")]
-        late = ", ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
-        yield "pace", f"{late} longer than declared: this machine is too slow for this cluster"
-    yield (
-        "traffic",
-        f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down",
-    )
-
-
-def _measurements(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if stats := summary.get("compression"):  # of the last messages that the workers reported
-        parts = [f"{number(stats['bits'])} bits per element"]
-        parts += [
-            f"{name.replace('_', ' ')} {number(stats[name])}"
-            for name in ("relative_error", "cosine")
-            if stats.get(name) is not None
-        ]
-        yield "messages", ", ".join(parts)
-    if measures := summary.get("measures"):
-        yield (
-            "measures",
-            ", ".join(f"{name} {number(found['last'])}" for name, found in measures.items()),
-        )
-
-
-def _aims(summary: Mapping[str, Any]) -> str:
-    """Return the targets of a run in words; "" without one."""
+def target(summary: Mapping[str, Any]) -> str:
+    """Return the targets of a run, and when it reached one; "" without a target."""
     accuracy, loss, metric = (
         summary.get(f"target_{what}") for what in ("accuracy", "loss", "metric")
     )
-    return " or ".join(
-        [percent(accuracy)] * (accuracy is not None)
-        + [f"a loss of {number(loss)}"] * (loss is not None)
-        + [f"{summary.get('metric')} {number(metric)}"] * (metric is not None)
-    )
+    aims = [percent(accuracy)] * (accuracy is not None)
+    aims += [f"a loss of {number(loss)}"] * (loss is not None)
+    aims += [f"{summary.get('metric')} {number(metric)}"] * (metric is not None)
+    reached = summary.get("time_to_target_s")
+    end = " not reached" if reached is None else f" reached after {seconds(reached)}"
+    return " or ".join(aims) + end if aims else ""
 
 
-def _failure(failed: dict) -> str:
+def waiting(summary: Mapping[str, Any]) -> str:
+    training = stages.training_wait_share(summary)
+    apart = "" if training is None else f"; without profiling {percent(training)}"
+    lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
+    return f"{percent(summary.get('wait_share'))} of the workers' time{apart}{lead}"
+
+
+def failure(failed: Mapping[str, Any]) -> str:
     back = "" if failed["rejoined_s"] is None else f", rejoined at {seconds(failed['rejoined_s'])}"
     return f"worker {failed['worker']} at {seconds(failed['time_s'])} ({failed['reason']}){back}"
 
 
-def _workers(summary: dict, width: int) -> Table:
-    workers = summary.get("workers") or []
+def pace(stats: Mapping[str, Any]) -> str:
+    """Return how much longer than declared the parts of a paced run took; "" if they kept pace."""
+    if stats.get("slower_by", 0.0) <= SLOWER:
+        return ""
+    parts = {kind: stats[f"{kind}_slower_by"] for kind in ("steps", "transfers", "encodings")}
+    late = ", ".join(f"{kind} {percent(slower)}" for kind, slower in parts.items() if slower)
+    return f"{late} longer than declared: this machine is too slow for this cluster"
+
+
+def messages(stats: Mapping[str, Any]) -> str:
+    """Return the compression of the last messages that the workers reported."""
+    names = [name for name in ("relative_error", "cosine") if stats.get(name) is not None]
+    parts = [f"{number(stats['bits'])} bits per element"] if stats else []
+    return ", ".join(parts + [f"{name.replace('_', ' ')} {number(stats[name])}" for name in names])
+
+
+def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
+    """Return a table of the workers' time, in the columns that fit the terminal."""
+    workers = summary["workers"]
     time_s = summary.get("time_s") or 0.0
-    parts = [part for part in SHARES if any(worker.get(f"{part}_s") for worker in workers)]
-    _, profiled = stages.profiling(summary)  # waiting during profiling has a column of its own
-    titles = ["worker", "steps", *parts, *["profiling"] * bool(profiled), "staleness", "max", "up"]
-    rows = []
-    for rank, worker in enumerate(workers[:MAX_ROWS]):
-        spent = {part: worker.get(f"{part}_s") or 0.0 for part in parts}
-        if profiled:
-            spent |= {
-                "wait": max(0.0, worker["wait_s"] - profiled[rank]),
-                "profiling": profiled[rank],
-            }
-        shares = [percent(own_s / time_s if time_s else None, 0) for own_s in spent.values()]
-        staleness = [number(worker.get(key)) for key in ("staleness_mean", "staleness_max")]
-        up = megabytes(worker.get("bytes_up"))
-        rows.append([str(rank), number(worker.get("steps")), *shares, *staleness, up])
-    absent = columns_without_room(titles, rows, width)
-    shown = [title not in absent for title in titles]
-    table = _table(*compress(titles, shown))
-    for row in rows:
-        table.add_row(*compress(row, shown))
+    columns: dict[str, list[str]] = {"worker": [str(rank) for rank in range(len(workers))]}
+    columns["steps"] = [number(worker.get("steps")) for worker in workers]
+    # Waiting during profiling has a column of its own.
+    _, profiled = stages.profiling(summary)
+    for part in SHARES:
+        spent_s = [worker.get(f"{part}_s") or 0.0 for worker in workers]
+        if part == "wait" and profiled:
+            spent_s = [max(0.0, own - other) for own, other in zip(spent_s, profiled, strict=True)]
+        if any(worker.get(f"{part}_s") for worker in workers):
+            columns[part] = [percent(own_s / time_s if time_s else None, 0) for own_s in spent_s]
+    if profiled:
+        columns["profiling"] = [percent(own_s / time_s, 0) for own_s in profiled]
+    columns["staleness"] = [number(worker.get("staleness_mean")) for worker in workers]
+    columns["max"] = [number(worker.get("staleness_max")) for worker in workers]
+    columns["up"] = [megabytes(worker.get("bytes_up")) for worker in workers]
+    absent: list[str] = []
+    for title in LEAST_IMPORTANT:
+        unbounded = console.options.update(max_width=MAX_WIDTH)
+        if console.measure(table_of(columns), options=unbounded).maximum <= console.width:
+            break
+        if columns.pop(title, None):
+            absent.append(title)
     captions = [f"no room for {', '.join(absent)}; see summary.json"] * bool(absent)
-    captions += [f"and {len(workers) - MAX_ROWS} more workers, in summary.json"] * (
-        len(workers) > MAX_ROWS
-    )
+    hidden = len(workers) - MAX_ROWS
+    captions += [f"and {hidden} more workers, in summary.json"] * (hidden > 0)
+    table = table_of(columns)
     table.caption = "\n".join(captions) or None
     return table
 
 
-def columns_without_room(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], width: int
-) -> list[str]:
-    """Return the titles of columns that do not fit into `width` characters, the least important
-    first.
-    """
-    widths = {
-        title: 2 + max(map(len, cells)) for title, *cells in zip(titles, titles, *rows, strict=True)
-    }
-    absent = []
-    for title in LEAST_IMPORTANT:
-        if sum(widths.values()) <= width:
-            break
-        if widths.pop(title, None):
-            absent.append(title)
-    return absent
-
-
-def _stages(summary: dict) -> Table:
-    table = _table("stage", "from", "to", "steps", "waiting")
-    table.add_column("ended because")
-    for stage in summary["stages"]:
-        times = [seconds(stage["start_s"]), seconds(stage["end_s"])]
-        shares = [number(stage["steps"]), percent(stage.get("wait_share"))]
-        table.add_row(stage["name"], *times, *shares, stages.why_ended(stage))
+def stage_table(summary: Mapping[str, Any]) -> Table:
+    """Return a table of the stages: their times, steps and waiting, and why they ended."""
+    own = summary["stages"]
+    table = table_of(
+        {
+            "stage": [stage["name"] for stage in own],
+            "from": [seconds(stage["start_s"]) for stage in own],
+            "to": [seconds(stage["end_s"]) for stage in own],
+            "steps": [number(stage["steps"]) for stage in own],
+            "waiting": [percent(stage.get("wait_share")) for stage in own],
+            "ended because": [stages.why_ended(stage) for stage in own],
+        }
+    )
+    table.columns[-1].justify = "left"
+    table.columns[-1].no_wrap = False
     return table
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
-
-
-def _clock(frame: Frame) -> Iterator[tuple[str, str]]:
-    yield "time", seconds(frame.time_s)
-    yield "steps", number(frame.steps)
-    if frame.eta_host_s is not None:
-        yield "ETA", seconds(frame.eta_host_s)
-
-
-def _texts(facts: Iterator[tuple[str, str]]) -> list[Text]:
-    return [Text.assemble((label, "dim"), " ", value) for label, value in facts]
 
 
 def number(value: float | None) -> str:
     """Format whole numbers in full, others with three digits: 12,345 and 0.0123."""
     if value is None:
         return "-"
-    if float(value).is_integer() or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    whole = float(value).is_integer() or abs(value) >= 1000
+    return f"{value:,.0f}" if whole else f"{value:.3g}"
 
 
 def milliseconds(cost: float) -> str:
@@ -414,13 +385,12 @@ def seconds(value: float | None) -> str:
     if value < 60:
         return f"{value:.3g} s"
     minutes, rest = divmod(round(value), 60)
-    return (
-        f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-    )
+    hours = f"{minutes // 60} h {minutes % 60:02} min"
+    return hours if minutes >= 60 else f"{minutes} min {rest:02} s"
 
 
 def megabytes(size: float | None) -> str:
     """Format a number of bytes in MB of 10^6 bytes."""
-    return (
-        "-" if size is None else f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e6:,.0f} MB"
-    )
+    if size is None:
+        return "-"
+    return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e6:,.0f} MB"

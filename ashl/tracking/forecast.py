@@ -1,6 +1,7 @@
 """Print what is known before a run: the workers' costs, their assignments, and the predictions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from statistics import median
 
 import numpy as np
@@ -9,110 +10,74 @@ from rich.markup import escape
 from rich.table import Table
 
 from ashl.cluster.speed import LEVELS
+from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.confidence import group_equal_workers
 from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import NOISES, Profile
 from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, seconds
 
 SHOWN_LEVELS = (0.05, 0.5, 0.95, 1.0)  # quantiles of step times that are printed
+# Columns of a profile in ms, by title.
+COSTS = {
+    "step ms": "step_s",
+    "± ms": "step_spread_s",
+    "push ms": "push_s",
+    "pull ms": "pull_s",
+    "latency ms": "latency_s",
+}
 PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and no density
 
 
 def show_profile(console: Console, profile: Profile) -> None:
     """Print the cost of a step, a push, a pull and an encoding for each worker."""
-    console.print(
-        f"[bold]profile[/] {profile.source}, {escape(profile.model)} with {profile.num_params:,}"
-        " parameters"
-    )
-    table = Table(box=None, padding=(0, 1, 0, 0))  # within 80 columns
-    for title in (
-        "worker",
-        "step ms",
-        "± ms",
-        "push ms",
-        "pull ms",
-        "latency ms",
-        "up MB/s",
-        "down MB/s",
-        "encode ms",
-    ):
-        table.add_column(title, justify="right", no_wrap=True)
+    size = f"{escape(profile.model)} with {profile.num_params:,} parameters"
+    console.print(f"[bold]profile[/] {profile.source}, {size}")
+    table = grid("worker", *COSTS, "up MB/s", "down MB/s", "encode ms", gap=1)
     for rank, worker in enumerate(profile.workers[:MAX_ROWS]):
-        costs = (
-            worker.step_s,
-            worker.step_spread_s,
-            worker.push_s,
-            worker.pull_s,
-            worker.latency_s,
-        )
-        rates = (
+        costs = [milliseconds(getattr(worker, name)) for name in COSTS.values()]
+        rates = [
             "-" if rate is None else f"{rate / 1e6:.3g}"
             for rate in (worker.push_bytes_s, worker.pull_bytes_s)
-        )
-        table.add_row(str(rank), *map(milliseconds, costs), *rates, milliseconds(worker.compress_s))
+        ]
+        table.add_row(str(rank), *costs, *rates, milliseconds(worker.compress_s))
     console.print(table)
     show_hosts(console, profile)
     show_parts(console, profile)
     for way in ("push", "pull"):
-        if loaded := [
-            getattr(worker, f"{way}_loaded_s") or 0.0
-            for worker in profile.workers
-            if worker.push_loaded_s
-        ]:
-            console.print(f"all at once: a {way} takes {spanned(loaded)} ms")
+        loaded = [getattr(worker, f"{way}_loaded_s") or 0.0 for worker in profile.workers]
+        if any(worker.push_loaded_s for worker in profile.workers):
+            console.print(f"all at once: a {way} takes {span(loaded)} ms")
     for cost, noise in NOISES.items():
         for ranks in group_equal_workers(profile.workers, cost, noise):
-            listed = ", ".join(map(str, ranks[:MAX_ROWS])) + (
-                ", …" if len(ranks) > MAX_ROWS else ""
-            )
-            console.print(
-                f"equal within their noise: {cost.removesuffix('_s')} of workers {listed}"
-            )
+            listed = listing(map(str, ranks))
+            what = cost.removesuffix("_s")
+            console.print(f"equal within their noise: {what} of workers {listed}")
     show_distributions(console, profile)
-    if profile.num_workers > MAX_ROWS:
-        console.print(f"and {profile.num_workers - MAX_ROWS:,} more workers")
+    show_rest(console, profile.num_workers, "workers")
 
 
 def show_distributions(console: Console, profile: Profile) -> None:
     """Print quantiles of each worker's step times, and the cost of codecs for the whole model."""
-    timed = [
-        (rank, worker.step_times_s)
-        for rank, worker in enumerate(profile.workers)
-        if worker.step_times_s
-    ]
-    if timed:
-        table = Table(
-            "worker",
-            *(f"step {level:.0%}" for level in SHOWN_LEVELS),
-            "ms",
-            box=None,
-            padding=(0, 2, 0, 0),
-        )
-        for rank, times in timed[:MAX_ROWS]:
-            table.add_row(
-                str(rank),
-                *(milliseconds(float(np.interp(own, LEVELS, times))) for own in SHOWN_LEVELS),
-            )
+    table = grid("worker", *(f"step {level:.0%}" for level in SHOWN_LEVELS), "ms")
+    for rank, worker in enumerate(profile.workers):
+        if worker.step_times_s and table.row_count < MAX_ROWS:
+            quantiles = np.interp(SHOWN_LEVELS, LEVELS, worker.step_times_s)
+            table.add_row(str(rank), *(milliseconds(float(time_s)) for time_s in quantiles))
+    if table.row_count:
         console.print(table)
     for cost in profile.codecs:
         name = cost.codec.rpartition(".")[2]
-        decoding = milliseconds(cost.decode_s)
-        console.print(
-            f"{name} encodes the model in {spanned(cost.encode_s)} ms and decodes it in"
-            f" {decoding} ms"
-        )
+        times = f"in {span(cost.encode_s)} ms and decodes it in {milliseconds(cost.decode_s)} ms"
+        console.print(f"{name} encodes the model {times}")
 
 
 def show_hosts(console: Console, profile: Profile) -> None:
-    """Print where a profile of several nodes was measured, and whether the server may have a
-    better node.
-    """
+    """Print where a profile of several nodes was measured, and a node that may suit the server."""
     hosts = [worker.host for worker in profile.workers]
     if len({*hosts, profile.server_host} - {None}) < 2:
         return
-    workers = ", ".join(f"worker {rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS]))
-    more = ", …" if len(hosts) > MAX_ROWS else ""
-    console.print(f"{workers}{more}; the server on {profile.server_host}", markup=False)
+    workers = listing(f"worker {rank} on {host}" for rank, host in enumerate(hosts))
+    console.print(f"{workers}; the server on {profile.server_host}", markup=False)
     if better := profile.better_host:
         console.print(
             f"all traffic that the server's NIC can take comes from {better}: its link is no"
@@ -125,55 +90,68 @@ def show_parts(console: Console, profile: Profile) -> None:
     """Print the cost of both passes by layer group, and of messages by their bytes."""
     if groups := profile.group_bytes:
         console.print("layer groups, the last layers first: medians over the workers")
-        table = Table("group", "kB", "forward ms", "backward ms", box=None, padding=(0, 2, 0, 0))
-        forward, backward = (
-            [milliseconds(median(costs)) for costs in zip(*by_worker, strict=True)]
-            for by_worker in (
-                [w.forward_s for w in profile.workers],
-                [w.backward_s for w in profile.workers],
-            )
-        )
-        for k, nbytes in enumerate(groups[:MAX_ROWS]):
-            table.add_row(str(k), number(nbytes / 1e3), forward[k], backward[k])
+        table = grid("group", "kB", "forward ms", "backward ms")
+        forward = zip(*(worker.forward_s for worker in profile.workers), strict=True)
+        backward = zip(*(worker.backward_s for worker in profile.workers), strict=True)
+        rows = zip(groups, forward, backward, strict=True)
+        for k, (nbytes, *costs) in enumerate(islice(rows, MAX_ROWS)):
+            times = [milliseconds(median(own)) for own in costs]
+            table.add_row(str(k), number(nbytes / 1e3), *times)
         console.print(table)
-        if len(groups) > MAX_ROWS:
-            console.print(f"and {len(groups) - MAX_ROWS} more layer groups")
+        show_rest(console, len(groups), "layer groups")
     links = [
         line
         for worker in profile.workers
         for line in (worker.push_line, worker.pull_line)
         if line is not None
     ]
-    sums = [] if profile.all_reduce is None else [profile.all_reduce]
-    for what, lines in (
-        ("a message to or from the server", links),
-        ("an all-reduce over all workers", sums),
-    ):
-        if lines:
-            latencies, rates = (
-                [line.latency_s for line in lines],
-                [1e6 * line.s_per_byte for line in lines],
-            )
-            console.print(f"{what}: {spanned(latencies)} ms, and {spanned(rates)} ms per MB")
-    if (beside := profile.contention) is not None:
-        less, longer = f"{100 * beside.pace_reduction:.2g} %", f"{beside.collective_slowdown:.3g}"
+    show_lines(console, "a message to or from the server", links)
+    if profile.all_reduce is not None:
+        show_lines(console, "an all-reduce over all workers", [profile.all_reduce])
+    elif links:
+        console.print("all-reduce is not measured: there is one worker")
+    if (both := profile.contention) is not None:
         console.print(
-            f"while a collective is active, computing is {less} slower, and the collective takes"
-            f" {longer} times as long"
+            f"while a collective is active, computing is {100 * both.pace_reduction:.2g} % slower,"
+            f" and the collective takes {both.collective_slowdown:.3g} times as long"
         )
-        if (parts := beside.parts) is not None:
-            step, part, start = (
-                milliseconds(cost) for cost in (parts.step_s, parts.part_s, parts.sum_s)
-            )
+        if (parts := both.parts) is not None:
             console.print(
-                f"a gradient in parts takes {step} ms more, {part} ms per part, and {start} ms per"
+                f"a gradient in parts takes {milliseconds(parts.step_s)} ms more,"
+                f" {milliseconds(parts.part_s)} ms per part, and {milliseconds(parts.sum_s)} ms per"
                 " all-reduce"
             )
-    if links and not sums:
-        console.print("all-reduce is not measured: there is one worker")
 
 
-def spanned(costs: Sequence[float]) -> str:
+def show_lines(console: Console, what: str, lines: Sequence[AlphaBeta]) -> None:
+    """Print the latency and the time per MB of messages."""
+    if lines:
+        latency = span([line.latency_s for line in lines])
+        rate = span([1e6 * line.s_per_byte for line in lines])
+        console.print(f"{what}: {latency} ms, and {rate} ms per MB")
+
+
+def show_rest(console: Console, count: int, what: str) -> None:
+    """Print how many rows a table has left out."""
+    if count > MAX_ROWS:
+        console.print(f"and {count - MAX_ROWS:,} more {what}")
+
+
+def grid(*titles: str, gap: int = 2, title: str | None = None) -> Table:
+    """Return a table without lines; one with a gap of 1 has numbers, which are never cut."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, gap, 0, 0))
+    for name in titles:
+        table.add_column(name, justify="right" if gap == 1 else "left", no_wrap=gap == 1)
+    return table
+
+
+def listing(items: Iterable[str]) -> str:
+    """Return the first items with commas; an ellipsis stands for the rest."""
+    found = list(items)
+    return ", ".join(found[:MAX_ROWS] + ["…"] * (len(found) > MAX_ROWS))
+
+
+def span(costs: Sequence[float]) -> str:
     """Return the smallest and the largest of these seconds in ms; one number if both are equal."""
     low, high = milliseconds(min(costs)), milliseconds(max(costs))
     return low if low == high else f"{low} to {high}"
@@ -182,8 +160,7 @@ def spanned(costs: Sequence[float]) -> str:
 def forecast(
     console: Console, plan: Plan, epoch_samples: int, profile: Profile | None = None
 ) -> None:
-    """Print each stage with its workers, the predicted rates, and the longest predicted time of the
-    run.
+    """Print each stage with its workers and rates, and the longest predicted time of the run.
 
     Args: profile adds a column with the cycle at the same H for all workers.
     """
@@ -194,14 +171,12 @@ def forecast(
             console.print(f"stage {stage.name}: measures steps and exchanges, without training")
             continue
         console.print(stage_table(stage, profile))
-        if len(stage.workers) > MAX_ROWS:
-            console.print(f"and {len(stage.workers) - MAX_ROWS:,} more workers")
+        show_rest(console, len(stage.workers), "workers")
         if stage.predicted_steps_per_s is None:
             console.print("steps/s and waiting are not predicted: the cluster declares no costs")
             continue
         rate, waiting = number(stage.predicted_steps_per_s), percent(stage.predicted_wait_share)
-        about = f"{rate} steps/s"
-        console.print(f"predicted {about}, workers wait {waiting} of their time")
+        console.print(f"predicted {rate} steps/s, workers wait {waiting} of their time")
     console.print(duration(plan, epoch_samples))
     notes(console, plan)
 
@@ -231,24 +206,19 @@ def duration(plan: Plan, epoch_samples: int) -> str:
 
 
 def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
+    """Return a table of the workers' assignments and predicted cycles in a stage."""
     until = ", ".join(f"{rule.replace('_', ' ')} {bound:g}" for rule, bound in stage.until.items())
-    title = f"stage {escape(stage.name)}" + (f", until {until}" if until else "")
     columns = ["worker", "H", "batch", "data share", "density", "message", "cycle"]
     before = profile if stage.h_preset is not None else None
     if before:
         columns.append(f"cycle at H {stage.h_preset}")
-    table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    title = f"stage {escape(stage.name)}" + (f", until {until}" if until else "")
+    table = grid(*columns, title=title)
     for rank, worker in enumerate(stage.workers[:MAX_ROWS]):
-        shares = percent(worker.data_share), percent(worker.compression_ratio, 0)
         size = "-" if worker.message_bytes is None else f"{worker.message_bytes / 1e3:,.3g} kB"
-        row = [
-            str(rank),
-            str(worker.local_steps),
-            str(worker.batch),
-            *shares,
-            size,
-            seconds(worker.predicted_cycle_s),
-        ]
+        row = [str(rank), str(worker.local_steps), str(worker.batch)]
+        row += [percent(worker.data_share), percent(worker.compression_ratio, 0), size]
+        row += [seconds(worker.predicted_cycle_s)]
         if before:
             costs = before.workers[rank]
             row.append(seconds((stage.h_preset or 0) * costs.step_s + costs.push_s + costs.pull_s))

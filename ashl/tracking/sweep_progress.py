@@ -1,26 +1,31 @@
 """Show the progress of a sweep while it runs.
 
-A terminal shows a live table of the runs in progress; a pipe gets a line for each run that ended.
+A terminal shows bars of all runs together and of each run in progress; a pipe gets a line for each
+run that ended.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 
 from ashl.tracking import jsonl
 from ashl.tracking.console import number, percent, seconds
 from ashl.tracking.deadline import Deadline
 
-MAX_LINES = 12
-BAR = 20  # columns
-BESIDE = 30  # columns for the score, the time and the gaps
+MAX_LINES = 12  # runs in progress that are shown
+BAR = 20  # characters
+BUDGET = "budget"
 
 
 class Running(NamedTuple):
@@ -35,29 +40,30 @@ class Reading:
     """A reader of the metrics of a run that may still be writing them."""
 
     def __init__(self, metrics: Path, limits: Mapping[str, Any], predicted_s: float | None) -> None:
-        self.metrics, self.limits, self.predicted_s = metrics, limits, predicted_s
-        self._read, self._last = 0, dict[str, Any]()
+        self.metrics = metrics
+        self.limits = limits
+        self.predicted_s = predicted_s
+        self._read = 0
+        self._last: dict[str, Any] = {}
 
     def running(self, label: str) -> Running:
         """Read the new metrics and return the progress of the run, named `label`."""
         rows, self._read = jsonl.tail(self.metrics, self._read)
-        self._last = rows[-1] if rows else self._last
-        row, limits = self._last, self.limits
+        self._last = row = rows[-1] if rows else self._last
         if not row:
             return Running(label, 0.0)
-        now_s, wholes = row["time_s"], (self.predicted_s, limits.get("seconds"))
-        shares = [now_s / whole_s for whole_s in wholes if whole_s]
-        if limits.get("steps") and row.get("step") is not None:
-            shares.append(row["step"] / limits["steps"])
+        ends = (self.predicted_s, self.limits.get("seconds"))
+        shares = [row["time_s"] / end_s for end_s in ends if end_s]
+        if self.limits.get("steps") and row.get("step") is not None:
+            shares.append(row["step"] / self.limits["steps"])
         loss = row.get("test/loss") if row.get("train/loss") is None else row["train/loss"]
-        score = (
-            percent(row["test/acc"]) if row.get("test/acc") is not None else f"loss {number(loss)}"
-        )
+        accuracy = row.get("test/acc")
+        score = f"loss {number(loss)}" if accuracy is None else percent(accuracy)
         return Running(label, min(1.0, max(shares)) if shares else None, score)
 
 
 class SweepProgress:
-    """The progress of several runs: a live table on a terminal, lines in a pipe, nothing if quiet.
+    """The progress of several runs: bars on a terminal, lines in a pipe, nothing if quiet.
 
     Args: deadline is the time limit of all runs together; phase names the runs in front of the
     counters, for example "tuning" if a command has several such counters one after the other.
@@ -72,25 +78,36 @@ class SweepProgress:
         deadline: Deadline | None = None,
         phase: str = "",
     ) -> None:
-        self.console, self.total, self.quiet, self.deadline = console, total, quiet, deadline
+        self.console = console
+        self.total = total
+        self.quiet = quiet
         self.phase = phase
-        self.done = self.failed = 0
-        self._began = time.monotonic()
-        self._since: dict[str, float] = {}
-        self._running: Sequence[Running] = ()
-        live = not quiet and console.is_terminal
-        self._live = (
-            Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._drawn)
-            if live
-            else None
+        self.deadline = deadline
+        self.done = 0
+        name_column = Column(ratio=1, no_wrap=True)  # as wide as the other columns allow
+        self.bars = Progress(
+            TextColumn("{task.description}", markup=False, table_column=name_column),
+            BarColumn(BAR),
+            TextColumn("{task.fields[score]}", markup=False, table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            console=console,
+            transient=True,
+            expand=True,
+            disable=quiet or not console.is_terminal,
         )
-        if self._live:
-            self._live.start()
+        self._all = self.bars.add_task("", total=total, score="")
+        self._budget = None
+        if deadline is not None:
+            self._budget = self.bars.add_task(BUDGET, total=deadline.budget_s, score="")
+        self._tasks = dict[str, TaskID]()  # of the runs in progress, by label
+        self.show([])
+        self.bars.start()
 
     def ended(self, label: str, summary: dict[str, Any]) -> None:
         """Count a run that has ended, and print how."""
         self.done += 1
-        self.failed += summary["status"] == "failed"
+        self._count(self._running)
         counter = f"{self.phase} {self.done}/{self.total}".lstrip()
         self.say(f"[{counter}] {label}  {ending(summary)}")
 
@@ -101,51 +118,39 @@ class SweepProgress:
 
     def show(self, running: Sequence[Running]) -> None:
         """Set the runs in progress."""
-        now = time.monotonic()
-        self._since = {one.label: self._since.get(one.label, now) for one in running}
-        self._running = running
+        shown = {run.label: run for run in running[:MAX_LINES]}
+        for label in self._tasks.keys() - shown.keys():
+            self.bars.remove_task(self._tasks.pop(label))
+        for label, run in shown.items():
+            if label not in self._tasks:
+                self._tasks[label] = self.bars.add_task(label, total=None, score="-")
+            total = None if run.done is None else 1.0
+            self.bars.update(
+                self._tasks[label], total=total, completed=run.done or 0.0, score=run.score or "-"
+            )
+        self._count(len(running))
+        if self._budget is not None and self.deadline is not None:
+            self.bars.update(self._budget, completed=self.deadline.spent_s)
 
-    def _drawn(self) -> Group:
-        """Return the live table: the progress of all runs together and of each run in progress."""
-        now, deadline = time.monotonic(), self.deadline
-        spent_s = now - self._began
-        left = (
-            f", about {seconds(spent_s / self.done * (self.total - self.done))} left"
-            if self.done
-            else ""
-        )
-        began = f"{len(self._running)} running" if self._running or self.done else "starting"
+    def _count(self, running: int) -> None:
+        """Show how many runs have ended and how many are in progress."""
+        self._running = running
         phase = f"{self.phase}: " if self.phase else ""
-        head = Text(
-            f"{phase}{self.done} of {self.total} runs, {began}, {seconds(spent_s)}{left}",
-            no_wrap=True,
-        )
-        bars = Table.grid()  # a bar outside a table does not end its line
-        if deadline:
-            bars.add_row(ProgressBar(deadline.budget_s, deadline.spent_s, width=2 * BAR))
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for _ in range(4):
-            table.add_column(no_wrap=True)
-        room = max(BAR, self.console.width - BAR - BESIDE)
-        for one in self._running[:MAX_LINES]:
-            bar = "" if one.done is None else ProgressBar(1.0, one.done, width=BAR)
-            name = Text(one.label)
-            name.truncate(room, overflow="ellipsis")
-            table.add_row(name, bar, one.score or "-", seconds(now - self._since[one.label]))
-        more = len(self._running) - MAX_LINES
-        rest = [Text(f"and {more} more", style="dim")] if more > 0 else []
-        return Group(head, *[bars] * bool(deadline), table, *rest)
+        state = f"{running} running" if running or self.done else "starting"
+        hidden = f", {running - MAX_LINES} not shown" if running > MAX_LINES else ""
+        text = f"{phase}{self.done} of {self.total} runs, {state}{hidden}"
+        self.bars.update(self._all, completed=self.done, description=text)
 
     def close(self) -> None:
-        if self._live:
-            self._live.stop()
+        """Remove the bars. May be called twice."""
+        self.bars.stop()
 
 
 def ending(summary: dict[str, Any]) -> str:
     """Return how a run ended, in a few words."""
     if summary["status"] in ("failed", "diverged"):
         return f"{summary['status']}: {summary['exit_reason']}"
-    final, reached = summary.get("final") or {}, summary.get("time_to_target_s")
+    final = summary.get("final") or {}
     words = [f"{summary['status']} after {seconds(summary['time_s'])}"]
     if final.get("test_accuracy") is not None:
         words.append(percent(final["test_accuracy"]))
@@ -153,6 +158,6 @@ def ending(summary: dict[str, Any]) -> str:
         words.append(f"{summary['metric']} {number(final['test_metric'])}")
     elif final.get("train_loss") is not None:
         words.append(f"loss {final['train_loss']:.4g}")
-    if reached is not None:
-        words.append(f"target at {seconds(reached)}")
+    if summary.get("time_to_target_s") is not None:
+        words.append(f"target at {seconds(summary['time_to_target_s'])}")
     return ", ".join(words)
