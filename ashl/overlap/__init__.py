@@ -1,10 +1,10 @@
 """Overlaps: when gradients or local work travel relative to the computation.
 
-A gradient travels as a whole after the backward pass, in messages during it, or also under the next
-forward pass. Local work travels while the next local work is computed. Each overlap implements
-`ashl.overlap.contract.Overlap`:
+A gradient travels as a whole after the backward pass, in buckets during it, or also under the next
+forward pass. Local work travels while the next local work is computed. Each overlap is a planner
+(`ashl.overlap.contract.Overlap`) that returns buckets; see docs/contributing/overlap.md:
 
-    messages(timeline) -> the number of layer groups in each message, in backward order
+    plan_buckets(timeline) -> the buckets of the model, in backward order
 
 Sums in rank order have the same bits for every partition into messages. So only two kinds of
 overlap change the learned model: those with a codec per message, and those that apply work one

@@ -23,12 +23,14 @@ SMALL = [
 @pytest.fixture
 def package(workplace, monkeypatch):
     """A package `mine` with the page's modules, and a folder of their options."""
-    sync, codec = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    options, half = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    sync, codec, overlap = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    options, half, two = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
     for path, text in {
         "mine/__init__.py": "",
         "mine/k_async.py": sync,
         "mine/half.py": codec,
+        "mine/two.py": overlap,
+        "options/overlap/two.yaml": two.replace("ashl.overlap", "mine"),
         "options/sync/k_async.yaml": options.replace("ashl.sync", "mine"),
         "options/compression/half.yaml": half.replace("ashl.compression", "mine"),
     }.items():
@@ -60,3 +62,13 @@ def test_the_methods_of_the_page(package, capsys) -> None:
     )  # feedback would be refused
     assert limit["params_sha256"] == textbook["params_sha256"]
     assert halved["bytes_up"] / halved["commits"] < 0.6 * textbook["bytes_up"] / textbook["commits"]
+
+
+@pytest.mark.parametrize("topology", ["all_reduce", "parameter_server"])
+def test_the_overlap_of_the_page(package, topology) -> None:
+    same = ("sync=bsp", f"topology={topology}", "model.hidden=[16,16]")
+    links = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=2", "cluster.latency_s=0.001")
+    plain = summary(package, "plain", *same, *links)
+    two = summary(package, "two", *same, *links, "overlap=two")
+    assert two["params_sha256"] == plain["params_sha256"]
+    assert two["time_s"] < plain["time_s"]
