@@ -270,20 +270,6 @@ def test_the_usual_baseline_is_bsp_without_compression(tmp_path) -> None:
         assert board.baseline.label == label
 
 
-def test_flags_of_a_search_are_in_no_caption(tmp_path) -> None:
-    folder = sweep(tmp_path, ssp=(2.0,), bsp=(4.0,))
-    record = json.loads((folder / "sweep.json").read_text())
-    typed = [
-        "--sweeper",
-        "optuna",
-        "stop.steps=4",
-        "hydra.sweeper.n_trials=20",
-        "hydra/sweeper/sampler=tpe",
-    ]
-    (folder / "sweep.json").write_text(json.dumps(record | {"overrides": typed}))
-    assert ranked(folder).common.endswith("stop.steps=4")
-
-
 def test_another_target_is_found_in_the_evaluations(tmp_path) -> None:
     folders = [
         write_run(tmp_path / name, reach_s=reach_s, choices={"sync": name})

@@ -126,8 +126,7 @@ def common_to(study: Study) -> str:
     sweep = study.sweep or {}
     covered = {*one, "runtime", *NOT_AXES, *(sweep.get("axes") or ())}
     for text in map(str, sweep.get("overrides") or ()):
-        setting = "=" in text and not text.startswith(("-", "hydra.", "hydra/"))
-        if setting and not {key_of(text), key_of(text).split(".")[0]} & covered:
+        if not {key_of(text), key_of(text).split(".")[0]} & covered:
             words.append(text)
     return ", ".join(filter(None, words))
 

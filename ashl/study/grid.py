@@ -50,9 +50,13 @@ class Setting:
 
 
 def label(setting: Setting, without: str = "") -> str:
-    """Return the text that distinguishes this setting from the others of its grid."""
+    """Return the text that distinguishes this setting from the others of its grid.
+
+    It is empty if the settings differ by the key `without` alone.
+    """
     values = [f"{key}={value}" for key, value in setting.axes.items() if key != without]
-    return ": ".join(filter(None, [setting.label, " ".join(values)])) or setting.hash
+    found = ": ".join(filter(None, [setting.label, " ".join(values)]))
+    return found or ("" if without else setting.hash)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from shlex import quote
 from threading import Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ashl.errors import AshlError, UsageError
 from ashl.launch.environment import clear_launcher_env
@@ -57,7 +57,6 @@ MARGIN_S = 5.0  # seconds for a launcher to notice that all of its jobs have exi
 POLL_S = 0.25
 PREFIX = "launcher-"  # of a launcher's folder, in the folder of the sweep
 TIMEOUT_MIN = 60  # minutes of a job of submitit, unless launcher.timeout_min is given
-LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")
 
 
 @dataclass(frozen=True)
@@ -70,26 +69,10 @@ class Job:
     resume: bool = False
 
 
-class Started(Protocol):
-    """A job that was started, here or elsewhere.
-
-    `sentinel` becomes ready when its process, or its launcher, ends.
-    """
-
-    job: Job
-    sentinel: int
-    problem: str  # why the job has ended without a begin; "" = it has begun
-
-    def is_running(self) -> bool: ...
-    def has_ended(self) -> bool: ...
-    def stop(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class Pool(NamedTuple):
     """Starts jobs, and the number of jobs that may be started and not ended at any time."""
 
-    start: Callable[[Sequence[Job]], Sequence[Started]]
+    start: Callable[[Sequence[Job]], Sequence["LocalProcess | RemoteJob"]]
     at_once: int
 
 
@@ -107,7 +90,7 @@ def run_all(
     order.
     Raises: AshlError if a launcher has ended before some of its jobs began.
     """
-    started, never_began = list[Started](), list[Started]()
+    started, never_began = list[LocalProcess | RemoteJob](), list[str]()
     try:
         while True:
             wanted = (job for job in jobs if not unwanted(job))
@@ -120,7 +103,7 @@ def run_all(
                 started.remove(each)
                 each.close()
                 if each.problem:
-                    never_began.append(each)
+                    never_began.append(each.problem)
                 else:
                     yield each.job
             show([each.job for each in started if each.is_running()])
@@ -133,7 +116,7 @@ def run_all(
         for each in started:
             each.close()
     if never_began:
-        raise AshlError(f"{len(never_began)} runs have not begun ({never_began[0].problem}")
+        raise AshlError(f"{len(never_began)} runs have not begun ({never_began[0]}")
 
 
 # --- jobs on this machine
@@ -213,8 +196,10 @@ def local_pool(slots: int, run: Callable[[Job], int] = here) -> Pool:
 class LocalProcess:
     """A job in a process of this machine."""
 
+    problem = ""  # why the job has ended without a begin; "" = it has begun
+
     def __init__(self, job: Job, run: Callable[[Job], int]) -> None:
-        self.job, self.stopped, self.problem = job, False, ""
+        self.job, self.stopped = job, False
         self.process = start_process(play, job, run)
         self.sentinel = self.process.sentinel
 
@@ -281,8 +266,8 @@ def checked_parameters(launcher: str, values: Mapping[str, Any]) -> dict[str, An
     Args: values are those of `launcher.KEY=VALUE`, by key.
     Raises: UsageError for an unknown launcher or key, and if the launcher is not installed.
     """
-    if launcher not in LAUNCHERS:
-        raise UsageError(f"there is no launcher {launcher!r}; take one of {', '.join(LAUNCHERS)}")
+    if launcher not in LAUNCH:
+        raise UsageError(f"there is no launcher {launcher!r}; take one of {', '.join(LAUNCH)}")
     if launcher == "joblib":
         from joblib import Parallel
 

@@ -5,6 +5,7 @@ two agents, sshd on loopback, and Ray. Run with `-m engines -n 0`; as root, with
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from tests.engines import free_port, missing, slurm, sshd
+from tests.engines import free_port, missing, slurm, sshd, wait_for
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
@@ -77,7 +78,7 @@ class Engine(NamedTuple):
 
 
 def check(process: subprocess.Popen[str], folder: Path) -> None:
-    said = process.communicate(timeout=200)[0]
+    said = process.communicate(timeout=300)[0]
     logs = "\n".join(path.read_text() for path in folder.glob("ashl-*.out"))
     assert process.returncode == 0, said + logs
 
@@ -233,3 +234,69 @@ def test_slurm_by_hand(engines: Callable, local: dict[str, str], tmp_path: Path)
     command = ["srun", "-C", "fast", "-n2", *words, ":", "-C", "slow", "-n1", *words]
     subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=200)
     assert summary(tmp_path)["params_sha256"] == local["server"]
+
+
+# --- sweeps in a queue, by submitit
+
+QUEUED = ["--launcher", "submitit_slurm", "launcher.timeout_min=10", "-q"]
+VIRTUAL = ["runtime=sim", "model.hidden=[4]", "eval.every_commits=40", "tracking=none"]
+
+
+def start_sweep(engine: Engine, folder: Path, words: Sequence[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ashl.cli", "sweep", *words, *VIRTUAL, *QUEUED]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=engine.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def in_queue(engine: Engine) -> list[str]:
+    """Return the name and the id of each job in the queue."""
+    command = ["squeue", "-h", "-r", "-o", "%j %A"]
+    return subprocess.run(
+        command, env=engine.env, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+def ended_runs(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in folder.glob("*/summary.json")]
+
+
+def test_a_sweep_is_one_array(engines: Callable, tmp_path: Path) -> None:
+    engine = engines("slurm")
+    grid = ["sync=bsp,asp", "seed=0,1", "stop.epochs=2", "run.dir=grid", "--jobs", "2"]
+    check(start_sweep(engine, tmp_path, grid), tmp_path)
+    assert [run["status"] for run in ended_runs(tmp_path / "grid")] == ["finished"] * 4
+    assert not list(tmp_path.glob("grid/launcher-*"))
+    assert not in_queue(engine)
+
+
+def test_an_interrupt_empties_the_queue(engines: Callable, tmp_path: Path) -> None:
+    engine = engines("slurm")
+    grid = ["sync=bsp", "seed=0,1,2,3", "stop.epochs=2000", "run.dir=grid", "--jobs", "2"]
+    sweep = start_sweep(engine, tmp_path, grid)
+    wait_for(lambda: len(list(tmp_path.glob("grid/*/metrics.jsonl"))) >= 2, 150)
+    sweep.send_signal(signal.SIGINT)
+    sweep.communicate(timeout=60)
+    assert sweep.returncode == 130
+    assert {run["status"] for run in ended_runs(tmp_path / "grid")} == {"interrupted"}
+    wait_for(lambda: not in_queue(engine), 60)
+
+
+def test_a_requeued_job_resumes(engines: Callable, tmp_path: Path) -> None:
+    """Slurm sends submitit's signal before the time limit, and requeues the job."""
+    engine = engines("slurm")
+    words = ["sync=bsp", "stop.epochs=200", "run.checkpoint_s=20"]
+    sweep = start_sweep(engine, tmp_path, [*words, "run.dir=grid"])
+    wait_for(lambda: list(tmp_path.glob("grid/*/checkpoint/*/manifest.json")), 150)
+    (job,) = in_queue(engine)
+    subprocess.run(["scancel", "--signal=USR2", job.split()[1]], env=engine.env, check=True)
+    check(sweep, tmp_path)
+    whole = [sys.executable, "-m", "ashl.cli", "train", *words, *VIRTUAL, "run.dir=run", "-q"]
+    subprocess.run(whole, cwd=tmp_path, env=engine.env, check=True)
+    (run,) = ended_runs(tmp_path / "grid")
+    assert run["params_sha256"] == summary(tmp_path)["params_sha256"]

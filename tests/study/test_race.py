@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ashl.study.race import Course, Seen, Standing, moments, rank_of, verdicts
+from ashl.config.compose import compose
+from ashl.study.grid import grid_lines, make_grid
+from ashl.study.race import Course, Race, Seen, Standing, moments, rank_of, verdicts
+from ashl.study.sweep import kept_in
 
 END_S = 16.0
 
@@ -103,6 +106,13 @@ def test_whoever_is_first_at_the_target_is_not_dropped_for_its_loss_on_the_way()
     assert dropped({**others, "late": team(late)}, seeds=3).keys() == {"late"}, (
         "it was there after 1.5 times 9 s"
     )
+
+
+def test_seeds_of_one_setting_do_not_race_each_other(tmp_path: Path) -> None:
+    grid = make_grid(grid_lines(["runtime=sim", "seed=0,1,2"], None), compose)
+    race = Race(grid.settings, tmp_path, [], kept_in(grid, None), print)
+    assert [len(team) for team in race.teams.values()] == [3]
+    assert race.seeds == 3
 
 
 def test_a_run_that_resumed_is_read_from_its_beginning(tmp_path: Path) -> None:
