@@ -54,22 +54,31 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file of the report.")
     ] = None,
+    figures: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KINDS",
+            help="Write each figure as a file of these kinds: svg, pdf, png; default: svg.",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> int:
     """Rank the settings of finished runs, with their differences and how certain these are.
 
     Runs that differ only in their seed are one setting. report.html is written into the sweep's
-    folder, or here; with --target 0.9 it is report-target-0.9.html.
+    folder, or here; with --target 0.9 it is report-target-0.9.html. Files of figures are written
+    into a folder beside it: for a sweep, or with --figures pdf,png for example.
     """
+    from ashl.report.compare import check_kinds, write_report
     from ashl.report.compare import compare as compared
-    from ashl.report.compare import write_report
     from ashl.report.tables import check_order, ordered, show
 
     check_order(sort)
+    kinds = figures.split(",") if figures else ()
+    check_kinds(kinds)
     asked = {"target": target, "hold": hold}
     beside = "-".join(f"{key}-{value:g}" for key, value in asked.items() if value is not None)
     found = compared(folders, target=target, hold=hold, baseline=baseline)
-    kinds = ("svg", "pdf", "png")
     report = write_report(found, out=out, command=str(typed(ctx)), beside=beside, kinds=kinds)
     show_left_out(found.board.left_out)
     screen = console()

@@ -60,9 +60,9 @@ def export(
     from ashl.report.records import read
 
     study = read(folders)
-    batches, bad = exports.table(study, what)
+    records, bad = exports.table(study, what)
     show_left_out((*study.left_out, *bad))
-    exports.write(batches, kind, out or sys.stdout)
+    exports.write(records, kind, out or sys.stdout)
     return 0
 
 

@@ -5,10 +5,11 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ashl.errors import AshlError
+from ashl.errors import AshlError, UsageError
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import Study, read
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ashl.report.answer import Said
 
 REPORT = "report.html"
+KINDS = ("svg", "pdf", "png")  # of figures' files
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,15 @@ def write_report(
     command: str = "",
     beside: str = "",
     said: "Said | None" = None,
-    kinds: Sequence[str] = ("svg",),
+    kinds: Sequence[str] = (),
 ) -> Path:
     """Write the report to `out`, or into the folder of the sweep, or here.
 
-    Without `out`, a sweep's folder also gets `leaderboard.md`, `leaderboard.tex` and files of each
-    figure.
+    Without `out`, a sweep's folder also gets `leaderboard.md`, `leaderboard.tex` and its figures.
 
     Args: folder stands for the sweep's folder; command is the typed command; beside is a word for
     the file names, so that the files of another target do not replace the sweep's own; said is a
-    command's own answer; kinds are those of the figures' files: svg, pdf, png.
+    command's own answer; kinds are those of the figures' files, svg by default for a sweep.
     Raises: AshlError if a file cannot be written.
     """
     from ashl.report.figures import figures
@@ -77,13 +78,20 @@ def write_report(
         answered = said.answer if said else None
         write(marked(folder / "leaderboard.md", beside), markdown(board, answered))
         write(marked(folder / "leaderboard.tex", beside), booktabs(board))
-        place = marked(folder / "figures", beside)
+        kinds = kinds or ("svg",)
+    place = marked(report.with_name("figures"), beside)
+    for figure, kind in product(drawn, kinds):
         place.mkdir(exist_ok=True)
-        for figure in drawn:
-            stem = "-".join(re.findall("[a-z]+", figure.title.lower()))
-            for kind in kinds:
-                write(place / f"{stem}.{kind}", figure.saved(kind))
+        stem = "-".join(re.findall("[a-z]+", figure.title.lower()))
+        write(place / f"{stem}.{kind}", figure.saved(kind))
     return report
+
+
+def check_kinds(kinds: Sequence[str]) -> None:
+    """Raise UsageError for an unknown kind of figures' files."""
+    unknown = next((kind for kind in kinds if kind not in KINDS), None)
+    if unknown is not None:
+        raise UsageError(f"--figures {unknown}: there are {', '.join(KINDS)}.")
 
 
 def marked(file: Path, word: str) -> Path:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -159,13 +158,11 @@ class Runs(Sequence[Run]):
         return self.study.left_out
 
     def _frame(self, what: str) -> "DataFrame":
-        from pandas import DataFrame
-
-        batches, bad = export.table(self.study, what)
+        found, bad = export.table(self.study, what)
         if bad:
             named = "; ".join(f"{out.name} ({out.reason})" for out in bad)
             warnings.warn(f"left out {named}", stacklevel=3)
-        return DataFrame.from_records(list(chain.from_iterable(batches())))
+        return found.infer_objects()
 
     @overload
     def __getitem__(self, index: int) -> Run: ...

@@ -89,6 +89,10 @@ def test_compare_of_loose_runs_writes_here_or_where_it_is_told(workplace, capsys
     )
     assert (workplace / "other.html").is_file()
     assert "and 1 more settings" in capsys.readouterr().out
+    assert not (workplace / "figures").exists()
+    assert main(["compare", "a", "--figures", "png"]) == 0
+    assert (workplace / "figures/against-time.png").is_file()
+    assert not list(workplace.glob("figures/*.svg"))
 
 
 def test_a_broken_run_is_named_on_one_line_and_the_others_continue(sweep, capsys) -> None:
@@ -107,6 +111,7 @@ def test_a_broken_run_is_named_on_one_line_and_the_others_continue(sweep, capsys
         ("compare study --sort speed", 2, "--sort speed"),
         ("compare study --target 90", 2, "as in --target 0.9"),
         ("compare study --baseline asp", 2, "name one of: bsp; ssp"),
+        ("compare study --figures pdf,eps", 2, "--figures eps: there are svg, pdf, png."),
         ("compare study low", 2, "judge them all by one, as in --target 0.9"),
         ("compare study --out no/r.html", 1, "no/r.html cannot be written"),
         ("export nowhere", 2, "nowhere is no folder"),
