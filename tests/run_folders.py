@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ashl.tracking.mlflow import client_of
+from ashl.tracking.mlflow import client_of, set_environment
 
 KINDS = ("compute", "compress", "push", "pull", "wait", "down")
 
@@ -190,5 +190,6 @@ def write_sweep(
 def empty_database() -> bytes:
     """Return MLflow's database without runs; its schema takes seconds to make."""
     with TemporaryDirectory() as folder:
+        set_environment(Path(folder))
         client_of(Path(folder))
         return (Path(folder) / "mlflow.db").read_bytes()

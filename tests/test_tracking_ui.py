@@ -19,7 +19,7 @@ import pytest
 
 from ashl.errors import AshlError, UsageError
 from ashl.tracking import copying, ui, view
-from ashl.tracking.copying import tracker_of
+from ashl.tracking.copying import tracker_maker
 from ashl.tracking.tracker import TrackedRun
 from tests.run_folders import empty_database, write_run, write_sweep
 
@@ -103,7 +103,7 @@ def test_links_lead_to_what_ran(store: Path) -> None:
         ui.link_of(store, here, store / "none")
     sweep = write_sweep(store / "study", [({"sync": "bsp"}, 1.0)], {"workers": 2, "rounds": 4})
     own = TrackedRun(sweep, "study", "study", kind="sweep")
-    copying.RunCopy(tracker_of("mlflow", store), own).advance()
+    copying.RunCopy(tracker_maker("mlflow", store)(), own).advance()
     link = ui.link_of(store, here, sweep)
     assert link == view.link(here, link.split("/")[5])
     assert link == ui.link_of(store, here, None)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +51,7 @@ from ashl.run.virtual import Saving, simulate
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
 from ashl.tracking.console import Progress, outcome, seconds
-from ashl.tracking.copying import Copier, params_of, tracker_of
+from ashl.tracking.copying import Copier, params_of, tracker_maker
 from ashl.tracking.forecast import forecast, notes
 from ashl.tracking.killed import close_killed
 from ashl.tracking.option import TITLES, Tracking
@@ -480,7 +479,7 @@ def start_copier(
         note=f"`{command}`" if command else "",
         tags={"ashl.config_hash": config_hash(config)},
     )
-    return Copier(partial(tracker_of, tracking.sink, RUNS.absolute()), TITLES[tracking.sink], run)
+    return Copier(tracker_maker(tracking.sink, RUNS.absolute()), TITLES[tracking.sink], run)
 
 
 @contextmanager

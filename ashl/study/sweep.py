@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from ashl.study.jobs import (
 from ashl.study.race import Race
 from ashl.tracking import jsonl
 from ashl.tracking.console import seconds
-from ashl.tracking.copying import Copier, params_of, tracker_of
+from ashl.tracking.copying import Copier, params_of, tracker_maker
 from ashl.tracking.counting import Counting
 from ashl.tracking.option import TITLES
 from ashl.tracking.recorder import METRICS
@@ -257,7 +256,7 @@ def copied_to_tracker(
         yield lambda setting: None
         return
     own = TrackedRun(folder.absolute(), folder.name, folder.name, kind="sweep", note=f"`{command}`")
-    copier = Copier(partial(tracker_of, sink, RUNS.absolute()), TITLES[sink], own)
+    copier = Copier(tracker_maker(sink, RUNS.absolute()), TITLES[sink], own)
     judged: dict[str, Any] = {}  # metric of the task, and whether higher is better
 
     def to_tracker(setting: Setting) -> None:

@@ -7,17 +7,22 @@ It never delays the run, except for a bounded time at its end.
 
 import hashlib
 import json
+import os
 import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ashl.tracking import jsonl
+from ashl.tracking.mlflow import MlflowTracker, set_environment
 from ashl.tracking.recorder import METRICS, SUMMARY, TRACE
+from ashl.tracking.tensorboard import TensorboardTracker
 from ashl.tracking.tracker import MAX_WORKERS, Point, TrackedRun, Tracker, shell_command
+from ashl.tracking.wandb import WandbTracker
 
 PERIOD_S = 1.0  # seconds between two readings of metrics.jsonl
 MAX_REASON = 300  # characters
@@ -28,22 +33,20 @@ ARTIFACTS = (
 UNFINISHED = {"status": "failed", "exit_reason": "the run's process ended without a summary"}
 
 
-def tracker_of(sink: str, store: Path) -> Tracker:
-    """Return a tracker for one run; `store` is the folder of MLflow's store.
+def tracker_maker(sink: str, store: Path) -> Callable[[], Tracker]:
+    """Return a function that makes a tracker for one run, and imports its library.
 
-    The libraries take a second to import, so call this in a thread.
+    Call it in the main thread, because it sets environment variables. Call what it returns in
+    another thread, because libraries of trackers take a second to import.
+    Args: store is the folder of MLflow's store.
     """
     if sink == "tensorboard":
-        from ashl.tracking.tensorboard import TensorboardTracker
-
-        return TensorboardTracker()
+        return TensorboardTracker
     if sink == "wandb":
-        from ashl.tracking.wandb import WandbTracker
-
-        return WandbTracker()
-    from ashl.tracking.mlflow import MlflowTracker
-
-    return MlflowTracker(store)
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        return WandbTracker
+    set_environment(store)
+    return partial(MlflowTracker, store)
 
 
 class RunCopy:
@@ -92,8 +95,7 @@ def copy_run(tracker: Tracker, run: TrackedRun) -> str:
 class Copier:
     """A daemon thread that copies a run while it runs, or a sweep while its runs end.
 
-    Args: make returns a tracker for one run, and only the thread calls it, because libraries
-    of trackers take a second to import.
+    Args: make returns a tracker for one run (see `tracker_maker`); only the thread calls it.
     """
 
     def __init__(self, make: Callable[[], Tracker], title: str, run: TrackedRun) -> None:

@@ -4,13 +4,13 @@ This also holds on a full disk and after a kill.
 """
 
 import fcntl
-import json
-import math
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
+
+from pydantic_core import to_json
 
 from ashl.errors import parsed
 
@@ -144,7 +144,7 @@ def whole(path: Path) -> dict | None:
 
 def write_json(path: Path, value: dict) -> None:
     """Write `value` as JSON, as a whole or not at all. Raises OSError."""
-    write_text(path, dumps(value, INDENTED) + "\n")
+    write_text(path, dumps(value, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -161,31 +161,16 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def _plain(value: object) -> object:
-    """Convert numpy scalars, arrays and tensors to Python's own numbers and lists."""
+def dumps(value: object, indent: int | None = None) -> str:
+    """Return `value` as JSON.
+
+    NaN and infinities, for which JSON has no literal, become null; scalars and arrays of numpy and
+    torch become numbers and lists.
+    """
+    return to_json(value, indent=indent, inf_nan_mode="null", fallback=to_list).decode()
+
+
+def to_list(value: object) -> object:
     if not isinstance(value, Listable):
         raise TypeError(f"a record holds plain values only, not {type(value).__name__}")
     return value.tolist()
-
-
-# Encoders are made once: json.dumps would make one for each call.
-LINE = json.JSONEncoder(allow_nan=False, default=_plain, ensure_ascii=False)
-INDENTED = json.JSONEncoder(allow_nan=False, default=_plain, ensure_ascii=False, indent=2)
-
-
-def dumps(value: object, encoder: json.JSONEncoder = LINE) -> str:
-    """Return `value` as JSON; NaN and infinities, for which JSON has no literal, become null."""
-    try:
-        return encoder.encode(value)
-    except ValueError:  # only a value that is not finite needs the slow conversion
-        return encoder.encode(_finite(value))
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int) else _finite(_plain(value))

@@ -67,6 +67,7 @@ class MlflowTracker:
         self.tracked = run
         for earlier in find(self.client, [experiment], {FOLDER: folder_tag(run.folder)}):
             if run.kind == "sweep":
+                self.client.update_run(earlier.info.run_id, status="RUNNING")
                 self.run = earlier
                 return earlier.info.run_id
             if run.parent or earlier.info.status == "RUNNING":
@@ -117,10 +118,12 @@ class MlflowTracker:
         self.client.log_artifact(self.run.info.run_id, str(path))
 
     def close(self, summary: Mapping[str, Any], outcome: str) -> str:
+        from mlflow.entities import RunTag
+
         run_id = self.run.info.run_id
-        tags = {"ashl.status": summary["status"], "ashl.exit_reason": summary.get("exit_reason")}
-        for key, value in (tags | {OUTCOME: outcome}).items():
-            self.client.set_tag(run_id, key, str(value)[:MAX_TEXT])
+        reason = str(summary.get("exit_reason"))[:MAX_TEXT]
+        tags = {"ashl.status": summary["status"], "ashl.exit_reason": reason, OUTCOME: outcome}
+        self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
         if not self.tracked.parent:  # the view is that of the latest run, or of the whole sweep
             with suppress(Exception):  # a page without the view is no reason to record nothing
                 experiment = self.run.info.experiment_id
@@ -144,19 +147,23 @@ def public(uri: str) -> str:
     return re.sub(r"//[^/@\s]+@", "//", uri)
 
 
-def client_of(store: Path) -> "MlflowClient":
-    """Return a client of the store, which is created if it is missing."""
+def set_environment(store: Path) -> None:
+    """Set MLflow's variables, in the main thread: other threads may read the environment."""
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if not os.environ.get("MLFLOW_TRACKING_URI"):
-        store.mkdir(parents=True, exist_ok=True)
         # Root of MLflow's default experiment: a path with quotes would break its SQL.
         os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = artifact_root(store)
+
+
+def client_of(store: Path) -> "MlflowClient":
+    """Return a client of the store, which is created if it is missing."""
     from mlflow import MlflowClient
 
     uri = tracking_uri(store)
     path = Path(uri.removeprefix(SQLITE))
     if uri.startswith(SQLITE) and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         # As a whole or not at all: processes that create the schema of one database at once fail.
         part = path.with_name(f"{path.name}.{os.getpid()}")
         MlflowClient(f"{SQLITE}{part}")

@@ -19,13 +19,13 @@ from ashl.errors import AshlError, UsageError
 from ashl.tracking import jsonl, view
 from ashl.tracking.copying import copy_run, digest, gist, params_of
 from ashl.tracking.mlflow import (
-    ENVIRONMENT,
     FOLDER,
     MlflowTracker,
     client_of,
     find,
     folder_tag,
     public,
+    set_environment,
     tracking_uri,
 )
 from ashl.tracking.recorder import SUMMARY
@@ -72,6 +72,7 @@ def serve(
     check_port(host, port)
     if not (store / "mlflow.db").exists():
         client_of(store)  # it and the server must not create the database at once
+    set_environment(store)
     address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     arguments = ["--backend-store-uri", uri, "--host", host, "--port", str(port), "--workers", "1"]
     with tempfile.TemporaryFile() as log:
@@ -80,7 +81,6 @@ def serve(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=ENVIRONMENT | os.environ,
             start_new_session=True,  # Ctrl-C reaches only us; we then end MLflow in order
             preexec_fn=end_with_parent,
         )

@@ -4,13 +4,12 @@ import json
 import os
 import sqlite3
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ashl.tracking import copying
-from ashl.tracking.copying import Copier, tracker_of
+from ashl.tracking.copying import Copier, tracker_maker
 from ashl.tracking.tracker import TrackedRun
 from tests.run_folders import empty_database, write_sweep
 
@@ -36,7 +35,7 @@ late: list[Copier] = []  # a command ends here, and with it the thread that may 
 def copy(sweep: Path, sink: str = "mlflow", wait_s: float = 100.0) -> tuple[str | None, str | None]:
     """Copy all runs of the sweep."""
     own = TrackedRun(sweep, "study", "study", kind="sweep", note="`ashl sweep`")
-    copier = Copier(partial(tracker_of, sink, sweep.parent / "store"), sink, own)
+    copier = Copier(tracker_maker(sink, sweep.parent / "store"), sink, own)
     for setting in json.loads((sweep / "sweep.json").read_text())["settings"]:
         name = " ".join(f"{key}={value}" for key, value in setting["axes"].items())
         copier.add(TrackedRun(sweep / setting["folder"], name, "study", setting["axes"]))
