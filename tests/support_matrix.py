@@ -22,7 +22,6 @@ from ashl.errors import AshlError, UsageError
 from ashl.overlap.contract import Delayed
 from ashl.planning import compile_plan
 from ashl.planning.compatibility import (
-    check_checkpoints,
     check_faults,
     check_max_restarts,
     check_other_worker_count,
@@ -47,7 +46,6 @@ PULLS = ("compression=topk", "topology.pull_ratio=0.1")
 COLUMNS = (
     "failure",
     "rejoin",
-    "checkpoint",
     "resume with other workers",
     "delayed",
     "buckets",
@@ -156,14 +154,11 @@ def both(sim: str | None, real: str | None, note: Callable[[str], str]) -> str:
 
 
 def row_of(found: Any, note: Callable[[str], str]) -> list[str]:
-    """Return the cells for failure, rejoin, checkpoint and resume of a plan that is legal."""
+    """Return the cells for failure, rejoin and resume of a plan that is legal."""
     sim, stages = found.parts, found.plan.stages
     real = replace(sim, runtime=local_runtime())
     restarting = replace(sim, runtime=replace(local_runtime(), max_restarts=1))
     failed, rejoined = with_events(sim, "fail"), with_events(sim, "fail", "rejoin")
-    saved = [
-        refusal(lambda parts=parts: check_checkpoints(1.0, parts, stages)) for parts in (sim, real)
-    ]
     resumed = refusal(lambda: check_other_worker_count(sim, RUN))
     return [
         both(
@@ -176,7 +171,6 @@ def row_of(found: Any, note: Callable[[str], str]) -> list[str]:
             refusal(lambda: check_max_restarts(restarting, None)),
             note,
         ),
-        both(*saved, note),
         "yes" if resumed is None else f"no {note(resumed)}",
     ]
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from ashl.launch.membership import JobMembership
 from ashl.planning.predict import WITHOUT
 from ashl.run import checkpoints, uploads
 from ashl.run.authenticated_store import AuthenticatedStore, new_secret
-from ashl.run.checkpoints import LOCKSTEP, SERVER, CheckpointManager
+from ashl.run.checkpoints import PROCESSES, CheckpointManager
 from ashl.run.evaluation import Evaluation
 from ashl.run.metrics import CompressionStats
 from ashl.run.monitor import MonitorState
 from ashl.run.train import find_restarted_run
+from ashl.runtime.plain_state import ITEMS, KIND, decode, encode, to_plain
 from ashl.runtime.rank_checkpoint import folder_of, list_checkpoints, part_of, write
-from ashl.runtime.records import CheckpointPartSaved, Counts, Heartbeat
+from ashl.runtime.records import CheckpointPartSaved
 from ashl.tracking import jsonl
 
 SECOND = 1_000_000_000
@@ -28,11 +30,13 @@ SECOND = 1_000_000_000
 class Home:
     """The part of the monitor that a checkpoint uses."""
 
+    def __init__(self, stopping: str | None = None, budget_s: float | None = None) -> None:
+        self.stopping = stopping
+        self.plan = SimpleNamespace(limits=SimpleNamespace(seconds=budget_s))
+
     @property
     def recorder(self) -> "Home":
         return self
-
-    stopping = None
 
     def state(self) -> dict:
         return {"books": [1, 2]}
@@ -40,38 +44,14 @@ class Home:
     def sizes(self) -> dict[str, int]:
         return {"events.jsonl": 7}
 
-    def shown_ns(self, merges: int) -> int | None:
-        return 0
 
-
-def beat(version: int, time_s: float) -> Heartbeat:
-    counts = Counts(0, 0, version, [], [], [], [], [], 0, None, None, 0.0, None)
-    return Heartbeat(2, round(time_s * SECOND), 0, 0, 0.0, {}, 0, 0, {}, counts)
-
-
-def made(
-    checkpoint_manager: CheckpointManager, number: int, versions: tuple[int, ...], **other: object
-) -> None:
-    """All ranks keep their parts of a checkpoint, at these versions."""
-    for rank, version in enumerate(versions):
-        digest = write(
-            part_of(folder_of(checkpoint_manager.run_dir, number), rank), {"version": version}
-        )
-        checkpoint_manager.add_part(
-            CheckpointPartSaved(rank, number, 0, version, 3 * SECOND + rank, digest, **other),
-            Home(),
-        )
-
-
-def test_a_version_is_named_that_nobody_has_come_to(tmp_path: Path) -> None:
-    checkpoint_manager = CheckpointManager(tmp_path, 3, 2.0, "run")
-    assert [checkpoint_manager.propose(beat(10 * k, k)) for k in range(2)] == [None, None]
-    assert checkpoint_manager.propose(beat(20, 2.0)) == (0, 31)  # a second ahead
-    assert checkpoint_manager.propose(beat(40, 4.0)) is None  # one at a time
-    made(checkpoint_manager, 0, (31, 31, 31))
-    assert checkpoint_manager.propose(beat(50, 3.9)) is None
-    assert checkpoint_manager.propose(beat(80, 4.1)) is not None
-    assert CheckpointManager(tmp_path, 3).propose(beat(1, 100.0)) is None
+def made(checkpoint_manager: CheckpointManager, number: int, home: Home, **other: object) -> None:
+    """All ranks save their parts of a checkpoint."""
+    for rank in range(checkpoint_manager.num_ranks):
+        content = encode({KIND: "dict", ITEMS: [("rank", rank)]})
+        digest = write(part_of(folder_of(checkpoint_manager.run_dir, number), rank), content)
+        part = CheckpointPartSaved(rank, number, 3 * SECOND + rank, digest, **other)
+        checkpoint_manager.add_part(part, home)
 
 
 @pytest.mark.parametrize("flipped", [False, True])
@@ -79,14 +59,11 @@ def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(
     tmp_path: Path, flipped: bool
 ) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store, document = (
-        AuthenticatedStore(server, new_secret()),
-        {"state": torch.arange(1_500_000.0), "stage": 0},
-    )  # in two pieces
+    store = AuthenticatedStore(server, new_secret())
+    document = encode(to_plain({"state": torch.arange(1_500_000.0)}))  # in two pieces
     checkpoint_manager, home = CheckpointManager(tmp_path, 1, 1.0, "run"), Home()
-    checkpoint_manager.wanted = (4, 31)
     sha256, nbytes = uploads.upload_checkpoint_part(store, 0, 4, document)
-    record = CheckpointPartSaved(0, 4, 0, 31, 3 * SECOND, sha256, nbytes)
+    record = CheckpointPartSaved(0, 4, 3 * SECOND, sha256, nbytes)
     content = uploads.receive_checkpoint_part(store, record)
     assert content is not None
     content[-1] += flipped
@@ -100,36 +77,14 @@ def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(
         return
     saved = checkpoints.newest(tmp_path, "run")
     for rank, what in ((0, saved), (1, None)):
-        uploads.send_restore_point(store, rank, what)
-    since_ns, file = uploads.await_restore_point(store, 0, over=lambda: False)
-    assert since_ns == 3 * SECOND
-    assert torch.equal(torch.load(file, weights_only=True)["state"], document["state"])
-    assert uploads.await_restore_point(store, 1, over=lambda: False) == (0, None)
+        uploads.send_restore_point(store, rank, uploads.restore_point_of(what, rank))
+    point = uploads.await_restore_point(store, 0, over=lambda: False)
+    assert point == (3 * SECOND, 5, document)
+    assert torch.equal(decode(point.content)["state"], torch.arange(1_500_000.0))
+    assert uploads.await_restore_point(store, 1, over=lambda: False) == (0, 0, b"")
     assert uploads.await_restore_point(store, 2, over=lambda: True) is None, (
         "the run is over before it has begun"
     )
-
-
-def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path: Path) -> None:
-    checkpoint_manager = CheckpointManager(tmp_path, 2, 1.0, "run")
-    checkpoint_manager.propose(beat(0, 0.5))
-    assert checkpoint_manager.propose(beat(10, 1.0)) == (0, 31)
-    made(checkpoint_manager, 0, (31, 32))
-    assert not folder_of(tmp_path, 0).exists()
-    assert checkpoint_manager.propose(beat(40, 2.0)) == (1, 101)  # two seconds ahead
-    made(checkpoint_manager, 1, (101, 101), error="no space left on device")
-    assert "rank 1 could not write its part (no space left on device)" in checkpoint_manager.warning
-    assert not list_checkpoints(tmp_path)
-
-
-def test_at_their_own_pace_none_may_be_older_than_the_server(tmp_path: Path) -> None:
-    checkpoint_manager = CheckpointManager(tmp_path, 3, 1.0, "run", SERVER, lead_rank=2)
-    for number, versions in enumerate([(33, 31, 31), (31, 30, 31)]):
-        checkpoint_manager.wanted, checkpoint_manager.saved = (number, 30), {}
-        made(checkpoint_manager, number, versions)
-    assert list_checkpoints(tmp_path) == [0]
-    found = checkpoints.newest(tmp_path, "run")
-    assert (found.how, found.time_ns, found.home_ns) == (SERVER, 3 * SECOND + 2, 3 * SECOND + 2)
 
 
 @pytest.fixture
@@ -137,8 +92,7 @@ def kept(tmp_path: Path) -> Path:
     """A run folder with checkpoints 1 and 2; 0 is gone."""
     checkpoint_manager = CheckpointManager(tmp_path, 2, 1.0, "run")
     for number in range(3):
-        checkpoint_manager.wanted, checkpoint_manager.saved = (number, 31), {}
-        made(checkpoint_manager, number, (31, 31))
+        made(checkpoint_manager, number, Home())
     assert list_checkpoints(tmp_path) == [1, 2]
     return tmp_path
 
@@ -147,7 +101,7 @@ def test_the_newest_whole_one_counts(kept: Path) -> None:
     found = checkpoints.newest(kept, "run")
     assert (found.number, found.how, found.ranks_ns, found.broken) == (
         2,
-        LOCKSTEP,
+        PROCESSES,
         [3 * SECOND, 3 * SECOND + 1],
         None,
     )
@@ -162,7 +116,7 @@ def test_the_newest_whole_one_counts(kept: Path) -> None:
     assert found.number == 1
     assert (
         found.broken
-        == f"{kept}/checkpoint/2 cannot be resumed from (rank1.pt is not what was written)"
+        == f"{kept}/checkpoint/2 cannot be resumed from (rank1.safetensors is not what was written)"
     )
     part.write_bytes(part.read_bytes()[:-100])  # cut off
     assert checkpoints.newest(kept, "run").number == 1
@@ -174,7 +128,9 @@ def test_the_newest_whole_one_counts(kept: Path) -> None:
 def test_files_are_looked_for_in_their_own_folder_only(kept: Path) -> None:
     manifest = folder_of(kept, 2) / "manifest.json"
     text = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(text | {"files": {"../1/rank0.pt": text["files"]["rank0.pt"]}}))
+    manifest.write_text(
+        json.dumps(text | {"files": {"../1/rank0.safetensors": text["files"]["rank0.safetensors"]}})
+    )
     assert checkpoints.newest(kept, "run").number == 1
 
 
@@ -201,19 +157,6 @@ def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
     again = checkpoints.newest(kept, "run")
     assert again.sizes == left
     assert checkpoints.truncate_records(kept, again) == left
-
-
-def test_a_round_that_the_server_had_merged_stays_though_its_answer_came_later(kept: Path) -> None:
-    rounds = [
-        {"kind": "round", "rank": r, "round": k, "end_s": 2.0 + k} for k in range(3) for r in (0, 1)
-    ]
-    lines = [json.dumps(line) + "\n" for line in rounds]
-    (kept / "events.jsonl").write_text("".join(lines))
-    sizes = {"events.jsonl": len("".join(lines))}
-    checkpoints.truncate_records(
-        kept, checkpoints.newest(kept, "run")._replace(sizes=sizes, how=SERVER, rounds=[1, 2])
-    )
-    assert (kept / "events.jsonl").read_text() == "".join([*lines[:2], lines[3]])
 
 
 def test_records_are_taken_back_whole_however_often_that_is_interrupted(
@@ -286,10 +229,7 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
             )
             return {"books": run_state}
 
-    checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
-    checkpoint_manager.wanted = (0, 31)
-    digest = write(part_of(folder_of(tmp_path, 0), 0), {})
-    checkpoint_manager.add_part(CheckpointPartSaved(0, 0, 0, 31, 3 * SECOND, digest), Judging())
+    made(CheckpointManager(tmp_path, 1, 1.0, "run"), 0, Judging())
     run_state = checkpoints.monitor_of(
         checkpoints.newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0)
     )["books"]
@@ -315,13 +255,30 @@ def test_a_torchrun_restart_resumes_if_there_is_a_checkpoint(kept: Path, capsys)
     assert find_restarted_run(config, again) is None
 
 
-def test_a_run_that_is_to_stop_leaves_no_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stopping", "budget_s"), [("interrupted", None), (None, 2.0)])
+def test_a_run_that_is_to_stop_leaves_no_checkpoint(
+    stopping: str | None, budget_s: float | None, tmp_path: Path
+) -> None:
     """It would stop again as soon as it went on."""
-    home, checkpoint_manager = Home(), CheckpointManager(tmp_path, 1, 1.0, "run")
-    home.stopping = "interrupted"
-    checkpoint_manager.wanted = (0, 31)
-    checkpoint_manager.add_part(
-        CheckpointPartSaved(0, 0, 0, 31, 3 * SECOND, write(part_of(folder_of(tmp_path, 0), 0), {})),
-        home,
-    )
+    home = Home(stopping, budget_s)
+    made(CheckpointManager(tmp_path, 1, 1.0, "run"), 0, home)
     assert not folder_of(tmp_path, 0).exists()
+
+
+def test_a_part_that_is_not_written_leaves_no_checkpoint(tmp_path: Path) -> None:
+    checkpoint_manager = CheckpointManager(tmp_path, 2, 1.0, "run")
+    made(checkpoint_manager, 0, Home(), error="no space left on device")
+    assert "could not write its part (no space left on device)" in checkpoint_manager.warning
+    assert not list_checkpoints(tmp_path)
+
+
+def test_parts_of_two_checkpoints_may_arrive_mixed(tmp_path: Path) -> None:
+    checkpoint_manager = CheckpointManager(tmp_path, 2, 1.0, "run")
+    for rank, number in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        digest = write(part_of(folder_of(tmp_path, number), rank), bytes([rank, number]))
+        part = CheckpointPartSaved(rank, number, (3 + number) * SECOND + rank, digest)
+        checkpoint_manager.add_part(part, Home())
+    assert list_checkpoints(tmp_path) == [0, 1]
+    found = checkpoints.newest(tmp_path, "run")
+    assert (found.time_ns, found.home_ns) == (4 * SECOND + 1, 4 * SECOND + 1)
+    assert not checkpoint_manager.parts

@@ -86,6 +86,7 @@ HOMES = {
         "ashl/export/ddp_hook.py",
         "cli/doctor.py",
     ),
+    "safetensors": ("ashl/runtime/plain_state.py",),
     "typer": ("cli/",),
     "time": (
         "ashl/runtime/",

@@ -131,13 +131,6 @@ class Exchange:
         """Return the moment when a collective begins: now, as no NIC is ever busy."""
         return now_ns
 
-    def saved(self) -> tuple[Any, ...]:
-        """Return the state of the network for a checkpoint."""
-        return ()
-
-    def go_on(self, saved: tuple[Any, ...]) -> None:
-        """Restore a saved state."""
-
 
 class Ports:
     """Network model with latency, bandwidth, and the occupancy of the NICs of both ends."""
@@ -316,11 +309,11 @@ class Ports:
         return start
 
     def saved(self) -> tuple[Any, ...]:
-        """Return the state of the network for a checkpoint."""
+        """Return the occupancy of all NICs."""
         return self._free, self._coming, self._posted
 
     def go_on(self, saved: tuple[Any, ...]) -> None:
-        """Restore a saved state."""
+        """Restore a saved occupancy."""
         self._free, self._coming, self._posted = saved
 
     def ring(self, group: tuple[int, ...]) -> Ring:

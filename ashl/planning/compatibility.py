@@ -5,8 +5,8 @@ sentence, `key=value: problem; fix`, that names the incompatible options, the re
 alternative.
 
 `ashl.planning.compile_plan` calls the checks in this order: single choices (`check_combination`,
-`check_compression`), stages (`check_stages`, `check_annealed_values`), checkpoints and faults
-(`check_checkpoints`, `check_faults`), and several servers (`check_sharded_server`). The predicates
+`check_compression`), stages (`check_stages`, `check_annealed_values`), faults (`check_faults`), and
+several servers (`check_sharded_server`). The predicates
 at the end of the module answer the same questions during a run: may the run continue without a
 failed worker, may a worker rejoin, may the run resume with another number of workers.
 
@@ -23,7 +23,6 @@ from typing import Any
 
 from ashl.aggregate.fednova import FedNova
 from ashl.aggregate.weighted import Weighted
-from ashl.cluster.all_reduce_costs import contention_of
 from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL, Cluster, RealCluster
 from ashl.compression.common.code import Code
 from ashl.compression.common.count_sketch import CountSketch
@@ -59,7 +58,6 @@ from ashl.stage.stage import (
     Rule,
     Topology,
     extra_ranks,
-    sums_beside,
 )
 from ashl.sync.profiling import Profiling
 from ashl.sync.zero_one_adam import ZeroOneAdam
@@ -67,7 +65,7 @@ from ashl.task.classification import Classification
 from ashl.task.contract import ACCURACY, Task
 from ashl.task.regression import Regression
 from ashl.topology.all_reduce import AllReduce, StepRule
-from ashl.topology.gossip import Gossip, RoamingRule, RoundRule
+from ashl.topology.gossip import Gossip
 from ashl.topology.halos import Halos
 from ashl.topology.parameter_server import (
     UPDATES,
@@ -1394,79 +1392,3 @@ def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:
                 " whole shard at once, which cannot grow during the run; take"
                 " runtime.on_worker_failure=skip"
             )
-
-
-def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[StagePlan]) -> None:
-    """Refuse checkpoints that the run cannot write or resume from.
-
-    Raises: UsageError.
-    """
-    if every_s is None:
-        return
-    real, slowed = parts.runtime.name != "sim", contention_of(parts.cluster) is not None
-    if (
-        slowed
-        and not real
-        and any(sums_beside(own.sync, own.topology, own.overlap) for own in parts.stages)
-    ):
-        raise UsageError(
-            "run.checkpoint_s: not supported with compute-communication contention, a checkpoint"
-            " does not hold the progress of both; remove it, or take overlap=none"
-        )
-    if real and len(stages) > 1 and any(map(saves_one_round, parts.stages)):
-        raise UsageError(
-            "run.checkpoint_s: real processes support checkpoints of sync=hop and sync=d_admm with"
-            " one stage only, because workers begin the next stage after different numbers of"
-            " rounds; remove it, or take one stage"
-        )
-    lockstep = runs_in_lockstep(parts, len(stages[0].workers))
-    for stage, own in zip(stages, parts.stages, strict=True):
-        if real and not (lockstep or resumes_without_lockstep(own)):
-            raise UsageError(
-                f"run.checkpoint_s: real processes cannot resume stage {stage.name} unless all"
-                " stages run in synchronous rounds; remove it, or take runtime=sim, or sync=bsp,"
-                " sync=local_sgd or sync=ssp"
-            )
-
-
-def runs_in_lockstep(parts: Parts, num_workers: int) -> bool:
-    """Return True if in every stage no message is in flight when all workers begin a round.
-
-    Messages that are sent at that moment, or retransmitted after a resume, do not count.
-    """
-    return all(stage_runs_in_lockstep(own, num_workers) for own in parts.stages)
-
-
-def stage_runs_in_lockstep(own: StageParts, num_workers: int) -> bool:
-    """Return True if no message of the stage is in flight when all workers begin a round."""
-    sync = own.sync
-    if not sync.in_rounds or sync.quorum(num_workers) < num_workers:
-        return False
-    return isinstance(sync, ServerRule | RoundRule) or isinstance(own.topology, AllReduce)
-
-
-def retransmits_on_resume(parts: Parts) -> bool:
-    """Return True if workers in synchronous rounds retransmit messages after a resume."""
-    return any(isinstance(own.sync, RoundRule) and own.sync.lag for own in parts.stages)
-
-
-def saves_one_round(own: StageParts) -> bool:
-    """Return True if all workers save the same round, each worker when it reaches that round."""
-    return isinstance(own.sync, RoamingRule) and own.sync.checkpoint_kind == "round"
-
-
-def resumes_without_lockstep(own: StageParts) -> bool:
-    """Return True if workers may resume from a server's state, or each from its own.
-
-    See `ashl.topology.parameter_server`, `ashl.topology.partial_all_reduce` and
-    `ashl.topology.coordinator`.
-    """
-    if isinstance(own.topology, PartialAllReduce):
-        return True
-    if isinstance(own.sync, RoamingRule):
-        return bool(own.sync.checkpoint_kind)
-    return (
-        own.topology.has_server
-        and FAULT_TOLERANT in capabilities_of(own.topology, own.sync)
-        and own.overlap.serial
-    )

@@ -29,7 +29,6 @@ from ashl.plan.profile import Profile
 from ashl.planning import uncontended_link_note
 from ashl.planning.compatibility import (
     check_annealed_values,
-    check_checkpoints,
     check_combination,
     check_compression,
     check_faults,
@@ -196,7 +195,6 @@ def _prepare_plan(
     if settings.plan is not None:
         plan = take_stages_of_plan_file(settings.plan, plan, config, overrides)
     resolved = resolve_plan(plan, options, settings.plan)
-    check_checkpoints(settings.run.checkpoint_s, resolved, plan.stages)
     check_faults(resolved, plan.stages, settings.run.checkpoint_s)
     clock, by = choose_prediction_cluster(
         parts["cluster"], known, replaced, codec_class(config), options

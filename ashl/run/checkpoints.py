@@ -1,31 +1,16 @@
 """Checkpoints of runs: a folder each, with a manifest that says what is in it.
 
-On processes the controller names a version of the model that no rank has reached yet, every
-`run.checkpoint_s` s. Each rank saves its state when it reaches that version
-(`ashl.runtime.rank_checkpoint`) and reports it, or uploads it (`ashl.run.uploads`). Once all ranks
-have, the controller writes its own state and, last, a manifest with the hash of every file. In
-virtual time one file holds the state of all nodes (`ashl.runtime.sim`). A folder without a
-manifest, or with a file of another hash, is no checkpoint. The newest valid checkpoint counts, and
-two are kept. If a rank had passed the version before it received it, the checkpoint is discarded
-and the next version lies further ahead. The run never waits.
+All ranks pause every `run.checkpoint_s` s, at a moment at which nothing is in flight
+(`ashl.topology.ending`). In virtual time the run writes one file with all ranks. On processes each
+rank writes its part (`ashl.runtime.rank_checkpoint`) or uploads it (`ashl.run.uploads`), and
+continues. Once all parts are there, the controller writes its own state and, last, a manifest with
+the hash of every file. A folder without a manifest, or with a file of another hash, is no
+checkpoint. The newest valid checkpoint counts, and two are kept. A checkpoint is not completed if a
+part could not be written, if the run was about to stop, or after the end of its time budget.
 
-Kinds of checkpoints (`how`):
-
-LOCKSTEP: all ranks run synchronous rounds. At one version nothing is in flight except messages that
-are sent after it or are retransmitted (`ashl.topology.gossip`). So the resumed run is
-bit-identical. SERVER: workers are asynchronous. Each saves its state when it starts from that
-version or a newer one, after the servers have saved theirs. Pushes that are in flight then are
-computed again (`ashl.topology.parameter_server`).
-EACH: workers have their own models and exchange in groups or pairs. Each saves its state when it
-receives the request (`topology.partial_all_reduce`, `topology.pairs`).
-ROUND: as EACH, but at the start of one round of their own, which is the version. Later messages
-carry their round, so a receiver knows that they are later.
-VIRTUAL: made in virtual time; it can be resumed there only.
-RESCALED: made from a run with another number of workers (`ashl.run.rescaling`). All ranks are at
-their safe points at one moment, and nothing is in flight. It can be resumed in virtual time and on
-processes.
-
-On resume, records of later moments than the checkpoint are removed and written again.
+On resume, records of later moments than the checkpoint are removed and written again. A checkpoint
+is resumed on the kernel that made it (`how`), unless it was made from a run with another number of
+workers (`ashl.run.rescaling`).
 
 Source: coordinated checkpoints, Elnozahy et al., "A survey of rollback-recovery protocols in
 message-passing systems", ACM Computing Surveys 2002.
@@ -33,7 +18,6 @@ message-passing systems", ACM Computing Surveys 2002.
 
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -42,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ashl.errors import UsageError, parsed
@@ -50,196 +33,91 @@ from ashl.plan.plan import Limits, Plan
 from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Monitor, MonitorState
 from ashl.runtime import rank_checkpoint
-from ashl.runtime.plain_state import from_plain, to_plain
+from ashl.runtime.plain_state import decode, encode, to_plain
 from ashl.runtime.rank_checkpoint import MANIFEST, list_checkpoints
-from ashl.runtime.records import CheckpointPartSaved, Heartbeat
+from ashl.runtime.records import CheckpointPartSaved
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 11
+SCHEMA = 12
 CUT_BACK = "cut_back"  # manifest key: True once later records than the checkpoint are removed
-PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "rounds")  # manifest keys
-LOCKSTEP = "lockstep"
-SERVER = "server"
-EACH = "each"
-ROUND = "round"
-VIRTUAL = "virtual"
-RESCALED = "rescaled"
-MONITOR = "monitor.pt"  # file of the monitor's state
-STATE = "state.pt"  # file of the simulation's state
+PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns")  # manifest keys
+VIRTUAL, PROCESSES, RESCALED = "virtual", "processes", "rescaled"
+MONITOR = "monitor.safetensors"  # file of the monitor's state
 MAY_CHANGE = "only stop.*, runtime and the number of workers may change when a run is resumed"
 LEAVE = "a run takes checkpoints with run.checkpoint_s=SECONDS"
-AHEAD_S = 1.0  # run time ahead of a version for its request to reach all ranks
-LONGEST_S = 60.0  # limit of that time when it is doubled
 WHOLE = 2  # checkpoints that are kept
 
 
 @dataclass
 class CheckpointManager:
-    """The controller's part of checkpoints: it proposes versions, and completes checkpoints of what
-    the ranks have saved.
+    """The controller's part of checkpoints on processes: it completes those whose parts are all
+    there.
     """
 
     run_dir: Path
     num_ranks: int
     every_s: float | None = None  # run time between two checkpoints; None = no checkpoints
     identity: str = ""  # hash of the configuration, see `ashl.run.train.identity`
-    how: str = LOCKSTEP
     # the rank by whose clock evaluations count; None = the rank that saved last
     lead_rank: int | None = None
-    servers: int = 1  # with SERVER: the number of servers, which are the last ranks
-    number: int = 0  # number of the next checkpoint
-    due_s: float | None = None  # run time of the next checkpoint; None = `every_s`
-    ahead_s: float = AHEAD_S
-    wanted: tuple[int, int] | None = None  # number and version of the checkpoint in progress
-    saved: dict[int, CheckpointPartSaved] = field(default_factory=dict)  # its parts, by rank
-    seen: tuple[int, int] | None = None  # latest version of the lead rank, and its run time in ns
+    # the parts that are there, by number of the checkpoint and by rank
+    parts: dict[int, dict[int, CheckpointPartSaved]] = field(default_factory=dict)
     warning: str | None = None
-
-    def propose(self, beat: Heartbeat | None) -> tuple[int, int] | None:
-        """Return number and version of a checkpoint to request, if one is due, else None.
-
-        Args: beat, the latest heartbeat of the lead rank.
-        """
-        if self.every_s is None or beat is None or beat.counts is None:
-            return None
-        now = (max(beat.counts.commits) if self.how == ROUND else beat.counts.merges, beat.time_ns)
-        before, self.seen = self.seen or now, now
-        if before == now:  # no new heartbeat
-            return None
-        due_s = self.every_s if self.due_s is None else self.due_s
-        if self.wanted is not None or beat.time_ns < due_s * 1e9:
-            return None
-        versions_per_ns = (now[0] - before[0]) / (now[1] - before[1])
-        self.saved = {}
-        ahead = now[0] + 1 + math.ceil(versions_per_ns * self.ahead_s * 1e9)
-        self.wanted = self.number, 0 if self.how == EACH else ahead
-        self.number += 1
-        logger.info("asks all ranks for checkpoint %d at version %d", *self.wanted)
-        return self.wanted
 
     def add_part(
         self, record: CheckpointPartSaved, monitor: Monitor, content: Tensor | None = None
     ) -> None:
-        """Add a rank's part of the checkpoint in progress, or its failure to save one.
+        """Add a rank's part of a checkpoint, and complete the checkpoint if it is the last one.
 
         Args: content uint8, the part's bytes if the rank has uploaded it; None if it has written
         it.
         """
-        if self.wanted is None or record.number != self.wanted[0]:
-            return
         if content is not None:
             record = self.write_part(record, content.numpy().tobytes())
-        self.saved[record.rank] = record
-        if record.error is not None:
-            self.warning = (
-                f"no checkpoint was made: rank {record.rank} could not write its part"
-                f" ({record.error})"
-            )
-        self.finish_if_complete(monitor)
+        parts = self.parts.setdefault(record.number, {})
+        parts[record.rank] = record
+        if len(parts) == self.num_ranks:
+            self.parts = {k: own for k, own in self.parts.items() if k > record.number}
+            self.write_checkpoint(record.number, parts, monitor)
 
     def write_part(self, record: CheckpointPartSaved, content: bytes) -> CheckpointPartSaved:
         """Write an uploaded part; return its record, with the error if that failed."""
-        path = rank_checkpoint.part_of(
-            rank_checkpoint.folder_of(self.run_dir, record.number), record.rank
-        )
+        folder = rank_checkpoint.folder_of(self.run_dir, record.number)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            digest = rank_checkpoint.write(rank_checkpoint.part_of(folder, record.rank), content)
         except OSError as error:
             return record._replace(error=str(error))
-        if rank_checkpoint.hash_bytes(content) != record.sha256:
+        if digest != record.sha256:
             return record._replace(error="the received bytes differ from the sent ones")
         return record
 
-    def finish_if_complete(self, monitor: Monitor) -> None:
-        """Complete or discard the checkpoint in progress, once all parts are there and all earlier
-        models are evaluated.
-
-        Call it after every pass of the controller's loop.
-        """
-        if self.wanted is None or len(self.saved) < self.num_ranks:
-            return
-        parts = self.saved.values()
-        if self.how == LOCKSTEP and monitor.shown_ns(max(part.version for part in parts)) is None:
-            return
-        folder = rank_checkpoint.folder_of(self.run_dir, self.wanted[0])
-        self.plan_next(max(part.time_ns for part in parts))
-        if (
-            monitor.stopping is None
-            and all(part.error is None for part in parts)
-            and self.is_consistent()
-        ):
-            self.write_checkpoint(folder, monitor)
-        else:
-            logger.warning(
-                "discards checkpoint %d: a rank had passed its version, or could not save",
-                self.wanted[0],
-            )
-            self.ahead_s = min(2 * self.ahead_s, LONGEST_S)
-            self.due_s = 0.0
-            shutil.rmtree(folder, ignore_errors=True)
-        self.wanted = None
-
-    def is_consistent(self) -> bool:
-        """Return True if the ranks' parts are of one stage and of consistent versions.
-
-        Rule: LOCKSTEP, one version; ROUND, one round of all workers (the coordinator has none);
-        SERVER, no worker's version older than a server's, so that all earlier pushes are merged;
-        EACH, any versions.
-        """
-        versions = [self.saved[rank].version for rank in range(self.num_ranks)]
-        consistent = self.how == EACH or min(versions) == max(versions)
-        if self.how == ROUND:
-            consistent = min(versions[:-1]) == max(versions[:-1])
-        elif self.how == SERVER:
-            consistent = min(versions[: -self.servers]) >= max(versions[-self.servers :])
-        return consistent and len({part.stage for part in self.saved.values()}) == 1
-
-    def plan_next(self, now_ns: int) -> None:
-        """Set the next checkpoint to the next multiple of `every_s` on the run's clock."""
-        assert self.every_s is not None
-        self.due_s = (now_ns // round(self.every_s * 1e9) + 1) * self.every_s
-
-    def write_checkpoint(self, folder: Path, monitor: Monitor) -> None:
-        """Write the monitor's state and the manifest of a checkpoint whose parts are all there."""
-        ranks = [self.saved[rank] for rank in range(self.num_ranks)]
-        ranks_ns = [part.time_ns for part in ranks]
-        version = min(part.version for part in ranks)
-        home_ns = max(ranks_ns)
-        if self.lead_rank is not None:
-            home_ns = ranks_ns[self.lead_rank]
-        if self.how == LOCKSTEP:
-            home_ns = max(home_ns, monitor.shown_ns(version) or 0)
+    def write_checkpoint(
+        self, number: int, parts: Mapping[int, CheckpointPartSaved], monitor: Monitor
+    ) -> None:
+        """Complete a checkpoint of which all parts are there, or discard it."""
+        folder = rank_checkpoint.folder_of(self.run_dir, number)
+        ranks_ns = [parts[rank].time_ns for rank in range(self.num_ranks)]
+        home_ns = max(ranks_ns) if self.lead_rank is None else ranks_ns[self.lead_rank]
         about = {
-            "how": self.how,
-            "version": version,
+            "how": PROCESSES,
             "time_ns": max(ranks_ns),
             "ranks_ns": ranks_ns,
             "home_ns": home_ns,
         }
-        if self.how == SERVER:
-            about["rounds"] = ranks[-self.servers].rounds
+        files = {f"rank{rank}.safetensors": part.sha256 for rank, part in parts.items()}
         try:
-            complete(
-                folder,
-                self.identity,
-                monitor,
-                {f"rank{part.rank}.pt": part.sha256 for part in ranks},
-                about,
-            )
+            for part in parts.values():
+                if part.error is not None:
+                    raise OSError(f"rank {part.rank} could not write its part ({part.error})")
+            if complete(folder, self.identity, monitor, files, about):
+                logger.info("took checkpoint %d at %.3f s", number, max(ranks_ns) / 1e9)
         except (OSError, RuntimeError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
             self.warning = f"no checkpoint was made: {error}"
-            logger.error("checkpoint %s is not written: %s", folder.name, error)
-        else:
-            logger.info(
-                "took checkpoint %s at version %d, %.3f s of the run",
-                folder.name,
-                version,
-                max(ranks_ns) / 1e9,
-            )
+            logger.error("checkpoint %d is not written: %s", number, error)
 
 
 def complete(
@@ -247,28 +125,25 @@ def complete(
     identity: str,
     monitor: Monitor,
     files: Mapping[str, str],
-    about: Mapping[str, object],
-) -> None:
+    about: Mapping[str, Any],
+) -> bool:
     """Write the monitor's state and the manifest of a checkpoint, and delete old checkpoints.
 
     Args: files, the hash by name of the files that are there already; about, other manifest keys.
+    Returns: False if the run is about to stop or its time is over; then the checkpoint is deleted.
     Raises: OSError, or RuntimeError (torch's error for a full disk), after this checkpoint is
     deleted.
     """
+    budget_s = monitor.plan.limits.seconds
+    is_over = budget_s is not None and about["time_ns"] > budget_s * 1e9
+    if is_over or monitor.stopping is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
     try:
-        files = {
-            MONITOR: rank_checkpoint.write(folder / MONITOR, to_plain(monitor.state())),
-            **files,
-        }
+        state = encode(to_plain(monitor.state()))
+        files = {MONITOR: rank_checkpoint.write(folder / MONITOR, state), **files}
         sizes = monitor.recorder.sizes()
-        manifest = {
-            "schema": SCHEMA,
-            "run": identity,
-            "files": files,
-            "sizes": sizes,
-            "rounds": None,
-            **about,
-        }
+        manifest = {"schema": SCHEMA, "run": identity, "files": files, "sizes": sizes, **about}
         jsonl.write_json(folder / MANIFEST, manifest)
     except (OSError, RuntimeError):
         shutil.rmtree(folder, ignore_errors=True)
@@ -276,6 +151,7 @@ def complete(
     run_dir = folder.parent.parent
     for old in list_checkpoints(run_dir)[:-WHOLE]:
         shutil.rmtree(rank_checkpoint.folder_of(run_dir, old), ignore_errors=True)
+    return True
 
 
 class Checkpoint(NamedTuple):
@@ -286,9 +162,8 @@ class Checkpoint(NamedTuple):
     how: str
     time_ns: int  # run time
     sizes: dict[str, int]  # bytes of each file of records at that time
-    ranks_ns: list[int]  # run time by rank, on processes
+    ranks_ns: list[int]  # run time by rank
     home_ns: int  # run time up to which evaluations count
-    rounds: list[int] | None  # with SERVER: by worker, as the server counts them
     broken: str | None  # why a newer checkpoint cannot be used
 
 
@@ -322,7 +197,7 @@ def refuse_other_kernel(run_dir: Path, saved: Checkpoint, *, virtual: bool) -> N
     """Raise UsageError unless the checkpoint was made where it is to be resumed: in virtual time,
     or on processes.
     """
-    if (saved.how == VIRTUAL) != virtual:
+    if saved.how == (PROCESSES if virtual else VIRTUAL):
         began = "in virtual time" if saved.how == VIRTUAL else "on processes"
         raise UsageError(
             f"{run_dir} began {began}, and a checkpoint is resumed where it was made; drop runtime"
@@ -338,8 +213,6 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
     the manifest says that they count, and only then replace the records.
     Raises: AshlError while another process writes the records; UsageError if a file is damaged.
     """
-    if saved.how == VIRTUAL:
-        return saved.sizes  # the records of virtual time were complete at that moment
     with writing(run_dir), jsonl.alone(run_dir / METRICS):
         manifest = json.loads((saved.folder / MANIFEST).read_text(encoding="utf-8"))
         if not manifest.get(CUT_BACK):
@@ -379,27 +252,20 @@ def is_earlier(saved: Checkpoint, name: str, record: Mapping[str, Any]) -> bool:
     """Return True if a record is not later than the checkpoint."""
     if name == METRICS:
         return record["time_s"] * 1e9 <= saved.home_ns + 1
-    if record["kind"] != "round":
-        return True
-    if saved.rounds is not None:
-        # a merged round may end after the checkpoint, with the server's answer
-        return record["round"] < saved.rounds[record["rank"]]
-    return record["end_s"] * 1e9 <= saved.ranks_ns[record["rank"]] + 1
+    return record["kind"] != "round" or record["end_s"] * 1e9 <= saved.ranks_ns[record["rank"]] + 1
 
 
 def plan_of(saved: Checkpoint) -> Plan:
     """Return the plan that the run had at the checkpoint."""
-    return Plan.from_json(from_plain(torch.load(saved.folder / MONITOR, weights_only=True))["plan"])
+    return Plan.from_json(decode((saved.folder / MONITOR).read_bytes())["plan"])
 
 
 def monitor_of(saved: Checkpoint, limits: Limits) -> dict[str, Any]:
     """Return the monitor's state at the checkpoint, without evaluations of later moments."""
-    state = from_plain(torch.load(saved.folder / MONITOR, weights_only=True))
-    if saved.how == VIRTUAL:
-        return state
+    state = decode((saved.folder / MONITOR).read_bytes())
     run_state: MonitorState = state["books"]
     if run_state.parts is not None:
-        run_state.parts.discard_pending()
+        run_state.parts.discard_later(saved.ranks_ns)
     until_s = (saved.home_ns + 1) / 1e9
     found = [one for one in run_state.evaluations if one.time_s <= until_s]
     if len(found) < len(run_state.evaluations):

@@ -35,7 +35,7 @@ from ashl.run.membership_listener import AWAKE_S, Watchdog, exit_process
 from ashl.run.process_setup import EXIT_EVICTED
 from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.machine import machine
-from ashl.runtime.rank_checkpoint import Due, RankCheckpointWriter
+from ashl.runtime.rank_checkpoint import RankCheckpointWriter
 from ashl.runtime.records import (
     Alive,
     CheckpointPartSaved,
@@ -449,8 +449,6 @@ class Reporter:
             self._watch.record_controller_message()
             if update.stopping and not self.stopping:
                 logger.info("is asked to stop: %s", update.stopping)
-            if update.wanted is not None and update.wanted != self.control_update.wanted:
-                logger.info("checkpoint %d is due at version %d", *update.wanted)
             if update.end and not self.end:
                 logger.info(
                     "the run has ended with code %d: %s",
@@ -463,8 +461,6 @@ class Reporter:
             self.on_update(update)
             if update.end:
                 self._store.push(END_SEEN, sender_number(self._rank, self._incarnation), b"")
-            if self.checkpoint_writer is not None and update.wanted is not None:
-                self.checkpoint_writer.asked = Due(*update.wanted)
             if update.end and update.end.code:
                 (self.on_evicted if update.end.code == EXIT_EVICTED else exit_process)(update.end)
         self._watch.record_store_answer()

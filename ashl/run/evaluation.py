@@ -236,14 +236,13 @@ class ModelSet:
         """Wait for a rejoined worker again, in evaluations of which no snapshot has arrived yet."""
         self._failed.discard(rank)
 
-    def has_pending(self, merges: int) -> bool:
-        """Return True if shards of a model are missing that has at most `merges` merges."""
-        return self.shards and any(tick is not None and tick <= merges for tick in self._parts)
-
-    def discard_pending(self) -> None:
-        """Discard all incomplete models."""
-        self._parts.clear()
-        self._without.clear()
+    def discard_later(self, ranks_ns: Sequence[int]) -> None:
+        """Discard the snapshots that each rank has made after its time in `ranks_ns`."""
+        for parts in self._parts.values():
+            for rank in [r for r, (own, _) in parts.items() if own.time_ns > ranks_ns[r]]:
+                del parts[rank]
+        for tick in [tick for tick, parts in self._parts.items() if not parts]:
+            self._forget(tick)
 
     def _forget(self, tick: int | None) -> None:
         """Remove the snapshots of a tick."""

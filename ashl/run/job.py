@@ -57,7 +57,7 @@ from ashl.run.launch import run_controller
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, role_name, run_rank
 from ashl.run.supervisor import PATIENCE_S
-from ashl.run.uploads import send_restore_point
+from ashl.run.uploads import restore_point_of, send_restore_point
 from ashl.runtime.control_messages import End
 from ashl.runtime.rendezvous import call_unless_failed
 from ashl.runtime.transport import NEVER, first_line
@@ -129,7 +129,7 @@ def join_job(
         interface=through,
         device=device,
         have_own_gpus=apart,
-        saves_checkpoints=config["run"]["checkpoint_s"] is not None,
+        checkpoint_s=config["run"]["checkpoint_s"],
     )
     colocated = [
         settings._replace(rank=other)
@@ -403,10 +403,10 @@ def run_as_controller(
             settings._replace(saved=str(saved.folder), since_ns=saved.time_ns)
             for settings in rank_settings
         ]
-    if assignment.settings.saves_checkpoints:
+    if assignment.settings.checkpoint_s is not None:
         own = {settings.rank for settings in rank_settings}
         for rank in set(range(plan.num_ranks)) - own:
-            send_restore_point(assignment.store, rank, saved)
+            send_restore_point(assignment.store, rank, restore_point_of(saved, rank))
     return run_controller(
         plan, run_dir, monitor, assignment.store.another(), rank_settings, checkpoint_manager
     )

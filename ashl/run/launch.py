@@ -101,7 +101,7 @@ def launch(
         rounds=monitor.rounds,
         log=True,
         interface=through,
-        saves_checkpoints=checkpoint_manager.every_s is not None,
+        checkpoint_s=checkpoint_manager.every_s,
     )
     devices = devices_of(plan, runtime)
     apart = have_own_gpus([*map(gpu_index, devices)], runtime)

@@ -375,20 +375,6 @@ class Monitor:
         why = why_diverged(counts, found, params, self.job.learner, self.plan.num_workers)
         return counts._replace(diverged=why)
 
-    def shown_ns(self, merges: int) -> int | None:
-        """Return the run time in nanoseconds of the last evaluated model after at most `merges`
-        merges, if several servers hold a shard each, else 0; None while shards of one are missing.
-        """
-        parts = self.run_state.parts
-        if parts is None or not parts.shards:
-            return 0
-        found = [
-            one.time_s
-            for one in self.run_state.evaluations
-            if one.merges is not None and one.merges <= merges
-        ]
-        return None if parts.has_pending(merges) else round(max(found, default=0.0) * 1e9)
-
     def save(self, name: str, params: Tensor, own: Any = None) -> None:
         """Write a model into the run folder, unless run.save_weights=false."""
         if self.weights:

@@ -35,8 +35,6 @@ from ashl.learn.device import HOST, claim_generators, numbers
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import (
-    retransmits_on_resume,
-    runs_in_lockstep,
     survives_failure,
 )
 from ashl.planning.device import device_of, use_device, uses_nccl
@@ -63,8 +61,9 @@ from ashl.runtime import rank_checkpoint
 from ashl.runtime.collectives import Hierarchy, hierarchy_of
 from ashl.runtime.control_messages import End, Epoch
 from ashl.runtime.effects import PeerFailedError
+from ashl.runtime.plain_state import decode
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.rank_checkpoint import RankCheckpointWriter, write_to_folder
+from ashl.runtime.rank_checkpoint import RankCheckpointWriter, SavedRank, write_to_folder
 from ashl.runtime.records import (
     Placed,
     ProcessExited,
@@ -116,7 +115,7 @@ class RankSettings(NamedTuple):
     interface: Chosen | None = None  # network interface of its messages; None = gloo's choice
     device: str = HOST
     have_own_gpus: bool = False  # True if every rank of the job has a GPU of its own
-    saves_checkpoints: bool = False  # True if the rank saves its part of checkpoints
+    checkpoint_s: float | None = None  # run time between two checkpoints; None = no checkpoints
     saved: str | None = None  # the folder of the checkpoint to resume from
     since_ns: int = 0  # run time of that checkpoint
     incarnation: int = 0  # above 0 for a worker that rejoins a running run
@@ -193,14 +192,16 @@ def make_reporter(
     reporter = Reporter(
         store.another(), settings.rank, settings.rounds, watchdog, settings.incarnation
     )
-    if settings.saves_checkpoints:
+    if settings.checkpoint_s is not None:
         # only a child of the controller shares the run folder with it for certain
         save = (
             partial(write_to_folder, Path(settings.run_dir), settings.rank)
             if settings.log
             else partial(upload_checkpoint_part, store.another(), settings.rank)
         )
-        reporter.checkpoint_writer = RankCheckpointWriter(settings.rank, save, reporter.emit)
+        reporter.checkpoint_writer = RankCheckpointWriter(
+            settings.rank, save, reporter.emit, settings.checkpoint_s
+        )
     return reporter
 
 
@@ -290,7 +291,7 @@ def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[Stag
     Limits: a rank that saves checkpoints does not tolerate failures; the run is resumed instead.
     """
     stages = assemble(plan, settings.device, parts).stages
-    if settings.saves_checkpoints or not survives_failure(parts):
+    if settings.checkpoint_s is not None or not survives_failure(parts):
         return stages
     return tuple(replace(stage, elastic=True) for stage in stages)
 
@@ -299,16 +300,13 @@ def find_restore_point(
     settings: RankSettings, store: AuthenticatedStore, over: Callable[[], bool]
 ) -> RestorePoint | None:
     """Return the point to resume from or the beginning; None if the run ends before it begins."""
-    if settings.saves_checkpoints and not settings.log:
+    if settings.checkpoint_s is not None and not settings.log:
         return await_restore_point(store, settings.rank, over)
-    return RestorePoint(
-        settings.since_ns,
-        (
-            None
-            if settings.saved is None
-            else rank_checkpoint.part_of(Path(settings.saved), settings.rank)
-        ),
-    )
+    if settings.saved is None:
+        return RestorePoint()
+    folder = Path(settings.saved)
+    content = rank_checkpoint.part_of(folder, settings.rank).read_bytes()
+    return RestorePoint(settings.since_ns, int(folder.name) + 1, content)
 
 
 def train_rank(
@@ -345,10 +343,11 @@ def train_rank(
     learner = stage.trainer.learner
     kernel.worker_states = learner
     saved, own = None, None
-    if restore_point.file is not None:
-        known = rank_checkpoint.read(
-            restore_point.file, ("ashl", *plan.allow_targets), settings.device
-        )
+    if reporter.checkpoint_writer is not None:
+        reporter.checkpoint_writer.first = restore_point.number
+    if restore_point.content:
+        packages = ("ashl", *plan.allow_targets)
+        known: SavedRank = decode(restore_point.content, packages, settings.device)
         kernel.restore(known, restore_point.since_ns)
         saved = (known.stage, known.state)
         own = known.own
@@ -375,15 +374,12 @@ def train_rank(
     reporter.on_update = listener.on_membership
     reporter.make_heartbeat = kernel.heartbeat
     schedule_failures(settings, parts, kernel)
-    retransmits = saved is not None and (
-        retransmits_on_resume(parts) or not runs_in_lockstep(parts, plan.num_workers)
-    )
     logger.info(
         "connected to ranks %s; trains from %.3f s of the run on",
         [*all_others],
         kernel.now_ns / 1e9,
     )
-    joins = retransmits or (settings.incarnation > 0 and not regroups(stage))
+    joins = settings.incarnation > 0 and not regroups(stage)
     play = partial(program, stages=stages, saved=saved, joins=joins)
     with claim_generators(learner.device):
         kernel.run(play)

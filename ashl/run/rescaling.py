@@ -1,17 +1,14 @@
 """Resume a run with another number of workers, in a run folder of its own.
 
-Rule: the newest valid checkpoint of the run (the origin) becomes checkpoint 0 of the new run. Each
-new rank gets a state as if all ranks had been at their safe points at one moment with nothing in
-flight (`ashl.topology.rescaling`). From there on the run is resumed as any other. Steps whose
-messages were in flight are computed again. Evaluations are copied. Times and bytes of the old
+Rule: the newest valid checkpoint of the run (the origin) becomes checkpoint 0 of the new run.
+`ashl.topology.rescaling` converts its states to those of the new ranks. From there on the run is
+resumed as any other. Evaluations are copied. Times and bytes of the old
 workers are divided equally among the new ones, so that totals are those of the whole run. The
 origin's folder is not changed.
 """
 
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError, UsageError
@@ -20,12 +17,13 @@ from ashl.plan.plan import Plan
 from ashl.planning.compatibility import check_other_worker_count
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
-from ashl.run.checkpoints import LOCKSTEP, RESCALED, STATE, VIRTUAL, Checkpoint
+from ashl.run.checkpoints import RESCALED, Checkpoint
 from ashl.run.metrics import CompressionStats
 from ashl.run.monitor import Monitor
 from ashl.run.virtual import Saving
 from ashl.runtime import rank_checkpoint
-from ashl.runtime.plain_state import from_plain, to_plain
+from ashl.runtime.plain_state import encode, to_plain
+from ashl.runtime.rank_checkpoint import SavedRank
 from ashl.runtime.time_accounting import KINDS, TimeAccounting
 from ashl.topology.rescaling import rescale_states
 from ashl.tracking import jsonl
@@ -43,8 +41,7 @@ class Origin(NamedTuple):
     stage: int
     state: Any  # the lead rank's algorithm state at `time_ns`
     time_ns: int  # run time
-    nodes: list[dict[str, Any]]  # rank contexts, with their counters, by rank
-    drawn: list[int]  # jitter values drawn, by rank
+    ranks: list[SavedRank]
     own: Any  # mean of the workers' module states
 
     @property
@@ -74,8 +71,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     with writing(run_dir), jsonl.alone(run_dir / METRICS):
         pass
     saved = checkpoints.newest(run_dir, identity)
-    if saved.how != RESCALED:
-        checkpoints.refuse_other_kernel(run_dir, saved, virtual=job.parts.runtime.name == "sim")
+    checkpoints.refuse_other_kernel(run_dir, saved, virtual=job.parts.runtime.name == "sim")
     before = checkpoints.plan_of(saved)
     if before.num_workers == plan.num_workers:
         raise UsageError(
@@ -84,29 +80,10 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
         )
     packages = ("ashl", *plan.allow_targets)
     device = job.stages[0].trainer.device
-    if saved.how == VIRTUAL:
-        document = torch.load(saved.folder / STATE, weights_only=True)
-        safe_points = document["safe_points"]
-        lead = safe_points[before.lead_rank]
-        stage = lead["stage"]
-        state = from_plain(lead["state"], packages, device)
-        time_ns = lead["time_ns"]
-        nodes = from_plain(document["contexts"])
-        drawn = [point["drawn"] for point in safe_points]
-        owns = [from_plain(point["own"], packages, device) for point in safe_points]
-    else:
-        ranks = [
-            rank_checkpoint.read(rank_checkpoint.part_of(saved.folder, rank), packages, device)
-            for rank in range(before.num_ranks)
-        ]
-        lead_rank = ranks[before.lead_rank]
-        stage = lead_rank.stage
-        state = lead_rank.state
-        time_ns = lead_rank.time_ns
-        nodes = [rank.context for rank in ranks]
-        drawn = [rank.drawn for rank in ranks]
-        owns = [rank.own for rank in ranks]
-    known = [own for own in owns[: before.num_workers] if own is not None]
+    ranks = rank_checkpoint.read_ranks(saved.folder, before.num_ranks, packages, device)
+    lead = ranks[before.lead_rank]
+    state = lead.state
+    known = [rank.own for rank in ranks[: before.num_workers] if rank.own is not None]
     own = mean_of(known) if known else None
     cluster = job.parts.cluster
     if state.assigned is not None and not (isinstance(cluster, Cluster) and not cluster.missing()):
@@ -115,7 +92,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
             " are none of others; start a new run from its weights, which measures them:"
             f" run.start_from={run_dir}"
         )
-    return Origin(run_dir, saved, before, stage, state, time_ns, nodes, drawn, own)
+    return Origin(run_dir, saved, before, lead.stage, state, saved.time_ns, ranks, own)
 
 
 def begin(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Checkpoint:
@@ -139,25 +116,20 @@ def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Sa
     time_ns = origin.time_ns
     old_workers = origin.plan.num_workers
     states = rescale_states(stage, origin.state, time_ns / 1e9)
-    files: dict[str, str] = {}
+    files = dict[str, str]()
     for rank, state in enumerate(states):
         is_worker = rank < plan.num_workers
-        peers = origin.nodes[:old_workers] if is_worker else origin.nodes[old_workers:]
+        peers = origin.ranks[:old_workers] if is_worker else origin.ranks[old_workers:]
         shares = plan.num_workers if is_worker else 1
-        context = share_of_contexts(peers, rank % len(peers), shares, time_ns)
-        document = {
-            "stage": origin.stage,
-            "state": to_plain(state),
-            "context": to_plain(context),
-            "time_ns": time_ns,
-            "own": to_plain(origin.own if is_worker else None),
-            "drawn": origin.drawn[rank] if rank < old_workers else 0,
-        }
+        before = [peer.context for peer in peers]
+        context = share_of_contexts(before, rank % len(peers), shares, time_ns)
+        drawn = origin.ranks[rank].drawn if rank < old_workers else 0
+        own = origin.own if is_worker else None
+        made = SavedRank(origin.stage, state, context, time_ns, drawn, own)
         path = rank_checkpoint.part_of(folder, rank)
-        files[path.name] = rank_checkpoint.write(path, document)
+        files[path.name] = rank_checkpoint.write(path, encode(to_plain(made)))
     about = {
         "how": RESCALED,
-        "version": origin.state.version,
         "time_ns": time_ns,
         "home_ns": time_ns,
         "ranks_ns": [time_ns] * len(states),
@@ -172,9 +144,7 @@ def restore_monitor(origin: Origin, plan: Plan, monitor: Monitor) -> None:
     Raises: UsageError if the origin's metrics are missing or damaged.
     """
     time_ns = origin.time_ns
-    known = checkpoints.monitor_of(
-        origin.saved._replace(how=LOCKSTEP, home_ns=time_ns), plan.limits
-    )
+    known = checkpoints.monitor_of(origin.saved, plan.limits)
     run_state = known["books"]
     run_state.compression = CompressionStats(4 * plan.num_params)
     run_state.outages = []

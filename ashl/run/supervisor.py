@@ -481,9 +481,6 @@ def supervise(
             return None
         check_store(channel, times, timeout_s)
         check_liveness(plan, monitor, liveness, timeout_s, bool({*late} - liveness.failed.keys()))
-        checkpoint_manager.finish_if_complete(monitor)
-        if wanted := checkpoint_manager.propose(monitor.beats.get(plan.lead_rank)):
-            channel.publish(channel.control_update._replace(wanted=wanted))
         monitor.draw_progress()
         time.sleep(POLL_S)
     monitor.evaluate_pending()

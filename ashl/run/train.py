@@ -26,22 +26,13 @@ from ashl.errors import AshlError, UsageError
 from ashl.launch.environment import read_membership
 from ashl.launch.membership import JobMembership
 from ashl.plan.plan import Plan
-from ashl.planning.compatibility import runs_in_lockstep, saves_one_round
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import Job, Parts, assemble
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
-from ashl.run.checkpoints import (
-    EACH,
-    LOCKSTEP,
-    RESCALED,
-    ROUND,
-    SERVER,
-    Checkpoint,
-    CheckpointManager,
-)
+from ashl.run.checkpoints import Checkpoint, CheckpointManager
 from ashl.run.host_time import host_here_s
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import handle_signals, log_level
@@ -255,37 +246,20 @@ def run_kernel(
     if plan.runtime["_target_"].endswith("SimRuntime"):
         simulate(plan, monitor.job, monitor, saving, saved)
         return None
-    checkpoint_manager = make_checkpoint_manager(plan, run_dir, monitor, saving)
+    # several ranks send the parts of one model, or one rank sends it whole
+    lead_rank = None if monitor.run_state.parts is not None else plan.lead_rank
+    checkpoint_manager = CheckpointManager(
+        run_dir, plan.num_ranks, saving.every_s, saving.identity, lead_rank
+    )
     with jobs.aborting_job_on_error(plan, assignment):
         if saved is not None:
             monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
-    if saved is not None:
-        checkpoint_manager.number = saved.number + 1
-        if checkpoint_manager.every_s is not None:
-            checkpoint_manager.plan_next(saved.time_ns)
     if assignment:
         pace = jobs.run_as_controller(plan, run_dir, monitor, assignment, checkpoint_manager, saved)
     else:
         pace = launch.launch(plan, run_dir, monitor, checkpoint_manager, saved)
     warn(checkpoint_manager.warning)
     return pace
-
-
-def make_checkpoint_manager(
-    plan: Plan, run_dir: Path, monitor: Monitor, saving: Saving
-) -> CheckpointManager:
-    """Return the checkpoint manager for the kind of checkpoint that this run on processes takes."""
-    how = SERVER
-    replicas = monitor.job.stages[0].replicas
-    if runs_in_lockstep(monitor.job.parts, plan.num_workers):
-        how = LOCKSTEP
-    elif replicas:
-        how = ROUND if any(saves_one_round(own) for own in monitor.job.parts.stages) else EACH
-    lead_rank = None if how == LOCKSTEP and replicas else plan.lead_rank
-    servers = plan.num_ranks - plan.num_workers if how == SERVER else 1
-    return CheckpointManager(
-        run_dir, plan.num_ranks, saving.every_s, saving.identity, how, lead_rank, servers
-    )
 
 
 def warn(text: str | None) -> None:
@@ -335,8 +309,7 @@ def load_checkpoint(
             f"{run_dir} has {before} workers, and this job has {n}; add cluster.num_workers={n} to"
             f" resume the run with {n} workers"
         )
-    if saved.how != RESCALED:
-        checkpoints.refuse_other_kernel(run_dir, saved, virtual=is_virtual(config))
+    checkpoints.refuse_other_kernel(run_dir, saved, virtual=is_virtual(config))
     return saved, checkpoints.truncate_records(run_dir, saved)
 
 

@@ -8,11 +8,9 @@ folder: from a rank to the controller (upload), and back on resume (restore poin
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +21,7 @@ from ashl.learn.staging import in_host
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.checkpoints import Checkpoint
 from ashl.runtime import rank_checkpoint
-from ashl.runtime.plain_state import from_plain, to_plain
+from ashl.runtime.plain_state import decode, encode, to_plain
 from ashl.runtime.records import NAMES, CheckpointPartSaved, ModuleState, Snapshot, UpdateShown
 
 PIECE = 4_000_000  # bytes; the store refuses values of more than 8 MB
@@ -112,14 +110,11 @@ def pop_bytes(store: AuthenticatedStore, queue: str, nbytes: int) -> bytes:
 
 
 def upload_checkpoint_part(
-    store: AuthenticatedStore, rank: int, number: int, document: dict[str, Any]
+    store: AuthenticatedStore, rank: int, number: int, content: bytes
 ) -> tuple[str, int]:
     """Upload a rank's part of a checkpoint to the controller; return its hash and number of
     bytes.
     """
-    file = io.BytesIO()
-    torch.save(document, file)
-    content = file.getvalue()
     push_bytes(store, checkpoint_queue(rank, number), rank, content)
     return rank_checkpoint.hash_bytes(content), len(content)
 
@@ -131,10 +126,9 @@ def state_queue(rank: int, incarnation: int) -> str:
 
 def upload_state(store: AuthenticatedStore, rank: int, incarnation: int, state: Any) -> int:
     """Upload a worker's module state to the controller; return its number of bytes."""
-    file = io.BytesIO()
-    torch.save(to_plain(state), file)
-    push_bytes(store, state_queue(rank, incarnation), rank, file.getvalue())
-    return len(file.getvalue())
+    content = encode(to_plain(state))
+    push_bytes(store, state_queue(rank, incarnation), rank, content)
+    return len(content)
 
 
 def receive_state(store: AuthenticatedStore, record: ModuleState, incarnation: int) -> Tensor:
@@ -151,9 +145,7 @@ def decode_state(content: Tensor, packages: tuple[str, ...]) -> Any:
     Args: packages, of whose classes the state may hold objects.
     Limits: nothing is unpickled.
     """
-    return from_plain(
-        torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True), packages
-    )
+    return decode(content.numpy().tobytes(), packages)
 
 
 def receive_checkpoint_part(
@@ -168,21 +160,27 @@ def receive_checkpoint_part(
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def send_restore_point(store: AuthenticatedStore, rank: int, saved: Checkpoint | None) -> None:
-    """Send a rank its restore point: its part of the checkpoint, or none to begin from the
-    start.
-    """
-    content = rank_checkpoint.part_of(saved.folder, rank).read_bytes() if saved else b""
-    push_bytes(store, restore_queue(rank), rank, content)
-    since_ns = saved.time_ns if saved else 0
-    store.set(restore_queue(rank), json.dumps({"since_ns": since_ns, "nbytes": len(content)}))
-
-
 class RestorePoint(NamedTuple):
     """The point that a rank starts from."""
 
-    since_ns: int  # run time
-    file: Path | io.BytesIO | None  # its part of the checkpoint; None = the beginning of the run
+    since_ns: int = 0  # run time
+    number: int = 0  # number of the next checkpoint
+    content: bytes = b""  # its part of the checkpoint; empty = the beginning of the run
+
+
+def restore_point_of(saved: Checkpoint | None, rank: int) -> RestorePoint:
+    """Return the point from which a rank resumes, or the beginning."""
+    if saved is None:
+        return RestorePoint()
+    content = rank_checkpoint.part_of(saved.folder, rank).read_bytes()
+    return RestorePoint(saved.time_ns, saved.number + 1, content)
+
+
+def send_restore_point(store: AuthenticatedStore, rank: int, point: RestorePoint) -> None:
+    """Send a rank its restore point."""
+    push_bytes(store, restore_queue(rank), rank, point.content)
+    line = {"since_ns": point.since_ns, "number": point.number, "nbytes": len(point.content)}
+    store.set(restore_queue(rank), json.dumps(line))
 
 
 def await_restore_point(
@@ -195,4 +193,4 @@ def await_restore_point(
         time.sleep(POLL_S)
     line = json.loads(store.get(restore_queue(rank)))
     content = pop_bytes(store, restore_queue(rank), line["nbytes"])
-    return RestorePoint(line["since_ns"], io.BytesIO(content) if content else None)
+    return RestorePoint(line["since_ns"], line["number"], content)

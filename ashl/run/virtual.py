@@ -1,10 +1,8 @@
 """Run a plan in virtual time, in this process, from its beginning or from a checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.speed import Speed, speed_of
@@ -13,14 +11,16 @@ from ashl.learn.device import claim_generators
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
-from ashl.run.checkpoints import STATE, VIRTUAL, Checkpoint
+from ashl.run.checkpoints import VIRTUAL, Checkpoint
 from ashl.run.monitor import Monitor
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
-from ashl.runtime.effects import PeerFailedError
+from ashl.runtime.effects import PeerFailedError, Save
 from ashl.runtime.parallel_sim import use_cores
-from ashl.runtime.sim import Begin, Sim, restore_ranks, resume
+from ashl.runtime.plain_state import encode, to_plain
+from ashl.runtime.rank_checkpoint import RANKS, next_due_ns, saved_rank
+from ashl.runtime.sim import Begin, Sim, restore_ranks
 from ashl.stage.program import program, ranks_to_notify
 
 
@@ -47,33 +47,28 @@ def simulate(
     monitor.read_beats = lambda: [ctx.heartbeat() for ctx in sim.contexts]
     number = 0 if saved is None else saved.number + 1
 
-    def save(document: dict[str, Any]) -> int | None:
+    def save(saves: Mapping[int, Save]) -> float:
         """Write a checkpoint; return the time of the next one in nanoseconds."""
         nonlocal number
-        if monitor.stopping is not None:  # ranks may have read it already, and would stop on resume
-            return None
         folder = rank_checkpoint.folder_of(monitor.recorder.run_dir, number)
-        about = {
-            "how": VIRTUAL,
-            "time_ns": document["time_ns"],
-            "ranks_ns": [],
-            "home_ns": document["time_ns"],
-        }
+        times = {"time_ns": sim.now_ns, "home_ns": sim.now_ns}
+        about = {"how": VIRTUAL, **times, "ranks_ns": [sim.now_ns] * plan.num_ranks}
+        ranks = [saved_rank(sim.contexts[rank], save, sim.speed) for rank, save in saves.items()]
         try:
-            files = {STATE: rank_checkpoint.write(folder / STATE, document)}
-            checkpoints.complete(folder, saving.identity, monitor, files, about)
+            content = encode(to_plain(ranks))
+            files = {RANKS: rank_checkpoint.write(folder / RANKS, content)}
+            number += checkpoints.complete(folder, saving.identity, monitor, files, about)
         except (OSError, RuntimeError) as error:
             text = (
                 f"cannot write the checkpoint {folder}; free some space or choose another run.dir"
             )
             raise AshlError(text) from error
-        number += 1
-        return following(document["time_ns"], saving.every_s)
+        return next_due_ns(sim.now_ns, saving.every_s)
 
     if saved is not None:
         monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
-    if (due := following(saved.time_ns if saved else 0, saving.every_s)) is not None:
-        sim.save_at(due, save)
+    sim.save = save
+    sim.checkpoint_due_ns = next_due_ns(saved.time_ns if saved else 0, saving.every_s)
     play = partial(program, stages=job.stages)
     if cluster.fault_kinds:
         Churn(
@@ -122,23 +117,7 @@ def simulation(
 
 
 def beginning(plan: Plan, job: Job, saved: Checkpoint) -> Begin:
-    """Return the function that sets a simulation to a checkpoint of virtual time, or of
-    RESCALED.
-    """
+    """Return the function that sets a simulation to a checkpoint."""
     packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
-    if saved.how == VIRTUAL:
-        document = torch.load(saved.folder / STATE, weights_only=True)
-        return partial(resume, saved={**document, "packages": packages, "device": device})
-    files = [rank_checkpoint.part_of(saved.folder, rank) for rank in range(plan.num_ranks)]
-    ranks = [rank_checkpoint.read(file, packages, device) for file in files]
+    ranks = rank_checkpoint.read_ranks(saved.folder, plan.num_ranks, packages, device)
     return partial(restore_ranks, ranks=ranks, time_ns=saved.time_ns)
-
-
-def following(now_ns: int, every_s: float | None) -> int | None:
-    """Return the run time of the next checkpoint in nanoseconds, the next multiple of `every_s`;
-    None without checkpoints.
-    """
-    if every_s is None:
-        return None
-    every_ns = max(1, round(every_s * 1e9))
-    return (now_ns // every_ns + 1) * every_ns

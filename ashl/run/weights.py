@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from ashl.config.construct import own_faults
@@ -12,13 +14,13 @@ from ashl.learn.making import make_module
 from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import OptionFactory
-from ashl.runtime.plain_state import save
+from ashl.runtime.plain_state import replace_file
 
 
 def write(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Write the weights, atomically. Raises AshlError if that fails."""
     try:
-        save(path, dict(weights))
+        replace_file(path, partial(torch.save, dict(weights)))
     except (OSError, RuntimeError) as error:
         text = (
             f"cannot write the weights {path}; free some space, choose another run.dir, or"

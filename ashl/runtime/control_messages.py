@@ -29,7 +29,6 @@ class ControlUpdate(NamedTuple):
     stopping: Text | None = None
     scores: dict[str, float | None] | None = None
     end: End | None = None
-    wanted: tuple[int, int] | None = None
     # vectors that the controller has taken out of each queue, by queue
     taken: dict[str, int] | None = None
     # failed workers that the run tolerates, each with its incarnation that ended

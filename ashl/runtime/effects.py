@@ -204,6 +204,19 @@ class Epoch(NamedTuple):
     incarnations: tuple[int, ...] = ()  # earlier failures of each member
 
 
+class Save(NamedTuple):
+    """Save this rank in a checkpoint: `state` holds all that it needs to continue in `stage`. All
+    ranks save once for each pause, with nothing in flight between them. In virtual time they wait
+    for each other; on processes the task continues at once.
+    """
+
+    stage: int
+    state: Any
+
+    def __await__(self) -> Generator[Save, Any, None]:
+        return (yield self)
+
+
 class PeerFailedError(Exception):
     """A peer that a receive depends on has failed."""
 

@@ -10,8 +10,9 @@ Nothing is unpickled. Numbers that do not fit into the header follow it, ahead o
 | 3, 4 | the tag's stage and iteration |
 | 5 | kind of the header: a message, a goodbye, or the grant for a payload |
 | 6, 7 | bytes of the payload, code of its element type |
-| 8 | number of numbers in `meta` |
-| 9-23 | the first of them, as the bits of float64 |
+| 8 | number of the pause after which it was sent, see `ashl.topology.ending` |
+| 9 | number of numbers in `meta` |
+| 10-23 | the first of them, as the bits of float64 |
 | 24, 25 | payloads received from the addressed rank, nanoseconds of the latest from header to end |
 
 Every value is checked against bounds before memory is allocated for it.
@@ -26,12 +27,13 @@ from torch import Tensor
 
 from ashl.runtime.effects import Tag
 
-META = 15  # numbers of `meta` in a header
+FIRST_META = 10  # position of the first of them
+META = 14  # numbers of `meta` in a header
 # bound on all numbers of `meta`, more than a list of members among 100,000 workers takes
 MAX_NUMBERS = 4096
-RECEIPT = 9 + META  # position of the receipt, which is filled in as the header leaves
+RECEIPT = FIRST_META + META  # position of the receipt, which is filled in as the header leaves
 HEADER_WORDS = RECEIPT + 2
-MAGIC = 0x4153484C0002
+MAGIC = 0x4153484C0003
 MESSAGE, BYE, GRANT = range(3)
 HEADERS, PAYLOADS = 1, 2  # gloo tags of headers and of payloads
 DTYPES = (
@@ -56,10 +58,13 @@ class Header(NamedTuple):
     nbytes: int
     dtype: torch.dtype | None  # None = no payload
     meta: tuple[float, ...]
+    pauses: int = 0  # pauses of the sender before it sent this
     receipt: tuple[int, int] = (0, 0)
 
 
-def encode(kind: int, tag: Tag, payload: Any = None, meta: tuple[float, ...] = ()) -> Tensor:
+def encode(
+    kind: int, tag: Tag, payload: Any = None, meta: tuple[float, ...] = (), pauses: int = 0
+) -> Tensor:
     """Return the header of a message, and the numbers that follow it. Raises ValueError if the
     tag's name is too long or `meta` has too many numbers.
     """
@@ -78,6 +83,7 @@ def encode(kind: int, tag: Tag, payload: Any = None, meta: tuple[float, ...] = (
         kind,
         nbytes,
         dtype,
+        pauses,
         len(meta),
     ]
     words += struct.unpack(f"<{len(meta)}q", struct.pack(f"<{len(meta)}d", *meta))
@@ -90,12 +96,13 @@ def decode(header: Tensor, max_bytes: int, receive_more: Callable[[int], Tensor]
     Raises FramingError for a value out of bounds.
     """
     words = header.tolist()
-    magic, name_a, name_b, stage, iteration, kind, nbytes, dtype, count = words[:9]
+    magic, name_a, name_b, stage, iteration, kind, nbytes, dtype, pauses, count = words[:FIRST_META]
     if (
         magic != MAGIC
         or kind not in (MESSAGE, BYE, GRANT)
         or not 0 <= count <= MAX_NUMBERS
         or not 0 <= dtype <= NO_PAYLOAD
+        or not 0 <= pauses < 2**62
     ):
         raise FramingError("received a header of another version or program")
     element = None if dtype == NO_PAYLOAD else DTYPES[dtype]
@@ -107,10 +114,9 @@ def decode(header: Tensor, max_bytes: int, receive_more: Callable[[int], Tensor]
     received, took_ns = words[RECEIPT:]
     if received < 0 or took_ns < 0:
         raise FramingError("received an invalid receipt")
-    numbers = words[9 : min(9 + count, RECEIPT)] + (
+    numbers = words[FIRST_META : min(FIRST_META + count, RECEIPT)] + (
         receive_more(count - META).tolist() if count > META else []
     )
     meta = struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *numbers))
-    return Header(
-        kind, (text.decode("ascii"), stage, iteration), nbytes, element, meta, (received, took_ns)
-    )
+    tag = text.decode("ascii"), stage, iteration
+    return Header(kind, tag, nbytes, element, meta, pauses, (received, took_ns))

@@ -23,6 +23,7 @@ from ashl.runtime.effects import (
     Message,
     PeerFailedError,
     Recv,
+    Save,
     Tag,
 )
 from ashl.runtime.rank_context import RankContext
@@ -37,7 +38,6 @@ class Task:
         "coro",
         "ctx",
         "done",
-        "is_background_service",
         "joiner",
         "main",
         "result",
@@ -45,13 +45,10 @@ class Task:
         "waiting",
     )
 
-    def __init__(
-        self, ctx: RankContext, coro: Coroutine, main: bool, is_background_service: bool = False
-    ) -> None:
+    def __init__(self, ctx: RankContext, coro: Coroutine, main: bool) -> None:
         self.ctx = ctx
         self.coro = coro
         self.main = main
-        self.is_background_service = is_background_service
         self.send = coro.send  # bound method, looked up once because it is called for every effect
         self.waiting: Any = None  # the effect that it is blocked in
         self.done = False
@@ -203,6 +200,12 @@ class Mailbox:
     def clear(self) -> None:
         """Forget all messages and all that wait for one."""
         self.__init__()  # type: ignore[misc]
+
+    def close_pass(self, save: Save) -> None:
+        """Accept discarded tags again, because the loop begins again after this pause."""
+        kept = {message.tag for message in self.undelivered()} - {PEER_FAILED, JOIN}
+        assert not kept, f"stage {save.stage} pauses before the messages {kept} are received"
+        self.dropped.clear()
 
     def discard(self, tags: tuple[Tag, ...]) -> None:
         self.dropped.update(tags)

@@ -1,8 +1,8 @@
-"""Convert state to plain values and back, and write them to a file.
+"""Convert state to plain values and back, and to tensors with a description in JSON.
 
-Nothing is unpickled. A file holds tensors, numbers, text and containers only. Dataclasses and named
-tuples of the named packages are made again field by field. A tensor on a device is copied to the
-host first.
+Nothing is unpickled. Such values are tensors, numbers, text and containers only. Dataclasses and
+named tuples of the named packages are made again field by field. A tensor on a device is copied to
+the host first. A file is in the format of safetensors: its header holds the description.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import importlib
 import json
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -25,19 +26,39 @@ from ashl.learn.device import HOST, at_home, to_device, to_host
 PLAIN = (type(None), bool, int, float, str)
 KIND, NAME, ITEMS, TENSOR, SHAPE = "kind", "name", "items", "tensor", "shape"
 THERE = "there"  # kind of a tensor that was on a device
+DESCRIPTION = "value"  # entry of a file's header: the value in JSON
+HEADER_BYTES = 8  # bytes of the length of a file's header, which come first
 
 
-def save(path: Path, document: Any) -> None:
-    """Replace a file of tensors and plain values in one step. Raises OSError, or RuntimeError,
-    which torch's writer raises for a full disk; then the old file stays.
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file in one step. Raises OSError, or RuntimeError, which torch's writer raises for a
+    full disk; then the old file stays.
     """
     part = path.with_suffix(".part")
     try:
-        torch.save(document, part)
+        write(part)
         os.replace(part, path)
     except (OSError, RuntimeError):
         part.unlink(missing_ok=True)
         raise
+
+
+def encode(value: Any) -> bytes:
+    """Return a plain value as the content of a file."""
+    text, tensors = split(value)
+    named = {str(k): tensor for k, tensor in enumerate(tensors)}
+    return safetensors.torch.save(named, {DESCRIPTION: text})
+
+
+def decode(content: bytes, packages: tuple[str, ...] = ("ashl",), device: str = HOST) -> Any:
+    """Return the value of a file's content, see `from_plain`. Raises ValueError for another one."""
+    end = HEADER_BYTES + int.from_bytes(content[:HEADER_BYTES], "little")
+    try:
+        text = json.loads(content[HEADER_BYTES:end])["__metadata__"][DESCRIPTION]
+        named = safetensors.torch.load(content)
+    except (KeyError, safetensors.SafetensorError) as error:
+        raise ValueError(f"is not a file of this program ({error})") from error
+    return join(text, [named[str(k)] for k in range(len(named))], packages, device)
 
 
 def to_plain(value: Any) -> Any:
@@ -93,35 +114,55 @@ def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = 
     return {"list": list, "tuple": tuple, "set": set, "deque": deque}[kind](parts)
 
 
-def split_tensors(value: Any) -> list[Tensor]:
-    """Return a value as tensors to send: the first one describes the value in JSON, the others are
-    its tensors.
-    """
+def split(value: Any) -> tuple[str, list[Tensor]]:
+    """Return a plain value as JSON and its flat tensors; one that occurs twice is there once."""
+    numbers = dict[Any, int]()  # number of each tensor by its elements in memory
     tensors = list[Tensor]()
 
     def apart(item: Any) -> Any:
         if isinstance(item, Tensor):
-            tensors.append(item.flatten())
-            return {KIND: TENSOR, ITEMS: len(tensors), SHAPE: [*item.shape]}
+            key = item.data_ptr(), item.numel(), item.dtype, item.stride()
+            if key not in numbers or not item.numel():
+                numbers[key] = len(tensors)
+                tensors.append(own_memory(item).flatten())
+            return {KIND: TENSOR, ITEMS: numbers[key], SHAPE: [*item.shape]}
         if isinstance(item, dict):
             return {key: apart(part) for key, part in item.items()}
         return [apart(part) for part in item] if isinstance(item, list | tuple) else item
 
-    text = json.dumps(apart(to_plain(value)))
+    return json.dumps(apart(value)), tensors
+
+
+def own_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor that shares its memory with no other: a view is copied."""
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def join(text: str, tensors: Sequence[Tensor], packages: tuple[str, ...], device: str) -> Any:
+    """Return the value that `split` was given; see `from_plain`."""
+
+    def whole(item: Any) -> Any:
+        if isinstance(item, dict) and item.get(KIND) == TENSOR:
+            return tensors[item[ITEMS]].view(item[SHAPE])
+        if isinstance(item, dict):
+            return {key: whole(part) for key, part in item.items()}
+        return [whole(part) for part in item] if isinstance(item, list) else item
+
+    return from_plain(whole(json.loads(text)), packages, device)
+
+
+def split_tensors(value: Any) -> list[Tensor]:
+    """Return a value as tensors to send: the first one describes the value in JSON, the others are
+    its tensors.
+    """
+    text, tensors = split(to_plain(value))
     return [torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8), *tensors]
 
 
 def join_tensors(parcel: Sequence[Tensor], packages: tuple[str, ...], device: str) -> Any:
     """Return the value that `split_tensors` was given; see `from_plain`."""
-
-    def whole(item: Any) -> Any:
-        if isinstance(item, dict) and item.get(KIND) == TENSOR:
-            return parcel[item[ITEMS]].view(item[SHAPE])
-        if isinstance(item, dict):
-            return {key: whole(part) for key, part in item.items()}
-        return [whole(part) for part in item] if isinstance(item, list) else item
-
-    return from_plain(whole(json.loads(parcel[0].numpy().tobytes())), packages, device)
+    return join(parcel[0].numpy().tobytes().decode(), parcel[1:], packages, device)
 
 
 def name_of(value: Any) -> str:

@@ -46,12 +46,17 @@ from ashl.runtime.communicator import (
 from ashl.runtime.compute_unit import ComputeUnit, Ran
 from ashl.runtime.effects import Epoch
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, describe_wait, resume_checked
-from ashl.runtime.rank_checkpoint import RankCheckpointWriter, Restored, restore_counters
+from ashl.runtime.rank_checkpoint import (
+    RankCheckpointWriter,
+    SavedRank,
+    next_due_ns,
+    restore_rank,
+)
 from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.records import Heartbeat, PeerUnreachable
 from ashl.runtime.rendezvous import JOINER, PEER, Entry, common_zero, world
 from ashl.runtime.throttle import Throttle
-from ashl.runtime.transport import Delivered, PayloadTransport, PeerConnections
+from ashl.runtime.transport import Delivered, PayloadTransport, PeerConnections, Received
 
 # a rank that is behind its declared pace by less than this counts as on time
 KEPT_UP_NS = 2_000_000
@@ -131,6 +136,11 @@ class TorchKernel:
         self._device = device
         self._payload_transport = payload_transport
         self._settle = settle
+        self._pauses: int | None = 0  # so far; None = this rank joins, and does not know yet
+        self._early: list[Received] = []  # messages of after the next pause
+        self.checkpoint_due_ns = math.inf
+        if checkpoint_writer is not None:
+            self.checkpoint_due_ns = next_due_ns(0, checkpoint_writer.every_s)
         self._unsettled = False  # True while computations of the main task may run on the device
         self._mail = Mailbox()
         self._inbox = queue.SimpleQueue[Any]()
@@ -140,8 +150,6 @@ class TorchKernel:
         self._seq = itertools.count()
         self._live = 0  # tasks that have not ended
         self._push_end = 0  # ns: end of the last payload that this rank has sent
-        # background services: at the top of their loops whenever the main task is
-        self._services = list[Task]()
         self._main: Task | None = None
         self._unit = ComputeUnit(rank, self.throttle, self._inbox, self._mail)
         self._moved = time.monotonic_ns()  # host clock: when a task last resumed
@@ -159,56 +167,42 @@ class TorchKernel:
     def clock_ns(self) -> int:  # a method to pass to others
         return self.now_ns
 
-    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
-        """Save the main task at the top of its loop, if a checkpoint is wanted and only background
-        services run beside it.
-        """
-        beside = self._live - 1 - sum(not task.done for task in self._services)
-        return (
-            self._checkpoint_writer is not None
-            and not beside
-            and self._checkpoint_writer.keep(ctx, stage, state, self.throttle)
-        )
-
-    def checkpoint_due(self, ctx: RankContext, version: int) -> bool:
-        return self._checkpoint_writer is not None and self._checkpoint_writer.due(version)
-
-    def safe_point_wanted(self, ctx: RankContext) -> bool:
-        return self._checkpoint_writer is not None and self._checkpoint_writer.wanted is not None
+    def _save(self, save: fx.Save) -> None:
+        """Save this rank, and begin another pass of its loop."""
+        assert self._pauses is not None
+        if self._checkpoint_writer is not None:
+            self._checkpoint_writer.save(self.ctx, save, self.throttle.speed, self._pauses)
+            self.checkpoint_due_ns = next_due_ns(self.now_ns, self._checkpoint_writer.every_s)
+        self._mail.dropped.clear()
+        self._pauses += 1
+        early, self._early = self._early, []
+        for received in early:
+            self._receive(received)
 
     def compute_once(
         self, ctx: RankContext, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]
     ) -> T:
         return fn()
 
-    def spawn(
-        self,
-        ctx: RankContext,
-        coro: Coroutine,
-        main: bool = False,
-        is_background_service: bool = False,
-    ) -> Task:
+    def spawn(self, ctx: RankContext, coro: Coroutine, main: bool = False) -> Task:
         self._live += 1
-        self._ready.append((task := Task(ctx, coro, main, is_background_service), None))
+        self._ready.append((task := Task(ctx, coro, main), None))
         self._tasks.add(task)
-        self._services += [task] * is_background_service
         return task
 
-    def restore(self, known: Restored, time_ns: int) -> None:
+    def restore(self, known: SavedRank, time_ns: int) -> None:
         """Restore the saved state of the rank, with the clock at `time_ns`. Call it before
         `run`.
         """
-        restore_counters(self.ctx, known.context)
-        if self.worker_states is not None:
-            self.worker_states.set_worker_state(self.ctx.rank, known.own)
-        self.ctx.time_accounting.attribute_until("wait", time_ns)
-        if self.throttle.speed:
-            self.throttle.speed.draw_from(self.ctx.rank, known.drawn)
+        restore_rank(self.ctx, known, time_ns, self.throttle.speed, self.worker_states)
         self._since_ns = time_ns
+        if self._checkpoint_writer is not None:
+            self.checkpoint_due_ns = next_due_ns(time_ns, self._checkpoint_writer.every_s)
 
     def join_running(self, entry: Entry) -> None:
         """Prepare to join ranks that are running already. Call it before `run`."""
         self._entry = entry
+        self._pauses = None
         self._zero = entry.zero_ns
         self.ctx.time_accounting.start_at(self.now_ns)
 
@@ -347,11 +341,11 @@ class TorchKernel:
         while not self._inbox.empty():
             self._inbox.get()
         self._tasks.clear()
-        self._services.clear()
         self._ready.clear()
         self._timers.clear()
         self._live = 0
         self._mail.clear()
+        self._pauses, self._early = 0, []
         now_ns = self._push_end = self.now_ns
         self.ctx.time_accounting.abort_collectives(now_ns)
         self.ctx.time_accounting.attribute_idle(now_ns)
@@ -411,15 +405,11 @@ class TorchKernel:
                 callback()
 
     def _handle_item(self, item: Any) -> None:
-        if isinstance(item, fx.Message):
-            if item.src == self.ctx.rank:  # a part of a computation
-                self.ctx.time_accounting.record_part(item.start_ns)
-                return self._deliver_to_self(item)
-            if item.body is not None:
-                self.ctx.time_accounting.record_traffic(item.start_ns, 0, item.body.nbytes)
-            if not self._unit.deliver(item) and (task := self._mail.put(item)):
-                self._unblock(task, item.start_ns)
-                self._ready.append((task, item))
+        if isinstance(item, fx.Message):  # a part of a computation
+            self.ctx.time_accounting.record_part(item.start_ns)
+            self._deliver_to_self(item)
+        elif isinstance(item, Received):
+            self._receive(item)
         elif isinstance(item, Delivered):
             self._push_end = max(self._push_end, item.end_ns)
             self.ctx.time_accounting.reclassify_as_push(*item)
@@ -431,6 +421,24 @@ class TorchKernel:
             self._ready.extend(self._mail.mark_failed(item, self.now_ns))
         else:
             item()  # the end of a compute or a collective on a thread
+
+    def _receive(self, received: Received) -> None:
+        """Deliver a message of a peer, unless it is of before the last pause; a message of after
+        the next pause is kept until then.
+        """
+        message, pauses = received
+        if self._pauses is None:  # this rank has joined, and takes part from here on
+            self._pauses = pauses
+        if pauses > self._pauses and message.tag != fx.JOIN:
+            self._early.append(received)
+            return
+        if message.body is not None:
+            self.ctx.time_accounting.record_traffic(message.start_ns, 0, message.body.nbytes)
+        if pauses < self._pauses and message.tag != fx.JOIN:
+            return
+        if not self._unit.deliver(message) and (task := self._mail.put(message)):
+            self._unblock(task, message.start_ns)
+            self._ready.append((task, message))
 
     def _deliver_to_self(self, message: fx.Message) -> None:
         """Deliver a message of this rank to itself, to the computation or the task that
@@ -499,6 +507,8 @@ class TorchKernel:
         if isinstance(effect, fx.Cancel):
             self._cancel(effect.task)
             return False, None
+        if isinstance(effect, fx.Save):
+            return False, self._save(effect)
         if isinstance(effect, fx.Discard):
             self._mail.discard(effect.tags)
             return False, None
@@ -607,7 +617,13 @@ class TorchKernel:
         assert self._connections is not None
         sent = self._note_sent if nbytes else lambda _: None
         self._connections.post(
-            effect.dst, effect.tag, effect.body, effect.meta, (header_ns, body_ns), sent
+            effect.dst,
+            effect.tag,
+            effect.body,
+            effect.meta,
+            (header_ns, body_ns),
+            sent,
+            self._pauses or 0,
         )
 
     def _paced_now(self) -> int:

@@ -1,9 +1,9 @@
-"""Write and read one rank's part of a checkpoint: its state at a safe point.
+"""Write and read the ranks' parts of a checkpoint.
 
-The controller (`ashl.run.checkpoints`) names the version of the model from which on each rank saves
-its state, and assembles one checkpoint of all parts. In synchronous rounds no message is in flight
-at a safe point, so the parts together are the whole run. A part is written by a thread, and its
-record tells the controller the hash.
+At a pause nothing is in flight between the ranks (`ashl.topology.ending`), so the states of all
+ranks are the whole run. In virtual time one file holds all of them. On processes each rank writes
+a part of its own in a thread, or uploads it, and continues at once; the controller
+(`ashl.run.checkpoints`) completes the checkpoint once it knows the hashes of all parts.
 """
 
 from __future__ import annotations
@@ -11,97 +11,82 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from ashl.runtime.plain_state import from_plain, save, to_plain
-from ashl.runtime.rank_context import RankContext
+from ashl.cluster.speed import Speed
+from ashl.runtime.effects import Save
+from ashl.runtime.plain_state import decode, encode, replace_file, to_plain
+from ashl.runtime.rank_context import RankContext, WorkerStates
 from ashl.runtime.records import CheckpointPartSaved
-from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import first_line
 
 MANIFEST = "manifest.json"
+RANKS = "ranks.safetensors"  # file of all ranks, in virtual time
 
 
-class Due(NamedTuple):
-    """A request of the controller for a checkpoint: its number, and the version of the model that
-    it is to hold.
+def next_due_ns(now_ns: int, every_s: float | None) -> float:
+    """Return the run time of the next checkpoint, the next multiple of `every_s`; infinity without
+    checkpoints.
     """
-
-    number: int
-    version: int
+    if every_s is None:
+        return float("inf")
+    every_ns = max(1, round(every_s * 1e9))
+    return (now_ns // every_ns + 1) * every_ns
 
 
 class RankCheckpointWriter:
-    """Writes one rank's state in a thread, and reports it to the controller."""
+    """Writes one rank's parts of checkpoints in a thread, and reports them to the controller."""
 
     def __init__(
         self,
         rank: int,
-        put: Callable[[int, dict[str, Any]], tuple[str, int]],
+        put: Callable[[int, bytes], tuple[str, int]],
         emit: Callable[[CheckpointPartSaved], None],
+        every_s: float | None,
     ) -> None:
-        """Set up the writer. `put(number, document)` stores a part and returns its hash, and the
+        """Set up the writer. `put(number, content)` stores a part and returns its hash, and the
         number of bytes that the controller has yet to write.
         """
         self._rank = rank
         self._put = put
         self._emit = emit
-        self._done = -1  # number of the last saved checkpoint
-        self.asked: Due | None = None  # latest request of the controller
+        self._thread: threading.Thread | None = None  # writes the latest part
+        self.every_s = every_s
+        self.first = 0  # number of the checkpoint at the first pause of this process
 
-    @property
-    def wanted(self) -> Due | None:
-        """Return the request that is not fulfilled yet, or None."""
-        asked = self.asked
-        return asked if asked is not None and asked.number > self._done else None
-
-    def due(self, version: int) -> bool:
-        """Return True if a state of this version has to be saved."""
-        wanted = self.wanted
-        return wanted is not None and version >= wanted.version
-
-    def keep(self, ctx: RankContext, stage: int, state: Any, throttle: Throttle) -> bool:
-        """Save the state at a safe point if a request asks for it; return whether it is saved."""
-        wanted = self.wanted
-        if wanted is None or state is None or state.version < wanted.version:
-            return False
-        self._done, number, time_ns = wanted.number, wanted.number, ctx.now_ns
-        drawn = throttle.speed.drawn(ctx.rank) if throttle.speed else 0
-        document = document_of(ctx, stage, state, time_ns, drawn)
-        rounds = None if ctx.counter is None else ctx.counter.progress.rounds()
-        kept = CheckpointPartSaved(self._rank, number, stage, state.version, time_ns, rounds=rounds)
+    def save(self, ctx: RankContext, save: Save, speed: Speed | None, pauses: int) -> None:
+        """Save this rank at a pause, after its part of the checkpoint before is written."""
+        if self._thread is not None:
+            self._thread.join()
+        part = CheckpointPartSaved(self._rank, self.first + pauses, ctx.now_ns)
+        document = to_plain(saved_rank(ctx, save, speed))
         # not a daemon, so the process ends after it
-        threading.Thread(
-            target=self._write, args=(document, kept), name="checkpoint-writer"
-        ).start()
-        return True
+        self._thread = threading.Thread(
+            target=self._write, args=(document, part), name="checkpoint-writer"
+        )
+        self._thread.start()
 
-    def _write(self, document: dict[str, Any], kept: CheckpointPartSaved) -> None:
+    def _write(self, document: Any, part: CheckpointPartSaved) -> None:
         try:
-            sha256, nbytes = self._put(kept.number, document)
-            self._emit(kept._replace(sha256=sha256, nbytes=nbytes))
+            sha256, nbytes = self._put(part.number, encode(document))
+            self._emit(part._replace(sha256=sha256, nbytes=nbytes))
         except (OSError, RuntimeError) as error:
-            self._emit(kept._replace(error=first_line(error)))
+            self._emit(part._replace(error=first_line(error)))
 
 
-def write_to_folder(
-    run_dir: Path, rank: int, number: int, document: dict[str, Any]
-) -> tuple[str, int]:
+def write_to_folder(run_dir: Path, rank: int, number: int, content: bytes) -> tuple[str, int]:
     """Write a part into the run folder, for a rank that can access it; see
     `RankCheckpointWriter`.
     """
-    return write(part_of(folder_of(run_dir, number), rank), document), 0
+    return write(part_of(folder_of(run_dir, number), rank), content), 0
 
 
-def write(path: Path, document: dict[str, Any]) -> str:
-    """Write a file in one step; return its hash. Raises as `plain_state.save`."""
+def write(path: Path, content: bytes) -> str:
+    """Write a file in one step; return its hash. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    save(path, document)
-    return hash_of(path)
+    replace_file(path, lambda part: part.write_bytes(content))
+    return hash_bytes(content)
 
 
 def hash_of(path: Path) -> str:
@@ -127,38 +112,34 @@ def list_checkpoints(run_dir: Path) -> list[int]:
 
 def part_of(folder: Path, rank: int) -> Path:
     """Return the file of a rank's part of a checkpoint."""
-    return folder / f"rank{rank}.pt"
+    return folder / f"rank{rank}.safetensors"
 
 
-def document_of(
-    ctx: RankContext, stage: int, state: Any, time_ns: int, drawn: int
-) -> dict[str, Any]:
-    """Return a rank's part of a checkpoint as plain values: the state at a safe point, the
-    context's counters, and `drawn`, the number of jitter draws so far.
-    """
-    known = {"stage": stage, "state": to_plain(state), "context": to_plain(counters_of(ctx))}
-    return known | {"time_ns": time_ns, "drawn": drawn, "own": to_plain(ctx.own_state)}
-
-
-class Restored(NamedTuple):
-    """A saved rank: its stage and state, the counters of its context, the clock, and the number of
-    jitter draws.
-    """
+class SavedRank(NamedTuple):
+    """A saved rank."""
 
     stage: int
-    state: Any
-    context: dict[str, Any]
+    state: Any  # of the algorithm
+    context: dict[str, Any]  # counters of its context
     time_ns: int
-    drawn: int
+    drawn: int = 0  # number of jitter draws
     own: Any = None  # state of its module beside the parameters
 
 
-def read(file: Path | BytesIO, packages: tuple[str, ...], device: str) -> Restored:
-    """Return a saved rank. States may be of classes of these packages. Nothing is unpickled."""
-    document = torch.load(file, weights_only=True)
-    for name in ("state", "context", "own"):
-        document[name] = from_plain(document[name], packages, device)
-    return Restored(**document)
+def saved_rank(ctx: RankContext, save: Save, speed: Speed | None) -> SavedRank:
+    """Return a rank as it is now."""
+    drawn = speed.drawn(ctx.rank) if speed else 0
+    return SavedRank(save.stage, save.state, counters_of(ctx), ctx.now_ns, drawn, ctx.own_state)
+
+
+def read_ranks(
+    folder: Path, num_ranks: int, packages: tuple[str, ...], device: str
+) -> list[SavedRank]:
+    """Return all ranks of a checkpoint. States may be of classes of these packages."""
+    if (folder / RANKS).exists():
+        return decode((folder / RANKS).read_bytes(), packages, device)
+    files = [part_of(folder, rank) for rank in range(num_ranks)]
+    return [decode(file.read_bytes(), packages, device) for file in files]
 
 
 # saved fields of a context, beside its time accounting
@@ -173,9 +154,20 @@ def counters_of(ctx: RankContext) -> dict[str, Any]:
     return {"time_accounting": time_accounting} | {name: getattr(ctx, name) for name in KEPT}
 
 
-def restore_counters(ctx: RankContext, known: dict[str, Any]) -> None:
-    """Set a fresh context's counters."""
-    for name, value in known["time_accounting"].items():
+def restore_rank(
+    ctx: RankContext,
+    known: SavedRank,
+    time_ns: int,
+    speed: Speed | None,
+    worker_states: WorkerStates | None,
+) -> None:
+    """Set a fresh context to a saved rank, at this run time."""
+    for name, value in known.context["time_accounting"].items():
         setattr(ctx.time_accounting, name, value)
     for name in KEPT:
-        setattr(ctx, name, known[name])
+        setattr(ctx, name, known.context[name])
+    ctx.time_accounting.attribute_until("wait", time_ns)
+    if worker_states is not None:
+        worker_states.set_worker_state(ctx.rank, known.own)
+    if speed is not None:
+        speed.draw_from(ctx.rank, known.drawn)

@@ -21,6 +21,7 @@ from ashl.runtime.effects import (
     Discard,
     Join,
     Recv,
+    Save,
     Send,
     Sleep,
     Tag,
@@ -119,27 +120,16 @@ class Kernel(Protocol):
 
     observer: Observer
     worker_states: WorkerStates | None
+    checkpoint_due_ns: float  # time of the next checkpoint; infinity = none
 
     @property
     def now_ns(self) -> int: ...
 
-    def spawn(
-        self,
-        ctx: RankContext,
-        coro: Coroutine,
-        main: bool = False,
-        is_background_service: bool = False,
-    ) -> Any: ...
+    def spawn(self, ctx: RankContext, coro: Coroutine, main: bool = False) -> Any: ...
 
     def compute_once(
         self, ctx: RankContext, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]
     ) -> T: ...
-
-    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool: ...
-
-    def checkpoint_due(self, ctx: RankContext, version: int) -> bool: ...
-
-    def safe_point_wanted(self, ctx: RankContext) -> bool: ...
 
 
 class RankContext:
@@ -159,12 +149,13 @@ class RankContext:
         "tolerates_failures",
     )
     # effects to await
-    compute, send, sleep, join, cancel = (
+    compute, send, sleep, join, cancel, save = (
         Compute,
         Send,
         Sleep,
         Join,
         Cancel,
+        Save,
     )
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
@@ -211,15 +202,11 @@ class RankContext:
         assert key >= 0, "keys of collectives count from 0"
         return AllGather(tensor, group, piggybacked, key)
 
-    def spawn(self, coro: Coroutine, is_background_service: bool = False) -> Any:
+    def spawn(self, coro: Coroutine) -> Any:
         """Start a task beside the main one. Its time is not the worker's time, because only the
         main task is accounted for.
-
-        A background service is at the top of its own loop whenever the main task is, and keeps no
-        state there. On resume from a checkpoint the main task starts it again before its safe
-        point.
         """
-        return self.kernel.spawn(self, coro, is_background_service=is_background_service)
+        return self.kernel.spawn(self, coro)
 
     def compute_once(self, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         """Return `fn()`, a value that all members of the group compute identically. `fn` must be
@@ -231,20 +218,10 @@ class RankContext:
         """
         return self.kernel.compute_once(self, group, key, fn)
 
-    def safe_point(self, stage: int, state: Any, resumable: bool = True) -> bool:
+    def safe_point(self, stage: int, state: Any) -> None:
         """Mark the top of a loop: `state` holds all that the task needs to continue from here in
         this stage. The next epoch of a run that tolerates failures begins here.
-
-        Pass `resumable=False` if the next step depends on the stop limit, which may differ on
-        resume; then no checkpoint holds this point.
-        Return True if a checkpoint has saved this rank alone, without the others' current work, so
-        that the next step is not part of it.
         """
-        self.mark_restart_point(stage, state)
-        return self.kernel.safe_point(self, stage, state if resumable else None)
-
-    def mark_restart_point(self, stage: int, state: Any) -> None:
-        """Begin the next epoch of a run that tolerates failures with this state."""
         if self.tolerates_failures:
             self.restart_point = stage, state.copy_to_restart()
 
@@ -254,18 +231,10 @@ class RankContext:
         states = self.kernel.worker_states
         return None if states is None else states.worker_state(self.rank)
 
-    def checkpoint_due(self, version: int) -> bool:
-        """Return True if the checkpoint in progress would save this rank at a safe point of this
-        version.
-        """
-        return self.kernel.checkpoint_due(self, version)
-
     @property
-    def safe_point_wanted(self) -> bool:
-        """Return True if a checkpoint waits for a safe point of this rank with no other task in
-        progress.
-        """
-        return self.kernel.safe_point_wanted(self)
+    def checkpoint_due(self) -> bool:
+        """Return True if a checkpoint is due by this rank's clock; the lead rank asks."""
+        return self.kernel.now_ns >= self.kernel.checkpoint_due_ns
 
     @property
     def now_ns(self) -> int:

@@ -290,20 +290,15 @@ class RankError(NamedTuple):
 
 
 class CheckpointPartSaved(NamedTuple):
-    """A rank has written its part of a checkpoint, its state at a safe point, or could not write
-    it.
-    """
+    """A rank has written its part of a checkpoint, or could not write it."""
 
     rank: int
     number: int  # of the checkpoint
-    stage: int
-    version: int  # of the model
     time_ns: int
     sha256: Text = ""
     # bytes that the controller has to write; 0 = the rank has written its file itself
     nbytes: int = 0
     error: Text | None = None
-    rounds: list[int] | None = None  # rounds of each worker, from the rank that counts them
 
 
 class ModuleState(NamedTuple):

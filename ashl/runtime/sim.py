@@ -8,14 +8,14 @@ free. `Send` asks the network model when the message arrives. A collective start
 have posted it and their collective queue is free. The same plan gives the same parameters and the
 same trace, bit for bit, in any process.
 
-States: running; saving (`Saving` follows all ranks until each has passed a safe point); replaying a
-checkpoint (`Replay`). Failures of workers are injected by `ashl.runtime.churn`.
+States: running; pausing, while some ranks wait to be saved (`Save`). Once all of them wait and
+nothing is in flight, the run has one consistent state. It is saved, and all ranks continue at that
+instant. Failures of workers are injected by `ashl.runtime.churn`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import (
     Callable,
     Collection,
@@ -25,10 +25,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, field
-from functools import partial
 from heapq import heappop, heappush
-from itertools import count
 from typing import Any, TypeVar
 
 from ashl.cluster.all_reduce_costs import AllReduceCost
@@ -36,19 +33,12 @@ from ashl.cluster.network import Exchange, Ports
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
 from ashl.learn.allocator import collecting_seldom
-from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
-from ashl.runtime.collective_queue import (
-    Collective,
-    CollectiveQueue,
-    CollectiveQueues,
-    SharedResult,
-)
-from ashl.runtime.effects import COLLECTIVES, AllReduce, Compute, Message, Recv, Send
+from ashl.runtime.collective_queue import Collective, CollectiveQueue, CollectiveQueues
+from ashl.runtime.effects import COLLECTIVES, AllReduce, Compute, Message, Recv, Save, Send
 from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resume_task
-from ashl.runtime.plain_state import from_plain, to_plain
-from ashl.runtime.rank_checkpoint import Restored, counters_of, restore_counters
-from ashl.runtime.rank_context import NullObserver, Observer, RankContext, WorkerStates
+from ashl.runtime.rank_checkpoint import SavedRank, restore_rank
+from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.sums import PHASES_OF_A_SUM, chunk, concatenate, sum_in_rank_order
 from ashl.size_only import SizeOnly
 
@@ -79,7 +69,11 @@ class Sim:
         self._tasks: set[Task] = set()
         self.collective_queues = CollectiveQueues()
         self._mains: list[Task] = []
-        self.saving: Saving | None = None  # set while a checkpoint is made
+        # by rank: the task that waits to be saved, with the effect by which it asked
+        self._pausing: dict[int, tuple[Task, Save]] = {}
+        self.checkpoint_due_ns: float = math.inf
+        # saves all ranks, and returns when the next checkpoint is due (ns)
+        self.save: Callable[[Mapping[int, Save]], float] = lambda saves: math.inf
         self.gone: set[int] = set()  # failed ranks
         # how often each rank has failed or begun an epoch: a message is dropped when it arrives if
         # its sender or receiver has done so since it was sent
@@ -90,14 +84,8 @@ class Sim:
         # runs a computation, or starts it on another core; None = run it here
         self.begin_compute: Callable[[Compute], Any] | None = None
 
-    def spawn(
-        self,
-        ctx: RankContext,
-        coro: Coroutine,
-        main: bool = False,
-        is_background_service: bool = False,
-    ) -> Task:
-        task = Task(ctx, coro, main, is_background_service)
+    def spawn(self, ctx: RankContext, coro: Coroutine, main: bool = False) -> Task:
+        task = Task(ctx, coro, main)
         self._tasks.add(task)
         self._at(self.now_ns, task, None)
         return task
@@ -105,34 +93,33 @@ class Sim:
     def compute_once(
         self, ctx: RankContext, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]
     ) -> T:
-        collective_queue = self.collective_queues.of(group, self.now_ns)
-        if self.saving is not None:
-            self.saving.record_request(ctx, collective_queue, key)
-        return collective_queue.compute_once(ctx.rank, key, fn)
+        queue = self.collective_queues.of(group, self.now_ns)
+        return queue.compute_once(ctx.rank, key, fn)
 
-    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
-        if self.saving is not None:
-            self.saving.safe_point(ctx, stage, state)
-        return False  # a simulated checkpoint holds messages in flight, too
+    def _pause(self, task: Task, effect: Save) -> None:
+        """Let a rank wait until all ranks pause."""
+        self._pausing[task.ctx.rank] = task, effect
+        self._at_last(self._quiet_ns(), self._save_all, None)
 
-    def checkpoint_due(self, ctx: RankContext, version: int) -> bool:
-        return False
+    def _quiet_ns(self) -> int:
+        """Return the moment from which on nothing is in flight, if all ranks pause until then."""
+        messages = (self._deliver, self._arrive)
+        in_flight = [time_ns for time_ns, _, target, _ in self._heap if target in messages]
+        return max(self.now_ns, *self._unit_free, *in_flight)
 
-    def safe_point_wanted(self, ctx: RankContext) -> bool:
-        return self.saving is not None and ctx.rank not in self.saving.logs
-
-    def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
-        """Make a checkpoint at the first moment from `time_ns` on at which every rank has passed a
-        safe point. `keep` stores the document and returns when the next checkpoint is due, or None.
-        """
-        self._at(time_ns, self._save, keep)
-
-    def _save(self, keep: Callable[[dict[str, Any]], int | None]) -> None:
-        if any(task.done for task in self._mains):
-            return  # the run is about to end
-        saving = Saving(self)
-        if saving.until_consistent() and (due := keep(saving.document())) is not None:
-            self.save_at(max(due, self.now_ns), keep)
+    def _save_all(self, _: None) -> None:
+        """Save all ranks and let them continue, if all of them pause and nothing is in flight."""
+        if len(self._pausing) < len(self.contexts) - len(self.gone) or not self._pausing:
+            return None
+        if (later_ns := self._quiet_ns()) > self.now_ns:
+            return self._at_last(later_ns, self._save_all, None)
+        pausing, self._pausing = sorted(self._pausing.items()), {}
+        for rank, (task, effect) in pausing:
+            self._mail[rank].close_pass(effect)
+            task.ctx.time_accounting.attribute_idle(self.now_ns)
+            self._at(self.now_ns, task, None)
+        self.checkpoint_due_ns = self.save({rank: effect for rank, (_, effect) in pausing})
+        return None
 
     def run(
         self, main: Callable[..., Coroutine], tick: Callable[[], None], begin: Begin | None = None
@@ -430,6 +417,9 @@ class Sim:
                 return False, effect.task.result
             effect.task.joiner = task
             return True, None
+        if isinstance(effect, Save):
+            self._pause(task, effect)
+            return True, None
         if isinstance(effect, fx.Cancel):
             self._cancel(effect.task)
         elif isinstance(effect, fx.Discard):
@@ -475,6 +465,7 @@ class Sim:
         last safe points.
         """
         self.stop_ranks(ranks)
+        self._pausing = {}
         self.collective_queues.abort()
         for rank in ranks:
             ctx = self.contexts[rank]
@@ -592,365 +583,11 @@ def price_collective(
     return tensors, network.all_gather_ns(group, total, now_ns), total * (g - 1) // g, None
 
 
-# --- checkpoints
-
-# Checkpoints of a simulated run, from which it resumes bit for bit. A coroutine cannot be written
-# to a file. At its safe point, the top of its loop, its state holds all that it needs
-# (`ctx.safe_point`). From there on it is deterministic given its messages. So a checkpoint holds
-# each rank's state at its last safe point, the messages that it has received since, and those in
-# flight. To resume, every rank starts at its safe point and receives the same messages again, at
-# the same instants. Until the moment of the checkpoint its sends, records and costs are discarded,
-# since the checkpoint has them already. At most one round of each worker is computed twice. Source:
-# Elnozahy et al., "A survey of rollback-recovery protocols in message-passing systems", ACM
-# Computing Surveys 2002 (pessimistic message logging); Chandy and Lamport, "Distributed snapshots",
-# ACM TOCS 1985.
-
-
-# kinds of events that reach a rank from outside
-MESSAGE, HEAD, RESULT, TURN = "message", "head", "result", "turn"
-OF_A_CANCELLED_TASK = -1
-BEFORE = -(2**40)  # places of events before all others at the instant of a safe point
-
-
-@dataclass
-class SafePointLog:
-    """One rank since its safe point: its state there, and all that a replay needs of what happened
-    since.
-    """
-
-    time_ns: int  # of the safe point
-    stage: int
-    state: Any
-    mail: list[Any]  # messages that had arrived and were not taken
-
-    drawn: int  # draws of jitter so far
-    own: Any = None  # state of the rank's module beside the parameters
-
-    # events from outside since: (ns, place, kind, value)
-    received: list[tuple[int, int, str, Any]] = field(default_factory=list)
-
-    # places in the order of events that the rank's own actions took
-    places: list[int] = field(default_factory=list)
-
-    posted: int = 0  # number of collectives posted since
-    begun: list[int] = field(default_factory=list)  # collectives that have begun, by number
-    first: int = 0  # last place taken before the safe point
-    unit_free: int = 0  # ns: end of the computations that were asked for before the safe point
-
-
-class Saving:
-    """Runs the simulation on, with a log of every rank, until all ranks have passed a safe
-    point.
-    """
-
-    def __init__(self, sim: Sim) -> None:
-        self.sim = sim
-        self.logs: dict[int, SafePointLog] = {}
-        # by place of an event that delivers a result: the rank, and the number of its collective
-        self._results: dict[int, tuple[int, int]] = {}
-        # places of events of collective queues, which belong to no rank
-        self._shared_places: set[int] = set()
-        # by task: the number of the collective that it waits for
-        self._numbers: dict[Task, int] = {}
-        # by (group, key) of a value that is computed once: ranks that asked before their safe point
-        self._asked = {
-            (collective_queue.group, key): set(shared.asked)
-            for collective_queue in sim.collective_queues.all()
-            for key, shared in collective_queue.shared.items()
-        }
-
-    def until_consistent(self) -> bool:
-        """Return True once every rank has a log, and False if the run ended first or a rank cannot
-        be saved.
-        """
-        sim, heap = self.sim, self.sim._heap
-        sim.saving, sim._post, sim._begin = self, self.post, self.begin  # type: ignore[method-assign]
-        try:
-            while heap and len(self.logs) < len(sim.contexts):
-                time_ns, place, target, value = heappop(heap)
-                sim.now_ns = time_ns
-                sim.events += 1
-                rank, before = self.owner(target, value), sim._seq
-                log = self.logs.get(rank)
-                if log is not None and (what := self.describe_event(place, target, value)):
-                    log.received.append((time_ns, place, *what))
-                if target.__class__ is not Task:
-                    target(value)
-                elif not target.done:
-                    sim._resume(target, value)
-                if log := self.logs.get(rank):
-                    taken = range(max(before, log.first) + 1, sim._seq + 1)
-                    log.places += [p for p in taken if p not in self._shared_places]
-                self.cut = (time_ns, place)
-                if any(task.done for task in sim._mains):
-                    return False
-            return len(self.logs) == len(sim.contexts)
-        finally:
-            sim.saving = None
-            del sim._post, sim._begin  # type: ignore[method-assign]
-
-    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> None:
-        """Begin the log of a rank that is at the top of its loop. Without a state no rank can be
-        saved before it is there again.
-        """
-        sim = self.sim
-        if state is None:
-            self.logs.clear()  # the other ranks depend on the same end of the run
-            self._numbers.clear()
-            return
-        if any(
-            task.ctx is ctx and not (task.main or task.is_background_service) for task in sim._tasks
-        ):
-            return  # another task of the rank has no safe point
-        if any(ctx.rank in posted.arrived for posted in sim.collective_queues.waiting()):
-            return  # a collective of a cancelled task is pending
-        mail = sim._mail[ctx.rank].undelivered()
-        self.logs[ctx.rank] = SafePointLog(
-            time_ns=sim.now_ns,
-            stage=stage,
-            state=to_plain(state),
-            mail=to_plain(mail),
-            drawn=sim.speed.drawn(ctx.rank),
-            own=to_plain(ctx.own_state),
-            first=sim._seq,
-            unit_free=sim._unit_free[ctx.rank],
-        )
-
-    def record_request(
-        self, ctx: RankContext, collective_queue: CollectiveQueue, key: Hashable
-    ) -> None:
-        """Record that a rank asks for a value that is computed once per group. A rank with a log
-        asks again when it is replayed.
-        """
-        if ctx.rank not in self.logs:
-            asked = self._asked.setdefault((collective_queue.group, key), set())
-            asked.add(ctx.rank)
-            if len(asked) == len(collective_queue.group):
-                del self._asked[collective_queue.group, key]
-
-    def post(self, task: Task, effect: Collective) -> None:
-        """Post a collective, and number it in the log of its rank."""
-        sim, before = self.sim, self.sim._seq
-        if log := self.logs.get(task.ctx.rank):
-            self._numbers[task] = log.posted
-            log.posted += 1
-        type(sim)._post(sim, task, effect)
-        self._shared_places.update(range(before + 1, sim._seq + 1))
-
-    def begin(self, collective_queue: CollectiveQueue) -> None:
-        """Begin the next collective of a queue, and record which events deliver its results."""
-        sim, before = self.sim, self.sim._seq
-        waiting = {number: posted.arrived for number, posted in collective_queue.pending.items()}
-        type(sim)._begin(sim, collective_queue)
-        (begun,) = waiting.keys() - collective_queue.pending.keys()
-        for rank, place in zip(
-            collective_queue.group, range(before + 1, sim._seq + 1), strict=True
-        ):
-            number = self._numbers.pop(waiting[begun][rank][0], OF_A_CANCELLED_TASK)
-            self._results[place] = rank, number
-            if number != OF_A_CANCELLED_TASK:
-                self.logs[rank].begun.append(number)
-
-    def owner(self, target: Any, value: Any) -> int:
-        """Return the rank to which an event belongs, or -1 for an event of the network or of a
-        collective queue.
-        """
-        if isinstance(target, Task):
-            return target.ctx.rank
-        name = target.__name__
-        return (
-            -1
-            if name in ("_arrive", "_serve", "_commit_posted")
-            else value[0]
-            if name == "_deliver"
-            else value[0].ctx.rank
-        )
-
-    def describe_event(self, place: int, target: Any, value: Any) -> tuple[str, Any] | None:
-        """Return the kind and value of an event from outside a rank, or None for an event that a
-        replayed rank produces itself.
-        """
-        if place in self._results:
-            return RESULT, to_plain((*self._results[place], value))
-        name = "" if isinstance(target, Task) else target.__name__
-        if name == "_serve":
-            return TURN, to_plain(value.group)
-        return (
-            (MESSAGE, to_plain(value))
-            if name == "_deliver"
-            else (HEAD, to_plain(value))
-            if name == "_arrive"
-            else None
-        )
-
-    def document(self) -> dict[str, Any]:
-        """Return all that the simulation needs to continue."""
-        sim = self.sim
-        in_flight = [
-            (time_ns, place, self.describe_event(place, *what))
-            for time_ns, place, *what in sorted(sim._heap)
-        ]
-        return {
-            "time_ns": sim.now_ns,
-            "cut": self.cut,
-            "seq": sim._seq,
-            "events": sim.events,
-            "safe_points": [vars(self.logs[rank]) for rank in range(len(sim.contexts))],
-            "in_flight": [(time_ns, place, *what) for time_ns, place, what in in_flight if what],
-            "contexts": to_plain([counters_of(ctx) for ctx in sim.contexts]),
-            "push_end": list(sim._push_end),
-            "ports": to_plain(sim.network.saved()),
-            "queues": to_plain(
-                {
-                    collective_queue.group: collective_queue.free_ns
-                    for collective_queue in sim.collective_queues.all()
-                }
-            ),
-            "asked": to_plain(self._asked),
-        }
-
-
-def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) -> None:
-    """Bring a fresh simulation to the state of a checkpoint. `start(ctx, saved=(stage, state))` is
-    a rank's coroutine; `saved["packages"]` names the packages whose classes a state may contain.
-    """
-    restored = partial(
-        from_plain, packages=tuple(saved["packages"]), device=saved.get("device", HOST)
-    )
-    logs = [SafePointLog(**log) for log in saved["safe_points"]]
-    replay = Replay(sim, logs)
-    for group, free_ns in restored(saved["queues"]).items():
-        sim.collective_queues.of(group, 0).free_ns = free_ns
-    for (group, key), asked in restored(saved["asked"]).items():
-        sim.collective_queues.of(group, 0).shared.setdefault(key, SharedResult()).asked.update(
-            asked
-        )
-    heap, cut = sim._heap, tuple(saved["cut"])
-    for rank, log in enumerate(logs):
-        ctx = sim.contexts[rank]
-        if sim.worker_states is not None:
-            sim.worker_states.set_worker_state(rank, restored(log.own))
-        task = Task(ctx, start(ctx, saved=(log.stage, restored(log.state))), main=True)
-        sim._mains.append(task)
-        sim._tasks.add(task)
-        sim.speed.draw_from(rank, log.drawn)
-        sim._unit_free[rank] = log.unit_free
-        for message in restored(log.mail):
-            sim._mail[rank].put(message)
-        heap.append((log.time_ns, rank - len(logs), task, None))
-    received = [event for log in logs for event in log.received]
-    for time_ns, place, what, value in (*received, *(tuple(event) for event in saved["in_flight"])):
-        heap.append((time_ns, place, *replay.event(what, restored(value))))
-    heap.sort()  # a sorted list is a heap
-    replay.until(cut)
-    sim.now_ns = saved["time_ns"]
-    sim._seq = saved["seq"]
-    sim.events = saved["events"]
-    sim._push_end[:] = saved["push_end"]
-    sim.network.go_on(restored(saved["ports"]))
-    for ctx, known in zip(sim.contexts, restored(saved["contexts"]), strict=True):
-        restore_counters(ctx, known)
-
-
 def restore_ranks(
-    sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Restored], time_ns: int
+    sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[SavedRank], time_ns: int
 ) -> None:
-    """Bring a fresh simulation to this moment, from the checkpoint of a real run, in which no
-    message was in flight at a safe point.
-    """
+    """Bring a fresh simulation to the moment of a checkpoint, at which nothing was in flight."""
     sim.now_ns = time_ns
     for ctx, known in zip(sim.contexts, ranks, strict=True):
-        restore_counters(ctx, known.context)
-        if sim.worker_states is not None:
-            sim.worker_states.set_worker_state(ctx.rank, known.own)
-        ctx.time_accounting.attribute_until("wait", time_ns)
-        sim.speed.draw_from(ctx.rank, known.drawn)
+        restore_rank(ctx, known, time_ns, sim.speed, sim.worker_states)
         sim._mains.append(sim.spawn(ctx, start(ctx, saved=(known.stage, known.state)), main=True))
-
-
-class Replay:
-    """Replays the ranks from their safe points until the moment of the checkpoint.
-
-    Events take the places that they had, and sends, records and results of collectives have no
-    effect outside a rank.
-    """
-
-    def __init__(self, sim: Sim, logs: list[SafePointLog]) -> None:
-        self.sim = sim
-        self.places = [deque(log.places) for log in logs]
-        self.begun = [set(log.begun) for log in logs]
-        self.posted = [0] * len(logs)
-        # by (rank, number): the task that waits for this collective since the safe point
-        self.tasks: dict[tuple[int, int], Task] = {}
-        self.marked: set[int] = set()  # ranks that have reached their safe point
-        self.before = count(BEFORE)
-
-    def event(self, what: str, value: Any) -> tuple[Any, Any]:
-        """Return (target, value) of an event from outside."""
-        if what == TURN:
-            collective_queue = self.sim.collective_queues.of(value, 0)
-            collective_queue.serve_scheduled = True
-            return self.sim._serve, collective_queue
-        return {MESSAGE: self.sim._deliver, HEAD: self.sim._arrive, RESULT: self.result}[
-            what
-        ], value
-
-    def until(self, cut: tuple[int, int]) -> None:
-        """Process events until the cut, the last event before the checkpoint."""
-        sim, heap = self.sim, self.sim._heap
-        # Records and snapshots were taken the first time. The ranks see the monitor's present
-        # answers: they ask right after they have sent it something, so its answers have not changed
-        # since.
-        observer, sim.observer = (
-            sim.observer,
-            NullObserver(sim.observer.stopping, sim.observer.scores),
-        )
-        sim._at, sim._send, sim._post = self.at, self.send, self.post  # type: ignore[method-assign]
-        sim.safe_point = self.safe_point  # type: ignore[method-assign]
-        try:
-            while heap and heap[0][:2] <= cut:
-                sim.now_ns, _, target, value = heappop(heap)
-                if target.__class__ is not Task:
-                    target(value)
-                elif not target.done:
-                    sim._resume(target, value)
-        finally:
-            del sim._at, sim._send, sim._post, sim.safe_point  # type: ignore[method-assign]
-            sim.observer = observer
-        for i, (time_ns, place, target, value) in enumerate(heap):
-            if target == self.result and value[:2] in self.tasks:
-                heap[i] = (time_ns, place, self.tasks[value[:2]], value[2])
-
-    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
-        """Record that a rank has reached its safe point; no checkpoint is made."""
-        self.marked.add(ctx.rank)
-        return False
-
-    def at(self, time_ns: int, target: Any, value: Any) -> None:
-        """Schedule an event of a rank at the place that it had."""
-        rank = (target if isinstance(target, Task) else value[0]).ctx.rank
-        # not yet at the safe point: a background service
-        place = self.places[rank].popleft() if rank in self.marked else next(self.before)
-        heappush(self.sim._heap, (time_ns, place, target, value))
-
-    def send(self, ctx: RankContext, send: Any) -> None:
-        """Take the place of a send. The message itself is among the received or the
-        in-flight ones.
-        """
-        self.places[ctx.rank].popleft()
-
-    def post(self, task: Task, effect: Collective) -> None:
-        """Post a collective, unless it had begun before the checkpoint."""
-        rank = task.ctx.rank
-        number = self.posted[rank]
-        self.posted[rank] += 1
-        if number in self.begun[rank]:
-            self.tasks[rank, number] = task  # its result is among the received events, or in flight
-        else:
-            type(self.sim)._post(self.sim, task, effect)
-
-    def result(self, item: tuple[int, int, Any]) -> None:
-        """Resume the task that posted a collective with its result."""
-        rank, number, value = item
-        if number != OF_A_CANCELLED_TASK and not (task := self.tasks[rank, number]).done:
-            self.sim._resume(task, value)

@@ -61,6 +61,13 @@ class OutgoingMessage(NamedTuple):
     sent: Callable[[int], None]
 
 
+class Received(NamedTuple):
+    """A message of a peer."""
+
+    message: Message
+    pauses: int  # pauses of the peer before it sent the message
+
+
 class Delivered(NamedTuple):
     """A payload of this rank was in flight from `start_ns` to `end_ns`."""
 
@@ -140,7 +147,7 @@ class PeerConnection:
         self.group.recv([raw], self.group_rank, framing.HEADERS).wait()
         return raw
 
-    def _put(self, item: Message | Delivered) -> None:
+    def _put(self, item: Received | Delivered) -> None:
         with self._lock:
             if not self.failed:
                 self.connections.inbox.put(item)
@@ -189,7 +196,8 @@ class PeerConnection:
                         self._received = self._received[0] + 1, connections.clock() - start
                     if payload.is_floating_point():
                         payload = to_device(payload, connections.device)
-                self._put(Message(peer, header.tag, payload, header.meta, start))
+                message = Message(peer, header.tag, payload, header.meta, start)
+                self._put(Received(message, header.pauses))
         except (RuntimeError, framing.FramingError) as error:
             self.mark_failed(first_line(error))
 
@@ -209,7 +217,7 @@ class PeerConnection:
 class PeerConnections:
     """The connections of this rank to its peers.
 
-    Received messages are put into `inbox` as a Message, failures as a PeerFailedError, and receipts
+    Messages are put into `inbox` as Received, failures as a PeerFailedError, and receipts
     as a Delivered.
     """
 
@@ -258,6 +266,7 @@ class PeerConnections:
         meta: tuple[float, ...],
         times: tuple[int, int],
         sent: Callable,
+        pauses: int = 0,
     ) -> None:
         """Queue a message for a peer; a message to a peer that failed before this rank joined is
         discarded. Raises AshlError if the payload is longer than the plan allows.
@@ -271,11 +280,8 @@ class PeerConnections:
             payload = self.payload_transport.prepare(payload).contiguous()
         self.open(dst)
         if dst in self._pairs:  # else it failed before this rank joined
-            self._pairs[dst].outbox.put(
-                OutgoingMessage(
-                    framing.encode(framing.MESSAGE, tag, payload, meta), payload, *times, sent
-                )
-            )
+            header = framing.encode(framing.MESSAGE, tag, payload, meta, pauses)
+            self._pairs[dst].outbox.put(OutgoingMessage(header, payload, *times, sent))
 
     def mark_failed(self, peer: int, why: str) -> None:
         """Count a peer as failed, even if its connection did not break."""

@@ -16,7 +16,7 @@ from ashl.errors import AshlError
 from ashl.planner.assignment import assignment_of
 from ashl.runtime.effects import Epoch
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.stage import STOP, Loop, Stage
+from ashl.stage.stage import PAUSE, STOP, Loop, Stage
 
 SHOWN = 2**31  # index of a stage: beyond the last one, and the final model is sent
 
@@ -32,8 +32,7 @@ async def program(
 
     Args: `saved`, (stage, state) to continue with: of a checkpoint, or of the last safe point
     before this epoch. `joins`, True for a worker that joins while others run: it begins in their
-    stage, or from a checkpoint in the stage of the checkpoint. `epoch`, the members since the
-    latest failure or rejoin.
+    stage. `epoch`, the members since the latest failure or rejoin.
     """
     first = stages[0]
     ctx.time_accounting.limit_ns = first.stop_criteria.deadline_ns
@@ -44,7 +43,7 @@ async def program(
         check_min_workers(ctx, first, epoch)
         saved = await first.topology.reform(ctx, stages, saved, epoch)
         lead_rank = restrict_to(stages, epoch)[0].lead_rank
-    elif joins and (saved := await first.topology.join(ctx, stages, saved)) is None:
+    elif joins and (saved := await first.topology.join(ctx, stages)) is None:
         return
     begin, state = saved or (0, first.topology.begin(ctx, first))
     ctx.counter = state if ctx.rank == lead_rank else None
@@ -53,13 +52,12 @@ async def program(
     if epoch is not None:
         stages = restrict_to(stages, epoch)
     for index in range(begin, len(stages)):
-        stage = stages[index]
-        if await select_loop(stage, ctx.rank)(ctx, stage, state) == STOP:
+        if await run_stage(ctx, stages[index], state) == STOP:
             break
         if state.assigned is not None and state.assigned[0] == index + 1:
             stages = apply_assignments(stages, *state.assigned)
     if begin <= len(stages):
-        ctx.mark_restart_point(len(stages), state)
+        ctx.safe_point(len(stages), state)
         show_final_model(ctx, first, state)
 
 
@@ -80,7 +78,7 @@ def show_final_model(ctx: RankContext, first: Stage, state: Any) -> None:
         ctx.snapshot(state.params, final=True)
     else:
         return
-    ctx.mark_restart_point(SHOWN, state)
+    ctx.safe_point(SHOWN, state)
 
 
 def check_min_workers(ctx: RankContext, stage: Stage, epoch: Epoch) -> None:
@@ -98,6 +96,15 @@ def restrict_to(stages: Sequence[Stage], epoch: Epoch) -> list[Stage]:
     """Return the stages with the members of an epoch as workers."""
     failed = {*range(stages[0].num_workers)}.difference(epoch.workers)
     return [stage.restricted_to(failed) for stage in stages]
+
+
+async def run_stage(ctx: RankContext, stage: Stage, state: Any) -> int:
+    """Run this rank's loop of a stage, again after each pause. Returns: the final signal."""
+    loop = select_loop(stage, ctx.rank)
+    while (signal := await loop(ctx, stage, state)) == PAUSE:
+        state.end_pass()
+        await ctx.save(stage.index, state)
+    return signal
 
 
 def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:

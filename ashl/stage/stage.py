@@ -201,14 +201,9 @@ class Topology(Contract, group="topology"):
         """
         raise NotImplementedError
 
-    async def join(
-        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
-    ) -> tuple[int, Any] | None:
+    async def join(self, ctx: RankContext, stages: Sequence[Stage]) -> tuple[int, Any] | None:
         """Return (stage, state) of a worker that joins while others run, or None if the run is
-        over. Topologies that tolerate failures define it.
-
-        With a checkpoint all workers join: `kept` is this rank's saved (stage, state), and a server
-        waits until all have joined.
+        over. Topologies that admit workers without a pause define it.
         """
         raise NotImplementedError
 
@@ -250,8 +245,8 @@ Replan = Callable[
 ]
 SERIAL = Serial()
 # control signal of every reply: continue, next stage, stop the run; LAST = push the remaining work,
-# then stop
-GO, NEXT, STOP, LAST = range(4)
+# then stop; PAUSE = save a checkpoint, then continue
+GO, NEXT, STOP, LAST, PAUSE = range(5)
 FAILURE_MESSAGE_BYTES = 2**20  # bytes of the messages in which workers exchange who has failed
 CACHED_STAGES = 8  # cached stages with redistributed shards
 OF_SHARDS = ("full", "statistics")  # estimators that use all samples of a worker
@@ -458,12 +453,6 @@ class Stage:
         keeps = Keeps(self.plan.handover.get("residual") != "drop", not self.resets)
         return self.link.carry_over(
             ends, keeps, self.sync.exchange != "difference", self.trainer.rate(samples)
-        )
-
-    def restore_codec_state(self, ends: CodecState, samples: int) -> CodecState:
-        """Return the codec state of this stage as a checkpoint has saved it; nothing is dropped."""
-        return self.link.carry_over(
-            ends, Keeps(True, True), self.sync.exchange != "difference", self.trainer.rate(samples)
         )
 
     @property

@@ -15,9 +15,8 @@ colour by colour. If a number of steps or samples ends the run, no worker starts
 than fit in; the models are then the same on every machine. Asynchronous: `barrier` of its
 neighbours must have sent the models above (the partial barrier), and none may be more than `delay`
 iterations behind (the bounded delay). Duals are then updated later, so ρ has to be smaller.
-Checkpoints on processes: all workers save at the start of one iteration, once the models of the
-iterations before have arrived. Models of later iterations are dropped at resume and retransmitted.
-So both ends of an edge resume with the same pairs, and their dual updates still cancel.
+Pause, and end of a stage: each worker tells its neighbours its last iteration, and waits for all
+models up to theirs. So both ends of an edge know the same pairs.
 
 Limit: a worker without neighbours runs SGD.
 Sources: Mota et al., "D-ADMM: A Communication-Efficient Distributed Algorithm for Separable
@@ -42,7 +41,6 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import (
-    CheckpointKind,
     RoamingState,
     apply_signal,
     await_answer,
@@ -61,21 +59,10 @@ Versions = dict[int, Any]  # iteration → model; −1 is the initial one
 class DADMM(RoamingRule):
     """Penalties and dual variables on the edges of a graph."""
 
-    checkpoint_kind: ClassVar[CheckpointKind] = "round"
     local_steps: Count | Literal["plan"]
     rho: Positive
     delay: Natural
     barrier: Count | None
-
-    def resume_state(self, state: RoamingState) -> None:
-        edges: Edges | None = state.rule_state
-        if edges is not None:
-            before = {
-                j: {m: x for m, x in versions.items() if m < edges.k}
-                for j, versions in edges.heard.items()
-            }
-            edges.heard = before
-            edges.ends = {}
 
     def check(self, rounds: Sequence[Round]) -> None:
         super().check(rounds)
@@ -108,7 +95,7 @@ class Edges:
     own: Versions
     heard: dict[int, Versions]
     matched: dict[int, int]  # neighbour → the last iteration that is in the dual
-    # neighbour → its last iteration of the stage, once it has announced that
+    # neighbour → its last iteration before a pause or the end, once it has announced that
     ends: dict[int, int] = field(default_factory=dict)
     k: int = 0  # iteration
 
@@ -118,9 +105,12 @@ class Edges:
         """
         return [k - (not self.lower[j]) - max(versions) for j, versions in self.heard.items()]
 
-    def newest(self) -> int:
-        """Return the last iteration of which all neighbours' models have arrived."""
-        return min(max(versions) for versions in self.heard.values())
+    def lacks(self, j: int) -> bool:
+        """Return True if this neighbour has not announced its last iteration, or has sent a model
+        that has not arrived.
+        """
+        arrived = sum(m > self.matched[j] for m in self.heard[j])
+        return arrived < self.ends.get(j, math.inf) - self.matched[j]
 
     def match(self, rho: float) -> None:
         """Add to the dual the pairs of models that both ends of an edge know, then drop models that
@@ -258,19 +248,9 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADM
 async def await_iteration(
     ctx: RankContext, stage: Stage, state: RoamingState, rule: DADMM, last: float
 ) -> None:
-    """Reach the safe point, then wait until the next iteration may begin or the stage ends.
-
-    A checkpoint of this iteration waits for all models of the iterations before it.
-    """
+    """Reach the safe point, then wait until the next iteration may begin or the stage ends."""
     edges: Edges = state.rule_state
     k = edges.k
-    while (
-        state.signal == GO
-        and ctx.checkpoint_due(state.version)
-        and edges.heard
-        and edges.newest() < k - 1
-    ):
-        await on_message(ctx, stage, state)
     ctx.safe_point(stage.index, state)
     await receive_arrived(ctx, stage, state)
     while state.signal == GO and (k >= last or not may_iterate(rule, edges.behind(k))):
@@ -288,8 +268,9 @@ async def exchange_last_iterations(ctx: RankContext, stage: Stage, state: Roamin
     edges: Edges = state.rule_state
     for peer in edges.heard:
         await ctx.send(peer, stage.tag("model"), None, (edges.k - 1,))
-    while any(max(versions) < edges.ends.get(j, math.inf) for j, versions in edges.heard.items()):
+    while any(map(edges.lacks, edges.heard)):
         await on_message(ctx, stage, state)
+    edges.ends = {}
 
 
 async def on_message(

@@ -78,11 +78,5 @@ class Springs(Updates):
     ) -> Any:
         return state.rule_state
 
-    def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
-        """Start a joining worker from x̃, or from its own model if it resumes from a checkpoint of
-        this stage.
-        """
-        state.params = kept.params if kept is not None and kept.entered == state.entered else body
-
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         return state.params - body

@@ -11,9 +11,8 @@ Skipping: with `skip_lead`, a worker that is that many iterations or more behind
 neighbours skips to the iteration of the slowest of them. It starts there from the mean by age of
 their models, and of its own if its age is at most s. Skipped iterations count as no steps, and no
 neighbour waits for them.
-Checkpoints on processes: all workers save at the start of one iteration, which no worker skips. At
-resume a worker keeps only models of earlier iterations. Each worker then sends its own model first,
-so no message in flight is missed.
+Pause: a worker whose iteration may not end yet keeps its work for later. Each worker tells its
+neighbours how many models it has sent, and waits until it has as many from each of them.
 
 Limits: s = backups = 0 is D-PSGD (`awc` on a regular graph), up to rounding. Only there does
 averaging preserve the mean of all models. Equally fast workers never skip.
@@ -24,17 +23,16 @@ Differs: no tokens travel, because each model carries the iteration of its sende
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import GO, STOP, Stage
+from ashl.stage.stage import GO, PAUSE, STOP, Stage
 from ashl.topology.coordinator import (
-    CheckpointKind,
     RoamingState,
     apply_signal,
     await_answer,
@@ -44,7 +42,7 @@ from ashl.topology.coordinator import (
 )
 from ashl.topology.gossip import RoamingRule, graph_of
 from ashl.topology.graph import Round
-from ashl.topology.local_work import local_work
+from ashl.topology.local_work import Work, local_work
 
 Sent = dict[int, Any]  # iteration → model, of one neighbour; ascending
 
@@ -57,13 +55,15 @@ class Heard:
 
     models: dict[int, Sent]
     k: int = 0
+    sent: int = 0  # models sent to each neighbour in this stage
+    received: dict[int, int] = field(default_factory=dict)  # models received from each neighbour
+    announced: dict[int, int] = field(default_factory=dict)  # models that each one has sent
 
 
 @option
 class Hop(RoamingRule):
     """Bounded staleness and backup workers on a graph."""
 
-    checkpoint_kind: ClassVar[CheckpointKind] = "round"
     local_steps: Count | Literal["plan"]
     staleness: Natural
     backups: Natural
@@ -90,14 +90,6 @@ class Hop(RoamingRule):
                 f" iterations, so no worker would ever skip; take at most {most}"
                 + ("" if self.backups else ", or sync.backups=1")
             )
-
-    def resume_state(self, state: RoamingState) -> None:
-        known: Heard | None = state.rule_state
-        if known is not None:
-            known.models = {
-                j: {i: x for i, x in sent.items() if i < known.k}
-                for j, sent in known.models.items()
-            }
 
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
         return await worker(ctx, stage, state, self)
@@ -139,65 +131,98 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop)
     """Iterate until the coordinator ends the stage. Returns: the final signal."""
     state.enter(stage, ctx.rank)
     near = graph_of(stage).neighbours(stage, ctx.rank)
-    known = state.rule_state = state.rule_state or Heard({j: {} for j in near})
+    known = state.rule_state = state.rule_state or Heard(
+        {j: {} for j in near}, received=dict.fromkeys(near, 0)
+    )
     heard = known.models
     dropped = 0
     while state.signal == GO:
         ctx.safe_point(stage.index, state)
+        if state.pending is None:
+            state.pending = await begin_iteration(ctx, stage, state, rule)
+        work: Work = state.pending
         k = known.k
-        ahead = min((max(sent, default=-1) for sent in heard.values()), default=k) - k
-        if rule.skip_lead is not None and ahead >= rule.skip_lead:
-            while ahead > 0 and ctx.checkpoint_due(k + ahead):
-                ahead -= 1  # no worker skips the iteration of a checkpoint
-            k += ahead
-            state.params = mix_by_age(rule, k, state.params, ctx.rank, heard, age=ahead)
-        for peer in heard:
-            await ctx.send(peer, stage.tag("model"), state.params, (k,))
-        work = await local_work(ctx, stage, state)
         await await_answer(ctx, stage, state)
-        while await on_message(ctx, stage, state, heard, before_s=ctx.now):
+        while await on_message(ctx, stage, state, before_s=ctx.now):
             pass  # receive every message that has arrived by now
         while state.signal == GO and not may_end_iteration(rule, k, heard):
-            await on_message(ctx, stage, state, heard)
+            await on_message(ctx, stage, state)
+        if state.signal == PAUSE and not may_end_iteration(rule, k, heard):
+            break
+        state.pending = None
         if state.signal == STOP:
             dropped = work.steps
             break
-        state.params = mix_by_age(rule, k, state.params, ctx.rank, heard) + work.body
-        state.version = k + 1
-        oldest = min(
-            (max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k
-        )
-        for j, sent in heard.items():
-            heard[j] = {
-                i: model for i, model in sent.items() if i > k - rule.staleness or i == max(sent)
-            }
-        known.k = k + 1
-        await report_merge(ctx, stage, state, work, max(0, k - oldest))
+        await end_iteration(ctx, stage, state, rule, work)
+    if state.signal == PAUSE:
+        await receive_in_flight(ctx, stage, state)
     await report_done(ctx, stage, state, dropped)
     while not state.gone:
-        await on_message(ctx, stage, state, heard)
+        await on_message(ctx, stage, state)
     await ctx.discard(stage.tag("model"))
     return close_worker(ctx, stage, state, dropped)
 
 
+async def begin_iteration(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop) -> Work:
+    """Skip iterations if this worker is far behind, send the model, and compute."""
+    known: Heard = state.rule_state
+    ahead = min((max(sent, default=-1) for sent in known.models.values()), default=known.k)
+    if rule.skip_lead is not None and ahead - known.k >= rule.skip_lead:
+        age, known.k = ahead - known.k, ahead
+        state.params = mix_by_age(rule, ahead, state.params, ctx.rank, known.models, age)
+    for peer in known.models:
+        await ctx.send(peer, stage.tag("model"), state.params, (known.k,))
+    known.sent += 1
+    return await local_work(ctx, stage, state)
+
+
+async def end_iteration(
+    ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop, work: Work
+) -> None:
+    """Average by age, and drop models that are no longer needed."""
+    known: Heard = state.rule_state
+    k, heard = known.k, known.models
+    state.params = mix_by_age(rule, k, state.params, ctx.rank, heard) + work.body
+    state.version = k + 1
+    oldest = min(
+        (max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k
+    )
+    for j, sent in heard.items():
+        heard[j] = {
+            i: model for i, model in sent.items() if i > k - rule.staleness or i == max(sent)
+        }
+    known.k = k + 1
+    await report_merge(ctx, stage, state, work, max(0, k - oldest))
+
+
+async def receive_in_flight(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
+    """Receive all models that the neighbours have sent, before a pause."""
+    known: Heard = state.rule_state
+    for peer in known.models:
+        await ctx.send(peer, stage.tag("model"), None, (known.sent,))
+    while known.announced != known.received:
+        await on_message(ctx, stage, state)
+    known.announced = {}
+
+
 async def on_message(
-    ctx: RankContext,
-    stage: Stage,
-    state: RoamingState,
-    heard: dict[int, Sent],
-    before_s: float = math.inf,
+    ctx: RankContext, stage: Stage, state: RoamingState, before_s: float = math.inf
 ) -> bool:
-    """Receive a neighbour's model or a control signal of the coordinator.
+    """Receive a neighbour's model, its number of models, or a control signal of the coordinator.
 
     Returns: False if no message arrived before `before_s` (run time in seconds).
     """
     message: Message | None = await ctx.recv(
         stage.tag("model"), stage.tag("signal"), before_s=before_s
     )
+    known: Heard = state.rule_state
     if message is None:
         return False
     if message.tag == stage.tag("signal"):
         apply_signal(ctx, state, message)
+    elif message.body is None:
+        known.announced[message.src] = int(message.meta[0])
     else:
-        heard[message.src][int(message.meta[0])] = message.body
+        known.models[message.src][int(message.meta[0])] = message.body
+        known.received[message.src] += 1
     return True

@@ -66,12 +66,12 @@ class WithMomentum(Updates):
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:
         return joined(state.params, state.moments[0] if state.moments else state.params)
 
-    def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
+    def apply_admission(self, state: WorkerState, body: Any) -> None:
         params, momentum = halves(body)
         state.params, state.moments = params, state.moments and (momentum,)
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
-        self.apply_admission(state, body, None)
+        self.apply_admission(state, body)
         return state.params
 
 

@@ -67,7 +67,14 @@ from ashl.topology.buckets import (
     part_of,
     with_part,
 )
-from ashl.topology.ending import REASONS, InTime, end_piggybacked, keep_within_budget, local_stop
+from ashl.topology.ending import (
+    CHECKPOINT,
+    REASONS,
+    InTime,
+    end_piggybacked,
+    keep_within_budget,
+    local_stop,
+)
 from ashl.topology.epochs import (
     NO_MODEL,
     Standing,
@@ -218,7 +225,7 @@ class PeerState(WorkerState):
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
 
     def begin(self, ctx: RankContext, stage: Stage) -> Stage:
-        """Enter a stage, unless the state is that of a checkpoint within it.
+        """Enter a stage, unless the state is that of a pause within it.
 
         Returns: the stage restricted to the present workers.
         """
@@ -292,7 +299,7 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     A limit on counts ends the stage at its merge. A decision of the lead rank after a merge ends it
     one merge later. With delayed exchanges, one more exchange merges the work that was computed
     meanwhile, if another stage follows.
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     stage = state.begin(ctx, stage)
     planned, team = rule_of(stage).in_round(stage, state.rule_state, state.progress), None
@@ -300,7 +307,8 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         state.set_round(planned.truncate_last_round(state.rest), ctx.rank)
         exchanged = state.rest if state.pending is None else state.pending_rest
         own = planned.truncate_last_round(exchanged)
-        await mark_safe_point(ctx, stage, state, own is planned)
+        if state.coming is None:  # no bucket of the model is in flight
+            ctx.safe_point(stage.index, state)
         if stage.delayed is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.pending_rest = state.rest
@@ -312,9 +320,9 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         team.begin(0.0, signal_to_send(ctx, stage, state))
         done = await exchange(team, stage, state, part)
         ahead = merge(team, stage, state, part, done)
-        planned, reason = ahead.planned, ahead.reason or ("next" if state.last else None)
+        planned, reason = ahead.planned, reason_of(ahead, state)
         state.last = reason == "next" and stage.following and done.begun is not None
-        ends = reason is not None and not state.last
+        ends = reason not in (None, CHECKPOINT) and not state.last
         if ends:
             await end_together(ctx, stage, state, done)
         record_merge(ctx, stage, state, done)
@@ -322,21 +330,16 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             return end(ctx, stage, state, reason)
         if stage.delayed is not None:
             await finish_piece(ctx, stage, state, done.remaining, done.begun, (part, done.work))
+        if reason == CHECKPOINT and planned.truncate_last_round(state.rest) is planned:
+            await receive_model(ctx, stage, state)
+            return end(ctx, stage, state, reason)
         if ctx.rank == stage.lead_rank:
             state.signal = local_stop(ctx, stage, state.progress)
 
 
-async def mark_safe_point(
-    ctx: RankContext, stage: Stage, state: PeerState, resumable: bool
-) -> None:
-    """Mark the top of the loop, unless buckets of the model are in flight.
-
-    If a checkpoint waits for this rank, they are received first.
-    """
-    if state.coming is not None and ctx.safe_point_wanted:
-        await receive_model(ctx, stage, state)
-    if state.coming is None:
-        ctx.safe_point(stage.index, state, resumable=resumable)
+def reason_of(ahead: Ahead, state: PeerState) -> str | None:
+    """Return why the stage ends or pauses with this merge, or None."""
+    return "next" if state.last and ahead.reason in (None, CHECKPOINT) else ahead.reason
 
 
 def group_of(ctx: RankContext, stage: Stage, part: Part) -> ProcessGroup:
@@ -385,7 +388,7 @@ def signal_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
 
 
 def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
-    """End the stage with this merge. Returns: the final signal, NEXT or STOP."""
+    """End the stage with this merge, or pause. Returns: the final signal."""
     state.signal = None
     return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
 
@@ -560,13 +563,13 @@ async def step_by_bucket(
         evaluate_if_due(ctx, stage, state)
     if stage.elastic:
         restart = replace(state, signal=None, coming=None, **position)
-        ctx.mark_restart_point(stage.index, restart)
+        ctx.safe_point(stage.index, restart)
     return bool(made)
 
 
 async def receive_model(ctx: RankContext, stage: Stage, state: PeerState) -> None:
-    """Wait for every bucket of the model, instead of the next forward pass."""
-    if await ctx.join(state.coming):
+    """Wait for every bucket of the model that is in flight, instead of the next forward pass."""
+    if state.coming is not None and await ctx.join(state.coming):
         for k in range(len(stage.segments)):
             await ctx.recv(stage.tag("group", k))
     state.coming = None

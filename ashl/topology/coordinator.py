@@ -8,23 +8,19 @@ other worker needs them. Messages of a worker, with tags of the stage and iterat
     ← "go"        the answer, with the samples that the learning rate follows; a worker waits for
                   it (`await_answer`) before it merges its next piece of work, so that no worker is
                   more than one ahead of the coordinator
-    ← "signal"    a `Signal`. SNAPSHOT: emit a snapshot with this tick. NEXT or STOP, to all: begin
-                  no more work
+    ← "signal"    a `Signal`. SNAPSHOT: emit a snapshot with this tick. NEXT, STOP or PAUSE, to all:
+                  begin no more work
     "done"   →    the steps that were dropped: this worker begins no more, but answers its peers
     ← "signal"    BYE: all are done, so no worker asks any more; now the worker may leave
-
-On processes, every worker resumes from a checkpoint with its own model. It sends what that model
-contains ("resume"). The coordinator counts that, because messages in flight are not in the
-checkpoint, and answers ("resumed").
 
 After a failure or a rejoin, every worker goes back to its last safe point and tells the coordinator
 what its model contains ("member"). The coordinator continues with its counts as they are, corrected
 by these reports, and answers ("epoch"). A joining worker receives the model of the lowest worker
 that has one.
 
-With STOP, work in progress is dropped; with NEXT, it is still merged and reported. A worker handles
-signals in a task of its own, or wherever it receives. A method that needs more of its coordinator,
-for example a group generator, has its own loop around `stop_decision`.
+With STOP, work in progress is dropped; with NEXT or PAUSE, it is still merged and reported. A
+worker handles signals in a task of its own, or wherever it receives. A method that needs more of
+its coordinator, for example a group generator, has its own loop around `stop_decision`.
 
 Source: the drained end as in Luo et al., "Prague", ASPLOS 2020: a worker leaves once no group
 expects it.
@@ -32,18 +28,16 @@ expects it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from ashl.runtime.effects import Epoch, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import FAILURE, RUN_START, Progress, ProgressMark
-from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.stage import GO, NEXT, PAUSE, STOP, Stage
 from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
 from ashl.topology.local_work import WorkerState
 
-SNAPSHOT, BYE = 3, 4  # further signals, in addition to NEXT and STOP
-# checkpoint on processes: none; each worker when it is notified; all at the start of one round
-CheckpointKind = Literal["", "each", "round"]
+SNAPSHOT, BYE = 5, 6  # further signals, in addition to NEXT, STOP and PAUSE
 
 
 class Report(NamedTuple):
@@ -58,16 +52,9 @@ class Report(NamedTuple):
 class Signal(NamedTuple):
     """Message from the coordinator to a worker."""
 
-    signal: float  # NEXT, STOP, SNAPSHOT or BYE
+    signal: float  # NEXT, STOP, PAUSE, SNAPSHOT or BYE
     tick: float = 0.0  # number of the evaluation, with SNAPSHOT
     end_ns: float = 0.0  # end of the stage, with BYE
-
-
-class Resumed(NamedTuple):
-    """Progress of a worker that resumes from a checkpoint."""
-
-    rounds: float  # merges that its model contains
-    steps: float  # steps that it has taken
 
 
 NO_DONOR = -1
@@ -104,7 +91,7 @@ class CoordinatorState:
     params: Any = None  # always None: it has no model
     assigned: tuple[int, Any] | None = None
     entered: int | None = None  # index of the current stage
-    signal: int = GO  # NEXT or STOP once the stage is over
+    signal: int = GO  # NEXT or STOP once the stage is over, PAUSE before a pause
     reason: str | None = None  # the reason then
 
     def copy_to_restart(self) -> Self:
@@ -127,11 +114,15 @@ class CoordinatorState:
         return max(self.progress.commits)
 
     def enter(self, stage: Stage, now_s: float) -> None:
-        """Enter a stage, unless the state is that of a checkpoint within it."""
+        """Enter a stage, unless the state is that of a pause within it."""
         if self.entered != stage.index:
             self.entered = stage.index
-            self.signal, self.reason = GO, None
+            self.end_pass()
             self.progress.begin(now_s)
+
+    def end_pass(self) -> None:
+        """Reset what belongs to one pass of a loop, before this state is saved."""
+        self.signal, self.reason = GO, None
 
 
 @dataclass
@@ -150,24 +141,26 @@ class RoamingState(ReplicaState):
     reported: bool = False  # True while a report has no answer yet
     gone: bool = False  # True once it may leave
     asked: int | None = None  # the worker whose answer is still in flight
-    cut: int = 0  # alternates between 0 and 1 with each checkpoint that contains this state
 
     def begin_epoch(self) -> None:
         """Begin again on the members' graph, without messages in flight."""
-        self.signal, self.reported, self.gone, self.asked = GO, False, False, None
+        self.end_pass()
         self.rule_state = None
 
     def enter(self, stage: Stage, rank: int) -> None:
-        """Enter a stage, unless the state is that of a checkpoint within it."""
+        """Enter a stage, unless the state is that of a pause within it."""
         if self.entered != stage.index:
-            self.signal, self.reported, self.gone, self.asked = GO, False, False, None
+            self.end_pass()
         super().enter(stage, rank)
+
+    def end_pass(self) -> None:
+        self.signal, self.reported, self.gone, self.asked = GO, False, False, None
 
 
 async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -> int:
     """Run the coordinator: count and decide until the stage ends, then let all workers leave.
 
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     progress = state.progress
     state.enter(stage, ctx.now)
@@ -186,7 +179,7 @@ async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -
             await ask_snapshots(ctx, stage, state)
         state.signal, state.reason = stop_decision(ctx, stage, progress)
     if state.signal == STOP:
-        ctx.safe_point(stage.index, state, resumable=False)
+        ctx.safe_point(stage.index, state)
     await finish_stage(ctx, stage, state)
     return state.signal
 
@@ -214,7 +207,7 @@ async def broadcast_signal(ctx: RankContext, stage: Stage, signal: Signal) -> No
 
 
 async def finish_stage(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
-    """End the stage: signal all workers, wait until all are done, let them leave.
+    """End the stage or let all pause: signal all workers, wait until all are done, let them leave.
 
     NEXT: the stage ends when the last worker is done. STOP: it has ended already. Work that is
     still reported was merged before its worker received the signal. It is part of a model, so it
@@ -235,6 +228,8 @@ async def finish_stage(ctx: RankContext, stage: Stage, state: CoordinatorState) 
     if signal == NEXT:
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
     await broadcast_signal(ctx, stage, Signal(BYE, end_ns=progress.end_ns))
+    if signal == PAUSE:
+        return
     record_end(ctx, stage, progress, state.reason)
     if signal == STOP:
         ctx.time_accounting.close_at(progress.end_ns)
@@ -283,41 +278,13 @@ async def report_done(ctx: RankContext, stage: Stage, state: RoamingState, dropp
 def close_worker(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> int:
     """Close the time accounting of a worker that may leave, and record its dropped steps.
 
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     signal = leave_stage(ctx, stage, state.signal, state.end_ns)
     if signal == STOP:
         ctx.record_round(stage.index, state.round, dropped, 0, dropped=True, loss=None)
         state.round += 1
     return signal
-
-
-async def gather_workers(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
-    """Resume from a checkpoint: count what each worker's model contains.
-
-    All workers have equal clocks afterwards.
-    """
-    progress, resumed = state.progress, dict[int, Resumed]()
-    before = sum(progress.commits)
-    while len(resumed) < stage.num_workers:
-        message = await ctx.recv(stage.tag("resume"))
-        resumed[message.src] = Resumed(*message.meta)
-    for rank, done in sorted(resumed.items()):
-        rounds, steps = progress.rounds_and_steps_of(rank)
-        more = int(done.steps) - steps
-        progress.take_back(rank, rounds - int(done.rounds), -more, -more * stage.worker(rank).batch)
-        progress.remove_worker(rank)
-    progress.version += sum(progress.commits) - before
-    for rank in sorted(resumed):
-        progress.join(rank)
-        await ctx.send(rank, stage.tag("resumed"), None, (progress.samples,))
-
-
-async def resume_worker(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
-    """Resume from a checkpoint: tell the coordinator what this worker's model contains."""
-    await ctx.send(stage.server, stage.tag("resume"), None, Resumed(state.round, state.step))
-    message = await ctx.recv(stage.tag("resumed"), src=stage.server)
-    state.samples, state.reported = int(message.meta[0]), False
 
 
 def epoch_tag(name: str, epoch: Epoch) -> Tag:
@@ -346,6 +313,8 @@ async def gather_members(
     if index < len(stages) and state.signal == STOP:  # the end is decided, and counts are final
         record_end(ctx, stages[index], progress, state.reason)
         index = len(stages)
+    if state.signal == PAUSE:
+        state.end_pass()
     if index < len(stages):
         count_members(stages[index], state, found)
         origins = {
@@ -401,6 +370,12 @@ async def rejoin_members(
     Returns: (stage, state) to continue with, and the coordinator's answer.
     """
     state = fresh() if saved is None else saved[1]
+    if state.pending is not None:  # it is part of no model, and is computed again
+        state.step, state.drawn = (
+            state.step - state.pending.steps,
+            state.drawn - state.pending.samples,
+        )
+        state.pending = None
     report = Member(saved is not None, state.round, state.step, state.origin)
     await ctx.send(stages[0].server, epoch_tag("member", epoch), None, report)
     message = await ctx.recv(epoch_tag("epoch", epoch), src=stages[0].server)

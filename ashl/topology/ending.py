@@ -8,7 +8,9 @@ and interrupts; it adds a number to the next exchange (`local_stop`), so all ran
 reason from the same exchange.
 
 NEXT: another stage follows, and work in flight is merged. STOP: the run is over, and work in flight
-is dropped.
+is dropped. PAUSE: a checkpoint is due. Every rank ends its loop with nothing in flight and all its
+work in its state. It is saved, and begins the loop of the same stage again. No rank pauses before a
+round that a stop limit truncates, because a resumed run may have another limit.
 
 `stop.seconds` is a budget: records end at that time, and nothing later counts. A coordinator ends
 in time. With a piggybacked signal, merges continue until all ranks have read it. A rank that sees a
@@ -23,12 +25,12 @@ from ashl.plan.plan import PATIENCE, TARGETS
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import StageBoundary, StageEnd
 from ashl.stage.progress import RUN_END, STAGE_END, Progress, RunProgress
-from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.stage import GO, NEXT, PAUSE, STOP, Stage
 
-JOIN = "join"
+JOIN, CHECKPOINT = "join", "checkpoint"
 # reasons that rank 0 piggybacks on the next exchange by their position: the end of the run, the end
-# of the stage ("next"), or a join request
-REASONS = (None, "seconds", *TARGETS, PATIENCE, "interrupted", "next", JOIN)
+# of the stage ("next"), a join request, or a checkpoint
+REASONS = (None, "seconds", *TARGETS, PATIENCE, "interrupted", "next", JOIN, CHECKPOINT)
 
 
 class InTime(NamedTuple):
@@ -102,21 +104,30 @@ def end_time_ns(stage: Stage, now_ns: int) -> int:
 
 
 def stop_decision(ctx: RankContext, stage: Stage, progress: RunProgress) -> tuple[int, str | None]:
-    """Decide for all workers. Returns: (GO, NEXT or STOP; the reason or None)."""
+    """Decide for all workers. Returns: (GO, NEXT, STOP or PAUSE; the reason or None)."""
     if reason := stage.stop_criteria.end_reason(progress) or ctx.stopping:
         return STOP, reason
     if stage.plan.until and (
         rule := stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)
     ):
         return (NEXT if stage.following else STOP), rule
-    return GO, None
+    return (PAUSE, CHECKPOINT) if ctx.checkpoint_due else (GO, None)
 
 
 def local_stop(ctx: RankContext, stage: Stage, progress: RunProgress) -> str | None:
     """Return the reason that rank 0 adds to the next exchange, or None."""
     if reason := ctx.stopping or ("seconds" if ctx.now >= stage.stop_criteria.deadline_s else None):
         return reason
-    return "next" if stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores) else None
+    if stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores):
+        return "next"
+    return CHECKPOINT if ctx.checkpoint_due else None
+
+
+def take_override(present: int, decided: int) -> bool:
+    """Return True if a coordinator replaces its present signal by the one that it has decided on
+    now: the end of the run wins, then the end of the stage, then a pause.
+    """
+    return decided == STOP or present == GO or (present == PAUSE and decided == NEXT)
 
 
 def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str | None) -> None:
@@ -129,10 +140,12 @@ def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str |
 def end_piggybacked(
     ctx: RankContext, stage: Stage, state: Budgeted, reason: str, now_ns: int
 ) -> int:
-    """End this rank's stage at `now_ns`. Returns: the final signal, NEXT or STOP.
+    """End this rank's stage at `now_ns`. Returns: the final signal, NEXT, STOP or PAUSE.
 
     If a rule ended the stage, the lead rank records the name of that rule.
     """
+    if reason == CHECKPOINT:
+        return PAUSE
     signal = NEXT if reason == "next" and stage.following else STOP
     if signal == STOP:
         reason = within_budget(ctx, stage, state, reason)
@@ -152,6 +165,6 @@ def leave_stage(ctx: RankContext, stage: Stage, signal: int, end_ns: int) -> int
     """Close a rank's time accounting of a stage that ended at `end_ns`. Returns: the signal."""
     if signal == NEXT:
         ctx.emit(StageBoundary(ctx.rank, stage.index, ctx.time_accounting.totals_until(end_ns)))
-    else:
+    elif signal != PAUSE:
         ctx.time_accounting.close_at(end_ns)
     return signal

@@ -10,9 +10,8 @@ count identically. Rank 0 alone knows seconds, evaluations, and that a loss is n
 piggybacks its decision on the messages. The decision holds after the round in which it has reached
 every rank, which rank 0 computes from the graph.
 
-If messages may be late (`RoundRule.lag`), a sender keeps its messages of the last `lag` rounds.
-When all workers resume from a checkpoint at the same round, each retransmits them, so that no
-receiver misses one.
+If messages may be late (`RoundRule.lag`), a worker receives those of the last `lag` rounds before
+a pause, and keeps them for the rounds that merge them.
 
 Asynchronous modes (`RoamingRule`) have loops of their own, and the coordinator of
 `ashl.topology.coordinator`.
@@ -21,8 +20,8 @@ After a failure or a rejoin all members continue at the highest round of any of 
 own model, and the graph is that of so many workers. A joining worker receives a model of that
 round. State of a sync mode begins again, because it belongs to the edges of a graph.
 
-Sources: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
-2017; sender-based message logging as in Johnson and Zwaenepoel, FTCS 1987.
+Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
+2017.
 """
 
 from __future__ import annotations
@@ -41,18 +40,22 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
-from ashl.stage.stage import FAULT_TOLERANT, GO, Loop, Network, Rule, Stage, Topology
+from ashl.stage.stage import FAULT_TOLERANT, GO, PAUSE, Loop, Network, Rule, Stage, Topology
 from ashl.topology.coordinator import (
-    CheckpointKind,
     CoordinatorState,
     RoamingState,
     coordinator,
     gather_members,
-    gather_workers,
     rejoin_members,
-    resume_worker,
 )
-from ashl.topology.ending import REASONS, InTime, end_piggybacked, keep_within_budget, local_stop
+from ashl.topology.ending import (
+    CHECKPOINT,
+    REASONS,
+    InTime,
+    end_piggybacked,
+    keep_within_budget,
+    local_stop,
+)
 from ashl.topology.epochs import (
     NO_MODEL,
     compare_members,
@@ -148,14 +151,10 @@ class RoamingRule(GossipRule, contract=True):
     """Asynchronous sync mode of gossip."""
 
     coordinated: ClassVar[bool] = True
-    checkpoint_kind: ClassVar[CheckpointKind] = ""  # how real processes make a checkpoint
 
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
         """Run a worker. Returns: the final signal, NEXT or STOP."""
         raise NotImplementedError
-
-    def resume_state(self, state: RoamingState) -> None:
-        """Prepare a worker's state for a resume, when no message is in flight."""
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...] | None:
         """Return the workers that a worker may ask for an answer; None if it only receives from
@@ -253,23 +252,6 @@ class Gossip(Topology):
         state.begin_epoch()
         return index, state
 
-    async def join(
-        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
-    ) -> tuple[int, Any] | None:
-        assert kept is not None, "workers come to a run of gossip from a checkpoint alone"
-        index, state = kept
-        stage = stages[index]
-        if isinstance(state, RoundState):
-            for k, sent in state.in_flight:
-                await send(ctx, stage, k, sent)
-        elif ctx.rank == stage.server:
-            await gather_workers(ctx, stage, state)
-        else:
-            await resume_worker(ctx, stage, state)
-            assert isinstance(stage.sync, RoamingRule)
-            stage.sync.resume_state(state)
-        return kept
-
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank == stage.server:
             return coordinator
@@ -351,7 +333,8 @@ class RoundState(WorkerState):
     header: GossipHeader = NO_HEADER
     k: int = 0  # rounds of this stage so far
     first: int = 0  # the round with which this epoch began: older messages do not arrive
-    in_flight: tuple[tuple[int, Outgoing], ...] = ()  # messages of the last `lag` rounds, by round
+    # messages that were received before a pause, by round that they were sent in
+    early: dict[int, dict[int, Message]] = field(default_factory=dict)
 
     def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
         is_resumed = self.entered == stage.index
@@ -363,12 +346,12 @@ class RoundState(WorkerState):
 
     def begin_epoch(self, stage: Stage, rank: int) -> None:
         """Begin at round k, without messages in flight."""
-        self.first, self.header, self.in_flight = self.k, NO_HEADER, ()
+        self.first, self.header, self.early = self.k, NO_HEADER, {}
         self.rule_state = rule_in(stage).begin(stage, self, rank)
 
     def copy_to_restart(self) -> Self:
         before = super().copy_to_restart()
-        before.progress = self.progress.copy()
+        before.progress, before.early = self.progress.copy(), dict(self.early)
         return before
 
 
@@ -382,17 +365,13 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
     rule, rank = rule_in(stage), ctx.rank
     while True:
         own = stage.truncate_last_round(state.rest)
-        ctx.safe_point(stage.index, state, resumable=own is stage)
+        ctx.safe_point(stage.index, state)
         k, params = state.k, state.params
         if rule.early:
-            await post(
-                ctx, stage, state, k, await rule.outgoing(ctx, stage, state, k, None), rule.lag
-            )
+            await send(ctx, stage, state, await rule.outgoing(ctx, stage, state, k, None))
         work = await local_work(ctx, stage, state)
         if not rule.early:
-            await post(
-                ctx, stage, state, k, await rule.outgoing(ctx, stage, state, k, work.body), rule.lag
-            )
+            await send(ctx, stage, state, await rule.outgoing(ctx, stage, state, k, work.body))
         heard = await receive_models(ctx, stage, state, k - rule.lag)
         rule.merge(stage, state, rank, k, work.body, heard)
         merge_headers(state, rank, work.loss, heard)
@@ -418,18 +397,26 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
             stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss
         )
         state.round += 1
+        state.k += signal in (GO, PAUSE)
         if signal != GO:
             return signal
-        state.k += 1
 
 
 async def end_signal(ctx: RankContext, stage: Stage, state: RoundState) -> int:
-    """End the stage if it is over with this round. Returns: the final signal, or GO."""
-    reason = stop_reason(stage, state)
-    if not reason:
+    """End the stage, or pause, if that was decided for this round. Returns: the final signal, or
+    GO.
+    """
+    reason, late = stop_reason(stage, state), state.k + 1 - rule_in(stage).lag
+    if not reason or (reason == CHECKPOINT and stage.truncate_last_round(state.rest) is not stage):
         return GO
-    for late in range(max(0, state.k + 1 - rule_in(stage).lag), state.k + 1):
-        rule_in(stage).settle(state, await receive_models(ctx, stage, state, late))
+    in_flight = {
+        k: await receive_models(ctx, stage, state, k) for k in range(max(0, late), state.k + 1)
+    }
+    if reason == CHECKPOINT:
+        state.early = in_flight
+        return PAUSE
+    for heard in in_flight.values():
+        rule_in(stage).settle(state, heard)
     moment = await ctx.all_reduce(torch.tensor([ctx.now_ns]), stage.workers, "max", piggybacked=1)
     return end_piggybacked(ctx, stage, state, reason, int(moment))
 
@@ -445,27 +432,18 @@ def stop_reason(stage: Stage, state: RoundState) -> str | None:
     return DECISIONS[int(state.header.decision)]
 
 
-async def post(
-    ctx: RankContext, stage: Stage, state: RoundState, k: int, messages: Outgoing, lag: int
-) -> None:
-    """Send the messages of round k with the header, and keep those of the last `lag` rounds."""
-    sent: Outgoing = {
-        rank: (body, (*state.header, *numbers)) for rank, (body, numbers) in messages.items()
-    }
-    if lag:
-        state.in_flight = (*state.in_flight, (k, sent))[-lag:]
-    await send(ctx, stage, k, sent)
-
-
-async def send(ctx: RankContext, stage: Stage, k: int, messages: Outgoing) -> None:
-    for rank, (body, meta) in messages.items():
-        await ctx.send(rank, stage.tag("gossip", k), body, meta)
+async def send(ctx: RankContext, stage: Stage, state: RoundState, messages: Outgoing) -> None:
+    """Send the messages of this round with the header."""
+    for rank, (body, numbers) in messages.items():
+        await ctx.send(rank, stage.tag("gossip", state.k), body, (*state.header, *numbers))
 
 
 async def receive_models(
     ctx: RankContext, stage: Stage, state: RoundState, k: int
 ) -> dict[int, Message]:
     """Return the messages of round k, in rank order; none from before this epoch."""
+    if k in state.early:
+        return state.early.pop(k)
     sources = rule_in(stage).sources(stage, ctx.rank, k) if k >= state.first else ()
     return {rank: await ctx.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
@@ -479,7 +457,10 @@ def merge_headers(state: RoundState, rank: int, loss: float, heard: Mapping[int,
     losses = [
         value for value in (loss, *(header.loss for header in headers)) if math.isfinite(value)
     ]
-    decision, last = max((header.decision, header.last) for header in known)
+    # a decision of an earlier round was a pause, which is over
+    decision, last = max(
+        (header.decision, header.last) if header.last >= state.k else (0, 0) for header in known
+    )
     state.header = GossipHeader(
         loss=sum(losses) / len(losses) if losses else math.nan,
         not_finite=max(

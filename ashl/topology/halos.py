@@ -49,6 +49,7 @@ from ashl.stage.stage import (
     GO,
     NEXT,
     OUTER,
+    PAUSE,
     STOP,
     WEIGHTS,
     Loop,
@@ -58,7 +59,13 @@ from ashl.stage.stage import (
     Stage,
     Topology,
 )
-from ashl.topology.ending import drop_reason, end_time_ns, record_end, stop_decision
+from ashl.topology.ending import (
+    drop_reason,
+    end_time_ns,
+    record_end,
+    stop_decision,
+    take_override,
+)
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import (
     ServerRule,
@@ -68,6 +75,7 @@ from ashl.topology.parameter_server import (
     finish_stage,
     on_push,
     reply,
+    reply_to_all,
     rule_of,
     server,
     worker,
@@ -205,6 +213,10 @@ class GlobalServerState(ServerState):
 
     samples: dict[int, int] = field(default_factory=dict)  # samples pushed by each region's server
 
+    def end_pass(self) -> None:
+        super().end_pass()
+        self.flush_requested = ()
+
 
 def region_servers(stage: Stage) -> tuple[int, ...]:
     """Return the ranks of the servers of the regions."""
@@ -220,39 +232,60 @@ def signal_tag(stage: Stage) -> Tag:
 async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> int:
     """Run the server of a region: merge and answer its workers, push every K merges, and mix.
 
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
-    topology, progress, push = stage.topology, state.progress, stage.tag("push")
-    assert isinstance(topology, Halos)
+    progress, push = state.progress, stage.tag("push")
     if state.entered != stage.index:
         state.enter(stage, ctx.now)
         state.sent, state.away, state.merges = state.params, False, progress.version
+    pause, is_ready = stage.tag("pause"), False
     while True:
         ctx.safe_point(stage.index, state)
-        message = await ctx.recv(push, signal_tag(stage), before_s=stage.stop_criteria.deadline_s)
+        # once it is ready to pause, the global server decides for it
+        before_s = math.inf if is_ready else stage.stop_criteria.deadline_s
+        message = await ctx.recv(push, signal_tag(stage), pause, before_s=before_s)
         ctx.time_accounting.end_round()
         if message is None:
             state.signal = STOP
         elif message.tag == push:
-            before, losses = progress.samples, state.losses
-            await on_push(ctx, stage, state, message)
-            state.samples += progress.samples - before
-            state.losses = losses[0] + message.meta[2], losses[1] + 1
+            await merge_in_region(ctx, stage, state, message)
+        elif message.tag == pause:
+            await reply_to_all(ctx, stage, state, progress.waiting, PAUSE)
+            return PAUSE
+        elif message.meta[0] == GO:
+            mix_global_model(stage, state, message)
         else:
             state.signal = int(message.meta[0])
-            if state.signal == GO:
-                mix_global_model(stage, state, message)
-        if state.signal == STOP or (
-            state.signal == NEXT and len(progress.waiting) == progress.present
-        ):
+        all_wait = len(progress.waiting) == progress.present
+        if state.signal == PAUSE and all_wait and not (state.away or is_ready):
+            is_ready = True
+            await ctx.send(stage.server, stage.tag("ready"))
+        if state.signal == STOP or (state.signal == NEXT and all_wait):
             break
         if state.signal == GO:
-            is_due = progress.version - state.merges >= topology.updates and not state.away
-            if is_due or progress.diverged:
-                await push_to_global(ctx, stage, state)
-            for rank in sorted(rule_of(stage).may_proceed(state.rule_state, progress)):
-                await reply(ctx, stage, state, rank)
+            await answer_in_region(ctx, stage, state)
     return await close_region(ctx, stage, state)
+
+
+async def merge_in_region(
+    ctx: RankContext, stage: Stage, state: RegionState, message: Message
+) -> None:
+    """Merge a push of a worker of the region."""
+    before, (total, pushes) = state.progress.samples, state.losses
+    await on_push(ctx, stage, state, message)
+    state.samples += state.progress.samples - before
+    state.losses = total + message.meta[2], pushes + 1
+
+
+async def answer_in_region(ctx: RankContext, stage: Stage, state: RegionState) -> None:
+    """Push to the global server if that is due, and answer the workers that may proceed."""
+    topology, progress = stage.topology, state.progress
+    assert isinstance(topology, Halos)
+    is_due = progress.version - state.merges >= topology.updates and not state.away
+    if is_due or progress.diverged:
+        await push_to_global(ctx, stage, state)
+    for rank in sorted(rule_of(stage).may_proceed(state.rule_state, progress)):
+        await reply(ctx, stage, state, rank)
 
 
 def mix_global_model(stage: Stage, state: RegionState, message: Message) -> None:
@@ -311,46 +344,76 @@ def region_counts(progress: Progress) -> Tensor:
 async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState) -> int:
     """Run the global server: merge the regions' differences and answer with the model.
 
-    It ends once the stage is over and all regions have closed. Returns: the final signal.
+    It ends once the stage is over, or pauses, and all regions are ready. Returns: the final signal.
     """
-    progress, deadline_s = state.progress, stage.stop_criteria.deadline_s
-    update = stage.tag("update")
+    deadline_s = stage.stop_criteria.deadline_s
+    update, ready = stage.tag("update"), stage.tag("ready")
     state.enter(stage, ctx.now)
-    regions = region_servers(stage)
+    regions, are_ready = region_servers(stage), set[int]()
     while len(state.flush_requested) < len(regions):
         ctx.safe_point(stage.index, state)
-        message = await ctx.recv(update, before_s=math.inf if state.signal == STOP else deadline_s)
+        before_s = math.inf if state.signal == STOP else deadline_s
+        message = await ctx.recv(update, ready, before_s=before_s)
         ctx.time_accounting.end_round()
         if message is None:
-            state.signal, state.reason = STOP, "seconds"
+            await change_signal(ctx, stage, state, STOP, "seconds", notify=state.signal == PAUSE)
             continue
-        counts = (await ctx.recv(stage.tag("counts"), src=message.src)).body
-        last, loss, pushes, latest, samples, lead = message.meta
-        if last:
-            state.flush_requested += (message.src,)
-        if state.signal == STOP or message.body is None:
+        if message.tag == update:
+            await merge_region_update(ctx, stage, state, message)
             continue
-        await ctx.compute(
-            partial(apply_region_update, stage, state, message.body), work=1, kind="apply"
-        )
-        rows = counts.view(len(REPORTED), -1).tolist()
-        adopt_counts(stage, state, message.src, rows, int(samples))
-        progress.max_lead = max(progress.max_lead, int(lead))
-        for _ in range(int(pushes)):
-            progress.record_loss(loss, int(latest))
-        if stage.stop_criteria.take_evaluation(state, ctx.now):
-            ctx.snapshot(state.params, counts=progress.report())
-        before, (signal, reason) = state.signal, stop_decision(ctx, stage, progress)
-        if signal == STOP or before == GO:
-            state.signal, state.reason = signal, reason
-        # answer the region that pushed; once the stage is over, notify all regions once
-        answered = (message.src,) if state.signal == GO else regions
-        for rank in answered if state.signal == GO or before != state.signal else ():
-            body = state.params if state.signal == GO else None
-            await ctx.send(
-                rank, signal_tag(stage), body, (state.signal, progress.steps, progress.samples)
-            )
+        are_ready.add(message.src)
+        if state.signal == PAUSE and len(are_ready) == len(regions):
+            for rank in regions:
+                await ctx.send(rank, stage.tag("pause"))
+            return PAUSE
     return await end_regions(ctx, stage, state, regions)
+
+
+async def merge_region_update(
+    ctx: RankContext, stage: Stage, state: GlobalServerState, message: Message
+) -> None:
+    """Merge a region's difference, count it, decide for all, and answer that region."""
+    progress = state.progress
+    counts = (await ctx.recv(stage.tag("counts"), src=message.src)).body
+    last, loss, pushes, latest, samples, lead = message.meta
+    if last:
+        state.flush_requested += (message.src,)
+    if last and state.signal == PAUSE:  # the time budget has ended in that region
+        await change_signal(ctx, stage, state, STOP, "seconds")
+    if state.signal == STOP or message.body is None:
+        return
+    await ctx.compute(
+        partial(apply_region_update, stage, state, message.body), work=1, kind="apply"
+    )
+    rows = counts.view(len(REPORTED), -1).tolist()
+    adopt_counts(stage, state, message.src, rows, int(samples))
+    progress.max_lead = max(progress.max_lead, int(lead))
+    for _ in range(int(pushes)):
+        progress.record_loss(loss, int(latest))
+    if stage.stop_criteria.take_evaluation(state, ctx.now):
+        ctx.snapshot(state.params, counts=progress.report())
+    signal, reason = stop_decision(ctx, stage, progress)
+    if {state.signal, signal} <= {GO, PAUSE}:
+        meta = (GO, progress.steps, progress.samples)
+        await ctx.send(message.src, signal_tag(stage), state.params, meta)
+    if signal != state.signal and take_override(state.signal, signal):
+        await change_signal(ctx, stage, state, signal, reason)
+
+
+async def change_signal(
+    ctx: RankContext,
+    stage: Stage,
+    state: GlobalServerState,
+    signal: int,
+    reason: str | None,
+    *,
+    notify: bool = True,
+) -> None:
+    """Set the signal of the stage, and tell all regions."""
+    state.signal, state.reason = signal, reason
+    for rank in region_servers(stage) if notify else ():
+        meta = (signal, state.progress.steps, state.progress.samples)
+        await ctx.send(rank, signal_tag(stage), None, meta)
 
 
 def apply_region_update(stage: Stage, state: ServerState, difference: Any) -> None:

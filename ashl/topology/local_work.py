@@ -92,6 +92,9 @@ class WorkerState:
             self.moments = stage.trainer.moments()
         self.ends = stage.carry_over_codec_state(self.ends, self.samples)
 
+    def end_pass(self) -> None:
+        """Reset what belongs to one pass of a loop, before this state is saved."""
+
     def copy_to_restart(self) -> Self:
         """Return a copy that later work does not change, see `RankContext.safe_point`."""
         before = copy.copy(self)

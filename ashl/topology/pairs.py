@@ -10,14 +10,8 @@ With `overlap`, i sends before it computes and takes the answer afterwards, so t
 hidden. Otherwise it computes, then averages. No worker leaves before the coordinator has told it
 that all are done.
 
-Checkpoint: ranks save their states one after the other, and together these states must be a
-consistent cut. The tag of a request tells whether the asking worker has saved its state already. If
-the other worker differs in that, it answers without a model, and both continue as they were. So no
-average is part of only one of two saved models, and no worker waits.
-
-Sources: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018,
-arXiv 1710.06952; colours of messages as in Lai and Yang, "On Distributed Snapshots", Information
-Processing Letters 1987.
+Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018,
+arXiv 1710.06952.
 """
 
 from typing import Any, ClassVar
@@ -27,7 +21,6 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import (
-    CheckpointKind,
     RoamingState,
     apply_signal,
     await_answer,
@@ -42,7 +35,6 @@ from ashl.topology.local_work import local_work
 class PairRule(RoamingRule, contract=True):
     """Sync mode in which workers average in pairs; `peers` are those that a worker may ask."""
 
-    checkpoint_kind: ClassVar[CheckpointKind] = "each"
     overlap: ClassVar[bool] = True  # if True, the exchange is hidden behind the computation
 
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
@@ -69,14 +61,14 @@ def rule_of(stage: Stage) -> PairRule:
 async def worker(ctx: RankContext, stage: Stage, state: RoamingState) -> int:
     """Run a worker: compute and average until the coordinator ends the stage.
 
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     rule = rule_of(stage)
     state.enter(stage, ctx.rank)
-    answering = ctx.spawn(answer(ctx, stage, state), is_background_service=True)
+    answering = ctx.spawn(answer(ctx, stage, state))
     peers, dropped = rule.peers(stage, ctx.rank), 0
     while state.signal == GO:
-        state.cut ^= ctx.safe_point(stage.index, state)
+        ctx.safe_point(stage.index, state)
         version, sent = state.version, state.params
         if rule.overlap:
             await ask(ctx, stage, state, peers)
@@ -110,7 +102,7 @@ async def ask(ctx: RankContext, stage: Stage, state: RoamingState, peers: tuple[
     state.asked = draw_partner(peers, stage.seed, ctx.rank, state.round)
     if state.asked is not None:
         body = rule_of(stage).encode_model(stage, state, ctx.rank, True)
-        await ctx.send(state.asked, stage.tag("ask", state.cut), body)
+        await ctx.send(state.asked, stage.tag("ask"), body)
 
 
 async def meet(ctx: RankContext, stage: Stage, state: RoamingState, sent: Vector) -> None:
@@ -119,9 +111,7 @@ async def meet(ctx: RankContext, stage: Stage, state: RoamingState, sent: Vector
         return
     message = await ctx.recv(stage.tag("answer"), src=state.asked)
     state.asked = None
-    if message.body is not None:
-        rule = rule_of(stage)
-        merge(rule, state, message.body, sent)
+    merge(rule_of(stage), state, message.body, sent)
 
 
 def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
@@ -132,18 +122,12 @@ def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
 
 async def answer(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
     """Answer the requests of other workers and handle signals, until all workers are done."""
-    asked, signal, rule = (
-        (stage.tag("ask"), stage.tag("ask", 1)),
-        stage.tag("signal"),
-        rule_of(stage),
-    )
+    asked, signal, rule = stage.tag("ask"), stage.tag("signal"), rule_of(stage)
     while True:
-        message = await ctx.recv(*asked, signal)
+        message = await ctx.recv(asked, signal)
         if message.tag == signal:
             if apply_signal(ctx, state, message):
                 return
-        elif message.tag != stage.tag("ask", state.cut):
-            await ctx.send(message.src, stage.tag("answer"), None)
         else:
             body = rule.encode_model(stage, state, ctx.rank, False)
             await ctx.send(message.src, stage.tag("answer"), body)

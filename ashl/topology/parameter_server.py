@@ -11,8 +11,9 @@ Merges without a quorum: at the time `closes_s` of the sync mode; before the nex
 barrier, a worker failure lowers the quorum, and the server merges if the buffer then holds it.
 
 Control signals in a reply: GO; LAST, only with delayed exchanges: push the piece of work that is
-finished and compute no more in this stage; NEXT, another stage follows; STOP, the run is over.
-Before NEXT the server waits for pushes in flight and merges them. At STOP it drops them.
+finished and compute no more in this stage; NEXT, another stage follows; STOP, the run is over;
+PAUSE, as GO, but save first. Before NEXT the server waits for pushes in flight and merges them. At
+STOP it drops them. Before PAUSE it answers no worker until all of them wait.
 
 With `runtime.on_worker_failure=reshard` each surviving worker also trains on its part of a failed
 worker's data. It begins in the first round after the reply that reports the failure.
@@ -54,6 +55,7 @@ from ashl.stage.stage import (
     NEXT,
     OUTER,
     OVERLAP,
+    PAUSE,
     PULLS,
     STOP,
     WEIGHTS,
@@ -71,7 +73,14 @@ from ashl.topology.buckets import (
     part_of,
     with_part,
 )
-from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
+from ashl.topology.ending import (
+    drop_reason,
+    end_time_ns,
+    leave_stage,
+    record_end,
+    stop_decision,
+    take_override,
+)
 from ashl.topology.local_work import (
     AT_ONCE_S,
     Work,
@@ -118,11 +127,8 @@ class Updates:
         """Return the payload that a joining worker starts from: the server's model."""
         return state.params
 
-    def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
-        """Start a joining worker from the payload `body` of the answer to its join request.
-
-        Args: kept: the worker's state in a checkpoint, or None.
-        """
+    def apply_admission(self, state: WorkerState, body: Any) -> None:
+        """Start a joining worker from the payload `body` of the answer to its join request."""
         state.params = body
 
     def on_membership_change(self, stage: Stage, state: ServerState, rank: int) -> None:
@@ -288,11 +294,9 @@ class ParameterServer(Topology):
         return WorkerState(params, moments)
 
     async def join(
-        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
-    ) -> tuple[int, Any] | None:
-        if kept is not None and ctx.rank == stages[0].server:
-            return await gather_workers(ctx, stages, *kept)
-        return await join(ctx, stages, None if kept is None else kept[1])
+        self, ctx: RankContext, stages: Sequence[Stage]
+    ) -> tuple[int, WorkerState] | None:
+        return await join(ctx, stages)
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank == stage.server:
@@ -339,6 +343,11 @@ class ServerState:
     def version(self) -> int:
         """Version of the model."""
         return self.progress.version
+
+    def end_pass(self) -> None:
+        """Reset what belongs to one pass of the server's loop, before this state is saved."""
+        self.signal = GO
+        self.reason = None
 
     def enter(self, stage: Stage, now_s: float) -> None:
         """Enter a stage: reset what belongs to a stage, and carry over codec state and moments.
@@ -395,7 +404,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     server = stage.topology.server_of(stage, ctx.rank)
     answer = ctx.recv(pull)
     while signal in (GO, LAST):
-        if await settle_model(ctx, stage, state):
+        if await settle_model(ctx, stage, state, not stage.overlaps_next_forward):
             ctx.safe_point(stage.index, state)
         if stage.delayed is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
@@ -425,11 +434,12 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
             leave_stage(ctx, stage, signal, reply.end_ns)
         record_exchange(ctx, stage, state, work, reply, loss)
         state.pending = None
-        if stage.delayed is not None and signal in (GO, LAST):
+        if stage.delayed is not None and signal not in (NEXT, STOP):
             after = state.local_steps  # H of the piece that follows the present one
             applied = (part, work) if message.body is not None else None
             await finish_piece(ctx, stage, state, remaining, begun, applied)
             state.local_steps = after
+    await settle_model(ctx, stage, state, signal == PAUSE)
     return signal
 
 
@@ -437,7 +447,7 @@ async def apply_reply(
     ctx: RankContext, stage: Stage, state: WorkerState, part: Part, signal: int, body: Any
 ) -> None:
     """Apply the payload of a reply: the model's first bucket, the model, or its difference."""
-    if stage.overlaps_next_forward and signal == GO:
+    if stage.overlaps_next_forward and signal in (GO, PAUSE):
         await ctx.send(ctx.rank, stage.needs[0][1], body)
         state.coming = True
     elif signal == NEXT:
@@ -475,15 +485,15 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
         if changed and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
         signal, reason = stop_decision(ctx, stage, progress)
-        if signal == STOP or state.signal == GO:
+        if take_override(state.signal, signal):
             state.signal, state.reason = signal, reason
         if state.signal == STOP or (state.signal == NEXT and await drain_pushes(ctx, stage, state)):
             break
+        if state.signal == PAUSE and await pause(ctx, stage, state):
+            return PAUSE
         if state.signal == GO:
             await answer_waiting(ctx, stage, state, incoming)
     await drain_buckets(ctx, stage, state)
-    if state.signal == STOP:
-        ctx.safe_point(stage.index, None)
     await ctx.discard(*buckets)  # of pushes that are not merged any more
     await finish_stage(ctx, stage, state, state.signal)
     record_end(ctx, stage, progress, state.reason)
@@ -503,12 +513,47 @@ async def answer_waiting(
         state.ahead = await receive_more(ctx, stage, state, incoming)
     if state.ahead is not None:
         return
-    changed = []
-    for rank in sorted(rule.may_proceed(state.rule_state, state.progress)):
-        if await reply(ctx, stage, state, rank):
-            changed.append(rank)
+    await reply_to_all(ctx, stage, state, rule.may_proceed(state.rule_state, state.progress))
+
+
+async def reply_to_all(
+    ctx: RankContext, stage: Stage, state: ServerState, ranks: Iterable[int], signal: int = GO
+) -> None:
+    """Let these waiting workers proceed on the present model, or pause."""
+    changed = [rank for rank in sorted(ranks) if await reply(ctx, stage, state, rank, signal)]
     if stage.overlaps_next_forward and not stage.merges_buckets:
         await send_remaining_buckets(ctx, stage, changed, state.params)
+
+
+async def pause(ctx: RankContext, stage: Stage, state: ServerState) -> bool:
+    """Let all workers pause once each of them waits, so that nothing is in flight.
+
+    A worker may wait for a merge that no push completes any more; then the buffer is merged. If a
+    stop limit truncates the next round, there is no pause.
+    Returns: True if all workers pause.
+    """
+    progress = state.progress
+    if len(progress.waiting) < progress.present:
+        return False
+    if state.buffer and not may_all_proceed(stage, state):
+        await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+    await drain_buckets(ctx, stage, state)
+    if is_last_round(stage, state):
+        state.signal, state.reason = GO, None
+        return False
+    await reply_to_all(ctx, stage, state, progress.waiting, PAUSE)
+    return True
+
+
+def may_all_proceed(stage: Stage, state: ServerState) -> bool:
+    """Return True if every waiting worker may proceed now."""
+    ranks = {*rule_of(stage).may_proceed(state.rule_state, state.progress)}
+    return len(ranks) == len(state.progress.waiting)
+
+
+def is_last_round(stage: Stage, state: ServerState) -> bool:
+    """Return True if a stop limit truncates the next round."""
+    return stage.truncate_last_round(remaining_rounds(stage, state)) is not stage
 
 
 # Pushes at the server: decode, merge, answer
@@ -676,8 +721,10 @@ def replan(
     ctx.emit(Replan(ctx.rank, stage.index, ratios, local_steps, ctx.now_ns))
 
 
-async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
-    """Let a waiting worker proceed on the present model.
+async def reply(
+    ctx: RankContext, stage: Stage, state: ServerState, rank: int, signal: int = GO
+) -> bool:
+    """Let a waiting worker proceed on the present model, or pause.
 
     Returns: True if the model differs from the worker's last pull.
     Raises: UsageError if the sync mode names a worker that does not wait.
@@ -693,7 +740,7 @@ async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     body = await rule_of(stage).messages().answer(ctx, stage, state, rank, changed)
     body = first_bucket(stage, body) if stage.buckets and changed else body
     counts = progress.version, progress.steps, progress.samples
-    meta = Pull(GO, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
+    meta = Pull(signal, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
     if stage.reshards:
         meta = (*meta, *failed_as_numbers(stage, progress.gone))
     await ctx.send(rank, state.pulls[rank], body, meta)
@@ -709,13 +756,16 @@ def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, flo
     rule = rule_of(stage)
     assignment = rule.next_assignment(stage, state.rule_state, progress, rank) or AS_PLANNED
     planned = plan.local_steps if assignment.local_steps is None else assignment.local_steps
-    rest = None
-    if planned != 1:
-        ahead = int(stage.delayed is not None)
-        rest = stage.remaining_rounds(progress.steps, progress.samples, ahead, progress.gone)
+    rest = None if planned == 1 else remaining_rounds(stage, state)
     local_steps = stage.cap_local_steps(planned, rank, rest)
     ratio = plan.compression_ratio if assignment.ratio is None else assignment.ratio
     return local_steps, ratio, assignment.interval_s, assignment.batch
+
+
+def remaining_rounds(stage: Stage, state: ServerState) -> tuple[int, int] | None:
+    """Return the rounds that remain before the next assignment, see `Stage.remaining_rounds`."""
+    progress, ahead = state.progress, int(stage.delayed is not None)
+    return stage.remaining_rounds(progress.steps, progress.samples, ahead, progress.gone)
 
 
 # Workers that fail and rejoin
@@ -739,10 +789,6 @@ def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, flo
 # joins in the next stage. The server tells a worker that asks after the end that the run is over.
 # An incarnation is identified by the time of its join request, which is part of the tag of every
 # message to it. So no worker mistakes a reply to an earlier incarnation for its own.
-#
-# Checkpoint of asynchronous workers: all workers join the restored server again. Merged pushes
-# count. Workers compute pushes again that were in flight or buffered. Each worker resumes with the
-# server's counts of it, and with the optimizer state and residual of its own last safe point.
 #
 # Source: membership as in Li et al., "Scaling Distributed Machine Learning with the Parameter
 # Server", OSDI 2014, section 3.8; rounds of the survivors as with the backup workers of Chen et
@@ -860,40 +906,9 @@ async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -
             record_join(state, message)
 
 
-async def gather_workers(
-    ctx: RankContext, stages: Sequence[Stage], index: int, state: ServerState
-) -> tuple[int, ServerState]:
-    """Restore the server from a checkpoint: drop messages in flight and await all join requests.
-
-    A worker that fails before it joins is removed. The server admits the others when its loop
-    begins. Returns: (index of the stage, state).
-    """
-    stage, progress = stages[index], state.progress
-    answered = set[int]()
-    state.newcomers = ()
-    state.flush_requested = ()
-    state.ahead = None
-    state.buffer = []
-    for rank in stage.workers:
-        state.ends.forget(rank)
-        if rank in progress.waiting:
-            progress.stop_waiting(rank)
-    while len(answered) < stage.num_workers:
-        message = await ctx.recv(JOIN, PEER_FAILED)
-        answered.add(message.src)
-        if message.tag == PEER_FAILED:
-            await remove_failed(ctx, stage, state, message.src)
-        else:
-            record_join(state, message)
-    return index, state
-
-
-async def join(
-    ctx: RankContext, stages: Sequence[Stage], kept: WorkerState | None = None
-) -> tuple[int, WorkerState] | None:
+async def join(ctx: RankContext, stages: Sequence[Stage]) -> tuple[int, WorkerState] | None:
     """Join a running run as a worker.
 
-    Args: kept: the worker's state in a checkpoint, or None.
     Returns: (index of the present stage, state in it); None if the run is over.
     """
     incarnation = int(float(ctx.now_ns))
@@ -904,7 +919,7 @@ async def join(
         ctx.time_accounting.close_at(admission.end_ns)
         return None
     params, moments = stages[0].trainer.init()
-    state = WorkerState(params, moments if kept is None else kept.moments)
+    state = WorkerState(params, moments)
     state.steps, state.samples = admission.steps, admission.samples
     if admission.planned:
         state.assigned = admission.planned, (await ctx.recv(PLANNED)).body
@@ -913,11 +928,8 @@ async def join(
     state.incarnation = incarnation
     state.away = as_members(message.meta[ADMISSION_FIELDS:])
     state.enter(stage, ctx.rank)
-    if kept is not None:
-        state.ends = stage.restore_codec_state(kept.ends, state.samples)
-        state.moments = kept.moments
     if message.body is not None:
-        rule_of(stage).messages().apply_admission(state, message.body, kept)
+        rule_of(stage).messages().apply_admission(state, message.body)
     state.follow(admission)
     state.round, state.step = admission.rounds, admission.done
     state.drawn = state.step * state.batch
@@ -1016,7 +1028,7 @@ async def finish_stage(
 # every worker knows before its next step whether the run continues. The server's model is complete,
 # and is evaluated, once all buckets of a step are merged. With a credit, a worker sends the ready
 # bucket of the lowest layer first, and at most `credit` of them that the server has not
-# acknowledged. At the end of a stage, and for a checkpoint, all buckets are drained first.
+# acknowledged. At the end of a stage, and before a pause, all buckets are drained.
 #
 # Limits: the model equals that of an unpartitioned push, bit for bit. With a credit of one bucket,
 # each bucket waits for the acknowledgement of the one before, which takes two latencies.
@@ -1100,16 +1112,13 @@ async def pass_on_segment(
         await ctx.send(ctx.rank, stage.tag("group", k), segment)
 
 
-async def settle_model(ctx: RankContext, stage: Stage, state: WorkerState) -> bool:
-    """Receive the model now if the next step begins with it, or if a checkpoint is due.
+async def settle_model(ctx: RankContext, stage: Stage, state: WorkerState, is_due: bool) -> bool:
+    """Receive the model now if that is due; otherwise the next forward pass waits for each segment.
 
-    Otherwise the next forward pass waits for each segment.
     Returns: True if nothing is in flight to this worker.
     """
-    if state.coming is None:
-        return True
-    if stage.overlaps_next_forward and not ctx.safe_point_wanted:
-        return False
+    if state.coming is None or not is_due:
+        return state.coming is None
     if stage.merges_buckets:
         await ctx.join(state.coming)
     state.params = concatenate([(await ctx.recv(tag)).body for _, tag in stage.needs])
@@ -1178,7 +1187,7 @@ async def on_bucket(ctx: RankContext, stage: Stage, state: ServerState, message:
         body = state.made[number][1]
         for rank in stage.workers:
             # a worker that waits for the end of the stage needs no buckets
-            if state.signal == GO or rank not in state.progress.waiting:
+            if state.signal in (GO, PAUSE) or rank not in state.progress.waiting:
                 await ctx.send(rank, stage.tag("back"), body, (number,))
     return finish_if_complete(stage, state)
 

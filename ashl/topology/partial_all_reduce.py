@@ -5,6 +5,9 @@ As a matrix this is symmetric, doubly stochastic and idempotent, so it conserves
 models. A thin coordinator (rank n) makes the groups (`ashl.topology.group_generator`). It tells the
 members to begin once all have asked. No model passes through it.
 
+Pause: once all workers have asked and no group averages. Each worker keeps its work, and waits for
+its group afterwards. Groups that could begin meanwhile begin then.
+
 Limit: one group of all workers is local SGD by all-reduce, bit for bit. Source: Luo et al.,
 "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
 (arXiv 1909.08029, as "Ripples").
@@ -21,10 +24,27 @@ from ashl.option import Count, option
 from ashl.runtime.effects import Epoch, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import RUN_END, Progress
-from ashl.stage.stage import FAULT_TOLERANT, GO, STOP, Loop, Members, Network, Rule, Stage, Topology
+from ashl.stage.stage import (
+    FAULT_TOLERANT,
+    GO,
+    PAUSE,
+    STOP,
+    Loop,
+    Members,
+    Network,
+    Rule,
+    Stage,
+    Topology,
+)
 from ashl.topology import group_generator as generator
 from ashl.topology.coordinator import CoordinatorState, ReplicaState, gather_members, rejoin_members
-from ashl.topology.ending import end_time_ns, leave_stage, record_end, stop_decision
+from ashl.topology.ending import (
+    end_time_ns,
+    leave_stage,
+    record_end,
+    stop_decision,
+    take_override,
+)
 from ashl.topology.group_generator import Group, GroupRule, Groups
 from ashl.topology.local_work import Work, local_work
 from ashl.topology.members import as_members, as_numbers
@@ -81,15 +101,10 @@ class PartialAllReduce(Topology):
         index, state, reply = await rejoin_members(
             ctx, stages, saved, lambda: Replica(*stages[0].trainer.init()), epoch
         )
+        state.has_asked = False
         if saved is None:
             state.tick = int(reply.tick)
         return index, state
-
-    async def join(
-        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
-    ) -> tuple[int, Replica | GroupCoordinatorState]:
-        """Resume from a checkpoint: all ranks come together, as in a new epoch."""
-        return await self.reform(ctx, stages, kept, Epoch(0, stages[0].workers))
 
     def nodes(self, stage: Stage) -> tuple[int, ...]:
         """Return the node of each worker."""
@@ -112,6 +127,7 @@ class Replica(ReplicaState):
     """State of a worker with a model of its own."""
 
     tick: int = 0  # number of the last evaluation for which it sent its model
+    has_asked: bool = False  # True if it has asked with its pending work, before a pause
 
 
 @dataclass(kw_only=True)
@@ -125,6 +141,7 @@ class GroupCoordinatorState(CoordinatorState):
     asked: dict[int, Done] = field(default_factory=dict)
     # running groups by number, with the members' work until it is counted
     running: dict[int, tuple[Group, list[Done]]] = field(default_factory=dict)
+    held: list[Group] = field(default_factory=list)  # groups that begin after the pause
 
     def uncounted_steps(self, worker: int) -> int:
         work = dict(self.asked)
@@ -135,11 +152,11 @@ class GroupCoordinatorState(CoordinatorState):
     def reopen(self, gone: set[int], origins: Mapping[int, int]) -> None:
         self.groups.gone = gone
         generator.reopen(self.groups)
-        self.asked, self.running = {}, {}
+        self.asked, self.running, self.held = {}, {}, []
         self.last = [origins.get(rank, OWN - rank) for rank in range(len(self.last))]
 
     def enter(self, stage: Stage, now_s: float) -> None:
-        """Enter a stage, unless the state is that of a checkpoint within it."""
+        """Enter a stage, unless the state is that of a pause within it."""
         if self.entered == stage.index:
             return
         self.progress.begin(now_s)
@@ -151,10 +168,11 @@ class GroupCoordinatorState(CoordinatorState):
 class GroupReply(NamedTuple):
     """Header of the answer to a worker, followed by its group's members.
 
-    With STOP its work is not used; with NEXT this is its last group. Without members it leaves.
+    With STOP its work is not used; with NEXT this is its last group. Without members it leaves, or
+    with PAUSE keeps its work.
     """
 
-    signal: float  # GO, NEXT or STOP
+    signal: float  # GO, NEXT, STOP or PAUSE
     group: float  # number of the group
     samples: float  # applied once this group is done; the learning rate follows them
     staleness: float  # commits behind the foremost worker
@@ -170,15 +188,18 @@ async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
     """Run a worker: compute on its own model, then average with the group that the coordinator
     forms.
 
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     state.enter(stage, ctx.rank)
     signal = GO
     while signal == GO:
         ctx.safe_point(stage.index, state)
-        work = await local_work(ctx, stage, state)
+        work = state.pending or await local_work(ctx, stage, state)
         reply, members = await meet(ctx, stage, state, work)
         signal = int(reply.signal)
+        state.pending, state.has_asked = (work, True) if signal == PAUSE else (None, False)
+        if signal == PAUSE:
+            return signal
         if signal != GO:
             leave_stage(ctx, stage, signal, int(reply.end_ns))
         ctx.record_round(
@@ -205,10 +226,14 @@ async def meet(
     """
     body, meta, first_members = work.body, (work.steps, work.samples, work.loss), None
     while True:
-        await ctx.send(stage.lead_rank, stage.tag("ask"), meta=meta)
+        if not state.has_asked:
+            await ctx.send(stage.lead_rank, stage.tag("ask"), meta=meta)
+        state.has_asked = False
         message = await ctx.recv(stage.tag("group"), src=stage.lead_rank)
         reply = GroupReply(*message.meta[:HEAD])
         members = as_members(message.meta[HEAD:])
+        if reply.signal == PAUSE:
+            return reply, members
         if reply.signal == STOP:
             body = None
         first_members = first_members or members
@@ -247,12 +272,13 @@ async def average_group(
 async def coordinator(ctx: RankContext, stage: Stage, state: GroupCoordinatorState) -> int:
     """Run the coordinator: make groups until the stage ends, then complete those that were made.
 
-    Returns: the final signal, NEXT or STOP.
+    Returns: the final signal, NEXT, STOP or PAUSE.
     """
     progress, rule = state.progress, rule_in(stage)
     state.enter(stage, ctx.now)
     deadline_s, ahead = stage.stop_criteria.deadline_s, None
-    while state.signal == GO:
+    await begin_held(ctx, stage, state)
+    while state.signal in (GO, PAUSE):
         ctx.safe_point(stage.index, state)
         wakes = rule.wakes(state.groups)
         before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
@@ -263,19 +289,29 @@ async def coordinator(ctx: RankContext, stage: Stage, state: GroupCoordinatorSta
             state.signal, state.reason = STOP, "seconds"
             break
         on_report(ctx, stage, state, message)
-        state.signal, state.reason = stop_decision(ctx, stage, progress)
-        if state.signal != GO:
+        decide(ctx, stage, state)
+        if state.signal not in (GO, PAUSE):
             ahead = message  # judged, but not handled yet
             break
         await on_message(ctx, stage, state, message)
-        state.signal, state.reason = stop_decision(ctx, stage, progress)
+        decide(ctx, stage, state)
+        if state.signal == PAUSE and len(state.asked) == progress.present and not state.running:
+            await release_workers(ctx, stage, state, sorted(state.asked))
+            return PAUSE
     if state.signal == STOP:
-        ctx.safe_point(stage.index, state, resumable=False)
+        ctx.safe_point(stage.index, state)
     await drain(ctx, stage, state, ahead)
     record_end(ctx, stage, progress, state.reason)
     if state.signal == STOP:
         ctx.time_accounting.close_at(progress.end_ns)
     return state.signal
+
+
+def decide(ctx: RankContext, stage: Stage, state: GroupCoordinatorState) -> None:
+    """Set the present signal and its reason."""
+    signal, reason = stop_decision(ctx, stage, state.progress)
+    if take_override(state.signal, signal):
+        state.signal, state.reason = signal, reason
 
 
 def coordinator_tags(stage: Stage) -> tuple[Tag, ...]:
@@ -312,6 +348,23 @@ async def on_message(
     else:
         state.asked[message.src] = (int(message.meta[0]), int(message.meta[1]))
         started = generator.request(state.groups, rule, message.src, now_ns)
+    if state.signal == PAUSE:
+        state.held += started
+    else:
+        await begin_groups(ctx, stage, state, started)
+
+
+async def begin_held(ctx: RankContext, stage: Stage, state: GroupCoordinatorState) -> None:
+    """Begin the groups that could have begun since a pause was decided."""
+    held, state.held = state.held, []
+    await begin_groups(ctx, stage, state, held)
+
+
+async def begin_groups(
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, started: list[Group]
+) -> None:
+    """Begin these groups, and those that can begin after them."""
+    now_ns, rule = ctx.now_ns, rule_in(stage)
     for group in started:  # the list grows in the loop
         work = [state.asked.pop(member) for member in group.members]
         state.running[group.id] = (group, [] if state.signal == STOP else work)
@@ -396,6 +449,7 @@ async def drain(
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
         count_running_groups(ctx, stage, state)
     generator.close(state.groups)
+    await begin_held(ctx, stage, state)
     released = {*await release_expected(ctx, stage, state)}
     while len(released | progress.gone) < stage.num_workers:
         is_judged = message is not None

@@ -9,9 +9,9 @@ another server, so that all NICs are busy from the start. Servers answer in bloc
 
 The first server assigns work, and decides when a stage ends or is evaluated. It notifies the
 others, and each of them emits its shard as it was after as many merges. At the end of the run,
-merges of other servers beyond that are in no model. Before another stage, all servers drain the
-pushes in flight. The codec treats each shard as a message of its own, with its own scale, density,
-residual and layers.
+merges of other servers beyond that are in no model. Before another stage and before a pause, all
+servers drain the pushes in flight. The codec treats each shard as a message of its own, with its
+own scale, density, residual and layers.
 
 Servers tolerate a worker failure, each from its own notification on. So they may differ by the
 failed worker's last push.
@@ -38,11 +38,10 @@ from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, option
-from ashl.runtime.effects import JOIN, PEER_FAILED, Message, Tag
+from ashl.runtime.effects import PEER_FAILED, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate
 from ashl.stage.compression_pipeline import CodecState, Payload
-from ashl.stage.program import apply_assignments
 from ashl.stage.progress import Progress
 from ashl.stage.stage import (
     CODEC,
@@ -50,6 +49,7 @@ from ashl.stage.stage import (
     GO,
     NEXT,
     OUTER,
+    PAUSE,
     STOP,
     WEIGHTS,
     Loop,
@@ -58,7 +58,13 @@ from ashl.stage.stage import (
     Stage,
     Topology,
 )
-from ashl.topology.ending import end_time_ns, leave_stage, record_end, stop_decision
+from ashl.topology.ending import (
+    end_time_ns,
+    leave_stage,
+    record_end,
+    stop_decision,
+    take_override,
+)
 from ashl.topology.local_work import (
     Work,
     WorkerState,
@@ -69,19 +75,17 @@ from ashl.topology.local_work import (
 )
 from ashl.topology.members import as_members
 from ashl.topology.parameter_server import (
-    PLANNED,
-    Admission,
     ServerRule,
     ServerState,
-    admission_tag,
-    admit,
     apply_merge,
     finish_stage,
-    gather_workers,
+    is_last_round,
+    may_all_proceed,
     on_membership,
     on_push,
     record_exchange,
     reply,
+    reply_to_all,
     rule_of,
 )
 from ashl.topology.replies import PULL_FIELDS, Pull, parse_reply
@@ -148,14 +152,6 @@ class ShardedServer(Topology):
         held = stage.fragments[ctx.rank - stage.server]
         return ShardState(held.of(params), moments_of(stage, ctx.rank), Progress(stage.num_workers))
 
-    async def join(
-        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
-    ) -> tuple[int, Any] | None:
-        assert kept is not None, "no worker can join while others run"
-        if ctx.rank >= stages[0].server:
-            return await gather_shards(ctx, stages, *kept)
-        return await resume_worker(ctx, stages, kept[1])
-
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank < stage.server:
             return worker
@@ -180,6 +176,12 @@ class ShardState(ServerState):
     # end of the first server's stage: (version, signal, time in ns)
     last: tuple[int, int, int] | None = None
     leaving: list[int] = field(default_factory=list)  # workers that have been told of the end
+
+    def end_pass(self) -> None:
+        super().end_pass()
+        self.history = {self.progress.version: self.params}
+        self.last = None
+        self.leaving = []
 
 
 def parts(stage: Stage) -> list[Stage]:
@@ -219,53 +221,6 @@ def signal_tag(stage: Stage) -> Tag:
     (version, GO): this version is evaluated. (version, signal, time in ns): the stage has ended.
     """
     return stage.tag("first")
-
-
-async def gather_shards(
-    ctx: RankContext, stages: Sequence[Stage], index: int, state: ShardState
-) -> tuple[int, ShardState]:
-    """Restore a server from a checkpoint, and await the join requests of all workers.
-
-    All workers have equal clocks afterwards. Otherwise servers that have counted different pushes
-    might wait for each other.
-    """
-    await gather_workers(ctx, stages, index, state)
-    state.due = []
-    for rank in stages[index].workers:
-        state.progress.remove_worker(rank)
-    for rank in stages[index].workers:
-        state.progress.join(rank)
-    return index, state
-
-
-async def resume_worker(
-    ctx: RankContext, stages: Sequence[Stage], kept: ShardedWorker
-) -> tuple[int, ShardedWorker]:
-    """Restore a worker from a checkpoint, with the model of the servers and the first server's
-    counts.
-    """
-    incarnation, servers = int(float(ctx.now_ns)), all_servers(stages[0])
-    for server in servers:
-        await ctx.send(server, JOIN, None, (incarnation,))
-    messages = [await ctx.recv(admission_tag(incarnation), src=server) for server in servers]
-    admissions = [parse_reply(Admission, message.meta) for message in messages]
-    state = ShardedWorker(concatenate([message.body for message in messages]), kept.moments)
-    if admissions[0].planned:
-        state.assigned = admissions[0].planned, (await ctx.recv(PLANNED, src=servers[0])).body
-        stages = apply_assignments(stages, *state.assigned)
-    stage = stages[admissions[0].stage]
-    state.steps, state.samples = admissions[0].steps, admissions[0].samples
-    state.incarnation = incarnation
-    state.enter(stage, ctx.rank)
-    state.follow(admissions[0])
-    both = zip(parts(stage), kept.shard_ends, strict=True)
-    state.shard_ends = [part.restore_codec_state(ends, state.samples) for part, ends in both]
-    state.moments = kept.moments
-    state.versions = [one.version for one in admissions]
-    state.version = min(state.versions)
-    state.round, state.step = admissions[0].rounds, admissions[0].done
-    state.drawn = state.step * state.batch
-    return stage.index, state
 
 
 async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
@@ -396,8 +351,6 @@ async def run_first(ctx: RankContext, stage: Stage, state: ShardState) -> int:
     """
     progress, push, others = state.progress, stage.tag("push"), all_servers(stage)[1:]
     stage = enter_shard(ctx, stage, state)
-    while state.newcomers:
-        await admit(ctx, stage, state, state.newcomers[0])
     while True:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(push, PEER_FAILED, before_s=stage.stop_criteria.deadline_s)
@@ -408,16 +361,11 @@ async def run_first(ctx: RankContext, stage: Stage, state: ShardState) -> int:
         handle = on_push if message.tag == push else on_membership
         changed = await handle(ctx, stage, state, message)
         if changed and stage.stop_criteria.take_evaluation(state, ctx.now):
-            for server in others:
-                await ctx.send(server, signal_tag(stage), None, (progress.version, GO))
-            tick = progress.version if others else None
-            ctx.snapshot(state.params, tick=tick, counts=progress.report())
+            await evaluate_all_shards(ctx, stage, state)
         signal, reason = stop_decision(ctx, stage, progress)
-        if signal == STOP or state.signal == GO:
+        if take_override(state.signal, signal):
             state.signal, state.reason = signal, reason
-        if state.signal == STOP or (
-            state.signal == NEXT and len(progress.waiting) == progress.present
-        ):
+        if may_end(stage, state):
             break
         if state.signal == GO:
             await answer(ctx, stage, state)
@@ -425,14 +373,42 @@ async def run_first(ctx: RankContext, stage: Stage, state: ShardState) -> int:
     end_ns = end_time_ns(stage, ctx.now_ns)
     for server in others:
         await ctx.send(server, signal_tag(stage), None, (progress.version, state.signal, end_ns))
+    if state.signal == PAUSE:
+        await reply_to_all(ctx, stage, state, state.progress.waiting, PAUSE)
+        return PAUSE
     await finish_stage(ctx, stage, state, state.signal, end_ns)
     record_end(ctx, stage, progress, state.reason)
     return state.signal
 
 
+def may_end(stage: Stage, state: ShardState) -> bool:
+    """Return True if the present signal ends the loop: at STOP at once, else once all workers wait.
+
+    If a stop limit truncates the next round, there is no pause.
+    """
+    if state.signal == STOP or state.signal == GO:
+        return state.signal == STOP
+    if len(state.progress.waiting) < state.progress.present:
+        return False
+    if state.signal == PAUSE and is_last_round(stage, state):
+        state.signal = GO
+    return state.signal != GO
+
+
+async def evaluate_all_shards(ctx: RankContext, stage: Stage, state: ShardState) -> None:
+    """Let all servers emit their shards of the present version of the first one."""
+    version, others = state.progress.version, all_servers(stage)[1:]
+    for server in others:
+        await ctx.send(server, signal_tag(stage), None, (version, GO))
+    ctx.snapshot(state.params, tick=version if others else None, counts=state.progress.report())
+
+
 async def merge_rest(ctx: RankContext, stage: Stage, state: ServerState) -> None:
-    """Merge the buffered pushes without a quorum, if another stage follows."""
-    if state.signal == NEXT and state.buffer:
+    """Merge the buffered pushes without a quorum, if another stage follows or a worker waits for
+    them.
+    """
+    waits = state.signal == PAUSE and not may_all_proceed(stage, state)
+    if state.buffer and (state.signal == NEXT or waits):
         await ctx.compute(
             partial(apply_merge, stage, state, None), work=stage.push_share, kind="apply"
         )
@@ -479,8 +455,6 @@ async def run_other(ctx: RankContext, stage: Stage, state: ShardState) -> int:
     Returns: the final signal, NEXT or STOP.
     """
     stage = enter_shard(ctx, stage, state)
-    while state.newcomers:
-        await admit(ctx, stage, state, state.newcomers[0])
     while not has_caught_up(state):
         ctx.safe_point(stage.index, state)
         message: Message = await ctx.recv(stage.tag("push"), signal_tag(stage), PEER_FAILED)
@@ -494,9 +468,13 @@ async def run_other(ctx: RankContext, stage: Stage, state: ShardState) -> int:
     # versions that this server never reaches, because it dropped a push that the first one merged
     for version in state.due:
         ctx.snapshot(state.params, tick=version)
+    state.due = []
     assert state.last is not None
     version, state.signal, end_ns = state.last
     await merge_rest(ctx, stage, state)
+    if state.signal == PAUSE:
+        await reply_to_all(ctx, stage, state, state.progress.waiting, PAUSE)
+        return PAUSE
     if state.signal == STOP:
         state.params = state.history.get(version, state.params)
 

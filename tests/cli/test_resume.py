@@ -13,7 +13,7 @@ from ashl.errors import AshlError
 from ashl.run.monitor import Monitor
 from ashl.tracking.recorder import METRICS, Recorder
 
-BROKEN = "cannot be resumed from (state.pt is not what was written)"
+BROKEN = "cannot be resumed from (ranks.safetensors is not what was written)"
 PAUSED = [
     "runtime=sim",
     "tracking=none",
@@ -29,7 +29,7 @@ PAUSED = [
 def interrupted(workplace, capsys) -> Path:
     """A run with a checkpoint."""
     assert main(["train", *PAUSED, "sync=ssp", "run.checkpoint_s=0.3"]) == 0
-    assert [*workplace.glob("run/checkpoint/*/state.pt")]
+    assert [*workplace.glob("run/checkpoint/*/ranks.safetensors")]
     return workplace / "run"
 
 
@@ -114,13 +114,14 @@ def test_a_resume_must_allow_user_code_again(interrupted: Path, workplace, capsy
 def test_a_corrupt_file_is_not_resumed_from(interrupted: Path, capsys) -> None:
     """Flipped or cut off: the checkpoint before counts, and without one the run does not begin."""
     _, cut = sorted(
-        (interrupted / "checkpoint").glob("*/state.pt"), key=lambda file: int(file.parent.name)
+        (interrupted / "checkpoint").glob("*/ranks.safetensors"),
+        key=lambda file: int(file.parent.name),
     )
     cut.write_bytes(cut.read_bytes()[:-1000])
     code, err = resumed(capsys, "stop.steps=90")
     assert code == 0
     assert err == f"ashl: run/checkpoint/{cut.parent.name} {BROKEN}\n"
-    for file in (interrupted / "checkpoint").glob("*/state.pt"):
+    for file in (interrupted / "checkpoint").glob("*/ranks.safetensors"):
         text = bytearray(file.read_bytes())
         text[len(text) // 2] ^= 1
         file.write_bytes(text)

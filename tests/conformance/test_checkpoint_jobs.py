@@ -53,7 +53,10 @@ def half_written(run: Path) -> None:
     whole = max(
         run.glob("checkpoint/*/manifest.json"), key=lambda path: int(path.parent.name)
     ).parent
-    for number, names in ((900, ("manifest.json", "rank0.pt")), (901, ("rank0.pt",))):
+    for number, names in (
+        (900, ("manifest.json", "rank0.safetensors")),
+        (901, ("rank0.safetensors",)),
+    ):
         (run / f"checkpoint/{number}").mkdir()
         for name in names:
             text = (whole / name).read_bytes()

@@ -94,13 +94,6 @@ OWN_PACE = {
         "optimizer.lr=0.02 optimizer.momentum=0"
     ),
 }
-OWN_WAY = {
-    "averages in groups": "each",
-    "pairs": "each",
-    "pairs that wait": "each",
-    "neighbours' models, some late": "round",
-    "duals, some late": "round",
-}  # the others: by a server
 FIRST = next(iter(RUNS))
 # nobody has the whole model there: these go on where they began
 
@@ -129,10 +122,7 @@ def checked(run: Path, expected: str, count: int = 400) -> None:
 
 
 def killed(line: list[str]) -> None:
-    """Kill all processes of a run once it has two checkpoints.
-
-    Each checkpoint comes a second after it is due, or two if a rank was notified too late.
-    """
+    """Kill all processes of a run once it has two checkpoints."""
     command = [*line, "runtime=local", "tracking=none", "run.dir=run", "run.checkpoint_s=0.1"]
     killed_once(command, lambda: len([*Path("run").glob("checkpoint/*/manifest.json")]) >= 2)
 
@@ -196,13 +186,11 @@ def test_asynchronous_workers_rejoin(name: str, workplace: Path) -> None:
         Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name)
     )
     manifest = json.loads(newest.read_text())
-    assert manifest["how"] == OWN_WAY.get(name, "server")
     assert main(["train", "--resume", "run", "-q"]) == 0
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["final"]["test_accuracy"] > 0.8
     assert 1200 <= summary["steps"] == sum(worker["steps"] for worker in summary["workers"]) < 1300
-    assert summary["commits"] > manifest["version"]
     assert summary["time_s"] > manifest["time_ns"] / 1e9
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
     for rank, worker in enumerate(summary["workers"]):

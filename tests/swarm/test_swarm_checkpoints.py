@@ -1,52 +1,52 @@
 """Random gossip runs are resumed from a checkpoint at a random moment.
 
-A checkpoint changes nothing, and a resumed run has the same messages to the end, for every graph
-and mode.
+A resumed run has the same messages to the end, for every graph and mode.
 """
 
-import io
+import math
 import random
+from collections.abc import Mapping
 from functools import partial
 
 import pytest
-import torch
 
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
-from ashl.runtime.sim import Sim, resume
+from ashl.runtime.effects import Save
+from ashl.runtime.plain_state import decode, encode, to_plain
+from ashl.runtime.rank_checkpoint import saved_rank
+from ashl.runtime.sim import Sim, restore_ranks
 from ashl.stage.program import program
 from ashl.stage.stage import Stage, extra_ranks
 from tests.swarm.drawn import BATCH, Seen, each
 from tests.swarm.test_swarm_gossip import drawn
 
-CheckpointPartSaved = list[tuple[bytes, int]]  # each checkpoint, and how much had been said
+Checkpoints = list[tuple[bytes, int, int]]  # each with its moment, and how much had been said
 
 
 def play(
     cluster: Cluster,
     stages: list[Stage],
     seen: Seen,
-    save_at_ns: int | None = None,
+    at_ns: float,
     file: bytes = b"",
-) -> CheckpointPartSaved:
+    since: int = 0,
+) -> Checkpoints:
     """Run from the beginning or from a checkpoint; return the checkpoint that it makes."""
-    first, kept = stages[0], CheckpointPartSaved()
+    first, kept = stages[0], Checkpoints()
     num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync, first.nodes)
-    sim = Sim(
-        num_ranks, Speed(cluster, BATCH, 0), network(cluster, first.trainer.dense_bytes), seen
-    )
+    speed = Speed(cluster, BATCH, 0)
+    sim = Sim(num_ranks, speed, network(cluster, first.trainer.dense_bytes), seen)
 
-    def keep(document: dict) -> None:
-        written = io.BytesIO()
-        torch.save(document, written)
-        kept.append((written.getvalue(), len(seen.records)))
+    def keep(saves: Mapping[int, Save]) -> float:
+        ranks = [saved_rank(sim.contexts[rank], save, speed) for rank, save in saves.items()]
+        kept.append((encode(to_plain(ranks)), sim.now_ns, len(seen.records)))
+        return math.inf
 
-    if save_at_ns is not None:
-        sim.save_at(save_at_ns, keep)
-    saved = file and {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
-    begin = partial(resume, saved=saved) if saved else None
-    sim.run(partial(program, stages=tuple(stages)), lambda: None, begin)
+    sim.save, sim.checkpoint_due_ns = keep, at_ns
+    begin = file and partial(restore_ranks, ranks=decode(file), time_ns=since)
+    sim.run(partial(program, stages=tuple(stages)), lambda: None, begin or None)
     return kept
 
 
@@ -54,15 +54,13 @@ def check(seed: int) -> None:
     if (chosen := drawn(seed)) is None:
         return
     cluster, stages = chosen
-    whole, seen = Seen(), Seen()
-    play(cluster, stages, whole)
-    moment = int(random.Random(seed).uniform(0, whole.of("stage")[-1]["end_ns"]))
-    kept = play(cluster, stages, seen, save_at_ns=moment)
-    assert repr(seen.records) == repr(whole.records)
-    for file, said in kept:
+    unpaused, whole = Seen(), Seen()
+    play(cluster, stages, unpaused, math.inf)
+    moment = random.Random(seed).uniform(0, unpaused.of("stage")[-1]["end_ns"])
+    for file, since, said in play(cluster, stages, whole, moment):
         again = Seen()
         again.records = whole.records[:said]
-        play(cluster, stages, again, file=file)
+        play(cluster, stages, again, math.inf, file, since)
         assert repr(again.records) == repr(whole.records)
 
 
