@@ -1,101 +1,148 @@
-"""A job's store under its secret: every entry of an untrusted client is ignored or raises an error."""
+"""A job's store accepts only clients that know its secret; records are validated."""
 
 import json
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from datetime import timedelta
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 
-from ashl.errors import AshlError, plain
+from ashl.errors import AshlError, UsageError, plain
 from ashl.run.authenticated_store import (
-    FROM,
-    HASH_BYTES,
+    PENDING,
     AuthenticatedStore,
+    Secret,
+    StoreClient,
+    StoreServer,
     new_secret,
     shared_secret,
 )
 from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.records import KINDS, Alive, ProfileMeasured, dumps, loads
+from tests.disturbed import wait_for
 
 SECRET = new_secret()
 
 
-@pytest.fixture(scope="module")
-def server() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 @pytest.fixture
-def store(server) -> AuthenticatedStore:
-    return AuthenticatedStore(server, SECRET)
+def server() -> Iterator[StoreServer]:
+    with closing(StoreServer(SECRET)) as made:
+        yield made
 
 
-def items(server: dist.TCPStore, store: AuthenticatedStore, queue: str, *raw: bytes) -> None:
-    """Put there by somebody who knows a queue's name all the same."""
-    for item in raw:
-        store._store.queue_push(store._name(queue), item)
+def client(server: StoreServer, secret: Secret = SECRET) -> AuthenticatedStore:
+    return AuthenticatedStore(StoreClient(server.host, server.port, secret, 0.0))
 
 
-def taken(server: dist.TCPStore, store: AuthenticatedStore, queue: str) -> bytes:
-    """An item as it lies in the store."""
-    return store._store.queue_pop(store._name(queue), False)
+def test_keys_and_queues_are_the_same_for_all(server) -> None:
+    one, two, own = client(server), client(server), AuthenticatedStore(server)
+    one.set("key", "ä")
+    own.set("bytes", b"\xff\x00")
+    assert (two.get("key").decode(), two.another().get("bytes")) == ("ä", b"\xff\x00")
+    assert (two.check(["key"]), two.check(["key", "none"]), two.num_keys()) == (True, False, 2)
+    assert [one.compare_set("c", "", "one"), two.compare_set("c", "", "two")] == [b"one"] * 2
+    assert two.compare_set("c", "one", "two") == own.get("c") == b"two"
+    assert (one.add("n", 2), two.add("n", 3), two.delete_key("n")) == (2, 5, True)
+    two.set_timeout(timedelta(milliseconds=10))
+    with pytest.raises(RuntimeError, match=r"has not n after 0\.01 s"):
+        two.get("n")
+    big = bytes(9_000_000)
+    one.push("q", 3, b"first")
+    one.push("q", -1, memoryview(big))
+    assert [two.pop("q"), own.pop("q"), two.pop("q")] == [(3, b"first"), (-1, big), None]
 
 
-def test_what_others_put_into_a_queue_is_passed_over_and_counted(server, store) -> None:
-    store.push("a", 3, b"first")
-    old = taken(server, store, "a")
-    flipped = old[:-1] + bytes([old[-1] ^ 1])
-    elsewhere = AuthenticatedStore(server, new_secret())
-    elsewhere.push("a", 3, b"of another secret")
-    foreign = taken(server, elsewhere, "a")
-    store.push("b", 3, b"of another queue")
-    moved = taken(server, store, "b")
-    impostor = old[:HASH_BYTES] + FROM.pack(4, 1) + b"first"
-    items(server, store, "a", b"", b"x", flipped, old, old, foreign, moved, impostor)
-    store.push("a", 3, b"second")
-    items(server, store, "a", old)
-    assert [store.pop("a"), store.pop("a"), store.pop("a")] == [(3, b"first"), (3, b"second"), None]
-    assert store.refused == 8
+def test_a_wait_does_not_hold_up_other_clients(server) -> None:
+    one, two = client(server), client(server)
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(one.get("late")))
+    thread.start()
+    two.set("late", "x")
+    thread.join(5)
+    assert found == [b"x"]
 
 
-def test_queues_are_not_listed_and_keys_are_checked(server, store) -> None:
-    store.push("hidden", 0, b"")
-    store.set("key", "ä")
-    store.set("other", b"\xff\x00")
-    assert (store.get("key").decode(), store.get("other")) == ("ä", b"\xff\x00")
-    names = server.list_keys()
-    assert not [name for name in names if store._name("hidden") in name or "hidden" in name]
-    (key,) = (name for name in names if name.endswith("/key"))
-    (other,) = (name for name in names if name.endswith("/other"))
-    for forged in ("", "1", server.get(other)):
-        server.set(key, forged)
-        with pytest.raises(AshlError, match="a value that no process of this job has written"):
-            store.get("key")
-    server.set(key, "x")
-    with pytest.raises(AshlError, match="a value that no process of this job has written"):
-        store.compare_set("key", "", "mine")
+ATTACKS = {
+    "nothing": b"",
+    "a short message": b"hello",
+    "zeros": bytes(64),
+    "a request": bytes(32) + bytes(32) + b"\0\0\0\0\0\0\0\x04abcd",
+    "much": b"\xff" * 1_000_000,
+}
 
 
-def test_what_is_changed_if_nobody_else_has(server, store) -> None:
-    assert store.compare_set("c", "", "one") == b"one"
-    assert store.compare_set("c", "", "two") == b"one"
-    assert store.compare_set("c", "one", "two") == b"two"
-    assert AuthenticatedStore(server, SECRET).get("c") == b"two"
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_client_without_the_secret_is_refused(
+    attack: str, server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store answers with a random number alone, and logs an address once."""
+    mine = client(server)
+    for _ in range(3):
+        with (
+            socket.create_connection((server.host, server.port), timeout=5) as connection,
+            suppress(OSError),
+        ):
+            connection.sendall(ATTACKS[attack])
+            connection.shutdown(socket.SHUT_WR)
+            assert len(connection.recv(1 << 16)) <= 32
+            assert connection.recv(1 << 16) == b""
+    wait_for(lambda: AuthenticatedStore(server).refused == 3, 5)
+    refusals = [record for record in caplog.records if "does not know" in record.message]
+    assert len(refusals) == 1
+    mine.set("key", "still there")
+    assert mine.get("key") == b"still there"
 
 
-def test_where_a_secret_comes_from(monkeypatch) -> None:
+def test_another_secret_and_another_program(server) -> None:
+    with pytest.raises(ConnectionError, match="closed"):
+        client(server, new_secret())
+    with socket.create_server(("127.0.0.1", 0)) as other:  # an impostor of the store
+        port = other.getsockname()[1]
+
+        def answer() -> None:
+            connection = other.accept()[0]
+            with connection:
+                connection.sendall(bytes(64))
+                connection.recv(1 << 10)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ConnectionError):
+            StoreClient("127.0.0.1", port, SECRET, 0.0)
+        thread.join()
+
+
+def test_clients_that_wait_do_not_keep_others_out(server, monkeypatch) -> None:
+    monkeypatch.setattr("ashl.run.authenticated_store.CHALLENGE_S", 0.2)
+    idle = [socket.create_connection((server.host, server.port)) for _ in range(PENDING + 5)]
+    store = AuthenticatedStore(StoreClient(server.host, server.port, SECRET, 5.0))
+    store.set("key", "here")
+    assert store.get("key") == b"here"
+    for connection in idle:
+        connection.close()
+
+
+def test_where_a_secret_comes_from(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.delenv("ASHL_JOB_SECRET", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
     known = shared_secret("host", 29500)
     assert known == shared_secret("host", 29500) != shared_secret("host", 29501)
+    path = tmp_path / ".ashl/secret"
+    assert [file.name for file in path.parent.iterdir()] == ["secret"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    with pytest.raises(UsageError, match="other users can read it; run `chmod 600"):
+        shared_secret("host")
+    monkeypatch.setenv("HOME", "/dev/null")
+    with pytest.raises(UsageError, match=r"no secret can be kept there .*; set ASHL_JOB_SECRET"):
+        shared_secret("host")
     monkeypatch.setenv("ASHL_JOB_SECRET", "a word")
-    assert (
-        known
-        != shared_secret("host", 29500)
-        == shared_secret("host", 29500)
-        != shared_secret("host", 29501)
-    )
+    assert known != shared_secret("host", 29500) == shared_secret("host", 29500)
     assert new_secret() != new_secret()
     assert "a secret" in repr({"secret": new_secret()}), "what holds one may be printed"
 

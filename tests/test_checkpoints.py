@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ashl.errors import AshlError, UsageError
 from ashl.launch.membership import JobMembership
 from ashl.planning.predict import WITHOUT
 from ashl.run import checkpoints, uploads
-from ashl.run.authenticated_store import AuthenticatedStore, new_secret
+from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
 from ashl.run.checkpoints import PROCESSES, CheckpointManager
 from ashl.run.evaluation import Evaluation
 from ashl.run.metrics import CompressionStats
@@ -58,8 +57,7 @@ def made(checkpoint_manager: CheckpointManager, number: int, home: Home, **other
 def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(
     tmp_path: Path, flipped: bool
 ) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = AuthenticatedStore(server, new_secret())
+    store = AuthenticatedStore(StoreServer(new_secret()))
     document = encode(to_plain({"state": torch.arange(1_500_000.0)}))  # in two pieces
     checkpoint_manager, home = CheckpointManager(tmp_path, 1, 1.0, "run"), Home()
     sha256, nbytes = uploads.upload_checkpoint_part(store, 0, 4, document)

@@ -7,16 +7,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.run import uploads
-from ashl.run.authenticated_store import AuthenticatedStore, new_secret
+from ashl.run.authenticated_store import (
+    AuthenticatedStore,
+    StoreClient,
+    StoreServer,
+    new_secret,
+)
 from ashl.run.control_channel import MAX_PENDING, RECORDS, ControlChannel, Reporter
 from ashl.run.membership_listener import Watchdog
 from ashl.run.rank import RankSettings, run_rank
@@ -37,13 +41,14 @@ SECRET = new_secret()
 
 
 @pytest.fixture
-def server() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def server() -> Iterator[StoreServer]:
+    with closing(StoreServer(SECRET)) as made:
+        yield made
 
 
 @pytest.fixture
 def store(server) -> AuthenticatedStore:
-    return AuthenticatedStore(server, SECRET)
+    return AuthenticatedStore(server)
 
 
 @pytest.fixture
@@ -203,11 +208,11 @@ def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, m
     monkeypatch.setattr("ashl.run.control_channel.exit_process", ends.append)
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.01)
     monkeypatch.setattr("ashl.run.control_channel.FINAL_SIGNAL_S", 0.1)
-    base = dist.TCPStore("127.0.0.1", line.port, is_master=False)
+    base = StoreClient("127.0.0.1", line.port, SECRET, 0.0)
     watchdog = Watchdog(0.4, "here", "home", 1)
     made, channel = (
-        Reporter(AuthenticatedStore(base, SECRET), 3, rounds="all", watchdog=watchdog),
-        ControlChannel(AuthenticatedStore(base.clone(), SECRET), 5, D),
+        Reporter(AuthenticatedStore(base), 3, rounds="all", watchdog=watchdog),
+        ControlChannel(AuthenticatedStore(base.another()), 5, D),
     )
     for tick in range(2):
         made.snapshot(Snapshot(3, 0, tick), torch.zeros(D))
@@ -226,6 +231,8 @@ def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, m
     )
     assert time.monotonic() - channel.store_answered_s > 0.2
     channel.close(End(1), [])
+    line.close()
+    made._thread.join(5)  # before `exit_process` is the real one again
 
 
 def test_what_is_no_record_is_an_error(store) -> None:

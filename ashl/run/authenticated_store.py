@@ -1,33 +1,46 @@
-"""The job's key-value store, authenticated: messages of clients outside the job have no effect.
+"""The job's key-value store: it accepts only processes that know the job's secret.
 
-Any client that reaches the port of a torch store can list, read, set and delete its keys. So all
-processes of a job share a secret. Every value carries a keyed hash (BLAKE2b, RFC 7693) over its key
-and its content. In a queue the hash also covers the sender and the sender's message number, so a
-copied message is rejected. A message with a wrong hash is skipped and counted in a queue; under a
-key it raises an error at the reader.
+A connection begins with a challenge in both directions (keyed BLAKE2b, RFC 7693): the store and the
+client prove that they know the secret, which is not sent. The store closes any other connection
+before it reads a request, and logs the address once. So a client without the secret can neither
+read, write nor delete a value, nor use up memory.
 
-Limits: the store lists keys, and any client can delete them. That can stop a job while it starts
-(gloo finds its peers by keys), not later: while a job runs, all messages use queues. The store does
-not list queues, and their names follow from the secret, so other clients cannot read from them.
+Limits: what follows the challenge is neither encrypted nor signed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
+import pickle
+import secrets
+import socket
 import struct
+import threading
 import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ashl.errors import AshlError
+from ashl.errors import UsageError
 from ashl.launch.job import SECRET
 
-HASH_BYTES = 16
-FROM = struct.Struct(">iQ")  # header of a message: its sender and the sender's message number
+logger = logging.getLogger(__name__)
+
+HASH_BYTES = 32
+CHALLENGE_S = 5.0  # seconds in which a client has to prove that it knows the secret
+PENDING = 64  # connections that have not proved it yet; more are closed at once
+RETRY_S = 0.1
+POLL_S = 0.005  # seconds between two looks for a key
+SIZE = struct.Struct(">Q")  # bytes of a message
+CLIENT, SERVER = b"client", b"server"
 
 
 class Secret(bytes):
@@ -43,128 +56,270 @@ def new_secret() -> Secret:
 
 
 def shared_secret(*known: object) -> Secret:
-    """Return the secret of a job of another launcher, from ASHL_JOB_SECRET and values that all of
-    its processes know.
-
-    Limits: without ASHL_JOB_SECRET it keeps two jobs apart, but a client that knows the same values
-    (for example the store's port) can compute it.
+    """Return the secret of a job of another launcher: from ASHL_JOB_SECRET, else from the user's
+    file, and from values that all of its processes know.
     """
-    text = f"given {os.environ.get(SECRET, '')} known {' '.join(map(str, known))}"
+    text = f"given {os.environ.get(SECRET) or user_secret()} known {' '.join(map(str, known))}"
     return Secret(hashlib.blake2b(text.encode(), digest_size=32, person=b"ashl job").digest())
 
 
-class AuthenticatedStore(dist.Store):
-    """A client of the job's store that signs what it writes and verifies what it reads.
+def secret_file() -> Path:
+    """Return the path of the user's file with a secret."""
+    return Path.home() / ".ashl" / "secret"
 
-    gloo uses it for its rendezvous, too. Each thread needs a client of its own (`another`).
-    Limits: torch's `queue_len` and `list_keys` are not offered, because they block all threads
-    while the store does not answer.
+
+def user_secret() -> str:
+    """Return the user's secret, from a file of mode 600 in the home folder, made when missing.
+
+    Raises: UsageError if it cannot be made or read, or if other users can read it.
+    """
+    path = secret_file()
+    try:
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            new = path.with_name(secrets.token_hex(8))
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            with suppress(FileExistsError):  # another process of this job was faster
+                os.link(new, path)
+            new.unlink()
+        status = path.stat()
+        if status.st_mode & 0o077 or status.st_uid != os.getuid():
+            raise UsageError(f"{path}: other users can read it; run `chmod 600 {path}`")
+        return path.read_text()
+    except OSError as error:
+        raise UsageError(
+            f"{path}: no secret can be kept there ({error.strerror}); set {SECRET} to the same"
+            " random word for all processes of the job"
+        ) from error
+
+
+def receive(connection: socket.socket, nbytes: int) -> bytearray:
+    """Return exactly this number of bytes. Raises ConnectionError if the other end closes."""
+    content = bytearray(nbytes)
+    view = memoryview(content)
+    while view:
+        if not (count := connection.recv_into(view)):
+            raise ConnectionError("the connection was closed")
+        view = view[count:]
+    return content
+
+
+def send_message(connection: socket.socket, message: object) -> None:
+    content = pickle.dumps(message, protocol=5)
+    connection.sendall(SIZE.pack(len(content)) + content)
+
+
+def receive_message(connection: socket.socket) -> Any:
+    """Return the next message of a process that has proved that it knows the secret."""
+    return pickle.loads(receive(connection, *SIZE.unpack(receive(connection, SIZE.size))))
+
+
+def prove(connection: socket.socket, secret: Secret, roles: tuple[bytes, bytes]) -> bool:
+    """Prove that this end knows the secret, and return True if the other end has proved it.
+
+    Args: roles, of this end and of the other. The client proves it first.
+    """
+    connection.settimeout(CHALLENGE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    own = os.urandom(HASH_BYTES)
+    connection.sendall(own)
+    nonces = {roles[0]: own, roles[1]: bytes(receive(connection, HASH_BYTES))}
+
+    def proof(role: bytes) -> bytes:
+        text = role + nonces[CLIENT] + nonces[SERVER]
+        return hashlib.blake2b(text, key=secret, digest_size=HASH_BYTES).digest()
+
+    if roles[0] == CLIENT:
+        connection.sendall(proof(CLIENT))
+    if not hmac.compare_digest(receive(connection, HASH_BYTES), proof(roles[1])):
+        return False
+    if roles[0] == SERVER:
+        connection.sendall(proof(SERVER))
+    connection.settimeout(None)
+    return True
+
+
+class StoreServer:
+    """The store, in the process of the controller. It serves each connection by a thread."""
+
+    def __init__(self, secret: Secret, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen at this address; "" = all addresses. Raises OSError if the port is taken."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self.host, self.port = host or "127.0.0.1", self._listener.getsockname()[1]
+        self.refused: Counter[str] = Counter()  # connections without the secret, by address
+        self._secret, self._closed = secret, False
+        self._store = dist.HashStore()
+        self._queues = defaultdict[str, deque[tuple[int, bytes]]](deque)
+        self._pending = threading.BoundedSemaphore(PENDING)
+        threading.Thread(target=self._accept, daemon=True, name="store").start()
+
+    def another(self) -> StoreServer:
+        return self
+
+    def close(self) -> None:
+        """Accept no more connections; open ones are served until their clients close them."""
+        self._closed = True
+        self._listener.shutdown(socket.SHUT_RDWR)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Run an operation of a queue, or of torch's store."""
+        if name == "push":
+            return self._queues[args[0]].append(args[1:])
+        if name == "pop":
+            with suppress(IndexError):
+                return self._queues[args[0]].popleft()
+            return None
+        return getattr(self._store, name)(*args)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:  # too many open files; the next one may succeed
+                time.sleep(RETRY_S)
+                continue
+            if self._pending.acquire(blocking=False):
+                serve = threading.Thread(target=self._serve, args=(connection, address[0]))
+                serve.daemon = True
+                serve.start()
+            else:
+                connection.close()
+        self._listener.close()
+
+    def _serve(self, connection: socket.socket, address: str) -> None:
+        """Serve a connection until it is closed, if its client knows the secret."""
+        with connection, suppress(OSError):
+            known = False
+            try:
+                known = prove(connection, self._secret, (SERVER, CLIENT))
+            finally:
+                self._pending.release()
+                if not known:
+                    if address not in self.refused:
+                        logger.warning("refuses %s, which does not know the job's secret", address)
+                    self.refused[address] += 1
+            while known:
+                name, *args = receive_message(connection)
+                try:
+                    answer = self.call(name, *args), None
+                except (RuntimeError, ValueError) as error:  # a key that is not there in time
+                    answer = None, str(error)
+                send_message(connection, answer)
+
+
+class StoreClient:
+    """A connection to a store."""
+
+    def __init__(self, host: str, port: int, secret: Secret, timeout_s: float) -> None:
+        """Connect, again and again for `timeout_s` seconds.
+
+        Raises: OSError if no store with this secret answers.
+        """
+        self.host, self.port, self.refused = host, port, Counter[str]()
+        self._known, self._lock = (secret, timeout_s), threading.Lock()
+        self._connection: Any = None
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._connection = socket.create_connection((host, port), timeout=CHALLENGE_S)
+                if prove(self._connection, secret, (CLIENT, SERVER)):
+                    return
+                raise ConnectionError("another program uses the port")
+            except OSError:
+                if self._connection is not None:
+                    self._connection.close()
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(RETRY_S)
+
+    def __del__(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def another(self) -> StoreClient:
+        return StoreClient(self.host, self.port, *self._known)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Request an operation of the store. Raises RuntimeError if it fails, or the store ends."""
+        try:
+            with self._lock:
+                send_message(self._connection, (name, *args))
+                answer, problem = receive_message(self._connection)
+        except OSError as error:
+            raise RuntimeError(f"the job's store has ended ({error})") from error
+        if problem is not None:
+            raise RuntimeError(problem)
+        return answer
+
+
+class AuthenticatedStore(dist.Store):
+    """The job's store as torch and gloo use it, and with queues.
+
+    Each thread needs one of its own (`another`), because a call may wait. Args: where its calls go.
     """
 
-    def __init__(self, store: dist.Store, secret: Secret) -> None:
+    def __init__(self, at: StoreServer | StoreClient) -> None:
         super().__init__()
-        self._secret = secret
-        self._base: Any = store  # Any: torch's stubs have neither `clone` nor values of bytes
-        self._store: Any = dist.PrefixStore(self._hash(b"prefix").hex(), store)
-        self.refused = 0  # rejected messages in queues
-        self._sent: dict[str, int] = {}  # number of the latest message, by queue
-        self._received: dict[tuple[str, int], int] = {}  # the same by queue and sender
+        self._at = at
+        self._timeout_s = float("inf")
 
     @property
     def address(self) -> str:
-        return f"{self._base.host}:{self._base.port}"
+        return f"{self._at.host}:{self._at.port}"
+
+    @property
+    def port(self) -> int:
+        return self._at.port
+
+    @property
+    def refused(self) -> int:
+        """Return how many connections without the secret the store has refused, at its server."""
+        return self._at.refused.total()
 
     def another(self) -> AuthenticatedStore:
-        """Return a client of the same store, with a connection of its own, for another thread."""
-        return AuthenticatedStore(self._base.clone(), self._secret)
-
-    # --- values under keys
+        return AuthenticatedStore(self._at.another())
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, self._sign(key, value))
+        self._at.call("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value. Raises AshlError if it was not written by this
-        job.
-        """
-        return self._verify(key, self._store.get(key))
+        """Wait for a key and return its value."""
+        self.wait([key])
+        return self._at.call("get", key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys. Raises RuntimeError if one is missing after the timeout."""
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        end_s = time.monotonic() + limit_s
+        while not self.check(keys):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"the job's store has not {', '.join(keys)} after {limit_s:g} s")
+            time.sleep(POLL_S)
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        expected = self._sign(key, expected_value) if expected_value else ""
-        desired = self._sign(key, desired_value)
-        return self._verify(key, self._store.compare_set(key, expected, desired))
+        return self._at.call("compare_set", key, expected_value, desired_value)
 
     def add(self, key: str, value: int) -> int:
-        return self._store.add(key, value)
+        return self._at.call("add", key, value)
 
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._at.call("check", [*keys])
 
     def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
+        return self._at.call("delete_key", key)
 
     def num_keys(self) -> int:
-        return self._store.num_keys()
+        return self._at.call("num_keys")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
-
-    # --- queues
+        self._timeout_s = timeout.total_seconds()
 
     def push(self, queue: str, sender: int, content: bytes | memoryview) -> None:
-        """Append a message to a queue. Its number grows with the clock, also after a restart."""
-        number = self._sent[queue] = max(self._sent.get(queue, 0) + 1, time.time_ns())
-        head = FROM.pack(sender, number)
-        self._store.queue_push(
-            self._name(queue),
-            self._hash(b"item", queue.encode(), head, content) + head + bytes(content),
-        )
+        """Append a message to a queue."""
+        self._at.call("push", queue, sender, bytes(content))
 
     def pop(self, queue: str) -> tuple[int, bytes] | None:
-        """Return the sender and the content of a queue's next message; None if the queue is empty.
-
-        Messages that are not of this job, and copies, are skipped and counted in `refused`.
-        """
-        name, start = self._name(queue), HASH_BYTES + FROM.size
-        while True:
-            try:
-                item = self._store.queue_pop(name, False)
-            except dist.QueueEmptyError:
-                return None
-            head, content = item[HASH_BYTES:start], memoryview(item)[start:]
-            right = self._hash(b"item", queue.encode(), head, content)
-            if len(head) == FROM.size and hmac.compare_digest(right, item[:HASH_BYTES]):
-                sender, number = FROM.unpack(head)
-                if number > self._received.get((queue, sender), 0):
-                    self._received[queue, sender] = number
-                    return sender, bytes(content)
-            self.refused += 1
-
-    def _name(self, queue: str) -> str:
-        return self._hash(b"queue", queue.encode()).hex()
-
-    # --- signatures
-
-    def _sign(self, key: str, value: str | bytes) -> bytes:
-        content = value.encode() if isinstance(value, str) else bytes(value)
-        return self._hash(b"key", key.encode(), content) + content
-
-    def _verify(self, key: str, value: bytes) -> bytes:
-        content = value[HASH_BYTES:]
-        if not hmac.compare_digest(value[:HASH_BYTES], self._hash(b"key", key.encode(), content)):
-            raise AshlError(
-                "the job's store holds a value that no process of this job has written; give the"
-                " job another port"
-            )
-        return content
-
-    def _hash(self, *parts: bytes | memoryview) -> bytes:
-        """Return the keyed hash of the parts and their lengths."""
-        state = hashlib.blake2b(key=self._secret, digest_size=HASH_BYTES)
-        for part in parts:
-            state.update(struct.pack(">Q", len(part)))
-            state.update(part)
-        return state.digest()
+        """Return the sender and the content of a queue's next message; None if it is empty."""
+        return self._at.call("pop", queue)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ashl.errors import UsageError
-from ashl.launch.job import is_loopback
+from ashl.launch.job import LOCAL, is_loopback
 
 KEY = "runtime.interface"
 GLOO = "GLOO_SOCKET_IFNAME"
@@ -98,6 +98,23 @@ def named(wanted: str | None) -> Chosen | None:
                 f"{by}={names}, and {name} has no address; those that have one are: {having}"
             )
     return Chosen(names, there[names.split(",")[0]][0], by)
+
+
+def own_address(host: str) -> str:
+    """Return the address of this machine by which its name `host` is known; "" = all addresses.
+
+    A name may resolve to loopback here and to another address elsewhere: then it is the address of
+    GLOO_SOCKET_IFNAME, else all addresses.
+    """
+    if is_loopback(host):
+        return "127.0.0.1" if host == LOCAL else host
+    known = {address for own in addresses().values() for address in own}
+    with suppress(OSError):
+        for *_, target in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            if target[0] in known and not is_loopback(str(target[0])):
+                return str(target[0])
+    chosen = named(None)
+    return chosen.address if chosen else ""
 
 
 def towards(host: str, port: int = ANY_PORT) -> Chosen | None:

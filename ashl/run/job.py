@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ashl.cluster.spec import RealCluster
 from ashl.errors import AshlError, UsageError, plain
 from ashl.launch.environment import resolve
+from ashl.launch.job import SECRET
 from ashl.launch.membership import JobMembership
 from ashl.learn.device import HOST
 from ashl.plan.files import read_profile
@@ -35,7 +36,14 @@ from ashl.planning.compatibility import pluralize
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
 from ashl.planning.instantiate import Parts
 from ashl.run import interface, membership_listener
-from ashl.run.authenticated_store import AuthenticatedStore, Secret, shared_secret
+from ashl.run.authenticated_store import (
+    AuthenticatedStore,
+    Secret,
+    StoreClient,
+    StoreServer,
+    secret_file,
+    shared_secret,
+)
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
 from ashl.run.control_channel import POLL_S, ControlChannel
 from ashl.run.handshake import (
@@ -60,7 +68,7 @@ from ashl.run.supervisor import PATIENCE_S
 from ashl.run.uploads import restore_point_of, send_restore_point
 from ashl.runtime.control_messages import End
 from ashl.runtime.rendezvous import call_unless_failed
-from ashl.runtime.transport import NEVER, first_line
+from ashl.runtime.transport import first_line
 
 T = TypeVar("T")
 
@@ -120,7 +128,7 @@ def join_job(
     settings = RankSettings(
         rank=rank,
         host=job.host,
-        port=job.port,
+        port=store.port,
         secret=job_secret(job),
         controller_host=hellos[0].host,
         run_dir=".",
@@ -323,59 +331,54 @@ def resolve_master(job: JobMembership, timeout_s: float) -> str:
 
 
 def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
-    """Return the job's store, which process 0 serves unless the launcher does.
+    """Return the job's store, which process 0 serves.
 
     Raises: UsageError if the port is taken; AshlError if the master does not answer within
     `timeout_s` seconds.
     """
-    master = job.rank == 0 and not job.agent_store
-    if not master:
-        await_master(job, timeout_s)
-    try:
-        limit = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(
-            job.host, job.port, is_master=master, wait_for_workers=False, timeout=limit
-        )
-    except RuntimeError as error:
-        if master and "EADDRINUSE" in str(error):
-            raise UsageError(
-                f"the port {job.port} (MASTER_PORT) is taken on {socket.gethostname()}; choose"
-                " another, or end the job that uses it"
-            ) from error
-        raise AshlError(
-            f"the master {job.host}:{job.port} does not answer as a job's store does"
-            f" ({first_line(error)}); is another program using the port?"
-        ) from error
-    store.set_timeout(NEVER)
-    return AuthenticatedStore(store, job_secret(job))
-
-
-def await_master(job: JobMembership, timeout_s: float) -> None:
-    """Wait until the master's port accepts connections.
-
-    Raises: AshlError after `timeout_s` seconds.
-    """
-    end = time.monotonic() + timeout_s
-    while True:
+    secret = job_secret(job)
+    if job.rank != 0:
         try:
-            socket.create_connection(
-                (job.host, job.port), timeout=max(0.1, end - time.monotonic())
-            ).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                unknown = isinstance(error, socket.gaierror)
-                raise AshlError(
-                    f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer"
-                    f" within {timeout_s:g} s (runtime.heartbeat_timeout_s):"
-                    f" {error.strerror or error}; is rank 0 running, and "
-                    + (
-                        "known here by that name (torchrun --local-addr)?"
-                        if unknown
-                        else "reachable?"
-                    )
-                ) from error
-        time.sleep(3 * POLL_S)
+            port = exchange_port(job, None, timeout_s)
+            return AuthenticatedStore(StoreClient(job.host, port, secret, timeout_s))
+        except (OSError, RuntimeError) as error:
+            raise AshlError(
+                f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer as the"
+                f" store of this job within {timeout_s:g} s (runtime.heartbeat_timeout_s):"
+                f" {first_line(error)}; is rank 0 running and reachable, and has it the same secret"
+                f" ({SECRET}, else {secret_file()})?"
+            ) from error
+    try:
+        address = interface.own_address(job.host)
+        server = StoreServer(secret, address, 0 if job.agent_store else job.port)
+    except OSError as error:
+        raise UsageError(
+            f"the port {job.port} (MASTER_PORT) is taken on {socket.gethostname()}; choose another,"
+            " or end the job that uses it"
+        ) from error
+    exchange_port(job, server.port, timeout_s)
+    return AuthenticatedStore(server)
+
+
+def exchange_port(job: JobMembership, port: int | None, timeout_s: float) -> int:
+    """Return the port of the job's store: MASTER_PORT, unless an agent of torchrun uses that.
+
+    Then process 0 publishes another one (`port`) in the store of the agent.
+    Raises: RuntimeError if the agent does not answer, or the port is missing after `timeout_s`.
+    """
+    if not job.agent_store:
+        return job.port
+    limit = timedelta(seconds=max(1.0, timeout_s))
+    agent = dist.TCPStore(job.host, job.port, is_master=False, timeout=limit)
+    key, end = f"ashl/port/{job.attempt}", time.monotonic() + timeout_s
+    if port is not None:
+        agent.set(key, str(port))
+        return port
+    while not agent.check([key]):
+        if time.monotonic() > end:
+            raise RuntimeError("rank 0 has published no port")
+        time.sleep(POLL_S)
+    return int(agent.get(key))
 
 
 def run_as_controller(
@@ -430,11 +433,11 @@ def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:
 def leave_job(store: AuthenticatedStore, job: JobMembership) -> None:
     """Leave the job.
 
-    Process 0, if it serves the store, first waits until the others have left, for at most
+    Process 0, which serves the store, first waits until the others have left, for at most
     `PATIENCE_S` seconds.
     """
     store.set(f"out/{job.rank}", "1")
-    if job.rank != 0 or job.agent_store:
+    if job.rank != 0:
         return
     others = [f"out/{rank}" for rank in range(job.world_size) if rank != job.rank]
     end = time.monotonic() + PATIENCE_S

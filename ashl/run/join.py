@@ -6,18 +6,14 @@ the run ends. If it is evicted, it asks again (`join_again`).
 
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
-from ashl.run.authenticated_store import AuthenticatedStore, Secret
+from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreClient
 from ashl.run.control_channel import (
     FILE,
     JOIN_REQUESTS,
@@ -90,13 +86,7 @@ def request_place(run_dir: Path, endpoint: JoinEndpoint, worker: int | None) -> 
     late = f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try again"
 
     def send_request() -> JoinAnswer:
-        # torch would try to connect for longer
-        address = endpoint.host, endpoint.port
-        socket.create_connection(address, timeout=PATIENCE_S).close()
-        limit = timedelta(seconds=PATIENCE_S)
-        store = AuthenticatedStore(
-            dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=limit), secret
-        )
+        store = AuthenticatedStore(StoreClient(endpoint.host, endpoint.port, secret, 0.0))
         number = secrets.randbits(31)
         store.push(JOIN_REQUESTS, number, JoinRequest(worker).dumps())
         for _ in poll_for(PATIENCE_S):
@@ -107,6 +97,8 @@ def request_place(run_dir: Path, endpoint: JoinEndpoint, worker: int | None) -> 
     try:
         # the store of a run that is stopped, for example by Ctrl-Z, never answers
         return call_within(2 * PATIENCE_S, send_request, late)
+    except TimeoutError:
+        raise AshlError(late) from None
     except (RuntimeError, OSError):
         raise UsageError(f"{run_dir}: the run has ended; its store does not answer") from None
 

@@ -10,25 +10,23 @@ import multiprocessing as mp
 import os
 import platform
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import admits_rejoin, survives_failure
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
-from ashl.run.authenticated_store import AuthenticatedStore, new_secret
+from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
 from ashl.run.control_channel import ControlChannel, publish_join_endpoint
 from ashl.run.evaluation import shard_sizes
@@ -39,7 +37,6 @@ from ashl.run.process_setup import INTERRUPTS, logging_to, titled
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
 from ashl.runtime.control_messages import End
-from ashl.runtime.transport import NEVER
 
 logger = logging.getLogger(__name__)
 
@@ -80,46 +77,37 @@ def launch(
     """
     runtime = monitor.job.parts.runtime
     through = named(runtime.interface) or Chosen(LOOPBACK, "127.0.0.1")
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=NEVER,
-        master_listen_fd=listener.detach(),
-    )
     secret = new_secret()
-    settings = RankSettings(
-        rank=0,
-        host="127.0.0.1",
-        port=port,
-        secret=secret,
-        controller_host=platform.node(),
-        run_dir=str(run_dir),
-        rounds=monitor.rounds,
-        log=True,
-        interface=through,
-        checkpoint_s=checkpoint_manager.every_s,
-    )
-    devices = devices_of(plan, runtime)
-    apart = have_own_gpus([*map(gpu_index, devices)], runtime)
-    if saved is not None:
-        settings = settings._replace(saved=str(saved.folder), since_ns=saved.time_ns)
-    rank_settings = [
-        settings._replace(rank=rank, device=device, have_own_gpus=apart)
-        for rank, device in enumerate(devices)
-    ]
-    with publish_join_endpoint(run_dir, "127.0.0.1", port, secret):
-        return run_controller(
-            plan,
-            run_dir,
-            monitor,
-            AuthenticatedStore(store, secret),
-            rank_settings,
-            checkpoint_manager,
+    with closing(StoreServer(secret)) as server:
+        settings = RankSettings(
+            rank=0,
+            host=server.host,
+            port=server.port,
+            secret=secret,
+            controller_host=platform.node(),
+            run_dir=str(run_dir),
+            rounds=monitor.rounds,
+            log=True,
+            interface=through,
+            checkpoint_s=checkpoint_manager.every_s,
         )
+        devices = devices_of(plan, runtime)
+        apart = have_own_gpus([*map(gpu_index, devices)], runtime)
+        if saved is not None:
+            settings = settings._replace(saved=str(saved.folder), since_ns=saved.time_ns)
+        rank_settings = [
+            settings._replace(rank=rank, device=device, have_own_gpus=apart)
+            for rank, device in enumerate(devices)
+        ]
+        with publish_join_endpoint(run_dir, server.host, server.port, secret):
+            return run_controller(
+                plan,
+                run_dir,
+                monitor,
+                AuthenticatedStore(server),
+                rank_settings,
+                checkpoint_manager,
+            )
 
 
 def run_controller(

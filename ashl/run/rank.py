@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +39,7 @@ from ashl.planning.compatibility import (
 from ashl.planning.device import device_of, use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
-from ashl.run.authenticated_store import AuthenticatedStore, Secret
+from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreClient
 from ashl.run.control_channel import Reporter
 from ashl.run.handshake import compare_fingerprint
 from ashl.run.interface import Chosen, use
@@ -152,9 +151,8 @@ def run_rank(
         settings.controller_host,
         EXIT_CONTROLLER_SILENT if settings.log else 1,
     )
-    wait = timedelta(seconds=max(1.0, timeout_s))
     store = AuthenticatedStore(
-        dist.TCPStore(settings.host, settings.port, is_master=False, timeout=wait), settings.secret
+        StoreClient(settings.host, settings.port, settings.secret, max(1.0, timeout_s))
     )
     reporter = make_reporter(settings, store, watchdog)
     reporter.on_evicted = on_evicted

@@ -347,10 +347,10 @@ def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
 
 
 def untrusted_messages(monitor: Monitor) -> str | None:
-    """Return a warning if clients outside the job have written into its store."""
+    """Return a warning if the job's store has refused clients outside the job."""
     count = monitor.refused
     return (
-        f"{count} messages in the job's store were not of this run and were ignored"
+        f"{count} connections to the job's store did not know its secret and were refused"
         if count
         else None
     )

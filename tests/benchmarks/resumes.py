@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ashl.run import uploads
-from ashl.run.authenticated_store import AuthenticatedStore, new_secret
+from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
 from ashl.runtime import rank_checkpoint
 from ashl.tracking import jsonl
 from tests.benchmarks.table import show
@@ -268,9 +267,7 @@ def cost(folder: str, *by: str) -> list[str]:
 
 
 def stores() -> AuthenticatedStore:
-    return AuthenticatedStore(
-        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), new_secret()
-    )
+    return AuthenticatedStore(StoreServer(new_secret()))
 
 
 def costs() -> None:

@@ -12,18 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
-import torch.distributed as dist
 
 from ashl.cli.app import main
-from ashl.run.authenticated_store import AuthenticatedStore, shared_secret
-from ashl.run.control_channel import RECORDS
-from ashl.runtime.control_messages import ControlUpdate, End
-from ashl.runtime.records import ProcessExited, RankError, Snapshot, dumps
+from ashl.run.authenticated_store import StoreClient, new_secret
 from ashl.tracking import jsonl
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
 
@@ -53,43 +48,19 @@ def intrude(run: Path) -> None:
     ranks.
     """
     ranks = ranks_of(run)
-    store = next(port for port in ports(os.getpid()) if port_answers(port))
-    client = dist.TCPStore("127.0.0.1", store, is_master=False, timeout=timedelta(seconds=5))
-    for key in client.list_keys():
-        client.set(key, "forged")
-        client.delete_key(key)
-    impostor = AuthenticatedStore(client, shared_secret("127.0.0.1", store))
-    end = ControlUpdate("interrupted", None, End(1, "\x1b[2Jforged")).dumps().encode()
-    for rank in range(3):
-        for record in (
-            RankError(rank, "\x1b[2Jforged", consequence=False),
-            ProcessExited(rank),
-            Snapshot(rank, 0, nbytes=4),
-        ):
-            impostor.push(RECORDS, rank, dumps(record).encode())
-            client.queue_push("records", dumps(record))
-        impostor.push(f"control/{rank}", -1, end)
-        for key in ("stopping", f"done/{rank}", f"control/{rank}"):
-            client.set(f"ashl/{key}", "interrupted")
-            client.queue_push(key, end)
-    for port in (store, *(port for pid in ranks.values() for port in ports(pid))):
-        for garbage in (b"", b"hello" * 1000, bytes(64), b"\xff" * 64):
+    mine = ports(os.getpid())
+    attacks = [b"", b"hello" * 1000, bytes(64), b"\xff" * 64, os.urandom(96)]
+    for port in (*mine, *(port for pid in ranks.values() for port in ports(pid))):
+        with suppress(OSError):
+            StoreClient("127.0.0.1", port, new_secret(), 0.0)
+        for garbage in attacks:
             with (
-                suppress(ConnectionError),
+                suppress(OSError),
                 socket.create_connection(("127.0.0.1", port), timeout=5) as connection,
             ):
                 connection.sendall(garbage)
     recorded = (run / "events.jsonl").stat().st_size
     wait_for(lambda: (run / "events.jsonl").stat().st_size > recorded)
-
-
-def port_answers(port: int) -> bool:
-    """Return True if it is the port of a torch store."""
-    try:
-        dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
-    except RuntimeError:
-        return False
-    return True
 
 
 def test_untrusted_clients_change_nothing_and_ctrl_c_ends_the_run(train, workplace) -> None:
@@ -99,11 +70,15 @@ def test_untrusted_clients_change_nothing_and_ctrl_c_ends_the_run(train, workpla
         assert (run / "config.yaml").read_text() == config
         os.kill(os.getpid(), signal.SIGINT)
 
-    assert train(act) == (130, "")
+    code, said = train(act)
+    assert code == 130
+    assert re.fullmatch(r"ashl: \d+ connections to the job's store did not know .*\n", said)
     summary = check_records(workplace / "run", "interrupted")
     assert summary["steps"] > 0
     assert summary["params_sha256"], "the model was handed in, as at any other end"
     assert summary["exit_reason"] == "interrupted"
+    log = (workplace / "run/controller.log").read_text()
+    assert log.count("refuses 127.0.0.1, which does not know the job's secret") == 1
 
 
 MODES = ["sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]", "sync=ad_psgd topology=gossip"]
