@@ -304,9 +304,10 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     stage = state.begin(ctx, stage)
     planned, team = rule_of(stage).in_round(stage, state.rule_state, state.progress), None
     while True:
-        state.set_round(planned.truncate_last_round(state.rest), ctx.rank)
-        exchanged = state.rest if state.pending is None else state.pending_rest
-        own = planned.truncate_last_round(exchanged)
+        own = planned.truncate_last_round(state.rest)
+        state.set_round(own, ctx.rank)
+        if state.pending is not None:
+            own = planned.truncate_last_round(state.pending_rest)
         if state.coming is None:  # no bucket of the model is in flight
             ctx.safe_point(stage.index, state)
         if stage.delayed is not None and state.pending is None:
@@ -333,13 +334,17 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         if reason == CHECKPOINT and planned.truncate_last_round(state.rest) is planned:
             await receive_model(ctx, stage, state)
             return end(ctx, stage, state, reason)
-        if ctx.rank == stage.lead_rank:
-            state.signal = local_stop(ctx, stage, state.progress)
+        state.signal = reason_to_send(ctx, stage, state)
 
 
 def reason_of(ahead: Ahead, state: PeerState) -> str | None:
     """Return why the stage ends or pauses with this merge, or None."""
     return "next" if state.last and ahead.reason in (None, CHECKPOINT) else ahead.reason
+
+
+def reason_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> str | None:
+    """Return the lead rank's reason to end the stage or to pause, None elsewhere."""
+    return local_stop(ctx, stage, state.progress) if ctx.rank == stage.lead_rank else None
 
 
 def group_of(ctx: RankContext, stage: Stage, part: Part) -> ProcessGroup:
@@ -411,7 +416,7 @@ def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
 # et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025.
 
 
-Sums = list[list[Any]]  # by segment: the tasks that sum its buckets
+Sums = list[list[Any]]  # by segment: the sums of its buckets, or the tasks of these sums
 
 
 class Exchanged(NamedTuple):
@@ -433,25 +438,18 @@ async def exchange(team: ProcessGroup, stage: Stage, state: PeerState, part: Par
     Afterwards `team.loss` is the workers' mean loss and `team.signal` the lead rank's signal.
     """
     if stage.buckets:
-        done = await exchange_by_bucket(team, stage, state)
-    else:
-        done = await exchange_work(team, stage, state, part)
-    if rule_of(stage).tells:
-        done = done._replace(step_s=await exchange_step_times(team, done.work))
-    return done
-
-
-async def exchange_work(
-    team: ProcessGroup, stage: Stage, state: PeerState, part: Part
-) -> Exchanged:
-    """Sum a piece of work as a whole; with delayed exchanges, while the next one is computed."""
+        return await exchange_by_bucket(team, stage, state)
     ctx, version, steps = team.ctx, state.version, state.local_steps
     work = state.pending or await rule_of(stage).work()(ctx, stage, state)
     team.loss = work.loss / team.size
     x = stage.aggregate.clip(work.body)
     summing = exchange_update(team, part.stage, part.state, state.progress, version, x)
+    if stage.delayed is None:
+        update = await summing
+        step_s = await exchange_step_times(team, work) if rule_of(stage).tells else ()
+        return Exchanged(work, 0, update, step_s=step_s)
     in_flight, begun = begins_next_piece(stage, state), None
-    if in_flight and stage.delayed is not None and overlapped_steps(stage.delayed, steps):
+    if in_flight and overlapped_steps(stage.delayed, steps):
         task = ctx.spawn(summing)
         await ctx.sleep(0)  # let the exchange encode before the local steps start
         begun, steps = await begin_piece(ctx, stage, state)
@@ -480,22 +478,30 @@ async def exchange_by_bucket(team: ProcessGroup, stage: Stage, state: PeerState)
         for task in sums[-1]:
             await ctx.join(task)
         return Exchanged(work, 0, None, sums)
-    totals = [[await ctx.join(task) for task in tasks] for tasks in sums]
-    totals.append([await one for one in sums_of(team, stage, coding, len(sums), body)])
-    if coding is not None:
-        return Exchanged(work, 0, await coding.decode_buckets([total for (total,) in totals]))
-    return Exchanged(work, 0, concatenate([x for total in reversed(totals) for x in total]))
+    sums.append([await one for one in sums_of(team, stage, coding, len(sums), body)])
+    step_s = await exchange_step_times(team, work) if rule_of(stage).tells else ()
+    if coding is None:
+        update = concatenate([x for found in reversed(sums) for x in found])
+    else:
+        update = await coding.decode_buckets([found for (found,) in sums])
+    return Exchanged(work, 0, update, step_s=step_s)
 
 
 async def sum_as_ready(
     team: ProcessGroup, stage: Stage, coding: BucketEncoder | None, tags: Sequence[Tag]
 ) -> Sums:
-    """Begin the sums of each segment as soon as backward has computed it."""
+    """Begin the sums of each segment as soon as backward has computed it.
+
+    Returns: the tasks of these sums; the sums themselves if the merge waits for all of them.
+    """
     sums, others = Sums(), replace(team, piggybacked_sent=True)
     for k, tag in enumerate(tags):
         body = (await team.ctx.recv(tag, src=team.ctx.rank)).body
         begun = sums_of(others, stage, coding, k, body)
-        sums.append([team.ctx.spawn(one) for one in begun])
+        if stage.overlaps_next_forward:
+            sums.append([team.ctx.spawn(one) for one in begun])
+        else:
+            sums.append([await one for one in begun])
     return sums
 
 

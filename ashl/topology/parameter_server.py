@@ -404,7 +404,8 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     server = stage.topology.server_of(stage, ctx.rank)
     answer = ctx.recv(pull)
     while signal in (GO, LAST):
-        if await settle_model(ctx, stage, state, not stage.overlaps_next_forward):
+        is_due = not stage.overlaps_next_forward
+        if state.coming is None or await settle_model(ctx, stage, state, is_due):
             ctx.safe_point(stage.index, state)
         if stage.delayed is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
@@ -413,7 +414,9 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         work, body, loss = await messages.make_push(ctx, part.stage, part.state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await ctx.send(server, push, body, meta)
-        begun, remaining = await begin_piece(ctx, stage, state)
+        begun, remaining = None, 0
+        if stage.delayed is not None:
+            begun, remaining = await begin_piece(ctx, stage, state)
         asked = ctx.now
         message = await answer
         reply = parse_reply(Pull, message.meta)
@@ -423,14 +426,13 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         if reply.dropped and not stage.codec.traits.lossless and not math.isnan(loss):
             stage.link.restore_dropped(state.ends, body)
         if message.body is not None:
-            await apply_reply(ctx, stage, state, part, signal, message.body)
+            apply_reply(stage, state, part, signal, message.body)
         seen = message.body is not None and (begun is None or ctx.now - asked > AT_ONCE_S)
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
         state.follow(reply)
         state.last = signal == LAST
         if signal in (NEXT, STOP):
-            if stage.buckets:  # at NEXT the reply holds the whole model, at STOP none is needed
-                await cancel_exchange(ctx, stage, state)
+            await cancel_exchange(ctx, stage, state)
             leave_stage(ctx, stage, signal, reply.end_ns)
         record_exchange(ctx, stage, state, work, reply, loss)
         state.pending = None
@@ -443,13 +445,10 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     return signal
 
 
-async def apply_reply(
-    ctx: RankContext, stage: Stage, state: WorkerState, part: Part, signal: int, body: Any
-) -> None:
+def apply_reply(stage: Stage, state: WorkerState, part: Part, signal: int, body: Any) -> None:
     """Apply the payload of a reply: the model's first bucket, the model, or its difference."""
     if stage.overlaps_next_forward and signal in (GO, PAUSE):
-        await ctx.send(ctx.rank, stage.needs[0][1], body)
-        state.coming = True
+        state.coming = body
     elif signal == NEXT:
         state.params = body
     else:
@@ -1050,6 +1049,8 @@ async def compute_and_push(ctx: RankContext, stage: Stage, state: WorkerState) -
     if stage.merges_buckets:
         task = ctx.spawn(exchange_buckets(ctx, stage, state.batch, in_flight))
     else:
+        if in_flight is not None:
+            await ctx.send(ctx.rank, stage.needs[0][1], in_flight)
         task = ctx.spawn(forward_buckets(ctx, stage.server, tags[:-1]))
     loss, arrived = await compute_by_bucket(ctx, stage, state)
     if in_flight is not None:
@@ -1068,10 +1069,13 @@ async def forward_buckets(ctx: RankContext, server: int, tags: Sequence[Tag]) ->
         await ctx.send(server, tag, bucket.body)
 
 
-async def exchange_buckets(ctx: RankContext, stage: Stage, samples: int, before: Any) -> None:
-    """Send the buckets of one gradient by priority, and pass on the model's segments.
+async def exchange_buckets(
+    ctx: RankContext, stage: Stage, samples: int, before: Any
+) -> dict[int, Any]:
+    """Send the buckets of one gradient by priority, and pass the model's segments to forward.
 
     Args: samples: of the gradient; before: the task of the previous step, or None.
+    Returns: the buckets of the model, by number.
     """
     if before is not None:
         await ctx.join(before)
@@ -1086,7 +1090,8 @@ async def exchange_buckets(ctx: RankContext, stage: Stage, samples: int, before:
         elif message.tag == back:
             number = int(message.meta[0])
             arrived[number] = message.body
-            await pass_on_segment(ctx, stage, arrived, number)
+            if stage.overlaps_next_forward:
+                await pass_on_segment(ctx, stage, arrived, number)
         else:
             segment = stage.segments[parts.index(message.tag)]
             for number in segment.buckets:
@@ -1099,6 +1104,7 @@ async def exchange_buckets(ctx: RankContext, stage: Stage, samples: int, before:
             _, number, body = heappop(queue)
             in_flight += bool(credit)
             await ctx.send(stage.server, stage.tag("bucket"), body, (number, samples))
+    return arrived
 
 
 async def pass_on_segment(
@@ -1119,15 +1125,27 @@ async def settle_model(ctx: RankContext, stage: Stage, state: WorkerState, is_du
     """
     if state.coming is None or not is_due:
         return state.coming is None
+    arrived = dict[int, Any]()
     if stage.merges_buckets:
-        await ctx.join(state.coming)
-    state.params = concatenate([(await ctx.recv(tag)).body for _, tag in stage.needs])
+        arrived = await ctx.join(state.coming)
+    else:
+        await ctx.send(ctx.rank, stage.needs[0][1], state.coming)
+    if stage.overlaps_next_forward:
+        parts = [(await ctx.recv(tag)).body for _, tag in stage.needs]
+    else:
+        parts = [arrived[k] for k in sorted(arrived, key=lambda k: stage.buckets[k].start)]
+    state.params = concatenate(parts)
     state.coming = None
     return True
 
 
 async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
-    """Cancel the exchange of buckets, and discard its messages."""
+    """Cancel the exchange of buckets, and discard its messages.
+
+    At NEXT the last reply holds the whole model, and at STOP none is needed.
+    """
+    if not stage.buckets:
+        return
     if stage.merges_buckets and state.coming is not None:
         await ctx.cancel(state.coming)
     state.coming = None

@@ -12,7 +12,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.instantiate import assemble, layer_groups
 from ashl.planning.step_timelines import make_timeline
 from tests.benchmarks.simulator import simulation
-from tests.support import planned, simulated
+from tests.support import planned
 
 LINKS = (
     "cluster.exchange_s=null",
@@ -112,35 +112,6 @@ def test_the_chain_of_the_literature_across_the_barrier(
         assert ledger.totals["compute"] == 150 * 10**9
         assert ledger.totals["wait"] == 0
         assert sum(ledger.totals.values()) == sim.now_ns
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        ("model=lenet",),
-        pytest.param(
-            ("model=resnet8", "dataset.batch_size=8"), marks=pytest.mark.slow
-        ),  # with BatchNorm
-    ],
-    ids=lambda model: model[0],
-)
-def test_same_model_and_bytes_in_less_time(model) -> None:
-    """Runs equal the formula with momentum, three unequal workers, and a step count that ends
-    within a round.
-    """
-    runs = [
-        simulated(
-            *RING, *UNEQUAL, *model, "stop.steps=14", "optimizer.momentum=0.9", f"overlap={overlap}"
-        )
-        for overlap in ("none", "wfbp", "merged")
-    ]
-    assert len({run.sha256 for run in runs}) == 1
-    assert (
-        len({run.of("time_totals")[0]["bytes_up"] // 64 for run in runs}) == 1
-    )  # a division for each message rounds
-    serial, each, merged = (run.time_ns for run in runs)
-    assert merged <= each
-    assert merged < serial
 
 
 def test_a_run_takes_its_closed_form() -> None:

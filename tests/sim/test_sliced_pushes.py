@@ -13,7 +13,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.instantiate import layer_groups
 from ashl.planning.step_timelines import make_timeline
 from tests.benchmarks.simulator import simulation
-from tests.support import planned, run, simulated
+from tests.support import planned
 
 LINKS = (
     "cluster.exchange_s=null",
@@ -103,65 +103,6 @@ def four_layers(
 def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, workers, seconds) -> None:
     sim = simulation(four_layers(overlap, workers, **spec))()
     assert sim.contexts[workers].counter.progress.end_ns == seconds * 10**9
-
-
-@pytest.mark.limit("overlap=slices", "overlap=tictac")
-@pytest.mark.parametrize("overlap", ["slices overlap.slice=1000000", "tictac"])
-def test_one_message_is_no_overlap(overlap) -> None:
-    """A model of one layer group is one slice."""
-    at = (*SERVER, *UNEQUAL, "model=linear", "sync=bsp", "stop.steps=9")
-    own, none = simulated(*at, *f"overlap={overlap}".split()), simulated(*at)
-    assert (own.sha256, own.time_ns) == (none.sha256, none.time_ns)
-
-
-@pytest.mark.parametrize("sync", ["bsp", pytest.param("backup", marks=pytest.mark.slow)])
-def test_same_model_in_less_time(sync) -> None:
-    runs = [
-        simulated(*SERVER, *UNEQUAL, f"sync={sync}", "stop.steps=9", *f"overlap={overlap}".split())
-        for overlap in (
-            "none",
-            "wfbp",
-            "merged",
-            "tictac",
-            *(("slices", FIRST) if sync == "bsp" else ("tictac",) * 2),
-        )
-    ]
-    if sync == "bsp":  # the clock decides which worker is too late
-        assert len({run.sha256 for run in runs}) == 1
-        assert len({run.of("time_totals")[0]["bytes_up"] for run in runs}) == 1
-    serial, each, merged, ordered, sliced, first = (run.time_ns for run in runs)
-    assert first <= sliced <= ordered < max(each, merged) < serial
-    assert all(sum(run.end["steps_by"]) == run.end["steps"] for run in runs)
-
-
-def test_a_model_by_priority_is_whole_when_time_is_over() -> None:
-    """The final model has exactly the counted steps."""
-    ended = simulated(*SMALL, *f"overlap={FIRST} stop.seconds=0.4".split())
-    steps = simulated(*SMALL, f"stop.steps={ended.end['steps']}")
-    assert ended.sha256 == steps.sha256
-    assert ended.time_ns == 400_000_000
-    assert ended.end["steps"] > 6
-
-
-def test_a_model_by_priority_is_handed_to_the_next_stage() -> None:
-    serial, first = (
-        planned(*SMALL, "stop.steps=15", *f"overlap={overlap}".split())
-        for overlap in ("none", FIRST)
-    )
-    runs = []
-    for own in (serial, first):
-        stage = own.stages[0]
-        runs.append(
-            run(
-                replace(
-                    own, stages=(replace(stage, until={"commits": 9}), replace(stage, name="then"))
-                )
-            )
-        )
-    assert runs[0].sha256 == runs[1].sha256
-    assert [end["steps"] for end in runs[1].of("stage")] == [
-        end["steps"] for end in runs[0].of("stage")
-    ]
 
 
 @pytest.mark.parametrize(("latency_s", "slice"), [(0.1, 250), (0.25, 400)])
