@@ -70,9 +70,9 @@ def serve(
             f"MLFLOW_TRACKING_URI is set: open {public(uri)}, or unset it to see {store}."
         )
     check_port(host, port)
+    set_environment(store)
     if not (store / "mlflow.db").exists():
         client_of(store)  # it and the server must not create the database at once
-    set_environment(store)
     address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     arguments = ["--backend-store-uri", uri, "--host", host, "--port", str(port), "--workers", "1"]
     with tempfile.TemporaryFile() as log:
