@@ -23,7 +23,7 @@ from .table import show
 from .train import Debug
 
 if TYPE_CHECKING:
-    from ashl.compression.common.laws import Law
+    from ashl.compression.laws import Law
 
 PACKAGES = (
     "torch",
@@ -80,7 +80,7 @@ def doctor(
 
 def _compression() -> None:
     """Show all failed laws of codecs, then one line for each codec."""
-    from ashl.compression.common.laws import laws
+    from ashl.compression.laws import laws
     from ashl.config.construct import construct
 
     found = {

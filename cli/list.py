@@ -191,7 +191,7 @@ def _symbols(group: str) -> str:
 
 def _laws(file: Path) -> None:
     """Show the guarantees of a codec, and its laws as measured on this machine."""
-    from ashl.compression.common.laws import D, laws, list_guarantees
+    from ashl.compression.laws import D, laws, list_guarantees
     from ashl.config.construct import construct
 
     codec = construct(values(file), "compression", (target(file).partition(".")[0],))

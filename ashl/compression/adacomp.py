@@ -19,47 +19,57 @@ Training", 2018.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+import math
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Sparse
+from ashl.compression.coding import IndexCode, max_index_bytes, read_indices, write_indices
 from ashl.compression.contract import (
     ENCODE_CONTEXT,
+    Codec,
+    Elements,
     EncodeContext,
     Layer,
     Layout,
-    PayloadError,
     State,
     Traits,
+    as_float32,
     size_of,
+    with_layout,
 )
-from ashl.compression.wire.arrays import (
+from ashl.compression.kernels import (
+    BLOCK,
     Array,
-    array_of,
-    as_bytes,
     beside,
-    concatenate,
+    blocks,
     look_up,
-    ops,
-    read,
-    tensor_of,
-    to_device_index,
+    native,
+    pack_signs,
+    packed_bytes,
+    quiet,
+    row_reach,
+    tensor,
+    unpack_truths,
     where_true,
 )
-from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes, unpack_truths
-from ashl.compression.wire.index_code import IndexCode, max_index_bytes, read_indices, write_indices
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part, write_payload
-from ashl.compression.wrappers.feedback import Residual, rescale, restore_error
-from ashl.compression.wrappers.layers import with_layout
+from ashl.compression.payload import (
+    HEADER,
+    Parts,
+    PayloadError,
+    as_bytes,
+    typed_part,
+    write_payload,
+)
+from ashl.compression.wrappers import Residual, rescale, restore_error
+from ashl.learn.device import to_host
 from ashl.option import Count, option
 
 
 @option
-class AdaComp(Sparse):
+class AdaComp(Codec):
     """Sends the outstanding elements of each bin."""
 
     code: ClassVar[int] = 57
@@ -76,15 +86,13 @@ class AdaComp(Sparse):
     def encode(
         self, sender: Residual | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[Residual, Tensor]:
-        error, _, lr = sender or Residual()
-        g = array_of(x)
-        old = rescale(error, lr, context.lr)
-        with np.errstate(over="ignore", invalid="ignore"):
-            whole = g if old is None else g + array_of(old)
-            parts, indices = self.choose(whole, g)
-            rest = array_of(x.clone()) if whole is g else whole
-            rest[indices] -= self.decode_values(parts, indices, len(g))
-        return Residual(tensor_of(rest), None, context.lr), write_payload(self.code, len(g), parts)
+        error, lr = sender or Residual()
+        g, old = as_float32(x), rescale(error, lr, context.lr)
+        whole = g if old is None else g + old
+        parts, indices = self.choose(whole, g)
+        rest = g.clone() if whole is g else whole
+        rest[indices] -= self.decode_values(parts, indices, len(g))
+        return Residual(rest, context.lr), write_payload(self.code, len(g), parts)
 
     def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
         return sender._replace(error=restore_error(self, sender.error, payload))
@@ -95,61 +103,56 @@ class AdaComp(Sparse):
     def import_state(self, kept: State) -> State:
         return kept if isinstance(kept, Residual) else None
 
-    def choose(self, whole: Array, g: Array) -> tuple[Parts, Array]:
+    def choose(self, whole: Tensor, g: Tensor) -> tuple[Parts, Tensor]:
         """Return the parts of a payload of G = `whole`, and the indices of the elements sent."""
         scales, found, start = [], [], 0
         for size, length in self.bins(len(whole)):
-            total = 0.0
-            rows_at_once = max(1, BLOCK // length)
-            for part in split_bins(whole, start, start + size, length):
+            total, full = 0.0, start + size - size % length
+            pieces = [
+                slice(start + part.start, start + part.stop)
+                for part in blocks(whole[start:full], length * max(1, BLOCK // length))
+            ]
+            if full < start + size:
+                pieces.append(slice(full, start + size))  # a shorter bin
+            for part in pieces:
                 shape = -1, min(length, part.stop - part.start)
                 outstanding, largest = select_outstanding(
-                    whole[part].reshape(shape), g[part].reshape(shape)
+                    native(whole[part].view(shape)), native(g[part].view(shape))
                 )
                 found.append(where_true(outstanding.reshape(-1)) + part.start)
-                largest = read(largest)
-                for row in range(0, len(largest), rows_at_once):
-                    total += float(largest[row : row + rows_at_once].sum(dtype=np.float64))
+                for rows in to_host(tensor(largest)).split(max(1, BLOCK // length)):
+                    total += float(rows.numpy().sum(dtype=np.float64))
             scales.append(total / -(-size // length))
             start += size
-        indices, levels = concatenate(found), np.array(scales, "<f4")
+        indices, levels = torch.cat(found), torch.tensor(scales)
         if not len(indices):
             return Parts(0, whole[:0], scales=levels), indices
-        signs = pack_signs(whole[indices])
         coded = write_indices(self.indices, indices, len(whole))
-        return Parts(len(indices), signs, coded, levels), indices
+        return Parts(len(indices), pack_signs(whole[indices]), coded, levels), indices
 
-    def unpack(self, parts: Parts, d: int) -> Any:
-        sizes, k = [size for size, _ in self.bins(d)], parts.count
-        typed_part(parts.scales, "<f4", len(sizes), "scales")
-        typed_part(parts.values, "u1", packed_bytes(k, 1), "signs")
+    def unpack(self, parts: Parts, d: int) -> Elements:
+        k = parts.count
+        typed_part(parts.scales, torch.float32, len(self.bins(d)), "scales")
+        typed_part(parts.values, torch.uint8, packed_bytes(k, 1), "signs")
         if parts.form or not (k or not len(parts.indices)):
             raise PayloadError(f"expected {k} signs; received a payload of another form")
+        indices = parts.values[:0].long()
         if k:
             indices = read_indices(self.indices, parts.indices, k, d)
-        else:
-            indices = to_device_index(parts.values, np.empty(0, np.int64))
-        return indices, self.decode_values(parts, indices, d)
+        return Elements(indices, self.decode_values(parts, indices, d))
 
-    def decode_values(self, parts: Parts, indices: Array, d: int) -> Array:
+    def decode_values(self, parts: Parts, indices: Tensor, d: int) -> Tensor:
         """Return the values of the elements at these indices."""
-        ends, scales = np.cumsum([size for size, _ in self.bins(d)]), read(parts.scales).view("<f4")
+        ends = torch.tensor([size for size, _ in self.bins(d)]).cumsum(0)
+        scales = to_host(as_bytes(parts.scales)).clone().view(torch.float32)
         negative = unpack_truths(as_bytes(parts.values), len(indices))
-        if isinstance(indices, Tensor):
-            values = look_up(
-                scales, torch.searchsorted(beside(indices, ends), indices.long(), side="right")
-            )
-        else:
-            values = np.repeat(scales, np.diff(np.searchsorted(indices, ends), prepend=0))
-        return ops(indices).where(negative, -values, values)
+        layers = torch.searchsorted(beside(indices, ends), indices.long(), side="right")
+        values = look_up(scales, layers)
+        return torch.where(negative, -values, values)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return (
-            HEADER.size
-            + 4 * len(self.bins(d))
-            + packed_bytes(d, 1)
-            + max_index_bytes(self.indices, d, d)
-        )
+        indices = max_index_bytes(self.indices, d, d)
+        return HEADER.size + 4 * len(self.bins(d)) + packed_bytes(d, 1) + indices
 
     def bins(self, d: int) -> list[tuple[int, int]]:
         """Return (number of elements, length of a bin) of each layer."""
@@ -164,30 +167,12 @@ class AdaComp(Sparse):
         ]
 
 
-def split_bins(whole: Array, start: int, end: int, length: int) -> Iterator[slice]:
-    """Yield the full bins of elements [start, end) in blocks, and then a shorter last bin.
-
-    A block fits the cache; on a device, it has all full bins.
-    """
-    step = end - start if isinstance(whole, Tensor) else length * max(1, BLOCK // length)
-    for first in range(start, end, step):
-        stop = min(first + step, end)
-        last = stop - (stop - first) % length  # start of a shorter bin
-        for part in (slice(first, last), slice(last, stop)):
-            if part.stop > part.start:
-                yield part
-
-
+@quiet()
 def select_outstanding(whole: Array, g: Array) -> tuple[Array, Array]:
     """Return (True for elements to send [n, length], largest |G| of each bin) for bins of G."""
-    if isinstance(whole, Tensor):
-        largest = whole.abs().amax(1, keepdim=True)
-        return ((whole + g).abs() >= largest) & (whole != 0) | ~whole.isfinite(), largest
-    magnitudes = np.abs(whole)
-    largest = magnitudes.max(axis=1, keepdims=True)
-    np.add(whole, g, out=magnitudes)
-    outstanding = np.abs(magnitudes, out=magnitudes) >= largest
+    largest = row_reach(whole)
+    outstanding = abs(whole + g) >= largest
     outstanding &= whole != 0
-    if not np.isfinite(largest).all():
-        outstanding |= ~np.isfinite(whole)
+    if isinstance(whole, Tensor) or not (largest < math.inf).all():
+        outstanding |= ~(abs(whole) < math.inf)
     return outstanding, largest

@@ -29,21 +29,26 @@ from math import ceil, inf, isfinite, isqrt, prod, sqrt
 from typing import ClassVar, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ashl.compression.common.code import Code
-from ashl.compression.common.deterministic_matmul import outer_sum
-from ashl.compression.common.select import largest
-from ashl.compression.common.sparsifier import Share
-from ashl.compression.contract import Codec, EncodeContext, Layout, PayloadError, Traits
-from ashl.compression.wire.bits import blocks
-from ashl.compression.wire.index_code import (
+from ashl.compression.coding import (
     IndexCode,
     index_bytes,
     max_index_bytes,
     read_indices,
     write_indices,
 )
-from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed_part
+from ashl.compression.contract import (
+    Codec,
+    Elements,
+    EncodeContext,
+    Layout,
+    Traits,
+    WithDensity,
+)
+from ashl.compression.kernels import blocks, largest, outer_sum
+from ashl.compression.payload import EMPTY, HEADER, Parts, PayloadError, typed_part
 from ashl.option import option
 
 ENTRIES, SINGULAR, DENSE = 0, 1, 2  # forms of a payload
@@ -53,7 +58,7 @@ Shapes = tuple[tuple[int, int], ...]
 
 
 @option
-class Atomo(Code, Share):
+class Atomo(WithDensity):
     """Atomic sparsification."""
 
     code: ClassVar[int] = 32
@@ -70,36 +75,33 @@ class Atomo(Code, Share):
         )
         return Spectral(self, tuple(shapes))
 
-    def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        d = len(x)
         if self.atoms == "singular":
-            return Spectral(self, (square(x.size),)).pack(x, context)
-        indices, values = draw_components(x, self.kept(context.ratio, x.size), context.stream())
-        k = indices.size
-        if 4 * k + index_bytes(self.indices, k, x.size) >= 4 * x.size:
-            dense = np.zeros(x.size, np.float32)
-            dense[indices] = values
-            return Parts(x.size, dense, form=DENSE)
-        return Parts(
-            k, values, write_indices(self.indices, indices, x.size) if k else EMPTY, form=ENTRIES
-        )
+            return Spectral(self, (square(d),)).pack(x, context)
+        indices, values = draw_components(x, self.kept(context.ratio, d), context.stream())
+        k = len(indices)
+        if 4 * k + index_bytes(self.indices, k, d) >= 4 * d:
+            return Parts(d, Elements(indices, values).dense(d), form=DENSE)
+        coded = write_indices(self.indices, indices, d) if k else EMPTY
+        return Parts(k, values, coded, form=ENTRIES)
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+    def unpack(self, parts: Parts, d: int) -> Tensor | Elements:
         if self.atoms == "singular":
             return Spectral(self, (square(d),)).unpack(parts, d)
-        if parts.scales.size or parts.form not in (ENTRIES, DENSE):
+        if len(parts.scales) or parts.form not in (ENTRIES, DENSE):
             raise PayloadError(
-                f"expected entries; received form {parts.form} with {parts.scales.size} bytes of"
+                f"expected entries; received form {parts.form} with {len(parts.scales)} bytes of"
                 " scales"
             )
-        values = typed_part(parts.values, "<f4", parts.count, "values")
+        values = typed_part(parts.values, torch.float32, parts.count, "values")
         if parts.form == DENSE:
-            if parts.count != d or parts.indices.size:
+            if parts.count != d or len(parts.indices):
                 raise PayloadError(f"a whole vector of {d} elements declares {parts.count} values")
-            return values.copy()
-        x = np.zeros(d, np.float32)
-        if parts.count or parts.indices.size:
-            x[read_indices(self.indices, parts.indices, parts.count, d)] = values
-        return x
+            return values.clone()
+        if not (parts.count or len(parts.indices)):
+            return Elements(slice(0), values)
+        return Elements(read_indices(self.indices, parts.indices, parts.count, d), values)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         if self.atoms == "singular":
@@ -114,7 +116,7 @@ class Atomo(Code, Share):
 
 
 @dataclass(frozen=True)
-class Spectral(Code):
+class Spectral(Codec):
     """Singular triples of the matrices into which a vector is split, row by row.
 
     The last matrix may exceed the rest of the vector, which is then padded with zeros.
@@ -129,55 +131,52 @@ class Spectral(Code):
     def ratio(self) -> float:
         return self.option.ratio
 
-    def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         rng, counts, pieces = context.stream(), [], []
         for start, (rows, columns) in self._matrices():
-            matrix = np.zeros(rows * columns, np.float32)
-            part = x[start : start + matrix.size]
-            matrix[: part.size] = part
+            part = x[start : start + rows * columns]
+            matrix = torch.zeros(rows * columns)
+            matrix[: len(part)] = part
             triples = None
             if min(rows, columns) > 1:
-                triples = decompose(
-                    matrix.reshape(rows, columns), self._budget(rows, columns, context.ratio), rng
-                )
+                budget = self._budget(rows, columns, context.ratio)
+                triples = decompose(matrix.view(rows, columns), budget, rng)
             if triples is None:
                 counts.append(ELEMENTS)
                 pieces.append(part)
-            elif triples.size >= part.size:
+            elif triples.numel() >= len(part):
                 counts.append(ELEMENTS)
-                pieces.append(compose(triples, rows, columns).reshape(-1)[: part.size])
+                pieces.append(compose(triples, rows, columns).view(-1)[: len(part)])
             else:
                 counts.append(len(triples))
-                pieces.append(triples.reshape(-1))
-        return Parts(
-            0, np.concatenate(pieces).astype("<f4"), scales=np.array(counts, "<u4"), form=SINGULAR
-        )
+                pieces.append(triples.view(-1))
+        scales = torch.tensor(counts).to(torch.int32)
+        return Parts(0, torch.cat(pieces), scales=scales, form=SINGULAR)
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
-        counts = typed_part(parts.scales, "<u4", len(self.shapes), "numbers of triples").tolist()
-        values = typed_part(parts.values, "<f4", parts.values.size // 4, "triples")
-        if parts.form != SINGULAR or parts.count or parts.indices.size:
+    def unpack(self, parts: Parts, d: int) -> Tensor:
+        counts = typed_part(parts.scales, torch.int32, len(self.shapes), "numbers of triples")
+        values = typed_part(parts.values, torch.float32, len(parts.values) // 4, "triples")
+        if parts.form != SINGULAR or parts.count or len(parts.indices):
             raise PayloadError(
                 f"expected singular triples; received form {parts.form} with {parts.count} values"
             )
-        x = np.zeros(d, np.float32)
-        at = 0
-        for (start, (rows, columns)), count in zip(self._matrices(), counts, strict=True):
+        x, at = torch.zeros(d), 0
+        unsigned = (counts.long() & ELEMENTS).tolist()
+        for (start, (rows, columns)), count in zip(self._matrices(), unsigned, strict=True):
             out = x[start : start + rows * columns]
-            size = out.size if count == ELEMENTS else count * (rows + columns)
-            if (count != ELEMENTS and size > out.size) or at + size > values.size:
+            size = len(out) if count == ELEMENTS else count * (rows + columns)
+            if (count != ELEMENTS and size > len(out)) or at + size > len(values):
                 raise PayloadError(
-                    f"received {values.size - at} numbers, which do not hold {count} triples of a"
+                    f"received {len(values) - at} numbers, which do not hold {count} triples of a"
                     f" {rows} x {columns} matrix"
                 )
-            piece = values[at : at + size]
-            whole = piece
+            whole = values[at : at + size]
             if count != ELEMENTS:
-                whole = compose(piece.reshape(count, rows + columns), rows, columns)
-            out[:] = whole.reshape(-1)[: out.size]
+                whole = compose(whole.view(count, rows + columns), rows, columns).view(-1)
+            out.copy_(whole[: len(out)])
             at += size
-        if at != values.size:
-            raise PayloadError(f"expected {at} numbers of triples; received {values.size}")
+        if at != len(values):
+            raise PayloadError(f"expected {at} numbers of triples; received {len(values)}")
         return x
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
@@ -210,27 +209,26 @@ class Spectral(Code):
             start += rows * columns
 
 
-def draw_components(
-    x: np.ndarray, budget: float, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def draw_components(x: Tensor, budget: float, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Draw atoms with factors x and return (ascending indices, values λ/p float32)."""
     slope = find_slope(x, budget)
     if not isfinite(slope):
-        indices = largest(x, min(x.size, int(budget)))
+        indices = largest(x, min(len(x), int(budget)))
         indices = indices[x[indices] != 0]
         return indices, x[indices]
     found = []
-    for where in blocks(x.size):
-        share = np.abs(x[where]).astype(np.float64)
+    for where in blocks(x):
+        share = np.abs(x[where].numpy()).astype(np.float64)
         share *= slope * 2.0**32
         words = rng.integers(0, 1 << 32, share.size, np.uint32)
         hits = np.flatnonzero(words < share)
         beyond = share[hits] - words[hits]  # below 1: a fraction of a word decides
         found.append(hits[beyond >= rng.random(hits.size)] + where.start)
-    indices = np.concatenate(found)[: most_components(budget, x.size)]
+    indices = torch.from_numpy(np.concatenate(found)[: most_components(budget, len(x))])
     values = x[indices]
-    heavy = np.abs(values) * np.float64(slope) >= 1
-    return indices, np.where(heavy, values, np.copysign(1 / slope, values)).astype(np.float32)
+    heavy = values.abs().double() * slope >= 1
+    light = torch.copysign(torch.tensor(1 / slope, dtype=torch.float64), values)
+    return indices, torch.where(heavy, values.double(), light).float()
 
 
 def most_components(budget: float, count: int) -> int:
@@ -241,7 +239,7 @@ def most_components(budget: float, count: int) -> int:
     return min(count, ceil(budget + 7 * sqrt(budget)) + 16)
 
 
-def find_slope(x: np.ndarray, budget: float) -> float:
+def find_slope(x: Tensor, budget: float) -> float:
     """Return c of p_j = min(1, c·|x_j|) such that Σ p_j = budget.
 
     Infinity if at most ⌊budget⌋ elements are not 0, or if x is not finite.
@@ -249,12 +247,11 @@ def find_slope(x: np.ndarray, budget: float) -> float:
     All elements with p = 1 are among the ⌊budget⌋ largest. If they are the m largest, c = (budget −
     m)/Σ of all others. m is the smallest number for which no other element gets more than 1.
     """
-    most = min(x.size, int(budget))
+    most = min(len(x), int(budget))
     top = largest(x, most)
-    heavy = np.sort(np.abs(x[top]).astype(np.float64))[::-1]
-    light = x.copy()
-    light[top] = 0
-    rest = sum(float(np.abs(light[where]).sum(dtype=np.float64)) for where in blocks(x.size))
+    heavy = np.sort(x[top].abs().double().numpy())[::-1]
+    light = x.index_fill(0, top, 0.0)
+    rest = sum(float(np.abs(light[where].numpy()).sum(dtype=np.float64)) for where in blocks(light))
     if not isfinite(rest + heavy[0]):
         return inf
     rests = rest + np.append(np.cumsum(heavy[::-1])[::-1], 0.0)  # Σ of all but the m largest
@@ -263,28 +260,29 @@ def find_slope(x: np.ndarray, budget: float) -> float:
     return float(left[m] / rests[m]) if rests[m] > 0 else inf
 
 
-def decompose(matrix: np.ndarray, budget: float, rng: np.random.Generator) -> np.ndarray:
+def decompose(matrix: Tensor, budget: float, rng: np.random.Generator) -> Tensor:
     """Draw singular triples of a matrix [m, n] and return them as float32 [k, m + n].
 
     Each row has u and v, times √(λ/p). If the matrix is not finite, the result is one triple of
     NaN.
     """
-    scale = np.abs(matrix).max()
+    scale = float(matrix.abs().max())
     if scale == 0 or not isfinite(scale):
-        return np.full((int(scale != 0), sum(matrix.shape)), np.nan, np.float32)
-    u, sizes, v = np.linalg.svd(matrix / scale, full_matrices=False)
-    indices, factors = draw_components(sizes, budget, rng)
-    roots = np.sqrt(factors.astype(np.float64) * scale).astype(np.float32)
-    return np.concatenate([u.T[indices], v[indices]], axis=1) * roots[:, None]
+        return torch.full((int(scale != 0), sum(matrix.shape)), torch.nan)
+    factors = np.linalg.svd((matrix / scale).numpy(), full_matrices=False)
+    u, sizes, v = (torch.from_numpy(factor) for factor in factors)
+    indices, chosen = draw_components(sizes, budget, rng)
+    roots = (chosen.double() * scale).sqrt().float()
+    return torch.cat([u.T[indices], v[indices]], 1) * roots[:, None]
 
 
-def compose(triples: np.ndarray, rows: int, columns: int) -> np.ndarray:
+def compose(triples: Tensor, rows: int, columns: int) -> Tensor:
     """Return the sum of triples [rows, columns]; float64 avoids NaN from overflow of terms that
     cancel.
     """
-    wide, total = triples.astype(np.float64), np.empty((rows, columns))
+    wide, total = triples.double(), torch.empty((rows, columns), dtype=torch.float64)
     outer_sum(wide[:, :rows], wide[:, rows:], total)
-    return total.astype(np.float32)
+    return total.float()
 
 
 def square(d: int) -> tuple[int, int]:

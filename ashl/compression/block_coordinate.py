@@ -18,21 +18,19 @@ Source: Nesterov, "Efficiency of Coordinate Descent Methods on Huge-Scale Optimi
 2014.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from ashl.compression.common.code import Sparse
-from ashl.compression.common.linear import SummedValues
-from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, read
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.contract import Elements, EncodeContext, Linear, Traits, Wrappable
+from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
+from ashl.learn.device import to_host
 from ashl.option import Count, option
 
 
 @option
-class BlockCoordinate(Sparse, SummedValues, Wrappers):
+class BlockCoordinate(Linear, Wrappable):
     """Sends one block per round."""
 
     code: ClassVar[int] = 60
@@ -52,7 +50,7 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
             variable=True,
         )
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         count = self.num_blocks(len(x))
         if self.order == "cyclic":
             block = context.common % count
@@ -61,14 +59,15 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
         values = x[self.block_slice(block, len(x))]
         if self.scaled and count > 1:
             values = values * float(count)
-        return Parts(len(values), values, scales=np.array([block], "<u4"))
+        return Parts(len(values), values, scales=torch.tensor([block], dtype=torch.int32))
 
-    def unpack(self, parts: Parts, d: int) -> Any:
-        block = int(typed_part(read(parts.scales), "<u4", 1, "scales")[0])
-        if block >= self.num_blocks(d) or parts.form or len(parts.indices):
+    def unpack(self, parts: Parts, d: int) -> Elements:
+        block = int(to_host(typed_part(parts.scales, torch.int32, 1, "scales"))[0])
+        if not 0 <= block < self.num_blocks(d) or parts.form or len(parts.indices):
             raise PayloadError(f"received block {block}; there are {self.num_blocks(d)}")
         place = self.block_slice(block, d)
-        return place, typed_part(parts.values, "<f4", place.stop - place.start, "values")
+        values = typed_part(parts.values, torch.float32, place.stop - place.start, "values")
+        return Elements(place, values)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + 4 * -(-d // self.num_blocks(d))

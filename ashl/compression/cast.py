@@ -18,19 +18,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Code
-from ashl.compression.contract import EncodeContext, Linear, Traits
-from ashl.compression.wire.arrays import Array, cast, uncast
-from ashl.compression.wire.levels import all_levels
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.contract import EncodeContext, Linear, Traits, Wrappable
+from ashl.compression.payload import HEADER, Parts, all_values, typed_part
 from ashl.option import option
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @option
-class Cast(Code, Linear, Wrappers):
+class Cast(Linear, Wrappable):
     """Rounds to the nearest 16-bit number."""
 
     code: ClassVar[int] = 10
@@ -41,12 +37,12 @@ class Cast(Code, Linear, Wrappers):
     def traits(self) -> Traits:
         return Traits(contraction=self.dtype == "bf16", linear=True)
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        return Parts(len(x), cast(x, TYPES[self.dtype]))
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        return Parts(len(x), x.to(TYPES[self.dtype]))
 
-    def unpack(self, parts: Parts, d: int) -> Array:
-        typed_part(parts.scales, "u1", 0, "scales")
-        return uncast(typed_part(all_levels(parts, d), "<i2", d, "values"), TYPES[self.dtype])
+    def unpack(self, parts: Parts, d: int) -> Tensor:
+        typed_part(parts.scales, torch.uint8, 0, "scales")
+        return typed_part(all_values(parts, d), TYPES[self.dtype], d, "values").float()
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 2 * d
@@ -64,6 +60,5 @@ class Cast(Code, Linear, Wrappers):
 
     def summed(self, payload: Tensor, total: Tensor) -> Tensor:
         """Return a copy of the payload with these values."""
-        return torch.cat(
-            [payload[: HEADER.size], total.to(TYPES[self.dtype]).contiguous().view(torch.uint8)]
-        )
+        values = total.to(TYPES[self.dtype]).contiguous()
+        return torch.cat([payload[: HEADER.size], values.view(torch.uint8)])

@@ -5,33 +5,49 @@ and they take and return state. `sender` and `receiver` are the codec's states a
 one link, None at first. The link owns them (see `ashl.stage.compression_pipeline`), so that one
 place handles dropped messages, stage boundaries and replies to several clients.
 
+Most codecs have no state. They define two functions:
+
+    pack(x, context) -> Parts    x float32 [d], finite or not, never changed
+    unpack(parts, d) -> x        float32 [d], or `Elements`: some elements, all others being 0
+
+x and the parts are tensors in host memory, or on a device if the codec is not `on_host`. The
+kernels of `ashl.compression.kernels` have the same bits on both. Parts are not trusted: `unpack`
+checks each length and index before it uses them. If x is not finite, the decoded vector contains a
+NaN or an infinity, except with `traits.scale_free`. A codec with state overrides `encode` and, if
+the receiver has state, too, `decode`.
+
 A payload contains everything that decoding needs. It is one flat tensor with memory of its own;
-only a lossless codec may send x itself. The bytes of the payload are counted and paid for.
+only a lossless codec may send x itself. The bytes of the payload are counted and paid for. Decoding
+raises PayloadError for a payload of another program, version or length.
 
-A codec that needs more methods also derives from `Reduces`, `Linear` or `Collective`. Most codecs
-have no state: they are two functions on arrays, see `ashl.compression.common.code`.
-`ashl.compression.wrappers.compose` puts error feedback, momentum, clipping and schedules around a
-codec. A run that only simulates time encodes nothing: it calls `encoded_nbytes`, and
-`simulate_collective` of a `Collective`.
+A codec that needs more methods also derives from `Reduces`, `Linear` or `Collective`.
+`ashl.compression.wrappers` puts error feedback, momentum, clipping and schedules around a codec. A
+run that only simulates time encodes nothing: it calls `encoded_nbytes`, and `simulate_collective`
+of a `Collective`.
 
-Decoding raises PayloadError for a payload of another program, version or length. It checks each
-field of a payload before it uses the field.
+Source of the wrappers whose fields are here: error feedback, Seide et al., Interspeech 2014;
+ECQ-SGD, Wu et al., ICML 2018; momentum correction, factor masking, clipping and warm-up, Lin et
+al., "Deep Gradient Compression", ICLR 2018; Accordion, Agarwal et al., MLSys 2021.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from ashl.compression.kernels import native, quiet, sparse_vector
+from ashl.compression.payload import HEADER, Parts, header_of, read_payload, write_payload
 from ashl.data.counter_rng import CounterRng, counter_rng
 from ashl.data.rng import Purpose, quick
-from ashl.errors import AshlError
-from ashl.option import Contract
+from ashl.option import Contract, Fraction, Natural, Positive, Ratio, option
 
 ALL = 2**32 - 1  # in place of a worker's rank: random numbers that all workers share
 Estimator = Literal["minibatch", "full", "svrg"]
@@ -56,6 +72,22 @@ Layout = tuple[Layer, ...]
 def size_of(layout: Layout) -> int:
     """Return d, the number of elements of the flat vector."""
     return sum(layer.size for layer in layout)
+
+
+def slices(sizes: Sequence[int]) -> list[slice]:
+    """Return the position of each layer in the flat vector."""
+    ends = [0, *accumulate(sizes)]
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def layer_at(layout: Layout, place: int) -> str:
+    """Return the name of the layer that contains an element of the flat vector."""
+    end = 0
+    for layer in layout:
+        end += layer.size
+        if place < end:
+            return layer.name
+    raise IndexError(place)
 
 
 class Traits(NamedTuple):
@@ -130,16 +162,32 @@ class EncodeContext(NamedTuple):
 ENCODE_CONTEXT = EncodeContext()
 
 
+class Elements(NamedTuple):
+    """Some elements of a vector: their indices, a tensor or a slice, and their values."""
+
+    indices: Any
+    values: Tensor
+
+    def dense(self, d: int) -> Tensor:
+        """Return the vector [d] with these elements, else 0."""
+        return sparse_vector(self.indices, self.values, d)
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """Return a vector as contiguous float32, outside autograd."""
+    return x.detach().to(torch.float32).contiguous()
+
+
 class Codec(Contract, group="compression"):
     """Base class of codecs, with the defaults of a codec without special features.
 
     A field of an option may replace each of these class variables.
     """
 
-    # number of the codec in the header of a payload, unique among codecs with `wire.payload_format`
+    # number of the codec in the header of a payload, unique among codecs
     code: ClassVar[int] = 0
     parts: ClassVar[int] = 1  # with `estimator = "moments"`: parts of a minibatch
-    per_layer: ClassVar[bool] = False  # True: `wrappers.layers` encodes each layer separately
+    per_layer: ClassVar[bool] = False  # True: `wrappers.Layerwise` encodes each layer separately
     warmup_epochs: ClassVar[int] = 0
     critical_ratio: ClassVar[float | None] = None
     error_feedback: ClassVar[bool] = False
@@ -174,18 +222,40 @@ class Codec(Contract, group="compression"):
 
     # --- encoding and decoding
 
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        """Encode a vector x, float32 [d]."""
+        raise NotImplementedError
+
+    def unpack(self, parts: Parts, d: int) -> Tensor | Elements:
+        """Decode the parts of a payload of d elements.   Raises: PayloadError if they are
+        malformed.
+        """
+        raise NotImplementedError
+
     def encode(
         self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[State, Tensor]:
         """Encode a flat vector x [d] and return (sender, payload)."""
-        raise NotImplementedError
+        with quiet():
+            parts = self.pack(as_float32(x), context)
+        return sender, write_payload(self.code, len(x), parts)
 
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
         """Decode the payload of a vector of d elements and return (receiver, x).
 
         Raises: PayloadError if the payload is malformed or has another number of elements.
         """
-        raise NotImplementedError
+        found = self._content(payload, d)
+        return receiver, found.dense(d) if isinstance(found, Elements) else found
+
+    def _content(self, payload: Tensor, d: int) -> Tensor | Elements:
+        with quiet():
+            return self.unpack(read_payload(payload, self.code, d), d)
+
+    @property
+    def decodes_alone(self) -> bool:
+        """True if a payload alone determines the decoded vector, by `unpack`."""
+        return type(self).decode is Codec.decode
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         """Return the exact size of a payload in bytes; an upper bound if `traits.variable`."""
@@ -195,8 +265,17 @@ class Codec(Contract, group="compression"):
         """Add scale · x to `out` in place, x being the decoded payload; requires stateless
         decoding.
         """
-        _, x = self.decode(None, payload, out.numel())
-        out.add_(x, alpha=scale)
+        d = len(out)
+        if not self.decodes_alone:
+            out.add_(self.decode(None, payload, d)[1], alpha=scale)
+            return
+        found = self._content(payload, d)
+        if isinstance(found, Elements) and out.dtype == torch.float32:
+            with quiet():
+                native(out)[native(found.indices)] += native(found.values) * float(scale)
+        else:
+            whole = found.dense(d) if isinstance(found, Elements) else found
+            out.add_(whole, alpha=scale)
 
     def bound(self, ratio: float | None, d: int) -> float:
         """Return b such that E‖C(x) − x‖² ≤ b·‖x‖²; infinity if there is no guarantee."""
@@ -238,6 +317,16 @@ class Codec(Contract, group="compression"):
         return context.ratio
 
 
+C = TypeVar("C", bound=Codec)
+
+
+def with_layout(option: C, layout: Layout) -> C:
+    """Return a copy of an option with the layers of the model as its `layout`."""
+    shaped = copy(option)
+    object.__setattr__(shaped, "layout", layout)
+    return shaped
+
+
 class Keeps(NamedTuple):
     """Optimizer-like state that survives a stage boundary."""
 
@@ -267,19 +356,32 @@ class Reduces(Codec, contract=True):
 
 
 class Linear(Codec, contract=True):
-    """Codec with `traits.linear`: an all-reduce may sum the summands of the payloads."""
+    """Codec with `traits.linear`: an all-reduce may sum the summands of the payloads.
+
+    By default, payloads of one round differ in their float32 values only, which are the summand.
+    Source: sums of masked updates as in Konečný et al., "Federated Learning: Strategies for
+    Improving Communication Efficiency", 2016.
+    """
 
     def summand(self, payload: Tensor) -> Tensor:
         """Return the flat tensor of a payload that the all-reduce sums."""
-        raise NotImplementedError
+        return payload[values_of(payload)].view(torch.float32)
 
     def summed(self, payload: Tensor, total: Tensor) -> Tensor:
         """Return a payload whose summand is `total`."""
-        raise NotImplementedError
+        whole = payload.clone()
+        whole[values_of(payload)] = as_float32(total).view(torch.uint8)
+        return whole
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """Return the size of a summand in bytes."""
         raise NotImplementedError
+
+
+def values_of(payload: Tensor) -> slice:
+    """Return the position of the values in a payload."""
+    *_, scale_bytes, value_bytes = header_of(payload)
+    return slice(HEADER.size + scale_bytes, HEADER.size + scale_bytes + value_bytes)
 
 
 class CodecInput(NamedTuple):
@@ -377,5 +479,47 @@ class Collective(Codec, contract=True):
         raise NotImplementedError
 
 
-class PayloadError(AshlError):
-    """The received payload is not one that this codec can decode."""
+@option
+class Wrappable(Codec):
+    """Fields of the wrappers that may be put around a codec; see `ashl.compression.wrappers`."""
+
+    error_feedback: bool
+    feedback_gain: Fraction
+    feedback_decay: Fraction
+    momentum: Fraction | None
+    masking: bool
+    clip_norm: Positive | None
+
+
+# Fields of a codec inside another codec: the outer one keeps the residual and clips.
+PLAIN: dict[str, Any] = {
+    "error_feedback": False,
+    "feedback_gain": 1.0,
+    "feedback_decay": 1.0,
+    "momentum": None,
+    "masking": True,
+    "clip_norm": None,
+}
+
+
+@option
+class WithDensity(Wrappable):
+    """Fields of the density and of its schedule."""
+
+    ratio: Ratio
+    warmup_epochs: Natural
+    critical_ratio: Ratio | None
+
+    def kept(self, ratio: float | None, d: int) -> int:
+        """Return k for a density; None selects the option's own density."""
+        return kept_count(self.ratio if ratio is None else ratio, d)
+
+
+def kept_count(share: float, d: int) -> int:
+    """Return k = max(1, round(density · d)).
+
+    Raises: ValueError if the density is not in (0, 1].
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"compression.ratio={share}: the density must be above 0 and at most 1")
+    return max(1, round(share * d))

@@ -20,45 +20,58 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Code, kept_count
-from ashl.compression.common.deterministic_matmul import multiply_mirrored, to_integers
-from ashl.compression.common.select import largest_of_rows
-from ashl.compression.common.sparsifier import DENSE, SPARSE, Share
-from ashl.compression.contract import EncodeContext, Layer, Layout, PayloadError, Traits
-from ashl.compression.wire.arrays import (
-    Array,
-    as_bytes,
-    beside,
-    concatenate,
-    divide,
-    is_true,
-    look_up,
-    ops,
-    read,
-    zeros,
-)
-from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack
-from ashl.compression.wire.index_code import width
-from ashl.compression.wire.levels import reach_of
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wire.value_code import (
+from ashl.compression.coding import (
+    VALUES,
     ValueCode,
+    index_width,
     read_values,
     value_bound,
     value_bytes,
+    where_increasing,
     write_values,
 )
-from ashl.compression.wrappers.layers import with_layout
+from ashl.compression.contract import (
+    EncodeContext,
+    Layer,
+    Layout,
+    Traits,
+    WithDensity,
+    kept_count,
+    with_layout,
+)
+from ashl.compression.kernels import (
+    BLOCK,
+    Array,
+    beside,
+    divide,
+    empty,
+    is_true,
+    largest_magnitude,
+    largest_of_rows,
+    look_up,
+    multiply_mirrored,
+    native,
+    pack,
+    packed_bytes,
+    product,
+    tensor,
+    to_integers,
+    unpack,
+)
+from ashl.compression.payload import HEADER, Parts, PayloadError, as_bytes, typed_part
+from ashl.compression.sparse import DENSE, SPARSE
+from ashl.learn.device import at_home, to_host
 from ashl.option import option
 
 SIDE = 64  # most rows and columns of a block
 SCALE, BITS = 22, 24  # bits of cosines and of coefficients: 64² products sum to less than 2⁵³
-LARGEST = float(np.finfo(np.float32).max)
+LARGEST = torch.finfo(torch.float32).max
 ROUNDING = 2.0**-20  # squared error of the transform and its inverse, relative to ‖x‖²
 
 
@@ -104,42 +117,38 @@ class Grid(NamedTuple):
         """Number of coefficients that are sent of all blocks."""
         return self.blocks * self.kept
 
-    def strips(self, like: Array) -> Iterator[slice]:
+    def strips(self, like: Tensor) -> Iterator[slice]:
         """Return slices of the rows of blocks that fit the cache; one slice on a device."""
         down, across = self.block_counts
-        step = down if isinstance(like, Tensor) else max(1, BLOCK // (across * self.size))
+        step = max(1, BLOCK // (across * self.size)) if at_home(like) else down
         return (slice(first, min(first + step, down)) for first in range(0, down, step))
 
-    def forward(self, x: Array, top: np.float32, strip: slice) -> Array:
+    def forward(self, x: Tensor, top: float, strip: slice) -> Tensor:
         """Return the coefficients [blocks, size] of a strip of x/top."""
-        rows = self.rows_of_strip(x, strip)
+        rows = native(self.rows_of_strip(x, strip))
         height, width = self.block
         across = self.block_counts[1]
-        filled = zeros(x, (strip.stop - strip.start) * height, across * width)
-        filled[: len(rows), : self.columns] = divide(rows, float(top) or 1.0)
+        filled = empty(rows, (strip.stop - strip.start) * height, across * width)
+        filled[:] = 0
+        filled[: len(rows), : self.columns] = divide(rows, top or 1.0)
         blocks = filled.reshape(-1, height, across, width).swapaxes(1, 2).reshape(-1, height, width)
-        return rotate_blocks(
-            beside(x, cosines(height)), blocks, beside(x, cosines(width)).T
-        ).reshape(-1, self.size)
+        rotated = rotate_blocks(beside(x, cosines(height)), blocks, beside(x, cosines(width)).T)
+        return tensor(rotated.reshape(-1, self.size))
 
-    def backward(self, coefficients: Array, indices: Array, x: Array, strip: slice) -> Array:
+    def backward(self, coefficients: Tensor, indices: Tensor, x: Tensor, strip: slice) -> Array:
         """Write the inverse transform of a strip into x and return its rows.
 
         Args: coefficients and indices [blocks, kept], the indices within each block.
         """
-        rows = self.rows_of_strip(x, strip)
+        rows = native(self.rows_of_strip(x, strip))
         height, width = self.block
         across = self.block_counts[1]
         whole, unit = to_integers(coefficients, BITS)
-        blocks = scatter(look_up(interleave(height, width), indices), whole, self.size).reshape(
-            -1, width, height
-        )
-        half = (
-            ops(whole)
-            .round(multiply_mirrored(*half_cosines(blocks, width, -SCALE), blocks))
-            .swapaxes(1, 2)
-        )
-        blocks = multiply_mirrored(*half_cosines(blocks, height, 0), half)
+        places = look_up(interleave(height, width), indices)
+        spread = x.new_zeros((len(whole), self.size), dtype=torch.float64)
+        blocks = native(spread.scatter_(1, places, tensor(whole))).reshape(-1, width, height)
+        half = multiply_mirrored(*half_cosines(x, width, -SCALE), blocks).round().swapaxes(1, 2)
+        blocks = multiply_mirrored(*half_cosines(x, height, 0), half)
         blocks *= (unit * 2.0**-SCALE)[:, :, None]
         filled = (
             blocks.reshape(-1, across, height, width).swapaxes(1, 2).reshape(-1, across * width)
@@ -147,65 +156,52 @@ class Grid(NamedTuple):
         rows[:] = filled[: len(rows), : self.columns]
         return rows
 
-    def rows_of_strip(self, x: Array, strip: slice) -> Array:
+    def rows_of_strip(self, x: Tensor, strip: slice) -> Tensor:
         """Return the rows of the layer in the flat vector x that a strip covers."""
         height = self.block[0]
-        matrix = x[self.start : self.stop].reshape(self.rows, self.columns)
+        matrix = x[self.start : self.stop].view(self.rows, self.columns)
         return matrix[strip.start * height : strip.stop * height]
 
 
 def rotate_blocks(left: Array, blocks: Array, right: Array) -> Array:
-    """Return left @ block @ right for each block.
-
-    The products are so small that BLAS does not split them among threads, which would wait for busy
-    cores.
-    """
+    """Return left @ block @ right for each block."""
     if len(left) == 1:
-        return blocks[:, 0] @ right
-    return left @ (blocks @ right)
+        return product(blocks[:, 0], right)
+    return product(left, product(blocks, right))
 
 
 @cache
-def cosines(n: int) -> np.ndarray:
+def cosines(n: int) -> Tensor:
     """Return the matrix of the orthonormal DCT-II, float32 [frequency, position]."""
     matrix = np.cos(np.pi / n * np.outer(np.arange(n), np.arange(n) + 0.5)) * math.sqrt(2 / n)
     matrix[0] /= math.sqrt(2)
-    return matrix.astype(np.float32)
+    return torch.from_numpy(matrix.astype(np.float32))
 
 
 @cache
-def integer_cosines(n: int) -> tuple[np.ndarray, np.ndarray]:
+def integer_cosines(n: int) -> tuple[Tensor, Tensor]:
     """Return 2^SCALE · cosines(n), rounded, for even and for odd frequencies: float64 [position,
     frequency].
 
     Only the first half of the positions is returned, because the second half mirrors it.
     """
-    half = np.rint(cosines(n)[:, : -(-n // 2)].T.astype(np.float64) * 2.0**SCALE)
-    return np.ascontiguousarray(half[:, ::2]), np.ascontiguousarray(half[:, 1::2])
+    half = (cosines(n)[:, : -(-n // 2)].T.double() * 2.0**SCALE).round()
+    return half[:, ::2].contiguous(), half[:, 1::2].contiguous()
 
 
-def half_cosines(like: Array, n: int, scale: int) -> list[Array]:
+def half_cosines(like: Tensor, n: int, scale: int) -> list[Array]:
     """Return integer_cosines(n) · 2^scale on the device of `like`."""
-    return [beside(like, part) * 2.0**scale for part in integer_cosines(n)]
+    return [native(beside(like, part) * 2.0**scale) for part in integer_cosines(n)]
 
 
 @cache
-def interleave(height: int, width: int) -> np.ndarray:
+def interleave(height: int, width: int) -> Tensor:
     """Return the position of each coefficient of a block in its reordered transpose.
 
     There, even frequencies are before odd ones, in both directions.
     """
     along, down = (np.argsort(np.r_[0:n:2, 1:n:2]) for n in (width, height))
-    return (along * height + down[:, None]).reshape(-1)
-
-
-def scatter(indices: Array, values: Array, size: int) -> Array:
-    """Return [n, size] with the values [n, k] at their indices, else 0."""
-    if isinstance(values, Tensor):
-        return values.new_zeros((len(values), size)).scatter_(1, indices, values)
-    blocks = np.zeros((len(values), size))
-    np.put_along_axis(blocks, indices, values, 1)
-    return blocks
+    return torch.from_numpy((along * height + down[:, None]).reshape(-1))
 
 
 def count_sent(grids: list[Grid]) -> int:
@@ -214,7 +210,7 @@ def count_sent(grids: list[Grid]) -> int:
 
 
 @option
-class DeMo(Code, Share):
+class DeMo(WithDensity):
     """Sends the largest cosine coefficients of each block."""
 
     code: ClassVar[int] = 62
@@ -226,70 +222,67 @@ class DeMo(Code, Share):
     def for_layout(self, layout: Layout) -> DeMo:
         return with_layout(self, layout)
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         grids = self.grids(context.ratio, len(x))
         if self.form(grids, len(x)) == DENSE:
             return Parts(len(x), x, form=DENSE)
-        top = reach_of(x)
+        top = largest_magnitude(x)
         chosen, indices = [], []
         for grid in grids:
             found = []
             for strip in grid.strips(x):
                 blocks = grid.forward(x, top, strip)
                 inside = largest_of_rows(blocks, grid.kept)
-                if isinstance(blocks, Tensor):
-                    selected = blocks.gather(1, inside)
-                else:
-                    selected = np.take_along_axis(blocks, inside, 1)
-                chosen.append(selected.reshape(-1))
-                found.append(inside.reshape(-1))
-            indices.append(pack(concatenate(found), width(grid.size)))
-        values, scales = write_values(self.values, concatenate(chosen), context)
-        scales = concatenate(
-            [beside(scales, np.array([top], "<f4").view(np.uint8)), as_bytes(scales)]
+                chosen.append(blocks.gather(1, inside).view(-1))
+                found.append(inside.view(-1))
+            indices.append(pack(torch.cat(found), index_width(grid.size)))
+        values, scales = write_values(self.values, torch.cat(chosen), context.words(VALUES))
+        tops = beside(scales, as_bytes(torch.tensor([top])))
+        ratio = self.ratio if context.ratio is None else context.ratio
+        share = beside(x, as_bytes(torch.tensor([ratio], dtype=torch.float64)))
+        return Parts(
+            count_sent(grids),
+            values,
+            torch.cat([share, *indices]),
+            torch.cat([tops, as_bytes(scales)]),
         )
-        share = np.array([self.ratio if context.ratio is None else context.ratio], "<f8").view(
-            np.uint8
-        )
-        return Parts(count_sent(grids), values, concatenate([beside(x, share), *indices]), scales)
 
-    def unpack(self, parts: Parts, d: int) -> Any:
+    def unpack(self, parts: Parts, d: int) -> Tensor:
         size = len(parts.indices)
         if parts.form == DENSE and not size + len(parts.scales) and parts.count == d:
-            return typed_part(parts.values, "<f4", d, "values")
+            return typed_part(parts.values, torch.float32, d, "values")
         if parts.form != SPARSE or size < 8 or len(parts.scales) < 4:
             raise PayloadError(
                 f"expected blocks of coefficients; received form {parts.form} with {size} bytes of"
                 " indices"
             )
-        share = np.frombuffer(read(parts.indices[:8]).tobytes(), "<f8")[0]
+        (share,) = np.frombuffer(to_host(parts.indices[:8]).numpy().tobytes(), "<f8").tolist()
         if not 0 < share <= 1:
             raise PayloadError(f"received a density of {share}; it must be above 0 and at most 1")
-        grids = self.grids(float(share), d)
-        sizes = [packed_bytes(grid.sent, width(grid.size)) for grid in grids]
+        grids = self.grids(share, d)
+        sizes = [packed_bytes(grid.sent, index_width(grid.size)) for grid in grids]
         if parts.count != count_sent(grids) or size != 8 + sum(sizes):
             raise PayloadError(
                 f"received {parts.count} coefficients with {size} bytes of indices, which do not"
                 f" match {d} elements at a density of {share:g}"
             )
         values = read_values(self.values, parts.values, parts.scales[4:], parts.count)
-        top = read(parts.scales[:4]).view("<f4")[0]
-        x, value, start = zeros(values, d), 0, 8
+        top = float(to_host(typed_part(parts.scales[:4], torch.float32, 1, "scales"))[0])
+        x, value, start = values.new_zeros(d), 0, 8
         for grid, size in zip(grids, sizes, strict=True):
-            inside = unpack(
-                parts.indices[start : start + size], width(grid.size), grid.sent
-            ).reshape(-1, grid.kept)
-            if not is_true((inside < grid.size).all() & (inside[:, 1:] > inside[:, :-1]).all()):
+            stream = parts.indices[start : start + size]
+            inside = tensor(unpack(stream, index_width(grid.size), grid.sent)).view(-1, grid.kept)
+            if not is_true((inside < grid.size).all() & where_increasing(inside).all()):
                 raise PayloadError(
                     f"the received indices are not {grid.kept} ascending numbers below {grid.size}"
                 )
-            content = values[value : value + grid.sent].reshape(inside.shape)
+            content = values[value : value + grid.sent].view(inside.shape)
             for strip in grid.strips(x):
                 part = slice(strip.start * grid.block_counts[1], strip.stop * grid.block_counts[1])
                 rows = grid.backward(content[part], inside[part], x, strip)
-                rows *= float(top)
-                if LARGEST / SIDE**2 < top < np.inf:
-                    ops(rows).clip(rows, -LARGEST, LARGEST, out=rows)
+                rows *= top
+                if LARGEST / SIDE**2 < top < math.inf:
+                    rows[:] = rows.clip(-LARGEST, LARGEST)
             value, start = value + grid.sent, start + size
         return x
 
@@ -308,7 +301,7 @@ class DeMo(Code, Share):
         return DENSE if count_sent(grids) >= d or self.sparse_bytes(grids) >= 4 * d else SPARSE
 
     def sparse_bytes(self, grids: list[Grid]) -> int:
-        indices = sum(packed_bytes(grid.sent, width(grid.size)) for grid in grids)
+        indices = sum(packed_bytes(grid.sent, index_width(grid.size)) for grid in grids)
         return 12 + value_bytes(self.values, count_sent(grids)) + indices
 
     def grids(self, ratio: float | None, d: int) -> list[Grid]:

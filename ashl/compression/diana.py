@@ -22,11 +22,17 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, Estimator, Traits
+from ashl.compression.coding import EntropyCode
+from ashl.compression.contract import (
+    ENCODE_CONTEXT,
+    PLAIN,
+    Codec,
+    EncodeContext,
+    Estimator,
+    Traits,
+)
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.qsgd import QSGD
-from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wrappers.options import PLAIN
 from ashl.option import Count, Number, Ratio, option
 
 

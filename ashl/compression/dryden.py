@@ -18,27 +18,37 @@ Networks", MLHPC 2016; levels: Lloyd, "Least Squares Quantization in PCM", 1982;
 gradients: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020.
 """
 
-from typing import Any, ClassVar, Literal
+import math
+from typing import ClassVar, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Sparse, kept_count
-from ashl.compression.common.select import NEGATIVE, POSITIVE, largest
-from ashl.compression.common.sparsifier import DENSE, SPARSE, Share
-from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, beside, is_true, ops, read, to_device_index, zeros
-from ashl.compression.wire.bits import pack, packed_bytes, unpack
-from ashl.compression.wire.index_code import (
+from ashl.compression.coding import (
     IndexCode,
     index_bytes,
     max_index_bytes,
     read_indices,
     write_indices,
 )
-from ashl.compression.wire.levels import ends_of
-from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed_part
-from ashl.learn.device import numbers
+from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity, kept_count
+from ashl.compression.kernels import (
+    beside,
+    count_true,
+    ends_of,
+    largest,
+    native,
+    negatives,
+    pack,
+    packed_bytes,
+    positives,
+    tensor,
+    unpack,
+)
+from ashl.compression.payload import EMPTY, HEADER, Parts, PayloadError, typed_part
+from ashl.compression.sparse import DENSE, SPARSE
+from ashl.learn.device import at_home, numbers, to_host
 from ashl.option import Count, option
 
 LevelsRule = Literal["mean", "lloyd"]
@@ -47,7 +57,7 @@ SAMPLE = 1 << 14  # most magnitudes from which levels are learned
 
 
 @option
-class Dryden(Sparse, Share):
+class Dryden(WithDensity):
     """Two thresholds by proportion, with a set of levels for each side."""
 
     code: ClassVar[int] = 31
@@ -58,73 +68,60 @@ class Dryden(Sparse, Share):
     indices: IndexCode
     per_layer: bool
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         share = self.ratio if context.ratio is None else context.ratio
-        if is_true(ops(x).isnan(ends_of(x)).any()):  # make all NaNs positive: one side has them
-            x = ops(x).where(ops(x).isnan(x), zeros(x, 1) + np.nan, x)
+        if math.isnan(numbers([ends_of(x).sum()])[0]):  # all NaNs positive: one side has them
+            x = torch.where(x.isnan(), math.nan, x)
+        array = native(x)
+        not_above, num_negative = count_true(array <= 0), count_true(array < 0)
         sides = []
-        for size, order in zip(self._side_sizes(x), (POSITIVE, NEGATIVE), strict=True):
-            if size:
-                indices = largest(x, kept_count(share, size), order)
-            else:
-                indices = to_device_index(x, np.empty(0, np.int64))
+        for size, order in ((len(x) - not_above, positives), (num_negative, negatives)):
+            indices = largest(x, kept_count(share, size), order) if size else EMPTY.long()
             # The elements are few, so the host encodes them.
-            sides.append((read(indices), np.abs(read(x[indices]))))
-        return self._write_sides(x, *sides)
+            values = to_host(x[indices]).abs().numpy() if size else np.empty(0, np.float32)
+            sides.append((to_host(indices), values))
+        return self._write_sides(x, sides)
 
-    def _side_sizes(self, x: Array) -> list[int]:
-        """Return the numbers of elements that are positive or NaN, and of negative elements."""
-        if isinstance(x, Tensor):
-            least, below = numbers([(x <= 0).sum(), (x < 0).sum()])
-            return [len(x) - int(least), int(below)]
-        of_side = np.empty(x.size, bool)
-        above = x.size - int(np.count_nonzero(np.less_equal(x, 0, out=of_side)))
-        return [above, int(np.count_nonzero(np.less(x, 0, out=of_side)))]
-
-    def _write_sides(self, x: Array, positive: Any, negative: Any) -> Parts:
-        (p, above), (n, below) = positive, negative
-        k, d = p.size + n.size, len(x)
+    def _write_sides(self, x: Tensor, sides: list[tuple[Tensor, np.ndarray]]) -> Parts:
+        k, d = sum(len(indices) for indices, _ in sides), len(x)
         if self._sparse_bytes(k, d) >= 4 * d:
             return Parts(d, x, form=DENSE)
         scales, codes = [], []
-        for side, values in enumerate((above, below)):
+        for side, (_, values) in enumerate(sides):
             levels = learn_centroids(self.levels, values, self.num_levels)
             chosen = nearest(levels, values)
             scales.append(levels if self.levels == "mean" else centroids_of(levels, values, chosen))
             codes.append(chosen | side << self._width)
-        order = np.argsort(np.concatenate([p, n]))
-        indices = np.concatenate([p, n])[order]
-        values = pack(np.concatenate(codes)[order], self._width + 1)
-        scales = np.concatenate(scales).astype("<f4")
+        indices, order = torch.cat([indices for indices, _ in sides]).sort()
+        values = pack(torch.from_numpy(np.concatenate(codes))[order], self._width + 1)
+        levels = torch.from_numpy(np.concatenate(scales)).float()
         coded = write_indices(self.indices, indices, d) if k else EMPTY
-        return Parts(k, beside(x, values), coded, scales, SPARSE)
+        return Parts(k, beside(x, values), coded, levels, SPARSE)
 
-    def unpack(self, parts: Parts, d: int) -> Any:
+    def unpack(self, parts: Parts, d: int) -> Elements:
         k, form, count = parts.count, parts.form, self._num_levels
         if form == DENSE and k == d and not (len(parts.scales) or len(parts.indices)):
-            return slice(None), typed_part(parts.values, "<f4", d, "values")
-        if isinstance(parts.values, Tensor):  # few elements: the host decodes
-            few = parts._replace(
-                values=read(parts.values), indices=read(parts.indices), scales=read(parts.scales)
-            )
+            values = typed_part(parts.values, torch.float32, d, "values")
+            return Elements(slice(None), values)
+        if not at_home(parts.values):  # few elements: the host decodes
+            few = Parts(k, *(to_host(part) for part in parts[1:4]), form)
             indices, values = self.unpack(few, d)
-            return to_device_index(parts.values, indices), beside(parts.values, values)
-        scales = typed_part(parts.scales, "<f4", 2 * count, "levels")
-        if form != SPARSE or parts.values.size != packed_bytes(k, self._width + 1):
+            return Elements(beside(parts.values, indices), beside(parts.values, values))
+        scales = typed_part(parts.scales, torch.float32, 2 * count, "levels")
+        if form != SPARSE or len(parts.values) != packed_bytes(k, self._width + 1):
             raise PayloadError(
                 f"expected a vector of levels; received form {form} with {k} values in"
-                f" {parts.values.size} bytes"
+                f" {len(parts.values)} bytes"
             )
-        numbers = unpack(parts.values, self._width + 1, k)
-        level = numbers & ((1 << self._width) - 1)
+        codes = tensor(unpack(parts.values, self._width + 1, k))
+        level = codes & (1 << self._width) - 1
         if k and int(level.max()) >= count:
             raise PayloadError(f"received level {int(level.max())}; there are {count}")
-        if k or parts.indices.size:
+        indices = EMPTY.long()
+        if k or len(parts.indices):
             indices = read_indices(self.indices, parts.indices, k, d)
-        else:
-            indices = np.empty(0, np.int64)
-        signed = np.concatenate([scales[:count], -scales[count:]])
-        return indices, signed[level + count * (numbers >> self._width)]
+        signed = torch.cat([scales[:count], -scales[count:]])
+        return Elements(indices, signed[level.long() + count * (codes >> self._width).long()])
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         share = self.ratio if ratio is None else ratio

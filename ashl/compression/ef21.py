@@ -24,13 +24,18 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, Estimator, Traits
+from ashl.compression.coding import IndexCode, ValueCode
+from ashl.compression.contract import (
+    ENCODE_CONTEXT,
+    PLAIN,
+    Codec,
+    EncodeContext,
+    Estimator,
+    Traits,
+)
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.sign import Sign
 from ashl.compression.topk import TopK
-from ashl.compression.wire.index_code import IndexCode
-from ashl.compression.wire.value_code import ValueCode
-from ashl.compression.wrappers.options import PLAIN
 from ashl.option import Fraction, Ratio, option
 
 
@@ -85,9 +90,8 @@ class EF21(Codec):
         if self._whole(context.ratio, x.numel()):
             payload = target.clone().view(torch.uint8)
         else:
-            _, payload = self.inner.encode(
-                None, target if known is None else target - known, context
-            )
+            change = target if known is None else target - known
+            _, payload = self.inner.encode(None, change, context)
         after, _ = self.decode(known, payload, x.numel())
         rest = None
         if self._gain:

@@ -25,12 +25,11 @@ ICML 2020.
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.count_sketch import CountSketch, cells_of, dense, recover_largest
 from ashl.compression.contract import Keeps, State
+from ashl.compression.count_sketch import CountSketch, cells_of, recover_largest
 from ashl.option import Fraction, option
 
 
@@ -55,23 +54,20 @@ class FetchSGD(CountSketch):
         self, memory: Sketches | None, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[Sketches, Tensor]:
         table, momentum = self.sum_payloads(payloads, weights, d)
-        error = np.zeros_like(momentum)
-        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
-            if memory is not None and memory.seed == table.seed:
-                momentum += np.float32(self.decay) * memory.momentum.numpy()
-                error = memory.error.numpy().copy()
-            error += momentum
-            indices, values = recover_largest(error, table, d, self.k(d))
-            cells, signs = cells_of(table, indices)
-            if self.error == "zero":
-                error[cells] = 0
-            else:
-                np.subtract.at(error, cells, signs * values)
-            if self.masking:
-                momentum[cells] = 0
-        return Sketches(torch.from_numpy(momentum), torch.from_numpy(error), table.seed), dense(
-            indices, values, d
-        )
+        error = torch.zeros_like(momentum)
+        if memory is not None and memory.seed == table.seed:
+            momentum += memory.momentum * self.decay
+            error = memory.error.clone()
+        error += momentum
+        found = recover_largest(error, table, d, self.k(d))
+        cells, signs = cells_of(table, found.indices)
+        if self.error == "zero":
+            error[cells] = 0.0
+        else:
+            error.index_add_(0, cells.view(-1), -(signs * found.values).view(-1))
+        if self.masking:
+            momentum[cells] = 0.0
+        return Sketches(momentum, error, table.seed), found.dense(d)
 
     def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
         """Convert M like an optimizer's momentum, and E like a residual."""

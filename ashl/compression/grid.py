@@ -13,20 +13,31 @@ Optimization", NeurIPS 2019 (AsyLPG, with `sync=asylpg`); the bound as for stoch
 Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017.
 """
 
+import math
 from typing import Annotated, ClassVar
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.common.code import Code
-from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, divide
-from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack, unpack_bytes
-from ashl.compression.wire.levels import TOGETHER, reach_of
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wire.stochastic_rounding import round_to_int32, rounding_noise
+from ashl.compression.contract import Codec, EncodeContext, Traits
+from ashl.compression.kernels import (
+    BLOCK,
+    TOGETHER,
+    blocks,
+    concatenate,
+    convert,
+    divide,
+    largest_magnitude,
+    native,
+    pack,
+    packed_bytes,
+    round_levels,
+    rounding_noise,
+    tensor,
+    unpack,
+)
+from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
 from ashl.option import Number, option
 
 MOST = 16  # largest b
@@ -34,7 +45,7 @@ WHOLE = 0  # form of a payload of float32; the form of all others is b
 
 
 @option
-class Grid(Code):
+class Grid(Codec):
     """Rounds to a grid of 2^b − 1 points."""
 
     code: ClassVar[int] = 102
@@ -42,10 +53,10 @@ class Grid(Code):
     traits: ClassVar[Traits] = Traits(unbiased=True)
     bits: Annotated[int, Number, Field(ge=2, le=MOST)]
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         return quantize_to_grid(x, self.bits, context)
 
-    def unpack(self, parts: Parts, d: int) -> Array:
+    def unpack(self, parts: Parts, d: int) -> Tensor:
         return read_grid(parts, d)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
@@ -60,29 +71,22 @@ def largest_level(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
-def quantize_to_grid(x: Array, bits: int, context: EncodeContext) -> Parts:
+def quantize_to_grid(x: Tensor, bits: int, context: EncodeContext) -> Parts:
     """Return x on the grid of `bits` bits."""
-    steps, top = largest_level(bits), reach_of(x)
-    noise = rounding_noise(x, context.words(), steps)
-    end = steps * noise.unit
-    scales = np.array([top if np.isfinite(top) else np.nan], "<f4")
-    if isinstance(x, Tensor):
-        lowest = x.new_zeros(len(x), dtype=torch.int32)
-        if scales[0] > 0:
-            levels = round_to_int32(divide(x, float(top)) * end, noise, 0, steps)
-        else:
-            levels = lowest
-        return Parts(len(x), pack(levels, bits), scales=scales, form=bits)
-    stream, step = np.zeros(packed_bytes(x.size, bits), np.uint8), TOGETHER * BLOCK
-    for start in range(0, x.size if scales[0] > 0 else 0, step):
-        y = x[start : start + step] / top
-        y *= np.float32(end)
-        piece = pack(round_to_int32(y, noise, start, steps), bits)
-        stream[start * bits // 8 :][: piece.size] = piece
-    return Parts(x.size, stream, scales=scales, form=bits)
+    steps, top = largest_level(bits), largest_magnitude(x)
+    scales = torch.tensor([top if math.isfinite(top) else math.nan])
+    if not 0 < top < math.inf:
+        stream = x.new_zeros(packed_bytes(len(x), bits), dtype=torch.uint8)
+        return Parts(len(x), stream, scales=scales, form=bits)
+    noise, pieces, array = rounding_noise(x, context.words(), steps), [], native(x)
+    for where in blocks(array, TOGETHER * BLOCK):
+        y = divide(array[where], top)
+        y *= steps * noise.unit
+        pieces.append(pack(round_levels(y, noise, where.start, steps), bits))
+    return Parts(len(x), concatenate(pieces, x), scales=scales, form=bits)
 
 
-def read_grid(parts: Parts, d: int) -> Array:
+def read_grid(parts: Parts, d: int) -> Tensor:
     """Decode a payload of the grid.   Raises: PayloadError if it is malformed."""
     bits, count = parts.form, parts.count
     if count != d or len(parts.indices) or not (bits == WHOLE or 2 <= bits <= MOST):
@@ -90,19 +94,17 @@ def read_grid(parts: Parts, d: int) -> Array:
             f"expected a grid of {d} elements; received form {bits} with {count} values"
         )
     if bits == WHOLE:
-        typed_part(parts.scales, "<f4", 0, "scales")
-        values = typed_part(parts.values, "<f4", d, "values")
-        return values.clone() if isinstance(values, Tensor) else values.copy()
+        typed_part(parts.scales, torch.float32, 0, "scales")
+        return typed_part(parts.values, torch.float32, d, "values").clone()
     if len(parts.values) != packed_bytes(d, bits):
         raise PayloadError(
             f"received {len(parts.values)} bytes, which do not hold {d} numbers of {bits} bits"
         )
-    top, steps = typed_part(parts.scales, "<f4", 1, "scales"), np.float32(largest_level(bits))
-    numbers = (unpack_bytes if bits <= 8 else unpack)(parts.values, bits, d)
-    if isinstance(numbers, Tensor):
-        return divide(numbers.to(torch.float32) - largest_level(bits), largest_level(bits)) * top
-    x = numbers.astype(np.float32)
-    x -= steps
-    x /= steps
-    x *= top
-    return x
+    top, steps = typed_part(parts.scales, torch.float32, 1, "scales"), largest_level(bits)
+    x = convert(unpack(parts.values, bits, d), torch.float32)
+    for where in blocks(x):
+        part = x[where]
+        part -= steps
+        part[:] = divide(part, steps)
+        part *= native(top)
+    return tensor(x)

@@ -30,56 +30,59 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.select import largest
-from ashl.compression.common.sparsifier import SPARSE
+from ashl.compression.coding import write_indices
 from ashl.compression.contract import (
     CodecInput,
     Collective,
+    Elements,
     Keeps,
     Outcome,
-    PayloadError,
     Reduces,
     State,
     Team,
     Traits,
 )
-from ashl.compression.topk import TopK
-from ashl.compression.wire.arrays import array_of, beside, read, tensor_of, to_device_index
-from ashl.compression.wire.index_code import write_indices
-from ashl.compression.wire.payload_format import (
+from ashl.compression.kernels import (
+    beside,
+    largest,
+    pack_truths,
+    packed_bytes,
+    pad_to,
+    unpack_truths,
+)
+from ashl.compression.payload import (
     EMPTY,
     Parts,
+    PayloadError,
     read_payload,
     typed_part,
     write_payload,
 )
+from ashl.compression.sparse import SPARSE
+from ashl.compression.topk import TopK
+from ashl.learn.device import to_host
 from ashl.option import option
 
 UP, DOWN = "gtopk_up", "gtopk_down"  # messages along the tree
 WORD = 4  # bytes; the bits of a set fill whole words, so that the values after them are aligned
 
 
-class Few(NamedTuple):
-    """Some elements of a vector: ascending indices and values, in host memory."""
-
-    indices: np.ndarray
-    values: np.ndarray
-
-
 class Final(NamedTuple):
     """The final set, and for each element whether this worker's part is in it."""
 
-    few: Few
-    alive: np.ndarray
+    few: Elements
+    alive: Tensor
 
 
 @option
 class GTopK(TopK, Reduces, Collective):
-    """Selects the largest elements of the sum of all workers."""
+    """Selects the largest elements of the sum of all workers.
+
+    Sets of elements are few, so they are merged in host memory.
+    """
 
     code: ClassVar[int] = 81
     promises: ClassVar[Traits] = Traits(contraction=True, reduces=True)
@@ -98,7 +101,7 @@ class GTopK(TopK, Reduces, Collective):
             payload, _ = await team.recv(child, UP)
             sets.append(await team.compute(partial(self.merge_few, sets[-1], payload, d)))
         if parent is None:
-            final = Final(sets[-1], np.ones(sets[-1].indices.size, bool))
+            final = Final(sets[-1], torch.ones_like(sets[-1].indices, dtype=torch.bool))
         else:
             await team.send(parent, UP, self.write_few(sets[-1], d))
             payload, _ = await team.recv(parent, DOWN, final=True)
@@ -113,67 +116,65 @@ class GTopK(TopK, Reduces, Collective):
         largest is kept.
         """
         k, (parent, children) = self.kept(ratio, d), tree_neighbours(team.place, team.size)
-        k = k if self.form(k, d) == SPARSE else d
+        k = k if self.format.form(k, d) == SPARSE else d
         await team.compute(empty_few, work=1)
         for child in children:
             _, (other,) = await team.recv(child, UP)
             k = max(k, int(other))
             await team.compute(empty_few)
         if parent is not None:
-            await team.send(parent, UP, team.blank(self.size(k, d)), k)
+            await team.send(parent, UP, team.blank(self.format.nbytes(k, d)), k)
             _, (other,) = await team.recv(parent, DOWN, final=True)
             k = int(other)
             await team.compute(empty_few)
         for child in reversed(children):
-            await team.send(child, DOWN, team.blank(self.size(k, d) + bits_bytes(k)), k)
+            size = self.format.nbytes(k, d) + bits_bytes(k)
+            await team.send(child, DOWN, team.blank(size), k)
 
-    def select(self, source: CodecInput, weight: float) -> Few:
+    def select(self, source: CodecInput, weight: float) -> Elements:
         """Return the set with which a worker starts: c·p at its own indices."""
-        p, d = array_of(source.x), source.x.numel()
+        p, d = source.x, source.x.numel()
         k = self.kept(source.context.ratio, d)
-        indices = largest(p, k) if self.form(k, d) == SPARSE else to_device_index(p, np.arange(d))
-        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
-            return Few(read(indices), read(p[indices]) * np.float32(weight))
+        if self.format.form(k, d) == SPARSE:
+            indices = largest(p, k)
+            return Elements(to_host(indices), to_host(p[indices]) * weight)
+        return Elements(torch.arange(d), to_host(p) * weight)
 
-    def merge_few(self, own: Few, payload: Tensor, d: int) -> Few:
+    def merge_few(self, own: Elements, payload: Tensor, d: int) -> Elements:
         """Return the largest sums of a worker's set and the set of a child."""
-        other = self.read_few(read_payload(payload, self.code, d), d)
-        indices = np.concatenate([own.indices, other.indices])
-        order = indices.argsort(kind="stable")  # among equal indices, the worker's own comes first
-        indices = indices[order]
-        first = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]]))
-        with np.errstate(over="ignore", invalid="ignore"):
-            sums = np.add.reduceat(np.concatenate([own.values, other.values])[order], first)
-        chosen = largest(sums, max(own.indices.size, other.indices.size))
-        return Few(indices[first[chosen]], sums[chosen])
+        other = self.read_few(read_payload(to_host(payload), self.code, d), d)
+        indices, places = torch.cat([own.indices, other.indices]).unique(return_inverse=True)
+        sums = own.values.new_zeros(len(indices))
+        sums[places[: len(own.indices)]] = own.values
+        sums[places[len(own.indices) :]] += other.values
+        chosen = largest(sums, max(len(own.indices), len(other.indices)))
+        return Elements(indices[chosen], sums[chosen])
 
-    def write_few(self, few: Few, d: int, alive: np.ndarray | None = None) -> Tensor:
+    def write_few(self, few: Elements, d: int, alive: Tensor | None = None) -> Tensor:
         """Encode a set; on the way down, with the bits of its elements."""
-        k, bits = few.indices.size, EMPTY
-        if alive is not None:
-            bits = np.zeros(bits_bytes(k), np.uint8)
-            bits[: -(-k // 8)] = np.packbits(alive, bitorder="little")
-        form = self.form(k, d)
+        k = len(few.indices)
+        bits = EMPTY if alive is None else pad_to(pack_truths(alive), WORD)
+        form = self.format.form(k, d)
         indices = write_indices(self.indices, few.indices, d) if form == SPARSE else EMPTY
         return write_payload(self.code, d, Parts(k, few.values, indices, bits, form))
 
-    def read_few(self, parts: Parts, d: int) -> Few:
+    def read_few(self, parts: Parts, d: int) -> Elements:
         indices, values = self.unpack(parts, d)
-        return Few(np.arange(d) if isinstance(indices, slice) else indices.astype(np.int64), values)
+        whole = isinstance(indices, slice)
+        return Elements(torch.arange(d) if whole else indices.long(), values)
 
     def read_final(self, payload: Tensor, d: int) -> Final:
         """Decode the final set from a parent.   Raises: PayloadError if it is malformed."""
-        parts = read_payload(payload, self.code, d)
-        bits = typed_part(parts.scales, "u1", bits_bytes(parts.count), "bits")
-        alive = np.unpackbits(bits, count=parts.count, bitorder="little").view(bool)
+        parts = read_payload(to_host(payload), self.code, d)
+        bits = typed_part(parts.scales, torch.uint8, bits_bytes(parts.count), "bits")
+        alive = unpack_truths(bits, parts.count)
         return Final(self.read_few(parts._replace(scales=EMPTY), d), alive)
 
-    def finish_sum(self, source: CodecInput, own: Few, final: Final) -> Outcome:
+    def finish_sum(self, source: CodecInput, own: Elements, final: Final) -> Outcome:
         """Return the update; `sent` are the worker's own elements that are part of it."""
         update, sent = torch.zeros_like(source.x), torch.zeros_like(source.x)
-        array = array_of(update)
-        array[to_device_index(array, final.few.indices)] = beside(array, final.few.values)
-        through = to_device_index(array, final.few.indices[final.alive & within(final.few, own)])
+        update[beside(update, final.few.indices)] = beside(update, final.few.values)
+        through = beside(sent, final.few.indices[final.alive & within(final.few, own)])
         sent[through] = source.x[through]
         return Outcome(update, sent)
 
@@ -187,7 +188,7 @@ class GTopK(TopK, Reduces, Collective):
         k = max(read_payload(payload, self.code, d).count for payload in payloads)
         if not k:
             raise PayloadError("received no elements: no worker selected any")
-        indices, x = tensor_of(largest(array_of(total), k)), torch.zeros_like(total)
+        indices, x = largest(total, k), torch.zeros_like(total)
         x[indices], total[indices] = total[indices], 0.0
         return (total if self.error_feedback or self.momentum is not None else None), x
 
@@ -214,9 +215,9 @@ def empty_few() -> None:
 
 def bits_bytes(k: int) -> int:
     """Return the size of k bits in bytes, in whole words."""
-    return -(-k // (8 * WORD)) * WORD
+    return -(-packed_bytes(k, 1) // WORD) * WORD
 
 
-def within(few: Few, other: Few) -> np.ndarray:
+def within(few: Elements, other: Elements) -> Tensor:
     """Return bool [count], True for each index of `few` that `other` has, too."""
-    return np.isin(few.indices, other.indices, assume_unique=True)
+    return torch.isin(few.indices, other.indices, assume_unique=True)

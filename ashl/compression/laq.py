@@ -26,7 +26,7 @@ Differs: the papers sum the workers' gradients; here they are averaged. So their
 f_i is 1/γ² with this learning rate. All workers are assumed to have equal weight.
 """
 
-from collections.abc import Iterator
+import math
 from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
@@ -39,29 +39,33 @@ from ashl.compression.contract import (
     Codec,
     EncodeContext,
     Estimator,
-    PayloadError,
     Traits,
+    as_float32,
 )
-from ashl.compression.wire.arrays import (
+from ashl.compression.kernels import (
     Array,
-    array_of,
-    as_bytes,
+    blocks,
+    concatenate,
+    convert,
     divide,
-    read,
-    tensor_of,
-    wide,
-    zeros,
+    largest_magnitude,
+    native,
+    pack,
+    packed_bytes,
+    quiet,
+    tensor,
+    unpack,
 )
-from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
-from ashl.compression.wire.levels import reach_of
-from ashl.compression.wire.payload_format import (
+from ashl.compression.payload import (
     HEADER,
     Parts,
+    PayloadError,
+    as_bytes,
     read_payload,
     typed_part,
     write_payload,
 )
-from ashl.learn.device import numbers
+from ashl.learn.device import numbers, to_host
 from ashl.option import Count, NonNegative, Number, option
 
 LEVELS, WHOLE = 0, 1  # forms of a payload: levels of δ, or g as float32
@@ -89,15 +93,12 @@ class LAQ(Codec):
 
     code: ClassVar[int] = 100
     on_host: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(variable=True, full_gradient=True)
     estimator: Estimator
     bits: Annotated[int, Number, Field(ge=1, le=16)] | None
     xi: NonNegative
     memory: Count
     max_age: Count
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(variable=True, full_gradient=True)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + (4 * d if self.bits is None else 4 + packed_bytes(d, self.bits))
@@ -105,19 +106,18 @@ class LAQ(Codec):
     def encode(
         self, sender: Lazy | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[Lazy, Tensor]:
-        state, g = model_changes(sender or Lazy(), context.params, self.memory), array_of(x)
-        sent = zeros(g, len(g)) if state.sent is None else array_of(state.sent)
-        with np.errstate(over="ignore", invalid="ignore"):
-            parts = self._quantize(g, sent)
-            now = self._apply(parts, sent)
-            change, error = distance(now, sent), distance(g, now)
+        state, g = model_changes(sender or Lazy(), context.params, self.memory), as_float32(x)
+        sent = torch.zeros_like(g) if state.sent is None else state.sent
+        parts = self._quantize(g, sent)
+        now = self._apply(parts, sent)
+        change, error = distance(now, sent), distance(g, now)
         reach = self.xi / self.memory * sum(state.moves) / context.lr**2 if context.lr else 0.0
         lazy = change <= reach + 3 * (error + state.error) and state.age < self.max_age
         before = (state.sent, state.error, state.age)
         if lazy and state.sent is not None:
             return state._replace(age=state.age + 1, before=before), x[:0].to(torch.uint8)
-        after = state._replace(sent=tensor_of(now), error=error, age=0, before=before)
-        return after, write_payload(self.code, x.numel(), parts)
+        after = state._replace(sent=now, error=error, age=0, before=before)
+        return after, write_payload(self.code, len(g), parts)
 
     def decode(self, receiver: Tensor | None, payload: Tensor, d: int) -> tuple[Tensor, Tensor]:
         if isinstance(payload, Tensor) and not payload.numel():
@@ -125,103 +125,85 @@ class LAQ(Codec):
                 raise PayloadError("received a skipped message before any gradient")
             return receiver, receiver
         parts = read_payload(payload, self.code, d)
-        sent = zeros(parts.values, d) if receiver is None else array_of(receiver)
-        with np.errstate(over="ignore", invalid="ignore"):
-            now = tensor_of(self._apply(parts, sent))
-            return now, now
+        sent = receiver
+        if sent is None:
+            sent = torch.zeros(d, device=str(payload.device))
+        now = self._apply(parts, sent)
+        return now, now
 
     def restore_dropped(self, sender: Lazy, payload: Tensor) -> Lazy:
         sent, error, age = sender.before
         return sender._replace(sent=sent, error=error, age=age)
 
-    def _quantize(self, g: Array, sent: Array) -> Parts:
+    def _quantize(self, g: Tensor, sent: Tensor) -> Parts:
         d, top = len(g), 2 ** (self.bits or 1) - 1
         if self.bits is None:
             return Parts(d, g, form=WHOLE)
-        if isinstance(g, Tensor):
-            reach = reach_of(g - sent)
-            scales = np.array([reach if np.isfinite(reach) else np.nan], "<f4")
-            levels = ((divide(g - sent, float(reach) or 1.0) + 1) * (top / 2) + 0.5).clamp(0, top)
-            return Parts(
-                d, pack(levels.to(torch.int32) * int(np.isfinite(reach)), self.bits), scales=scales
-            )
-        buffer = np.empty(min(BLOCK, d), np.float32)
-        stream = np.empty(packed_bytes(d, self.bits), np.uint8)
-        magnitudes = [np.abs(part, out=part).max() for _, part in changes(g, sent, buffer)]
-        reach = np.max(magnitudes, initial=np.float32(0))
-        if not np.isfinite(reach):
-            stream[:] = 0
-            return Parts(d, stream, scales=np.array([np.nan], "<f4"))
-        for where, change in changes(g, sent, buffer):
+        old, new = native(sent), native(g)
+        with quiet():
+            reaches = [largest_magnitude(tensor(new[w] - old[w])) for w in blocks(new)]
+        reach = math.nan if any(map(math.isnan, reaches)) else max(reaches)
+        if not math.isfinite(reach):
+            stream = g.new_zeros(packed_bytes(d, self.bits), dtype=torch.uint8)
+            return Parts(d, stream, scales=torch.tensor([math.nan]))
+        pieces = []
+        for where in blocks(new):
             # Divide first: twice a large R would overflow float32.
-            change /= reach if reach else np.float32(1)
-            change += np.float32(1)
-            change *= np.float32(top / 2)
-            change += np.float32(0.5)
-            levels = np.clip(change, 0, top, out=change).astype(
-                np.uint8 if self.bits <= 8 else np.uint16
-            )
-            piece = pack(levels, self.bits)
-            stream[where.start * self.bits // 8 :][: piece.size] = piece
-        return Parts(d, stream, scales=np.array([reach], "<f4"))
+            change = divide(new[where] - old[where], reach or 1.0)
+            change += 1
+            change *= top / 2
+            change += 0.5
+            pieces.append(pack(convert(change.clip(0, top), torch.int32), self.bits))
+        return Parts(d, concatenate(pieces, g), scales=torch.tensor([reach]))
 
-    def _apply(self, parts: Parts, sent: Array) -> Array:
+    def _apply(self, parts: Parts, sent: Tensor) -> Tensor:
         """Return Q after a message, with the same bits at both ends."""
-        d = len(sent)
-        form = WHOLE if self.bits is None else LEVELS
+        d, form = len(sent), WHOLE if self.bits is None else LEVELS
         if parts.count != d or len(parts.indices) or parts.form != form:
             raise PayloadError(
                 f"expected a gradient of {d} elements; received form {parts.form} with"
                 f" {parts.count} values"
             )
-        values = as_bytes(parts.values)
+        values, scales = as_bytes(parts.values), as_bytes(parts.scales)
         if self.bits is None:
-            typed_part(parts.scales, "<f4", 0, "scales")
-            return array_of(tensor_of(typed_part(values, "<f4", d, "values")).clone())
-        reach = typed_part(read(parts.scales).view(np.uint8), "<f4", 1, "scales")[0]
+            typed_part(scales, torch.float32, 0, "scales")
+            return typed_part(values, torch.float32, d, "values").clone()
+        reach = float(to_host(typed_part(scales, torch.float32, 1, "scales"))[0])
         if len(values) != packed_bytes(d, self.bits):
             raise PayloadError(
                 f"received {len(values)} bytes, which do not hold {d} levels of {self.bits} bits"
             )
-        unpacked = unpack_bytes if self.bits <= 8 else unpack
-        if isinstance(sent, Tensor):
-            levels = unpacked(values, self.bits, d).to(torch.float32)
-            return (levels * (2 / (2**self.bits - 1)) - 1) * float(reach) + sent
-        now = np.empty(d, np.float32)
-        for where in blocks(d):
-            change = now[where]
-            change[:] = unpacked(values[where.start * self.bits // 8 :], self.bits, change.size)
-            change *= np.float32(2 / (2**self.bits - 1))
-            change -= np.float32(1)
-            change *= reach
-            change += sent[where]
-        return now
+        now, old = native(torch.empty_like(sent)), native(sent)
+        with quiet():
+            for where in blocks(now):
+                change = now[where]
+                part = values[where.start * self.bits // 8 :]
+                change[:] = unpack(part, self.bits, len(change))
+                change *= 2 / (2**self.bits - 1)
+                change -= 1
+                change *= reach
+                change += old[where]
+        return tensor(now)
 
 
 def model_changes(state: Lazy, model: Tensor | None, memory: int) -> Lazy:
     """Return the state after the worker has received a model."""
     if model is None or state.model is None:
         return state._replace(model=model)
-    with np.errstate(over="ignore", invalid="ignore"):
-        move = distance(array_of(model), array_of(state.model))
+    move = distance(as_float32(model), as_float32(state.model))
     return state._replace(model=model, moves=(move, *state.moves)[:memory])
-
-
-def changes(x: np.ndarray, y: np.ndarray, buffer: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield x − y block by block; each block overwrites the one before."""
-    return (
-        (where, np.subtract(x[where], y[where], out=buffer[: where.stop - where.start]))
-        for where in blocks(x.size)
-    )
 
 
 def distance(x: Array, y: Array) -> float:
     """Return ‖x − y‖² in float64; on a device, the last bits may differ."""
-    if isinstance(x, Tensor):
-        apart = wide(x - y)
-        return numbers([apart @ apart])[0]
-    buffer, total = np.empty(min(BLOCK, x.size), np.float32), 0.0
-    for _, part in changes(x, y, buffer):
-        apart = wide(part)
-        total += float(np.einsum("i,i->", apart, apart))
+    total = 0.0
+    x, y = native(x), native(y)
+    with quiet():
+        for where in blocks(x):
+            apart = x[where] - y[where]
+            if isinstance(apart, Tensor):
+                total += numbers([apart.double() @ apart.double()])[0]
+            else:
+                wide = apart.astype(np.float64)
+                total += float(np.einsum("i,i->", wide, wide))
     return total

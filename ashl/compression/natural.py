@@ -13,30 +13,31 @@ Source: Horváth et al., "Natural Compression for Distributed Deep Learning", 20
 
 from typing import ClassVar
 
-from ashl.compression.common.code import Code
-from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.levels import all_levels
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wire.powers import OMEGA, natural_bytes, read_natural, write_natural
-from ashl.compression.wrappers.options import Wrappers
+import torch
+from torch import Tensor
+
+from ashl.compression.coding import OMEGA
+from ashl.compression.contract import EncodeContext, Traits, Wrappable
+from ashl.compression.kernels import natural_bytes, read_natural, write_natural
+from ashl.compression.payload import HEADER, Parts, all_values, typed_part
 from ashl.option import option
 
 
 @option
-class NaturalCompression(Code, Wrappers):
+class NaturalCompression(Wrappable):
     """Sends signs and exponents."""
 
     code: ClassVar[int] = 17
     on_host: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(unbiased=True, contraction=True)
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         return Parts(len(x), write_natural(x, context.words()))
 
-    def unpack(self, parts: Parts, d: int) -> Array:
+    def unpack(self, parts: Parts, d: int) -> Tensor:
+        size = natural_bytes(d)
         return read_natural(
-            typed_part(all_levels(parts, d), "u1", natural_bytes(d), "signs and exponents"), d
+            typed_part(all_values(parts, d), torch.uint8, size, "signs and exponents"), d
         )
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:

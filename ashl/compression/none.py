@@ -8,14 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import (
-    ENCODE_CONTEXT,
-    Codec,
-    EncodeContext,
-    PayloadError,
-    State,
-    Traits,
-)
+from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, State, Traits
+from ashl.compression.payload import PayloadError
 from ashl.option import option
 
 

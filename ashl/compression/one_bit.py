@@ -23,134 +23,145 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Code
-from ashl.compression.contract import EncodeContext, Layout, Traits
-from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes, unpack
-from ashl.compression.wire.device_kernels import block_sums
-from ashl.compression.wire.levels import all_levels, row_sums
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wrappers.layers import slices
-from ashl.compression.wrappers.options import Wrappers
-from ashl.learn.device import numbers
+from ashl.compression.contract import (
+    Codec,
+    EncodeContext,
+    Layer,
+    Layout,
+    Traits,
+    Wrappable,
+    slices,
+    with_layout,
+)
+from ashl.compression.kernels import (
+    BLOCK,
+    block_sums,
+    blocks,
+    count_negative,
+    native,
+    pack_signs,
+    packed_bytes,
+    unpack_truths,
+)
+from ashl.compression.payload import HEADER, Parts, all_values, typed_part
 from ashl.option import option
 
-Matrix = tuple[int, int, bool]  # rows, columns, and whether columns (else rows) share means
+
+@dataclass(frozen=True)
+class Matrix:
+    """A part of the vector whose columns, or else rows, share means; a vector is one column."""
+
+    rows: int
+    columns: int = 1
+    by_column: bool = True
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of means."""
+        return self.columns if self.by_column else self.rows
 
 
 @option
-class OneBit(Code, Wrappers):
+class OneBit(Wrappable):
     """Two means of the whole vector or of parts of it."""
 
     code: ClassVar[int] = 12
     traits: ClassVar[Traits] = Traits(contraction=True)
+    layout: ClassVar[Layout | None] = None
     per: Literal["vector", "layer", "row", "column"]
-
-    def for_layout(self, layout: Layout) -> Code:
-        """Return the codec for the layers of a model."""
-        if self.per == "vector" or not layout:
-            return self
-        if self.per == "layer":
-            return TwoMeans(tuple((1, layer.size, False) for layer in layout))
-        shapes = (layer.shape if len(layer.shape) > 1 else (1, layer.size) for layer in layout)
-        columns = self.per == "column"
-        return TwoMeans(tuple((s[0], prod(s[1:]), columns and s[0] > 1) for s in shapes))
 
     @property
     def on_host(self) -> bool:
         return self.per in ("row", "column")
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        return TwoMeans(((1, len(x), False),)).pack(x, context)
+    def for_layout(self, layout: Layout) -> Codec:
+        return self if self.per == "vector" else with_layout(self, layout)
 
-    def unpack(self, parts: Parts, d: int) -> Array:
-        return TwoMeans(((1, d, False),)).unpack(parts, d)
+    def matrices(self, d: int) -> list[Matrix]:
+        """Return the parts of a vector."""
+        matrices = []
+        for layer in self.layout or (Layer("all", (d,)),):
+            rows, columns = (*layer.shape[:1], prod(layer.shape[1:])) if layer.shape else (1, 1)
+            if self.per in ("vector", "layer") or len(layer.shape) < 2 or rows == 1:
+                matrices.append(Matrix(layer.size))
+            else:
+                matrices.append(Matrix(rows, columns, self.per == "column"))
+        return matrices
 
-    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return TwoMeans(((1, d, False),)).encoded_nbytes(ratio, d)
+    def split(self, x: Tensor) -> Iterator[tuple[Matrix, Tensor]]:
+        """Yield the parts of x, and views of their elements."""
+        matrices = self.matrices(len(x))
+        parts = slices([matrix.rows * matrix.columns for matrix in matrices])
+        for part, matrix in zip(parts, matrices, strict=True):
+            yield matrix, x[part].view(matrix.rows, matrix.columns)
 
-    def bound(self, ratio: float | None, d: int) -> float:
-        return 1 - 1 / d
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        means = [
+            means_of_vector(part.view(-1)) if matrix.pairs == 1 else means_of_rows(matrix, part)
+            for matrix, part in self.split(x)
+        ]
+        return Parts(len(x), pack_signs(x), scales=torch.cat(means).float())
 
-
-@dataclass(frozen=True)
-class TwoMeans(Code):
-    """Signs and means of consecutive matrices."""
-
-    code: ClassVar[int] = OneBit.code
-    traits: ClassVar[Traits] = OneBit.traits
-    matrices: tuple[Matrix, ...]
-
-    @property
-    def on_host(self) -> bool:
-        return any(rows > 1 for rows, _, _ in self.matrices)
-
-    def split(self, x: Array) -> Iterator[Array]:
-        """Yield x as matrices whose rows share means, as views."""
-        sizes = [rows * columns for rows, columns, _ in self.matrices]
-        for place, (rows, columns, turned) in zip(slices(sizes), self.matrices, strict=True):
-            matrix = x[place].reshape(rows, columns)
-            yield matrix.T if turned else matrix
-
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        means = [two_means(rows) for rows in self.split(x)]
-        return Parts(len(x), pack_signs(x), scales=np.concatenate(means).astype(np.float32))
-
-    def unpack(self, parts: Parts, d: int) -> Array:
-        stream = typed_part(all_levels(parts, d), "u1", packed_bytes(d, 1), "signs")
-        if isinstance(stream, Tensor):
-            sides = typed_part(parts.scales, "<f4", 2 * self._num_parts(), "means").view(-1, 2)
-            parts_there = zip(self.split(unpack(stream, 1, d)), sides, strict=True)
-            return torch.cat(
-                [torch.where(negative[0] > 0, side[1], side[0]) for negative, side in parts_there]
-            )
-        # The bits of both means: elements are composed from them by exclusive or.
-        means = typed_part(parts.scales, "<u4", 2 * self._num_parts(), "means").reshape(-1, 2)
-        negative = np.unpackbits(stream, count=d, bitorder="little")
-        x, start = np.empty(d, np.uint32), 0
-        for rows, signs in zip(self.split(x), self.split(negative), strict=True):
-            own = means[start : start + len(rows)]
-            above, below = own[:, :1], own[:, 1:]
-            for columns in column_blocks(rows):
-                block = signs[:, columns].astype(np.uint32)
-                block *= above ^ below
-                block ^= above
-                rows[:, columns] = block
-            start += len(rows)
-        return x.view(np.float32)
+    def unpack(self, parts: Parts, d: int) -> Tensor:
+        signs = typed_part(all_values(parts, d), torch.uint8, packed_bytes(d, 1), "signs")
+        means = typed_part(parts.scales, torch.float32, 2 * self._num_pairs(d), "means")
+        negative, x = unpack_truths(signs, d), torch.empty(d, device=str(signs.device))
+        start = 0
+        for (matrix, part), (_, below_zero) in zip(
+            self.split(x), self.split(negative), strict=True
+        ):
+            # Elements are composed by exclusive or from the bits of both means.
+            own = means.view(-1, 2)[start : start + matrix.pairs].T.contiguous().view(torch.int32)
+            start += matrix.pairs
+            above, below = native(own.view((2, 1, -1) if matrix.by_column else (2, -1, 1)))
+            bits, truths = native(part.view(torch.int32)), native(below_zero)
+            for where in blocks(bits, max(1, BLOCK // matrix.columns)):
+                rows = slice(None) if matrix.by_column else where
+                block = bits[where]
+                block[:] = truths[where]
+                block *= above[rows] ^ below[rows]
+                block ^= above[rows]
+        return x
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + packed_bytes(d, 1) + 8 * self._num_parts()
+        return HEADER.size + packed_bytes(d, 1) + 8 * self._num_pairs(d)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        return 1 - 1 / max(rows if turned else columns for rows, columns, turned in self.matrices)
+        return 1 - 1 / max(
+            matrix.rows if matrix.by_column else matrix.columns for matrix in self.matrices(d)
+        )
 
-    def _num_parts(self) -> int:
-        """Return the number of parts with means of their own."""
-        return sum(columns if turned else rows for rows, columns, turned in self.matrices)
+    def _num_pairs(self, d: int) -> int:
+        return sum(matrix.pairs for matrix in self.matrices(d))
 
 
-def two_means(rows: Array) -> np.ndarray:
-    """Return the means [n, 2], float64, of non-negative and of negative elements of each row.
+def means_of_vector(x: Tensor) -> Tensor:
+    """Return the means [1, 2], float64, of non-negative and of negative elements."""
+    negative = count_negative(x)
+    sums = [
+        sum(block_sums(x, lambda part: part.clip(min=0))),
+        sum(block_sums(x, lambda part: part.clip(max=0))),
+    ]
+    counts = [max(1, len(x) - negative), max(1, negative)]
+    return torch.tensor([sums], dtype=torch.float64) / torch.tensor([counts])
 
-    On a device there is only one row.
+
+def means_of_rows(matrix: Matrix, part: Tensor) -> Tensor:
+    """Return the means [pairs, 2], float64, of non-negative and of negative elements of each
+    column or row.
     """
-    if isinstance(rows, Tensor):
-        sides = rows[0].clamp(min=0), rows[0].clamp(max=0)
-        num_negative = numbers([torch.signbit(rows[0]).sum()])[0]
-        sums = np.array([sum(block_sums(side, BLOCK)) for side in sides])
-        return (sums / np.maximum([rows.shape[1] - num_negative, num_negative], 1))[None]
+    rows = part.numpy().T if matrix.by_column else part.numpy()
     sums, counts = np.zeros((2, len(rows))), np.zeros((2, len(rows)))
-    for columns in column_blocks(rows):
-        block = rows[:, columns]
-        sums += row_sums(np.maximum(block, 0)), row_sums(np.minimum(block, 0))
-        negative = np.signbit(block)
-        num_negative = np.count_nonzero(negative) if len(rows) == 1 else negative.sum(1)
-        counts += np.stack([block.shape[1] - num_negative, num_negative]).reshape(2, -1)
-    return (sums / np.maximum(counts, 1)).T
-
-
-def column_blocks(rows: np.ndarray) -> Iterator[slice]:
-    """Return slices of columns whose rows together fit the cache."""
     step = max(1, BLOCK // len(rows))
-    return (slice(start, start + step) for start in range(0, rows.shape[1], step))
+    for start in range(0, rows.shape[1], step):
+        block = rows[:, start : start + step]
+        sums += sum_rows(np.maximum(block, 0)), sum_rows(np.minimum(block, 0))
+        negative = np.signbit(block).sum(1)
+        counts += block.shape[1] - negative, negative
+    return torch.from_numpy((sums / np.maximum(counts, 1)).T)
+
+
+def sum_rows(rows: np.ndarray) -> np.ndarray:
+    """Return the sum of each row, in float64 only if float32 overflows."""
+    sums = rows.sum(1)
+    return sums if np.isfinite(sums).all() else rows.sum(1, dtype=np.float64)

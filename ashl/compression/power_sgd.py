@@ -37,7 +37,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.deterministic_matmul import outer_sum
 from ashl.compression.contract import (
     ENCODE_CONTEXT,
     CodecInput,
@@ -45,21 +44,22 @@ from ashl.compression.contract import (
     EncodeContext,
     Layout,
     Outcome,
-    PayloadError,
     State,
     Team,
     Traits,
+    Wrappable,
+    as_float32,
+    slices,
 )
-from ashl.compression.wire.arrays import array_of, beside, is_true, tensor_of
-from ashl.compression.wire.payload_format import (
+from ashl.compression.kernels import beside, is_true, outer_sum
+from ashl.compression.payload import (
     HEADER,
     Parts,
+    PayloadError,
     read_payload,
     typed_part,
     write_payload,
 )
-from ashl.compression.wrappers.layers import slices
-from ashl.compression.wrappers.options import Wrappers
 from ashl.learn.device import to_device, to_host
 from ashl.option import Count, option
 
@@ -69,7 +69,7 @@ DEPENDENT = 1e-6
 
 
 @option
-class PowerSGD(Wrappers):
+class PowerSGD(Wrappable):
     """Low-rank approximation with a warm start."""
 
     traits: ClassVar[Traits] = LOW_RANK
@@ -152,13 +152,13 @@ class LowRank(Collective):
         self, sender: Basis | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[Basis, Tensor]:
         sender = sender or Basis()
-        flat = tensor_of(array_of(x))
+        flat = as_float32(x)
         q = self.initial_factors(sender.q, flat, context.stream())
         left = self.orthonormal(self.left_factors(flat, q))
         right = self.right_factors(flat, left)
         values = torch.cat([left, right, self.unchanged_layers(flat)])
         return Basis(right, sender.q), write_payload(
-            self.code, x.numel(), Parts(values.numel(), array_of(values))
+            self.code, x.numel(), Parts(len(values), values)
         )
 
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
@@ -172,7 +172,7 @@ class LowRank(Collective):
             raise PayloadError(
                 f"expected layers of low rank; received {parts.count} values for {d} elements"
             )
-        values = tensor_of(typed_part(parts.values, "<f4", parts.count, "values")).clone()
+        values = typed_part(parts.values, torch.float32, parts.count, "values")
         return receiver, self.compose(*values.split(self.counts))
 
     def restore_dropped(self, sender: Basis, payload: Tensor) -> Basis:
@@ -192,7 +192,7 @@ class LowRank(Collective):
             zeros = [(thin == 0).all(0) for _, thin in self._pair_factors(q, right=True)]
             if not zeros or not is_true(torch.cat(zeros).any()):
                 return q
-        drawn = beside(x, rng.standard_normal(self.counts[1], np.float32))
+        drawn = beside(x, torch.from_numpy(rng.standard_normal(self.counts[1], np.float32)))
         if q is None:
             return drawn
         pairs = zip(zeros, self._pair_factors(q, drawn, right=True), strict=True)
@@ -227,7 +227,7 @@ class LowRank(Collective):
         for (a, left), (_, right) in zip(
             self._pair_factors(p), self._pair_factors(q, right=True), strict=True
         ):
-            outer_sum(array_of(left.T), array_of(right.T), array_of(x[a.part].view(a.m, a.n)))
+            outer_sum(left.T.contiguous(), right.T.contiguous(), x[a.part].view(a.m, a.n))
         for part, values in zip(
             self._split[1], others.split([s.stop - s.start for s in self._split[1]]), strict=True
         ):

@@ -14,38 +14,32 @@ Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantiz
 NeurIPS 2017.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
-import numpy as np
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.common.code import Code
-from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire import device_kernels
-from ashl.compression.wire.arrays import Array, divide, zeros
-from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import (
-    all_levels,
-    block_rows,
-    level_bytes,
-    pack_levels,
-    rows_of,
+from ashl.compression.coding import EntropyCode, level_bytes, read_levels, write_levels
+from ashl.compression.contract import EncodeContext, Traits, Wrappable
+from ashl.compression.kernels import (
+    Array,
+    divide,
+    empty,
+    native,
+    round_levels,
+    rounding_noise,
+    row_lengths,
+    row_reach,
     scale_levels,
-    unpack_levels,
+    tensor,
 )
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_noise
-from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.payload import HEADER, Parts, all_values, typed_part
 from ashl.option import Count, Number, option
-
-LARGEST = np.finfo(np.float32).max
 
 
 @option
-class QSGD(Code, Wrappers):
+class QSGD(Wrappable):
     """Levels of a bucket's norm."""
 
     code: ClassVar[int] = 15
@@ -60,31 +54,30 @@ class QSGD(Code, Wrappers):
         small, variable = self.bound(None, self.bucket) < 1, self.entropy != "none"
         return Traits(unbiased=True, contraction=small, variable=variable)
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        row = min(self.bucket, len(x))
-        top = 2 * self.levels
-        noise = rounding_noise(x, context.words(), self.levels)
-        norms = zeros(x, -(-len(x) // row), 1)
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        d, s, row = len(x), self.levels, min(self.bucket, len(x))
+        noise = rounding_noise(x, context.words(), s)
+        norms = empty(native(x), -(-d // row), 1)
 
-        def numbers(where: slice, block: Array) -> Array:
-            norms[where] = lengths(block) if self.norm == "l2" else largest(block)
-            y = scale_levels(block, norms[where], self.levels * noise.unit)
-            return round_to_uint8(y, noise, where.start * row, self.levels)
+        def to_levels(where: slice, rows: Array) -> Array:
+            length = row_lengths(rows) if self.norm == "l2" else row_reach(rows)
+            norms[where] = length
+            y = scale_levels(rows, length, s * noise.unit)
+            return round_levels(y, noise, where.start * row, s)
 
-        stream = pack_levels(
-            len(x), top, (numbers(where, block) for where, block in rows_of(x, row)), self.entropy
-        )
-        return Parts(len(x), stream, scales=norms)
+        stream = write_levels(x, row, d, 2 * s, self.entropy, to_levels)
+        return Parts(d, stream, scales=tensor(norms))
 
-    def unpack(self, parts: Parts, d: int) -> Array:
+    def unpack(self, parts: Parts, d: int) -> Tensor:
         row = min(self.bucket, d)
-        steps = divide(typed_part(parts.scales, "<f4", -(-d // row), "norms")[:, None], self.levels)
+        norms = typed_part(parts.scales, torch.float32, -(-d // row), "norms")
+        steps = divide(native(norms)[:, None], self.levels)
 
-        def to_values(where: slice, block: Array) -> None:
-            block -= self.levels
-            block *= steps[where]
+        def to_values(where: slice, rows: Array) -> None:
+            rows -= self.levels
+            rows *= steps[where]
 
-        return unpack_levels(all_levels(parts, d), d, row, 2 * self.levels, to_values, self.entropy)
+        return read_levels(all_values(parts, d), row, d, 2 * self.levels, self.entropy, to_values)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         buckets = -(-d // min(self.bucket, d))
@@ -95,34 +88,3 @@ class QSGD(Code, Wrappers):
         if self.norm == "l2":
             return min(b / s**2, b**0.5 / s)
         return min(b / (2 * s) ** 2, (1 + b**0.5) / (2 * s))
-
-
-def largest(rows: Array) -> Array:
-    """Return the largest magnitude of each row [n, m], as [n, 1]."""
-    if isinstance(rows, Tensor):
-        return rows.abs().amax(1, keepdim=True)
-    return np.abs(rows).max(1, keepdims=True)
-
-
-def lengths(rows: Array) -> Array:
-    """Return ‖·‖₂ of each row [n, m], float32 [n, 1]; finite rows are limited to the largest
-    float32.
-
-    On a device, the last bit may differ.
-    """
-    if isinstance(rows, Tensor):
-        return device_kernels.lengths(rows)
-    step = block_rows(rows.shape[1])
-    return np.concatenate(
-        [_lengths(rows[start : start + step]) for start in range(0, len(rows), step)]
-    )
-
-
-def _lengths(rows: np.ndarray) -> np.ndarray:
-    """Return the norms of a block of rows, in float64 if one of them needs it."""
-    squares = np.einsum("ij,ij->i", rows, rows)
-    if not ((squares > 2.0**-80) & (squares < 2.0**120)).all():
-        wide = rows.astype(np.float64)
-        squares = np.einsum("ij,ij->i", wide, wide)
-        squares = np.where(np.isfinite(squares), np.minimum(squares, float(LARGEST) ** 2), squares)
-    return np.sqrt(squares).astype(np.float32)[:, None]

@@ -19,14 +19,14 @@ import math
 from typing import ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ashl.compression.common.select import largest
-from ashl.compression.common.sparsifier import DENSE, SPARSE, Sparsifier
+from ashl.compression.coding import VALUES, value_bound, write_indices, write_values
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.bits import BLOCK, blocks
-from ashl.compression.wire.index_code import write_indices
-from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts
-from ashl.compression.wire.value_code import value_bound, write_values
+from ashl.compression.kernels import blocks, largest, native, where_true
+from ashl.compression.payload import HEADER, Parts
+from ashl.compression.sparse import DENSE, SPARSE, Sparsifier, max_nbytes
 from ashl.option import option
 
 ROUNDS = 100  # most steps of the fixed-point iteration; a gradient needs a few
@@ -44,37 +44,38 @@ class RandomDropping(Sparsifier):
     def traits(self) -> Traits:
         return Traits(unbiased=self.values == "fp32", variable=True)
 
-    def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
-        k = self.kept(context.ratio, x.size)
-        if self.sends_all(k, x.size):
-            return Parts(x.size, x, form=DENSE)
-        top = max(x.max(), -x.min())
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        k, d = self.kept(context.ratio, len(x)), len(x)
+        if self.sends_all(k, d):
+            return Parts(d, x, form=DENSE)
+        top = float(x.abs().max())
         if top == 0:
-            return Parts(0, EMPTY)
-        if not np.isfinite(top):
-            return self.pack_selected(x, k, largest(x, k), context)
+            return Parts(0, x[:0])
+        if not math.isfinite(top):
+            return self.format.pack(x, k, lambda: largest(x, k), context)
         slope = find_slope(x, top, k)
         if slope == math.inf:
-            indices = np.flatnonzero(x)
+            indices = where_true(native(x) != 0)
         else:
-            indices = draw_places(x, top, slope, context.stream())
-        indices = indices[: max_elements(k, x.size)]
-        if not indices.size:
-            return Parts(0, EMPTY)
+            indices = draw_indices(x, top, slope, context.stream())
+        indices = indices[: max_elements(k, d)]
+        if not len(indices):
+            return Parts(0, x[:0])
         kept = x[indices]
-        kept = np.copysign(np.maximum(np.abs(kept), np.float32(top / slope)), kept)
-        values, scales = write_values(self.values, kept, context)
-        return Parts(indices.size, values, write_indices(self.indices, indices, x.size), scales)
+        least = float(np.float32(top) / np.float32(slope))
+        kept = torch.copysign(kept.abs().clamp(min=least), kept)
+        values, scales = write_values(self.values, kept, context.words(VALUES))
+        return Parts(len(indices), values, write_indices(self.indices, indices, d), scales)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         k = self.kept(ratio, d)
         if self.sends_all(k, d):
             return HEADER.size + 4 * d
-        return self.max_nbytes(max_elements(k, d), d)
+        return max_nbytes(self.values, self.indices, max_elements(k, d), d)
 
     def sends_all(self, k: int, d: int) -> bool:
         """Return True if all elements are sent; this must not depend on the random numbers."""
-        return self.form(max_elements(k, d), d) != SPARSE
+        return self.format.form(max_elements(k, d), d) != SPARSE
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)
@@ -89,16 +90,16 @@ def max_elements(k: int, d: int) -> int:
     return min(d, k + math.ceil(7 * math.sqrt(k)) + 16)
 
 
-def find_slope(x: np.ndarray, top: np.float32, k: int) -> float:
+def find_slope(x: Tensor, top: float, k: int) -> float:
     """Return λ for magnitudes relative to the largest one; infinity if at most k elements are not
     0.
     """
     cut, slope = -1, math.inf
     for _ in range(ROUNDS):
         count, rest = 0, 0.0
-        for where in blocks(x.size):
-            y = np.abs(x[where])
-            y /= top
+        for where in blocks(x):
+            y = np.abs(x[where].numpy())
+            y /= np.float32(top)
             certain = y >= 1 / slope if cut >= 0 else y > 1
             count += int(np.count_nonzero(certain))
             y[certain] = 0
@@ -111,18 +112,13 @@ def find_slope(x: np.ndarray, top: np.float32, k: int) -> float:
     return min(slope, STEEPEST)
 
 
-def draw_places(
-    x: np.ndarray, top: np.float32, slope: float, rng: np.random.Generator
-) -> np.ndarray:
+def draw_indices(x: Tensor, top: float, slope: float, rng: np.random.Generator) -> Tensor:
     """Draw each element with its probability and return the ascending indices."""
-    chances, drawn, indices = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), []
-    scale = np.float32(slope * 2.0**32)
-    for start in range(0, x.size, BLOCK):
-        part = x[start : start + BLOCK]
-        p = np.abs(part, out=chances[: part.size])
-        p /= top
-        p *= scale
-        u = drawn[: part.size]
-        u[:] = rng.integers(0, 2**32, part.size, np.uint32)
-        indices.append(np.flatnonzero(u < p) + start)
-    return np.concatenate(indices)
+    indices = []
+    for where in blocks(x):
+        p = np.abs(x[where].numpy())
+        p /= np.float32(top)
+        p *= np.float32(slope * 2.0**32)
+        u = rng.integers(0, 2**32, p.size, np.uint32).astype(np.float32)
+        indices.append(np.flatnonzero(u < p) + where.start)
+    return torch.from_numpy(np.concatenate(indices))

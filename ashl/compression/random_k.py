@@ -13,18 +13,14 @@ Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
 
 from typing import ClassVar, Literal
 
-from ashl.compression.common.seeded import Seeded, draw_distinct
-from ashl.compression.common.sparsifier import SPARSE
+import torch
+from torch import Tensor
+
+from ashl.compression.coding import VARIABLE, IndexCode, draw_distinct
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.arrays import Array, to_device_index
-from ashl.compression.wire.index_code import (
-    VARIABLE,
-    IndexCode,
-    index_bytes,
-    read_indices,
-    write_indices,
-)
-from ashl.compression.wire.payload_format import Parts
+from ashl.compression.kernels import beside
+from ashl.compression.payload import Parts
+from ashl.compression.sparse import Coded, Seed, Seeded, SparseFormat
 from ashl.option import option
 
 
@@ -39,25 +35,18 @@ class RandomK(Seeded):
     def traits(self) -> Traits:
         return Traits(contraction=True, variable=self.indices in VARIABLE)
 
-    def place_bytes(self, k: int, d: int) -> int:
-        if self.indices == "seed":
-            return super().place_bytes(k, d)
-        return index_bytes(self.indices, k, d)
+    @property
+    def format(self) -> SparseFormat:
+        coded = Seed() if self.indices == "seed" else Coded(self.indices)
+        return SparseFormat(self.values, coded)
 
-    def read_places(self, buffer: Array, k: int, d: int) -> Array:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        k, rng = self.kept(context.ratio, len(x)), context.stream()
         if self.indices == "seed":
-            return super().read_places(buffer, k, d)
-        return read_indices(self.indices, buffer, k, d)
+            return self.pack_drawn(x, rng, context)
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        if self.indices == "seed":
-            return self.draw_places(x, context.stream(), context)
-        k = self.kept(context.ratio, len(x))
-        if self.form(k, len(x)) != SPARSE:
-            return self.parts_of(x, k, None, None, context)
-        indices = to_device_index(x, draw_distinct(context.stream(), k, len(x)))
-        coded = write_indices(self.indices, indices, len(x))
-        return self.parts_of(x, k, x[indices], coded, context)
+        def draw() -> Tensor:
+            drawn = draw_distinct(rng, k, len(x)).astype("int64", copy=False)
+            return beside(x, torch.from_numpy(drawn))
 
-    def bound(self, ratio: float | None, d: int) -> float:
-        return self.error_bound(self.kept(ratio, d), d)
+        return self.format.pack(x, k, draw, context)

@@ -15,10 +15,11 @@ Source: Konečný et al., "Federated Learning: Strategies for Improving Communic
 
 from typing import ClassVar
 
-from ashl.compression.common.seeded import Seeded
+from torch import Tensor
+
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.payload_format import Parts
+from ashl.compression.payload import Parts
+from ashl.compression.sparse import Seeded
 from ashl.option import option
 
 
@@ -32,8 +33,5 @@ class RandomMask(Seeded):
     def traits(self) -> Traits:
         return Traits(contraction=True, linear=self.values == "fp32")
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        return self.draw_places(x, context.shared(), context)
-
-    def bound(self, ratio: float | None, d: int) -> float:
-        return self.error_bound(self.kept(ratio, d), d)
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        return self.pack_drawn(x, context.shared(), context)

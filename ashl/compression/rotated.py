@@ -16,51 +16,41 @@ error feedback. If an element is not finite, also after the rotation, its block 
 Source: Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017.
 """
 
-from __future__ import annotations
-
 import math
-from functools import cache
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Code
-from ashl.compression.common.deterministic_matmul import hadamard_sums, signs_of
-from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.uniform import Levels, place_levels
-from ashl.compression.wire import device_kernels
-from ashl.compression.wire.arrays import (
+from ashl.compression import kernels
+from ashl.compression.coding import EntropyCode, level_bytes, read_levels, write_levels
+from ashl.compression.contract import EncodeContext, Traits, Wrappable
+from ashl.compression.kernels import (
     Array,
-    as_bytes,
     beside,
-    concatenate,
     divide,
-    read,
+    empty,
+    hadamard_factors,
+    hadamard_sums,
+    native,
+    product,
+    round_levels,
+    rounding_noise,
+    tensor,
     view_as,
-    zeros,
 )
-from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import (
-    all_levels,
-    level_bytes,
-    pack_levels,
-    rows_of,
-    unpack_levels,
-)
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_noise
-from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.payload import HEADER, Parts, all_values, as_bytes, typed_part
+from ashl.compression.uniform import Levels, place_levels
 from ashl.data.counter_rng import CounterRng
+from ashl.learn.device import to_host
 from ashl.option import option
 
 LARGEST = 4096  # largest block
-SEED = np.dtype("<u8")  # type of the seed of σ
+SEED_BYTES = 8  # size of the seed of σ
 
 
 @option
-class Rotated(Code, Wrappers):
+class Rotated(Wrappable):
     """Levels between the least and the largest element of rotated blocks."""
 
     code: ClassVar[int] = 14
@@ -74,51 +64,43 @@ class Rotated(Code, Wrappers):
         small, variable = self.bound(None, LARGEST) < 1, self.entropy != "none"
         return Traits(unbiased=True, contraction=small, variable=variable)
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         row, top = block_of(len(x)), self.levels - 1
         rows = -(-len(x) // row)
         noise = rounding_noise(x, context.words(), top)
-        seed = context.shared().bit_generator.random_raw(1).astype(SEED)
-        flips = CounterRng(int(seed[0]))
-        ends = zeros(x, rows, 2)
+        seed = torch.from_numpy(context.shared().bit_generator.random_raw(1).view("u1"))
+        ends = empty(native(x), rows, 2)
 
-        def numbers(where: slice, block: Array) -> Array:
-            z = rotate(flip_signs(flips, where.start * row, block), row)
-            ends[where, 0], ends[where, 1] = (
-                (z.amin(1), z.amax(1)) if isinstance(z, Tensor) else (z.min(1), z.max(1))
-            )
-            return round_to_uint8(
-                place_levels(z, ends[where], top * noise.unit), noise, where.start * row
-            )
+        def to_levels(where: slice, block: Array) -> Array:
+            z = rotate(flip_signs(seed, where.start * row, block), row)
+            if isinstance(z, Tensor):
+                ends[where, 0], ends[where, 1] = z.amin(1), z.amax(1)
+            else:
+                ends[where, 0], ends[where, 1] = z.min(1), z.max(1)
+            y = place_levels(z, ends[where], top * noise.unit)
+            return round_levels(y, noise, where.start * row)
 
-        blocks = (numbers(where, block) for where, block in rows_of(x, row))
-        stream = pack_levels(rows * row, top, blocks, self.entropy)
-        return Parts(
-            len(x), stream, scales=concatenate([beside(x, seed.view(np.uint8)), as_bytes(ends)])
-        )
+        stream = write_levels(x, row, rows * row, top, self.entropy, to_levels)
+        return Parts(len(x), stream, scales=torch.cat([beside(x, seed), as_bytes(tensor(ends))]))
 
-    def unpack(self, parts: Parts, d: int) -> Array:
+    def unpack(self, parts: Parts, d: int) -> Tensor:
         row, top = block_of(d), self.levels - 1
         rows = -(-d // row)
-        scales = typed_part(parts.scales, "u1", SEED.itemsize + 8 * rows, "seed and ends")
-        ends = view_as(scales[SEED.itemsize :], "<f4").reshape(rows, 2)
-        flips = CounterRng(int(read(scales[: SEED.itemsize]).view(SEED)[0]))
+        scales = typed_part(parts.scales, torch.uint8, SEED_BYTES + 8 * rows, "seed and ends")
+        ends = native(view_as(scales[SEED_BYTES:], torch.float32)).reshape(rows, 2)
+        seed = to_host(scales[:SEED_BYTES])
 
         def to_values(where: slice, block: Array) -> None:
-            block[:] = flip_signs(flips, where.start * row, rotate_back(block, ends[where], top))
+            block[:] = flip_signs(seed, where.start * row, rotate_back(block, ends[where], top))
 
-        stream = all_levels(parts, d)
-        return unpack_levels(stream, rows * row, row, top, to_values, self.entropy)[:d]
+        stream = all_values(parts, d)
+        return read_levels(stream, row, rows * row, top, self.entropy, to_values)[:d]
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         row = block_of(d)
         rows = -(-d // row)
-        return (
-            HEADER.size
-            + SEED.itemsize
-            + 8 * rows
-            + level_bytes(rows * row, self.levels - 1, self.entropy)
-        )
+        stream = level_bytes(rows * row, self.levels - 1, self.entropy)
+        return HEADER.size + SEED_BYTES + 8 * rows + stream
 
     def bound(self, ratio: float | None, d: int) -> float:
         b = block_of(d)
@@ -130,21 +112,16 @@ def block_of(d: int) -> int:
     return min(LARGEST, 1 << (d - 1).bit_length())
 
 
-def flip_signs(flips: CounterRng, start: int, rows: Array) -> Array:
-    """Return diag(σ)·x for some rows, in a new array.
+def flip_signs(seed: Tensor, start: int, rows: Array) -> Array:
+    """Return diag(σ)·x for some rows, in new memory.
 
     `start`, a multiple of 64, is the number of elements before the rows.
     """
-    if isinstance(rows, Tensor):
-        words = flips.words(rows, start // 64, -(-rows.numel() // 64)).view(torch.uint8)
-        return device_kernels.flip_signs(words, rows)
-    words = flips.words(rows, start // 64, -(-rows.size // 64))
-    signs = np.unpackbits(words.view(np.uint8), count=rows.size, bitorder="little").astype(
-        np.uint32
-    )
-    signs <<= np.uint32(31)
-    signs ^= np.ascontiguousarray(rows).view(np.uint32).reshape(-1)
-    return signs.view(np.float32).reshape(rows.shape)
+    key = int.from_bytes(seed.numpy().tobytes(), "little")
+    flat = tensor(rows.reshape(-1))
+    words = CounterRng(key).words(flat, start // 64, -(-len(flat) // 64))
+    flipped = kernels.flip_signs(words.view(torch.uint8), flat, len(flat))
+    return native(flipped).reshape(rows.shape)
 
 
 def rotate(rows: Array, size: int) -> Array:
@@ -152,9 +129,12 @@ def rotate(rows: Array, size: int) -> Array:
 
     It is a matrix product, so its last bits depend on the device.
     """
-    left, right = hadamard(1 << size.bit_length() // 2), hadamard(1 << (size.bit_length() - 1) // 2)
+    like = tensor(rows)
+    left, right = (
+        beside(like, factor / math.sqrt(len(factor))) for factor in hadamard_factors(size)
+    )
     square = rows.reshape(-1, len(left), len(right))
-    return (beside(rows, left) @ (square @ beside(rows, right))).reshape(rows.shape)
+    return product(left, product(square, right)).reshape(rows.shape)
 
 
 def rotate_back(numbers: Array, ends: Array, top: int) -> Array:
@@ -170,9 +150,3 @@ def rotate_back(numbers: Array, ends: Array, top: int) -> Array:
     sums *= divide(step, math.sqrt(size))
     sums[:, :1] = first
     return sums
-
-
-@cache
-def hadamard(size: int) -> np.ndarray:
-    """Return the orthogonal Hadamard matrix, float32."""
-    return signs_of(size) / np.float32(math.sqrt(size))

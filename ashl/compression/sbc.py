@@ -13,22 +13,23 @@ Source: Sattler, Wiedemann, Müller and Samek, "Sparse Binary Compression: Towar
 Learning with minimal Communication", IJCNN 2019.
 """
 
-from typing import Any, ClassVar
+import math
+from typing import ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ashl.compression.common.code import Sparse
-from ashl.compression.common.select import NEGATIVE, POSITIVE, Order, largest
-from ashl.compression.common.sparsifier import Share
-from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, beside, read, view_as
-from ashl.compression.wire.index_code import IndexCode, max_index_bytes, read_indices, write_indices
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
+from ashl.compression.coding import IndexCode, max_index_bytes, read_indices, write_indices
+from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity
+from ashl.compression.kernels import Order, beside, largest, negatives, positives, view_as
+from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
+from ashl.learn.device import to_host
 from ashl.option import option
 
 
 @option
-class SBC(Sparse, Share):
+class SBC(WithDensity):
     """Sends the mean of one side."""
 
     code: ClassVar[int] = 58
@@ -37,30 +38,26 @@ class SBC(Sparse, Share):
     indices: IndexCode
     per_layer: bool
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, len(x))
-        (up, above), (down, below) = choose_side(x, k, POSITIVE), choose_side(x, k, NEGATIVE)
-        indices, mean = (down, below)
-        if abs(above) >= abs(below) or np.isnan(above):
-            indices, mean = (up, above)
+        (up, above), (down, below) = choose_side(x, k, positives), choose_side(x, k, negatives)
+        upper = abs(above) >= abs(below) or math.isnan(above)
+        indices, mean = (up, above) if upper else (down, below)
         if not len(indices):
             return Parts(0, x[:0])
         coded = write_indices(self.indices, indices, len(x))
-        return Parts(len(indices), x[:0], coded, np.array([mean], "<f4"))
+        return Parts(len(indices), x[:0], coded, torch.tensor([mean]))
 
-    def unpack(self, parts: Parts, d: int) -> Any:
-        if (
-            len(parts.values)
-            or parts.form
-            or not (parts.count or len(parts.indices) + len(parts.scales) == 0)
-        ):
+    def unpack(self, parts: Parts, d: int) -> Elements:
+        empty = len(parts.indices) + len(parts.scales) == 0
+        if len(parts.values) or parts.form or not (parts.count or empty):
             raise PayloadError(
                 f"expected one number for {parts.count} indices; received a payload of another form"
             )
         if not parts.count:
-            return slice(0), view_as(parts.values, "<f4")
-        mean = typed_part(parts.scales, "<f4", 1, "scales")
-        return read_indices(self.indices, parts.indices, parts.count, d), mean
+            return Elements(slice(0), view_as(parts.values, torch.float32))
+        mean = typed_part(parts.scales, torch.float32, 1, "scales")
+        return Elements(read_indices(self.indices, parts.indices, parts.count, d), mean)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + max_index_bytes(self.indices, self.kept(ratio, d), d)
@@ -69,16 +66,15 @@ class SBC(Sparse, Share):
         return 1 - 1 / (d * self.kept(ratio, d) ** 2)
 
 
-def choose_side(x: Array, k: int, order: Order) -> tuple[Array, float]:
+def choose_side(x: Tensor, k: int, order: Order) -> tuple[Tensor, float]:
     """Return the indices of the k largest elements of one sign, and their mean, 0 if there are
     none.
 
     If the sign has fewer than k elements, all of them are returned.
     """
     indices = largest(x, k, order)
-    values = read(x[indices])
-    of_side = np.signbit(values) == (order is NEGATIVE)
-    of_side &= values != 0
+    values = to_host(x[indices])
+    of_side = (torch.signbit(values) == (order is negatives)) & (values != 0)
     if not of_side.all():
         indices, values = indices[beside(indices, of_side)], values[of_side]
-    return indices, float(values.mean(dtype=np.float64)) if values.size else 0.0
+    return indices, float(values.numpy().mean(dtype=np.float64)) if len(values) else 0.0

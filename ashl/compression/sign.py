@@ -24,24 +24,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Code
-from ashl.compression.contract import EncodeContext, Reduces, State, Traits
-from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.bits import apply_signs, pack_signs, packed_bytes
-from ashl.compression.wire.levels import all_levels, mean_magnitude
-from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed_part
-from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.contract import EncodeContext, Reduces, State, Traits, Wrappable
+from ashl.compression.kernels import flip_signs, mean_magnitude, pack_signs, packed_bytes
+from ashl.compression.payload import EMPTY, HEADER, Parts, all_values, typed_part
 from ashl.option import Fraction, option
 
-ONE = np.ones(1, np.float32)
+ONE = torch.ones(1)
 
 
 @option
-class Sign(Code, Reduces, Wrappers):
+class Sign(Reduces, Wrappable):
     """Sends signs."""
 
     code: ClassVar[int] = 11
@@ -62,15 +57,15 @@ class Sign(Code, Reduces, Wrappers):
         """Return the codec of pulls; differences between models need a scale."""
         return replace(self, scale="mean", vote="mean")
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        return Parts(
-            len(x), pack_signs(x), scales=mean_magnitude(x) if self.scale == "mean" else EMPTY
-        )
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        scale = mean_magnitude(x) if self.scale == "mean" else EMPTY
+        return Parts(len(x), pack_signs(x), scales=scale)
 
-    def unpack(self, parts: Parts, d: int) -> Array:
-        bits = typed_part(all_levels(parts, d), "u1", packed_bytes(d, 1), "signs")
-        scale = typed_part(parts.scales, "<f4", 1 if self.scale == "mean" else 0, "scales")
-        return apply_signs(bits, d, scale if len(scale) else ONE)
+    def unpack(self, parts: Parts, d: int) -> Tensor:
+        signs = typed_part(all_values(parts, d), torch.uint8, packed_bytes(d, 1), "signs")
+        scales = 1 if self.scale == "mean" else 0
+        scale = typed_part(parts.scales, torch.float32, scales, "scales")
+        return flip_signs(signs, scale if scales else ONE, d)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + packed_bytes(d, 1) + (4 if self.scale == "mean" else 0)

@@ -16,11 +16,12 @@ sampled as in Lin et al., "Deep Gradient Compression", ICLR 2018.
 
 from typing import ClassVar
 
-from ashl.compression.common.select import estimate_threshold, indices_reaching, largest
-from ashl.compression.common.sparsifier import DENSE, Sparsifier
+from torch import Tensor
+
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.payload_format import Parts
+from ashl.compression.kernels import estimate_threshold, indices_reaching, largest
+from ashl.compression.payload import Parts
+from ashl.compression.sparse import DENSE, Sparsifier, max_nbytes
 from ashl.option import option
 
 
@@ -31,17 +32,19 @@ class SingleThreshold(Sparsifier):
     code: ClassVar[int] = 55
     promises: ClassVar[Traits] = Traits(contraction=True, variable=True)
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, len(x))
         bound = estimate_threshold(x, k)
-        indices = indices_reaching(x, bound) if bound > 0 and k < len(x) else ()
+        indices = indices_reaching(x, bound) if bound > 0 and k < len(x) else x[:0]
         if not k <= 2 * len(indices) <= 4 * k:
             indices = largest(x, k)
-        return self.pack_selected(x, len(indices), indices, context)
+        return self.format.pack(x, len(indices), lambda: indices, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return self.max_nbytes(min(d, 2 * self.kept(ratio, d)), d)
+        return max_nbytes(self.values, self.indices, min(d, 2 * self.kept(ratio, d)), d)
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)
-        return 0.0 if self.form(k, d) == DENSE else self.error_bound(k if k == d else -(-k // 2), d)
+        if self.format.form(k, d) == DENSE:
+            return 0.0
+        return self.format.bound(k if k == d else -(-k // 2), d)

@@ -24,20 +24,27 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.count_sketch import CountSketch, dense, recover_largest, sketch
-from ashl.compression.common.select import largest
-from ashl.compression.contract import CodecInput, Collective, Outcome, State, Team, Traits
-from ashl.compression.wire.arrays import array_of
-from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.contract import (
+    CodecInput,
+    Collective,
+    Elements,
+    Outcome,
+    State,
+    Team,
+    Traits,
+    Wrappable,
+    as_float32,
+)
+from ashl.compression.count_sketch import CountSketch, recover_largest, sketch
+from ashl.compression.kernels import largest
 from ashl.option import Count, option
 
 
 @option
-class SketchSGD(CountSketch, Collective, Wrappers):
+class SketchSGD(CountSketch, Collective, Wrappable):
     """Finds the large elements of the sum, then sums their exact values."""
 
     code: ClassVar[int] = 82
@@ -53,9 +60,9 @@ class SketchSGD(CountSketch, Collective, Wrappers):
         """Sum the sketches, then the exact values of the candidates."""
         cells = await team.compute(partial(self.sketch_input, source), work=1)
         total = await team.all_reduce(cells, team.weight)
-        indices, own = await team.compute(partial(self.select_candidates, source, total))
-        exact = await team.all_reduce(own, team.weight)
-        return await team.compute(partial(self.finish_sum, source, indices, exact))
+        own = await team.compute(partial(self.select_candidates, source, total))
+        exact = await team.all_reduce(own.values, team.weight)
+        return await team.compute(partial(self.finish_sum, source, own.indices, exact))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         await team.all_reduce(team.blank(4 * self.table(d).cells))
@@ -63,30 +70,26 @@ class SketchSGD(CountSketch, Collective, Wrappers):
 
     def sketch_input(self, source: CodecInput) -> Tensor:
         """Return the summands of the first sum."""
-        p = array_of(source.x)
-        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
-            return torch.from_numpy(sketch(p, self.table(p.size, source.context.seed)))
+        p = as_float32(source.x)
+        return sketch(p, self.table(len(p), source.context.seed))
 
-    def select_candidates(self, source: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
-        """Return the candidates' indices and this worker's values there."""
+    def select_candidates(self, source: CodecInput, total: Tensor) -> Elements:
+        """Return the candidates with this worker's values."""
         d = source.x.numel()
-        with np.errstate(over="ignore", invalid="ignore"):
-            indices, _ = recover_largest(
-                total.numpy(), self.table(d, source.context.seed), d, self.second_sum_size(d)
-            )
-        return indices, source.x[indices]
+        table = self.table(d, source.context.seed)
+        indices, _ = recover_largest(total, table, d, self.second_sum_size(d))
+        return Elements(indices, source.x[indices])
 
-    def finish_sum(self, source: CodecInput, indices: np.ndarray, exact: Tensor) -> Outcome:
+    def finish_sum(self, source: CodecInput, indices: Tensor, exact: Tensor) -> Outcome:
         """Return the outcome: the largest of the candidates."""
-        d = source.x.numel()
-        chosen = largest(exact.numpy(), self.k(d))
+        d, chosen = source.x.numel(), largest(exact, self.k(source.x.numel()))
         sent = torch.zeros_like(source.x)
         sent[indices[chosen]] = source.x[indices[chosen]]
-        return Outcome(dense(indices[chosen], exact.numpy()[chosen], d), sent)
+        return Outcome(Elements(indices[chosen], exact[chosen]).dense(d), sent)
 
     def reduce(
         self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[State, Tensor]:
         """Return the largest estimates of the sum of the sketches, at a server."""
         table, cells = self.sum_payloads(payloads, weights, d)
-        return memory, dense(*recover_largest(cells, table, d, self.k(d)), d)
+        return memory, recover_largest(cells, table, d, self.k(d)).dense(d)

@@ -17,96 +17,115 @@ contain the end of one layer and the start of the next. `compression.per_layer=t
 layer.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.common.code import kept_count
-from ashl.compression.common.select import largest_of_rows
-from ashl.compression.common.sparsifier import DENSE, SPARSE, Selection, Share
-from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, as_index, beside, concatenate, is_true, read
-from ashl.compression.wire.bits import pack, packed_bytes, unpack
-from ashl.compression.wire.index_code import width
-from ashl.compression.wire.payload_format import Parts
-from ashl.compression.wire.value_code import value_bound
+from ashl.compression.coding import ValueCode, check_ascending, index_width, value_bound
+from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity, kept_count
+from ashl.compression.kernels import (
+    beside,
+    is_true,
+    largest_of_rows,
+    pack,
+    packed_bytes,
+    tensor,
+    unpack,
+)
+from ashl.compression.payload import Parts, PayloadError, as_bytes
+from ashl.compression.sparse import DENSE, SparseFormat
+from ashl.learn.device import to_host
 from ashl.option import Count, option
 
 
-@option
-class SparseLoCo(Selection, Share):
-    """Sends the largest elements of each chunk."""
+class ChunkIndices(NamedTuple):
+    """Code of indices: k' of a full chunk, and each index within its chunk."""
 
-    code: ClassVar[int] = 61
-    traits: ClassVar[Traits] = Traits(contraction=True)
-    chunk: Annotated[Count, Field(le=2**20)]
+    chunk: int
+    each: int = 0  # k', for writing
 
-    def kept(self, ratio: float | None, d: int) -> int:
-        return self.count_selected(self.chunk_count(ratio), d)
+    def nbytes(self, k: int, d: int) -> int:
+        return 4 + packed_bytes(k, index_width(self.chunk))
 
-    def chunk_count(self, ratio: float | None) -> int:
-        """Return k' of a full chunk."""
-        return kept_count(self.ratio if ratio is None else ratio, self.chunk)
+    def write(self, indices: Tensor, d: int) -> Tensor:
+        inside = pack(indices % self.chunk, index_width(self.chunk))
+        each = as_bytes(torch.tensor([self.each], dtype=torch.int32))
+        return torch.cat([beside(inside, each), inside])
 
-    def count_selected(self, each: int, d: int) -> int:
-        """Return k of d elements."""
-        chunks, rest = divmod(d, self.chunk)
-        return chunks * each + -(-each * rest // self.chunk)
-
-    def place_bytes(self, k: int, d: int) -> int:
-        return 4 + packed_bytes(k, width(self.chunk))
-
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        each, d = self.chunk_count(context.ratio), len(x)
-        k = self.count_selected(each, d)
-        if self.form(k, d) != SPARSE:
-            return self.parts_of(x, k, None, None, context)
-        whole = d - d % self.chunk
-        columns = (
-            [largest_of_rows(x[:whole].reshape(-1, self.chunk), each).reshape(-1)] if whole else []
-        )
-        if d > whole:
-            columns.append(largest_of_rows(x[None, whole:], k - whole // self.chunk * each)[0])
-        inside = concatenate(columns)
-        coded = concatenate(
-            [beside(x, np.array([each], "<u4").view(np.uint8)), pack(inside, width(self.chunk))]
-        )
-        return self.parts_of(x, k, x[inside + self.chunk_starts(x, each, k)], coded, context)
-
-    def chunk_starts(self, like: Array, each: int, k: int) -> Array:
-        """Return the start of the chunk of each of the k values."""
-        numbers = (
-            torch.arange(k, device=str(like.device)) if isinstance(like, Tensor) else np.arange(k)
-        )
-        return numbers // each * self.chunk
-
-    def read_places(self, buffer: Array, k: int, d: int) -> Array:
-        each = int.from_bytes(read(buffer[:4]).tobytes(), "little")
+    def read(self, buffer: Tensor, k: int, d: int) -> Tensor:
+        each = int.from_bytes(to_host(buffer[:4]).numpy().tobytes(), "little")
         if (
-            len(buffer) != self.place_bytes(k, d)
+            len(buffer) != self.nbytes(k, d)
             or not 1 <= each <= self.chunk
-            or self.count_selected(each, d) != k
+            or count_selected(self.chunk, each, d) != k
         ):
             raise PayloadError(
                 f"received {len(buffer)} bytes of indices with {each} per chunk of {self.chunk},"
                 f" which do not match {k} values of {d} elements"
             )
-        indices = as_index(unpack(buffer[4:], width(self.chunk), k))
-        inside = (indices < self.chunk).all()
-        indices += self.chunk_starts(indices, each, k)
-        if not is_true(inside & (indices[-1] < d) & (indices[1:] > indices[:-1]).all()):
-            raise PayloadError(f"the received indices are not {k} ascending numbers below {d}")
+        inside = tensor(unpack(buffer[4:], index_width(self.chunk), k)).long()
+        if not is_true((inside < self.chunk).all()):
+            raise PayloadError(f"received an index beyond its chunk of {self.chunk}")
+        places = torch.arange(k, device=str(inside.device)) // each
+        indices = inside + places * self.chunk
+        check_ascending(indices, k, d)
         return indices
 
+
+def count_selected(chunk: int, each: int, d: int) -> int:
+    """Return k of d elements with k' = `each` of a full chunk."""
+    chunks, rest = divmod(d, chunk)
+    return chunks * each + -(-each * rest // chunk)
+
+
+@option
+class SparseLoCo(WithDensity):
+    """Sends the largest elements of each chunk."""
+
+    code: ClassVar[int] = 61
+    on_host: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(contraction=True)
+    values: ValueCode
+    chunk: Annotated[Count, Field(le=2**20)]
+    per_layer: bool
+
+    def kept(self, ratio: float | None, d: int) -> int:
+        return count_selected(self.chunk, self.chunk_count(ratio), d)
+
+    def chunk_count(self, ratio: float | None) -> int:
+        """Return k' of a full chunk."""
+        return kept_count(self.ratio if ratio is None else ratio, self.chunk)
+
+    def format(self, each: int = 0) -> SparseFormat:
+        """Return the format of payloads; for writing, with k' of a full chunk."""
+        return SparseFormat(self.values, ChunkIndices(self.chunk, each))
+
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        each, k = self.chunk_count(context.ratio), self.kept(context.ratio, len(x))
+
+        def select() -> Tensor:
+            full = len(x) // self.chunk
+            whole = full * self.chunk
+            inside = largest_of_rows(x[:whole].view(-1, self.chunk), each) if full else x[:0, None]
+            starts = torch.arange(full, device=str(x.device))[:, None] * self.chunk
+            pieces = [(inside + starts).view(-1).long()]
+            if k > full * each:
+                pieces.append(largest_of_rows(x[None, whole:], k - full * each)[0] + whole)
+            return torch.cat(pieces)
+
+        return self.format(each).pack(x, k, select, context)
+
+    def unpack(self, parts: Parts, d: int) -> Elements:
+        return self.format().unpack(parts, d)
+
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return self.size(self.kept(ratio, d), d)
+        return self.format().nbytes(self.kept(ratio, d), d)
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)
-        if self.form(k, d) == DENSE:
+        if self.format().form(k, d) == DENSE:
             return 0.0
         share = 1.0 if k == d else self.chunk_count(ratio) / self.chunk
         return 1 - share * (1 - value_bound(self.values, k))

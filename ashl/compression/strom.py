@@ -16,28 +16,36 @@ Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Comp
 2015; dense form: MXNet's 2-bit gradient compression, 2017.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Sparse
-from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, as_bytes, is_true, look_up, ops, read, where_true
-from ashl.compression.wire.bits import BLOCK, pack, pack_truths, packed_bytes, unpack, unpack_truths
-from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.coding import check_ascending, index_bytes, read_indices, write_indices
+from ashl.compression.contract import Elements, EncodeContext, Traits, Wrappable
+from ashl.compression.kernels import (
+    is_true,
+    look_up,
+    magnitudes_above,
+    native,
+    pack,
+    pack_truths,
+    packed_bytes,
+    tensor,
+    unpack,
+    unpack_truths,
+)
+from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
+from ashl.learn.device import to_host
 from ashl.option import Positive, option
 
 WORDS, INDICES, DENSE = 0, 1, 2  # forms of a payload
 SIGN = 1 << 31  # bit of the sign in a word
-LARGEST = np.float32(3.4028235e38)  # largest float32
 
 
 @option
-class Strom(Sparse, Wrappers):
+class Strom(Wrappable):
     """Sends ±τ."""
 
     code: ClassVar[int] = 30
@@ -47,43 +55,45 @@ class Strom(Sparse, Wrappers):
     indices: Literal["words", "int32", "packed", "bitmap", "golomb"]
     dense: bool
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        indices, finite = beyond(x, self.threshold)
-        scales = np.array([self.threshold if finite else np.nan], "<f4")
-        negative = x[indices] < 0
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        indices = magnitudes_above(x, float(np.float32(self.threshold)))
+        sent = tensor(native(x)[native(indices)])
+        finite = is_true((abs(native(sent)) < float("inf")).all())
+        scales = torch.tensor([self.threshold if finite else float("nan")])
+        negative = tensor(native(sent) < 0)
         k, d = len(indices), len(x)
         if self.dense or self._sparse_bytes(k, d) >= packed_bytes(d, 2):
-            codes = ops(x).zeros_like(x, dtype=ops(x).uint8)
-            codes[indices] = as_bytes(negative) + 1
+            codes = native(torch.zeros(d, dtype=torch.uint8, device=str(x.device)))
+            codes[native(indices)] = native(negative.to(torch.uint8) + 1)
             return Parts(d, pack(codes, 2), scales=scales, form=DENSE)
         if self.indices == "words":
             return Parts(k, pack(indices | negative * SIGN, 32), scales=scales, form=WORDS)
-        return Parts(
-            k, pack_truths(negative), write_indices(self.indices, indices, d), scales, INDICES
-        )
+        coded = write_indices(self.indices, indices, d)
+        return Parts(k, pack_truths(negative), coded, scales, INDICES)
 
-    def unpack(self, parts: Parts, d: int) -> Any:
-        (tau,) = typed_part(read(parts.scales), "<f4", 1, "scales").tolist()
+    def unpack(self, parts: Parts, d: int) -> Elements:
+        tau = float(to_host(typed_part(parts.scales, torch.float32, 1, "scales"))[0])
         k, form = parts.count, parts.form
         if form == DENSE and k == d:
             _expect(parts, packed_bytes(d, 2), indices=False)
-            codes = unpack(parts.values, 2, d)
+            codes = tensor(unpack(parts.values, 2, d))
             if not is_true(codes.max() <= 2):
                 raise PayloadError("received an element of 3; elements of two bits are 0, 1 or 2")
-            return slice(None), look_up(np.array([0, tau, -tau], np.float32), codes)
+            return Elements(slice(None), look_up(torch.tensor([0, tau, -tau]), codes))
         if form == WORDS:
             _expect(parts, 4 * k, indices=False)
-            words = typed_part(parts.values, "<i4", k, "words")
-            return read_indices("int32", as_bytes(words & SIGN - 1), k, d), signs_of_sent(
-                words < 0, tau
-            )
+            words = typed_part(parts.values, torch.int32, k, "words")
+            indices = words & SIGN - 1
+            check_ascending(indices, k, d)
+            return Elements(indices, torch.where(words < 0, -tau, tau))
         if form != INDICES or self.indices == "words":
             raise PayloadError(
                 f"expected elements of ±τ; received form {form} with {k} values of {d}"
             )
         _expect(parts, -(-k // 8), indices=True)
         negative = unpack_truths(parts.values, k)
-        return read_indices(self.indices, parts.indices, k, d), signs_of_sent(negative, tau)
+        indices = read_indices(self.indices, parts.indices, k, d)
+        return Elements(indices, torch.where(negative, -tau, tau))
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + packed_bytes(d, 2)
@@ -93,30 +103,6 @@ class Strom(Sparse, Wrappers):
 
     def _sparse_bytes(self, k: int, d: int) -> int:
         return 4 * k if self.indices == "words" else -(-k // 8) + index_bytes(self.indices, k, d)
-
-
-def signs_of_sent(negative: Array, tau: float) -> Array:
-    """Return −τ for negative elements, else τ."""
-    if isinstance(negative, Tensor):
-        return torch.where(negative, -tau, tau)
-    return np.where(negative, np.float32(-tau), np.float32(tau))
-
-
-def beyond(x: Array, threshold: float) -> tuple[Array, bool]:
-    """Return the ascending indices of elements with |x| > threshold or NaN, and whether x is
-    finite.
-    """
-    if isinstance(x, Tensor):
-        return where_true(~(x.abs() <= float(np.float32(threshold)))), is_true(x.isfinite().all())
-    buffer, found = np.empty(BLOCK, np.float32), []
-    finite = True
-    for start in range(0, x.size, BLOCK):
-        part = x[start : start + BLOCK]
-        size = np.abs(part, out=buffer[: part.size])
-        indices = np.flatnonzero(~(size <= np.float32(threshold)))
-        finite = finite and bool((size[indices] <= LARGEST).all())
-        found.append(indices + start)
-    return np.concatenate(found), finite
 
 
 def _expect(parts: Parts, size: int, indices: bool) -> None:

@@ -17,12 +17,12 @@ Source: Konečný and Richtárik, "Randomized Distributed Mean Estimation: Accur
 import math
 from typing import ClassVar
 
-from ashl.compression.common.seeded import Seeded
-from ashl.compression.common.sparsifier import DENSE
+from torch import Tensor
+
+from ashl.compression.coding import value_bound
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.payload_format import Parts
-from ashl.compression.wire.value_code import value_bound
+from ashl.compression.payload import Parts
+from ashl.compression.sparse import DENSE, Seeded
 from ashl.option import option
 
 
@@ -38,13 +38,13 @@ class Subsampling(Seeded):
         exact = self.values == "fp32"
         return Traits(unbiased=exact, linear=exact and self.shared)
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         rng = context.shared() if self.shared else context.stream()
-        return self.draw_places(x, rng, context, scale=len(x) / self.kept(context.ratio, len(x)))
+        return self.pack_drawn(x, rng, context, scale=len(x) / self.kept(context.ratio, len(x)))
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)
-        if self.form(k, d) == DENSE:
+        if self.format.form(k, d) == DENSE:
             return 0.0
         scaled, coded = d / k - 1, value_bound(self.values, k) * d / k
         return (math.sqrt(scaled) + math.sqrt(coded)) ** 2

@@ -21,16 +21,21 @@ Learning", NeurIPS 2017.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Code
+from ashl.compression.coding import (
+    EntropyCode,
+    level_bytes,
+    read_levels,
+    read_ternary,
+    write_levels,
+    write_ternary,
+)
 from ashl.compression.contract import (
     ENCODE_CONTEXT,
     Codec,
@@ -42,43 +47,36 @@ from ashl.compression.contract import (
     State,
     Team,
     Traits,
+    Wrappable,
+    as_float32,
     size_of,
+    slices,
 )
-from ashl.compression.wire.arrays import (
+from ashl.compression.kernels import (
+    BLOCK,
     Array,
-    array_of,
     beside,
-    bytes_of,
-    concatenate,
-    read,
-    tensor_of,
-)
-from ashl.compression.wire.bits import BLOCK, blocks, pack, unpack
-from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import (
-    all_levels,
+    blocks,
     ends_of,
-    level_bytes,
-    pack_levels,
-    unpack_levels,
-)
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wire.stochastic_rounding import rounding_noise
-from ashl.compression.wire.ternary_packing import (
-    read_ternary,
+    native,
+    pack,
+    pad_to,
+    product,
     round_ternary,
+    rounding_noise,
+    tensor,
     ternary_nbytes,
-    write_ternary,
+    unpack,
 )
-from ashl.compression.wrappers.layers import slices
-from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.payload import HEADER, Parts, all_values, typed_part
+from ashl.learn.device import numbers, to_host
 from ashl.option import Positive, option
 
 WIDTHS = (2, 4, 8, 16)  # bits of a sum of ternary numbers
 
 
 @option
-class TernGrad(Code, Wrappers):
+class TernGrad(Wrappable):
     """Three values for each element."""
 
     code: ClassVar[int] = 16
@@ -100,30 +98,31 @@ class TernGrad(Code, Wrappers):
         sizes = tuple(layer.size for layer in layout) if self.per_layer else (size_of(layout),)
         return SharedScale(self, sizes) if self.shared_scale else self
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        top, beyond = self.top(x), self.beyond
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        d, top, row = len(x), self.top(x), min(BLOCK // 8, len(x))
         noise = rounding_noise(x, context.words(), 1)
         if self.entropy == "none":
-            return Parts(len(x), write_ternary(x, top, noise, beyond), scales=top)
-        numbers = (round_ternary(x[where], top, noise, where.start, beyond) for where in pieces(x))
-        return Parts(len(x), pack_levels(len(x), 2, numbers, self.entropy), scales=top)
+            return Parts(d, write_ternary(x, top, noise, self.beyond), scales=top)
 
-    def unpack(self, parts: Parts, d: int) -> Array:
-        top = typed_part(parts.scales, "<f4", 1, "scales")
+        def to_levels(where: slice, rows: Array) -> Array:
+            return round_ternary(rows.reshape(-1), top, noise, where.start * row, self.beyond)
+
+        return Parts(d, write_levels(x, row, d, 2, self.entropy, to_levels), scales=top)
+
+    def unpack(self, parts: Parts, d: int) -> Tensor:
+        top, stream = typed_part(parts.scales, torch.float32, 1, "scales"), all_values(parts, d)
         if self.entropy == "none":
-            return read_ternary(all_levels(parts, d), top, d)
+            return read_ternary(stream, top, d)
 
-        def to_values(_: slice, block: Array) -> None:
-            block -= 1
-            block *= top
+        def to_values(_: slice, rows: Array) -> None:
+            rows -= 1
+            rows *= native(top)
 
-        return unpack_levels(
-            all_levels(parts, d), d, min(BLOCK // 8, d), 2, to_values, self.entropy
-        )
+        return read_levels(stream, min(BLOCK // 8, d), d, 2, self.entropy, to_values)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        numbers = ternary_nbytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy)
-        return HEADER.size + 4 + numbers
+        stream = ternary_nbytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy)
+        return HEADER.size + 4 + stream
 
     def bound(self, ratio: float | None, d: int) -> float:
         return (d**0.5 - 1) / 2 + (self.clip_sigmas is not None)
@@ -133,18 +132,16 @@ class TernGrad(Code, Wrappers):
         """True if elements may lie beyond ±m."""
         return self.clip_sigmas is not None
 
-    def top(self, x: Array) -> Array:
+    def top(self, x: Tensor) -> Tensor:
         """Return m, float32 [1]."""
-        ends = ends_of(x)
-        if isinstance(ends, Tensor):
-            top = ends.abs().amax(0, keepdim=True)
-        else:
-            top = np.abs(ends).max(keepdims=True)
-        if self.clip_sigmas is None or not 0 < (most := read(top)) < np.inf:
+        top = ends_of(x).abs().amax(0, keepdim=True)
+        if self.clip_sigmas is None or not 0 < (most := numbers([top[0]])[0]) < float("inf"):
             return top
-        parts = (x[where] / top for where in pieces(x))
-        sigma = most * np.sqrt(sum(float(read((part @ part)[None])[0]) for part in parts) / len(x))
-        return beside(x, np.minimum(most, self.clip_sigmas * sigma).astype(np.float32))
+        array, unit = native(x), native(top)
+        parts = (array[where] / unit for where in blocks(array))
+        squares = sum(numbers([product(part, part)])[0] for part in parts)
+        sigma = most * (squares / len(x)) ** 0.5
+        return beside(x, torch.tensor([min(most, self.clip_sigmas * sigma)]))
 
 
 @dataclass(frozen=True)
@@ -175,12 +172,12 @@ class SharedScale(Collective):
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """Find the largest m of each part, then sum the ternary numbers."""
-        x = source.x * team.weight
+        x = as_float32(source.x * team.weight)
         own = await team.compute(partial(self.own_scales, x))
-        all_tops = await team.all_gather(torch.from_numpy(own.view(np.uint8)))
+        all_tops = await team.all_gather(own.view(torch.uint8))
         if team.not_finite:
             return Outcome(torch.zeros_like(x))
-        tops = np.max([one.clone().numpy().view(np.float32) for one in all_tops], axis=0)
+        tops = torch.stack([one.clone().view(torch.float32) for one in all_tops]).amax(0)
         words = await team.compute(
             partial(self.to_words, x, tops, source.context, team.size), work=1
         )
@@ -191,42 +188,29 @@ class SharedScale(Collective):
         await team.all_gather(team.blank(4 * len(self.sizes)))
         await team.all_reduce(team.blank(4 * -(-d * sum_width(team.size) // 32)))
 
-    def own_scales(self, x: Tensor) -> np.ndarray:
-        """Return m of each part."""
-        return np.concatenate(
-            [read(self.codec.top(array_of(x[part]))) for part in slices(self.sizes)]
-        )
+    def own_scales(self, x: Tensor) -> Tensor:
+        """Return m of each part, in host memory."""
+        return to_host(torch.cat([self.codec.top(x[part]) for part in slices(self.sizes)]))
 
-    def to_words(self, x: Tensor, tops: np.ndarray, context: EncodeContext, workers: int) -> Tensor:
+    def to_words(self, x: Tensor, tops: Tensor, context: EncodeContext, workers: int) -> Tensor:
         """Return the ternary numbers 0, 1 and 2 of all parts, with bits for the sum over all
         workers: int32.
         """
-        array, numbers = array_of(x), []
+        digits = []
         for i, part in enumerate(slices(self.sizes)):
-            one = array[part]
+            one, top = x[part], beside(x, tops[i : i + 1])
             noise = rounding_noise(one, context.words(i), 1)
-            numbers.append(
-                round_ternary(one, beside(one, tops[i : i + 1]), noise, beyond=self.codec.beyond)
-            )
-        stream = pack(concatenate(numbers), sum_width(workers))
-        return tensor_of(
-            concatenate([stream, beside(stream, np.zeros(-len(stream) % 4, np.uint8))])
-        ).view(torch.int32)
+            digits.append(tensor(round_ternary(one, top, noise, beyond=self.codec.beyond)))
+        return pad_to(pack(torch.cat(digits), sum_width(workers)), 4).view(torch.int32)
 
-    def from_sums(self, total: Tensor, tops: np.ndarray, workers: int) -> Tensor:
+    def from_sums(self, total: Tensor, tops: Tensor, workers: int) -> Tensor:
         """Return the update from the sum of all words."""
-        sums = tensor_of(
-            unpack(bytes_of(total.view(torch.uint8)), sum_width(workers), sum(self.sizes))
-        ).float()
+        stream = total.view(torch.uint8)
+        sums = tensor(unpack(stream, sum_width(workers), sum(self.sizes))).float()
         sums -= workers
         for part, top in zip(slices(self.sizes), tops.tolist(), strict=True):
             sums[part] *= top
         return sums
-
-
-def pieces(x: Array) -> Iterable[slice]:
-    """Return slices that fit the cache; one slice on a device."""
-    return [slice(0, len(x))] if isinstance(x, Tensor) else blocks(x.size)
 
 
 def sum_width(workers: int) -> int:

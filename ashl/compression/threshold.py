@@ -17,28 +17,42 @@ Gradient Sparsification as Total Error Minimization", 2021.
 
 from typing import ClassVar
 
-from ashl.compression.common.select import indices_reaching
-from ashl.compression.common.sparsifier import Indexed
-from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.payload_format import Parts
+from torch import Tensor
+
+from ashl.compression.coding import IndexCode, ValueCode
+from ashl.compression.contract import Elements, EncodeContext, Traits, Wrappable
+from ashl.compression.kernels import indices_reaching
+from ashl.compression.payload import Parts
+from ashl.compression.sparse import Coded, SparseFormat, max_nbytes
 from ashl.option import Positive, option
 
 
 @option
-class Threshold(Indexed):
+class Threshold(Wrappable):
     """Sends the elements that reach τ."""
 
     code: ClassVar[int] = 54
-    promises: ClassVar[Traits] = Traits(drains=True, variable=True)
+    on_host: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(drains=True, variable=True)
     threshold: Positive
+    values: ValueCode
+    indices: IndexCode
+    per_layer: bool
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    @property
+    def format(self) -> SparseFormat:
+        """The format of the payloads."""
+        return SparseFormat(self.values, Coded(self.indices))
+
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         indices = indices_reaching(x, self.threshold)
-        return self.pack_selected(x, len(indices), indices, context)
+        return self.format.pack(x, len(indices), lambda: indices, context)
+
+    def unpack(self, parts: Parts, d: int) -> Elements:
+        return self.format.unpack(parts, d, may_be_empty=True)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return self.max_nbytes(d, d)
+        return max_nbytes(self.values, self.indices, d, d)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return 1.0

@@ -15,11 +15,12 @@ error feedback Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
 
 from typing import ClassVar
 
-from ashl.compression.common.select import largest
-from ashl.compression.common.sparsifier import SPARSE, Sparsifier
+from torch import Tensor
+
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.payload_format import Parts
+from ashl.compression.kernels import largest
+from ashl.compression.payload import Parts
+from ashl.compression.sparse import Sparsifier
 from ashl.option import option
 
 
@@ -30,8 +31,6 @@ class TopK(Sparsifier):
     code: ClassVar[int] = 2
     promises: ClassVar[Traits] = Traits(contraction=True)
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, len(x))
-        return self.pack_selected(
-            x, k, largest(x, k) if self.form(k, len(x)) == SPARSE else None, context
-        )
+        return self.format.pack(x, k, lambda: largest(x, k), context)

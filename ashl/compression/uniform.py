@@ -14,33 +14,31 @@ Source: Suresh et al., "Distributed Mean Estimation with Limited Communication",
 
 from typing import Annotated, ClassVar
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
-from ashl.compression.common.code import Code
-from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.arrays import Array, divide
-from ashl.compression.wire.bits import BLOCK
-from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import (
-    all_levels,
+from ashl.compression.coding import EntropyCode, level_bytes, read_levels, write_levels
+from ashl.compression.contract import EncodeContext, Traits, Wrappable
+from ashl.compression.kernels import (
+    BLOCK,
+    Array,
+    divide,
     ends_of,
-    level_bytes,
-    pack_levels,
-    rows_of,
+    native,
+    round_levels,
+    rounding_noise,
     scale_levels,
-    unpack_levels,
 )
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_noise
-from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.payload import HEADER, Parts, all_values, typed_part
 from ashl.option import Number, option
 
-ROW = BLOCK // 8  # elements; eight rows are a block, see `levels.row_step`
+ROW = BLOCK // 8  # elements; eight rows are a block
 Levels = Annotated[int, Number, Field(ge=2, le=256)]
 
 
 @option
-class StochasticUniform(Code, Wrappers):
+class StochasticUniform(Wrappable):
     """Levels between the least and the largest element."""
 
     code: ClassVar[int] = 13
@@ -53,29 +51,25 @@ class StochasticUniform(Code, Wrappers):
     def traits(self) -> Traits:
         return Traits(unbiased=True, variable=self.entropy != "none")
 
-    def pack(self, x: Array, context: EncodeContext) -> Parts:
-        ends, top, row = ends_of(x)[None], self.levels - 1, min(ROW, len(x))
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        d, ends, top, row = len(x), ends_of(x)[None], self.levels - 1, min(ROW, len(x))
         noise = rounding_noise(x, context.words(), top)
 
-        def numbers(where: slice, block: Array) -> Array:
-            return round_to_uint8(
-                place_levels(block, ends, top * noise.unit), noise, where.start * row
-            )
+        def to_levels(where: slice, rows: Array) -> Array:
+            y = place_levels(rows, native(ends), top * noise.unit)
+            return round_levels(y, noise, where.start * row)
 
-        blocks = (numbers(where, block) for where, block in rows_of(x, row))
-        return Parts(len(x), pack_levels(len(x), top, blocks, self.entropy), scales=ends)
+        return Parts(d, write_levels(x, row, d, top, self.entropy, to_levels), scales=ends)
 
-    def unpack(self, parts: Parts, d: int) -> Array:
-        ends, top = typed_part(parts.scales, "<f4", 2, "ends")[None], self.levels - 1
-        row = min(ROW, d)
-        return unpack_levels(
-            all_levels(parts, d),
-            d,
-            row,
-            top,
-            lambda _, block: interpolate(block, ends, top),
-            self.entropy,
-        )
+    def unpack(self, parts: Parts, d: int) -> Tensor:
+        ends = native(typed_part(parts.scales, torch.float32, 2, "ends"))[None]
+        top = self.levels - 1
+
+        def to_values(_: slice, rows: Array) -> None:
+            rows *= divide(ends[:, 1:] - ends[:, :1], top)
+            rows += ends[:, :1]
+
+        return read_levels(all_values(parts, d), min(ROW, d), d, top, self.entropy, to_values)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 8 + level_bytes(d, self.levels - 1, self.entropy)
@@ -87,10 +81,3 @@ class StochasticUniform(Code, Wrappers):
 def place_levels(rows: Array, ends: Array, top: float) -> Array:
     """Return the positions of the rows [n, m] between their ends [n, 2], from 0 to top."""
     return scale_levels(rows - ends[:, :1], ends[:, 1:] - ends[:, :1], top)
-
-
-def interpolate(numbers: Array, ends: Array, top: int) -> Array:
-    """Convert numbers from 0 to top back to values between the ends, in place."""
-    numbers *= divide(ends[:, 1:] - ends[:, :1], top)
-    numbers += ends[:, :1]
-    return numbers

@@ -20,37 +20,29 @@ gradients are sent later. The parts of the paper have one sample each.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, NamedTuple
+import math
+from typing import Annotated, ClassVar, NamedTuple
 
-import numpy as np
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.common.code import Sparse
+from ashl.compression.coding import check_ascending
 from ashl.compression.contract import (
     ENCODE_CONTEXT,
+    Codec,
+    Elements,
     EncodeContext,
     Layout,
-    PayloadError,
     Traits,
+    as_float32,
     size_of,
 )
-from ashl.compression.wire.arrays import (
-    Array,
-    array_of,
-    as_index,
-    is_true,
-    look_up,
-    ops,
-    read,
-    tensor_of,
-    where_true,
-    wide,
-)
-from ashl.compression.wire.bits import pack
-from ashl.compression.wire.payload_format import HEADER, Parts, typed_part, write_payload
-from ashl.compression.wrappers.feedback import rescale
+from ashl.compression.kernels import look_up, native, pack, quiet, where_true
+from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part, write_payload
+from ashl.compression.wrappers import rescale
 from ashl.errors import UsageError
+from ashl.learn.device import numbers, to_host
 from ashl.option import Count, Fraction, Number, option
 
 PLACE_BITS = 28  # bits of an index
@@ -65,13 +57,13 @@ class Waiting(NamedTuple):
 
     error: Tensor | None = None
     squares: Tensor | None = None
-    places: Any = None
-    values: Any = None
+    places: Tensor | None = None
+    values: Tensor | None = None
     lr: float = 1.0
 
 
 @option
-class Variance(Sparse):
+class Variance(Codec):
     """Sends the elements with a certain sign."""
 
     code: ClassVar[int] = 101
@@ -100,65 +92,59 @@ class Variance(Sparse):
     def encode(
         self, sender: Waiting | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[Waiting, Tensor]:
-        old = sender or Waiting()
-        g = array_of(x)
-        fresh = ops(g).zeros_like(g) if context.squares is None else array_of(context.squares)
-        with np.errstate(over="ignore", invalid="ignore"):
-            sums = g + self._kept(old.error, old.lr, context.lr, 1)
-            squares = fresh + self._kept(old.squares, old.lr, context.lr, 2)
-            # Negated "at most" instead of "greater than", so that NaN is sent.
-            places = where_true(~(wide(sums) ** 2 <= self.alpha * wide(squares)))
-            top, signs, steps = round_to_power(sums[places])
-            sent = steps <= SMALLEST
-            places, words = places[sent], (signs[sent] << 31) | (steps[sent] << PLACE_BITS)
-            values = sums[places]
-            squares *= self.zeta
-            sums[places] = squares[places] = 0
-        after = Waiting(*map(tensor_of, (sums, squares, places, values)), lr=context.lr)
-        return after, write_payload(
-            self.code, x.numel(), Parts(len(places), pack(words | places, 32), scales=top)
-        )
+        old, g, lr = sender or Waiting(), as_float32(x), context.lr
+        error, spread = rescale(old.error, old.lr, lr), rescale(old.squares, old.lr**2, lr**2)
+        fresh = torch.zeros_like(g) if context.squares is None else as_float32(context.squares)
+        sums = g + (0.0 if error is None else error)
+        squares = fresh + (0.0 if spread is None else spread)
+        # Negated "at most" instead of "greater than", so that NaN is sent.
+        wide, spreads = native(sums.double()), native(squares.double())
+        with quiet():
+            places = where_true(~(wide**2 <= self.alpha * spreads))
+        top, signs, steps = round_to_power(sums[places])
+        sent = steps <= SMALLEST
+        places, words = places[sent], (signs[sent] << 31) | (steps[sent] << PLACE_BITS)
+        values = sums[places]
+        squares *= self.zeta
+        sums[places] = 0.0
+        squares[places] = 0.0
+        parts = Parts(len(places), pack(words | places, 32), scales=torch.tensor([top]))
+        return Waiting(sums, squares, places, values, lr), write_payload(self.code, len(g), parts)
 
-    def unpack(self, parts: Parts, d: int) -> Any:
-        top = typed_part(read(parts.scales), "<f4", 1, "scales")
-        words = typed_part(parts.values, "<i4", parts.count, "values")
-        places = as_index(words & 2**PLACE_BITS - 1)
-        sound = not len(places) or is_true((places[-1] < d) & (places[1:] > places[:-1]).all())
-        if parts.form or len(parts.indices) or not sound:
-            raise PayloadError(
-                f"the received indices are not {parts.count} ascending numbers below {d}"
-            )
-        levels = np.ldexp(top, -np.arange(SMALLEST + 1, dtype=np.int32))
-        return places, look_up(
-            np.concatenate([levels, -levels]), words >> PLACE_BITS & 2 * SMALLEST + 1
-        )
+    def unpack(self, parts: Parts, d: int) -> Elements:
+        top = to_host(typed_part(parts.scales, torch.float32, 1, "scales"))
+        words = typed_part(parts.values, torch.int32, parts.count, "values")
+        places = (words & 2**PLACE_BITS - 1).long()
+        if parts.form or len(parts.indices):
+            raise PayloadError(f"expected {parts.count} values; received form {parts.form}")
+        check_ascending(places, parts.count, d)
+        levels = top * 0.5 ** torch.arange(SMALLEST + 1)
+        table = torch.cat([levels, -levels])
+        return Elements(places, look_up(table, words >> PLACE_BITS & 2 * SMALLEST + 1))
 
     def residual(self, sender: Waiting | None) -> Tensor | None:
         return sender and sender.error
 
     def restore_dropped(self, sender: Waiting, payload: Tensor) -> Waiting:
         assert sender.error is not None
+        assert sender.places is not None
+        assert sender.values is not None
         sums = sender.error.clone()
         sums[sender.places] = sender.values
         return sender._replace(error=sums, places=sender.places[:0], values=sender.values[:0])
 
-    def _kept(self, vector: Tensor | None, before: float, now: float, power: int) -> Any:
-        """Return a kept vector in units of the present learning rate."""
-        kept = rescale(vector, before**power, now**power)
-        return 0.0 if kept is None else array_of(kept)
 
-
-def round_to_power(x: Array) -> tuple[np.ndarray, Array, Array]:
-    """Return (M, signs, e): M float32 [1], and sign bit and exponent e of each element.
+def round_to_power(x: Tensor) -> tuple[float, Tensor, Tensor]:
+    """Return (M, signs, e): M, and sign bit and exponent e of each element.
 
     e is the exponent of M / |C(x)|: above 7 if x is too small, and 0 if x is not finite.
     """
-    length, signs, where = abs(x), as_index(ops(x).signbit(x)), ops(x).where
-    top = float(read(length.max()[None])[0]) if len(x) else 0.0
-    if not np.isfinite(top) or not top:
-        return np.array([top], "<f4"), signs, where(length == 0, SMALLEST + 1, 0)
-    highest = int(np.frexp(top)[1]) - 1
-    mantissa, exponent = ops(x).frexp(length)  # |x| = mantissa · 2^exponent, mantissa in [0.5, 1)
-    nearest = where(mantissa < 0.75, exponent - 1, exponent)  # ties go up
-    steps = where(length == 0, SMALLEST + 1, (highest - nearest).clip(0))
-    return np.array([np.ldexp(np.float32(1), highest)], "<f4"), signs, steps
+    length, signs = x.abs(), torch.signbit(x).long()
+    top = numbers([length.max()])[0] if len(x) else 0.0
+    if not math.isfinite(top) or not top:
+        return top, signs, torch.where(length == 0, SMALLEST + 1, 0)
+    highest = math.frexp(top)[1] - 1
+    mantissa, exponent = torch.frexp(length)  # |x| = mantissa · 2^exponent, mantissa in [0.5, 1)
+    nearest = torch.where(mantissa < 0.75, exponent - 1, exponent)  # ties go up
+    steps = torch.where(length == 0, SMALLEST + 1, (highest - nearest).clamp(min=0)).long()
+    return math.ldexp(1.0, highest), signs, steps

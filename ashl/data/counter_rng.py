@@ -11,7 +11,7 @@ Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
 """
 
 from functools import cache
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST = 31  # the last shift
 WORDS = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in ROUNDS), np.uint64(LAST)
 WORD = 2**64
+HOST = torch.device("cpu")
 PIECE = 1 << 14  # words that stay in the cache between two operations
 
 
@@ -32,23 +33,19 @@ class CounterRng(NamedTuple):
 
     key: int
 
-    @overload
-    def words(self, like: np.ndarray, start: int, count: int) -> np.ndarray: ...
-    @overload
-    def words(self, like: Tensor, start: int, count: int) -> Tensor: ...
-    def words(self, like: np.ndarray | Tensor, start: int, count: int) -> np.ndarray | Tensor:
-        """Return the words start … start + count − 1 on the device of `like`.
+    def words(self, like: Tensor, start: int, count: int) -> Tensor:
+        """Return the words start … start + count − 1 as the bits of int64, on the device of `like`.
 
-        They are uint64 in numpy, and int64 with the same bits in torch.
+        In host memory NumPy makes them, in half of torch's time.
         """
-        if isinstance(like, Tensor):
+        if like.device != HOST:
             return _mixed(torch.arange(start, start + count, device=str(like.device)), self.key)
         words, spare = np.empty(count, np.uint64), np.empty(min(count, PIECE), np.uint64)
         for begin in range(0, count, PIECE):
             piece = words[begin : begin + PIECE]
             first = np.uint64((self.key + (start + begin) * GAMMA) % WORD)
             _mix(np.add(_steps()[: piece.size], first, out=piece), spare[: piece.size])
-        return words
+        return torch.from_numpy(words.view(np.int64))
 
 
 def counter_rng(seed: int, purpose: Purpose, *words: int) -> CounterRng:

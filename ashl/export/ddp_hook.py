@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ashl.compression.contract import Codec, Collective, EncodeContext, Layer, Layout
-from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers import wrap_codec
 from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.config.session import keyword_overrides

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ashl.compression.common.sparsifier import SPARSE
+from ashl.compression.sparse import SPARSE
 from ashl.compression.topk import TopK
 from ashl.config.construct import arguments
 from ashl.errors import UsageError, parsed
@@ -179,7 +179,7 @@ def template_values(plan: Plan, job: Job) -> dict[str, Any]:
             for worker in stage.plan.workers
         ]
         sent = [
-            k if own.compression.form(k, plan.num_params) == SPARSE else plan.num_params
+            k if own.compression.format.form(k, plan.num_params) == SPARSE else plan.num_params
             for k in kept
         ]
     return {

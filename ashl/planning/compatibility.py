@@ -24,15 +24,20 @@ from typing import Any
 from ashl.aggregate.fednova import FedNova
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL, Cluster, RealCluster
-from ashl.compression.common.code import Code
-from ashl.compression.common.count_sketch import CountSketch
-from ashl.compression.contract import Codec, Collective, Layout, Linear, Reduces, size_of
+from ashl.compression.contract import (
+    Codec,
+    Collective,
+    Layout,
+    Linear,
+    Reduces,
+    Wrappable,
+    size_of,
+)
+from ashl.compression.count_sketch import CountSketch
 from ashl.compression.fetch_sgd import FetchSGD
 from ashl.compression.sign import Sign
 from ashl.compression.terngrad import TernGrad
-from ashl.compression.wrappers.compose import wrap_codec
-from ashl.compression.wrappers.options import Wrappers
-from ashl.compression.wrappers.wrapper import innermost
+from ashl.compression.wrappers import innermost, wrap_codec
 from ashl.config.override import key_of
 from ashl.errors import NoEffectError, UnusedKeyError, UsageError
 from ashl.learn.device import HOST
@@ -724,7 +729,7 @@ def check_pull_codec(name: str, option: Codec, topology: Topology, d: int) -> No
     if not topology.has_server or topology.pull_ratio is None:
         return
     pulled = option.for_pulls()
-    if not (isinstance(pulled, Code) and pulled.traits.contraction and not pulled.traits.reduces):
+    if not (pulled.decodes_alone and pulled.traits.contraction and not pulled.traits.reduces):
         raise UsageError(
             f"topology.pull_ratio: not supported with {name}, a pull needs a contraction without"
             " state, for example compression=topk; remove topology.pull_ratio, or take another"
@@ -747,7 +752,7 @@ def check_codec_topology(
             f" topology={topology_name} has none; take topology=all_reduce, or"
             " compression.shared_scale=false"
         )
-    if topology.replicas and not (isinstance(option, Code) and shrinks_differences(option, d)):
+    if topology.replicas and not (option.decodes_alone and shrinks_differences(option, d)):
         raise UsageError(
             f"{name}: not supported with topology={topology_name}, neighbours need a contraction"
             " without state; take another compression, for example compression=topk"
@@ -766,15 +771,6 @@ def check_codec_roles(name: str, codec: Codec) -> None:
 
     Raises: UsageError.
     """
-    if (
-        isinstance(codec, Code)
-        and not type(codec).__module__.startswith("ashl.")
-        and codec.code not in OWN_CODES
-    ):
-        raise UsageError(
-            f"{name}: its wire code is {codec.code}, which is reserved; give {type(codec).__name__}"
-            f" a `code: ClassVar[int]` from {OWN_CODES[0]} to {OWN_CODES[-1]}"
-        )
     for role, promised in {
         Reduces: codec.traits.reduces,
         Linear: codec.traits.linear,
@@ -786,6 +782,15 @@ def check_codec_roles(name: str, codec: Codec) -> None:
                 f"{name}: has traits or methods of a {role.__name__} and is not one; derive"
                 f" {type(codec).__name__} from ashl.compression.contract.{role.__name__}"
             )
+    if (
+        codec.decodes_alone
+        and not type(codec).__module__.startswith("ashl.")
+        and codec.code not in OWN_CODES
+    ):
+        raise UsageError(
+            f"{name}: its wire code is {codec.code}, which is reserved; give {type(codec).__name__}"
+            f" a `code: ClassVar[int]` from {OWN_CODES[0]} to {OWN_CODES[-1]}"
+        )
 
 
 def shrinks_differences(option: Codec, d: int) -> bool:
@@ -960,7 +965,7 @@ def note_dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
         pulled = codec.for_pulls()
         if (
             sent < 4 * d
-            and isinstance(pulled, Code)
+            and pulled.decodes_alone
             and pulled.traits.contraction
             and not pulled.traits.reduces
         ):
@@ -1023,9 +1028,9 @@ def note_compression(
 def is_biased_without_residual(option: Codec) -> bool:
     """Return True if a codec is biased and no residual keeps the elements that it leaves out."""
     residual = (
-        not isinstance(option, Wrappers) or option.error_feedback or option.momentum is not None
+        not isinstance(option, Wrappable) or option.error_feedback or option.momentum is not None
     )
-    biased = isinstance(option, Code) and not option.traits.unbiased and not option.traits.reduces
+    biased = option.decodes_alone and not option.traits.unbiased and not option.traits.reduces
     return biased and not residual
 
 

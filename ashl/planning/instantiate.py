@@ -10,9 +10,8 @@ import numpy as np
 
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster, ContentionCosts
-from ashl.compression.common.code import kept_count
-from ashl.compression.contract import Codec, Layer, Layout, size_of
-from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.contract import Codec, Layer, Layout, kept_count, size_of
+from ashl.compression.wrappers import wrap_codec
 from ashl.config.construct import Plain, construct
 from ashl.data.batches import Batches
 from ashl.data.dataset import Data

@@ -9,11 +9,8 @@ from typing import Any
 
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster
-from ashl.compression.common.code import Code
 from ashl.compression.contract import Codec, Collective, Layout
-from ashl.compression.wrappers.compose import wrap_codec
-from ashl.compression.wrappers.layers import Layerwise
-from ashl.compression.wrappers.wrapper import innermost
+from ashl.compression.wrappers import Layerwise, innermost, wrap_codec
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.optimizer.contract import Optimizer
@@ -146,7 +143,7 @@ def why_whole_update(option: Codec, layout: Layout) -> tuple[str, str] | None:
         return "has a protocol over all workers' whole updates", "compression=topk"
     if codec.traits.reduces:
         return "merges the payloads of whole updates at once", "compression=topk"
-    if not isinstance(codec, Code) or type(codec).encode is not Code.encode:
+    if not codec.decodes_alone or type(codec).encode is not Codec.encode:
         return "keeps state for the whole update", "compression=topk"
     if option.clip_norm is not None:
         return "clips by the norm of the whole gradient", "compression.clip_norm=null"

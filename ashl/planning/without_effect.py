@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from ashl.cluster.spec import Cluster, Measured
 from ashl.compression.cast import Cast
+from ashl.compression.contract import Wrappable
 from ashl.compression.fetch_sgd import FetchSGD
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.one_bit import OneBit
 from ashl.compression.power_sgd import PowerSGD
 from ashl.compression.sign import Sign
-from ashl.compression.wrappers.options import Wrappers
 from ashl.config.catalog import CONF, catalog, defaults, load, values
 from ashl.config.override import key_of
 from ashl.data.dataset import Data
@@ -236,7 +236,9 @@ def keeps_residual(context: EffectContext) -> bool:
         codec = own.compression
         if codec.traits.lossless or stage.r_preset == 1.0 or isinstance(own.sync, Profiling):
             return False
-        return not isinstance(codec, Wrappers) or codec.error_feedback or codec.momentum is not None
+        return (
+            not isinstance(codec, Wrappable) or codec.error_feedback or codec.momentum is not None
+        )
 
     return any(map(keeps, context.plan.stages[:-1], context.stages[:-1]))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ashl.compression.wrappers.error_metrics import cosine
+from ashl.compression.error_metrics import cosine
 from ashl.run.evaluation import Evaluation
 from ashl.runtime import records
 from ashl.runtime.records import Counts, Measures, UpdateShown

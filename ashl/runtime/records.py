@@ -186,7 +186,7 @@ class Placed(NamedTuple):
     cores: int  # cores that it may use there
 
 
-# relative error, residual and cosine, see `ashl.compression.wrappers.error_metrics`
+# relative error, residual and cosine, see `ashl.compression.error_metrics`
 Loss = dict[str, float | None]
 
 

@@ -42,9 +42,13 @@ from ashl.compression.contract import (
     State,
     Traits,
 )
-from ashl.compression.wrappers import wrapper
-from ashl.compression.wrappers.compose import convert_sender
-from ashl.compression.wrappers.two_pass import capture_codec_input, update_sender
+from ashl.compression.wrappers import (
+    codec_input,
+    convert_sender,
+    innermost,
+    like_tuple,
+    sender_after,
+)
 from ashl.errors import UsageError
 from ashl.learn.device import HOST, to_device, to_host
 from ashl.runtime.sums import sum_in_rank_order
@@ -90,7 +94,7 @@ class CompressionPipeline:
         """Return the codec without its wrappers; it decodes payloads, and encodes differences
         between models.
         """
-        return wrapper.innermost(self.codec)
+        return innermost(self.codec)
 
     @cached_property
     def traits(self) -> Traits:
@@ -159,7 +163,9 @@ class CompressionPipeline:
         """Move the state of another codec to the device of this one."""
         if isinstance(state, Tensor):
             return self.move_to_codec(self.codec, state)
-        return type(state)(*map(self._move_state, state)) if isinstance(state, tuple) else state
+        if isinstance(state, tuple):
+            return like_tuple(state, map(self._move_state, state))
+        return state
 
     # --- pushes
 
@@ -280,15 +286,13 @@ class CompressionPipeline:
 
     def before(self, state: CodecState, x: Tensor, context: EncodeContext) -> CodecInput:
         """Return the codec's input for a protocol of its own."""
-        return capture_codec_input(
-            self.codec, state.sender, self.move_to_codec(self.codec, x), context
-        )
+        return codec_input(self.codec, state.sender, self.move_to_codec(self.codec, x), context)
 
     def after(
         self, state: CodecState, x: Tensor, context: EncodeContext, outcome: Outcome
     ) -> Tensor:
         """Return the update of a protocol's outcome; the sender keeps the remainder of x."""
-        state.sender = update_sender(
+        state.sender = sender_after(
             self.codec, state.sender, self.move_to_codec(self.codec, x), context, outcome
         )
         return self.move_from_codec(outcome.update)

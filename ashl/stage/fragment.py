@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from ashl.compression.common.seeded import new_seed, places_of
+from ashl.compression.coding import indices_of_seed, new_seed
 from ashl.compression.contract import ENCODE_CONTEXT, Codec, Layout, size_of
 from ashl.outer.contract import Outer
 from ashl.runtime.sums import concatenate, slice_vector
@@ -83,4 +81,4 @@ WHOLE = WholeModel()
 def draw_indices(seed: int, version: int, size: int, whole: int) -> Tensor:
     """Return the sorted indices of a fragment, drawn for the merge after this version."""
     context = ENCODE_CONTEXT._replace(seed=seed, version=version)
-    return torch.from_numpy(places_of(new_seed(context.shared()), size, whole).astype(np.int64))
+    return indices_of_seed(new_seed(context.shared()), size, whole)

@@ -37,10 +37,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.compression.contract import EncodeContext
+from ashl.compression.contract import EncodeContext, as_float32
 from ashl.compression.grid import MOST, WHOLE, Grid, quantize_to_grid, read_grid
-from ashl.compression.wire.arrays import array_of
-from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, write_payload
+from ashl.compression.payload import HEADER, Parts, read_payload, write_payload
 from ashl.learn.device import numbers, to_host
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
@@ -237,12 +236,11 @@ def write_model(x: Any, anchor: Any, context: EncodeContext, mu: float | None) -
     if isinstance(x, SizeOnly):
         bits = 32 if mu is None else MOST // 2
         return SizeOnly(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
-    array = array_of(to_host(x))
-    bits = bits_of(x, anchor, mu)
+    model, bits = as_float32(to_host(x)), bits_of(x, anchor, mu)
     if bits is None:
-        parts = Parts(array.size, array, form=WHOLE)
+        parts = Parts(len(model), model, form=WHOLE)
     else:
-        parts = quantize_to_grid(array, bits, context)
+        parts = quantize_to_grid(model, bits, context)
     return write_payload(Grid.code, x.numel(), parts)
 
 
@@ -264,4 +262,4 @@ def is_encoded(body: Vector) -> bool:
 
 def read_model(body: Any, d: int) -> Any:
     """Decode Q(x), as a vector of length d. Raises: PayloadError."""
-    return torch.from_numpy(read_grid(read_payload(body, Grid.code, d), d))
+    return read_grid(read_payload(body, Grid.code, d), d)

@@ -30,13 +30,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import EncodeContext, PayloadError
-from ashl.compression.wire.arrays import array_of
-from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
-from ashl.compression.wire.payload_format import (
+from ashl.compression.coding import index_bytes, read_indices, write_indices
+from ashl.compression.contract import Elements, EncodeContext, as_float32
+from ashl.compression.kernels import where_true
+from ashl.compression.payload import (
     EMPTY,
     HEADER,
     Parts,
+    PayloadError,
     read_payload,
     typed_part,
     write_payload,
@@ -168,26 +169,23 @@ def write_sparse(x: Tensor) -> Tensor:
     """Encode a vector by its non-zero elements, or whole if that is not longer; NaN counts as
     non-zero.
     """
-    array = array_of(to_host(x))
-    nonzero = np.flatnonzero(array)
-    if payload_size(nonzero.size, array.size) == HEADER.size + array.nbytes:
-        return write_payload(CODE, array.size, Parts(array.size, array, form=WHOLE))
-    indices = write_indices("packed", nonzero, array.size) if nonzero.size else EMPTY
-    return write_payload(CODE, array.size, Parts(nonzero.size, array[nonzero], indices))
+    x = as_float32(to_host(x))
+    d, nonzero = len(x), where_true(x != 0)
+    if payload_size(len(nonzero), d) == HEADER.size + x.nbytes:
+        return write_payload(CODE, d, Parts(d, x, form=WHOLE))
+    indices = write_indices("packed", nonzero, d) if len(nonzero) else EMPTY
+    return write_payload(CODE, d, Parts(len(nonzero), x[nonzero], indices))
 
 
 def read_sparse(body: Tensor, d: int) -> Tensor:
     """Decode a vector of length d. Raises: PayloadError."""
     parts = read_payload(body, CODE, d)
-    typed_part(parts.scales, "<f4", 0, "scales")
-    if parts.form == WHOLE and parts.count == d and not parts.indices.size:
-        return torch.from_numpy(typed_part(parts.values, "<f4", d, "values").copy())
+    typed_part(parts.scales, torch.float32, 0, "scales")
+    if parts.form == WHOLE and parts.count == d and not len(parts.indices):
+        return typed_part(parts.values, torch.float32, d, "values").clone()
     if parts.form != SPARSE:
         raise PayloadError(
             f"payload is no sparse vector: form {parts.form}, {parts.count} values of {d}"
         )
-    x = torch.zeros(d)
-    x.numpy()[read_indices("packed", parts.indices, parts.count, d)] = typed_part(
-        parts.values, "<f4", parts.count, "values"
-    )
-    return x
+    values = typed_part(parts.values, torch.float32, parts.count, "values")
+    return Elements(read_indices("packed", parts.indices, parts.count, d), values).dense(d)

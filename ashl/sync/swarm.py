@@ -27,10 +27,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from ashl.compression.contract import EncodeContext
-from ashl.compression.wire.arrays import array_of
-from ashl.compression.wire.modulo import CODE, nearest, payload_nbytes, residues
-from ashl.compression.wire.payload_format import read_payload, write_payload
+from ashl.compression.contract import EncodeContext, as_float32
+from ashl.compression.modulo import CODE, nearest, payload_nbytes, residues
+from ashl.compression.payload import read_payload, write_payload
 from ashl.learn.device import to_device, to_host
 from ashl.option import Count, Number, option
 from ashl.size_only import SizeOnly, Vector
@@ -66,17 +65,16 @@ class Swarm(PairRule):
         if not float(x.abs().max()) < step * 2**52:
             return x
         context = EncodeContext(seed=stage.seed, worker=rank, round=state.version, layer=int(asks))
-        return write_payload(
-            CODE, x.numel(), residues(array_of(to_host(x)), step, self.bits, context)
-        )
+        model = as_float32(to_host(x))
+        return write_payload(CODE, len(model), residues(model, step, self.bits, context))
 
     def decode_model(self, state: RoamingState, body: Any, near: Vector) -> Any:
         if self.bits is None or isinstance(body, SizeOnly) or isinstance(near, SizeOnly):
             return near if isinstance(near, SizeOnly) else body
         y = to_host(near)
         if body.dtype == torch.uint8:
-            found = nearest(read_payload(to_host(body), CODE, y.numel()), array_of(y))
-            x = y if found is None else torch.from_numpy(found)
+            found = nearest(read_payload(to_host(body), CODE, y.numel()), as_float32(y))
+            x = y if found is None else found
         else:
             x = to_host(body)
         state.rule_state = float((x - y).abs().max())

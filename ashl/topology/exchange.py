@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ashl.compression.contract import Collective, EncodeContext
-from ashl.compression.wrappers.state_slices import join_states, slice_state
+from ashl.compression.wrappers import join_states, slice_state
 from ashl.runtime.effects import Encoding
 from ashl.runtime.sums import concatenate
 from ashl.size_only import SizeOnly, Vector

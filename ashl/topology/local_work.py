@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Code
-from ashl.compression.contract import EncodeContext
-from ashl.compression.wrappers.error_metrics import measure_compression_error, payload_sizes
-from ashl.compression.wrappers.layers import Layerwise, layer_at
+from ashl.compression.contract import EncodeContext, layer_at
+from ashl.compression.error_metrics import measure_compression_error, payload_sizes
+from ashl.compression.wrappers import Layerwise
 from ashl.learn.device import numbers, to_host
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import CompressionReport, NotFinite
@@ -218,7 +217,7 @@ def report_health(
         for link, _, body in sent
         if isinstance(body, Tensor)
     ]
-    if codec.traits.reduces or not isinstance(codec, Code | Layerwise):
+    if codec.traits.reduces or not (codec.decodes_alone or isinstance(codec, Layerwise)):
         # such payloads cannot be decoded one by one, so report their sizes only
         found = payload_sizes([body for _, _, body in pieces])
     else:

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from ashl.cli.app import main
-from ashl.compression.common import laws
+from ashl.compression import laws
 from ashl.compression.contract import Traits
 from ashl.config.catalog import catalog
 

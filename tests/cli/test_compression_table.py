@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from ashl.compression.contract import Collective, Layer
-from ashl.compression.wrappers.compose import wrap_codec
-from ashl.compression.wrappers.wrapper import innermost
+from ashl.compression.wrappers import innermost, wrap_codec
 from ashl.config.catalog import catalog
 from ashl.errors import UsageError
 from ashl.planning.compatibility import check_combination, check_compression

@@ -5,9 +5,7 @@ exit code.
 import pytest
 
 RULES = """
-from ashl.compression.wrappers.options import Wrappers
-from ashl.compression.common.code import Code
-from ashl.compression.contract import Traits
+from ashl.compression.contract import Traits, Wrappable
 from ashl.option import option
 from ashl.topology.parameter_server import ServerRule
 
@@ -17,7 +15,7 @@ class Short(ServerRule):
         return 1
 
 @option
-class Silent(Code, Wrappers):
+class Silent(Wrappable):
     code = 200
     traits = Traits()
 
@@ -54,7 +52,7 @@ class Stranger(ServerRule):
             "sync names my_rules.Unmade, which cannot be made: not like this",
             2,
         ),
-        ("sync._target_=my_rules.Raising", "my_rules.py, line 32)", 1),
+        ("sync._target_=my_rules.Raising", "my_rules.py, line 30)", 1),
         (
             "sync=asp sync._target_=my_rules.Stranger",
             "'my_rules.Stranger' lets worker 99 go on, which does not wait",

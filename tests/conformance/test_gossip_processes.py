@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from ashl.compression.wire.modulo import payload_nbytes
+from ashl.compression.modulo import payload_nbytes
 from tests.conformance.test_kernels import QUICK, adds_up, real
 from tests.support import simulated
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.compression.contract import EncodeContext, PayloadError
+from ashl.compression.contract import EncodeContext
 from ashl.compression.grid import Grid
-from ashl.compression.wire.payload_format import read_payload
+from ashl.compression.payload import PayloadError, read_payload
 from ashl.data.quadratic import optimum
 from ashl.errors import UsageError
 from ashl.planning.instantiate import assemble

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ashl.compression.contract import EncodeContext
 from ashl.compression.diana import Diana
-from ashl.compression.wrappers.compose import wrap_codec
-from ashl.compression.wrappers.feedback import Feedback
+from ashl.compression.wrappers import WrappedCodec, wrap_codec
 from ashl.stage.compression_pipeline import CompressionPipeline
 from tests.conf_option import conf_option
 from tests.support import simulated
@@ -147,8 +146,8 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
     owner: dict[int, tuple[int, Tensor]] = {}
 
     encode, restore_dropped, decode = (
-        Feedback.encode,
-        Feedback.restore_dropped,
+        WrappedCodec.encode,
+        WrappedCodec.restore_dropped,
         CompressionPipeline.decode,
     )
 
@@ -170,8 +169,8 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
             applied[worker] = applied.get(worker, 0) + x.double()
         return x
 
-    monkeypatch.setattr(Feedback, "encode", watched_encode)
-    monkeypatch.setattr(Feedback, "restore_dropped", watched_restore)
+    monkeypatch.setattr(WrappedCodec, "encode", watched_encode)
+    monkeypatch.setattr(WrappedCodec, "restore_dropped", watched_restore)
     monkeypatch.setattr(CompressionPipeline, "decode", watched_decode)
     ran = simulated(*BACKUP, "compression=topk")
     assert sum(ran.end["dropped_by"]) > 10

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.contract import EncodeContext, PayloadError
-from ashl.compression.wire.modulo import CODE, nearest, payload_nbytes, residues
-from ashl.compression.wire.payload_format import read_payload, write_payload
+from ashl.compression.contract import EncodeContext
+from ashl.compression.modulo import CODE, nearest, payload_nbytes, residues
+from ashl.compression.payload import PayloadError, read_payload, write_payload
 from ashl.sync.hop import mix_by_age as hop_mean
 from ashl.sync.matcha import sampling
 from ashl.sync.relay_sum import relay_sum, tree

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.contract import EncodeContext, PayloadError
+from ashl.compression.contract import EncodeContext
+from ashl.compression.payload import PayloadError
 from ashl.data.quadratic import optimum
 from ashl.errors import UsageError
 from ashl.planning.instantiate import assemble

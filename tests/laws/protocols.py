@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.select import largest
 from ashl.compression.contract import Collective, EncodeContext, Layer
-from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.kernels import largest
+from ashl.compression.wrappers import wrap_codec
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.rank_context import RankContext
@@ -111,6 +111,6 @@ def weighted(vectors: list[Tensor], weights: list[float]) -> Tensor:
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    y, places = torch.zeros_like(x), largest(x.numpy(), k)
+    y, places = torch.zeros_like(x), largest(x, k)
     y[places] = x[places]
     return y

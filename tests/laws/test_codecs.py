@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ashl.compression.contract import Codec, EncodeContext, PayloadError
-from ashl.compression.wrappers.compose import convert_sender, wrap_codec
-from ashl.compression.wrappers.feedback import Feedback, Residual
+from ashl.compression.contract import Codec, EncodeContext
+from ashl.compression.payload import PayloadError
+from ashl.compression.wrappers import (
+    Residual,
+    convert_sender,
+    kept_state,
+    with_error_feedback,
+    wrap_codec,
+)
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
@@ -143,7 +149,10 @@ def test_two_workers_and_two_rounds_draw_apart(name: str) -> None:
 @every_codec
 @pytest.mark.parametrize("d", SIZES)
 def test_what_is_only_timed_is_as_long(name: str, d: int) -> None:
-    for link in (CompressionPipeline(ROWS[name], d), CompressionPipeline(Feedback(ROWS[name]), d)):
+    for link in (
+        CompressionPipeline(ROWS[name], d),
+        CompressionPipeline(with_error_feedback(ROWS[name]), d),
+    ):
         for ratio in RATIOS:
             ends = CodecState()
             body = link.encode(ends, SizeOnly(4 * d), EncodeContext(ratio))
@@ -198,7 +207,7 @@ def test_feedback_loses_nothing(
     """
     if not (ROWS[name].traits.contraction or ROWS[name].traits.drains) or case[0] == "huge":
         return
-    codec, d = Feedback(ROWS[name]), case[1]
+    codec, d = with_error_feedback(ROWS[name]), case[1]
     sender = None
     for context in range(3):
         x = vector(*case, seed + context)
@@ -387,9 +396,9 @@ def test_what_is_not_finite_is_sent_first(bad: float) -> None:
 def test_feedback_is_where_it_was_asked_for_and_only_where_it_is_sound() -> None:
     plain, kept = (conf_option("compression", "topk", error_feedback=on) for on in (False, True))
     assert wrap_codec(plain, ()) is plain
-    assert wrap_codec(kept, ()) == Feedback(kept)
+    assert wrap_codec(kept, ()) == with_error_feedback(kept)
     assert wrap_codec(conf_option("compression", "none"), ()) == conf_option("compression", "none")
-    assert Feedback(kept).traits.contraction
+    assert with_error_feedback(kept).traits.contraction
 
     class Scaled(Codec):
         traits = plain.traits._replace(contraction=False)
@@ -411,7 +420,7 @@ def test_a_residual_continues_in_the_next_stage() -> None:
     assert torch.equal(decoded(first, body, 100) + decoded(second, rest, 100), x)
     assert convert_sender(sender, conf_option("compression", "none")) is None
     assert convert_sender(None, second) is None
-    assert convert_sender(Residual(x, "state of the codec before"), second) == Residual(x, None)
+    assert kept_state(convert_sender(Residual(x), second)) == Residual(x)
 
 
 @pytest.mark.parametrize(("name", "ratio"), PULLS)

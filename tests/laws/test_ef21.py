@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ashl.compression.contract import EncodeContext, PayloadError
+from ashl.compression.contract import EncodeContext
+from ashl.compression.payload import PayloadError
 from tests.laws.codecs import codec, length, vector
 from tests.support import simulated
 

@@ -13,7 +13,7 @@ import torch
 
 from ashl.compression.contract import Layer, size_of
 from ashl.compression.power_sgd import orthonormalize
-from ashl.compression.wrappers.compose import codec_for_layers
+from ashl.compression.wrappers import codec_for_layers
 from tests.laws.codecs import codec, vector
 
 LAYOUT = (Layer("weight", (150, 130)), Layer("bias", (130,)), Layer("conv", (24, 3, 5, 5)))

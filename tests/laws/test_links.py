@@ -4,18 +4,20 @@ misspelt or not.
 
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Code
 from ashl.compression.contract import Codec, EncodeContext, Keeps, Linear, Traits
 from ashl.compression.fetch_sgd import Sketches
-from ashl.compression.wire.payload_format import HEADER, Parts
-from ashl.compression.wrappers.compose import wrap_codec
-from ashl.compression.wrappers.feedback import Feedback, Residual
-from ashl.compression.wrappers.wrapper import Wrapper, inwards
+from ashl.compression.payload import HEADER, Parts
+from ashl.compression.wrappers import (
+    Residual,
+    Sender,
+    WrappedCodec,
+    with_error_feedback,
+    wrap_codec,
+)
 from ashl.errors import UsageError
 from ashl.option import option, refuse_unasked
 from ashl.planning.compatibility import check_codec_roles
@@ -27,8 +29,8 @@ D = 200
 # what a wrapper has not: fields of the option, which `wrap_codec` reads, and the option's other
 # forms
 OWN = {
-    "beta", "clip_norm", "code", "critical_ratio", "entropy", "error_feedback", "feedback_decay", "feedback_gain",
-    "for_layout", "for_pulls", "masking", "momentum", "parts", "per_layer", "warmup_epochs",
+    "beta", "clip_norm", "code", "critical_ratio", "decodes_alone", "error_feedback", "feedback_decay", "feedback_gain",
+    "for_layout", "for_pulls", "masking", "momentum", "pack", "parts", "per_layer", "unpack", "warmup_epochs",
 }  # fmt: skip
 
 
@@ -71,7 +73,8 @@ def test_what_a_stage_takes_over() -> None:
         for on in (False, True)
     )
     keeps, drops = Keeps(), Keeps(residual=False)
-    assert feedback.carry_over(ends, keeps, False, 0.1) == CodecState(sender=residual, held=held)
+    after = CodecState(sender=Sender((residual,)), held=held)
+    assert feedback.carry_over(ends, keeps, False, 0.1) == after
     assert (
         plain.carry_over(ends, keeps, False, 0.1)
         == feedback.carry_over(ends, drops, False, 0.1)
@@ -108,14 +111,17 @@ def test_what_is_kept_of_a_sum_is_taken_over_in_the_units_of_the_stage() -> None
 
 def test_wrappers_delegate_all_of_the_contract() -> None:
     public = {name for name in dir(Codec) if not name.startswith("_")}
-    assert public - {name for name in vars(Wrapper) if not name.startswith("_")} - {"encode"} == OWN
+    assert (
+        public - {name for name in vars(WrappedCodec) if not name.startswith("_")} - {"encode"}
+        == OWN
+    )
     inner = codec("diana", estimator="svrg")
-    assert [part.estimator for part in inwards(Feedback(inner))] == ["svrg", "svrg"]
-    assert Feedback(codec("topk", ratio=0.3)).ratio == 0.3
+    assert with_error_feedback(inner).estimator == "svrg"
+    assert with_error_feedback(codec("topk", ratio=0.3)).ratio == 0.3
 
 
 @option
-class Misspelt(Code):
+class Misspelt(Codec):
     """Undoes nothing."""
 
     trait: ClassVar[Any] = None
@@ -163,14 +169,14 @@ def test_what_comes_with_methods_derives_from_its_class(own: Codec, role: str) -
         check_codec_roles("compression=mine", own)
 
 
-class Half(Code):
+class Half(Codec):
     """Two bytes an element."""
 
     code: ClassVar[int] = 200
     said = 2
 
-    def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
-        return Parts(x.size, x.astype("<f2"))
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        return Parts(len(x), x.half())
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + self.said * d

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import EncodeContext, Layer, PayloadError, size_of
-from ashl.compression.wire.payload_format import Parts, write_payload
-from ashl.compression.wrappers.compose import codec_for_layers
+from ashl.compression.contract import EncodeContext, Layer, size_of
+from ashl.compression.payload import Parts, PayloadError, write_payload
+from ashl.compression.wrappers import codec_for_layers
 from ashl.errors import AshlError, UsageError
 from ashl.runtime import collectives
 from ashl.runtime.transport import PeerConnections
@@ -117,7 +117,7 @@ def test_the_element_type_is_not_believed(name: str, bit: int) -> None:
 
 def test_what_its_header_cannot_count_is_not_sent() -> None:
     """A declared size is no memory: one byte that claims to be many."""
-    many = np.broadcast_to(np.zeros(1, np.uint8), 2**32)
+    many = torch.zeros(1, dtype=torch.uint8).expand(2**32)
     with pytest.raises(
         UsageError, match="4294967296 bytes of values, but its header counts up to 4294967295"
     ):

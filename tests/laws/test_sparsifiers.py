@@ -12,23 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ashl.compression.common.seeded import draw_distinct
-from ashl.compression.common.select import (
-    SMALL,
-    estimate_threshold,
-    indices_reaching,
-    largest_of_rows,
-)
-from ashl.compression.contract import EncodeContext, Layer, PayloadError
-from ashl.compression.random_dropping import find_slope
-from ashl.compression.wire.index_code import (
+from ashl.compression.coding import (
     INDEX_CODES,
+    draw_distinct,
     index_bytes,
     max_index_bytes,
     read_indices,
     write_indices,
 )
-from ashl.compression.wrappers.compose import codec_for_layers, wrap_codec
+from ashl.compression.contract import EncodeContext, Layer
+from ashl.compression.kernels import (
+    SMALL,
+    estimate_threshold,
+    indices_reaching,
+    largest_of_rows,
+)
+from ashl.compression.payload import PayloadError
+from ashl.compression.random_dropping import find_slope
+from ashl.compression.wrappers import codec_for_layers, wrap_codec
 from ashl.errors import UsageError
 from tests.laws.codecs import codec, decoded, length, vector
 
@@ -49,7 +50,11 @@ def sent(option: Any, x: Any, context: EncodeContext | None = None) -> Tensor:
 def test_golomb_is_within_two_percent_of_the_entropy(share: float) -> None:
     d = 1_000_000
     k = round(share * d)
-    written = write_indices("golomb", draw_distinct(np.random.default_rng(1), k, d), d)
+    written = write_indices(
+        "golomb",
+        torch.from_numpy(draw_distinct(np.random.default_rng(1), k, d).astype(np.int64)),
+        d,
+    )
     entropy = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) * d / 8
     assert entropy <= 1.001 * written.nbytes <= 1.021 * entropy
 
@@ -64,23 +69,23 @@ def test_no_fewer_indices_take_more_room(code: Any, d: int) -> None:
 
 @pytest.mark.parametrize("places", [range(7), range(993, 1000), [0, 999], [999], range(0, 1000, 2)])
 def test_golomb_of_the_farthest_apart(places: Any) -> None:
-    indices = np.array(places)
+    indices = torch.tensor(list(places))
     written = write_indices("golomb", indices, 1000)
-    assert written.nbytes <= index_bytes("golomb", indices.size, 1000)
-    assert np.array_equal(read_indices("golomb", written, indices.size, 1000), indices)
+    assert written.nbytes <= index_bytes("golomb", len(indices), 1000)
+    assert torch.equal(read_indices("golomb", written, len(indices), 1000), indices)
 
 
 @given(st.binary(max_size=60), st.integers(1, 300), st.integers(0, 299))
 def test_golomb_of_noise_is_refused_or_read(noise: bytes, d: int, less: int) -> None:
     k = max(1, d - less)
     try:
-        indices = read_indices("golomb", np.frombuffer(noise, np.uint8), k, d)
+        indices = read_indices("golomb", torch.tensor(list(noise), dtype=torch.uint8), k, d)
     except PayloadError:
         return
-    assert indices.size == k
+    assert len(indices) == k
     assert indices[0] >= 0
     assert indices[-1] < d
-    assert bool((np.diff(indices) > 0).all())
+    assert bool((indices.diff() > 0).all())
 
 
 @pytest.mark.parametrize(
@@ -239,24 +244,20 @@ def test_random_blocks_come_all() -> None:
 
 
 def test_reaching_and_estimated() -> None:
-    x = vector("heavy", SMALL + 5).numpy()
-    assert np.array_equal(indices_reaching(x, 2.0), np.flatnonzero(np.abs(x) >= 2))
-    assert indices_reaching(np.array([1, -1, np.nan, np.inf, 0.5], np.float32), 1.0).tolist() == [
-        0,
-        1,
-        2,
-        3,
-    ]
-    k = x.size // 100
-    assert 0.7 * k < indices_reaching(x, estimate_threshold(x, k)).size < 1.4 * k
-    assert estimate_threshold(np.array([3, -1, 2], np.float32), 2) == 2
+    x = vector("heavy", SMALL + 5)
+    assert torch.equal(indices_reaching(x, 2.0), (x.abs() >= 2).nonzero().view(-1))
+    odd = torch.tensor([1, -1, math.nan, math.inf, 0.5])
+    assert indices_reaching(odd, 1.0).tolist() == [0, 1, 2, 3]
+    k = len(x) // 100
+    assert 0.7 * k < len(indices_reaching(x, estimate_threshold(x, k))) < 1.4 * k
+    assert estimate_threshold(torch.tensor([3.0, -1, 2]), 2) == 2
 
 
 @pytest.mark.parametrize("k", [1, 3, 10])
 def test_largest_of_rows(k: int) -> None:
     x = np.random.default_rng(0).integers(-3, 4, (50, 10)).astype(np.float32)
     x[7, 3], x[8] = np.nan, 0
-    columns = largest_of_rows(x, k)
+    columns = largest_of_rows(torch.from_numpy(x), k).numpy()
     magnitudes = np.where(np.isnan(x), np.inf, np.abs(x))
     assert columns.shape == (50, k)
     assert bool((np.diff(columns, axis=1) > 0).all())
@@ -348,12 +349,12 @@ def test_stc_by_hand_and_of_everything() -> None:
 
 
 def test_random_dropping_gives_to_others_what_is_cut_off() -> None:
-    x = np.array([10, 1, -1, 1, 1, 0], np.float32)
-    assert find_slope(x, np.float32(10), 3) == pytest.approx(
+    x = torch.tensor([10.0, 1, -1, 1, 1, 0])
+    assert find_slope(x, 10.0, 3) == pytest.approx(
         5
     )  # p = 1 and 1/2 four times, where 3/14·|x| would be 2.1 for one
-    assert find_slope(x, np.float32(10), 6) == math.inf
-    assert find_slope(x, np.float32(10), 1) == pytest.approx(10 / 14)
+    assert find_slope(x, 10.0, 6) == math.inf
+    assert find_slope(x, 10.0, 1) == pytest.approx(10 / 14)
     x, option = vector("heavy", 2000, 1), codec("random_dropping", ratio=0.05)
     draws = torch.stack([sent(option, x, EncodeContext(round=k)) for k in range(400)])
     count = (draws != 0).sum(1).double()
@@ -428,14 +429,14 @@ def test_cosines_keep_lengths_and_come_back(shape: tuple[int, ...]) -> None:
     option = codec_for_layers(codec("demo"), (Layer("layer", shape),))
     x = vector("normal", d)
     (grid,) = option.grids(0.9, d)
-    back, total = np.empty(d, np.float32), 0.0
+    back, total = torch.empty(d), 0.0
     for strip in grid.strips(back):
-        coefficients = grid.forward(x.numpy(), np.float32(2), strip)
-        total += float((coefficients.astype(np.float64) ** 2).sum())
-        places = np.broadcast_to(np.arange(grid.size), coefficients.shape)
+        coefficients = grid.forward(x, 2.0, strip)
+        total += length(coefficients)
+        places = torch.arange(grid.size).expand(coefficients.shape)
         grid.backward(coefficients, places, back, strip)
     assert 4 * total == pytest.approx(length(x), rel=1e-5)
-    assert np.allclose(2 * back, x.numpy(), atol=1e-5)
+    assert torch.allclose(2 * back, x, atol=1e-5)
     for ratio in (0.01, 0.3):
         assert length(x - sent(option, x, EncodeContext(ratio))) <= option.bound(ratio, d) * length(
             x

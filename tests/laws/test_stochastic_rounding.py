@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.wire.stochastic_rounding import (
+from ashl.compression.kernels import (
     SHARED,
     RoundingNoise,
-    round_to_uint8,
+    round_levels,
     rounding_noise,
 )
 from ashl.data.counter_rng import CounterRng
 
 ALL = 2**16
-NONE = np.empty(ALL, np.float32)
+NONE = torch.empty(ALL)
 
 
 class Words:
     """Every value of an element's own bits once, in order."""
 
     def words(self, like: Any, start: int, count: int) -> Any:
-        words = np.arange(4 * start, 4 * (start + count), dtype=np.uint16).view(np.uint64)
-        return words if isinstance(like, np.ndarray) else torch.from_numpy(words.view(np.int64))
+        words = np.arange(4 * start, 4 * (start + count), dtype=np.uint16)
+        return torch.from_numpy(words.view(np.int64))
 
 
 WORDS: Any = Words()
@@ -35,7 +35,8 @@ def noise(share: float) -> RoundingNoise:
     """Round up to 7 levels with these shared bits for all elements."""
     found = rounding_noise(NONE, CounterRng(0), 7)
     return found._replace(
-        words=WORDS, rest=np.full(SHARED, share * 2 ** (found.bits - 16), np.int32)
+        words=WORDS,
+        rest=torch.full((SHARED,), int(share * 2 ** (found.bits - 16)), dtype=torch.int32),
     )
 
 
@@ -46,7 +47,7 @@ def test_the_mean_is_kept_to_the_last_bit(y: float) -> None:
     """Values below 2⁻¹⁷ of a level were never sent, and other values had an error of up to that."""
     noises = [noise(share) for share in (0.0, 0.25, 0.5, 0.75)]
     levels = [
-        round_to_uint8(np.full(ALL, y * one.unit, np.float32), one, 0, zero=7) for one in noises
+        round_levels(np.full(ALL, y * one.unit, np.float32), one, 0, zero=7) for one in noises
     ]
     assert sum(int(each.sum(dtype=np.int64)) for each in levels) / (4 * ALL) - 7 == y
 
@@ -54,21 +55,24 @@ def test_the_mean_is_kept_to_the_last_bit(y: float) -> None:
 @pytest.mark.parametrize("y", [1e-30, 254.99, 255.0])
 def test_nothing_is_rounded_beyond_the_next_level(y: float) -> None:
     found = rounding_noise(NONE, CounterRng(0), 255)
-    last = found._replace(words=WORDS, rest=np.full(SHARED, 2 ** (found.bits - 16) - 1, np.int32))
-    levels = round_to_uint8(np.full(ALL, y * last.unit, np.float32), last, 0)
+    last = found._replace(
+        words=WORDS, rest=torch.full((SHARED,), 2 ** (found.bits - 16) - 1, dtype=torch.int32)
+    )
+    levels = round_levels(np.full(ALL, y * last.unit, np.float32), last, 0)
     assert set(levels.tolist()) <= {int(y), int(np.ceil(y))}
 
 
 def test_what_is_shared_is_shared_by_place() -> None:
-    """Rounding is the same in all sizes of blocks, of arrays and of tensors."""
-    count, words = 2 * SHARED + 12, CounterRng(3)
-    x = np.full(count, 2.0**-17, np.float32)
-    one, there = rounding_noise(x, words, 1), rounding_noise(torch.from_numpy(x), words, 1)
-    assert 0 <= one.rest.min() <= one.rest.max() < 2 ** (one.bits - 16) < 3 * one.rest.mean()
-    y = x * np.float32(one.unit)
-    whole = round_to_uint8(y, one, 0, 1)
+    """Rounding is the same in all sizes of blocks."""
+    count = 2 * SHARED + 12
+    x = torch.full((count,), 2.0**-17)
+    one = rounding_noise(x, CounterRng(3), 1)
+    assert (
+        0 <= one.rest.min() <= one.rest.max() < 2 ** (one.bits - 16) < 3 * one.rest.float().mean()
+    )
+    y = x * one.unit
+    whole = round_levels(y, one, 0, 1)
     parts = [
-        round_to_uint8(y[start : start + 1000], one, start, 1) for start in range(0, count, 1000)
+        round_levels(y[start : start + 1000], one, start, 1) for start in range(0, count, 1000)
     ]
     assert whole.tobytes() == np.concatenate(parts).tobytes()
-    assert whole.tobytes() == round_to_uint8(torch.from_numpy(y), there, 0, 1).numpy().tobytes()

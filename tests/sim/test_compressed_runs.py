@@ -13,10 +13,10 @@ import torch
 
 from ashl.cli.app import main
 from ashl.compression.contract import EncodeContext, Layer
+from ashl.compression.error_metrics import measure_compression_error, split_bytes
+from ashl.compression.payload import Parts
 from ashl.compression.random_mask import RandomMask
-from ashl.compression.wire.payload_format import Parts
-from ashl.compression.wrappers.compose import wrap_codec
-from ashl.compression.wrappers.error_metrics import measure_compression_error, split_bytes
+from ashl.compression.wrappers import wrap_codec
 from ashl.learn.learner import Learner
 from ashl.run.metrics import OFTEN, CompressionStats
 from ashl.runtime import records
@@ -206,7 +206,9 @@ def test_who_computes_on_one_model_shares_a_mask(monkeypatch: pytest.MonkeyPatch
     def pack(self: RandomMask, x: np.ndarray, context: EncodeContext) -> Parts:
         parts = drawn(self, x, context)
         assert context.params is not None
-        masks[context.params.numpy().tobytes()].add((context.worker, parts.indices.tobytes()))
+        masks[context.params.numpy().tobytes()].add(
+            (context.worker, parts.indices.numpy().tobytes())
+        )
         return parts
 
     monkeypatch.setattr(RandomMask, "pack", pack)

@@ -11,11 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ashl.compression.contract import Layer
-from ashl.compression.wire.payload_format import HEADER
-from ashl.compression.wrappers.compose import wrap_codec
-from ashl.compression.wrappers.layers import Layerwise
-from ashl.compression.wrappers.two_pass import replace_innermost
-from ashl.compression.wrappers.wrapper import innermost
+from ashl.compression.payload import HEADER
+from ashl.compression.wrappers import Layerwise, WrappedCodec, innermost, wrap_codec
 from ashl.config.construct import construct
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.overlap.none import Serial
@@ -54,9 +51,9 @@ def by_groups(stage: Stage) -> Stage:
     codec = Layerwise(
         innermost(stage.codec), tuple(part.stop - part.start for part in reversed(stage.buckets))
     )
-    return replace(
-        stage, overlap=Serial(), parts=(), links=(), codec=replace_innermost(stage.codec, codec)
-    )
+    if isinstance(stage.codec, WrappedCodec):
+        codec = replace(stage.codec, codec=codec)
+    return replace(stage, overlap=Serial(), parts=(), links=(), codec=codec)
 
 
 @pytest.mark.parametrize(

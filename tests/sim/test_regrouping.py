@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.gtopk import Final, GTopK, tree_neighbours, within
-from ashl.compression.wrappers.state_slices import join_states, slice_state
+from ashl.compression.wrappers import join_states, slice_state
 from ashl.errors import AshlError
 from ashl.planning.instantiate import assemble
 from ashl.runtime.rank_context import RankContext

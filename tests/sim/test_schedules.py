@@ -11,7 +11,7 @@ import torch
 
 from ashl.compression.contract import Codec
 from ashl.compression.gtopk import GTopK
-from ashl.compression.wrappers.feedback import Residual
+from ashl.compression.wrappers import Residual
 from ashl.config.compose import compose
 from ashl.planning.instantiate import assemble
 from ashl.run import train as run
@@ -264,9 +264,7 @@ def entering(index, codec, **handover):
 
 
 def test_what_a_worker_takes_over():
-    state = WorkerState(
-        params=None, moments=("old",), ends=CodecState(sender=Residual("error", "inner"))
-    )
+    state = WorkerState(params=None, moments=("old",), ends=CodecState(sender=Residual("error")))
     state.enter(entering(1, Codec()), 0)
     assert (state.moments, state.local_steps, state.ratio) == (("old",), 4, 0.5)
     assert state.ends == CodecState()  # this codec keeps no residual

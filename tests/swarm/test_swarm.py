@@ -15,7 +15,7 @@ import pytest
 
 from ashl.cluster.spec import Cluster
 from ashl.compression.contract import EncodeContext, Layer
-from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.layerwise import Layerwise
 from ashl.overlap.timeline import buckets_of_tensors

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from ashl.cluster.spec import Churn, Cluster, Event
-from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.delayed import OneStepDelayed
 from ashl.planning.predict import WITHOUT

@@ -13,7 +13,7 @@ import pytest
 from ashl.cluster.spec import Cluster
 from ashl.compression.contract import Layer, size_of
 from ashl.compression.gtopk import bits_bytes
-from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers import wrap_codec
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.stage.stage import Stage
 from ashl.sync.bsp import BSP

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers import wrap_codec
 from ashl.overlap.delayed import OneStepDelayed
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim

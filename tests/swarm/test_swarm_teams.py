@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from ashl.cluster.spec import Churn, Cluster
-from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.wfbp import WFBP
 from ashl.planning.predict import WITHOUT

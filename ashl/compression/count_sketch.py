@@ -19,18 +19,29 @@ Algorithms 1997.
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Sparse, kept_count
-from ashl.compression.common.linear import SummedValues
-from ashl.compression.common.select import largest
-from ashl.compression.contract import ALL, EncodeContext, PayloadError, Reduces, Traits
-from ashl.compression.wire.bits import BLOCK
-from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed_part
+from ashl.compression.contract import (
+    ALL,
+    Elements,
+    EncodeContext,
+    Linear,
+    Reduces,
+    Traits,
+    kept_count,
+)
+from ashl.compression.kernels import BLOCK, largest
+from ashl.compression.payload import (
+    HEADER,
+    Parts,
+    PayloadError,
+    read_payload,
+    typed_part,
+)
 from ashl.data.rng import Purpose, quick
 from ashl.option import Ratio, option
 
@@ -78,41 +89,42 @@ def hash_cells(table: Table, row: int, d: int) -> Iterator[tuple[slice, np.ndarr
         yield slice(start, start + size), hashed.view(np.int64)
 
 
-def cells_of(table: Table, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def cells_of(table: Table, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cells of some elements and their signs, each [rows, k]; one cell in each row."""
     if not table.rows:
-        return indices[None], np.ones((1, indices.size), np.float32)
+        return indices[None], torch.ones(1, len(indices))
     a, b, c = (
         np.array(numbers, np.uint32)[:, None]
         for numbers in zip(*multipliers(table.seed, table.rows), strict=True)
     )
-    u = a * indices.astype(np.uint32) + b
+    u = a * indices.numpy().astype(np.uint32) + b
     u = c * (u ^ (u >> np.uint32(16)))
     halves = (u.astype(np.uint64) * np.uint64(table.cols) >> np.uint64(31)).astype(np.int64)
     cells = halves // 2 + np.arange(table.rows)[:, None] * table.cols
-    return cells, (1 - 2 * (halves % 2)).astype(np.float32)
+    signs = (1 - 2 * (halves % 2)).astype(np.float32)
+    return torch.from_numpy(cells), torch.from_numpy(signs)
 
 
-def sketch(x: np.ndarray, table: Table) -> np.ndarray:
+def sketch(x: Tensor, table: Table) -> Tensor:
     """Return the cells [rows · cols] of x, float32, each rounded once."""
     if not table.rows:
         return x
-    cells = np.empty((table.rows, table.cols), np.float32)
+    cells, array = torch.empty((table.rows, table.cols)), x.numpy()
     for row in range(table.rows):
         signed = np.zeros(2 * table.cols)  # elements with sign + and with sign −, interleaved
-        for part, hashed in hash_cells(table, row, x.size):
-            np.add.at(signed, hashed, x[part].astype(np.float64))
-        cells[row] = signed[::2] - signed[1::2]
-    return cells.reshape(-1)
+        for part, hashed in hash_cells(table, row, len(x)):
+            np.add.at(signed, hashed, array[part].astype(np.float64))
+        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
+            cells[row] = torch.from_numpy((signed[::2] - signed[1::2]).astype(np.float32))
+    return cells.view(-1)
 
 
-def estimate_elements(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
+def estimate_elements(cells: Tensor, table: Table, d: int) -> Tensor:
     """Return the estimates of all elements, float32 [d]."""
     if not table.rows:
         return cells
-    signed = np.empty((table.rows, 2 * table.cols), np.float32)
-    signed[:, ::2] = cells.reshape(table.rows, table.cols)
-    np.negative(signed[:, ::2], out=signed[:, 1::2])
+    positive = cells.view(table.rows, table.cols)
+    signed = torch.stack([positive, -positive], 2).view(table.rows, -1).numpy()
     x, buffer = np.empty(d, np.float32), np.empty((table.rows, BLOCK), np.float32)
     for rows in zip(*(hash_cells(table, row, d) for row in range(table.rows)), strict=True):
         part, size = rows[0][0], rows[0][1].size
@@ -121,7 +133,7 @@ def estimate_elements(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
             for r, (_, hashed) in enumerate(rows)
         ]
         x[part] = median(guesses)
-    return x
+    return torch.from_numpy(x)
 
 
 def median(rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -139,17 +151,15 @@ def median(rows: Sequence[np.ndarray]) -> np.ndarray:
     return rows[len(rows) // 2]
 
 
-def recover_largest(
-    cells: np.ndarray, table: Table, d: int, k: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ascending indices of the k largest |estimates|, and these estimates."""
+def recover_largest(cells: Tensor, table: Table, d: int, k: int) -> Elements:
+    """Return the k largest |estimates|, by ascending index."""
     x = estimate_elements(cells, table, d)
     indices = largest(x, k)
-    return indices, x[indices]
+    return Elements(indices, x[indices])
 
 
 @option
-class CountSketch(Sparse, SummedValues, Reduces):
+class CountSketch(Linear, Reduces):
     """Fields and payload of the codecs that send a sketch."""
 
     traits: ClassVar[Traits] = Traits(linear=True, reduces=True)
@@ -176,25 +186,26 @@ class CountSketch(Sparse, SummedValues, Reduces):
         k = self.k(d)
         return 1.0 + k * d if self.table(d).rows else 1 - k / d
 
-    def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
-        table = self.table(x.size, context.seed)
-        return Parts(table.cells, sketch(x, table), scales=np.array([table.seed], "<u8"))
+    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
+        table = self.table(len(x), context.seed)
+        seed = torch.frombuffer(
+            bytearray(table.seed.to_bytes(SEED_BYTES, "little")), dtype=torch.uint8
+        )
+        return Parts(table.cells, sketch(x, table), scales=seed)
 
-    def unpack(self, parts: Parts, d: int) -> Any:
+    def unpack(self, parts: Parts, d: int) -> Elements:
         table, cells = self.read_sketch(parts, d)
         return recover_largest(cells, table, d, self.k(d))
 
-    def read_sketch(self, parts: Parts, d: int) -> tuple[Table, np.ndarray]:
+    def read_sketch(self, parts: Parts, d: int) -> tuple[Table, Tensor]:
         """Return (table, cells) of a payload.   Raises: PayloadError if they do not match d."""
-        seed = int.from_bytes(
-            typed_part(parts.scales, "u1", SEED_BYTES, "seed").tobytes(), "little"
-        )
-        table = self.table(d, seed)
-        if parts.count != table.cells or parts.indices.size:
+        seed = typed_part(parts.scales, torch.uint8, SEED_BYTES, "seed").numpy().tobytes()
+        table = self.table(d, int.from_bytes(seed, "little"))
+        if parts.count != table.cells or len(parts.indices):
             raise PayloadError(
                 f"expected a sketch of {table.cells} cells; received one of {parts.count}"
             )
-        return table, typed_part(parts.values, "<f4", table.cells, "cells")
+        return table, typed_part(parts.values, torch.float32, table.cells, "cells")
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """Return the size of the summed part of a payload in bytes: its cells."""
@@ -202,8 +213,8 @@ class CountSketch(Sparse, SummedValues, Reduces):
 
     def sum_payloads(
         self, payloads: Sequence[Tensor], weights: Sequence[float], d: int
-    ) -> tuple[Table, np.ndarray]:
-        """Return (table, cells) of Σ weight · payload, a new array.
+    ) -> tuple[Table, Tensor]:
+        """Return (table, cells) of Σ weight · payload, a new tensor.
 
         Raises: PayloadError if the sketches have different hashes.
         """
@@ -213,15 +224,7 @@ class CountSketch(Sparse, SummedValues, Reduces):
         )
         if len(set(tables)) > 1:
             raise PayloadError("received sketches of different seeds, which cannot be added")
-        total = np.zeros(tables[0].cells, np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
-            for cells, weight in zip(sketches, weights, strict=True):
-                total += np.float32(weight) * cells
+        total = torch.zeros(tables[0].cells)
+        for cells, weight in zip(sketches, weights, strict=True):
+            total += cells * weight
         return tables[0], total
-
-
-def dense(indices: np.ndarray, values: np.ndarray, d: int) -> Tensor:
-    """Return the vector [d] with these values at these indices, else 0."""
-    x = torch.zeros(d)
-    x.numpy()[indices] = values
-    return x

@@ -16,33 +16,35 @@ All numbers are little-endian. float32 values are aligned if the size of the sca
 import struct
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import PayloadError
-from ashl.compression.wire.arrays import Array, as_bytes, beside, view_as
-from ashl.errors import UsageError
-from ashl.learn.device import at_home, to_host
+from ashl.compression.kernels import beside, view_as
+from ashl.errors import AshlError, UsageError
+from ashl.learn.device import to_host
 
 HEADER = struct.Struct("<BBBBIIII")
 VERSION = 0xA2
 FLOAT32 = 0
 MOST = 2**32 - 1  # largest number in the header
-EMPTY = np.empty(0, np.uint8)
+EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+class PayloadError(AshlError):
+    """The received payload is not one that this codec can decode."""
 
 
 class Parts(NamedTuple):
     """Content of a payload, 0 ≤ count ≤ d.
 
-    For writing: arrays of any type, or tensors on a device. From reading: uint8 views of the
-    payload.
+    For writing: tensors of any type, of which the values are on the vector's device. From reading:
+    uint8 views of the payload.
     """
 
     count: int
-    values: Array
-    indices: Array = EMPTY
-    scales: Array = EMPTY
+    values: Tensor
+    indices: Tensor = EMPTY
+    scales: Tensor = EMPTY
     form: int = 0
 
 
@@ -67,18 +69,20 @@ def write_payload(code: int, d: int, parts: Parts) -> Tensor:
             f" up to {MOST}; set compression=none, or use a smaller model"
         )
     fields = VERSION, code, form, FLOAT32, d, count, scales.nbytes, values.nbytes
-    if isinstance(values, Tensor):
-        header = np.frombuffer(bytearray(HEADER.pack(*fields)), np.uint8)
-        on_device = [beside(values, part) for part in (header, scales, values, indices)]
-        return torch.cat([as_bytes(part) for part in on_device])
-    payload = np.empty(HEADER.size + scales.nbytes + values.nbytes + indices.nbytes, np.uint8)
-    HEADER.pack_into(payload.data, 0, *fields)
-    start = HEADER.size
-    for part in (scales, values, indices):
-        if part.nbytes:
-            payload[start : start + part.nbytes].view(part.dtype)[:] = part.reshape(-1)
-            start += part.nbytes
-    return torch.from_numpy(payload)
+    header = tensor_of_bytes(HEADER.pack(*fields))
+    return torch.cat([as_bytes(beside(values, part)) for part in (header, scales, values, indices)])
+
+
+def tensor_of_bytes(content: bytes) -> Tensor:
+    """Return a copy of bytes, uint8."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def as_bytes(part: Tensor) -> Tensor:
+    """Return the bytes of a tensor, uint8."""
+    if not part.numel():
+        return part.new_empty(0, dtype=torch.uint8)
+    return part.contiguous().view(-1).view(torch.uint8)
 
 
 def read_payload(payload: Any, code: int, d: int) -> Parts:
@@ -96,9 +100,8 @@ def read_payload(payload: Any, code: int, d: int) -> Parts:
             f"expected an encoded vector with a header of {HEADER.size} bytes; received a value"
             " of another type or size"
         )
-    memory = np.ascontiguousarray(payload.numpy()) if at_home(payload) else payload
-    fields = header_of(payload) if isinstance(memory, Tensor) else HEADER.unpack_from(memory.data)
-    version, codec, form, dtype, elements, count, scale_bytes, value_bytes = fields
+    payload = payload.contiguous()
+    version, codec, form, dtype, elements, count, scale_bytes, value_bytes = header_of(payload)
     if version != VERSION:
         raise PayloadError("the received payload was encoded by another version or program")
     if dtype != FLOAT32:
@@ -109,29 +112,42 @@ def read_payload(payload: Any, code: int, d: int) -> Parts:
         raise PayloadError(f"expected an encoded vector of {d} elements; received {elements}")
     values = HEADER.size + scale_bytes
     indices = values + value_bytes
-    if count > d or indices > len(memory):
+    if count > d or indices > len(payload):
         raise PayloadError(
             f"an encoded vector of {d} elements declares {count} values, {scale_bytes} bytes of"
-            f" scales and {value_bytes} bytes of values, in {len(memory)} bytes"
+            f" scales and {value_bytes} bytes of values, in {len(payload)} bytes"
         )
     return Parts(
-        count, memory[values:indices], memory[indices:], memory[HEADER.size : values], form
+        count, payload[values:indices], payload[indices:], payload[HEADER.size : values], form
     )
 
 
 def header_of(payload: Tensor) -> tuple[int, ...]:
     """Return the numbers of a payload's header, read by the host."""
-    return HEADER.unpack(to_host(payload[: HEADER.size]).numpy().tobytes())
+    return HEADER.unpack_from(to_host(payload[: HEADER.size]).numpy().data)
 
 
-def typed_part(part: Array, dtype: str, count: int, what: str) -> Array:
-    """Return `count` elements of a NumPy type as a view of bytes of a payload.
+def typed_part(part: Tensor, dtype: torch.dtype, count: int, what: str) -> Tensor:
+    """Return `count` elements of a type as a view of bytes of a payload.
 
     Raises: PayloadError if there are more or fewer.
     """
-    size = np.dtype(dtype).itemsize
-    if len(part) != size * count:
+    size = dtype.itemsize * count
+    if len(part) != size:
         raise PayloadError(
-            f"expected {size * count} bytes of {what} in an encoded vector; received {len(part)}"
+            f"expected {size} bytes of {what} in an encoded vector; received {len(part)}"
         )
     return view_as(part, dtype)
+
+
+def all_values(parts: Parts, d: int) -> Tensor:
+    """Return the values of a payload that has a value for all d elements, and no indices.
+
+    Raises: PayloadError for any other payload.
+    """
+    if parts.count != d or parts.form or len(parts.indices):
+        raise PayloadError(
+            f"expected a vector of {d} elements; received form {parts.form} with"
+            f" {parts.count} values"
+        )
+    return parts.values

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import Codec, Layout
-from ashl.compression.wire.payload_format import HEADER, Split
-from ashl.compression.wrappers.layers import Layerwise, slices
+from ashl.compression.contract import Codec, Layout, slices
+from ashl.compression.payload import HEADER, Split
+from ashl.compression.wrappers import Layerwise
 
 
 def measure_compression_error(

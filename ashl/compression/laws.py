@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import Codec, EncodeContext, Layer, Linear, size_of
-from ashl.compression.wrappers.compose import codec_for_layers
+from ashl.compression.wrappers import codec_for_layers
 
 LAYOUT = (Layer("weight", (64, 48)), Layer("bias", (64,)))
 D = size_of(LAYOUT)

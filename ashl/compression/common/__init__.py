@@ -1,1 +1,0 @@
-"""Code that several codecs share: base classes, selection, sketches, measured guarantees."""

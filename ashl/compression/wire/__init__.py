@@ -1,1 +1,0 @@
-"""Encoding of payloads: the header, and the codes of values, indices, signs and levels."""

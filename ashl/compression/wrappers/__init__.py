@@ -1,1 +1,0 @@
-"""Wrappers of any codec on a link: error feedback, momentum, clipping, schedules, layers."""
