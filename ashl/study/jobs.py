@@ -299,8 +299,6 @@ def remote_pool(
     Args: parameters are those of `checked_parameters`; slots is how many jobs run at a time. None =
     as many as the queue of Slurm allows, and else `default`.
     """
-    for before in folder.glob(f"{PREFIX}*"):  # withdraws the jobs of an earlier sweep
-        shutil.rmtree(before, ignore_errors=True)
     submits_all, own = launcher != "submitit_local", {**parameters}
     if launcher == "joblib":
         own.setdefault("n_jobs", slots or default)
@@ -308,6 +306,12 @@ def remote_pool(
         own.setdefault("slurm_array_parallelism", slots)
     start = partial(start_elsewhere, folder, partial(LAUNCH[launcher], **own))
     return Pool(start, sys.maxsize if submits_all else slots or default)
+
+
+def withdraw_jobs(folder: Path) -> None:
+    """Withdraw the jobs that an earlier sweep in this folder has left in a queue."""
+    for place in folder.glob(f"{PREFIX}*"):
+        shutil.rmtree(place, ignore_errors=True)
 
 
 @dataclass(frozen=True)

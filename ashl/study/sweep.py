@@ -39,6 +39,7 @@ from ashl.study.jobs import (
     local_pool,
     read_summary,
     run_all,
+    withdraw_jobs,
 )
 from ashl.study.race import Race
 from ashl.tracking import jsonl
@@ -282,16 +283,9 @@ def inside(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the configuration of a run inside a sweep: it writes its folder, and the sweep
     reports it to MLflow.
     """
-    return {
-        **config,
-        "run": {
-            **config["run"],
-            "dir": str(folder),
-            "save_weights": bool(config["run"]["save_weights"]),
-        },
-        "tracking": {**config["tracking"], "sink": "none"},
-        "sweep": None,
-    }
+    saves = bool(config["run"]["save_weights"])
+    run = config["run"] | {"dir": str(folder), "save_weights": saves}
+    return config | {"run": run, "tracking": config["tracking"] | {"sink": "none"}, "sweep": None}
 
 
 def slots_for(grid: Grid) -> int:
@@ -353,6 +347,7 @@ def locked(folder: Path) -> Generator[None]:
             raise AshlError(
                 f"another sweep is running in {folder}; wait for it, or choose another run.dir"
             ) from error
+        withdraw_jobs(folder)
         yield
 
 

@@ -209,6 +209,14 @@ def test_a_job_that_is_not_wanted_any_longer_does_not_begin(workplace: Path) -> 
     assert names(workplace) == []
 
 
+def test_jobs_of_a_killed_sweep_are_withdrawn_by_the_next(workplace: Path) -> None:
+    permit = workplace / "study/launcher-old/0.permit"
+    permit.parent.mkdir(parents=True)
+    permit.touch()
+    assert main(["sweep", "sync=asp", *TINY, "-q"]) == 0
+    assert not permit.parent.exists()
+
+
 def test_slurm_receives_the_parameters_and_one_array(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
