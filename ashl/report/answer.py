@@ -119,13 +119,9 @@ def most(row: Row) -> str:
 
 
 def gain(row: Row, other: Row, measure: Measure) -> str | None:
-    """Return "1.8 times as fast as" or "2.3 points better than", by medians; None without two."""
+    """Return how much better a row is than another by medians, in words; None without two."""
     better = measure.gain(row.spread.middle, other.spread.middle)
-    if better is None:
-        return None
-    if not measure.ratio:
-        return f"{round(100 * better, 1):.1f} {measure.better} than"
-    return f"{better:.2f} {measure.better} {'as' if measure.better.endswith('fast') else 'than'}"
+    return None if better is None else measure.lead(better)
 
 
 def number_of(value: float, ratio: bool) -> str:

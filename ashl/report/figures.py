@@ -31,7 +31,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodF
 from ashl.report.leaderboard import KINDS, Leaderboard, Row
 from ashl.report.measure import Measure, Target, measurable, reached_at
 from ashl.report.records import Run
-from ashl.report.sensitivity import Terrain, flip, lead, letters, terrain
+from ashl.report.sensitivity import Cell, Terrain, flip, lead, letters, terrain
 from ashl.tracking import timeline
 from ashl.tracking.console import seconds
 
@@ -640,7 +640,7 @@ def winners_map(ground: Terrain, hints: dict[str, str]) -> Drawing:
         if cell:
             costs = [f"{name}: {ground.measure.text(abs(cost))}" for name, cost in cell.ranking[:6]]
             hint, words = "; ".join(costs), known[cell.winner] + "?" * (not cell.sure)
-            words += f"\n{lead(ground, cell)}" if high > 34 and wide > 44 else ""
+            words += f"\n{lead_text(ground, cell)}" if high > 34 and wide > 44 else ""
         shown = looks[cell.winner] if cell else {"facecolor": "#f3f3f3", "linewidth": 0}
         axes.add_patch(Rectangle((x, y), 1, 1, gid=f"hint-{len(hints)}", **shown))
         hints[f"hint-{len(hints)}"] = hint
@@ -666,6 +666,14 @@ def winners_map(ground: Terrain, hints: dict[str, str]) -> Drawing:
     handles += [Patch(alpha=0, label=note) for note in notes]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1.03), handlelength=2)
     return drawing
+
+
+def lead_text(ground: Terrain, cell: Cell) -> str:
+    """Return how far the second is behind, for a cell of the map."""
+    better = lead(ground, cell)
+    if better is None:
+        return "alone"
+    return f"{better:.2f}×" if ground.measure.ratio else f"+{100 * better:.1f}"
 
 
 def winners_lines(ground: Terrain) -> Drawing:

@@ -85,6 +85,12 @@ class Measure:
         better, worse = (base, own) if self.lower_is_better else (own, base)
         return better / worse if self.ratio else better - worse
 
+    def lead(self, gain: float) -> str:
+        """Return a gain in words: "1.8 times as fast as" or "2.3 points better than"."""
+        if not self.ratio:
+            return f"{round(100 * gain, 1):.1f} {self.better} than"
+        return f"{gain:.2f} {self.better} {'as' if self.better.endswith('fast') else 'than'}"
+
     def order(self, value: float) -> float:
         """Return the value's sort key: the best comes first."""
         return value if self.lower_is_better else -value

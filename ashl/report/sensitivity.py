@@ -10,8 +10,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from ashl.report.leaderboard import ENVIRONMENT, Leaderboard, Row, effect_of
+from ashl.report.leaderboard import ENVIRONMENT, Leaderboard
 from ashl.report.measure import Measure
 
 Point = tuple[int, ...]  # a position in the grid: an index on each axis
@@ -52,7 +53,7 @@ class Axis:
 class Cell:
     """The ranking on one cluster, the best first, with each contestant's cost.
 
-    `sure` is True if the first two are separated.
+    `sure` is True if the first is better than all others with confidence.
     """
 
     ranking: tuple[tuple[str, float], ...]
@@ -107,39 +108,35 @@ def terrain(board: Leaderboard) -> Terrain | None:
     axes = [axis for key in around if (axis := _axis(board, key))]
     if not 1 <= len(axes) <= 2 or len(axes) < len(around):
         return None
-    at: dict[Point, dict[str, Row]] = {}
-    for row in board.rows:
-        numbers = [as_number(row.setting.axes.get(axis.key, "")) for axis in axes]
-        if all(number is not None for number in numbers):
-            point = tuple(
-                axis.values.index(number)
-                for axis, number in zip(axes, numbers, strict=True)
-                if number is not None
-            )
-            at.setdefault(point, {})[row.setting.name({axis.key for axis in axes})] = row
-    names = list(dict.fromkeys(name for rows in at.values() for name in rows))
-    cells = {
-        point: cell for point, rows in sorted(at.items()) if (cell := _cell(rows, board.measure))
-    }
+    keys, cells = {axis.key for axis in axes}, dict[Point, Cell]()
+    for part in board.environments:
+        numbers = [as_number(part.rows[0].setting.axes.get(axis.key, "")) for axis in axes]
+        known = [
+            (axis, number) for axis, number in zip(axes, numbers, strict=True) if number is not None
+        ]
+        names = {row: row.setting.name(keys) for row in part.rows}
+        costs = {names[row]: board.measure.order(row.spread.middle) for row in part.rows}
+        ranking = tuple(sorted(costs.items(), key=lambda entry: entry[1]))
+        if len(known) == len(axes) and math.isfinite(ranking[0][1]):
+            point = tuple(axis.values.index(number) for axis, number in known)
+            cells[point] = Cell(ranking, not part.indistinguishable)
+    names = dict.fromkeys(row.setting.name(keys) for row in board.rows)
     if len(names) < 2 or not cells:
         return None
-    wins = {name: sum(cell.winner == name for cell in cells.values()) for name in names}
-    return Terrain(
-        tuple(axes), tuple(sorted(names, key=lambda name: -wins[name])), cells, board.measure
-    )
+    wins = [cell.winner for cell in cells.values()]
+    contestants = tuple(sorted(names, key=lambda name: -wins.count(name)))
+    return Terrain(tuple(axes), contestants, dict(sorted(cells.items())), board.measure)
 
 
 def _axis(board: Leaderboard, key: str) -> Axis | None:
-    written = [
-        row.setting.axes.get(key, "") for row in sorted(board.rows, key=lambda row: row.order)
-    ]
-    numbers = [as_number(value) for value in written]
-    found = [number for number in numbers if number is not None]
-    if len(found) < len(numbers) or len(set(found)) < 2 or len(set(found)) < len(set(written)):
+    rows = sorted(board.rows, key=lambda row: row.order)
+    written = [row.setting.axes.get(key, "") for row in rows]
+    numbers = [number for value in written if (number := as_number(value)) is not None]
+    if len(numbers) < len(written) or not 2 <= len(set(written)) == len(set(numbers)):
         return None
-    values = tuple(sorted(set(found)))
+    values = tuple(sorted(set(numbers)))
     name = f"{key} (slowest/fastest)" if written[0].startswith("[") else key
-    return Axis(key, name, values, values.index(found[0]))
+    return Axis(key, name, values, values.index(numbers[0]))
 
 
 def as_number(written: str) -> float | None:
@@ -155,72 +152,43 @@ def as_number(written: str) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _cell(rows: Mapping[str, Row], measure: Measure) -> Cell | None:
-    costs = {name: measure.order(row.spread.middle) for name, row in rows.items()}
-    order = sorted(rows, key=costs.__getitem__)
-    if not math.isfinite(costs[order[0]]):
-        return None
-    sure = len(order) == 1
-    if not sure:
-        found = effect_of(measure, *(rows[name] for name in order[:2]))
-        sure = found is not None and found.ahead
-    return Cell(tuple((name, costs[name]) for name in order), sure)
-
-
 def flip(ground: Terrain, base: Point) -> Flip | None:
     """Return the nearest change from the base cell that has another winner; None if the grid has
     none.
     """
-    found = [
-        change
-        for along in range(len(ground.axes))
-        for step in (-1, 1)
-        if (change := _along(ground, base, along, step))
-    ]
+    old, found = ground.cells[base].winner, list[Flip]()
+    for along in range(len(ground.axes)):
+        line = [
+            p
+            for p in ground.cells
+            if p[:along] + p[along + 1 :] == base[:along] + base[along + 1 :]
+        ]
+        place = line.index(base)
+        for way in (line[place:], line[place::-1]):
+            pairs = (pair for pair in pairwise(way) if ground.cells[pair[1]].winner != old)
+            found += [_crossing(ground, along, base, *pair) for pair in list(pairs)[:1]]
     if len(ground.axes) == 2 and all(axis.log for axis in ground.axes):
-        found += _across(ground, base)
-    return min(found, key=lambda change: change.distance, default=None)
+        found += [_diagonal(ground, base, point) for point in ground.cells]
+    changed = (change for change in found if change.new != old)
+    return min(changed, key=lambda change: change.distance, default=None)
 
 
-def _along(ground: Terrain, base: Point, along: int, step: int) -> Flip | None:
-    """Search along one axis for the first curve that crosses the curve of the base cell's
-    winner.
+def _crossing(ground: Terrain, along: int, base: Point, before: Point, after: Point) -> Flip:
+    """Return where the first curve crosses that of the base's winner, on straight lines.
+
+    It is the farther cell if one of the curves has no number at the nearer one.
     """
-    axis, old = ground.axes[along], ground.cells[base].winner
-    before, index = base, base[along] + step
-    while 0 <= index < len(axis.values):
-        point = (*base[:along], index, *base[along + 1 :])
-        if point in ground.cells:
-            here = ground.cells[point]
-            if here.winner != old:
-                faster = [name for name, cost in here.ranking if cost < here.of(old)]
-                places = {
-                    name: _crossing(ground, axis, along, before, point, old, name)
-                    for name in faster
-                }
-                start = axis.place(axis.values[base[along]])
-                new = min(faster, key=lambda name: abs(places[name][0] - start))
-                place, exact = places[new]
-                change = {axis: (axis.values[base[along]], axis.value(place))}
-                return Flip(change, old, new, abs(place - start), exact)
-            before = point
-        index += step
-    return None
-
-
-def _crossing(
-    ground: Terrain, axis: Axis, along: int, before: Point, after: Point, old: str, new: str
-) -> tuple[float, bool]:
-    """Return where two curves cross between two cells, on straight lines.
-
-    Returns the farther cell and False if one of the curves has no number there.
-    """
-    ends = [axis.place(axis.values[point[along]]) for point in (before, after)]
-    gaps = [_cost(ground, point, new) - _cost(ground, point, old) for point in (before, after)]
-    if not all(map(math.isfinite, gaps)) or gaps[0] <= gaps[1]:
-        return ends[1], False
-    share = gaps[0] / (gaps[0] - gaps[1])
-    return ends[0] + share * (ends[1] - ends[0]), True
+    axis, old, cell = ground.axes[along], ground.cells[base].winner, ground.cells[after]
+    first = axis.values[base[along]]
+    start, near, far = (axis.place(axis.values[p[along]]) for p in (base, before, after))
+    crossings = []
+    for new in (name for name, cost in cell.ranking if cost < cell.of(old)):
+        gaps = [_cost(ground, p, new) - _cost(ground, p, old) for p in (before, after)]
+        exact = all(map(math.isfinite, gaps)) and gaps[0] > gaps[1]
+        place = near + gaps[0] / (gaps[0] - gaps[1]) * (far - near) if exact else far
+        crossings.append((abs(place - start), place, exact, new))
+    distance, place, exact, new = min(crossings, key=lambda crossing: crossing[0])
+    return Flip({axis: (first, axis.value(place))}, old, new, distance, exact)
 
 
 def _cost(ground: Terrain, point: Point, name: str) -> float:
@@ -228,111 +196,71 @@ def _cost(ground: Terrain, point: Point, name: str) -> float:
     return math.log(cost) if ground.measure.lower_is_better and 0 < cost < math.inf else cost
 
 
-def _across(ground: Terrain, base: Point) -> list[Flip]:
-    """Return the cells with another winner that are on neither axis through the base cell."""
-    old = ground.cells[base].winner
-    found = []
-    for point, cell in ground.cells.items():
-        if cell.winner != old and all(a != b for a, b in zip(point, base, strict=True)):
-            changes = {
-                axis: (axis.values[b], axis.values[p])
-                for axis, b, p in zip(ground.axes, base, point, strict=True)
-            }
-            distance = math.hypot(
-                *(axis.place(to) - axis.place(start) for axis, (start, to) in changes.items())
-            )
-            found.append(Flip(changes, old, cell.winner, distance, False))
-    return found
+def _diagonal(ground: Terrain, base: Point, point: Point) -> Flip:
+    """Return the change from the base cell to another one."""
+    changes = {
+        axis: (axis.values[b], axis.values[p])
+        for axis, b, p in zip(ground.axes, base, point, strict=True)
+        if b != p
+    }
+    steps = (axis.place(to) - axis.place(start) for axis, (start, to) in changes.items())
+    winners = (ground.cells[base].winner, ground.cells[point].winner)
+    return Flip(changes, *winners, math.hypot(*steps), False)
 
 
 def statement(ground: Terrain) -> tuple[str, ...]:
     """Return sentences: the wins of each contestant, the winner at the base, and the smallest
     flip.
     """
-    wins = {
-        name: sum(cell.winner == name for cell in ground.cells.values())
-        for name in ground.contestants
-    }
-    counts = ", ".join(f"{name} wins {count}" for name, count in wins.items() if count)
+    winners = [cell.winner for cell in ground.cells.values()]
+    wins = [f"{name} wins {winners.count(name)}" for name in ground.contestants if name in winners]
     unsure = sum(not cell.sure for cell in ground.cells.values())
-    unsure_text = f"; in {unsure} of them the first two are not separated" if unsure else ""
-    sentences = [
-        f"Of {len(ground.cells)} clusters, {counts}, by {ground.measure.title}{unsure_text}."
-    ]
+    more = f"; in {unsure} of them the first is not separated from all others" if unsure else ""
+    by = f"by {ground.measure.title}{more}."
+    sentences = [f"Of {len(ground.cells)} clusters, {', '.join(wins)}, {by}"]
     base = ground.base
     if base is None:
         return tuple(sentences)
-    where = " and ".join(
-        f"{axis.name} = {axis.values[i]:g}" for axis, i in zip(ground.axes, base, strict=True)
-    )
-    cell = ground.cells[base]
-    unsure_here = "" if cell.sure else " (not separated)"
-    sentences.append(
-        f"At {where} (written first) {cell.winner} wins{margin_text(ground, cell)}{unsure_here}."
-    )
-    change = flip(ground, base)
+    pairs = zip(ground.axes, base, strict=True)
+    where = " and ".join(f"{axis.name} = {axis.values[index]:g}" for axis, index in pairs)
+    cell, change = ground.cells[base], flip(ground, base)
+    sure = "" if cell.sure else " (not separated)"
+    won = f"{cell.winner} wins{margin_text(ground, cell)}{sure}"
+    sentences.append(f"At {where} (written first) {won}.")
     if change is None:
         return (*sentences, "No change inside this grid flips that.")
-    steps = [_step(axis, start, to) for axis, (start, to) in change.changes.items()]
-    about = "about " if change.exact else "at the latest "
-    by = (
-        "where the two curves cross, by interpolation"
-        if change.exact
-        else "the nearest cell with another winner"
-    )
-    changes = " and ".join(steps).format(about=about)
-    return (
-        *sentences,
-        f"The smallest change that flips it: {changes} ({by}); then {change.new} wins.",
-    )
+    about, why = "at the latest ", "the nearest cell with another winner"
+    if change.exact:
+        about, why = "about ", "where the two curves cross, by interpolation"
+    steps = [_step(axis, start, about, to) for axis, (start, to) in change.changes.items()]
+    smallest = f"{' and '.join(steps)} ({why}); then {change.new} wins."
+    return (*sentences, f"The smallest change that flips it: {smallest}")
 
 
-def _step(axis: Axis, start: float, to: float) -> str:
+def _step(axis: Axis, start: float, about: str, to: float) -> str:
     factor = f", a factor of {to / start:.3g}" if axis.log else ""
-    name = axis.name.replace("{", "{{").replace("}", "}}")
-    return f"{name} from {start:g} to {{about}}{to:.3g}{factor}"
+    return f"{axis.name} from {start:g} to {about}{to:.3g}{factor}"
+
+
+def lead(ground: Terrain, cell: Cell) -> float | None:
+    """Return how much better the winner is than the second, as `Measure.gain` does."""
+    if len(cell.ranking) < 2:
+        return None
+    own, base = (ground.measure.order(cost) for _, cost in cell.ranking[:2])
+    return ground.measure.gain(own, base)
 
 
 def margin_text(ground: Terrain, cell: Cell) -> str:
     """Return the lead of the winner of a cell, as the end of a clause."""
     if len(cell.ranking) < 2:
         return ", alone"
-    second, cost = cell.ranking[1]
-    if not math.isfinite(cost):
+    second, better = cell.ranking[1][0], lead(ground, cell)
+    if better is None:
         return f", the only one that got there ({second} did not)"
-    if not ground.measure.ratio:
-        return f", {100 * (cost - cell.ranking[0][1]):.1f} points ahead of {second}"
-    ratio = ratio_of(ground.measure, cell)
-    return (
-        f", {ratio:.2f} {ground.measure.better}"
-        f" {'as' if ground.measure.better.endswith('fast') else 'than'} {second}"
-    )
-
-
-def ratio_of(measure: Measure, cell: Cell) -> float:
-    """Return how many times better the first is than the second; infinite if the second has no
-    number.
-    """
-    first, second = (abs(cost) for _, cost in cell.ranking[:2])
-    return (
-        (second / first if measure.lower_is_better else first / second)
-        if first and second
-        else math.inf
-    )
+    return f", {ground.measure.lead(better)} {second}"
 
 
 def letters(names: Sequence[str]) -> dict[str, str]:
     """Return a letter for each contestant."""
-    return {
-        name: chr(ord("A") + index) if index < 26 else str(index)
-        for index, name in enumerate(names)
-    }
-
-
-def lead(ground: Terrain, cell: Cell) -> str:
-    """Return the lead of the winner, as text for a cell of the map."""
-    if len(cell.ranking) < 2 or not math.isfinite(cell.ranking[1][1]):
-        return "alone"
-    if not ground.measure.ratio:
-        return f"+{100 * (cell.ranking[1][1] - cell.ranking[0][1]):.1f}"
-    return f"{ratio_of(ground.measure, cell):.2f}×"
+    places = range(len(names))
+    return dict(zip(names, (chr(65 + k) if k < 26 else str(k) for k in places), strict=True))
