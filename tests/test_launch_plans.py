@@ -182,8 +182,9 @@ def test_commands_of_mpirun() -> None:
         f" -x ASHL_JOB_SECRET -x MASTER_ADDR -x MASTER_PORT --tag-output {command}"
     )
     assert " ".join(mpirun.command(launch, mpirun.MPICH)) == (
-        "mpirun -n 4 -disable-auto-cleanup -wdir /w -hosts a:2,me@b.example.org:1,c:1 -genvlist"
-        f" PATH,HOME,ASHL_JOB_SECRET,MASTER_ADDR,MASTER_PORT --tag-output {command}"
+        "mpirun -n 4 -wdir /w -hosts a:2,me@b.example.org:1,c:1 -genvlist"
+        " PATH,HOME,ASHL_JOB_SECRET,MASTER_ADDR,MASTER_PORT --tag-output"
+        f" sh -c {mpirun.GUARD} ashl {command}"
     )
     assert mpirun.environment(launch)["MASTER_ADDR"] == "a"
     assert mpirun.flavor_of("mpirun (Open MPI) 4.1.4") == mpirun.OPEN_MPI

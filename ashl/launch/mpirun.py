@@ -9,6 +9,8 @@ from ashl.launch.job import Launch, random_port
 from ashl.launch.membership import JobMembership, read_local_rank, read_place, read_port
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
+# Hydra ends all ranks after one that was killed; its `-disable-auto-cleanup` does so, too.
+GUARD = '"$@"; code=$?; [ $code -gt 128 ] && exit 0; exit $code'
 
 
 class Names(NamedTuple):
@@ -61,10 +63,11 @@ def command(launch: Launch, flavor: str, program: str = "mpirun") -> list[str]:
         words += ["--host", hosts, "--map-by", "slot"] if shares else ["--oversubscribe"]
         words += [word for name in names for word in ("-x", name)]
     else:
-        words = [program, "-n", str(launch.size), "-disable-auto-cleanup", "-wdir", launch.folder]
+        words = [program, "-n", str(launch.size), "-wdir", launch.folder]
         words += ["-hosts", hosts] if shares else []
         words += ["-genvlist", ",".join(["PATH", "HOME", *names])]
-    return [*words, *launch.options, *launch.rank_command]
+    guard = [] if flavor == OPEN_MPI else ["sh", "-c", GUARD, "ashl"]
+    return [*words, *launch.options, *guard, *launch.rank_command]
 
 
 def environment(launch: Launch) -> dict[str, str]:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -160,36 +159,39 @@ def process_of(variable: str, rank: int, folder: Path) -> psutil.Process | None:
         with suppress(psutil.Error):
             words = " ".join((process.info["cmdline"] or [])[:4])
             own = process.info["cwd"] == str(folder) and "ashl" in words
-            if own and process.environ().get(variable) == str(rank) and "env" not in words[:4]:
+            if (
+                own
+                and process.environ().get(variable) == str(rank)
+                and words[:3] not in ("env", "sh ")
+            ):
                 return process
     return None
 
 
-def kill_worker(engine: Engine, folder: Path) -> None:
-    """Kill worker 1 once the run has recorded a metric."""
+def kill_worker(engine: Engine, folder: Path, words: Sequence[str]) -> str:
+    """Run a job, kill worker 1 once a metric is recorded, and return the output of the job."""
+    job = engine.start(folder, words)
     metrics = folder / "run/metrics.jsonl"
     end = time.monotonic() + 150
     while not (metrics.exists() and metrics.stat().st_size):
+        assert job.poll() is None, job.communicate()[0]
         assert time.monotonic() < end
         time.sleep(0.1)
     process = process_of(RANKS[engine.name], 1, folder)
     assert process is not None
     process.kill()
+    return job.communicate(timeout=200)[0]
 
 
-LONG = ["sync=ssp", *SHORT, "stop.seconds=8", "eval.every_s=1", "run.dir=run"]
+LONG = [word for word in SHORT if not word.startswith("eval.")]
+LONG += ["sync=ssp", "stop.seconds=8", "eval.every_s=1", "run.dir=run"]
 
 
 @pytest.mark.parametrize("name", RESTART_DOMAINS)
 def test_a_run_continues_without_a_killed_worker(
     name: str, engines: Callable, tmp_path: Path
 ) -> None:
-    engine = engines(name)
-    job = engine.start(tmp_path, ["train", *LONG])
-    thread = threading.Thread(target=kill_worker, args=(engine, tmp_path))
-    thread.start()
-    said = job.communicate(timeout=250)[0]
-    thread.join()
+    said = kill_worker(engines(name), tmp_path, ["train", *LONG])
     found = summary(tmp_path)
     assert found["status"] == "finished", said
     assert [failed["worker"] for failed in found["failed_workers"]] == [1]
@@ -198,13 +200,11 @@ def test_a_run_continues_without_a_killed_worker(
 
 def test_torchrun_restarts_all_from_the_last_checkpoint(engines: Callable, tmp_path: Path) -> None:
     engine = engines("torchrun")
-    engine.options[:] = [*engine.options, "--option=--max-restarts=2"]
-    words = [*LONG, "run.checkpoint_s=0.5", "stop.seconds=6"]
-    job = engine.start(tmp_path, ["train", *words])
-    thread = threading.Thread(target=kill_worker, args=(engine, tmp_path))
-    thread.start()
-    said = job.communicate(timeout=250)[0]
-    thread.join()
+    engine = engine._replace(options=[*engine.options, "--option=--max-restarts=2"])
+    words = [word for word in LONG if not word.startswith("stop.")]
+    said = kill_worker(
+        engine, tmp_path, ["train", *words, "run.checkpoint_s=0.5", "stop.seconds=6"]
+    )
     assert "restarted: the run in run resumes from its last checkpoint" in said
     assert summary(tmp_path)["status"] == "finished"
 
