@@ -251,8 +251,10 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
         # tell servers that have not been notified of the end, and wait for their final answers
         for k in [k for k, one in enumerate(replies) if one.signal < signal]:
             await ctx.send(servers[k], push, None, (0, 0, 0.0, replies[k].version, 0.0, 0.0))
-            answers[k] = await ctx.recv(pull, src=servers[k])
-            replies[k] = parse_reply(Pull, answers[k].meta)
+            final = await ctx.recv(pull, src=servers[k])
+            replies[k] = parse_reply(Pull, final.meta)
+            if final.body is not None:  # else the shard has not changed since the first answer
+                answers[k] = final
         if any(answer.body is not None for answer in answers):
             both = zip(answers, stage.fragments, strict=True)
             state.params = concatenate(

@@ -33,6 +33,7 @@ import torch
 from ashl.run import uploads
 from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
 from ashl.runtime import rank_checkpoint
+from ashl.runtime.plain_state import decode, encode, to_plain
 from ashl.tracking import jsonl
 from tests.benchmarks.table import show
 from tests.disturbed import ranks_of
@@ -85,6 +86,7 @@ OWN_PACE = {
     ),
     "Hop": "topology=gossip sync=hop topology.graph=ring sync.staleness=1 sync.local_steps=2",
     "D-ADMM": "topology=gossip sync=d_admm topology.graph=ring sync.rho=0.1 optimizer.momentum=0",
+    "HALoS": "topology=halos topology.regions=[0,0,1] topology.updates=4 sync=asp optimizer.lr=0.02",
     "ssp on two servers": f"sync=ssp compression=topk compression.ratio=0.2 {PIECES}",
 }
 STEPS, FIRST_S, LAST_S = 900, 0.0, 3.0
@@ -245,16 +247,16 @@ def cost(folder: str, *by: str) -> list[str]:
     shares = sorted((1 - count / usual) * AFTER_S / EVERY_S for count in near)
     newest = checkpoints(run)[-1].parent
     size = sum(file.stat().st_size for file in newest.iterdir())
-    document, store = torch.load(newest / "rank0.pt", weights_only=True), stores()
+    file, store = newest / "rank0.safetensors", stores()
+    document = to_plain(decode(file.read_bytes()))
     began = time.process_time()
     for number in range(PARTS):
         if by:
-            _, nbytes = uploads.upload_checkpoint_part(store, 0, number, document)
+            _, nbytes = uploads.upload_checkpoint_part(store, 0, number, encode(document))
             content = uploads.pop_bytes(store, uploads.checkpoint_queue(0, number), nbytes)
-            rank_checkpoint.hash_bytes(content)
-            (run / "again.pt").write_bytes(content)
+            rank_checkpoint.write(run / "again.safetensors", content)
         else:
-            rank_checkpoint.write(run / "again.pt", document)
+            rank_checkpoint.write(run / "again.safetensors", encode(document))
     wrote = f"{(time.process_time() - began) / PARTS / EVERY_S:.2%}"
     row = [
         f"{len(near)}",

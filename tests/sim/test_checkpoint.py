@@ -4,6 +4,8 @@ for bit.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +14,7 @@ from ashl.cli.app import main
 from ashl.cluster.network import network
 from ashl.cluster.speed import speed_of
 from ashl.config.construct import construct
+from ashl.errors import UsageError
 from ashl.learn.device import HOST
 from ashl.planning.instantiate import assemble
 from ashl.run.evaluation import make_model_set
@@ -275,6 +278,19 @@ def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "case", ["bsp", "overlap", "late", "fragments", "d_psgd", "sgp", "sharded sync=bsp"]
+)
+def test_a_pause_changes_nothing_of_what_is_learned(case: str) -> None:
+    """Workers in synchronous rounds learn the same with checkpoints and without."""
+    name, *more = case.split()
+    overrides = (*SHORT, *CASES[name], *more)
+    ran = Ran(planned(*overrides))
+    ran.parts = make_model_set(assemble(ran.plan, HOST).stages[0])
+    assert run(ran)
+    assert ran.sha256 == simulated(*overrides).sha256
+
+
+@pytest.mark.parametrize(
     "chosen",
     [
         "overlap=priority",
@@ -291,6 +307,52 @@ def test_what_comes_under_the_next_forward_pass_is_drained_before_a_pause(chosen
     assert ran.sha256 == whole.sha256
     assert whole.time_ns <= ran.time_ns <= 2 * whole.time_ns
     assert {sum(totals.values()) for totals in ran.ledgers} == {ran.time_ns}
+
+
+PORTS = (
+    "cluster.exchange_s=null",
+    "cluster.bandwidth_mbit_s=20",
+    "cluster.latency_s=0.001",
+    "cluster.compress_s=0.001",
+)
+NODES = (
+    "cluster.node=[0,1,0,1]",
+    "cluster.intra_node_bandwidth_mbit_s=100",
+    "cluster.intra_node_latency_s=0",
+)
+OPTIONS = Path(__file__).parents[2] / "conf/overlap"
+CODECS = {  # without loss, sparse with a residual, with state of its own at both ends
+    "none": "compression=none",
+    "topk": "compression=topk compression.ratio=0.2",
+    "diana": "compression=diana optimizer.momentum=0",
+    "power_sgd": "compression=power_sgd",
+}
+TOPOLOGIES = {  # sync modes of each, and the number of its combinations that are legal
+    "parameter_server": (("bsp", "local_sgd", "ssp"), 40),
+    "all_reduce": (("bsp", "local_sgd"), 35),
+    "sharded_server": (("bsp", "ssp"), 4),
+    "halos": (("asp",), 2),
+    "gossip": (("d_psgd", "choco", "hop"), 3),
+    "partial_all_reduce": (("ripples_random",), 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_overlap_and_codec_of_a_topology_resumes(topology: str) -> None:
+    modes, least = TOPOLOGIES[topology]
+    overlaps = sorted(path.stem for path in OPTIONS.glob("*.yaml"))
+    checked = 0
+    for sync, overlap, codec in product(modes, overlaps, CODECS.values()):
+        own = f"topology={topology} sync={sync} overlap={overlap} {codec} model.hidden=[16,16]"
+        overrides = (*SHORT, *PORTS, *own.split(), *(NODES if topology == "halos" else ()))
+        try:
+            planned(*overrides)
+        except UsageError:
+            continue
+        check_resumes(overrides)
+        checked += 1
+    assert checked >= least
 
 
 def test_measures_continue_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
