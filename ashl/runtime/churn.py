@@ -166,7 +166,7 @@ class Churn:
         if self.regroups:
             assert sim.failed_ns is not None
             sim.failed_ns[rank] = now
-            sim.contexts[rank].restart_point = None
+            sim.contexts[rank].restart_point = sim.contexts[rank].before_restart_point = None
             sim.collective_queues.abort_with_member(rank)
             self._at_ns(noticed_ns, self._notice, rank)
         if not self.has_server and not self._with_model():

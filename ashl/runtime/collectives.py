@@ -47,6 +47,8 @@ from ashl.runtime.sums import FLOATS_16_BIT, sum_in_rank_order
 Group = tuple[int, ...]
 # blocks until an operation of the backend has ended; raises RuntimeError if a member fails
 Wait = Callable[[Any], None]
+# calls a function that blocks; raises RuntimeError if another epoch begins before it returns
+Run = Callable[[Callable[[], None]], None]
 # newer versions of torch have `all_gather_single`
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 # elements; up to this length the latency of a message exceeds the transfer time of its bytes
@@ -187,17 +189,18 @@ def all_reduce_subset_max(
     rank: int,
     group_tag: int,
     routes: Routes,
-    wait: Wait | None = None,
+    run: Run | None = None,
 ) -> Tensor:
     """Return the element-wise maximum of short vectors over the group; it is also a barrier.
 
-    Args: group_tag, the group's number, from which the tags of its messages follow.
+    Args: group_tag, the group's number, from which the tags of its messages follow; run, a function
+    that calls the blocking part. A receive with a timeout would close the connections of its group.
     Raises: RuntimeError if a member has failed.
     """
     g, me = len(group), group.index(rank)
     from_all = [numbers if i == me else torch.empty_like(numbers) for i in range(g)]
     tag = subset_tag(group_tag, BARRIER)
-    _exchange([numbers] * g, from_all, group, rank, tag, routes, wait)
+    _exchange([numbers] * g, from_all, group, rank, tag, routes, run)
     return torch.stack(from_all).amax(0)
 
 
@@ -207,7 +210,7 @@ def all_reduce_subset(
     rank: int,
     group_tag: int,
     routes: Routes,
-    wait: Wait | None = None,
+    run: Run | None = None,
 ) -> Tensor:
     """Return a new vector [d] with the sum over the group, of which `rank` is a member.
 
@@ -218,17 +221,17 @@ def all_reduce_subset(
     tag = subset_tag(group_tag, CHUNKS)
     if g == 2:  # one message of d elements instead of two messages of d/2
         both = [tensor if i == me else torch.empty_like(tensor) for i in range(2)]
-        _exchange([tensor, tensor], both, group, rank, tag, routes, wait)
+        _exchange([tensor, tensor], both, group, rank, tag, routes, run)
         return sum_in_rank_order(both)
     d = tensor.numel()
     padded = torch.nn.functional.pad(tensor, (0, -d % g))
     mine = list(padded.chunk(g))
     parts = [mine[me] if i == me else torch.empty_like(mine[me]) for i in range(g)]
-    _exchange(mine, parts, group, rank, tag, routes, wait)
+    _exchange(mine, parts, group, rank, tag, routes, run)
     total = torch.empty_like(padded)
     sums = list(total.chunk(g))
     sums[me].copy_(sum_in_rank_order(parts))
-    _exchange([sums[me]] * g, sums, group, rank, subset_tag(group_tag, SUMS), routes, wait)
+    _exchange([sums[me]] * g, sums, group, rank, subset_tag(group_tag, SUMS), routes, run)
     return total[:d]
 
 
@@ -244,7 +247,7 @@ def _exchange(
     rank: int,
     tag: int,
     routes: Routes,
-    wait: Wait | None,
+    run: Run | None,
 ) -> None:
     """Send `out[i]` to the i-th member and receive `into[i]` from it, except for this rank."""
     peers = [
@@ -255,8 +258,15 @@ def _exchange(
         for sends, boxes in ((False, into), (True, out))
         for i, pg, place in peers
     ]
-    for item in work:
-        (wait or dist.Work.wait)(item)
+
+    def finish() -> None:
+        for item in work:
+            item.wait()
+
+    if run is None:
+        finish()
+    else:
+        run(finish)
 
 
 # --- by node

@@ -33,7 +33,7 @@ from ashl.runtime.collective_queue import Collective, choose_committed
 from ashl.runtime.collectives import Hierarchy
 from ashl.runtime.effects import AllReduce
 from ashl.runtime.kernel import describe_wait
-from ashl.runtime.rendezvous import CHECK_S, world
+from ashl.runtime.rendezvous import CHECK_S, call_unless_failed, world
 from ashl.runtime.sums import PHASES_OF_A_SUM
 from ashl.runtime.throttle import Throttle
 
@@ -344,6 +344,15 @@ class Communicator:
             else:
                 return
 
+    def _run_in_epoch(self, call: Callable[[], None]) -> None:
+        """Call a function that blocks. Raises RuntimeError if another epoch begins before it
+        returns.
+        """
+        assert self._is_over is not None
+        call_unless_failed(call, self._is_over)
+        if self._is_over():
+            raise RuntimeError("another epoch has begun")
+
     @contextmanager
     def _staged(self, effect: Collective) -> Generator[torch.Tensor]:
         """Yield the tensor of a collective in memory that the process groups can transport."""
@@ -428,9 +437,10 @@ class Communicator:
 
     def _subset_arguments(
         self, group: Ranks
-    ) -> tuple[Ranks, int, int, collectives.Routes, collectives.Wait | None]:
+    ) -> tuple[Ranks, int, int, collectives.Routes, collectives.Run | None]:
         """Return the arguments of a sum without a process group, except the tensor."""
-        return group, self._rank, self._tag(group), self._routes, self._wait
+        run = None if self._is_over is None else self._run_in_epoch
+        return group, self._rank, self._tag(group), self._routes, run
 
     def _tag(self, group: Ranks) -> int:
         """Return the number that marks the messages of a group without a process group. Raises

@@ -452,8 +452,8 @@ class TorchKernel:
             self.ctx.time_accounting.attribute_blocked(self.now_ns, self._push_end, pull_start_ns)
 
     def _resume(self, task: Task, value: Any) -> None:
-        """Run a task until it blocks or ends."""
-        while not task.done:
+        """Run a task until it blocks or ends, or until another epoch is to begin."""
+        while not (task.done or self._is_outdated()):
             task.waiting = None
             self._moved = time.monotonic_ns()
             effect = resume_checked(task, value)

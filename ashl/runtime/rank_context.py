@@ -136,6 +136,7 @@ class RankContext:
     """One rank of the job. An algorithm knows nothing else of where it runs."""
 
     __slots__ = (
+        "before_restart_point",
         "counter",
         "incarnation",
         "kernel",
@@ -173,6 +174,7 @@ class RankContext:
         self.tolerates_failures = False
         # (stage, copy of the state) of the last safe point, if the run tolerates failures
         self.restart_point: tuple[int, Any] | None = None
+        self.before_restart_point: tuple[int, Any] | None = None  # the safe point before that
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
         return Recv(tags, src, before_s)
@@ -223,6 +225,8 @@ class RankContext:
         this stage. The next epoch of a run that tolerates failures begins here.
         """
         if self.tolerates_failures:
+            if self.restart_point is not None and self.restart_point[1] is not state:
+                self.before_restart_point = self.restart_point
             self.restart_point = stage, state.copy_to_restart()
 
     @property

@@ -24,7 +24,7 @@ from ashl.optimizer.adam import descended as stepped
 from ashl.option import option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import CODEC, WEIGHTS, Stage
+from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.local_work import Work, WorkerState, local_work
 
@@ -35,7 +35,7 @@ class OneBitAdam(StepRule):
 
     exchange: ClassVar[str] = "gradient"
     after_adam: ClassVar[bool] = True
-    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS})
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, FAULT_TOLERANT, WEIGHTS})
 
     def work(self) -> Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]:
         return momentum

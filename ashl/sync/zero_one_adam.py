@@ -35,7 +35,7 @@ from ashl.option import Count, option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.progress import Progress
-from ashl.stage.stage import CODEC, WEIGHTS, Stage
+from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
 from ashl.sync.one_bit_adam import descend
 from ashl.topology.all_reduce import PeerState, StepRule
 from ashl.topology.estimate import next_batch
@@ -47,7 +47,7 @@ class ZeroOneAdam(StepRule):
     """Whole gradients, compressed momenta or local steps, by step counts."""
 
     exchange: ClassVar[str] = "accumulated"
-    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS})
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, FAULT_TOLERANT, WEIGHTS})
     freeze_step: Count
     update_scaler: Count
     local_step_scaler: Count

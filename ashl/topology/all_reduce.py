@@ -656,10 +656,11 @@ def compute_merge(
 # Epochs: how the members of a new epoch continue
 #
 # Each member goes back to its last safe point, the top of a round (`RankContext.safe_point`). The
-# members exchange the versions of their models. The lowest rank with the highest version is the
-# donor: it sends the state that all workers have in common to each member with an older model, and
-# to each joining worker. Then the round is computed again, with the members' weights, Σ w_i = 1.
-# The failed worker's steps of the round count as dropped.
+# members exchange the versions of their models. If some of them have missed the last merge, the
+# others go back by one more round. The donor is the lowest rank with the newest state. It sends
+# what all workers have in common to each joining worker, and to a member that has missed the end of
+# a stage. Then the round is computed again, with the members' weights, Σ w_i = 1. The failed
+# worker's steps of the round count as dropped.
 #
 # A survivor keeps its own state: momentum, residual, position in its data. A joining worker begins
 # with momentum and residual zero, and its data continue after the samples that were counted for it.
@@ -700,7 +701,10 @@ async def reform(
     """
     index, state = saved or (0, PeerState(*stages[0].trainer.init()))
     version = state.progress.version if saved else NO_MODEL
-    standing = await compare_members(ctx, stages[0], epoch, index, version)
+    standing = await compare_members(ctx, stages[0], epoch, index, version, goes_back=True)
+    if index < len(stages) and version > standing.version:
+        state = go_back(ctx, state)
+        assert state.progress.version == standing.version
     if ctx.rank == standing.donor:
         known = common_state(stages, index, state)
         for rank in standing.behind:
@@ -715,6 +719,15 @@ async def reform(
     else:
         ctx.time_accounting.close_at(state.progress.end_ns)
     return index, state
+
+
+def go_back(ctx: RankContext, state: PeerState) -> PeerState:
+    """Return this rank's state one round before: some members have missed the merge since."""
+    assert ctx.before_restart_point is not None
+    before: PeerState = ctx.before_restart_point[1].copy_to_restart()
+    ctx.steps -= state.step - before.step  # the repeated round is recorded once more
+    before.evaluated = state.evaluated
+    return before
 
 
 def continue_with(
@@ -754,7 +767,7 @@ def common_state(stages: Sequence[Stage], index: int, state: PeerState) -> Commo
     """Return the state of this worker that all workers have in common."""
     sync = stages[min(index, len(stages) - 1)].sync
     # all workers have equal moments if they step on the sum
-    shares_moments = sync.exchange == "gradient" or sync.momentum_travels
+    shares_moments = sync.exchange != "difference" or sync.momentum_travels
     return CommonState(
         index,
         state.progress,

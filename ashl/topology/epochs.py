@@ -22,17 +22,24 @@ NO_MODEL = -1  # version of a joining worker, which has no model yet
 class Standing(NamedTuple):
     """Progress of the members before they continue."""
 
-    donor: int  # the lowest rank with the newest state
+    version: int  # of the model with which all members continue
+    donor: int  # the lowest rank with that state, or a newer one
     behind: tuple[int, ...]  # members with an older state, or none
     joined: tuple[int, ...]  # members without a model
 
 
 async def compare_members(
-    ctx: RankContext, stage: Stage, epoch: Epoch, index: int, version: int
+    ctx: RankContext,
+    stage: Stage,
+    epoch: Epoch,
+    index: int,
+    version: int,
+    goes_back: bool = False,
 ) -> Standing:
     """Compare how far the members are. They exchange numbers, which take no bytes.
 
-    Args: index: of this rank's stage; version: of its model, or NO_MODEL.
+    Args: index: of this rank's stage; version: of its model, or NO_MODEL; goes_back: True if a
+    member that is one round ahead of others goes back by that round.
     Raises: AshlError if no member has a model.
     """
     own = torch.tensor((index, version)).view(torch.uint8)
@@ -44,9 +51,14 @@ async def compare_members(
             f"0 of {stage.num_workers} workers remain that have the model: the run ends here"
         )
     by_rank = dict(zip(epoch.workers, places, strict=True))
+    same_stage = [place[1] for place in places if place[0] == newest[0] and place[1] != NO_MODEL]
+    if goes_back and newest[1] == min(same_stage) + 1:
+        newest = newest[0], min(same_stage)
+    ready = [rank for rank, place in by_rank.items() if place[1] != NO_MODEL and place >= newest]
     return Standing(
-        donor=next(rank for rank, place in by_rank.items() if place == newest),
-        behind=tuple(rank for rank, place in by_rank.items() if place != newest),
+        version=newest[1],
+        donor=ready[0],
+        behind=tuple(rank for rank in epoch.workers if rank not in ready),
         joined=tuple(rank for rank, place in by_rank.items() if place[1] == NO_MODEL),
     )
 

@@ -41,11 +41,12 @@ from ashl.optimizer.schedule import Decay
 from ashl.option import Count, Fraction, Natural, option
 from ashl.outer.contract import Rate
 from ashl.outer.delayed_nesterov import DelayedNesterov
-from ashl.runtime.effects import Message, Tag
+from ashl.runtime.effects import JOIN, PEER_FAILED, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import Progress
 from ashl.stage.stage import (
     CODEC,
+    FAULT_TOLERANT,
     GO,
     NEXT,
     OUTER,
@@ -71,8 +72,12 @@ from ashl.topology.parameter_server import (
     ServerRule,
     ServerState,
     Updates,
+    admit,
     apply_merge,
+    check_min_workers,
     finish_stage,
+    join,
+    on_membership,
     on_push,
     reply,
     reply_to_all,
@@ -90,7 +95,7 @@ class Halos(Topology):
     """A tree of servers: one in each region, and a global one."""
 
     policy_type: ClassVar[type[Rule]] = ServerRule
-    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER})
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER, FAULT_TOLERANT})
     has_server: ClassVar[bool] = True
     regions: tuple[Natural, ...] | None
     updates: Count
@@ -154,15 +159,20 @@ class Halos(Topology):
             )
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
+        """Return the server of a worker's region, and the global server, which counts workers."""
+        regions = self.members(stage.nodes)
+        if len(regions) == 1:
+            return stage.workers if rank == stage.server else (stage.server,)
         if rank < stage.server:
-            return (self.server_of(stage, rank),)
-        if len(regions := self.members(stage.nodes)) == 1:
-            return stage.workers
-        return (
-            region_servers(stage)
-            if rank == stage.server
-            else (*regions[rank - stage.server - 1], stage.server)
-        )
+            return self.server_of(stage, rank), stage.server
+        if rank == stage.server:
+            return (*region_servers(stage), *stage.workers)
+        return (*regions[rank - stage.server - 1], stage.server)
+
+    async def join(
+        self, ctx: RankContext, stages: Sequence[Stage]
+    ) -> tuple[int, WorkerState] | None:
+        return await join(ctx, stages)
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """Return the time (ns) of a push to the region's server and a pull, without contention."""
@@ -234,28 +244,24 @@ async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> i
 
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
-    progress, push = state.progress, stage.tag("push")
+    progress = state.progress
     if state.entered != stage.index:
         state.enter(stage, ctx.now)
         state.sent, state.away, state.merges = state.params, False, progress.version
     pause, is_ready = stage.tag("pause"), False
+    incoming = stage.tag("push"), signal_tag(stage), pause, PEER_FAILED, JOIN
+    while state.newcomers:
+        await admit(ctx, stage, state, state.newcomers[0])
     while True:
         ctx.safe_point(stage.index, state)
         # once it is ready to pause, the global server decides for it
         before_s = math.inf if is_ready else stage.stop_criteria.deadline_s
-        message = await ctx.recv(push, signal_tag(stage), pause, before_s=before_s)
+        message = await ctx.recv(*incoming, before_s=before_s)
         ctx.time_accounting.end_round()
-        if message is None:
-            state.signal = STOP
-        elif message.tag == push:
-            await merge_in_region(ctx, stage, state, message)
-        elif message.tag == pause:
+        if message is not None and message.tag == pause:
             await reply_to_all(ctx, stage, state, progress.waiting, PAUSE)
             return PAUSE
-        elif message.meta[0] == GO:
-            mix_global_model(stage, state, message)
-        else:
-            state.signal = int(message.meta[0])
+        await handle_message(ctx, stage, state, message)
         all_wait = len(progress.waiting) == progress.present
         if state.signal == PAUSE and all_wait and not (state.away or is_ready):
             is_ready = True
@@ -288,6 +294,22 @@ async def answer_in_region(ctx: RankContext, stage: Stage, state: RegionState) -
         await reply(ctx, stage, state, rank)
 
 
+async def handle_message(
+    ctx: RankContext, stage: Stage, state: RegionState, message: Message | None
+) -> None:
+    """Handle a message at the server of a region; None at the end of the budget."""
+    if message is None:
+        state.signal = STOP
+    elif message.tag == stage.tag("push"):
+        await merge_in_region(ctx, stage, state, message)
+    elif message.tag in (PEER_FAILED, JOIN):
+        await on_membership(ctx, stage, state, message)
+    elif message.meta[0] == GO:
+        mix_global_model(stage, state, message)
+    else:
+        state.signal = int(message.meta[0])
+
+
 def mix_global_model(stage: Stage, state: RegionState, message: Message) -> None:
     """Mix the global model into that of a region, and take over the global counts."""
     topology, progress = stage.topology, state.progress
@@ -310,7 +332,7 @@ async def close_region(ctx: RankContext, stage: Stage, state: RegionState) -> in
         await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     state.samples += state.progress.samples - before
     await push_to_global(ctx, stage, state, last=True)
-    message = await ctx.recv(stage.tag("end"))
+    message = await ctx.recv(stage.tag("end"), src=stage.server)
     signal, end_ns, steps, samples = map(int, message.meta)
     state.params = state.params if message.body is None else message.body
     state.progress.steps, state.progress.samples = steps, samples
@@ -353,10 +375,13 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
     while len(state.flush_requested) < len(regions):
         ctx.safe_point(stage.index, state)
         before_s = math.inf if state.signal == STOP else deadline_s
-        message = await ctx.recv(update, ready, before_s=before_s)
+        message = await ctx.recv(update, ready, PEER_FAILED, JOIN, before_s=before_s)
         ctx.time_accounting.end_round()
         if message is None:
             await change_signal(ctx, stage, state, STOP, "seconds", notify=state.signal == PAUSE)
+            continue
+        if message.tag in (PEER_FAILED, JOIN):
+            count_member(ctx, stage, state, message)
             continue
         if message.tag == update:
             await merge_region_update(ctx, stage, state, message)
@@ -414,6 +439,20 @@ async def change_signal(
     for rank in region_servers(stage) if notify else ():
         meta = (signal, state.progress.steps, state.progress.samples)
         await ctx.send(rank, signal_tag(stage), None, meta)
+
+
+def count_member(
+    ctx: RankContext, stage: Stage, state: GlobalServerState, message: Message
+) -> None:
+    """Count a worker that has failed or rejoins; the server of its region continues without it, or
+    admits it. Raises AshlError if too few workers remain.
+    """
+    rank, progress = message.src, state.progress
+    if message.tag == JOIN:
+        progress.join(rank)
+    elif rank not in progress.gone:
+        progress.remove_worker(rank)
+        check_min_workers(ctx, stage, rank, progress.present)
 
 
 def apply_region_update(stage: Stage, state: ServerState, difference: Any) -> None:

@@ -848,7 +848,8 @@ async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank
     progress.remove_worker(rank)
     state.quorum = stage.quorum_of(progress.present)
     state.ends.forget(rank)
-    check_min_workers(ctx, stage, rank, progress.present + len(state.newcomers))
+    if ctx.rank == stage.server:  # the server of a region does not know all workers
+        check_min_workers(ctx, stage, rank, progress.present + len(state.newcomers))
     progress.now_s = ctx.now
     rule.messages().on_membership_change(stage, state, rank)
     if not rule.in_rounds:
@@ -911,7 +912,8 @@ async def join(ctx: RankContext, stages: Sequence[Stage]) -> tuple[int, WorkerSt
     Returns: (index of the present stage, state in it); None if the run is over.
     """
     incarnation = int(float(ctx.now_ns))
-    await ctx.send(stages[0].server, JOIN, None, (incarnation,))
+    for server in stages[0].topology.notified_on_failure(stages[0], ctx.rank):
+        await ctx.send(server, JOIN, None, (incarnation,))
     message = await ctx.recv(admission_tag(incarnation))
     admission = parse_reply(Admission, message.meta)
     if admission.signal == STOP:
@@ -1007,7 +1009,8 @@ async def finish_stage(
             message.src, state.pulls[message.src], None, Pull(signal, *applied, 0, True, end_ns)
         )
     if signal == STOP:
-        if stage.joins and ctx.rank == stage.server:
+        # with shards, only the first server tells that the run is over
+        if stage.joins and (ctx.rank == stage.server or stage.topology.servers == 1):
             ctx.spawn(reject_late_joins(ctx, state, end_ns))
         ctx.time_accounting.close_at(end_ns)
 

@@ -15,7 +15,6 @@ import torch
 from ashl.cli.app import main
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import assemble
-from ashl.runtime.sums import sum_in_rank_order
 from ashl.tracking import jsonl
 from tests.cli.test_worker_failures import check_return
 from tests.disturbed import LONG, check_records, ranks_of, wait_for
@@ -233,7 +232,7 @@ def test_a_group_with_a_rejoined_worker_averages_all_models(
     own = (
         "sync=ripples_first_come",
         "sync.group_size=3",
-        "sync.local_steps=8",
+        "sync.local_steps=2",
         "optimizer.momentum=0.9",
     )
     paced = ("cluster.step_s=0.02", "runtime.max_restarts=1", "stop.seconds=6")
@@ -256,13 +255,8 @@ def test_a_group_with_a_rejoined_worker_averages_all_models(
     )
     for k, group in enumerate(groups):
         if k > before and groups[k - 1] == others and len(group) == 3:
-            alone.workers[rank] = alone.worker(rank, 8 * done)  # by steps
-            updates = [alone.update(member) for member in group]
-            alone.params = sum_in_rank_order(
-                [(alone.params + update) * (1 / 3) for update in updates]
-            )
-        else:
-            alone.round(group)
+            alone.workers[rank] = alone.worker(rank, 2 * done)  # by steps
+        alone.round(group)
     assert groups[0] == groups[-1] == [0, 1, 2]
     assert others in groups
     assert isinstance(alone.params, torch.Tensor)

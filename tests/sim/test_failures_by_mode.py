@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ashl.aggregate.weighted import Push
 from ashl.data.quadratic import optimum
+from ashl.errors import AshlError
 from ashl.planning.instantiate import assemble
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import halves, joined
@@ -287,3 +288,26 @@ def test_it_still_comes_to_the_optimum() -> None:
     first = assemble(plan, "cpu").learner.init()
     apart = [float((params - best).norm()) for params in (first, whole.params, ran.params)]
     assert apart[2] < 1e-3 * apart[0]
+
+
+# --- a tree of servers
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp", "dssp", "fedbuff"])
+def test_the_server_of_a_region_drops_and_admits_its_workers(sync: str) -> None:
+    """All steps are in the counts, also if a region has no worker for a while."""
+    regions = ("topology=halos", "topology.regions=[0,0,1,1]", "cluster.compute=[1,2,4,1]")
+    plan = planned(*RUN, *regions, f"sync={sync}", "stop.steps=160", "runtime.gradients=false")
+    alone = (lost(1, 0.512), back(1, 0.52), lost(2, 0.95), lost(3, 0.96), back(2, 1.2))
+    for events in ((lost(0, 0.51),), (lost(2, 0.51), lost(3, 0.6)), alone):
+        ran = run(with_events(plan, *events))
+        assert ran.end["reason"] == "steps"
+        assert ran.end["steps"] == sum(ran.end["steps_by"]) >= 160
+        assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_a_tree_of_servers_ends_with_too_few_workers() -> None:
+    regions = ("topology=halos", "topology.regions=[0,0,1]", "sync=asp", "stop.seconds=2")
+    plan = planned(*RUN, *regions, "runtime.gradients=false", "runtime.min_workers=3")
+    with pytest.raises(AshlError, match=r"fewer than runtime\.min_workers=3"):
+        run(with_events(plan, lost(2, 0.4)))
