@@ -1,7 +1,7 @@
 """Copy run folders to a tracker, in a daemon thread.
 
 The thread reads `metrics.jsonl` as it grows, so that this file is the queue: nothing that the run
-records is dropped, and nothing waits in memory. A tracker that fails is tried again once a second.
+records is dropped, and nothing waits in memory. A tracker that fails is tried again after seconds.
 It never delays the run, except for a bounded time at its end.
 """
 
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -24,7 +25,11 @@ from ashl.tracking.tensorboard import TensorboardTracker
 from ashl.tracking.tracker import MAX_WORKERS, Point, TrackedRun, Tracker, shell_command
 from ashl.tracking.wandb import WandbTracker
 
-PERIOD_S = 1.0  # seconds between two readings of metrics.jsonl
+PERIOD_S = 1.0  # least seconds between two readings of metrics.jsonl
+MAX_PAUSE_S = 10.0  # most seconds between them
+# A reading takes at most this share of the thread's time, because a run in virtual time shares the
+# interpreter with it.
+SHARE = 0.05
 MAX_REASON = 300  # characters
 ARTIFACTS = (
     *(SUMMARY, "config.yaml", "overrides.yaml", "profile.json", "plan.json", TRACE, "report.html"),
@@ -141,8 +146,10 @@ class Copier:
         """Copy until the run is over; try again after each failure."""
         own: RunCopy | None = None
         over = False
+        pause_s = PERIOD_S
         while not over:
-            over = self._over.wait(PERIOD_S)
+            over = self._over.wait(pause_s)
+            began_s = time.monotonic()
             try:
                 own = own or RunCopy(self._make(), self.run)
                 own.advance()
@@ -154,6 +161,7 @@ class Copier:
                 self._failure = None
             except Exception as error:  # trackers and their stores fail in too many ways
                 self._failure = gist(str(error) or type(error).__name__)
+            pause_s = min(MAX_PAUSE_S, max(PERIOD_S, (time.monotonic() - began_s) / SHARE))
 
     def _copy_child(self, run: TrackedRun) -> None:
         tracker = self._make()

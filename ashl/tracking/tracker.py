@@ -37,7 +37,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """The copy of one run. Every method may raise, and is then called again a second later."""
+    """The copy of one run. Every method may raise, and is then called again later."""
 
     title: str  # name of the tracker in messages
 
