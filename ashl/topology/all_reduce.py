@@ -478,7 +478,10 @@ async def exchange_by_bucket(team: ProcessGroup, stage: Stage, state: PeerState)
         for task in sums[-1]:
             await ctx.join(task)
         return Exchanged(work, 0, None, sums)
-    sums.append([await one for one in sums_of(team, stage, coding, len(sums), body)])
+    found = list[Any]()
+    for one in sums_of(team, stage, coding, len(sums), body):
+        found.append(await one)
+    sums.append(found)
     step_s = await exchange_step_times(team, work) if rule_of(stage).tells else ()
     if coding is None:
         update = concatenate([x for found in reversed(sums) for x in found])
@@ -497,11 +500,10 @@ async def sum_as_ready(
     sums, others = Sums(), replace(team, piggybacked_sent=True)
     for k, tag in enumerate(tags):
         body = (await team.ctx.recv(tag, src=team.ctx.rank)).body
-        begun = sums_of(others, stage, coding, k, body)
-        if stage.overlaps_next_forward:
-            sums.append([team.ctx.spawn(one) for one in begun])
-        else:
-            sums.append([await one for one in begun])
+        found = list[Any]()
+        for one in sums_of(others, stage, coding, k, body):
+            found.append(team.ctx.spawn(one) if stage.overlaps_next_forward else await one)
+        sums.append(found)
     return sums
 
 
@@ -514,10 +516,15 @@ def sums_of(
     """
     if coding is not None:
         return [coding.exchange_bucket(team, k, body)]
-    segment, others, sums = stage.segments[k], replace(team, piggybacked_sent=True), []
+    segment, sums = stage.segments[k], []
+    last, others = segment.buckets[-1], team
+    if len(segment.buckets) > 1:
+        others = replace(team, piggybacked_sent=True)
     for number in segment.buckets:
-        bucket, own = stage.buckets[number], team if number == segment.buckets[-1] else others
-        x = slice_vector(body, bucket.start - segment.start, bucket.stop - segment.start)
+        bucket, own, x = stage.buckets[number], others, body
+        if others is not team:
+            x = slice_vector(body, bucket.start - segment.start, bucket.stop - segment.start)
+            own = team if number == last else others
         if bucket.halves:
             sums.append(own.scatter(x * team.weight))
         else:
