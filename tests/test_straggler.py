@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import ashl
 from ashl.run.summary import find_straggler
+from ashl.tracking.console import outcome
 
 
 def worker(rank: int, step_s: float, wait_s: float = 0.0, steps: int = 10) -> dict[str, Any]:
@@ -36,7 +38,9 @@ def test_no_worker_is_named_without_a_difference(rows: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("slow", [1, 3])
-def test_a_slow_machine_of_the_cluster_is_named(slow: int, tmp_path: Any) -> None:
+def test_a_slow_machine_of_the_cluster_is_named(
+    slow: int, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     compute = [1, 1, 1, 1]
     compute[slow] = 3
     run = ashl.train(
@@ -47,3 +51,6 @@ def test_a_slow_machine_of_the_cluster_is_named(slow: int, tmp_path: Any) -> Non
     found = run.summary["straggler"]
     assert (found["worker"], found["slowdown"]) == (slow, pytest.approx(3))
     assert 0.5 < found["others_wait_share"] < 0.7
+    outcome(Console(width=140), run.summary, tmp_path / "run", {})
+    printed = capsys.readouterr().out
+    assert f"worker {slow} computes 3 times slower than the median" in printed

@@ -230,6 +230,7 @@ def totals(summary: Mapping[str, Any]) -> dict[str, str]:
         "target": target(summary),
         "loss": f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}",
         "waiting": waiting(summary),
+        "straggler": straggler(summary.get("straggler") or {}),
     }
     if failed := summary.get("failed_workers"):
         hidden = len(failed) - MAX_FAILED
@@ -285,6 +286,17 @@ def waiting(summary: Mapping[str, Any]) -> str:
     apart = "" if training is None else f"; without profiling {percent(training)}"
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
     return f"{percent(summary.get('wait_share'))} of the workers' time{apart}{lead}"
+
+
+def straggler(found: Mapping[str, Any]) -> str:
+    """Return which worker is the slowest and what waiting cost the others; "" without one."""
+    if not found:
+        return ""
+    waited = percent(found["others_wait_share"])
+    return (
+        f"worker {found['worker']} computes {found['slowdown']:.2g} times slower than the median;"
+        f" the others waited {waited} of the time"
+    )
 
 
 def failure(failed: Mapping[str, Any]) -> str:
