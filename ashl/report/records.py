@@ -30,6 +30,7 @@ COMMAND = "command.txt"  # the typed command, quoted for a shell
 STATUSES = ("finished", "diverged", "failed", "interrupted")
 NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
 NUMBERS += ("comm_hidden_share", "goodput", "bytes_up", "bytes_down", "num_workers")
+RESULTS = ("train_loss", "test_loss", "test_accuracy")  # of an evaluation, in summary.json
 SCORES = ("test/acc", "test/loss", "train/loss", "bytes_up", "bytes_down")
 PRESETS = ("experiment", "debug")  # the configuration itself contains what a preset sets
 
@@ -291,26 +292,16 @@ def read_run(
 
 def is_summary(summary: Mapping[str, Any]) -> bool:
     """Return True if the values that are read from a summary have the right types."""
-    parts = [summary.get("final") or {}, summary.get("best") or {}]
-    workers = summary.get("workers") or []
     if summary.get("status") not in STATUSES or type(summary.get("seed")) is not int:
         return False
-    if not isinstance(workers, list) or not all(
-        isinstance(part, dict) for part in [*parts, *workers]
-    ):
+    workers, measures = summary.get("workers") or [], summary.get("measures") or {}
+    if not isinstance(workers, list) or not isinstance(measures, dict):
         return False
-    scores = all(are_numbers(part, ("train_loss", "test_loss", "test_accuracy")) for part in parts)
-    measures = summary.get("measures") or {}
-    if not isinstance(measures, dict) or not all(
-        isinstance(found, dict) for found in measures.values()
-    ):
-        return False
-    scores &= all(are_numbers(found, ("last", "mean")) for found in measures.values())
-    return (
-        scores
-        and are_numbers(summary, NUMBERS)
-        and all(are_numbers(w, [*w.keys()]) for w in workers)
-    )
+    checked: list[tuple[Any, Sequence[str]]] = [(summary, NUMBERS)]
+    checked += [(summary.get(part) or {}, RESULTS) for part in ("final", "best")]
+    checked += [(found, ("last", "mean")) for found in measures.values()]
+    checked += [(worker, [*worker] if isinstance(worker, dict) else ()) for worker in workers]
+    return all(isinstance(part, dict) and are_numbers(part, keys) for part, keys in checked)
 
 
 def are_numbers(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
