@@ -45,14 +45,13 @@ from ashl.compression.kernels import (
     Array,
     beside,
     blocks,
-    look_up,
+    flip_signs,
     native,
     pack_signs,
     packed_bytes,
     quiet,
     row_reach,
     tensor,
-    unpack_truths,
     where_true,
 )
 from ashl.compression.payload import (
@@ -91,7 +90,9 @@ class AdaComp(Codec):
         whole = g if old is None else g + old
         parts, indices = self.choose(whole, g)
         rest = g.clone() if whole is g else whole
-        rest[indices] -= self.decode_values(parts, indices, len(g))
+        values = self.decode_values(parts, indices, len(g))
+        with quiet():
+            native(rest)[native(indices)] -= native(values)
         return Residual(rest, context.lr), write_payload(self.code, len(g), parts)
 
     def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
@@ -143,12 +144,11 @@ class AdaComp(Codec):
 
     def decode_values(self, parts: Parts, indices: Tensor, d: int) -> Tensor:
         """Return the values of the elements at these indices."""
-        ends = torch.tensor([size for size, _ in self.bins(d)]).cumsum(0)
-        scales = to_host(as_bytes(parts.scales)).clone().view(torch.float32)
-        negative = unpack_truths(as_bytes(parts.values), len(indices))
-        layers = torch.searchsorted(beside(indices, ends), indices.long(), side="right")
-        values = look_up(scales, layers)
-        return torch.where(negative, -values, values)
+        ends = torch.tensor([0, *(size for size, _ in self.bins(d))]).cumsum(0)
+        counts = torch.searchsorted(indices.long(), beside(indices, ends)).diff()
+        scales = beside(indices, as_bytes(parts.scales).clone().view(torch.float32))
+        values = scales.repeat_interleave(counts, output_size=len(indices))
+        return flip_signs(as_bytes(parts.values), values, len(indices))
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         indices = max_index_bytes(self.indices, d, d)

@@ -139,17 +139,15 @@ def read_indices(code: IndexCode, buffer: Tensor, k: int, d: int) -> Tensor:
 
 def check_ascending(indices: Tensor, k: int, d: int) -> None:
     """Raise PayloadError unless these are k ascending numbers from 0 to d − 1."""
+    found = native(indices)
     # One condition, because each transfer from a device takes time.
-    if len(indices) != k or not (
-        k == 0
-        or is_true(
-            (indices[0] >= 0) & (indices[-1] < d) & where_increasing(indices.view(1, -1)).all()
-        )
+    if len(found) != k or not (
+        k == 0 or is_true((found[0] >= 0) & (found[-1] < d) & where_increasing(found[None]).all())
     ):
         raise PayloadError(f"the received indices are not {k} ascending numbers below {d}")
 
 
-def where_increasing(rows: Tensor) -> Tensor:
+def where_increasing(rows: Array) -> Array:
     """Return True for each element of the rows [n, k] that is above the one before, [n, k − 1]."""
     return rows[:, 1:] > rows[:, :-1]
 

@@ -113,7 +113,7 @@ def concatenate(pieces: Sequence[Array], like: Tensor) -> Tensor:
 
 def beside(like: Tensor, x: Tensor) -> Tensor:
     """Return x on the device of `like`."""
-    return to_device(x, str(like.device))
+    return x if x.device == like.device else to_device(x, str(like.device))
 
 
 def look_up(table: Tensor, indices: Tensor) -> Tensor:
@@ -226,8 +226,8 @@ def _unpack_bytes(stream: Array, width: int, count: int) -> Array:
         return joined[:count]
     rows = pad_to(stream[:size], width).reshape(-1, width)
     spread = empty(stream, len(rows), 8, dtype=torch.uint8)
+    spread[:] = 0
     spread[:, :width] = rows
-    spread[:, width:] = 0
     words = bits_as(spread, torch.int64).reshape(-1)
     for lane in reversed(LANES):
         lower, upper, apart = _halves(lane, width)
@@ -251,27 +251,27 @@ def _halves(lane: int, width: int) -> tuple[int, int, int]:
 def _pack_words(values: Array, width: int) -> Array:
     """Pack numbers of 9 to 31 bits: 32 of them fill as many words of 32 bits as a number has."""
     size = packed_bytes(len(values), width)
-    columns = pad_to(convert(values, torch.int64) & (1 << width) - 1, GROUP).reshape(-1, GROUP)
-    words = empty(columns, len(columns), width, dtype=torch.int64)
+    columns = pad_to(convert(values, torch.int32) & (1 << width) - 1, GROUP).reshape(-1, GROUP)
+    words = empty(columns, len(columns), width, dtype=torch.int32)
     words[:] = 0
     for j in range(GROUP):
         word, shift = divmod(j * width, 32)
         words[:, word] |= columns[:, j] << shift
         if shift + width > 32:
             words[:, word + 1] |= columns[:, j] >> 32 - shift
-    return bits_as(convert(words, torch.int32).reshape(-1), torch.uint8)[:size]
+    return bits_as(words.reshape(-1), torch.uint8)[:size]
 
 
 def _unpack_words(stream: Array, width: int, count: int) -> Array:
     part = pad_to(stream[: packed_bytes(count, width)], 4 * width)
-    words = convert(view_as(part, torch.int32), torch.int64) & 2**32 - 1
-    words = words.reshape(-1, width)
+    words = view_as(part, torch.int32).reshape(-1, width)
     columns = empty(stream, len(words), GROUP, dtype=torch.int32)
     for j in range(GROUP):
         word, shift = divmod(j * width, 32)
         found = words[:, word] >> shift
         if shift + width > 32:
-            found = found | words[:, word + 1] << 32 - shift
+            found &= (1 << 32 - shift) - 1  # without copies of the sign
+            found |= words[:, word + 1] << 32 - shift
         columns[:, j] = found & (1 << width) - 1
     return columns.reshape(-1)[:count]
 
@@ -363,23 +363,23 @@ def largest(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
     Source: sampled thresholds as in Lin et al., "Deep Gradient Compression", ICLR 2018, there
     without the exact selection.
     """
-    bits = x.view(torch.int32)
+    bits = native(x.view(torch.int32))
     sample = order(bits[_spread_out(len(x))])
     rank = _sure_rank(len(sample), k, len(x))
     if rank is not None:
         # In a sparse vector, all elements reach 0.
-        indices, keys = _reaching(x, _kth_largest(sample, rank).clamp(min=1), order)
+        indices, keys = _reaching(bits, _kth_largest(sample, rank).clip(min=1), order)
         if len(keys) >= k:
-            return indices[_choose(keys, k)]
-    return _choose(order(bits), k)
+            return tensor(indices[_choose(keys, k)])
+    return tensor(_choose(order(bits), k))
 
 
 def indices_reaching(x: Tensor, bound: float) -> Tensor:
     """Return the ascending indices of all |x| ≥ bound > 0, for x float32 [d]; NaN reaches any
     bound.
     """
-    least = torch.tensor([bound]).view(torch.int32)
-    return _reaching(x, magnitudes(least).clamp(min=1), magnitudes)[0]
+    least = native(beside(x, torch.tensor([bound]).view(torch.int32).clamp(min=1)))
+    return tensor(_reaching(native(x.view(torch.int32)), least, magnitudes)[0])
 
 
 def magnitudes_above(x: Tensor, bound: float) -> Tensor:
@@ -393,9 +393,9 @@ def estimate_threshold(x: Tensor, k: int) -> float:
 
     NaN if the bound falls on a NaN.
     """
-    sample = magnitudes(to_host(x[_spread_out(len(x))]).view(torch.int32))
+    sample = magnitudes(native(to_host(x[_spread_out(len(x))]).view(torch.int32)))
     rank = min(len(sample), max(1, round(k * len(sample) / len(x))))
-    return float(_kth_largest(sample, rank).view(torch.float32))
+    return float(_kth_largest(sample, rank).view(np.float32)[0])
 
 
 def largest_of_rows(x: Tensor, k: int) -> Tensor:
@@ -436,40 +436,39 @@ def _sure_rank(size: int, k: int, d: int) -> int | None:
     return None if d < SMALL or rank >= size // 4 else rank
 
 
-def _kth_largest(keys: Tensor, k: int) -> Tensor:
+def _kth_largest(keys: Array, k: int) -> Array:
     """Return the k-th largest key, [1]."""
-    if at_home(keys):
-        place = len(keys) - k
-        return torch.from_numpy(np.partition(keys.numpy(), place)[place : place + 1])
-    return keys.kthvalue(len(keys) - k + 1, keepdim=True).values
+    if isinstance(keys, Tensor):
+        return keys.kthvalue(len(keys) - k + 1, keepdim=True).values
+    place = len(keys) - k
+    return np.partition(keys, place)[place : place + 1]
 
 
-def _reaching(x: Tensor, bound: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+def _reaching(bits: Array, bound: Array, order: Order) -> tuple[Array, Array]:
     """Return the indices and keys of all elements whose key is at least `bound`."""
-    if not at_home(x):
-        keys = order(x.view(torch.int32))
-        indices = where_true(keys >= beside(keys, bound))
+    if isinstance(bits, Tensor):
+        keys = order(bits)
+        indices = where_true(keys >= bound)
         return indices, keys[indices]
-    least, indices, found, bits = bound.numpy(), [], [], x.numpy().view(np.int32)
+    indices, found = [], []
     for where in blocks(bits):
         keys = order(bits[where])
-        reached = np.flatnonzero(keys >= least)
+        reached = np.flatnonzero(keys >= bound)
         found.append(keys[reached])
         indices.append(reached + where.start)
-    return torch.from_numpy(np.concatenate(indices)), torch.from_numpy(np.concatenate(found))
+    return np.concatenate(indices), np.concatenate(found)
 
 
-def _choose(keys: Tensor, k: int) -> Tensor:
+def _choose(keys: Array, k: int) -> Array:
     """Return the ascending indices of the k largest keys; of equal keys the first ones."""
-    if at_home(keys):
-        array, place = keys.numpy(), len(keys) - k
-        least = np.partition(array, place)[place]
-        chosen, equal = array > least, np.flatnonzero(array == least)
-        chosen[equal[: k - np.count_nonzero(chosen)]] = True
-        return torch.from_numpy(np.flatnonzero(chosen))
-    least = keys.topk(k, sorted=False).values.amin()
-    above, equal = where_true(keys > least), where_true(keys == least)
-    return torch.cat([above, equal[: k - len(above)]]).sort().values
+    if isinstance(keys, Tensor):
+        least = keys.topk(k, sorted=False).values.amin()
+        above, equal = where_true(keys > least), where_true(keys == least)
+        return torch.cat([above, equal[: k - len(above)]]).sort().values
+    least = _kth_largest(keys, k)
+    chosen, equal = keys > least, np.flatnonzero(keys == least)
+    chosen[equal[: k - np.count_nonzero(chosen)]] = True
+    return np.flatnonzero(chosen)
 
 
 # --- rounding
@@ -677,7 +676,8 @@ def block_sums(x: Tensor, of: Callable[[Any], Any] = abs) -> list[float]:
     block whose sum overflows float32.
     """
     if at_home(x):
-        return [_sum(of(x[where].numpy())) for where in blocks(x, BLOCK)]
+        array = x.numpy()
+        return [_sum(of(array[where])) for where in blocks(array)]
     x = of(x)
     whole = len(x) // BLOCK * BLOCK
     sums = x[:whole].view(-1, LEAF // ACCUMULATORS, ACCUMULATORS)

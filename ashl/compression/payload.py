@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ashl.compression.kernels import beside, view_as
 from ashl.errors import AshlError, UsageError
-from ashl.learn.device import to_host
+from ashl.learn.device import at_home, to_host
 
 HEADER = struct.Struct("<BBBBIIII")
 VERSION = 0xA2
@@ -124,7 +124,8 @@ def read_payload(payload: Any, code: int, d: int) -> Parts:
 
 def header_of(payload: Tensor) -> tuple[int, ...]:
     """Return the numbers of a payload's header, read by the host."""
-    return HEADER.unpack_from(to_host(payload[: HEADER.size]).numpy().data)
+    head = payload if at_home(payload) else to_host(payload[: HEADER.size])
+    return HEADER.unpack_from(head.numpy().data)
 
 
 def typed_part(part: Tensor, dtype: torch.dtype, count: int, what: str) -> Tensor:

@@ -25,6 +25,8 @@ from torch import Tensor
 from ashl.compression.coding import check_ascending, index_bytes, read_indices, write_indices
 from ashl.compression.contract import Elements, EncodeContext, Traits, Wrappable
 from ashl.compression.kernels import (
+    beside,
+    flip_signs,
     is_true,
     look_up,
     magnitudes_above,
@@ -34,7 +36,6 @@ from ashl.compression.kernels import (
     packed_bytes,
     tensor,
     unpack,
-    unpack_truths,
 )
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
 from ashl.learn.device import to_host
@@ -85,15 +86,15 @@ class Strom(Wrappable):
             words = typed_part(parts.values, torch.int32, k, "words")
             indices = words & SIGN - 1
             check_ascending(indices, k, d)
-            return Elements(indices, torch.where(words < 0, -tau, tau))
+            bits = beside(words, torch.tensor([tau]).view(torch.int32))
+            return Elements(indices, (words & -SIGN ^ bits).view(torch.float32))
         if form != INDICES or self.indices == "words":
             raise PayloadError(
                 f"expected elements of ±τ; received form {form} with {k} values of {d}"
             )
         _expect(parts, -(-k // 8), indices=True)
-        negative = unpack_truths(parts.values, k)
         indices = read_indices(self.indices, parts.indices, k, d)
-        return Elements(indices, torch.where(negative, -tau, tau))
+        return Elements(indices, flip_signs(parts.values, torch.tensor([tau]), k))
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + packed_bytes(d, 2)

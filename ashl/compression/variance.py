@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -38,7 +39,17 @@ from ashl.compression.contract import (
     as_float32,
     size_of,
 )
-from ashl.compression.kernels import look_up, native, pack, quiet, where_true
+from ashl.compression.kernels import (
+    Array,
+    bits_as,
+    convert,
+    look_up,
+    native,
+    pack,
+    quiet,
+    tensor,
+    where_true,
+)
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part, write_payload
 from ashl.compression.wrappers import rescale
 from ashl.errors import UsageError
@@ -98,18 +109,19 @@ class Variance(Codec):
         sums = g + (0.0 if error is None else error)
         squares = fresh + (0.0 if spread is None else spread)
         # Negated "at most" instead of "greater than", so that NaN is sent.
-        wide, spreads = native(sums.double()), native(squares.double())
+        r, wide, spreads = native(sums), native(sums.double()), native(squares.double())
         with quiet():
-            places = where_true(~(wide**2 <= self.alpha * spreads))
-        top, signs, steps = round_to_power(sums[places])
+            places = native(where_true(~(wide**2 <= self.alpha * spreads)))
+        top, signs, steps = round_to_power(r[places])
         sent = steps <= SMALLEST
-        places, words = places[sent], (signs[sent] << 31) | (steps[sent] << PLACE_BITS)
-        values = sums[places]
+        places, words = places[sent], signs[sent] << 31 | steps[sent] << PLACE_BITS
+        values = tensor(r[places])
         squares *= self.zeta
-        sums[places] = 0.0
-        squares[places] = 0.0
+        r[places] = 0.0
+        native(squares)[places] = 0.0
         parts = Parts(len(places), pack(words | places, 32), scales=torch.tensor([top]))
-        return Waiting(sums, squares, places, values, lr), write_payload(self.code, len(g), parts)
+        after = Waiting(sums, squares, tensor(places), values, lr)
+        return after, write_payload(self.code, len(g), parts)
 
     def unpack(self, parts: Parts, d: int) -> Elements:
         top = to_host(typed_part(parts.scales, torch.float32, 1, "scales"))
@@ -134,17 +146,19 @@ class Variance(Codec):
         return sender._replace(error=sums, places=sender.places[:0], values=sender.values[:0])
 
 
-def round_to_power(x: Tensor) -> tuple[float, Tensor, Tensor]:
-    """Return (M, signs, e): M, and sign bit and exponent e of each element.
+def round_to_power(x: Array) -> tuple[float, Array, Array]:
+    """Return (M, signs, e): M, and sign bit and exponent e of each element, int64.
 
     e is the exponent of M / |C(x)|: above 7 if x is too small, and 0 if x is not finite.
     """
-    length, signs = x.abs(), torch.signbit(x).long()
+    length, signs = abs(x), convert(bits_as(x, torch.int32) < 0, torch.int64)
     top = numbers([length.max()])[0] if len(x) else 0.0
+    zero = convert(length == 0, torch.int64)
     if not math.isfinite(top) or not top:
-        return top, signs, torch.where(length == 0, SMALLEST + 1, 0)
+        return top, signs, zero * (SMALLEST + 1)
     highest = math.frexp(top)[1] - 1
-    mantissa, exponent = torch.frexp(length)  # |x| = mantissa · 2^exponent, mantissa in [0.5, 1)
-    nearest = torch.where(mantissa < 0.75, exponent - 1, exponent)  # ties go up
-    steps = torch.where(length == 0, SMALLEST + 1, (highest - nearest).clamp(min=0)).long()
+    # |x| = mantissa · 2^exponent, mantissa in [0.5, 1); ties go up
+    mantissa, exponent = torch.frexp(length) if isinstance(length, Tensor) else np.frexp(length)
+    nearest = exponent - convert(mantissa < 0.75, torch.int32)
+    steps = (highest - nearest).clip(min=0) * (1 - zero) + zero * (SMALLEST + 1)
     return math.ldexp(1.0, highest), signs, steps
