@@ -7,7 +7,10 @@ from ashl.launch.job import Launch, random_port
 
 TEMPLATE = '''"""Run the ranks of a job of ashl on a Ray cluster: one actor per rank."""
 import os, subprocess, sys
-import ray
+try:
+    import ray
+except ImportError:
+    sys.exit("ashl: --on ray needs a package: pip install 'ashl[ray]'")
 
 BUNDLES = {bundles!r}
 COMMAND = {command!r}
@@ -27,7 +30,10 @@ class Rank:
         return subprocess.run(COMMAND, cwd=FOLDER, env=env).returncode
 
 
-ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=True)
+try:
+    ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=True)
+except ConnectionError as error:
+    sys.exit(f"ashl: {{error}}")
 group = ray.util.placement_group(BUNDLES, strategy={strategy!r})
 ray.get(group.ready())
 place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy

@@ -101,11 +101,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Generator[Callable[[str
                 command = stack.enter_context(sshd(folder, free_port()))
                 return Engine(name, ["--on", name, *hosts, "--ssh", command], quiet)
             if name == "ray":
-                ray = Path(sys.executable).with_name("ray")
+                ray = [sys.executable, "-m", "ray.scripts.scripts"]
                 resources = '{"fast": 2, "slow": 1}'
-                start = [str(ray), "start", "--head", "--num-cpus=8", f"--resources={resources}"]
-                subprocess.run([*start, "--port=16379"], check=True, capture_output=True)
-                stack.callback(subprocess.run, [str(ray), "stop"], capture_output=True)
+                start = [*ray, "start", "--head", "--num-cpus=8", f"--resources={resources}"]
+                subprocess.run([*start, "--port=6390"], check=True, capture_output=True)
+                stack.callback(subprocess.run, [*ray, "stop"], capture_output=True)
                 return Engine(name, ["--on", "ray", *hosts], quiet | {"RAY_ADDRESS": "auto"})
             program = folder / "mpirun"
             program.write_text(f'#!/bin/sh\nexec {PROGRAMS[name][0]} "$@"\n')
