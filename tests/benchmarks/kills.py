@@ -14,6 +14,9 @@ A run may continue (exit code 0, and the summary names the failed worker, or the
 then). It may also end in one sentence (exit code 1), or be an error before it begins (exit code 2).
 All other outcomes are WRONG: another exit code, no summary, a failure that is not in it, a
 remaining process, more than one line, or 20 s after the kill.
+
+On processes the last line has the median time from a kill to the survivors' next merge. With
+`--rejoin` killed workers are restarted and rejoin.
 """
 
 import argparse
@@ -32,6 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from ashl.cli.app import main as ashl
@@ -85,6 +89,7 @@ class Outcome(NamedTuple):
     what: str
     took_s: float = 0.0  # from the kill on
     why: str = ""
+    merge_s: float | None = None  # from the kill to the survivors' next merge
 
     @property
     def label(self) -> str:
@@ -171,11 +176,25 @@ def at_once(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def on_processes(kill: Kill, folder: str) -> Outcome:
-    code, err, took_s = struck(kill, folder)
+def on_processes(kill: Kill, folder: str, own: Sequence[str] = ()) -> Outcome:
+    code, err, took_s = struck(kill, folder, own)
     if left := ranks_of(Path(folder)):
         return Outcome(WRONG, took_s, f"ranks {sorted(left)} are left")
-    return judged(kill, Path(folder), code, err, took_s)
+    found = judged(kill, Path(folder), code, err, took_s)
+    return found._replace(merge_s=next_merge_s(kill, Path(folder))) if found.what == ON else found
+
+
+def next_merge_s(kill: Kill, folder: Path) -> float | None:
+    """Seconds from the kill to the end of the survivors' first round after the failure was
+    noticed; None without such a round.
+    """
+    (lost,) = json.loads((folder / "summary.json").read_text())["failed_workers"]
+    ends = [
+        event["end_s"]
+        for event in jsonl.read(folder / "events.jsonl")
+        if event["kind"] == "round" and event["rank"] != kill.worker and not event["dropped"]
+    ]
+    return min((end_s - kill.time_s for end_s in ends if end_s > lost["time_s"]), default=None)
 
 
 def struck(
@@ -299,6 +318,7 @@ def main() -> None:
         "--only", default=",".join(TOPOLOGIES), help="of these topologies, separated by commas"
     )
     parser.add_argument("--processes", action="store_true", help="on processes alone")
+    parser.add_argument("--rejoin", action="store_true", help="restart killed workers")
     parser.add_argument(
         "--moments", action="store_true", help="each moment of each mode, on processes, as Markdown"
     )
@@ -329,7 +349,8 @@ def main() -> None:
             if found.what == WRONG:
                 wrong.append(f"{kill}: {found.why}")
         for number, kill in enumerate(real):
-            processes[kill[:3]].append(found := on_processes(kill, f"real-{number}"))
+            own = ("runtime.max_restarts=1", "stop.seconds=4") if asked.rejoin else ()
+            processes[kill[:3]].append(found := on_processes(kill, f"real-{number}", own))
             line = (
                 f"{number + 1}/{len(real)} {kill.topology} {kill.sync} {kill.moment}: {found.what}"
                 f" {found.why}"
@@ -345,6 +366,13 @@ def main() -> None:
         f"seed {asked.seed}",
     )
     print(f"processes: {cell([found for row in processes.values() for found in row])}")
+    times = [of.merge_s for row in processes.values() for of in row if of.merge_s is not None]
+    if times:
+        slowest = max(times)
+        print(
+            f"next merge of the survivors: median {median(times):.2f} s after the kill, at most"
+            f" {slowest:.2f} s, {len(times)} kills"
+        )
     print("\n".join(wrong))
 
 
