@@ -183,13 +183,16 @@ class Snapshots(Updates):
         if not epoch.left and 0 < len(progress.waiting) == progress.present:
             state.rule_state = self.open_epoch(stage, state)
 
-    def on_membership_change(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def without(self, stage: Stage, state: ServerState, rank: int) -> None:
         if state.rule_state is None:
             state.rule_state = self.open_epoch(stage, state)
-        if rank in state.progress.gone:
-            state.rule_state.owing.discard(rank)
-        else:
-            state.rule_state.owing.add(rank)
+        state.rule_state.owing.discard(rank)
+        self.renew(stage, state)
+
+    def with_joined(self, stage: Stage, state: ServerState, rank: int) -> None:
+        if state.rule_state is None:
+            state.rule_state = self.open_epoch(stage, state)
+        state.rule_state.owing.add(rank)
         self.renew(stage, state)
 
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:

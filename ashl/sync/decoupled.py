@@ -64,9 +64,10 @@ class Decoupled(ServerRule):
         now = self._held_pushes(state, progress)
         return self._note_quorum(now._replace(learners=(*now.learners, push.worker)), progress)
 
-    def on_membership_change(
-        self, stage: Stage, state: Gathered, progress: Progress, rank: int
-    ) -> Gathered:
+    def with_joined(self, stage: Stage, state: Gathered, progress: Progress, rank: int) -> Gathered:
+        return self.without(stage, state, progress, rank)
+
+    def without(self, stage: Stage, state: Gathered, progress: Progress, rank: int) -> Gathered:
         now = self._held_pushes(state, progress)
         return self._note_quorum(
             now._replace(learners=tuple(other for other in now.learners if other != rank)), progress

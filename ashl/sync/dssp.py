@@ -93,7 +93,7 @@ class DSSP(ServerRule):
             state.granted = True
         return state
 
-    def on_membership_change(
+    def with_joined(
         self, stage: Stage, state: Controller, progress: Progress, rank: int
     ) -> Controller:
         """Let a rejoining worker begin as at the start of a stage."""

@@ -60,7 +60,7 @@ class LBBSP(BarrierRule, StepRule):
         speed = push.samples / (push.steps * push.step_s)
         known = state.speeds.get(push.worker, speed)
         state.speeds[push.worker] = known + self.alpha * (speed - known)
-        return self.on_membership_change(stage, state, progress, push.worker)
+        return self.without(stage, state, progress, push.worker)
 
     def observe_round(
         self, stage: Stage, state: Balance, progress: Progress, report: RoundReport
@@ -80,9 +80,7 @@ class LBBSP(BarrierRule, StepRule):
             tuple(state.batches.get(rank, worker.batch) for rank, worker in planned)
         )
 
-    def on_membership_change(
-        self, stage: Stage, state: Balance, progress: Progress, rank: int
-    ) -> Balance:
+    def without(self, stage: Stage, state: Balance, progress: Progress, rank: int) -> Balance:
         """Share out the total batch among the running workers once all of them wait."""
         if progress.waiting and len(progress.waiting) == progress.present:
             present = sorted(progress.waiting)

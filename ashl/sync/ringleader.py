@@ -129,9 +129,12 @@ class Gradients(Updates):
         progress.merge()
         return True
 
-    def on_membership_change(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def with_joined(self, stage: Stage, state: ServerState, rank: int) -> None:
+        self.renew(stage, state)
+
+    def without(self, stage: Stage, state: ServerState, rank: int) -> None:
         progress = state.progress
-        for own in state.rule_state.forget(rank) if rank in progress.gone else ():
+        for own in state.rule_state.forget(rank):
             progress.take_back(rank, own.steps, own.steps, own.samples)
             for _ in range(own.steps):
                 progress.count_dropped(rank, 1, FAILURE)

@@ -131,14 +131,15 @@ class Updates:
         """Start a joining worker from the payload `body` of the answer to its join request."""
         state.params = body
 
-    def on_membership_change(self, stage: Stage, state: ServerState, rank: int) -> None:
-        """Update the server's state after this worker has failed or rejoined.
+    def without(self, stage: Stage, state: ServerState, rank: int) -> None:
+        """Update the server's state after this worker has failed."""
+        rule = rule_of(stage)
+        state.rule_state = rule.without(stage, state.rule_state, state.progress, rank)
 
-        A failed worker is in `progress.gone`, a rejoined one is not.
-        """
-        state.rule_state = rule_of(stage).on_membership_change(
-            stage, state.rule_state, state.progress, rank
-        )
+    def with_joined(self, stage: Stage, state: ServerState, rank: int) -> None:
+        """Update the server's state after this worker has rejoined."""
+        rule = rule_of(stage)
+        state.rule_state = rule.with_joined(stage, state.rule_state, state.progress, rank)
 
     def apply_push(
         self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
@@ -214,11 +215,12 @@ class ServerRule(Rule, contract=True):
         """Return the work of this worker, which proceeds at `progress.now_s`; None: as planned."""
         return None
 
-    def on_membership_change(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
-        """Return the rule's state after this worker has failed or rejoined.
+    def without(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
+        """Return the rule's state after this worker has failed."""
+        return state
 
-        A failed worker is in `progress.gone`, a rejoined one is not.
-        """
+    def with_joined(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
+        """Return the rule's state after this worker has rejoined."""
         return state
 
     def on_rescale(self, stage: Stage, state: Any, progress: Progress) -> Any:
@@ -851,7 +853,7 @@ async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank
     if ctx.rank == stage.server:  # the server of a region does not know all workers
         check_min_workers(ctx, stage, rank, progress.present + len(state.newcomers))
     progress.now_s = ctx.now
-    rule.messages().on_membership_change(stage, state, rank)
+    rule.messages().without(stage, state, rank)
     if not rule.in_rounds:
         return False
     for push in state.buffer:
@@ -873,7 +875,7 @@ async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     state.pulls[rank] = stage.tag("pull", state.incarnations[rank])
     progress.now_s = ctx.now
     messages = rule_of(stage).messages()
-    messages.on_membership_change(stage, state, rank)
+    messages.with_joined(stage, state, rank)
     stage.link.record_full_pull(state.ends, rank, state.params)
     planned, rows = state.assigned or (0, None)
     applied = (progress.version, progress.steps, progress.samples)

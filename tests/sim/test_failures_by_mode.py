@@ -175,22 +175,24 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
     plan = with_events(
         planned(*RUN, *mode), lost(2, 0.26), back(2, 0.6), lost(0, 0.85), back(0, 0.93)
     )
-    came, take, changed = (
-        list[tuple[int, Tensor | None]](),
-        Table.add_push,
-        Gradients.on_membership_change,
-    )
+    came, take = list[tuple[int, Tensor | None]](), Table.add_push
+    without, with_joined = Gradients.without, Gradients.with_joined
 
     def taking(table: Table, push: Push) -> bool:
         came.append((push.worker, push.body))
         return take(table, push)
 
-    def changing(messages: Gradients, stage: Stage, state: ServerState, rank: int) -> None:
+    def failing(messages: Gradients, stage: Stage, state: ServerState, rank: int) -> None:
         came.append((rank, None))
-        changed(messages, stage, state, rank)
+        without(messages, stage, state, rank)
+
+    def joining(messages: Gradients, stage: Stage, state: ServerState, rank: int) -> None:
+        came.append((rank, None))
+        with_joined(messages, stage, state, rank)
 
     monkeypatch.setattr(Table, "add_push", taking)
-    monkeypatch.setattr(Gradients, "on_membership_change", changing)
+    monkeypatch.setattr(Gradients, "without", failing)
+    monkeypatch.setattr(Gradients, "with_joined", joining)
     ran = run(plan)
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
     params, moments = trainer.init()
