@@ -158,11 +158,8 @@ def flip(ground: Terrain, base: Point) -> Flip | None:
     """
     old, found = ground.cells[base].winner, list[Flip]()
     for along in range(len(ground.axes)):
-        line = [
-            p
-            for p in ground.cells
-            if p[:along] + p[along + 1 :] == base[:along] + base[along + 1 :]
-        ]
+        rest = base[:along] + base[along + 1 :]
+        line = sorted(p for p in ground.cells if p[:along] + p[along + 1 :] == rest)
         place = line.index(base)
         for way in (line[place:], line[place::-1]):
             pairs = (pair for pair in pairwise(way) if ground.cells[pair[1]].winner != old)
