@@ -183,10 +183,6 @@ class BucketEncoder:
         self.bodies[k] = link.encode(self.ends[k], x, self.contexts[k])
         return self.bodies[k]
 
-    def all_encoded(self, vectors: Sequence[Vector]) -> list[Payload]:
-        """Encode all buckets. Returns: their payloads."""
-        return [self.encode(k, x) for k, x in enumerate(vectors)]
-
     def finish_encoding(self) -> bool:
         """Store the residual and report the compression error, once all buckets are encoded.
 
