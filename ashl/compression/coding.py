@@ -284,8 +284,10 @@ def value_bound(code: ValueCode, k: int) -> float:
     return {"fp32": 0.0, "fp16": 2.0**-20, "bf16": 2.0**-16, "natural": OMEGA}[code]
 
 
-def write_values(code: ValueCode, values: Tensor, words: CounterRng) -> tuple[Tensor, Tensor]:
-    """Return (values, scales) as parts of a payload; `words` are the random words of natural."""
+def write_values(
+    code: ValueCode, values: Tensor, words: Callable[[], CounterRng]
+) -> tuple[Tensor, Tensor]:
+    """Return (values, scales) as parts of a payload; `words` draws the random words of natural."""
     if code in BY_HOST and not at_home(values):
         coded, scales = write_values(code, to_host(values), words)
         return beside(values, coded), scales
@@ -297,7 +299,7 @@ def write_values(code: ValueCode, values: Tensor, words: CounterRng) -> tuple[Te
         scale = values.abs().amax(0, keepdim=True) if len(values) else values.new_zeros(1)
         return (values / torch.where(scale == 0, 1.0, scale)).to(torch.float16), scale
     if code == "natural":
-        return write_natural(values, words), EMPTY
+        return write_natural(values, words()), EMPTY
     if code == "mean":
         return pack_signs(values), mean_magnitude(values)[: len(values)]
     magnitude = values.abs()

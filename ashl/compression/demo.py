@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -236,7 +236,9 @@ class DeMo(WithDensity):
                 chosen.append(blocks.gather(1, inside).view(-1))
                 found.append(inside.view(-1))
             indices.append(pack(torch.cat(found), index_width(grid.size)))
-        values, scales = write_values(self.values, torch.cat(chosen), context.words(VALUES))
+        values, scales = write_values(
+            self.values, torch.cat(chosen), partial(context.words, VALUES)
+        )
         tops = beside(scales, as_bytes(torch.tensor([top])))
         ratio = self.ratio if context.ratio is None else context.ratio
         share = beside(x, as_bytes(torch.tensor([ratio], dtype=torch.float64)))

@@ -272,7 +272,8 @@ def _unpack_words(stream: Array, width: int, count: int) -> Array:
         if shift + width > 32:
             found &= (1 << 32 - shift) - 1  # without copies of the sign
             found |= words[:, word + 1] << 32 - shift
-        columns[:, j] = found & (1 << width) - 1
+        columns[:, j] = found
+    columns &= (1 << width) - 1
     return columns.reshape(-1)[:count]
 
 

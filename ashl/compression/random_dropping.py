@@ -16,6 +16,7 @@ Optimization", NeurIPS 2018.
 """
 
 import math
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -64,7 +65,7 @@ class RandomDropping(Sparsifier):
         kept = x[indices]
         least = float(np.float32(top) / np.float32(slope))
         kept = torch.copysign(kept.abs().clamp(min=least), kept)
-        values, scales = write_values(self.values, kept, context.words(VALUES))
+        values, scales = write_values(self.values, kept, partial(context.words, VALUES))
         return Parts(len(indices), values, write_indices(self.indices, indices, d), scales)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:

@@ -8,6 +8,7 @@ Source: the separation follows Sattler et al., "Sparse Binary Compression", IJCN
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -119,12 +120,12 @@ class SparseFormat(NamedTuple):
         if not k:
             return Parts(0, x[:0])
         if form == WHOLE:
-            values, scales = write_values(self.values, x, context.words(VALUES))
+            values, scales = write_values(self.values, x, partial(context.words, VALUES))
             return Parts(k, values, EMPTY, scales, form)
         indices = select()
         kept = tensor(native(x)[native(indices)])
         kept = kept if scale == 1 else kept * scale
-        values, scales = write_values(self.values, kept, context.words(VALUES))
+        values, scales = write_values(self.values, kept, partial(context.words, VALUES))
         return Parts(k, values, self.indices.write(indices, d), scales, form)
 
     def unpack(self, parts: Parts, d: int, may_be_empty: bool = False) -> Elements:

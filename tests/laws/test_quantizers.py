@@ -378,7 +378,7 @@ def test_values_in_few_bits(code: ValueCode) -> None:
     for k in (0, 1, 2, 1023, 1024, 1025, 3000):
         for kind in ("normal", "heavy", "zero", "constant"):
             x = vector(kind, max(1, k), 1)[:k]
-            values, scales = write_values(code, x, EncodeContext().words())
+            values, scales = write_values(code, x, EncodeContext().words)
             assert values.nbytes + scales.nbytes == value_bytes(code, k)
             got = read_values(code, as_bytes(values), as_bytes(scales), k)
             assert (got.dtype, got.shape) == (torch.float32, (k,))
