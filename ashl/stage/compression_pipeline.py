@@ -130,11 +130,6 @@ class CompressionPipeline:
         """Return the ranks with which the codec's own protocol exchanges messages."""
         return self.innermost.peers(place, size) if isinstance(self.innermost, Collective) else ()
 
-    @property
-    def has_own_messages(self) -> bool:
-        """Return True if the codec's own protocol exchanges messages."""
-        return bool(self.peers(0, 2))
-
     def carry_over(
         self, state: CodecState, keeps: Keeps, gradients: bool, rate: float
     ) -> CodecState:

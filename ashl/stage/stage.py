@@ -247,7 +247,7 @@ SERIAL = Serial()
 # control signal of every reply: continue, next stage, stop the run; LAST = push the remaining work,
 # then stop; PAUSE = save a checkpoint, then continue
 GO, NEXT, STOP, LAST, PAUSE = range(5)
-FAILURE_MESSAGE_BYTES = 2**20  # bytes of the messages in which workers exchange who has failed
+FAILURE_MESSAGE_BYTES = 2**20  # bytes of a message with counts for a member that is behind
 CACHED_STAGES = 8  # cached stages with redistributed shards
 OF_SHARDS = ("full", "statistics")  # estimators that use all samples of a worker
 

@@ -27,10 +27,10 @@ from ashl.runtime.records import StageBoundary, StageEnd
 from ashl.stage.progress import RUN_END, STAGE_END, Progress, RunProgress
 from ashl.stage.stage import GO, NEXT, PAUSE, STOP, Stage
 
-JOIN, CHECKPOINT = "join", "checkpoint"
+CHECKPOINT = "checkpoint"
 # reasons that rank 0 piggybacks on the next exchange by their position: the end of the run, the end
-# of the stage ("next"), a join request, or a checkpoint
-REASONS = (None, "seconds", *TARGETS, PATIENCE, "interrupted", "next", JOIN, CHECKPOINT)
+# of the stage ("next"), or a checkpoint
+REASONS = (None, "seconds", *TARGETS, PATIENCE, "interrupted", "next", CHECKPOINT)
 
 
 class InTime(NamedTuple):

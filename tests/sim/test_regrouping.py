@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -103,7 +102,7 @@ class Alone:
                     codec.merge_few(sets[place][-1], codec.write_few(sets[child][-1], d), d)
                 )
         few = sets[0][-1]
-        finals = {0: Final(few, np.ones(few.indices.size, bool))}
+        finals = {0: Final(few, torch.ones(few.indices.numel(), dtype=torch.bool))}
         for place in range(n):
             for child, merged in zip(
                 reversed(tree_neighbours(place, n)[1]), reversed(sets[place]), strict=False
