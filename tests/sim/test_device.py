@@ -2,8 +2,6 @@
 with the same bits.
 """
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from ashl.learn.device import numbers, to_device, to_host
 from ashl.learn.learner import Learner
 from tests.sim import test_checkpoint as checkpoints
 from tests.stand_in_device import DEVICE, There, guarded
-from tests.support import Ran, planned, run
+from tests.support import planned, run
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
@@ -179,26 +177,8 @@ def test_data_cross_by_the_transfer_functions_only(name: str) -> None:
 @pytest.mark.parametrize("name", ["ssp, Top-K both ways", "ad_psgd"])
 def test_a_run_on_the_device_resumes_from_a_checkpoint(name: str) -> None:
     """The checkpoint lies in the host's memory."""
-    plan = planned(*TASK, *RUNS[name])
-    whole = run(plan)
     with guarded():
-        file, records, snapshots, _ = checkpoints.run(
-            Ran(plan, parts=whole.parts), save_at_ns=100_000_000, device=DEVICE
-        )[0]
-        saved = {
-            **torch.load(io.BytesIO(file), weights_only=True),
-            "packages": ("ashl",),
-            "device": DEVICE,
-        }
-        again = Ran(
-            plan,
-            records=whole.records[:records],
-            snapshots=whole.snapshots[:snapshots],
-            parts=whole.parts,
-        )
-        checkpoints.run(again, saved, device=DEVICE)
-    assert again.sha256 == whole.sha256
-    assert again.time_ns == whole.time_ns
+        checkpoints.check_resumes((*TASK, *RUNS[name]), DEVICE)
 
 
 def test_local_steps_are_not_looked_at() -> None:

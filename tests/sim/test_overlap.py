@@ -2,12 +2,9 @@
 checkpoint.
 """
 
-import io
 from functools import partial
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,9 +12,8 @@ from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.records import Record, Snapshot, UpdateShown
-from ashl.runtime.sim import Sim, resume
-from ashl.size_only import SizeOnly, Vector
+from ashl.runtime.sim import Sim
+from ashl.size_only import SizeOnly
 from tests.kernels import DENSE, Quiet, in_virtual_time
 from tests.laws.machines import MS, cluster
 from tests.overlapping import layer_by_layer, plain
@@ -183,58 +179,6 @@ def test_compute_once_computes_once_and_forgets() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-class CheckpointPartSaved(Quiet):
-    """An observer that keeps everything."""
-
-    def __init__(self, records: list[tuple]) -> None:
-        super().__init__()
-        self.records = records
-
-    def emit(self, record: Record) -> None:
-        self.records.append(record)
-
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        assert isinstance(vector, torch.Tensor)
-        self.records.append((record, vector.tolist()))
-
-
-async def overlapping(ctx: RankContext, saved: tuple[int, Any] | None = None) -> None:
-    """Rounds of three layers, with collectives in flight while the rank computes and others send.
-
-    Some messages reach into the next round of others.
-    """
-    state = saved[1] if saved else {"k": 0, "x": torch.zeros(3)}
-    team, other = (0, 1, 2), (0, 1, 2, 3)
-    while state["k"] < 12:
-        ctx.safe_point(0, state)
-        k, tasks = state["k"], []
-        for layer in (2, 1, 0) if ctx.rank in team else ():
-            await ctx.compute(lambda: None, 1 + layer)
-            value = torch.full((500 * (layer + 1),), float(k + ctx.rank))
-            tasks.append(ctx.spawn(summed(ctx, value, team, layer)))
-        await ctx.send((ctx.rank + 1) % 4, ("ring", 0, k), torch.full((300,), float(k)))
-        got = await ctx.recv(("ring", 0, k))
-        sums = [float((await ctx.join(task))[0]) for task in tasks]
-        scale = ctx.compute_once(other, k, lambda k=k: float(k) / 2)
-        total = (
-            await ctx.all_reduce(torch.tensor([sum(sums) + scale]), other)
-            if k % 3 == 2
-            else torch.zeros(1)
-        )
-        state = {
-            "k": k + 1,
-            "x": state["x"] + torch.tensor([sum(sums), float(got.body[0]), float(total)]),
-        }
-        ctx.snapshot(state["x"], tick=k)
-        ctx.record_round(0, k, 1, 0, dropped=False, loss=0.0)
-
-
-async def summed(
-    ctx: RankContext, value: torch.Tensor, team: tuple[int, ...], key: int
-) -> torch.Tensor:
-    return await ctx.all_reduce(value, team, key=key)
-
-
 @pytest.mark.parametrize(
     ("port_mbit_s", "came_ms"),
     [
@@ -263,41 +207,3 @@ def test_slices_to_a_server_queue_at_the_ports_that_they_share(
 
     Sim(3, Speed(machines, 1, 0), network(machines, 7500), Quiet()).run(main, tick=lambda: None)
     assert came == came_ms
-
-
-@pytest.mark.parametrize(
-    "links", [{"exchange_s": 0.3}, {"bandwidth_mbit_s": 0.4, "latency_s": 0.003}], ids=str
-)
-def test_a_checkpoint_amid_overlapping_collectives(links) -> None:
-    machines = cluster(
-        4, compute=(1.0, 1.3, 1.7, 2.0), link=(1.0, 2.0, 1.0, 1.0), jitter=0.3, step_s=0.02, **links
-    )
-
-    def simulation(records: list[tuple]) -> Sim:
-        return Sim(4, Speed(machines, 1, 3), network(machines, DENSE), CheckpointPartSaved(records))
-
-    whole: list[tuple] = []
-    simulation(whole).run(overlapping, tick=lambda: None)
-    records: list[tuple] = []
-    kept = []
-
-    def keep(document: dict) -> int:
-        file = io.BytesIO()
-        torch.save(document, file)
-        kept.append((file.getvalue(), len(records)))
-        return document["time_ns"] + 170 * MS
-
-    sim = simulation(records)
-    sim.save_at(100 * MS, keep)
-    sim.run(overlapping, tick=lambda: None)
-    assert records == whole, "making a checkpoint changes nothing"
-    assert len(kept) > 5
-    for file, count in kept:
-        saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
-        again = whole[:count]
-        sim = simulation(again)
-        sim.run(overlapping, tick=lambda: None, begin=saved and partial(resume, saved=saved))
-        assert again == whole
-        assert not [channel.shared for channel in sim.collective_queues.all() if channel.shared], (
-            "all have asked"
-        )
