@@ -13,10 +13,7 @@ from ashl.config.compose import compose
 from ashl.run import train as run
 from ashl.tracking import jsonl
 
-SIM, SPY = (
-    ["-q", "runtime=sim", "tracking=none"],
-    "sync=spy optimizer.momentum=0 optimizer.weight_decay=0",
-)
+SIM = ["-q", "runtime=sim", "tracking=none"]
 
 
 @pytest.mark.parametrize(
