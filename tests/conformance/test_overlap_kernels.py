@@ -83,7 +83,7 @@ def test_members_commit_the_same_collective_of_those_posted_by_all():
     """This member has posted four collectives and the others three of them: they start by key,
     while credit remains.
     """
-    end = communicator.LocalQueue((0, 1), (0, 0), lambda end: None)
+    end = communicator.LocalQueue((0, 1), lambda end: None)
     for key in (3, 2, 4, 1):
         effect = AllReduce(torch.zeros(1000), (0, 1), key=key, credit=2)
         end.pending.append(communicator.Pending(end.posted, effect, False, lambda outcome: None))

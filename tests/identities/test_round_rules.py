@@ -87,7 +87,7 @@ def test_the_sum_of_step_times_costs_its_latency() -> None:
 
 @pytest.mark.parametrize("name", ["qsr", "cr_psgd", "lb_bsp", "adacomm"])
 def test_it_continues_without_a_worker_and_with_a_rejoining_one(name: str) -> None:
-    fails = "cluster.events=[{time_s:0.5,worker:2,fail:true},{time_s:1,worker:2,rejoin:true}]"
+    fails = "cluster.events=[{time_s:0.5,worker:2,fail:true},{time_s:2,worker:2,rejoin:true}]"
     ran = run(RULES[name], RING, fails)
     assert ran.end["reason"] == "epochs"
     assert ran.end["commits"][2] < ran.end["commits"][0]
