@@ -69,8 +69,8 @@ def test_a_process_makes_each_option_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nobody_else_makes_options_of_a_plan() -> None:
-    """`planning.instantiate` does; `run.train` and `study.sweep` make tracking, `task.plain` the
-    task that judges.
+    """`planning.instantiate` does; `run.train` and `study.sweep` make tracking, `ddp_hook` a codec,
+    `task.plain` the task that judges.
     """
     root = Path(instantiate.__file__).parents[1]
     makers = {
@@ -80,6 +80,7 @@ def test_nobody_else_makes_options_of_a_plan() -> None:
     }
     own = {"config/construct.py", "planning/settings.py"}
     assert makers - own == {
+        "export/ddp_hook.py",
         "planning/instantiate.py",
         "run/train.py",
         "study/sweep.py",

@@ -4,8 +4,8 @@ Rule: each sample is a character in a random font, moved, turned, scaled and she
 dark or light as another, with noise. The numbers depend on `seed` alone. Training and test samples
 are different draws; both have all fonts.
 
-Limits: some classes have nearly equal shapes in some fonts (`0`, `O` and `o`; `1`, `I` and `l`), so
-no model reaches 100 %.
+Some classes have nearly equal shapes in some fonts (`0`, `O` and `o`; `1`, `I` and `l`), so no
+model reaches 100 %.
 """
 
 from functools import cache

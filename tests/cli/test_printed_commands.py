@@ -137,7 +137,7 @@ def test_a_run_and_a_profile(place: Path, capsys, monkeypatch) -> None:
     assert main(["train", *TINY, "run.dir=my run"]) == 0
     assert main(["profile", *TINY, "run.dir=my profile"]) == 0
     found = everything(place, capsys)
-    assert names(found) == ["train", "ui"]
+    assert names(found) == ["compare", "train", "ui"]
     assert sum("my profile/" in command for command in found) == 2
     all_run(found, monkeypatch)
 

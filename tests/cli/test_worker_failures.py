@@ -211,7 +211,7 @@ def joined(run: Path) -> Generator[subprocess.Popen[str]]:
             )
             assert process.stdout.readline().startswith("takes part from ")
             size = (run / "events.jsonl").stat().st_size
-            wait_for(lambda: '"rank": 1' in (run / "events.jsonl").read_text()[size:])
+            wait_for(lambda: '"rank":1' in (run / "events.jsonl").read_text()[size:])
             yield process
             process.wait(PATIENCE_S)
         finally:

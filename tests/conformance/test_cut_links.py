@@ -250,7 +250,7 @@ def test_a_link_is_cut_for_a_while(job: Job) -> None:
     time.sleep(TIMEOUT_S / 3)
     cut(job.names[2], down=False)
     size = events.stat().st_size
-    wait_for(lambda: '"rank": 1' in events.read_text()[size + 20_000 :])
+    wait_for(lambda: '"rank":1' in events.read_text()[size + 20_000 :])
     assert '"worker_failed"' not in events.read_text()
     assert [process.poll() for process in job.processes] == [None] * 3
 

@@ -255,14 +255,6 @@ def test_a_run_in_virtual_time_is_slowed_down_by_its_sums(workplace) -> None:
     )
 
 
-def test_no_checkpoint_is_promised_where_sums_slow_computing_down(workplace) -> None:
-    measured(contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5))
-    of = (*RING, *TIMED, *OF_PROFILE, "run.checkpoint_s=0.1")
-    with pytest.raises(UsageError, match="not supported with compute-communication contention"):
-        planned(*of, "overlap=wfbp")
-    planned(*of, "overlap=none")
-
-
 def test_halves_of_a_measured_sum_are_half_of_it(workplace) -> None:
     cluster = construct(measured().cluster(), "cluster")
     ports = network(cluster, 4)
