@@ -564,8 +564,6 @@ def test_a_dry_run_says_what_the_race_takes_here(
     capsys.readouterr()
     assert main([*command, "--dry-run"]) == 0
     assert f"{runs} of them have already ended, in study." in capsys.readouterr().out
-    assert main(["advise", *TINY, "run.dir=other", "--dry-run", "--budget", "0.1", "-q"]) == 2
-    assert "--budget 0.1 is too small" in capsys.readouterr().err
 
 
 def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
