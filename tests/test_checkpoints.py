@@ -141,7 +141,9 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 
 def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
-    rounds = [{"kind": "round", "rank": r, "end_s": t} for t in (2.0, 3.0, 3.5) for r in (0, 1)]
+    # rank 0 is saved at 3 s; a round that ends at that moment is the first one after the pause
+    ends = [2.0, 2.0, 2.9, 3.0 - 1e-8, 3.0, 3.5]
+    rounds = [{"kind": "round", "rank": i % 2, "end_s": end} for i, end in enumerate(ends)]
     lines = [json.dumps(line) + "\n" for line in [*rounds, {"kind": "stage", "rank": 1}]]
     (kept / "events.jsonl").write_text("".join(lines))
     (kept / "metrics.jsonl").write_text('{"time_s": 3.0}\n{"time_s": 3.1}\n{"time_s": 9.0}\n')

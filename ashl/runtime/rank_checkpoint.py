@@ -59,7 +59,10 @@ class RankCheckpointWriter:
         """Save this rank at a pause, after its part of the checkpoint before is written."""
         if self._thread is not None:
             self._thread.join()
-        part = CheckpointPartSaved(self._rank, self.first + pauses, ctx.now_ns)
+        # Rounds recorded so far end before this moment, and all later ones do not.
+        time_ns = max(ctx.now_ns, ctx.time_accounting.cursor + 2)
+        ctx.time_accounting.attribute_until("wait", time_ns)
+        part = CheckpointPartSaved(self._rank, self.first + pauses, time_ns)
         document = to_plain(saved_rank(ctx, save, speed))
         # not a daemon, so the process ends after it
         self._thread = threading.Thread(
