@@ -38,10 +38,11 @@ FONTS = (
 CANVAS = 40  # pixels a side of a rendered character
 HEIGHT = 34  # pixels of a line of text on the canvas
 TURN, SHEAR, SHIFT = 0.35, 0.25, 0.12  # largest angle (radians), shear, and shift (of the side)
-SCALE = (0.75, 1.15)  # of the width and of the height, apart
-CONTRAST = (0.45, 1.0)
+SCALE = (0.75, 1.15)  # range of the factors of width and height, drawn separately
+CONTRAST = (0.45, 1.0)  # range of the factor of all grey levels
 BATCH = 2048  # samples that are distorted at once
-MEAN, STD = 0.19, 0.27  # of the pixels
+# shift and scale of grey levels in 0 … 1; at the defaults their mean is 0.11, their deviation 0.20
+MEAN, STD = 0.19, 0.27
 
 
 @option

@@ -16,7 +16,6 @@ gradient is not finite, the codec passes that on, and the worker keeps its earli
 Source: the hooks of torch.distributed.algorithms.ddp_comm_hooks, and `ashl.topology.exchange`.
 """
 
-import math
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +36,7 @@ from ashl.errors import UsageError
 from ashl.learn.device import HOST
 from ashl.size_only import Vector
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
+from ashl.topology.local_work import all_finite
 
 T = TypeVar("T")
 HEAD = 16  # numbers of the header of a point-to-point message
@@ -246,7 +246,7 @@ def mean_gradient(state: HookState, own: BucketState, gradient: Tensor) -> Tenso
     state.dense_nbytes += x.nbytes
     before = own.ends.sender
     update = exchange_codec(team, pipeline, own.ends, x, context)
-    if not math.isfinite(float(x.sum())) and not bool(torch.isfinite(x).all()):
+    if not all_finite(x):
         own.ends.sender = before
     return gradient.copy_(update)
 

@@ -54,7 +54,7 @@ class Bucket(NamedTuple):
     ready: float = 1.0  # fraction of a step after which backward has computed its gradient
     # fraction of the next step after which forward needs it; 1 = the next step begins with it
     needed: float = 1.0
-    priority: int = 0  # of ready buckets the one with the lowest number is sent first
+    priority: int = 0  # rank among ready buckets; the lowest is sent first
     credit: int = 0  # largest number of buckets in flight that none may overtake; 0 = no limit
     alone: bool = False  # True if a server merges it by itself, and returns it at once
     halves: bool = False  # True if it is reduce-scattered first, and gathered once all are

@@ -52,7 +52,7 @@ LOOKS = {
     "part": ("#a9c4dc", "", SOFT),
     "message": ("#e3cf6b", "", SOFT),
 }
-HATCHES = ("", "//", "\\\\", "--", "||", "xx", "..", "++")  # of the contestants on a map
+HATCHES = ("", "//", "\\\\", "--", "||", "xx", "..", "++")  # fill patterns of the settings on a map
 MAX_BANDS = 3  # bands of the first settings, and the baseline's; more would hide each other
 BELOW = 25.0  # The accuracy axis begins at most this many points below the target.
 BEYOND = 1.15  # The time axis ends at this multiple of the slowest time to target drawn.

@@ -185,7 +185,7 @@ def find_straggler(workers: list[dict[str, Any]], time_s: float) -> dict[str, An
     if len(step_s) < 2 or not time_s:
         return None
     slowest = max(step_s, key=step_s.__getitem__)
-    # of two workers the median would lie between them, so the faster one counts
+    # With two workers the mean of the middle values would include the straggler itself.
     usual_s = median_low(step_s.values())
     if step_s[slowest] < STRAGGLES * usual_s or not usual_s:
         return None

@@ -122,7 +122,7 @@ class SavedRank(NamedTuple):
     """A saved rank."""
 
     stage: int
-    state: Any  # of the algorithm
+    state: Any  # the algorithm's own state
     context: dict[str, Any]  # counters of its context
     time_ns: int
     drawn: int = 0  # number of jitter draws

@@ -55,7 +55,7 @@ FROM_OUTSIDE = (
 LEAVE_S = 20.0  # seconds that runs have to exit in order after an interrupt
 MARGIN_S = 5.0  # seconds for a launcher to notice that all of its jobs have exited
 POLL_S = 0.25
-PREFIX = "launcher-"  # of a launcher's folder, in the folder of the sweep
+PREFIX = "launcher-"  # begins the name of a launcher's folder in the sweep's folder
 TIMEOUT_MIN = 60  # minutes of a job of submitit, unless launcher.timeout_min is given
 
 

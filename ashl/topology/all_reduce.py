@@ -683,7 +683,7 @@ def compute_merge(
 class CommonState(NamedTuple):
     """State that all workers have in common, beside the model."""
 
-    index: int  # of the stage; beyond the last one once the run has ended
+    index: int  # stage index; beyond the last stage once the run has ended
     progress: Progress
     is_delayed: bool  # True if workers hold finished work for the next exchange
     pending_rest: tuple[int, int] | None  # remaining rounds when that work was begun

@@ -66,13 +66,13 @@ class Member(NamedTuple):
     has_model: float  # 0 for a joining worker
     rounds: float  # merges that its model contains
     steps: float  # steps that it has taken
-    origin: float  # of its model: workers with equal numbers have equal models
+    origin: float  # identifies its model: workers with equal numbers have equal models
 
 
 class EpochReply(NamedTuple):
     """The coordinator's answer, followed by the ranks of the joining workers."""
 
-    index: float  # of the stage; beyond the last one once the run is over
+    index: float  # stage index; beyond the last stage once the run is over
     end_ns: float  # end of the run, if it is over
     donor: float  # the worker that sends its model to the joining workers, or NO_DONOR
     samples: float  # applied so far, of all workers

@@ -22,7 +22,7 @@ NO_MODEL = -1  # version of a joining worker, which has no model yet
 class Standing(NamedTuple):
     """Progress of the members before they continue."""
 
-    version: int  # of the model with which all members continue
+    version: int  # model version with which all members continue
     donor: int  # the lowest rank with that state, or a newer one
     behind: tuple[int, ...]  # members with an older state, or none
     joined: tuple[int, ...]  # members without a model

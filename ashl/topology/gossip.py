@@ -536,7 +536,7 @@ def rounds_to_all(stage: Stage, first: int) -> int:
 class RoundsDone(NamedTuple):
     """Counts that all workers have in common."""
 
-    index: int  # of the stage; beyond the last one once the run has ended
+    index: int  # stage index; beyond the last stage once the run has ended
     k: int  # rounds of that stage
     progress: Progress
     assigned: Any  # as planned after profiling

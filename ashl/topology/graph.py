@@ -35,7 +35,7 @@ from ashl.errors import UsageError
 Sources = tuple[tuple[int, ...], ...]  # by rank: the ranks it receives from, sorted, without itself
 Edge = tuple[int, int]  # the lower rank first
 TOLERANCE = 1e-6  # for sums of weights, which a file gives with a few digits
-ORDERS = 20  # of edges that `matchings_of` tries
+ORDERS = 20  # number of edge orders that `matchings_of` tries
 TRIES = 1000  # draws of one more cycle or matching that shares no edge with those before
 
 

@@ -495,7 +495,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
         if state.signal == GO:
             await answer_waiting(ctx, stage, state, incoming)
     await drain_buckets(ctx, stage, state)
-    await ctx.discard(*buckets)  # of pushes that are not merged any more
+    await ctx.discard(*buckets)  # parts of pushes that will not be merged
     await finish_stage(ctx, stage, state, state.signal)
     record_end(ctx, stage, progress, state.reason)
     return state.signal
