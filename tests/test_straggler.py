@@ -1,4 +1,6 @@
-"""The summary names a worker whose steps take much longer than those of the others."""
+"""A worker whose steps take much longer than those of the others is named: in the summary, in the
+report, and once while the run is going on.
+"""
 
 from typing import Any
 
@@ -6,8 +8,9 @@ import pytest
 from rich.console import Console
 
 import ashl
-from ashl.run.summary import find_straggler
+from ashl.report.compare import compare, write_report
 from ashl.tracking.console import outcome
+from ashl.tracking.straggler import StragglerFinder, find_straggler
 
 
 def worker(rank: int, step_s: float, wait_s: float = 0.0, steps: int = 10) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def test_a_slow_machine_of_the_cluster_is_named(
     compute = [1, 1, 1, 1]
     compute[slow] = 3
     run = ashl.train(
-        "runtime=sim", "runtime.gradients=false", "sync=bsp", "stop.steps=80",
+        "runtime=sim", "sync=bsp", "stop.steps=80", "model.hidden=[4]",
         f"cluster.compute={compute}", "cluster.step_s=0.1", "cluster.exchange_s=0.01",
         "tracking=none", f"run.dir={tmp_path}/run",
     )  # fmt: skip
@@ -53,4 +56,46 @@ def test_a_slow_machine_of_the_cluster_is_named(
     assert 0.5 < found["others_wait_share"] < 0.7
     outcome(Console(width=140), run.summary, tmp_path / "run", {})
     printed = capsys.readouterr().out
-    assert f"worker {slow} computes 3 times slower than the median" in printed
+    sentence = f"worker {slow} computes 3 times slower than the median"
+    assert sentence in printed
+    write_report(compare([tmp_path / "run"]), out=tmp_path / "report.html")
+    assert sentence in (tmp_path / "report.html").read_text()
+
+
+def rows_at(second: float, step_s: dict[int, float]) -> list[dict[str, Any]]:
+    """Rows of workers that have all computed for so many seconds."""
+    return [
+        {"rank": rank, "steps": int(second / own_s), "compute_s": second, "wait_s": 0.0}
+        for rank, own_s in step_s.items()
+    ]
+
+
+def test_a_verdict_during_a_run_comes_once_and_when_it_is_sure() -> None:
+    finder = StragglerFinder()
+    found = [finder.observe(rows_at(s / 4, {0: 0.1, 1: 0.15, 2: 0.1}), s / 4) for s in range(60)]
+    (place,) = [at for at, verdict in enumerate(found) if verdict]
+    assert place == 4 * 3  # three windows of a second
+    assert found[place]["worker"] == 1
+    assert found[place]["slowdown"] == pytest.approx(1.5, rel=0.1)
+
+
+def test_a_worker_that_is_slow_for_a_moment_is_not_named() -> None:
+    finder = StragglerFinder()
+    slow_s = [0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 4.0, 4.0, 4.0]  # twice two windows
+    for second, more_s in enumerate(slow_s):
+        rows = rows_at(float(second), {0: 0.1, 1: 0.1})
+        rows[1]["compute_s"] += more_s
+        assert finder.observe(rows, float(second)) is None
+
+
+def test_a_run_on_processes_warns_while_it_is_going_on(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ashl.train(
+        "sync=bsp", "stop.seconds=5", "cluster.compute=[1,2]", "cluster.step_s=0.02",
+        "cluster.exchange_s=0.01", "tracking=none", f"run.dir={tmp_path}/run", quiet=False,
+    )  # fmt: skip
+    log = (tmp_path / "run/controller.log").read_text()
+    for text in (log, capsys.readouterr().out.partition("run finished")[0]):
+        assert text.count("worker 1 computes") >= 1
+    assert log.count("worker 1 computes") == 1

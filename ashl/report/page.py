@@ -16,6 +16,7 @@ from ashl.report.figures import Figure
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import Study
 from ashl.report.tables import MAX_ROWS, WORDS, filled, method
+from ashl.tracking.straggler import describe_straggler
 
 PAGE = "report.html"  # file in the folder of a run or of a sweep
 UNFOLDED, LISTED, LINKS = 20, 50, 10
@@ -62,6 +63,7 @@ def page(
         unfolded=UNFOLDED,
         listed=LISTED,
         method=method(board) + exported,
+        stragglers=stragglers(board),
         lists=(
             ("Ended badly", board.ended_badly),
             ("Left out", board.left_out),
@@ -71,6 +73,15 @@ def page(
         commands=list(dict.fromkeys(filter(None, (command, origin(study))))),
         versions=f"ashl {__version__}, Python {python_version()}, torch {version('torch')}",
     )
+
+
+def stragglers(board: Leaderboard) -> list[str]:
+    """Return the verdict on the straggler in the first run of each of the first settings."""
+    named = [(row, row.setting.runs[0].summary.get("straggler")) for row in board.rows[:UNFOLDED]]
+    label = "" if len(board.rows) == 1 else "{}: "
+    return [
+        label.format(row.label) + describe_straggler(found) + "." for row, found in named if found
+    ]
 
 
 def links(row: Row, home: Path) -> list[tuple[str, int]]:

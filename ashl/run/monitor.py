@@ -6,6 +6,7 @@ checkpoint saves.
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,9 @@ from ashl.task.contract import ACCURACY, recorded_name
 from ashl.tracking.console import Frame, Progress, WorkerFrame, seconds
 from ashl.tracking.events import as_event
 from ashl.tracking.recorder import Recorder
+from ashl.tracking.straggler import StragglerFinder, describe_straggler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -129,6 +133,7 @@ class Monitor:
         self.beats: dict[int, Heartbeat] = {}  # the latest heartbeat by rank
         # reads the heartbeats of all ranks, in virtual time only
         self.read_beats: Callable[[], list[Heartbeat]] | None = None
+        self.stragglers = StragglerFinder()
         self.ledgers: dict[int, TimeTotals] = {}  # final totals by rank
         self.hosts: dict[int, Placed] = {}  # by rank, on processes only
         self.final: Counts | None = None  # counts of the last model
@@ -439,8 +444,28 @@ class Monitor:
         latest = next((beat.counts for beat in reversed(beats) if beat.counts), None)
         return self.final or latest or (stages[-1].counts if stages else None)
 
+    def watch_stragglers(self) -> None:
+        """Warn once of each straggler, on processes only: virtual time has declared ones."""
+        running = [beat for beat in self.workers() if beat.rank not in self.current_outages]
+        rows = [
+            {
+                "rank": beat.rank,
+                "steps": beat.steps,
+                "compute_s": beat.totals_ns["compute"] / 1e9,
+                "wait_s": beat.totals_ns["wait"] / 1e9,
+            }
+            for beat in running
+        ]
+        time_s = max((beat.time_ns for beat in running), default=0) / 1e9
+        if found := self.stragglers.observe(rows, time_s):
+            text = describe_straggler(found)
+            logger.warning("%s", text)
+            self.show_line(text)
+
     def draw_progress(self) -> None:
         """Draw the progress table, if it is due."""
+        if self.read_beats is None:
+            self.watch_stragglers()
         host_s = self.host_s
         if not self.progress.due(host_s):
             return
@@ -457,7 +482,7 @@ class Monitor:
             host_s,
             virtual=self.read_beats is not None,
         )
-        self.progress.update(frame)
+        self.progress.update(frame._replace(straggler=describe_straggler(self.stragglers.found)))
 
 
 def replanned(plan: Plan, first: int, stages: Sequence[Sequence[Sequence[float]]]) -> Plan:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import asdict
 from itertools import pairwise
-from statistics import median_low
 from typing import Any
 
 from ashl.run.evaluation import Evaluation, best_of
@@ -12,10 +11,10 @@ from ashl.run.monitor import Monitor, Outage
 from ashl.runtime.records import Counts, Heartbeat, TimeTotals
 from ashl.runtime.time_accounting import KINDS
 from ashl.task.contract import recorded_name
+from ashl.tracking.straggler import find_straggler
 
 SCHEMA = 1
 SCORES = ("train_loss", "test_loss", "test_accuracy", "test_metric")
-STRAGGLES = 1.2  # a straggler's step takes at least so many times the median
 # Classes of time, in the order in which excess time is taken from them.
 CLASSES = ("wait", "pull", "push", "compress", "compute")
 
@@ -171,29 +170,6 @@ def worker_summary(
         "staleness_mean": counts.stale_sum[rank] / commits if commits else None,
         "staleness_max": counts.stale_max[rank],
         "groups": counts.groups[rank] if counts.groups else None,
-    }
-
-
-def find_straggler(workers: list[dict[str, Any]], time_s: float) -> dict[str, Any] | None:
-    """Return the slowest worker, if a step takes it much longer than the median worker.
-
-    Returns: its rank, `slowdown` and `others_wait_share`. The slowdown is its seconds of computing
-    per step, relative to the median of all workers. The share is that of the run in which the other
-    workers waited, on average. None if no worker is `STRAGGLES` times slower than the median.
-    """
-    step_s = {w["rank"]: w["compute_s"] / w["steps"] for w in workers if w["steps"]}
-    if len(step_s) < 2 or not time_s:
-        return None
-    slowest = max(step_s, key=step_s.__getitem__)
-    # With two workers the mean of the middle values would include the straggler itself.
-    usual_s = median_low(step_s.values())
-    if step_s[slowest] < STRAGGLES * usual_s or not usual_s:
-        return None
-    waited_s = [worker["wait_s"] for worker in workers if worker["rank"] != slowest]
-    return {
-        "worker": slowest,
-        "slowdown": step_s[slowest] / usual_s,
-        "others_wait_share": sum(waited_s) / (len(waited_s) * time_s),
     }
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ashl.config.override import command_text
 from ashl.tracking import stages
+from ashl.tracking.straggler import describe_straggler
 
 FRAME_S = 0.25  # seconds between two drawings of the table; 16 rows take 6 ms
 LINE_S = 2.0  # seconds between two lines in a pipe
@@ -62,6 +63,7 @@ class Frame(NamedTuple):
     progress: float | None  # 0 to 1
     eta_host_s: float | None
     workers: Sequence[WorkerFrame]
+    straggler: str = ""  # the sure verdict on a straggler, as a sentence
 
 
 class Progress:
@@ -152,6 +154,8 @@ class Progress:
             }
         )
         parts: list[Any] = [title + fact_line(clock(frame)), fact_line(self._quality(frame)), table]
+        if frame.straggler:
+            parts.append(Text(frame.straggler, style="yellow"))
         if len(workers) > MAX_ROWS:
             parts.append(Text(f"and {len(workers) - MAX_ROWS} more workers", style="dim"))
         if frame.progress is not None:
@@ -230,7 +234,7 @@ def totals(summary: Mapping[str, Any]) -> dict[str, str]:
         "target": target(summary),
         "loss": f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}",
         "waiting": waiting(summary),
-        "straggler": straggler(summary.get("straggler") or {}),
+        "straggler": describe_straggler(summary.get("straggler")),
     }
     if failed := summary.get("failed_workers"):
         hidden = len(failed) - MAX_FAILED
@@ -286,17 +290,6 @@ def waiting(summary: Mapping[str, Any]) -> str:
     apart = "" if training is None else f"; without profiling {percent(training)}"
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
     return f"{percent(summary.get('wait_share'))} of the workers' time{apart}{lead}"
-
-
-def straggler(found: Mapping[str, Any]) -> str:
-    """Return which worker is the slowest and what waiting cost the others; "" without one."""
-    if not found:
-        return ""
-    waited = percent(found["others_wait_share"])
-    return (
-        f"worker {found['worker']} computes {found['slowdown']:.2g} times slower than the median;"
-        f" the others waited {waited} of the time"
-    )
 
 
 def failure(failed: Mapping[str, Any]) -> str:
