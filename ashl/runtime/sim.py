@@ -353,14 +353,15 @@ class Sim:
         self._at(end, self._deliver, (dst, message, restarts))
 
     def _counts(self, dst: int, message: Message, restarts: int) -> bool:
-        """Return True if neither sender nor receiver has failed or begun an epoch since the message
-        was sent.
+        """Return True if the receiver runs, and neither it nor the sender has failed or begun an
+        epoch since the message was sent.
         """
-        return restarts == self.restarts[message.src] + self.restarts[dst]
+        same = restarts == self.restarts[message.src] + self.restarts[dst]
+        return same and dst not in self.gone
 
     def _deliver(self, item: tuple[int, Message, int]) -> None:
         dst, message, restarts = item
-        if restarts != self.restarts[message.src] + self.restarts[dst]:
+        if not self._counts(dst, message, restarts):
             return
         task = self._mail[dst].put(message)
         if task is not None:

@@ -27,12 +27,12 @@ expects it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
 
 from ashl.runtime.effects import Epoch, Message, Tag
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.progress import FAILURE, RUN_START, Progress, ProgressMark
+from ashl.stage.progress import FAILURE, RUN_END, RUN_START, Progress, ProgressMark
 from ashl.stage.stage import GO, NEXT, PAUSE, STOP, Stage
 from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
 from ashl.topology.local_work import WorkerState
@@ -64,6 +64,7 @@ class Member(NamedTuple):
     """Report of a member of a new epoch."""
 
     has_model: float  # 0 for a joining worker
+    index: float  # stage of its safe point; beyond the last stage once it has ended
     rounds: float  # merges that its model contains
     steps: float  # steps that it has taken
     origin: float  # identifies its model: workers with equal numbers have equal models
@@ -93,6 +94,8 @@ class CoordinatorState:
     entered: int | None = None  # index of the current stage
     signal: int = GO  # NEXT or STOP once the stage is over, PAUSE before a pause
     reason: str | None = None  # the reason then
+    # by worker: steps that the end of the stage drops, which are counted once all have left
+    dropped: dict[int, int] = field(default_factory=dict)
 
     def copy_to_restart(self) -> Self:
         """Return this state: the coordinator continues with its counts as they are."""
@@ -123,6 +126,16 @@ class CoordinatorState:
     def end_pass(self) -> None:
         """Reset what belongs to one pass of a loop, before this state is saved."""
         self.signal, self.reason = GO, None
+
+    def drop(self, worker: int, steps: int) -> None:
+        """Drop reported work of a worker, because the stage has ended."""
+        self.dropped[worker] = self.dropped.get(worker, 0) + steps
+
+    def count_dropped(self) -> None:
+        """Count the work that the end of the stage drops."""
+        for worker, steps in sorted(self.dropped.items()):
+            self.progress.count_dropped(worker, steps, drop_reason(self.signal))
+        self.dropped = {}
 
 
 @dataclass
@@ -220,13 +233,14 @@ async def finish_stage(ctx: RankContext, stage: Stage, state: CoordinatorState) 
     while working:
         message = await ctx.recv(stage.tag("report"), stage.tag("done"))
         if message.tag[0] == "done":
-            progress.count_dropped(message.src, int(message.meta[0]), drop_reason(signal))
+            state.drop(message.src, int(message.meta[0]))
             working.discard(message.src)
         else:
             count_report(progress, message)
             await ctx.send(message.src, stage.tag("go"), None, (progress.samples,))
     if signal == NEXT:
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
+    state.count_dropped()
     await broadcast_signal(ctx, stage, Signal(BYE, end_ns=progress.end_ns))
     if signal == PAUSE:
         return
@@ -310,13 +324,14 @@ async def gather_members(
         message = await ctx.recv(epoch_tag("member", epoch), src=rank)
         found[rank] = Member(*message.meta)
     donor = min((rank for rank in found if found[rank].has_model), default=NO_DONOR)
-    if index < len(stages) and state.signal == STOP:  # the end is decided, and counts are final
+    if index < len(stages) and state.signal == STOP:  # the end is decided
+        count_members(stages, index, state, found)
         record_end(ctx, stages[index], progress, state.reason)
         index = len(stages)
     if state.signal == PAUSE:
         state.end_pass()
     if index < len(stages):
-        count_members(stages[index], state, found)
+        count_members(stages, index, state, found)
         origins = {
             rank: int((member if member.has_model else found.get(donor, member)).origin)
             for rank, member in found.items()
@@ -332,24 +347,34 @@ async def gather_members(
     return index, state
 
 
-def count_members(stage: Stage, state: CoordinatorState, found: Mapping[int, Member]) -> None:
+def count_members(
+    stages: Sequence[Stage], index: int, state: CoordinatorState, found: Mapping[int, Member]
+) -> None:
     """Count what each member's model contains; afterwards all members have equal clocks.
 
-    Steps of failed workers that are reported and not counted are dropped.
+    Steps of failed workers that are reported and not counted are dropped. If the run is over,
+    members do not repeat the work that their models lack, so it is dropped, too.
     """
-    progress = state.progress
-    known = {rank: member for rank, member in found.items() if member.has_model}
+    progress, over = state.progress, state.signal == STOP
+    working = {
+        rank: member
+        for rank, member in found.items()
+        if member.has_model and member.index < len(stages)
+    }
     before = sum(progress.commits)
-    for rank in {*range(stage.num_workers)}.difference(progress.gone, known):
+    for rank in {*range(progress.num_workers)}.difference(progress.gone, found):
         progress.remove_worker(rank)
         progress.count_dropped(rank, state.uncounted_steps(rank), FAILURE)
-    for rank, member in known.items():
+    for rank, member in working.items():
         rounds, steps = progress.rounds_and_steps_of(rank)
         more = int(member.steps) - steps
-        samples = more * stage.worker(rank).batch
+        samples = more * stages[index].worker(rank).batch
         progress.take_back(rank, rounds - int(member.rounds), -more, -samples)
         progress.remove_worker(rank)
+        if over:
+            progress.count_dropped(rank, max(0, state.uncounted_steps(rank) - more), RUN_END)
     progress.version += sum(progress.commits) - before
+    state.count_dropped()
     for rank in found:
         progress.join(rank)
 
@@ -376,7 +401,8 @@ async def rejoin_members(
             state.drawn - state.pending.samples,
         )
         state.pending = None
-    report = Member(saved is not None, state.round, state.step, state.origin)
+    index = 0 if saved is None else saved[0]
+    report = Member(saved is not None, index, state.round, state.step, state.origin)
     await ctx.send(stages[0].server, epoch_tag("member", epoch), None, report)
     message = await ctx.recv(epoch_tag("epoch", epoch), src=stages[0].server)
     size = len(EpochReply._fields)

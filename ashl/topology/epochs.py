@@ -93,13 +93,18 @@ def with_members(
 ) -> Progress:
     """Return the progress with the members of an epoch.
 
-    Args: steps: by worker, those of the round in progress, which count as dropped if it has failed.
+    A worker may fail again, or begin another epoch, before the round in progress has ended. Its
+    steps of that round count as dropped once, on members that have seen all these epochs and on
+    those that have not.
+    Args: steps: of the round in progress, by worker.
     """
     progress = progress.copy()
     gone = {*range(progress.num_workers)}.difference(epoch.workers)
     for rank in sorted((gone | {*joined}) - progress.gone):
         progress.remove_worker(rank)
-        progress.count_dropped(rank, steps[rank], FAILURE)
+        if progress.failed_at[rank] <= progress.version:
+            progress.failed_at[rank] = progress.version + 1
+            progress.count_dropped(rank, steps[rank], FAILURE)
     for rank in sorted(progress.gone - gone):
         progress.join(rank)
     return progress

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 from ashl.option import Count, option
 from ashl.runtime.effects import Epoch, Message, Tag
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.progress import RUN_END, Progress
+from ashl.stage.progress import Progress
 from ashl.stage.stage import (
     FAULT_TOLERANT,
     GO,
@@ -144,7 +144,7 @@ class GroupCoordinatorState(CoordinatorState):
     held: list[Group] = field(default_factory=list)  # groups that begin after the pause
 
     def uncounted_steps(self, worker: int) -> int:
-        work = dict(self.asked)
+        work = {} if self.signal == STOP else dict(self.asked)
         for group, each in self.running.values():
             work |= dict(zip(group.members, each, strict=False))
         return work[worker][0] if worker in work else 0
@@ -301,6 +301,7 @@ async def coordinator(ctx: RankContext, stage: Stage, state: GroupCoordinatorSta
     if state.signal == STOP:
         ctx.safe_point(stage.index, state)
     await drain(ctx, stage, state, ahead)
+    state.count_dropped()
     record_end(ctx, stage, progress, state.reason)
     if state.signal == STOP:
         ctx.time_accounting.close_at(progress.end_ns)
@@ -428,7 +429,7 @@ def commit(
         if steps:  # else it averages again, with work that is counted already
             progress.commit(member, steps, samples)
             progress.groups[member] += len(members) > 1
-    if stage.stop_criteria.take_evaluation(state, ctx.now):
+    if state.signal != STOP and stage.stop_criteria.take_evaluation(state, ctx.now):
         state.ticks += 1
         ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.gone)
 
@@ -447,7 +448,8 @@ async def drain(
     progress, is_stop = state.progress, state.signal == STOP
     if is_stop:
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
-        count_running_groups(ctx, stage, state)
+        for worker, (steps, _) in state.asked.items():
+            state.drop(worker, steps)
     generator.close(state.groups)
     await begin_held(ctx, stage, state)
     released = {*await release_expected(ctx, stage, state)}
@@ -457,8 +459,8 @@ async def drain(
             message = await ctx.recv(*coordinator_tags(stage))
         is_request = message.tag[0] == "ask"
         if is_stop and is_request and message.start_ns <= progress.end_ns:
-            progress.count_dropped(message.src, int(message.meta[0]), RUN_END)
-        elif not is_stop and not is_judged and (not is_request or message.meta[0]):
+            state.drop(message.src, int(message.meta[0]))
+        elif not (is_judged or (is_stop and is_request)) and (not is_request or message.meta[0]):
             on_report(ctx, stage, state, message)
         await on_message(ctx, stage, state, message)
         message = None
@@ -467,14 +469,6 @@ async def drain(
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
         present = [worker for worker in stage.workers if worker not in progress.gone]
         await release_workers(ctx, stage, state, present)
-
-
-def count_running_groups(ctx: RankContext, stage: Stage, state: GroupCoordinatorState) -> None:
-    """Count the groups that are averaging, and drop the work of workers without a group."""
-    for number in state.running:
-        count(ctx, stage, state, number)
-    for worker, (steps, _) in state.asked.items():
-        state.progress.count_dropped(worker, steps, RUN_END)
 
 
 async def release_expected(

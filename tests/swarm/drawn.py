@@ -4,7 +4,7 @@ books of time.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ WHAT = ("compute", "link")
 MOST_EVENTS = 50_000  # of one run: many times what the longest needs
 
 
-def each(seeds: range, check: Callable[[int], None], drawn: Callable[[int], Any]) -> None:
+def each(seeds: Iterable[int], check: Callable[[int], None], drawn: Callable[[int], Any]) -> None:
     """Check every seed; a failure says which one it was, and what it draws."""
     for seed in seeds:
         try:
@@ -168,7 +168,9 @@ def check_time(seen: Seen, n: int, end_ns: int) -> None:
     assert set(check_books(seen, n, end_ns).values()) == {end_ns}
 
 
-def check_books(seen: Seen, n: int, end_ns: int, missing: int = 1) -> dict[int, int]:
+def check_books(
+    seen: Seen, n: int, end_ns: int, missing: int = 1, goes_back: bool = False
+) -> dict[int, int]:
     """Check the time classes and rounds of every worker; return the end of each worker's last
     round.
 
@@ -176,6 +178,7 @@ def check_books(seen: Seen, n: int, end_ns: int, missing: int = 1) -> dict[int, 
     other without a gap. Round numbers do so, too, with exceptions at each rejoin. One number may be
     missing (merged before its worker could record it) or repeated (its report was lost in transit).
     With collectives two may be `missing`, since work in flight at the failure counts as dropped.
+    With `goes_back` a failure lets a rank repeat its last round, which has one more record then.
 
     Only the round before the last may have been recorded as longer than the run, since the worker
     did not know the end yet.
@@ -184,12 +187,17 @@ def check_books(seen: Seen, n: int, end_ns: int, missing: int = 1) -> dict[int, 
         assert sum(ledger["totals_ns"].values()) == end_ns, ledger
         assert min(ledger["totals_ns"].values()) >= 0
     cursor, following = dict.fromkeys(range(n), 0), dict.fromkeys(range(n), 0)
+    failures = len(seen.of("worker_failed")) if goes_back else 0
+    repeats = dict.fromkeys(range(n), failures)
     returns = Counter(
         rank for record in seen.of("worker_rejoined") for rank in [record["rank"]] * missing
     )
     for record in seen.of("round"):
         ahead = record["round"] - following[record["rank"]]
-        returns[record["rank"]] -= abs(ahead)
+        if ahead == -1 and repeats[record["rank"]]:
+            repeats[record["rank"]] -= 1
+        else:
+            returns[record["rank"]] -= abs(ahead)
         assert returns[record["rank"]] >= 0, record
         following[record["rank"]] = record["round"] + 1
         assert record["start_ns"] == min(cursor[record["rank"]], end_ns)

@@ -106,12 +106,15 @@ class Over(NamedTuple):
 
     sim: Sim
     end: dict
-    merged: Counter  # steps of each rank's rounds that were not dropped
+    # steps of each rank's rounds that were not dropped, by the last record of each round
+    merged: Counter
     incarnations: Counter  # how often each was lost
     most: int  # steps of a round
 
 
-def over(seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1) -> Over | None:
+def over(
+    seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1, goes_back: bool = False
+) -> Over | None:
     """Return how the run ended, with its accounting checked; None if it ended in one of the allowed
     sentences.
     """
@@ -122,11 +125,12 @@ def over(seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1) -> 
             raise
         return None
     end = seen.of("stage")[-1]
-    check_books(seen, cluster.num_workers, end["end_ns"], missing=missing)
+    check_books(seen, cluster.num_workers, end["end_ns"], missing, goes_back)
     assert end["steps"] == sum(end["steps_by"])
     assert not sim.collective_queues.waiting()
     merged, incarnations = Counter(), Counter(record["rank"] for record in seen.of("worker_failed"))
-    for record in seen.of("round"):
+    last = {(record["rank"], record["round"]): record for record in seen.of("round")}
+    for record in last.values():
         merged[record["rank"]] += 0 if record["dropped"] else record["steps"]
     return Over(
         sim,
@@ -139,21 +143,17 @@ def over(seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1) -> 
 
 def check_ring(seed: int) -> None:
     cluster, stages = drawn_rings(seed)
-    if (ran := over(seed, cluster, stages, missing=2)) is None:
+    if (ran := over(seed, cluster, stages, missing=2, goes_back=True)) is None:
         return
     for rank in range(cluster.num_workers):
         if ran.end["reason"] == "steps":
             lost, counted = ran.most * ran.incarnations[rank], ran.end["steps_by"][rank]
-            assert ran.merged[rank] <= counted <= ran.merged[rank] + lost, (
-                "or lost before it could say so"
-            )
+            # a failed worker's last round was not recorded yet, or others had missed its merge
+            assert abs(counted - ran.merged[rank]) <= lost
             assert ran.end["dropped_by"][rank] <= lost + ran.most * (len(stages) - 1)
     for mail in ran.sim._mail:
         assert not mail.waiters
-        left = {"lost", "admission", "given up", "gtopk_up", "gtopk_down"}
-        assert {tag[0] for tag in mail.messages} <= left, (
-            "but what was for an earlier life, or a team of before"
-        )
+        assert not mail.messages
 
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
@@ -165,6 +165,10 @@ def test_a_swarm(first: int) -> None:
 @pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 250))
 def test_a_large_swarm(first: int) -> None:
     each(range(first, first + 250), check_ring, drawn_rings)
+
+
+def test_rounds_in_progress_are_dropped_once_and_repeated_ones_count_once() -> None:
+    each((40_161, 40_972, 41_099), check_ring, drawn_rings)
 
 
 def drawn_groups(seed: int) -> tuple[Cluster, list[Stage]]:
@@ -215,9 +219,7 @@ def check_groups(seed: int) -> None:
         )
     for mail in ran.sim._mail[:-1]:
         assert not mail.waiters
-        assert {tag[0] for tag in mail.messages} <= {"lost", "admission", "model", "group"}, (
-            "but for an earlier life"
-        )
+        assert not mail.messages
 
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
@@ -229,3 +231,7 @@ def test_a_swarm_of_groups(first: int) -> None:
 @pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 250))
 def test_a_large_swarm_of_groups(first: int) -> None:
     each(range(first, first + 250), check_groups, drawn_groups)
+
+
+def test_failures_after_the_end_and_messages_to_failed_workers() -> None:
+    each((40_097, 40_157, 40_185), check_groups, drawn_groups)
