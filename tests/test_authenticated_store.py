@@ -39,7 +39,7 @@ def client(server: StoreServer, secret: Secret = SECRET) -> AuthenticatedStore:
     return AuthenticatedStore(StoreClient(server.host, server.port, secret, 0.0))
 
 
-def test_keys_and_queues_are_the_same_for_all(server) -> None:
+def test_keys_and_requests_are_the_same_for_all(server) -> None:
     one, two, own = client(server), client(server), AuthenticatedStore(server)
     one.set("key", "ä")
     own.set("bytes", b"\xff\x00")
@@ -52,9 +52,9 @@ def test_keys_and_queues_are_the_same_for_all(server) -> None:
     with pytest.raises(RuntimeError, match=r"has not n after 0\.01 s"):
         two.get("n")
     big = bytes(9_000_000)
-    one.push("q", 3, b"first")
-    one.push("q", -1, memoryview(big))
-    assert [two.pop("q"), own.pop("q"), two.pop("q")] == [(3, b"first"), (-1, big), None]
+    assert one.call("twice", 3, memoryview(big)) is None, "no handler yet"
+    own.handle(twice=lambda n, content: [2 * n, len(content)])
+    assert one.call("twice", 3, memoryview(big)) == own.call("twice", 3, big) == [6, len(big)]
 
 
 def test_a_wait_does_not_hold_up_other_clients(server) -> None:

@@ -11,7 +11,7 @@ import torch
 from ashl.errors import AshlError, UsageError
 from ashl.launch.membership import JobMembership
 from ashl.planning.predict import WITHOUT
-from ashl.run import checkpoints, uploads
+from ashl.run import checkpoints
 from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
 from ashl.run.checkpoints import PROCESSES, CheckpointManager
 from ashl.run.evaluation import Evaluation
@@ -53,34 +53,21 @@ def made(checkpoint_manager: CheckpointManager, number: int, home: Home, **other
         checkpoint_manager.add_part(part, home)
 
 
-@pytest.mark.parametrize("flipped", [False, True])
-def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(
-    tmp_path: Path, flipped: bool
+def test_the_controller_writes_parts_that_ranks_send_and_publishes_restore_points(
+    tmp_path: Path,
 ) -> None:
     store = AuthenticatedStore(StoreServer(new_secret()))
-    document = encode(to_plain({"state": torch.arange(1_500_000.0)}))  # in two pieces
-    checkpoint_manager, home = CheckpointManager(tmp_path, 1, 1.0, "run"), Home()
-    sha256, nbytes = uploads.upload_checkpoint_part(store, 0, 4, document)
-    record = CheckpointPartSaved(0, 4, 3 * SECOND, sha256, nbytes)
-    content = uploads.receive_checkpoint_part(store, record)
-    assert content is not None
-    content[-1] += flipped
-    checkpoint_manager.add_part(record, home, content)
-    if flipped:
-        assert not list_checkpoints(tmp_path)
-        assert (
-            "rank 0 could not write its part (the received bytes differ from the sent ones)"
-            in checkpoint_manager.warning
-        )
-        return
+    document = encode(to_plain({"state": torch.arange(1_500_000.0)}))
+    checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
+    checkpoint_manager.add_part(CheckpointPartSaved(0, 4, 3 * SECOND), Home(), document)
     saved = checkpoints.newest(tmp_path, "run")
-    for rank, what in ((0, saved), (1, None)):
-        uploads.send_restore_point(store, rank, uploads.restore_point_of(what, rank))
-    point = uploads.await_restore_point(store, 0, over=lambda: False)
+    checkpoints.publish_restore_points(store, saved, 1)
+    point = checkpoints.await_restore_point(store, 0, over=lambda: False)
     assert point == (3 * SECOND, 5, document)
     assert torch.equal(decode(point.content)["state"], torch.arange(1_500_000.0))
-    assert uploads.await_restore_point(store, 1, over=lambda: False) == (0, 0, b"")
-    assert uploads.await_restore_point(store, 2, over=lambda: True) is None, (
+    checkpoints.publish_restore_points(store, None, 1)
+    assert checkpoints.await_restore_point(store, 0, over=lambda: False) == (0, 0, b"")
+    assert checkpoints.await_restore_point(store, 2, over=lambda: True) is None, (
         "the run is over before it has begun"
     )
 

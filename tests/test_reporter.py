@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.run import uploads
+from ashl.run import control_channel
 from ashl.run.authenticated_store import (
     AuthenticatedStore,
     StoreClient,
     StoreServer,
     new_secret,
 )
-from ashl.run.control_channel import MAX_PENDING, RECORDS, ControlChannel, Reporter
+from ashl.run.control_channel import MAX_PENDING, Content, ControlChannel, Reporter
 from ashl.run.membership_listener import Watchdog
+from ashl.run.process_setup import EXIT_EVICTED
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.control_messages import End
 from ashl.runtime.records import (
@@ -48,41 +49,39 @@ def server() -> Iterator[StoreServer]:
 
 @pytest.fixture
 def store(server) -> AuthenticatedStore:
-    return AuthenticatedStore(server)
+    return AuthenticatedStore(StoreClient("127.0.0.1", server.port, SECRET, 0.0))
 
 
 @pytest.fixture
 def watchdog() -> Iterator[Watchdog]:
-    made = Watchdog(60.0, "here", "home", 1)
+    made = Watchdog(60.0, "here", 1)
     yield made
     made.stop()
 
 
-def received(store: AuthenticatedStore) -> list[tuple[Record, Tensor | None]]:
+@pytest.fixture
+def channel(server) -> Iterator[ControlChannel]:
+    made = ControlChannel(AuthenticatedStore(server), 5, D)
+    yield made
+    made.close(End(0), range(5))
+
+
+def received(channel: ControlChannel) -> list[tuple[Record, Content | None]]:
     """Return all records that the controller has received."""
-    channel, said = ControlChannel(store.another(), 5, D), []
-    try:
-        first, end = channel.drained_s, time.monotonic() + 10
-        while channel.drained_s == first:
-            said += channel.receive_records()
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        return [*said, *channel.receive_records()]
-    finally:
-        channel.close(End(0), range(5))
+    return [*channel.receive_records()]
 
 
 @pytest.fixture
-def reporter(store, watchdog, monkeypatch) -> Iterator[Reporter]:
+def reporter(store, channel, watchdog, monkeypatch) -> Iterator[Reporter]:
     """One that sends when it is told to."""
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 1000.0)
-    made = Reporter(store.another(), 3, rounds="all", watchdog=watchdog)
+    made = Reporter(store, 3, rounds="all", watchdog=watchdog)
     yield made
     made.close()
 
 
-def test_a_model_travels_in_pieces(store, reporter, monkeypatch) -> None:
-    monkeypatch.setattr(uploads, "PIECE", 300)
+def test_a_model_travels_in_pieces(channel, reporter, monkeypatch) -> None:
+    monkeypatch.setattr(control_channel, "PIECE", 300)
     models = {tick: torch.randn(D) for tick in range(2)}
     for tick, model in models.items():
         reporter.snapshot(Snapshot(3, 5, tick), model)
@@ -90,7 +89,9 @@ def test_a_model_travels_in_pieces(store, reporter, monkeypatch) -> None:
     reporter.snapshot(Snapshot(3, 6, 2), None)
     reporter.emit(ProcessExited(3))
     reporter.close()
-    said = [(record, vector) for record, vector in received(store) if not isinstance(record, Alive)]
+    said = [
+        (record, vector) for record, vector in received(channel) if not isinstance(record, Alive)
+    ]
     assert [type(record) for record, _ in said] == [Snapshot, UpdateShown] * 2 + [
         Snapshot,
         ProcessExited,
@@ -105,55 +106,49 @@ def test_a_model_travels_in_pieces(store, reporter, monkeypatch) -> None:
     assert [vector for _, vector in said[4:]] == [None, None]
 
 
-def test_what_the_monitor_cannot_keep_up_with_is_spared(store, reporter) -> None:
+def test_what_the_monitor_cannot_keep_up_with_is_spared(channel, reporter) -> None:
     for tick in range(4 * MAX_PENDING):
         reporter.snapshot(Snapshot(3, 0, tick), torch.zeros(D))
         if tick % 2:
             reporter._flush()
     reporter.snapshot(Snapshot(3, 0, final=True), torch.ones(D))
     reporter.close()
-    said = [record for record, _ in received(store) if isinstance(record, Snapshot)]
+    said = [record for record, _ in received(channel) if isinstance(record, Snapshot)]
     assert [record.tick for record in said] == [*range(MAX_PENDING), None], (
         "the last one always comes"
     )
 
 
-def test_what_a_life_that_is_over_still_says_is_not_heard(store, watchdog, monkeypatch) -> None:
-    """Nor does a model that it was cut short with belong to what the next one says."""
+def test_reports_of_a_superseded_incarnation_do_not_count(
+    server, channel, watchdog, monkeypatch
+) -> None:
+    """A model that it could not finish does not mix with that of the next one."""
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 1000.0)
+    store = AuthenticatedStore(server)
+    ends: list[End] = []
     first, second = (
-        Reporter(store.another(), 3, rounds="all", watchdog=watchdog, incarnation=incarnation)
+        Reporter(store, 3, rounds="all", watchdog=watchdog, incarnation=incarnation)
         for incarnation in (0, 1)
     )
-    uploads.upload_vector(
-        store.another(),
-        uploads.vector_queue(Snapshot(3, 0), 0),
-        Snapshot(3, 0),
-        torch.zeros(D),
-        lambda: None,
-    )
-    channel = ControlChannel(store.another(), 5, D)
-    try:
-        channel.incarnations[3] = 1
-        first.emit(RankError(3, "it was stopped", consequence=False))
-        first.close()
-        second.snapshot(Snapshot(3, 7, 0), torch.ones(D))
-        second.close()
-        end, said = time.monotonic() + 10, []
-        while not any(isinstance(record, Snapshot) for record, _ in said):
-            assert time.monotonic() < end
-            said += channel.receive_records()
-    finally:
-        channel.close(End(0), range(5))
+    first.on_evicted = ends.append  # type: ignore[assignment]
+    first._report([dumps(Alive(3))], b"half a model")
+    channel.incarnations[3] = 1
+    first.emit(RankError(3, "it was stopped", consequence=False))
+    first.close()
+    second.snapshot(Snapshot(3, 7, 0), torch.ones(D))
+    second.close()
+    said = received(channel)
     assert not any(isinstance(record, RankError) for record, _ in said)
-    assert [vector.mean().item() for _, vector in said if vector is not None] == [1.0]
+    models = [content for _, content in said if isinstance(content, Tensor)]
+    assert [model.mean().item() for model in models] == [1.0]
+    assert ends == [End(EXIT_EVICTED, "another process has taken the place of worker 3")]
 
 
-def test_a_model_of_another_size_is_an_error(store, reporter) -> None:
+def test_a_model_of_another_size_is_an_error(channel, reporter) -> None:
     reporter.snapshot(Snapshot(3, 0), torch.zeros(D + 1))
     reporter.close()
     with pytest.raises(AshlError, match=f"rank 3 sent {D + 1} parameters, and {D} were expected"):
-        received(store)
+        received(channel)
 
 
 class Line:
@@ -199,26 +194,22 @@ def line(server) -> Iterator[Line]:
     made.close()
 
 
-def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, monkeypatch) -> None:
-    """Some calls of torch's would hold all threads, and with them the watch: the run hung
-    for good.
-    """
+def test_a_store_that_no_longer_answers_does_not_hold_up_a_rank(line, channel, monkeypatch) -> None:
+    """Some calls of torch's would hold all threads, and with them the watchdog: the run hung."""
     ends: list[End] = []
     monkeypatch.setattr("ashl.run.membership_listener.exit_process", ends.append)
     monkeypatch.setattr("ashl.run.control_channel.exit_process", ends.append)
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.01)
-    monkeypatch.setattr("ashl.run.control_channel.FINAL_SIGNAL_S", 0.1)
-    base = StoreClient("127.0.0.1", line.port, SECRET, 0.0)
-    watchdog = Watchdog(0.4, "here", "home", 1)
-    made, channel = (
-        Reporter(AuthenticatedStore(base), 3, rounds="all", watchdog=watchdog),
-        ControlChannel(AuthenticatedStore(base.another()), 5, D),
-    )
+    store = AuthenticatedStore(StoreClient("127.0.0.1", line.port, SECRET, 0.0))
+    watchdog = Watchdog(0.4, "here", 1)
+    made = Reporter(store, 3, rounds="all", watchdog=watchdog)
     for tick in range(2):
         made.snapshot(Snapshot(3, 0, tick), torch.zeros(D))
     until = time.monotonic() + 10
-    while len([*channel.receive_records()]) < 2:
+    said: list[Record] = []
+    while sum(isinstance(record, Snapshot) for record in said) < 2:
         assert time.monotonic() < until
+        said += [record for record, _ in received(channel)]
         time.sleep(0.02)
     line.cut.set()
     made.snapshot(Snapshot(3, 0, 2), torch.zeros(D))
@@ -229,30 +220,30 @@ def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, m
     assert ends[0] == End(
         1, "the job's store at here did not answer for 0.4 s (runtime.heartbeat_timeout_s)"
     )
-    assert time.monotonic() - channel.store_answered_s > 0.2
-    channel.close(End(1), [])
+    assert channel.silent_s(3) > 0.2
     line.close()
     made._thread.join(5)  # before `exit_process` is the real one again
 
 
-def test_what_is_no_record_is_an_error(store) -> None:
-    store.push(RECORDS, 0, dumps(ProcessExited(0)).encode() + b"\nhello")
+def test_what_is_no_record_is_an_error(store, channel) -> None:
+    store.call("report", 0, 0, dumps(ProcessExited(0)) + "\nhello", b"")
     with pytest.raises(AshlError, match="another program using the job's port"):
-        received(store)
+        received(channel)
 
 
-def test_no_rank_speaks_for_another(store) -> None:
-    store.push(RECORDS, 1, dumps(ProcessExited(0)).encode())
-    with pytest.raises(AshlError, match="a record of rank 0 came from rank 1"):
-        received(store)
+@pytest.mark.parametrize("sender", [1, 7])
+def test_no_rank_reports_for_another(store, channel, sender) -> None:
+    store.call("report", sender, 0, dumps(ProcessExited(0)), b"")
+    with pytest.raises(AshlError, match=f"a record of rank 0 came from rank {sender}"):
+        received(channel)
 
 
 def test_records_that_cannot_be_sent_end_the_run_with_their_reason(
-    store, watchdog, monkeypatch
+    store, channel, watchdog, monkeypatch
 ) -> None:
     """The thread died, and after a minute the rank counted as failed."""
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.001)
-    made = Reporter(store.another(), 3, rounds="all", watchdog=watchdog)
+    made = Reporter(store, 3, rounds="all", watchdog=watchdog)
 
     def full() -> Alive:
         raise OSError(28, "No space left on device")
@@ -261,12 +252,12 @@ def test_records_that_cannot_be_sent_end_the_run_with_their_reason(
     made._thread.join(10)
     made.emit(ProcessExited(3))
     made.close()
-    (error,) = [record for record, _ in received(store) if not isinstance(record, Alive)]
+    (error,) = [record for record, _ in received(channel) if not isinstance(record, Alive)]
     said = "its records cannot be sent: OSError: [Errno 28] No space left on device"
     assert error == RankError(3, said, consequence=False)
 
 
-def test_a_full_disk_under_a_ranks_log(server, store, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_under_a_ranks_log(server, channel, tmp_path, monkeypatch) -> None:
     """Its own log cannot take the traceback: the reason reaches the monitor all the same."""
 
     class Full(io.StringIO):
@@ -281,5 +272,5 @@ def test_a_full_disk_under_a_ranks_log(server, store, tmp_path, monkeypatch) -> 
     )
     monkeypatch.setattr("ashl.run.rank.redirect", lambda path: None)
     assert run_rank(settings, plan.to_json()).code == 1
-    errors = [record for record, _ in received(store) if isinstance(record, RankError)]
+    errors = [record for record, _ in received(channel) if isinstance(record, RankError)]
     assert errors == [RankError(1, "ZeroDivisionError: division by zero", consequence=False)]

@@ -86,13 +86,12 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
     """A supervisor of two workers and a server, with a monitor that records its calls."""
     emitted: list[Any] = []
     monitor = SimpleNamespace(emit=emitted.append, beats={})
-    now = time.monotonic()
     channel = SimpleNamespace(
         incarnations=dict.fromkeys(range(3), 0),
-        last_heard_s=dict.fromkeys(range(3), now),
-        drained_s=now,
+        last_heard_s=dict.fromkeys(range(3), 0.0),
+        awake_s=0.0,
+        silent_s=lambda rank: 0.0,
         control_update=ControlUpdate(),
-        publish=lambda news: None,
     )
     plan = SimpleNamespace(num_workers=2, num_ranks=3, lead_rank=2)
     return (

@@ -1,9 +1,13 @@
 """The job's key-value store: it accepts only processes that know the job's secret.
 
+The store is in the process of the controller. It also passes requests with a name of their own to
+the controller (`StoreServer.handlers`), in the thread of the client's connection.
+
 A connection begins with a challenge in both directions (keyed BLAKE2b, RFC 7693): the store and the
 client prove that they know the secret, which is not sent. The store closes any other connection
 before it reads a request, and logs the address once. So a client without the secret can neither
-read, write nor delete a value, nor use up memory.
+read, write nor delete a value, nor use up memory. A message is a list in JSON, followed by the
+bytes in it; nothing is unpickled.
 
 Limits: what follows the challenge is neither encrypted nor signed.
 """
@@ -12,16 +16,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import logging
 import os
-import pickle
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +45,8 @@ RETRY_S = 0.1
 POLL_S = 0.005  # seconds between two looks for a key
 SIZE = struct.Struct(">Q")  # bytes of a message
 CLIENT, SERVER = b"client", b"server"
+# operations of torch's store
+OPERATIONS = {"set", "get", "compare_set", "add", "check", "delete_key", "num_keys"}
 
 
 class Secret(bytes):
@@ -105,14 +111,27 @@ def receive(connection: socket.socket, nbytes: int) -> bytearray:
     return content
 
 
-def send_message(connection: socket.socket, message: object) -> None:
-    content = pickle.dumps(message, protocol=5)
-    connection.sendall(SIZE.pack(len(content)) + content)
+def send_message(connection: socket.socket, *values: Any) -> None:
+    """Send plain values. Bytes follow the others, which have their number in their place."""
+    contents = [value for value in values if isinstance(value, bytes | memoryview)]
+    header = json.dumps(
+        [
+            {"nbytes": len(value)} if isinstance(value, bytes | memoryview) else value
+            for value in values
+        ]
+    ).encode()
+    connection.sendall(SIZE.pack(len(header)) + header)
+    for content in contents:
+        connection.sendall(content)
 
 
-def receive_message(connection: socket.socket) -> Any:
+def receive_message(connection: socket.socket) -> list[Any]:
     """Return the next message of a process that has proved that it knows the secret."""
-    return pickle.loads(receive(connection, *SIZE.unpack(receive(connection, SIZE.size))))
+    values = json.loads(receive(connection, *SIZE.unpack(receive(connection, SIZE.size))))
+    return [
+        bytes(receive(connection, value["nbytes"])) if isinstance(value, dict) else value
+        for value in values
+    ]
 
 
 def prove(connection: socket.socket, secret: Secret, roles: tuple[bytes, bytes]) -> bool:
@@ -151,7 +170,8 @@ class StoreServer:
         self.refused: Counter[str] = Counter()  # connections without the secret, by address
         self._secret, self._closed = secret, False
         self._store = dist.HashStore()
-        self._queues = defaultdict[str, deque[tuple[int, bytes]]](deque)
+        # requests that are no operation of torch's store, by name
+        self.handlers = dict[str, Callable[..., Any]]()
         self._pending = threading.BoundedSemaphore(PENDING)
         threading.Thread(target=self._accept, daemon=True, name="store").start()
 
@@ -164,14 +184,11 @@ class StoreServer:
         self._listener.shutdown(socket.SHUT_RDWR)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Run an operation of a queue, or of torch's store."""
-        if name == "push":
-            return self._queues[args[0]].append(args[1:])
-        if name == "pop":
-            with suppress(IndexError):
-                return self._queues[args[0]].popleft()
-            return None
-        return getattr(self._store, name)(*args)
+        """Run an operation of torch's store, or a request; None while no handler accepts it."""
+        if name in OPERATIONS:
+            return getattr(self._store, name)(*args)
+        handler = self.handlers.get(name)
+        return None if handler is None else handler(*args)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -206,7 +223,7 @@ class StoreServer:
                     answer = self.call(name, *args), None
                 except (RuntimeError, ValueError) as error:  # a key that is not there in time
                     answer = None, str(error)
-                send_message(connection, answer)
+                send_message(connection, *answer)
 
 
 class StoreClient:
@@ -245,7 +262,7 @@ class StoreClient:
         """Request an operation of the store. Raises RuntimeError if it fails, or the store ends."""
         try:
             with self._lock:
-                send_message(self._connection, (name, *args))
+                send_message(self._connection, name, *args)
                 answer, problem = receive_message(self._connection)
         except OSError as error:
             raise RuntimeError(f"the job's store has ended ({error})") from error
@@ -255,7 +272,7 @@ class StoreClient:
 
 
 class AuthenticatedStore(dist.Store):
-    """The job's store as torch and gloo use it, and with queues.
+    """The job's store as torch and gloo use it, with requests to the controller.
 
     Each thread needs one of its own (`another`), because a call may wait. Args: where its calls go.
     """
@@ -316,10 +333,11 @@ class AuthenticatedStore(dist.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
 
-    def push(self, queue: str, sender: int, content: bytes | memoryview) -> None:
-        """Append a message to a queue."""
-        self._at.call("push", queue, sender, bytes(content))
+    def call(self, name: str, *args: Any) -> Any:
+        """Return the controller's answer to a request; None if it accepts none of this name."""
+        return self._at.call(name, *args)
 
-    def pop(self, queue: str) -> tuple[int, bytes] | None:
-        """Return the sender and the content of a queue's next message; None if it is empty."""
-        return self._at.call("pop", queue)
+    def handle(self, **handlers: Callable[..., Any]) -> None:
+        """Answer requests by these functions from now on; for the process of the store alone."""
+        assert isinstance(self._at, StoreServer)
+        self._at.handlers |= handlers

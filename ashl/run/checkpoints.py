@@ -2,11 +2,11 @@
 
 All ranks pause every `run.checkpoint_s` s, at a moment at which nothing is in flight
 (`ashl.topology.ending`). In virtual time the run writes one file with all ranks. On processes each
-rank writes its part (`ashl.runtime.rank_checkpoint`) or uploads it (`ashl.run.uploads`), and
-continues. Once all parts are there, the controller writes its own state and, last, a manifest with
-the hash of every file. A folder without a manifest, or with a file of another hash, is no
-checkpoint. The newest valid checkpoint counts, and two are kept. A checkpoint is not completed if a
-part could not be written, if the run was about to stop, or after the end of its time budget.
+rank writes its part (`ashl.runtime.rank_checkpoint`) or sends it to the controller, and continues.
+Once all parts are there, the controller writes its own state and, last, a manifest with the hash of
+every file. A folder without a manifest, or with a file of another hash, is no checkpoint. The
+newest valid checkpoint counts, and two are kept. A checkpoint is not completed if a part could not
+be written, if the run was about to stop, or after the end of its time budget.
 
 On resume, records of later moments than the checkpoint are removed and written again. A checkpoint
 is resumed on the kernel that made it (`how`), unless it was made from a run with another number of
@@ -20,16 +20,16 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from ashl.errors import UsageError, parsed
 from ashl.plan.plan import Limits, Plan
+from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Monitor, MonitorState
 from ashl.runtime import rank_checkpoint
@@ -49,6 +49,8 @@ MONITOR = "monitor.safetensors"  # file of the monitor's state
 MAY_CHANGE = "only stop.*, runtime and the number of workers may change when a run is resumed"
 LEAVE = "a run takes checkpoints with run.checkpoint_s=SECONDS"
 WHOLE = 2  # checkpoints that are kept
+RESTORE = "restore"  # key of a rank's restore point in the job's store
+POLL_S = 0.02  # seconds between two looks for it
 
 
 @dataclass
@@ -68,15 +70,14 @@ class CheckpointManager:
     warning: str | None = None
 
     def add_part(
-        self, record: CheckpointPartSaved, monitor: Monitor, content: Tensor | None = None
+        self, record: CheckpointPartSaved, monitor: Monitor, content: bytes | None = None
     ) -> None:
         """Add a rank's part of a checkpoint, and complete the checkpoint if it is the last one.
 
-        Args: content uint8, the part's bytes if the rank has uploaded it; None if it has written
-        it.
+        Args: content, the part's bytes if the rank has sent it; None if it has written it.
         """
         if content is not None:
-            record = self.write_part(record, content.numpy().tobytes())
+            record = self.write_part(record, content)
         parts = self.parts.setdefault(record.number, {})
         parts[record.rank] = record
         if len(parts) == self.num_ranks:
@@ -84,15 +85,13 @@ class CheckpointManager:
             self.write_checkpoint(record.number, parts, monitor)
 
     def write_part(self, record: CheckpointPartSaved, content: bytes) -> CheckpointPartSaved:
-        """Write an uploaded part; return its record, with the error if that failed."""
+        """Write a part that a rank has sent; return its record, with the hash or the error."""
         folder = rank_checkpoint.folder_of(self.run_dir, record.number)
         try:
             digest = rank_checkpoint.write(rank_checkpoint.part_of(folder, record.rank), content)
         except OSError as error:
             return record._replace(error=str(error))
-        if digest != record.sha256:
-            return record._replace(error="the received bytes differ from the sent ones")
-        return record
+        return record._replace(sha256=digest)
 
     def write_checkpoint(
         self, number: int, parts: Mapping[int, CheckpointPartSaved], monitor: Monitor
@@ -191,6 +190,39 @@ def newest(run_dir: Path, identity: str) -> Checkpoint:
     raise UsageError(
         f"{broken}; run this setting again" if broken else f"{run_dir} holds no checkpoint; {LEAVE}"
     )
+
+
+class RestorePoint(NamedTuple):
+    """The point that a rank of a run on processes starts from."""
+
+    since_ns: int = 0  # run time
+    number: int = 0  # number of the next checkpoint
+    content: bytes = b""  # its part of the checkpoint; empty = the beginning of the run
+
+
+def publish_restore_points(store: AuthenticatedStore, saved: Checkpoint | None, ranks: int) -> None:
+    """Publish for each rank where it begins: not every rank has the run folder."""
+    for rank in range(ranks):
+        point = RestorePoint()
+        if saved is not None:
+            content = rank_checkpoint.part_of(saved.folder, rank).read_bytes()
+            point = RestorePoint(saved.time_ns, saved.number + 1, content)
+        line = json.dumps([point.since_ns, point.number])
+        store.set(f"{RESTORE}/{rank}", line.encode() + b"\n" + point.content)
+
+
+def await_restore_point(
+    store: AuthenticatedStore, rank: int, over: Callable[[], bool]
+) -> RestorePoint | None:
+    """Wait at a rank for its restore point; return None if the run is `over` before."""
+    key = f"{RESTORE}/{rank}"
+    while not store.check([key]):
+        if over():
+            return None
+        time.sleep(POLL_S)
+    line, _, content = store.get(key).partition(b"\n")
+    store.delete_key(key)  # it may be large
+    return RestorePoint(*json.loads(line), content)
 
 
 def refuse_other_kernel(run_dir: Path, saved: Checkpoint, *, virtual: bool) -> None:

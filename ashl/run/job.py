@@ -15,11 +15,11 @@ reports its errors through the control channel (`aborting_job_on_error`).
 import os
 import socket
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -35,7 +35,7 @@ from ashl.plan.profile import Profile
 from ashl.planning.compatibility import pluralize
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
 from ashl.planning.instantiate import Parts
-from ashl.run import interface, membership_listener
+from ashl.run import interface
 from ashl.run.authenticated_store import (
     AuthenticatedStore,
     Secret,
@@ -62,15 +62,12 @@ from ashl.run.handshake import (
     shares_a_node,
 )
 from ashl.run.launch import run_controller
+from ashl.run.membership_listener import call_within, exit_process
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, role_name, run_rank
 from ashl.run.supervisor import PATIENCE_S
-from ashl.run.uploads import restore_point_of, send_restore_point
 from ashl.runtime.control_messages import End
-from ashl.runtime.rendezvous import call_unless_failed
 from ashl.runtime.transport import first_line
-
-T = TypeVar("T")
 
 
 class ProcessAssignment(NamedTuple):
@@ -250,20 +247,6 @@ def meet_processes(
     return call_within(2 * timeout_s + PATIENCE_S, meet, late)
 
 
-def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
-    """Call `act` in another thread, and return its result or raise its error.
-
-    Calls of the store cannot be interrupted, so only another thread allows a time limit.
-    Raises: AshlError(late) after `limit_s` seconds; time in which this process was suspended does
-    not count.
-    """
-    awake = membership_listener.AwakeTime()
-    outcome = call_unless_failed(act, lambda: awake.passed_s() > limit_s)
-    if outcome is None:
-        raise AshlError(late)
-    return outcome
-
-
 @contextmanager
 def aborting_job_on_error(plan: Plan, assignment: ProcessAssignment | None) -> Generator[None]:
     """Abort the job if process 0 raises AshlError after the handshake; raise the error again."""
@@ -392,26 +375,21 @@ def run_as_controller(
     """Run the controller in process 0.
 
     Its rank of the plan runs in a child process, so that evaluation and records do not delay this
-    rank. A server without a process of its own is a child as well. Only process 0 has the run
-    folder. If the run takes checkpoints, process 0 therefore sends each other rank its part of the
-    checkpoint to resume from.
+    rank. A server without a process of its own is a child as well.
     Returns and raises as `run_controller`.
     """
     rank_settings = [
         settings._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
         for settings in (assignment.settings, *assignment.colocated)
     ]
-    if saved is not None:
-        rank_settings = [
-            settings._replace(saved=str(saved.folder), since_ns=saved.time_ns)
-            for settings in rank_settings
-        ]
-    if assignment.settings.checkpoint_s is not None:
-        own = {settings.rank for settings in rank_settings}
-        for rank in set(range(plan.num_ranks)) - own:
-            send_restore_point(assignment.store, rank, restore_point_of(saved, rank))
     return run_controller(
-        plan, run_dir, monitor, assignment.store.another(), rank_settings, checkpoint_manager
+        plan,
+        run_dir,
+        monitor,
+        assignment.store.another(),
+        rank_settings,
+        checkpoint_manager,
+        saved,
     )
 
 
@@ -423,9 +401,7 @@ def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:
     """
 
     def exit_evicted(end: End) -> NoReturn:
-        membership_listener.exit_process(
-            end._replace(code=0) if assignment.job.agent_store else end
-        )
+        exit_process(end._replace(code=0) if assignment.job.agent_store else end)
 
     return run_rank(assignment.settings, plan.to_json(), exit_evicted).code
 

@@ -1,37 +1,69 @@
 """`ashl join`: this process takes the place of a failed worker of a run on this machine.
 
-It reads the run's join endpoint, asks the controller for a place, and trains as that worker until
-the run ends. If it is evicted, it asks again (`join_again`).
+A run publishes its join endpoint in its folder while it can be joined (`publish_join_endpoint`). A
+joining process reads it, asks the controller for a place, and trains as that worker until the run
+ends. If it is evicted, it asks again (`join_again`).
 """
 
-import os
-import secrets
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import NoReturn
+from __future__ import annotations
 
-from ashl.errors import AshlError, UsageError
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from ashl import __version__
+from ashl.errors import AshlError, UsageError, parsed
 from ashl.plan.plan import Plan
 from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreClient
-from ashl.run.control_channel import (
-    FILE,
-    JOIN_REQUESTS,
-    PATIENCE_S,
-    JoinAnswer,
-    JoinEndpoint,
-    JoinRequest,
-    answer_queue,
-    newest_joinable_run,
-    poll_for,
-    read_join_endpoint,
-)
+from ashl.run.control_channel import PATIENCE_S
 from ashl.run.interface import LOOPBACK, Chosen, named
-from ashl.run.job import call_within
+from ashl.run.membership_listener import call_within
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.control_messages import End
+from ashl.runtime.machine import machine
+from ashl.runtime.records import Rounds, Text, validate
 
+FILE = "job.json"  # in the run folder while the run can be joined
 AGAIN = ("-P", "-m", "ashl.cli", "join")  # arguments of Python that start this command again
+
+
+class JoinEndpoint(NamedTuple):
+    """The address of a run's store, and the machine and versions that a joining process must
+    share with the run.
+    """
+
+    host: Text
+    port: int
+    secret: Text
+    machine: Text  # its unique identifier
+    name: Text  # its host name
+    ashl: Text
+    torch: Text
+    python: Text
+
+
+class JoinAnswer(NamedTuple):
+    """The place of an admitted process and its settings, or the reason of a rejection."""
+
+    refused: Text | None = None
+    worker: int = 0
+    incarnation: int = 0
+    how: Text = ""  # the cause of the worker's failure
+    plan: str = ""
+    controller_host: Text = ""
+    rounds: Rounds = "none"
+    device: Text = ""
+    have_own_gpus: bool = False
+
+    def dumps(self) -> str:
+        return json.dumps(self._asdict())
 
 
 def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[str], None]) -> int:
@@ -85,22 +117,16 @@ def request_place(run_dir: Path, endpoint: JoinEndpoint, worker: int | None) -> 
     secret = job_secret(endpoint)
     late = f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try again"
 
-    def send_request() -> JoinAnswer:
+    def send_request() -> str:
         store = AuthenticatedStore(StoreClient(endpoint.host, endpoint.port, secret, 0.0))
-        number = secrets.randbits(31)
-        store.push(JOIN_REQUESTS, number, JoinRequest(worker).dumps())
-        for _ in poll_for(PATIENCE_S):
-            if item := store.pop(answer_queue(number)):
-                return JoinAnswer.loads(item[1])
-        raise AshlError(late)
+        return store.call("join", json.dumps(worker))
 
     try:
         # the store of a run that is stopped, for example by Ctrl-Z, never answers
-        return call_within(2 * PATIENCE_S, send_request, late)
-    except TimeoutError:
-        raise AshlError(late) from None
+        answer = call_within(2 * PATIENCE_S, send_request, late)
     except (RuntimeError, OSError):
         raise UsageError(f"{run_dir}: the run has ended; its store does not answer") from None
+    return validate(JoinAnswer, json.loads(answer), "a join answer")
 
 
 def join_again(end: End, run_dir: Path, worker: int | None) -> NoReturn:
@@ -111,7 +137,98 @@ def join_again(end: End, run_dir: Path, worker: int | None) -> NoReturn:
     sys.stderr.write(f"ashl: {end.why}; rejoins\n")
     sys.stderr.flush()
     os.closerange(3, 1 << 16)
-    os.execv(
-        sys.executable,
-        [sys.executable, *AGAIN, str(run_dir), *(["--worker", str(worker)] if worker else [])],
+    place = [] if worker is None else ["--worker", str(worker)]
+    os.execv(sys.executable, [sys.executable, *AGAIN, str(run_dir), *place])
+
+
+# --- the join endpoint
+
+
+def versions() -> tuple[str, str, str]:
+    """Return the versions of ashl, torch and Python of this process."""
+    return __version__, torch.__version__, platform.python_version()
+
+
+@contextmanager
+def publish_join_endpoint(run_dir: Path, host: str, port: int, secret: Secret) -> Generator[None]:
+    """Publish the join endpoint of a run in its folder until the context ends.
+
+    Raises: AshlError if the file cannot be written.
+    """
+    path = run_dir / FILE
+    endpoint = JoinEndpoint(host, port, secret.hex(), machine(), platform.node(), *versions())
+    try:
+        path.unlink(missing_ok=True)  # left by a run whose controller was killed
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(file, "w", encoding="utf-8") as text:
+            json.dump(endpoint._asdict(), text)
+    except OSError as error:
+        raise AshlError(
+            f"run.dir={run_dir}: cannot write {path.name} ({error.strerror}); choose another folder"
+        ) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
+    """Return the join endpoint of a run on this machine.
+
+    Raises: UsageError if this process cannot join a run in this folder.
+    """
+    path = run_dir / FILE
+    try:
+        endpoint = validate(JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "the file")
+    except FileNotFoundError:
+        raise UsageError(f"{run_dir}: {why_not_joinable(run_dir)}") from None
+    except PermissionError:
+        raise UsageError(
+            f"{run_dir}: the run belongs to another user; only that user can join it"
+        ) from None
+    except (OSError, ValueError, AshlError) as error:
+        raise UsageError(
+            f"{path}: not a valid join endpoint ({error}); join another run"
+        ) from error
+    if endpoint.machine != machine():
+        raise UsageError(
+            f"{run_dir}: the run is on the loopback of {endpoint.name}; join it on that machine"
+        )
+    for name, theirs, own in zip(
+        ("ashl", "torch", "Python"), endpoint[-3:], versions(), strict=True
+    ):
+        if theirs != own:
+            raise UsageError(
+                f"{run_dir}: the run has {name} {theirs}, and this process has {own}; install the"
+                " same version"
+            )
+    return endpoint
+
+
+def why_not_joinable(run_dir: Path) -> str:
+    """Return the reason why a run folder without a join endpoint cannot be joined."""
+    if (run_dir / "summary.json").exists():
+        return "the run is over"
+    if not (run_dir / "config.yaml").exists():
+        return "there is no run; name the folder of one that is running"
+    return (
+        "this run cannot be joined: it is in virtual time, was started by another launcher, or was"
+        " killed"
     )
+
+
+def newest_joinable_run(runs: Path) -> Path:
+    """Return the folder of the run under `runs` that published its join endpoint last.
+
+    Raises: UsageError if no run there can be joined.
+    """
+    joinable: list[tuple[float, Path]] = []
+    for path in runs.glob(f"**/{FILE}"):
+        with suppress(OSError):
+            joinable.append((path.stat().st_mtime, path.parent))
+    if not joinable:
+        raise UsageError(
+            f"no run under {runs} is running and can be joined; name the folder of one"
+        )
+    return max(joinable)[1]

@@ -27,11 +27,12 @@ from ashl.plan.plan import Plan
 from ashl.planning.compatibility import admits_rejoin, survives_failure
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
 from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
-from ashl.run.checkpoints import Checkpoint, CheckpointManager
-from ashl.run.control_channel import ControlChannel, publish_join_endpoint
+from ashl.run.checkpoints import Checkpoint, CheckpointManager, publish_restore_points
+from ashl.run.control_channel import ControlChannel
 from ashl.run.evaluation import shard_sizes
 from ashl.run.handshake import publish_fingerprint
 from ashl.run.interface import LOOPBACK, Chosen, check_loopback, named
+from ashl.run.join import publish_join_endpoint
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import INTERRUPTS, logging_to, titled
 from ashl.run.rank import RankSettings, run_rank_in_child
@@ -93,8 +94,6 @@ def launch(
         )
         devices = devices_of(plan, runtime)
         apart = have_own_gpus([*map(gpu_index, devices)], runtime)
-        if saved is not None:
-            settings = settings._replace(saved=str(saved.folder), since_ns=saved.time_ns)
         rank_settings = [
             settings._replace(rank=rank, device=device, have_own_gpus=apart)
             for rank, device in enumerate(devices)
@@ -107,6 +106,7 @@ def launch(
                 AuthenticatedStore(server),
                 rank_settings,
                 checkpoint_manager,
+                saved,
             )
 
 
@@ -117,6 +117,7 @@ def run_controller(
     store: AuthenticatedStore,
     rank_settings: Sequence[RankSettings],
     checkpoint_manager: CheckpointManager,
+    saved: Checkpoint | None,
 ) -> dict | None:
     """Start these ranks on this node and supervise all ranks until they have exited.
 
@@ -127,7 +128,9 @@ def run_controller(
     Raises: AshlError that names the failed rank.
     """
     with logging_to(run_dir / CONTROLLER_LOG, "controller"), titled("ashl controller"):
-        return supervise_ranks(plan, run_dir, monitor, store, rank_settings, checkpoint_manager)
+        return supervise_ranks(
+            plan, run_dir, monitor, store, rank_settings, checkpoint_manager, saved
+        )
 
 
 def supervise_ranks(
@@ -137,6 +140,7 @@ def supervise_ranks(
     store: AuthenticatedStore,
     rank_settings: Sequence[RankSettings],
     checkpoint_manager: CheckpointManager,
+    saved: Checkpoint | None,
 ) -> dict | None:
     """Run the controller as `run_controller` does, in a process that has its log and title."""
     runtime = monitor.job.parts.runtime
@@ -152,6 +156,7 @@ def supervise_ranks(
     )
     monitor.states_travel = True
     publish_fingerprint(store, monitor.job.learner.fingerprint())
+    publish_restore_points(store, saved, plan.num_ranks)
     channel = ControlChannel(
         store, plan.num_ranks, plan.num_params, shard_sizes(monitor.job.stages[0])
     )

@@ -1,10 +1,10 @@
 """A rank's side of supervision: its view of which peers are members, and its watchdog.
 
 `MembershipListener` applies the controller's control updates: it disconnects failed peers and
-connects rejoining ones. `Watchdog` ends this process when the job's store or the controller is
-silent for `runtime.heartbeat_timeout_s`. A call to a store over a broken network never returns, nor
-does a collective of gloo. So the watchdog has its own thread, which calls neither. It measures only
-the time in which this process is awake: after a stop, the others have not been silent.
+connects rejoining ones. `Watchdog` ends this process when the job's store, which the controller
+serves, is silent for `runtime.heartbeat_timeout_s`. A call to a store over a broken network never
+returns, nor does a collective of gloo. So the watchdog has its own thread, which calls neither. It
+measures only the time in which this process is awake: after a stop, the store has not been silent.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
+from ashl.errors import AshlError
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.rendezvous import admit_worker, confirm_known
+from ashl.runtime.rendezvous import admit_worker, call_unless_failed, confirm_known
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -124,59 +126,61 @@ SAME_CAUSE_S = 1.0  # silences that began within this many seconds have one caus
 AWAKE_S = 0.5  # a process with more seconds between two ticks was stopped in between
 
 
-class Watchdog:
-    """Ends this process if the store or the controller is silent for `timeout_s` seconds."""
+class AwakeTime:
+    """Measures the seconds for which this process was not stopped.
 
-    def __init__(self, timeout_s: float, store: str, controller: str, code: int) -> None:
-        """Args: store, its address; controller, its host; code, the exit code of this process if
-        one is silent.
-        """
+    Limits: call `passed_s` at least every `AWAKE_S` seconds.
+    """
+
+    def __init__(self) -> None:
+        self.resumed_s = 0.0  # seconds passed at the end of the latest stop
+        self._last = time.monotonic()
+        self._passed_s = 0.0
+
+    def passed_s(self) -> float:
+        now = time.monotonic()
+        if now - self._last > AWAKE_S:
+            self.resumed_s = self._passed_s
+        self._passed_s += min(now - self._last, AWAKE_S)
+        self._last = now
+        return self._passed_s
+
+
+class Watchdog:
+    """Ends this process if the job's store does not answer for `timeout_s` seconds."""
+
+    def __init__(self, timeout_s: float, store: str, code: int) -> None:
+        """Args: store, its address; code, the exit code of this process if it is silent."""
         self._timeout_s = timeout_s
-        self._store = store
-        self._controller = controller
-        self._code = code
-        self._store_silent_s = 0.0
-        self._controller_silent_s = 0.0
+        self._awake = AwakeTime()
+        self._awake_s = 0.0  # at the latest check
+        self._answered_s = 0.0  # `_awake_s` when the store answered last
+        self._end = End(
+            code,
+            f"the job's store at {store} did not answer for {timeout_s:g} s"
+            " (runtime.heartbeat_timeout_s)",
+        )
         self._stopped = threading.Event()
         threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
 
-    def record_store_answer(self) -> None:
+    def record_answer(self) -> None:
         """Record that the store has answered."""
-        self._store_silent_s = 0.0
-
-    def record_controller_message(self) -> None:
-        """Record that the controller has sent a control update."""
-        self._controller_silent_s = 0.0
+        self._answered_s = self._awake_s
 
     def stop(self) -> None:
         """Stop watching."""
         self._stopped.set()
 
-    def check_timeouts(self, passed_s: float) -> End | None:
-        """Return the reason to end this process, if there is one, `passed_s` seconds after the last
-        check.
-        """
-        awake_s = min(passed_s, AWAKE_S)
-        self._store_silent_s += awake_s
-        self._controller_silent_s += awake_s
-        if max(self._store_silent_s, self._controller_silent_s) <= self._timeout_s:
-            return None
-        for_so_long = f"for {self._timeout_s:g} s (runtime.heartbeat_timeout_s)"
-        # control updates come through the store, so a silent store silences the controller, too
-        if self._controller_silent_s - self._store_silent_s < SAME_CAUSE_S:
-            return End(self._code, f"the job's store at {self._store} did not answer {for_so_long}")
-        return End(
-            self._code, f"no heartbeat from the controller, on {self._controller}, {for_so_long}"
-        )
+    def check(self) -> End | None:
+        """Return the reason to end this process, if there is one."""
+        self._awake_s = self._awake.passed_s()
+        return self._end if self._awake_s - self._answered_s > self._timeout_s else None
 
     def _loop(self) -> None:
-        last = time.monotonic()
         while not self._stopped.wait(TICK_S):
-            now = time.monotonic()
-            if end := self.check_timeouts(now - last):
+            if end := self.check():
                 logger.error("exits with code %d: %s", end.code, end.why)
                 exit_process(end)
-            last = now
 
 
 def exit_process(end: End) -> NoReturn:
@@ -191,18 +195,15 @@ def exit_process(end: End) -> NoReturn:
     os._exit(end.code)
 
 
-class AwakeTime:
-    """Measures the seconds for which this process was not stopped.
+def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
+    """Call `act` in another thread, and return its result or raise its error.
 
-    Limits: call `passed_s` at least every `AWAKE_S` seconds.
+    Calls of the store cannot be interrupted, so only another thread allows a time limit.
+    Raises: AshlError(late) after `limit_s` seconds; time in which this process was suspended does
+    not count.
     """
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._passed_s = 0.0
-
-    def passed_s(self) -> float:
-        now = time.monotonic()
-        self._passed_s += min(now - self._last, AWAKE_S)
-        self._last = now
-        return self._passed_s
+    awake = AwakeTime()
+    outcome = call_unless_failed(act, lambda: awake.passed_s() > limit_s)
+    if outcome is None:
+        raise AshlError(late)
+    return outcome

@@ -40,6 +40,7 @@ from ashl.planning.device import device_of, use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreClient
+from ashl.run.checkpoints import RestorePoint, await_restore_point
 from ashl.run.control_channel import Reporter
 from ashl.run.handshake import compare_fingerprint
 from ashl.run.interface import Chosen, use
@@ -55,14 +56,12 @@ from ashl.run.process_setup import (
     set_title,
     start_log,
 )
-from ashl.run.uploads import RestorePoint, await_restore_point, upload_checkpoint_part
-from ashl.runtime import rank_checkpoint
 from ashl.runtime.collectives import Hierarchy, hierarchy_of
 from ashl.runtime.control_messages import End, Epoch
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.plain_state import decode
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.rank_checkpoint import RankCheckpointWriter, SavedRank, write_to_folder
+from ashl.runtime.rank_checkpoint import RankCheckpointWriter, SavedRank
 from ashl.runtime.records import (
     Placed,
     ProcessExited,
@@ -115,8 +114,6 @@ class RankSettings(NamedTuple):
     device: str = HOST
     have_own_gpus: bool = False  # True if every rank of the job has a GPU of its own
     checkpoint_s: float | None = None  # run time between two checkpoints; None = no checkpoints
-    saved: str | None = None  # the folder of the checkpoint to resume from
-    since_ns: int = 0  # run time of that checkpoint
     incarnation: int = 0  # above 0 for a worker that rejoins a running run
 
 
@@ -148,7 +145,6 @@ def run_rank(
     watchdog = Watchdog(
         timeout_s,
         f"{settings.host}:{settings.port}",
-        settings.controller_host,
         EXIT_CONTROLLER_SILENT if settings.log else 1,
     )
     store = AuthenticatedStore(
@@ -192,13 +188,9 @@ def make_reporter(
     )
     if settings.checkpoint_s is not None:
         # only a child of the controller shares the run folder with it for certain
-        save = (
-            partial(write_to_folder, Path(settings.run_dir), settings.rank)
-            if settings.log
-            else partial(upload_checkpoint_part, store.another(), settings.rank)
-        )
+        run_dir = Path(settings.run_dir) if settings.log else None
         reporter.checkpoint_writer = RankCheckpointWriter(
-            settings.rank, save, reporter.emit, settings.checkpoint_s
+            settings.rank, run_dir, reporter.emit, settings.checkpoint_s
         )
     return reporter
 
@@ -294,19 +286,6 @@ def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[Stag
     return tuple(replace(stage, elastic=True) for stage in stages)
 
 
-def find_restore_point(
-    settings: RankSettings, store: AuthenticatedStore, over: Callable[[], bool]
-) -> RestorePoint | None:
-    """Return the point to resume from or the beginning; None if the run ends before it begins."""
-    if settings.checkpoint_s is not None and not settings.log:
-        return await_restore_point(store, settings.rank, over)
-    if settings.saved is None:
-        return RestorePoint()
-    folder = Path(settings.saved)
-    content = rank_checkpoint.part_of(folder, settings.rank).read_bytes()
-    return RestorePoint(settings.since_ns, int(folder.name) + 1, content)
-
-
 def train_rank(
     settings: RankSettings,
     plan: Plan,
@@ -315,43 +294,36 @@ def train_rank(
     say: Callable[[str], None],
 ) -> None:
     """Build and connect this rank, train, and exit together with the other ranks."""
-    restore_point = find_restore_point(settings, store, lambda: reporter.end is not None)
-    if restore_point is None:
-        return
+
+    def over() -> bool:
+        return reporter.end is not None
+
     parts = parts_of(plan)
-    reporter.emit(
-        Placed(
-            settings.rank,
-            platform.node(),
-            use_device(settings.device),
-            len(os.sched_getaffinity(0)),
-        )
-    )
+    is_worker = settings.rank < plan.num_workers
+    cores = len(os.sched_getaffinity(0))
+    reporter.emit(Placed(settings.rank, platform.node(), use_device(settings.device), cores))
     torch.set_num_threads(parts.runtime.threads)
     stages = build_stages(settings, plan, parts)
     use(settings.interface)
     stage = stages[0]
     assert isinstance(stage.trainer, Trainer)
-    compare_fingerprint(
-        store, stage.trainer.learner.fingerprint(), lambda: reporter.end is not None
-    )
+    learner = stage.trainer.learner
+    compare_fingerprint(store, learner.fingerprint(), over)
+    restore_point: RestorePoint | None = RestorePoint()
+    if not settings.incarnation:
+        restore_point = await_restore_point(store, settings.rank, over)
+    if restore_point is None:
+        return
     nccl = settings.have_own_gpus and uses_nccl(parts.runtime, stage.topology, parts.cluster)
     all_others = ranks_to_notify(stages, settings.rank)
     kernel = make_kernel(settings, plan, parts, store, reporter, stages, nccl)
-    learner = stage.trainer.learner
     kernel.worker_states = learner
-    saved, own = None, None
     if reporter.checkpoint_writer is not None:
         reporter.checkpoint_writer.first = restore_point.number
-    if restore_point.content:
-        packages = ("ashl", *plan.allow_targets)
-        known: SavedRank = decode(restore_point.content, packages, settings.device)
-        kernel.restore(known, restore_point.since_ns)
-        saved = (known.stage, known.state)
-        own = known.own
-    if settings.rank < plan.num_workers:
+    known = restore(kernel, restore_point, plan, settings.device)
+    if is_worker:
         warm_up(stage.trainer, settings.rank)
-        learner.set_worker_state(settings.rank, own)
+        learner.set_worker_state(settings.rank, known and known.own)
         reporter.learner = learner
     incarnations = dict.fromkeys(all_others, 0)
     if settings.incarnation:
@@ -367,7 +339,7 @@ def train_rank(
         incarnations,
         store,
         regroups(stage),
-        is_worker=settings.rank < plan.num_workers,
+        is_worker=is_worker,
     )
     reporter.on_update = listener.on_membership
     reporter.make_heartbeat = kernel.heartbeat
@@ -377,15 +349,28 @@ def train_rank(
         [*all_others],
         kernel.now_ns / 1e9,
     )
-    joins = settings.incarnation > 0 and not regroups(stage)
-    play = partial(program, stages=stages, saved=saved, joins=joins)
+    play = partial(
+        program,
+        stages=stages,
+        saved=known and (known.stage, known.state),
+        joins=settings.incarnation > 0 and not regroups(stage),
+    )
     with claim_generators(learner.device):
         kernel.run(play)
-    if settings.rank < plan.num_workers and learner.carries:
+    if is_worker and learner.carries:
         reporter.show_last_state(learner.worker_state(settings.rank))
     reporter.emit(kernel.throttle.report())
     answers = stage.elastic or settings.rank == stage.server
     leave_together(settings, plan, store, kernel, listener, answers)
+
+
+def restore(kernel: TorchKernel, point: RestorePoint, plan: Plan, device: str) -> SavedRank | None:
+    """Set the kernel to a restore point; return the saved rank, None at the beginning of a run."""
+    if not point.content:
+        return None
+    known: SavedRank = decode(point.content, ("ashl", *plan.allow_targets), device)
+    kernel.restore(known, point.since_ns)
+    return known
 
 
 def regroups(stage: Stage) -> bool:
@@ -513,14 +498,11 @@ def leave_together(
 
     Args: answers, True if this rank meanwhile tells rejoining workers that they are too late.
     """
-    for rank in range(plan.num_ranks):
-        store.push(f"done/{rank}", settings.rank, b"")
-    done: set[int] = set()
+    store.set(f"done/{settings.rank}", "")
 
     def over() -> bool:
-        while item := store.pop(f"done/{settings.rank}"):
-            done.add(item[0])
-        return len(done | listener.failed_ranks) == plan.num_ranks
+        others = {*range(plan.num_ranks)} - listener.failed_ranks
+        return store.check([f"done/{rank}" for rank in others])
 
     if answers:
         kernel.run_until(over)

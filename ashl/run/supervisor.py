@@ -12,6 +12,7 @@ on another node that is both counts as failed sooner than by `runtime.heartbeat_
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import signal
@@ -32,17 +33,17 @@ from ashl.run.checkpoints import CheckpointManager
 from ashl.run.control_channel import (
     PATIENCE_S,
     POLL_S,
+    Content,
     ControlChannel,
-    JoinAnswer,
-    JoinRequest,
     described,
 )
-from ashl.run.membership_listener import AWAKE_S, SAME_CAUSE_S
+from ashl.run.join import JoinAnswer
+from ashl.run.membership_listener import SAME_CAUSE_S
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT, EXIT_DECLARED_FAILURE, EXIT_EVICTED
 from ashl.run.rank import RankSettings, role_name
-from ashl.run.uploads import decode_state
 from ashl.runtime.control_messages import End, Epoch
+from ashl.runtime.plain_state import decode
 from ashl.runtime.process import FAILURE_WAIT_S
 from ashl.runtime.records import (
     Alive,
@@ -106,7 +107,7 @@ class LivenessMonitor:
     exited: set[int] = field(default_factory=set)
     # workers without which the run continues, with the cause
     failed: dict[int, str] = field(default_factory=dict)
-    last_failure_s: float = 0.0  # controller time of the latest worker failure
+    last_failure_s: float = 0.0  # the channel's awake seconds at the latest worker failure
     # controller time at which an unexpected exit was noticed
     exit_noticed_s: dict[int, float] = field(default_factory=dict)
     # True once the worker is ready to be connected
@@ -125,7 +126,7 @@ class LivenessMonitor:
     errors: list[RankError] = field(default_factory=list)
     pace: list[PacingStats] = field(default_factory=list)
 
-    def handle_record(self, monitor: Monitor, record: Record, vector: Tensor | None) -> None:
+    def handle_record(self, monitor: Monitor, record: Record, content: Content | None) -> None:
         """Apply a rank's record, with the model or module state that belongs to it.
 
         Raises: AshlError if the record names a stage that the plan does not have.
@@ -149,10 +150,11 @@ class LivenessMonitor:
             case PacingStats():
                 self.pace.append(record)
             case Snapshot() | UpdateShown():
-                monitor.snapshot(record, vector)
+                assert not isinstance(content, bytes)
+                monitor.snapshot(record, content)
             case ModuleState():
-                assert vector is not None
-                state = decode_state(vector, ("ashl", *self.plan.allow_targets))
+                assert isinstance(content, bytes)
+                state = decode(content, ("ashl", *self.plan.allow_targets))
                 monitor.set_module_state(record.rank, state)
             case Heartbeat() | TimeTotals() | StageBoundary() if record.rank in self.prior_totals:
                 self.adjust_clock_zero(record)
@@ -216,21 +218,21 @@ class LivenessMonitor:
         return {rank: describe_exit(code) for rank, code in ended.items() if code is not None}
 
     def detect_failures(
-        self, monitor: Monitor, timeout_s: float, late: Sequence[int], drained_s: float
+        self, monitor: Monitor, timeout_s: float, late: Sequence[int], read_s: float
     ) -> None:
         """Continue without workers that were killed, failed as declared, or miss heartbeats while
         others do not.
 
         Does nothing before the run has begun. A failure counts once all records that the worker had
         sent are read.
-        Args: late, ranks without a heartbeat for `timeout_s`; drained_s, controller time up to
-        which records are read.
+        Args: late, ranks without a heartbeat for `timeout_s`; read_s, controller time up to which
+        records are read.
         """
         if not self.survives_failure or not any(
             beat.steps or beat.counts for beat in monitor.beats.values()
         ):
             return
-        self.detect_exits(monitor, drained_s)
+        self.detect_exits(monitor, read_s)
         self.abandon_silent_rejoins(timeout_s)
         for rank in self.presumed_dead():
             self.continue_without(monitor, rank, "disconnected")
@@ -239,18 +241,18 @@ class LivenessMonitor:
             for rank in late:
                 self.evict_silent(monitor, rank, timeout_s)
 
-    def detect_exits(self, monitor: Monitor, drained_s: float) -> None:
+    def detect_exits(self, monitor: Monitor, read_s: float) -> None:
         """Continue without workers on this node that were killed or failed as declared."""
         for rank, cause in self.unexpected_exits().items():
             noticed_s = self.exit_noticed_s.setdefault(rank, time.monotonic())
             tolerated = cause.startswith(KILLED_BY) or cause == DECLARED
-            if drained_s > noticed_s and rank < self.plan.num_workers and tolerated:
+            if read_s > noticed_s and rank < self.plan.num_workers and tolerated:
                 self.continue_without(monitor, rank, cause)
 
     def abandon_silent_rejoins(self, timeout_s: float) -> None:
         """Stop waiting for rejoining workers that miss heartbeats, and kill their processes."""
         for rank in [*self.rejoining]:
-            silent_s = self.channel.drained_s - self.channel.last_heard_s[rank]
+            silent_s = self.channel.silent_s(rank)
             if silent_s > timeout_s or self.is_presumed_dead(rank, silent_s):
                 if rank in self.processes:
                     self.processes[rank].kill()
@@ -293,7 +295,7 @@ class LivenessMonitor:
         return [
             rank
             for rank in self.silent_ranks(QUIET_S)
-            if self.is_presumed_dead(rank, self.channel.drained_s - self.channel.last_heard_s[rank])
+            if self.is_presumed_dead(rank, self.channel.silent_s(rank))
         ]
 
     def can_continue_without(self, monitor: Monitor, silent: set[int]) -> bool:
@@ -320,7 +322,7 @@ class LivenessMonitor:
         if rank in self.failed:
             return self.publish_membership()
         self.failed[rank] = cause
-        self.last_failure_s = time.monotonic()
+        self.last_failure_s = self.channel.awake_s
         now_ns = time.monotonic_ns() - (self.clock_zero_ns or 0)
         if cause == DECLARED:
             declared = [
@@ -380,7 +382,7 @@ class LivenessMonitor:
         """Expect the next incarnation of a failed worker."""
         self.prior_totals[rank] = monitor.beats.get(rank) or empty_totals(rank)
         self.channel.incarnations[rank] += 1
-        self.channel.last_heard_s[rank] = time.monotonic()
+        self.channel.last_heard_s[rank] = self.channel.awake_s
         self.rejoining[rank] = False
         self.unreachable.pop(rank, None)
         self.publish_membership()
@@ -399,7 +401,7 @@ class LivenessMonitor:
         update = self.channel.control_update._replace(lost=failed, ready=ready[:1])
         if self.regroups:
             update = update._replace(epoch=self.next_epoch(update.epoch))
-        self.channel.publish(update)
+        self.channel.control_update = update
 
     def next_epoch(self, epoch: Epoch | None) -> Epoch:
         """Return the present epoch, or the next one if its members are others."""
@@ -418,26 +420,16 @@ class LivenessMonitor:
         return Epoch(epoch.number + 1, workers, members)
 
     def silent_ranks(self, for_s: float) -> list[int]:
-        """Return the ranks without a record for longer than `for_s`, measured when the record queue
-        was last empty; longest first.
-        """
-        known = self.exited.union(self.failed)
-        silent_s = {
-            rank: self.channel.drained_s - last_s
-            for rank, last_s in self.channel.last_heard_s.items()
-            if rank not in known
-        }
-        late = [rank for rank in silent_s if silent_s[rank] > for_s]
-        return sorted(late, key=lambda rank: -silent_s[rank])
+        """Return the ranks without a report for longer than `for_s`, longest first."""
+        present = self.channel.last_heard_s.keys() - self.exited - self.failed.keys()
+        late = [rank for rank in present if self.channel.silent_s(rank) > for_s]
+        return sorted(late, key=self.channel.silent_s, reverse=True)
 
 
 @dataclass
 class LoopTimes:
-    """Times that the controller's loop remembers from pass to pass, in seconds of its clock."""
+    """What the controller's loop remembers from pass to pass, in seconds of its clock."""
 
-    last_pass_s: float
-    answered_s: float = 0.0  # the store's latest answer
-    store_silent_s: float = 0.0  # time awake since the store's latest answer
     failed_s: float | None = None  # the first sign of a failure that ends the run
     interrupted_s: float | None = None  # the user's request to stop
     announced: str | None = None  # the reason to stop that all ranks were told
@@ -457,29 +449,26 @@ def supervise(
     runtime = monitor.job.parts.runtime
     timeout_s = runtime.heartbeat_timeout_s
     # the ranks on this node have only just been started
-    channel.last_heard_s |= dict.fromkeys(liveness.processes, time.monotonic())
+    channel.last_heard_s |= dict.fromkeys(liveness.processes, channel.awake_s)
     # a resumed run has evaluations already
-    channel.publish(channel.control_update._replace(scores=monitor.scores))
-    times = LoopTimes(last_pass_s=time.monotonic())
+    channel.control_update = channel.control_update._replace(scores=monitor.scores)
+    times = LoopTimes()
     takes_checkpoints = checkpoint_manager.every_s is not None
     while len(liveness.exited.union(liveness.failed)) < plan.num_ranks:
-        drained_s = channel.drained_s  # the records that were sent before are read now
+        now_s = time.monotonic()  # the records that were received before are applied next
         read_records(liveness, monitor, checkpoint_manager)
-        now_s = time.monotonic()
-        measure_store_silence(channel, times, now_s)
         publish_stop(channel, monitor, times, now_s)
         late = liveness.silent_ranks(timeout_s)
         if not takes_checkpoints:  # else a failed run is resumed from a checkpoint
-            liveness.detect_failures(monitor, timeout_s, late, drained_s)
+            liveness.detect_failures(monitor, timeout_s, late, now_s)
             if not times.announced and monitor.final is None:
                 liveness.restart_workers(monitor, runtime.max_restarts)
         answer_join_requests(liveness, monitor, takes_checkpoints)
-        raise_settled_failure(liveness, run_dir, monitor, times, takes_checkpoints, drained_s)
+        raise_settled_failure(liveness, run_dir, monitor, times, takes_checkpoints, now_s)
         if times.interrupted_s is not None and now_s - times.interrupted_s > PATIENCE_S:
             check_disconnected(liveness, monitor)
             monitor.evaluate_pending()
             return None
-        check_store(channel, times, timeout_s)
         check_liveness(plan, monitor, liveness, timeout_s, bool({*late} - liveness.failed.keys()))
         monitor.draw_progress()
         time.sleep(POLL_S)
@@ -500,24 +489,13 @@ def read_records(
 ) -> None:
     """Apply all records that the control channel has received."""
     channel = liveness.channel
-    for record, vector in channel.receive_records():
-        liveness.handle_record(monitor, record, vector)
+    for record, content in channel.receive_records():
+        liveness.handle_record(monitor, record, content)
         if isinstance(record, Snapshot):
-            channel.publish(channel.control_update._replace(scores=monitor.scores))
+            channel.control_update = channel.control_update._replace(scores=monitor.scores)
         elif isinstance(record, CheckpointPartSaved):
-            checkpoint_manager.add_part(record, monitor, vector)
-
-
-def measure_store_silence(channel: ControlChannel, times: LoopTimes, now_s: float) -> None:
-    """Measure for how long the store has not answered, without the time in which this process was
-    stopped.
-    """
-    if channel.store_answered_s == times.answered_s:
-        times.store_silent_s += min(now_s - times.last_pass_s, AWAKE_S)
-    else:
-        times.store_silent_s = 0.0
-    times.last_pass_s = now_s
-    times.answered_s = channel.store_answered_s
+            assert not isinstance(content, Tensor)
+            checkpoint_manager.add_part(record, monitor, content)
 
 
 def publish_stop(channel: ControlChannel, monitor: Monitor, times: LoopTimes, now_s: float) -> None:
@@ -528,7 +506,7 @@ def publish_stop(channel: ControlChannel, monitor: Monitor, times: LoopTimes, no
     if monitor.stopping == "interrupted":
         times.interrupted_s = now_s
     logger.info("asks all ranks to stop: %s", times.announced)
-    channel.publish(channel.control_update._replace(stopping=times.announced))
+    channel.control_update = channel.control_update._replace(stopping=times.announced)
 
 
 def raise_settled_failure(
@@ -537,29 +515,20 @@ def raise_settled_failure(
     monitor: Monitor,
     times: LoopTimes,
     takes_checkpoints: bool,
-    drained_s: float,
+    now_s: float,
 ) -> None:
     """Raise the error of a failure that the run does not tolerate, `SETTLE_S` after its first sign.
 
-    Args: drained_s, controller time up to which records are read.
+    Args: now_s, controller time up to which records are read.
     """
     disconnected = takes_checkpoints and liveness.presumed_dead()
     if not (liveness.errors or liveness.unexpected_exits() or disconnected):
         times.failed_s = None  # the run continues without the failed worker
     elif times.failed_s is None:
-        times.failed_s = times.last_pass_s
+        times.failed_s = now_s
         logger.warning("a rank failed; waits %g s for records that name the cause", SETTLE_S)
-    if times.failed_s is not None and drained_s - times.failed_s > SETTLE_S:
+    if times.failed_s is not None and now_s - times.failed_s > SETTLE_S:
         raise run_failure(liveness, run_dir, monitor)
-
-
-def check_store(channel: ControlChannel, times: LoopTimes, timeout_s: float) -> None:
-    """Raise AshlError if the store has not answered for `timeout_s`."""
-    if times.store_silent_s > timeout_s:
-        raise AshlError(
-            f"{channel.store} did not answer for {timeout_s:g} s (runtime.heartbeat_timeout_s);"
-            " the run ends here"
-        )
 
 
 def check_disconnected(liveness: LivenessMonitor, monitor: Monitor) -> None:
@@ -696,6 +665,7 @@ def check_liveness(
 
     Args: missing, True if a rank that has not failed sent no heartbeat for `timeout_s`.
     """
+    channel = liveness.channel
     for_so_long = f"for {timeout_s:g} s (runtime.heartbeat_timeout_s)"
     if missing:
         # with the ranks that became silent at about the same time
@@ -712,7 +682,7 @@ def check_liveness(
     beats = [monitor.beats.get(rank) for rank in running]
     stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
     # a failure, or a stop of this process, may have held up all ranks
-    since_s = time.monotonic() - max(liveness.last_failure_s, liveness.channel.resumed_s)
+    since_s = channel.awake_s - max(liveness.last_failure_s, channel.resumed_s)
     if len(stuck) == len(running) and since_s > timeout_s:
         waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
         raise AshlError(f"deadlock: no rank made progress for {timeout_s:g} s: {waits}")
@@ -727,24 +697,29 @@ def answer_join_requests(
     """Answer every join request that the control channel has received."""
     channel = liveness.channel
     while channel.join_requests:
-        number, request = channel.join_requests.popleft()
-        answer = answer_join_request(liveness, monitor, request, takes_checkpoints)
+        request, future = channel.join_requests.popleft()
+        worker = json.loads(request)
+        if not isinstance(worker, int | None):  # of another version of ashl; it times out
+            continue
+        answer = answer_join_request(liveness, monitor, worker, takes_checkpoints)
         if answer.refused is None:
             logger.info(
                 "admits a process as worker %d, incarnation %d", answer.worker, answer.incarnation
             )
         else:
             logger.info("rejects a join request: %s", answer.refused)
-        channel.send_join_answer(number, answer)
+        future.set_result(answer.dumps())
 
 
 def answer_join_request(
-    liveness: LivenessMonitor, monitor: Monitor, request: JoinRequest, takes_checkpoints: bool
+    liveness: LivenessMonitor, monitor: Monitor, worker: int | None, takes_checkpoints: bool
 ) -> JoinAnswer:
-    """Admit a joining process in the place of a failed worker, or return the reason against it."""
-    if reason := join_refusal(liveness, monitor, request.worker, takes_checkpoints):
+    """Admit a joining process in the place of `worker`, or of any failed worker if None; or return
+    the reason against it.
+    """
+    if reason := join_refusal(liveness, monitor, worker, takes_checkpoints):
         return JoinAnswer(refused=reason)
-    rank = request.worker
+    rank = worker
     if rank is None:
         rank = min(liveness.failed.keys() - liveness.rejoining.keys())
     liveness.expect_rejoin(monitor, rank)

@@ -41,15 +41,17 @@ class RankCheckpointWriter:
     def __init__(
         self,
         rank: int,
-        put: Callable[[int, bytes], tuple[str, int]],
-        emit: Callable[[CheckpointPartSaved], None],
+        run_dir: Path | None,
+        emit: Callable[[CheckpointPartSaved, bytes | None], None],
         every_s: float | None,
     ) -> None:
-        """Set up the writer. `put(number, content)` stores a part and returns its hash, and the
-        number of bytes that the controller has yet to write.
+        """Set up the writer.
+
+        Args: run_dir, None if this process does not share the run folder with the controller, which
+        then writes the part; emit, reports a part, with its bytes if the controller writes it.
         """
         self._rank = rank
-        self._put = put
+        self._run_dir = run_dir
         self._emit = emit
         self._thread: threading.Thread | None = None  # writes the latest part
         self.every_s = every_s
@@ -72,35 +74,26 @@ class RankCheckpointWriter:
 
     def _write(self, document: Any, part: CheckpointPartSaved) -> None:
         try:
-            sha256, nbytes = self._put(part.number, encode(document))
-            self._emit(part._replace(sha256=sha256, nbytes=nbytes))
+            content = encode(document)
+            if self._run_dir is None:
+                return self._emit(part, content)
+            path = part_of(folder_of(self._run_dir, part.number), self._rank)
+            self._emit(part._replace(sha256=write(path, content)), None)
         except (OSError, RuntimeError) as error:
-            self._emit(part._replace(error=first_line(error)))
-
-
-def write_to_folder(run_dir: Path, rank: int, number: int, content: bytes) -> tuple[str, int]:
-    """Write a part into the run folder, for a rank that can access it; see
-    `RankCheckpointWriter`.
-    """
-    return write(part_of(folder_of(run_dir, number), rank), content), 0
+            self._emit(part._replace(error=first_line(error)), None)
 
 
 def write(path: Path, content: bytes) -> str:
     """Write a file in one step; return its hash. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda part: part.write_bytes(content))
-    return hash_bytes(content)
+    return hashlib.sha256(content).hexdigest()
 
 
 def hash_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def hash_bytes(content: bytes) -> str:
-    """Return the SHA-256 of a file's content."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def folder_of(run_dir: Path, number: int) -> Path:

@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 import torch
 
-from ashl.run import uploads
 from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.plain_state import decode, encode, to_plain
@@ -251,12 +250,12 @@ def cost(folder: str, *by: str) -> list[str]:
     document = to_plain(decode(file.read_bytes()))
     began = time.process_time()
     for number in range(PARTS):
+        content = encode(document)
         if by:
-            _, nbytes = uploads.upload_checkpoint_part(store, 0, number, encode(document))
-            content = uploads.pop_bytes(store, uploads.checkpoint_queue(0, number), nbytes)
-            rank_checkpoint.write(run / "again.safetensors", content)
-        else:
-            rank_checkpoint.write(run / "again.safetensors", encode(document))
+            store.set(f"part/{number}", content)
+            content = store.get(f"part/{number}")
+            store.delete_key(f"part/{number}")
+        rank_checkpoint.write(run / "again.safetensors", content)
     wrote = f"{(time.process_time() - began) / PARTS / EVERY_S:.2%}"
     row = [
         f"{len(near)}",

@@ -20,7 +20,6 @@ from ashl.config.catalog import catalog
 from ashl.launch.environment import ENGINES, clear_launcher_env
 from ashl.report.records import is_summary
 from ashl.run import process_setup
-from ashl.run.control_channel import ControlChannel
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import handle_signals
 from ashl.tracking import jsonl
@@ -318,14 +317,6 @@ def test_sighup_is_handled_unless_it_is_ignored_as_under_nohup(ignored, monkeypa
     finally:
         signal.signal(signal.SIGHUP, before)
     assert heard == ([signal.SIGTERM] if ignored else [signal.SIGHUP, signal.SIGTERM])
-
-
-def test_ranks_count_as_alive_while_the_controller_is_stopped(monkeypatch) -> None:
-    channel = ControlChannel.__new__(ControlChannel)
-    channel.last_heard_s, channel.drained_s, channel.resumed_s = {0: 100.0, 1: 102.0}, 102.0, 0.0
-    channel._discount_stop(162.0, 60.0)
-    assert channel.last_heard_s == {0: 160.0, 1: 162.0}
-    assert channel.resumed_s == 162.0
 
 
 @pytest.mark.slow
