@@ -214,9 +214,9 @@ class StoreServer:
             finally:
                 self._pending.release()
                 if not known:
-                    if address not in self.refused:
-                        logger.warning("refuses %s, which does not know the job's secret", address)
                     self.refused[address] += 1
+                    if self.refused[address] == 1:
+                        logger.warning("refuses %s, which does not know the job's secret", address)
             while known:
                 name, *args = receive_message(connection)
                 try:
