@@ -428,7 +428,7 @@ class LivenessMonitor:
 
 @dataclass
 class LoopTimes:
-    """What the controller's loop remembers from pass to pass, in seconds of its clock."""
+    """Times and decisions that the loop of the controller remembers between passes, in seconds."""
 
     failed_s: float | None = None  # the first sign of a failure that ends the run
     interrupted_s: float | None = None  # the user's request to stop
