@@ -26,6 +26,7 @@ from ashl.overlap.timeline import merge_buckets, untimed_timeline
 from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import Job, assemble, layer_groups
+from ashl.stage.members import members_of
 
 # Options that all scripts can express; below, the differences by target.
 COMMON = {
@@ -113,7 +114,7 @@ def find_obstacle(plan: Plan, job: Job, to: str) -> str | None:
     if to == "ddp" and stage.sync.exchange == "difference" and plan.choices["optimizer"] != "sgd":
         return "such a script averages gradients; take sync.exchange=gradient"
     equal = all(
-        abs(plan.num_workers * weight - 1) < 1e-6 for weight in stage.weights(stage.workers)
+        abs(plan.num_workers * weight - 1) < 1e-6 for weight in members_of(stage).planned.weights
     )
     if to != "script" and not (equal and len(set(steps_in_round(job))) == 1):
         return (
@@ -192,7 +193,7 @@ def template_values(plan: Plan, job: Job) -> dict[str, Any]:
         "model": model,
         "call_of": call_of,
         "steps": steps_in_round(job),
-        "weights": [round(weight, 9) for weight in stage.weights(stage.workers)],
+        "weights": [round(weight, 9) for weight in members_of(stage).planned.weights],
         "messages": [
             4 * (part.stop - part.start) for part in reversed(merge_buckets(groups, counts))
         ],

@@ -23,6 +23,7 @@ from ashl.optimizer.plain import PlainOptimizer
 from ashl.size_only import SizeOnly
 
 Moments = tuple[Any, ...]
+KEPT = 8  # trainers with redistributed samples that a trainer keeps
 
 
 class Trainer:
@@ -53,6 +54,8 @@ class Trainer:
         self._of_step = (("optimizer", named(made)),)
         # The mean density of the latest steps, with the steps and weights to which it belongs.
         self._last: tuple[Any, float] = (None, 1.0)
+        # the last trainers of `redistribute`, by failed workers: all workers of a simulation ask
+        self._redistributed: dict[frozenset[int], Trainer] = {}
         self.epoch_samples = learner.epoch_samples
         self.num_params = learner.num_params
         self.dense_bytes = 4 * learner.num_params
@@ -61,15 +64,19 @@ class Trainer:
         """Return a trainer with other shares of the data."""
         return Trainer(self.learner, self.optimizer, self.deal, shares, self.in_rounds)
 
-    def handed(self, gone: frozenset[int]) -> Trainer:
-        """Return the trainer while the workers `gone` have failed and their samples are with the
-        others.
-        """
-        other = copy.copy(self)
-        shards = handed([batches.shard for batches in self.batches], gone)
-        other.batches = [own.over(shard) for own, shard in zip(self.batches, shards, strict=True)]
-        other._last = (None, 1.0)
-        return other
+    def redistribute(self, failed: frozenset[int]) -> Trainer:
+        """Return the trainer with which survivors use the samples of failed workers, too."""
+        known = self._redistributed
+        if failed not in known:
+            while len(known) >= KEPT:
+                del known[next(iter(known))]
+            other = known[failed] = copy.copy(self)
+            shards = handed([batches.shard for batches in self.batches], failed)
+            other.batches = [
+                own.over(shard) for own, shard in zip(self.batches, shards, strict=True)
+            ]
+            other._last = (None, 1.0)
+        return known[failed]
 
     @property
     def weighs(self) -> bool:
@@ -410,7 +417,7 @@ class SizeOnlyTrainer:
     def reshard(self, shares: Sequence[float]) -> SizeOnlyTrainer:
         return self
 
-    def handed(self, gone: frozenset[int]) -> SizeOnlyTrainer:
+    def redistribute(self, failed: frozenset[int]) -> SizeOnlyTrainer:
         return self
 
     def worker_state(self, worker: int) -> None:

@@ -17,6 +17,7 @@ from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd, UpdateShown
 from ashl.size_only import Vector
 from ashl.stage.compression_pipeline import CompressionPipeline
+from ashl.stage.members import members_of, remaining_rounds, truncate_round
 from ashl.stage.program import program
 from ashl.stage.stage import Stage, extra_ranks
 
@@ -172,11 +173,18 @@ def bucketed_step_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int
     return cycles
 
 
+def truncate_stage(stage: Stage) -> Stage:
+    """Return a stage with shorter rounds if a round is longer than the whole run."""
+    members = members_of(stage)
+    rest = remaining_rounds(stage, members, members.planned, (0, 0))
+    workers = truncate_round(stage, members, members.planned, rest).workers
+    return replace(stage, plan=replace(stage.plan, workers=workers))
+
+
 def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     """Return the stage's plan with each worker's cycle, and long-run steps/s and wait share."""
     plan, n = stage.plan, stage.num_workers
-    # A round may be longer than the whole run.
-    stage = stage.truncate_last_round(stage.remaining_rounds(0, 0))
+    stage = truncate_stage(stage)
     if stage.sync.loop(stage, 0) is not None:  # a profiling stage has no steps
         return plan
     steady = replace(cluster, jitter=0.0, events=(), churn=None)

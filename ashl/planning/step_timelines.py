@@ -18,7 +18,7 @@ from ashl.overlap.timeline import Bucket, CompressedTimeline, StepTimeline, unti
 from ashl.plan.plan import StagePlan
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
-from ashl.stage.stage import Members
+from ashl.stage.stage import Ranks
 
 LinkOf = Callable[[int, int], CompressionPipeline]  # pipeline of the elements [start, stop)
 WARM = 1_000_000  # an epoch after the end of every warm-up
@@ -40,7 +40,7 @@ class Uncontended:
             return 0
         return self._network.latency_ns(src, dst, 1, 0)
 
-    def at_server_ns(self, workers: Members, server: int, nbytes: int, *, out: bool) -> int:
+    def at_server_ns(self, workers: Ranks, server: int, nbytes: int, *, out: bool) -> int:
         """Return the time for which these bytes of each worker occupy the server's NIC, or the
         slowest worker's NIC if that takes longer.
 
@@ -52,10 +52,10 @@ class Uncontended:
         own_ns = max(service_ns(rank, out=not out) for rank in workers)
         return max(own_ns, len(workers) * service_ns(server, out=out))
 
-    def all_reduce_ns(self, group: Members, nbytes: int, now_ns: int) -> int:
+    def all_reduce_ns(self, group: Ranks, nbytes: int, now_ns: int) -> int:
         return self._sum_ns(group, nbytes, now_ns)
 
-    def all_gather_ns(self, group: Members, total: int, now_ns: int) -> int:
+    def all_gather_ns(self, group: Ranks, total: int, now_ns: int) -> int:
         return self._gather_ns(group, total, now_ns)
 
 
@@ -86,7 +86,7 @@ def make_timeline(
 
 
 def make_group_timeline(
-    members: Members,
+    members: Ranks,
     stage: StagePlan,
     speed: Speed,
     costs: Uncontended,

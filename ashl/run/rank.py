@@ -81,7 +81,7 @@ from ashl.runtime.rendezvous import (
 )
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NEVER, first_line, make_nccl_payloads
-from ashl.stage.program import peers_of, program, ranks_to_notify, restrict_to
+from ashl.stage.program import peers_of, program, ranks_to_notify
 from ashl.stage.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -430,7 +430,7 @@ def make_kernel(
         hierarchy=hierarchy,
         payload_transport=payloads,
         meet=meet if regroups(stage) else None,
-        peers_in=lambda epoch: peers_of(restrict_to(stages, epoch), settings.rank),
+        peers_in=lambda epoch: peers_of(stages, settings.rank, epoch.workers),
         num_workers=plan.num_workers,
         num_ranks=plan.num_ranks,
     )

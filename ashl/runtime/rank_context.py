@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from ashl.plan.assignments import Members
 from ashl.runtime.effects import (
     ANY,
     AllGather,
@@ -142,6 +143,7 @@ class RankContext:
         "kernel",
         "loss",
         "measures",
+        "members",
         "rank",
         "restart_point",
         "staleness",
@@ -149,6 +151,7 @@ class RankContext:
         "time_accounting",
         "tolerates_failures",
     )
+    members: Members  # workers that take part in the present stage, see `ashl.stage.program`
     # effects to await
     compute, send, sleep, join, cancel, save = (
         Compute,

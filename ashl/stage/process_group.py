@@ -9,7 +9,7 @@ sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ashl.learn.device import to_host
+from ashl.plan.assignments import Assignments
 from ashl.runtime.effects import Compute
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
@@ -36,16 +37,20 @@ class ProcessGroup:
     ctx: RankContext
     stage: Stage
     ranks: tuple[int, ...]
-    weights: list[float]  # c_j
+    weights: Sequence[float]  # c_j
+    work: Assignments  # of the round, from which the weights follow
     loss: float = 0.0
     signal: float = 0
     piggybacked_sent: bool = False  # True if loss and signal have been sent in this merge
     share: float = 1.0  # share of the model that is exchanged
 
     @classmethod
-    def of(cls, ctx: RankContext, stage: Stage) -> ProcessGroup:
-        """Return the group of all workers of a stage."""
-        return cls(ctx, stage, stage.workers, stage.team_weights)
+    def of(cls, ctx: RankContext, stage: Stage, work: Assignments) -> ProcessGroup:
+        """Return the group of all members of a stage, with this work."""
+        ranks, weights = ctx.members.ranks, work.weights
+        if len(ranks) < len(weights):
+            weights = [weights[rank] for rank in ranks]
+        return cls(ctx, stage, ranks, weights, work)
 
     def begin(self, loss: float, signal: float) -> None:
         """Begin a merge."""

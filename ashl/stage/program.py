@@ -8,14 +8,18 @@ mentions failures.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.planner.assignment import assignment_of
+from ashl.plan.plan import assigned
+from ashl.planner.assignment import Assignment, assignment_of
 from ashl.runtime.effects import Epoch
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.members import shared_members, survivors
+from ashl.stage.progress import RunProgress
 from ashl.stage.stage import PAUSE, STOP, Loop, Stage
 
 SHOWN = 2**31  # index of a stage: beyond the last one, and the final model is sent
@@ -38,27 +42,42 @@ async def program(
     ctx.time_accounting.limit_ns = first.stop_criteria.deadline_ns
     if (joins or epoch) and saved is None and ctx.rank < first.num_workers:
         first.trainer.set_worker_state(ctx.rank, None)
-    lead_rank = first.lead_rank
     if epoch is not None:
         check_min_workers(ctx, first, epoch)
         saved = await first.topology.reform(ctx, stages, saved, epoch)
-        lead_rank = restrict_to(stages, epoch)[0].lead_rank
     elif joins and (saved := await first.topology.join(ctx, stages)) is None:
         return
     begin, state = saved or (0, first.topology.begin(ctx, first))
-    ctx.counter = state if ctx.rank == lead_rank else None
+    ranks = present_workers(ctx, first, state, epoch)
+    ctx.counter = state if ctx.rank == first.lead_of(ranks) else None
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
-    if epoch is not None:
-        stages = restrict_to(stages, epoch)
     for index in range(begin, len(stages)):
-        if await run_stage(ctx, stages[index], state) == STOP:
+        stage = stages[index]
+        ctx.members = shared_members(ctx, stage, ranks, 0 if epoch is None else epoch.number)
+        if await run_stage(ctx, stage, state) == STOP:
             break
         if state.assigned is not None and state.assigned[0] == index + 1:
             stages = apply_assignments(stages, *state.assigned)
     if begin <= len(stages):
         ctx.safe_point(len(stages), state)
         show_final_model(ctx, first, state)
+
+
+def present_workers(
+    ctx: RankContext, stage: Stage, state: Any, epoch: Epoch | None
+) -> tuple[int, ...]:
+    """Return the workers that take part from now on.
+
+    Without an epoch these are all workers; in a run that resumes after a failure, the survivors.
+    """
+    is_worker = ctx.rank < stage.num_workers
+    if epoch is None:
+        resumes = is_worker and isinstance(getattr(state, "progress", None), RunProgress)
+        return survivors(stage, state.progress.gone) if resumes else stage.workers
+    if is_worker and stage.reshards:
+        state.away = tuple(sorted({*stage.workers}.difference(epoch.workers)))
+    return epoch.workers
 
 
 def show_final_model(ctx: RankContext, first: Stage, state: Any) -> None:
@@ -92,12 +111,6 @@ def check_min_workers(ctx: RankContext, stage: Stage, epoch: Epoch) -> None:
         )
 
 
-def restrict_to(stages: Sequence[Stage], epoch: Epoch) -> list[Stage]:
-    """Return the stages with the members of an epoch as workers."""
-    failed = {*range(stages[0].num_workers)}.difference(epoch.workers)
-    return [stage.restricted_to(failed) for stage in stages]
-
-
 async def run_stage(ctx: RankContext, stage: Stage, state: Any) -> int:
     """Run this rank's loop of a stage, again after each pause. Returns: the final signal."""
     loop = select_loop(stage, ctx.rank)
@@ -107,19 +120,25 @@ async def run_stage(ctx: RankContext, stage: Stage, state: Any) -> int:
     return signal
 
 
-def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
-    """Return all ranks with which this rank ever exchanges messages."""
-    both = ((stage.topology.links(stage, rank), stage.sync.links(stage, rank)) for stage in stages)
-    return tuple(sorted({peer for topology, rule in both for peer in (*topology, *rule)}))
+def peers_of(
+    stages: Sequence[Stage], rank: int, members: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Return all ranks with which this rank ever exchanges messages, while the workers in `members`
+    take part; None = all workers.
+    """
+    peers = set[int]()
+    for stage in stages:
+        if members is None:
+            peers.update(stage.topology.links(stage, rank))
+        else:
+            peers.update(stage.topology.links_among(stage, rank, members))
+        peers.update(stage.sync.links(stage, rank))
+    return tuple(sorted(peers))
 
 
 def ranks_to_notify(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
-    """Return all ranks that are notified of a failure of this rank."""
-    return tuple(
-        sorted(
-            {peer for stage in stages for peer in stage.topology.notified_on_failure(stage, rank)}
-        )
-    )
+    """Return all ranks that are notified of a failure of this rank, except with epochs."""
+    return tuple(sorted({peer for one in stages for peer in one.topology.links(one, rank)}))
 
 
 def select_loop(stage: Stage, rank: int) -> Loop:
@@ -133,7 +152,14 @@ def apply_assignments(stages: Sequence[Stage], first: int, assigned: Tensor) -> 
     """
     rows = assigned.view(len(stages) - first, stages[0].num_workers, 4).tolist()
     after = [
-        stage.with_replanned_shards([assignment_of(row) for row in r])
+        replan_stage(stage, [assignment_of(row) for row in r])
         for stage, r in zip(stages[first:], rows, strict=True)
     ]
     return [*stages[:first], *after]
+
+
+def replan_stage(stage: Stage, rows: Sequence[Assignment]) -> Stage:
+    """Return a later stage as it is planned during the run, with shards as planned."""
+    workers = assigned(stage.plan.workers, rows)
+    trainer = stage.trainer.reshard([worker.data_share for worker in workers])
+    return replace(stage, plan=replace(stage.plan, workers=workers), trainer=trainer)

@@ -1,20 +1,18 @@
-"""A stage while it runs: the rules of a plan bound to its workers, and the contracts of sync modes
-and topologies.
+"""The configuration of a stage, and the contracts of sync modes and topologies.
 
-`Rule` and `Topology` are the bases of the options `sync` and `topology`. `Stage` is frozen. Methods
-that begin with `with_`, and `restricted_to`, `truncate_last_round` and `fragment`, return another
-stage for a round, a set of survivors or a part of the model. `cached` caches values that all ranks
-of a simulation look up in the same stage.
+`Rule` and `Topology` are the bases of the options `sync` and `topology`. `Stage` binds the chosen
+options of one stage. It never changes: the workers that take part are `Members`, and their work in
+a round is `Assignments` (`ashl.stage.members`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from ashl.aggregate.weighted import Push, Weighted
+from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import ContentionCosts
 from ashl.compression.contract import Codec, Estimator, Keeps, Layout
 from ashl.learn.trainer import AnyTrainer
@@ -24,9 +22,9 @@ from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.none import Serial
 from ashl.overlap.timeline import Bucket, untimed_timeline
 from ashl.plan.alpha_beta import LARGE, AlphaBeta
-from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
+from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.plan.profile import CodecCost, Profile, WorkerProfile
-from ashl.planner.assignment import Assignment, Planner
+from ashl.planner.assignment import Planner
 from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
@@ -36,7 +34,7 @@ from ashl.stage.stopping import StopCriteria
 
 # the coroutine of one rank through one stage; returns its final signal
 Loop = Callable[[RankContext, "Stage", Any], Coroutine[Any, Any, int]]
-Members = tuple[int, ...]  # sorted ranks
+Ranks = tuple[int, ...]  # sorted ranks
 
 # capabilities of a topology
 CODEC = "codec"  # compressed pushes
@@ -55,9 +53,9 @@ class Network(Protocol):
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int: ...
 
-    def all_reduce_ns(self, group: Members, nbytes: int, now_ns: int) -> int: ...
+    def all_reduce_ns(self, group: Ranks, nbytes: int, now_ns: int) -> int: ...
 
-    def all_gather_ns(self, group: Members, total: int, now_ns: int) -> int: ...
+    def all_gather_ns(self, group: Ranks, total: int, now_ns: int) -> int: ...
 
 
 class Rule(Contract, group="sync", strict=True):
@@ -119,7 +117,7 @@ class Rule(Contract, group="sync", strict=True):
         """Return the sync mode's own loop of this rank, or None to use the topology's."""
         return None
 
-    def links(self, stage: Stage, rank: int) -> Members:
+    def links(self, stage: Stage, rank: int) -> Ranks:
         """Return the ranks with which the sync mode's own loop exchanges messages, beyond the
         topology's.
         """
@@ -159,11 +157,14 @@ class Topology(Contract, group="topology"):
         """Return the ranks with which this rank exchanges messages."""
         raise NotImplementedError
 
-    def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Return the ranks that are notified of a failure of this rank."""
-        return self.links(stage, rank)
+    def links_among(self, stage: Stage, rank: int, members: Ranks) -> tuple[int, ...]:
+        """Return the ranks with which this rank exchanges messages if only these workers take
+        part.
+        """
+        peers = self.links(stage, rank)
+        return tuple(peer for peer in peers if peer in members or peer >= stage.num_workers)
 
-    def groups(self, stage: Stage) -> Sequence[Members]:
+    def groups(self, stage: Stage) -> Sequence[Ranks]:
         """Return the groups that are known before the run, for which processes make process
         groups.
         """
@@ -231,7 +232,6 @@ class Segment(NamedTuple):
     buckets: range  # numbers of its buckets
 
 
-T = TypeVar("T")
 Replan = Callable[
     [
         tuple[WorkerProfile, ...],
@@ -248,7 +248,6 @@ SERIAL = Serial()
 # then stop; PAUSE = save a checkpoint, then continue
 GO, NEXT, STOP, LAST, PAUSE = range(5)
 FAILURE_MESSAGE_BYTES = 2**20  # bytes of a message with counts for a member that is behind
-CACHED_STAGES = 8  # cached stages with redistributed shards
 OF_SHARDS = ("full", "statistics")  # estimators that use all samples of a worker
 
 
@@ -292,23 +291,11 @@ class Stage:
     reshards: bool = False  # True: survivors use the data of failed workers
     joins: bool = False  # True: workers may join during the run
     elastic: bool = False  # True: the run tolerates failures of workers
-    gone: frozenset[int] = frozenset()  # failed workers, if no server counts
     # bytes on the wire / dense bytes, by compression ratio
     payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)
     # Plans the remaining stages. Arguments: the measured profile of each worker, the server's
     # seconds per step and bytes per second, all-reduce costs, contention, codec costs.
     replan: Replan | None = None
-
-    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def cached(self, fn: Callable[[Stage], T], key: Hashable = None) -> T:
-        """Return fn(stage), computed by the first rank that asks. A function that each rank makes
-        again needs a `key` that all share.
-        """
-        key = key or fn
-        if key not in self._cache:
-            self._cache[key] = fn(self)
-        return self._cache[key]
 
     @property
     def num_workers(self) -> int:
@@ -320,13 +307,20 @@ class Stage:
         size = self.size or (1 + self.sync.momentum_travels) * self.trainer.num_params
         return CompressionPipeline(self.codec, size, device=self.trainer.device)
 
-    def fragment(self, k: int) -> Stage:
-        """Return the stage for one fragment of the model."""
-        own = self.fragments[k]
-        its = {"size": own.size, "layout": own.layout, "codec": own.codec, "outer": own.outer}
-        return self.cached(
-            lambda whole: replace(whole, fragments=(), compression_stats_vs_mean=False, **its),
-            ("fragment", k),
+    @cached_property
+    def fragment_stages(self) -> tuple[Stage, ...]:
+        """Return the configuration of the exchange of each fragment."""
+        return tuple(
+            replace(
+                self,
+                fragments=(),
+                compression_stats_vs_mean=False,
+                size=own.size,
+                layout=own.layout,
+                codec=own.codec,
+                outer=own.outer,
+            )
+            for own in self.fragments
         )
 
     @property
@@ -344,8 +338,14 @@ class Stage:
 
     @cached_property
     def lead_rank(self) -> int:
-        """Return the rank that counts progress, decides when the run ends, and emits snapshots."""
-        return self.server if extra_ranks(self.topology, self.sync, self.nodes) else self.workers[0]
+        """Return the rank that counts progress until a failure, decides when the run ends, and
+        emits snapshots.
+        """
+        return self.lead_of(self.workers)
+
+    def lead_of(self, members: Sequence[int]) -> int:
+        """Return the lead rank of these members: the server or coordinator, else the first one."""
+        return self.server if extra_ranks(self.topology, self.sync, self.nodes) else members[0]
 
     @property
     def replicas(self) -> bool:
@@ -437,7 +437,8 @@ class Stage:
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.num_workers) if rank not in self.gone)
+        """Return the ranks of all workers, failed ones included."""
+        return tuple(range(self.num_workers))
 
     @property
     def resets(self) -> bool:
@@ -473,159 +474,8 @@ class Stage:
         """
         return min(self.quorum, present) if self.sync.in_rounds else self.quorum
 
-    @cached_property
-    def round_steps(self) -> tuple[int, ...]:
-        """Return the steps of each worker between two merges, if H does not change."""
-        return tuple(
-            1 if self.sync.exchange == "gradient" else w.local_steps for w in self.plan.workers
-        )
-
-    @cached_property
-    def round_samples(self) -> tuple[int, ...]:
-        """Return the samples of each worker between two merges."""
-        return tuple(steps * self.samples_of(rank) for rank, steps in enumerate(self.round_steps))
-
-    @cached_property
-    def round_totals(self) -> tuple[int, int]:
-        """Return steps and samples of a round, summed over all workers."""
-        here = self.workers
-        return sum(self.round_steps[rank] for rank in here), sum(
-            self.round_samples[rank] for rank in here
-        )
-
-    def count_merge(self, progress: Progress, mean_loss: float, staleness: int = 0) -> Progress:
-        """Return the counts after one more merge of all workers' work, or, after divergence, with
-        the loss alone.
-        """
-        progress = progress.copy()
-        progress.observe_all(staleness, mean_loss, "the workers' mean loss")
-        if not progress.diverged:
-            progress.commit_all(self.round_steps, self.round_totals[1])
-            progress.merge()
-        return progress
-
-    def remaining_rounds(
-        self, steps: int, samples: int, ahead: int = 0, gone: Collection[int] = ()
-    ) -> tuple[int, int] | None:
-        """Return (a, b): a/b rounds remain until the count that ends the run.
-
-        Return None if no count ends it, or without synchronous rounds. `ahead` rounds are counted
-        as done; workers that are `gone` contribute to no round.
-        """
-        asked = steps, samples, ahead, tuple(gone)
-        last = self._cache.get("rest")  # cached, because all workers of a round ask the same
-        if last is None or last[0] != asked:
-            self._cache["rest"] = last = asked, self._compute_remaining_rounds(*asked)
-        return last[1]
-
-    def _compute_remaining_rounds(
-        self, steps: int, samples: int, ahead: int, gone: tuple[int, ...]
-    ) -> tuple[int, int] | None:
-        if not self.sync.in_rounds:
-            return None
-        (steps_of_all, samples_of_all), n = self.round_totals, len(self.workers) - len(gone)
-        for rank in gone:
-            steps_of_all -= self.round_steps[rank]
-            samples_of_all -= self.round_samples[rank]
-        quorum = self.quorum_of(n)
-        merged = (steps_of_all * quorum // n, samples_of_all * quorum // n)
-        left = self.stop_criteria.remaining_rounds(steps, samples, merged)
-        return left and (left[0] - ahead * left[1], left[1])
-
-    def cap_local_steps(self, local_steps: int, rank: int, rest: tuple[int, int] | None) -> int:
-        """Return how many of `local_steps` a worker computes in the next round.
-
-        In the last round each worker computes its part of the remaining count, rounded up. So the
-        count is exceeded by less than one step per worker.
-        """
-        if rest is None:
-            return local_steps
-        left, whole = rest
-        return min(local_steps, max(1, -(-self.round_steps[rank] * left // whole)))
-
-    def truncate_last_round(self, rest: tuple[int, int] | None) -> Stage:
-        """Return the stage for a round of which only `rest` remains."""
-        if rest is None or rest[0] >= rest[1]:
-            return self
-        return self.cached(
-            lambda whole: whole.with_steps_by_worker(
-                lambda rank, planned: whole.cap_local_steps(planned, rank, rest)
-            ),
-            rest,
-        )
-
-    def with_local_steps(self, steps: int) -> Stage:
-        """Return the stage with `steps` local steps of every worker."""
-        return self.cached(
-            lambda whole: whole.with_steps_by_worker(lambda rank, planned: steps), ("taking", steps)
-        )
-
-    def with_steps_by_worker(self, steps: Callable[[int, int], int]) -> Stage:
-        """Return the stage with local steps as a function of rank and planned steps."""
-        workers = enumerate(self.plan.workers)
-        return self.with_assignments(
-            tuple(replace(own, local_steps=steps(rank, own.local_steps)) for rank, own in workers)
-        )
-
-    def with_batches(self, batches: tuple[int, ...]) -> Stage:
-        """Return the stage with these batch sizes by worker."""
-        workers = zip(self.plan.workers, batches, strict=True)
-        made = tuple(replace(own, batch=batch) for own, batch in workers)
-        return self if made == self.plan.workers else self.with_assignments(made)
-
-    def restricted_to(self, gone: Collection[int]) -> Stage:
-        """Return the stage without the workers in `gone`, with Σ w_i = 1 over the others."""
-        gone = frozenset(gone)
-        if gone == self.gone:
-            return self
-        whole: Stage = self._cache.setdefault("whole", self)
-        if gone not in whole._cache:
-            made = replace(whole.with_redistributed_shards(gone), gone=gone)
-            made._cache["whole"] = whole
-            remember(whole._cache, gone, made)
-        return whole._cache[gone]
-
-    def with_redistributed_shards(self, gone: Collection[int]) -> Stage:
-        """Return the stage without the workers in `gone`; with `reshards` the others use their
-        data.
-        """
-        if not (self.reshards and gone):
-            return self
-        key = "handed", frozenset(gone)
-        if key not in self._cache:
-            shares = [worker.data_share for worker in self.plan.workers]
-            part = sum(shares[rank] for rank in gone) / max(1, self.num_workers - len(gone))
-            workers = tuple(
-                worker if rank in gone else replace(worker, data_share=shares[rank] + part)
-                for rank, worker in enumerate(self.plan.workers)
-            )
-            plan = replace(self.plan, workers=workers)
-            made = replace(self, plan=plan, trainer=self.trainer.handed(frozenset(gone)))
-            remember(self._cache, key, made)
-        return self._cache[key]
-
-    def with_assignments(self, workers: tuple[WorkerPlan, ...]) -> Stage:
-        """Return the stage with other work of its workers; their shards stay the same."""
-        if workers is self.plan.workers:
-            return self
-        last: Stage | None = self._cache.get("doing")
-        if last is None or last.plan.workers is not workers:
-            self._cache["doing"] = last = replace(self, plan=replace(self.plan, workers=workers))
-        return last
-
-    def with_replanned_shards(self, rows: Sequence[Assignment]) -> Stage:
-        """Return the stage as planned during the run, with shards as planned."""
-        workers = assigned(self.plan.workers, rows)
-        trainer = self.trainer.reshard([w.data_share for w in workers])
-        return replace(self, plan=replace(self.plan, workers=workers), trainer=trainer)
-
     def worker(self, rank: int) -> WorkerPlan:
         return self.plan.workers[rank]
-
-    @cached_property
-    def team_weights(self) -> list[float]:
-        """Return scale · w_i of all workers that have not failed."""
-        return self._normalise_weights([self._sized[rank] for rank in self.workers])
 
     @cached_property
     def estimator(self) -> str:
@@ -642,53 +492,6 @@ class Stage:
             else self.worker(rank).batch
         )
 
-    @cached_property
-    def _sized(self) -> tuple[WorkerPlan, ...]:
-        """Return the workers with the samples of one gradient as their batch."""
-        if self.estimator not in OF_SHARDS:
-            return self.plan.workers
-        return tuple(
-            replace(worker, batch=self.samples_of(rank))
-            for rank, worker in enumerate(self.plan.workers)
-        )
-
-    def _normalise_weights(self, workers: Sequence[WorkerPlan]) -> list[float]:
-        weights = self.aggregate.weigh(workers)
-        total = sum(weights) if self.aggregate.normalised else 1.0
-        return [self.aggregate.scale * weight / total for weight in weights]
-
-    def weights(self, members: Sequence[int]) -> list[float]:
-        """Return the factor of each member's payload: scale · w_i with Σ w_i = 1.
-
-        The sum is over all workers, or, if the sync mode averages, over the pushes of the merge. A
-        worker may have several pushes in it.
-        """
-        if self.sync.averages:
-            return self._normalise_weights([self._sized[member] for member in members])
-        return [self.team_weights[member] for member in members]
-
-    def weights_of(self, pushes: Sequence[Push], gone: Collection[int] = ()) -> list[float]:
-        """Return the factors of pushes as they were executed.
-
-        If the sync mode averages, each push counts with its own steps and samples. Otherwise Σ w_i
-        = 1 over the workers that are not `gone`.
-        """
-        if not self.sync.averages:
-            if not gone:
-                return [self.team_weights[push.worker] for push in pushes]
-            present = [rank for rank in self.workers if rank not in gone]
-            weights = dict(
-                zip(
-                    present,
-                    self._normalise_weights([self._sized[rank] for rank in present]),
-                    strict=True,
-                )
-            )
-            return [weights[push.worker] for push in pushes]
-        return self._normalise_weights(
-            [as_executed(self.plan.workers[push.worker], push) for push in pushes]
-        )
-
     def tag(self, name: str, iteration: int = 0) -> Tag:
         return (name, self.index, iteration)
 
@@ -696,18 +499,3 @@ class Stage:
 def sums_beside(sync: Rule, topology: Topology, overlap: Overlap) -> bool:
     """Return True if the workers of such a stage compute while a collective is in flight."""
     return sync.per_layer_group or not (topology.has_server or isinstance(overlap, Serial))
-
-
-def as_executed(worker: WorkerPlan, push: Push) -> WorkerPlan:
-    """Return a worker's plan with the steps and batch of this push."""
-    steps, batch = push.steps, push.samples // push.steps
-    as_planned = worker.local_steps == steps and worker.batch == batch
-    return worker if as_planned else replace(worker, local_steps=steps, batch=batch)
-
-
-def remember(once: dict[Any, Any], key: Any, stage: Stage) -> None:
-    """Cache a stage, and keep only the last few stages with redistributed shards."""
-    alike = [other for other in once if type(other) is type(key)] if stage.reshards else []
-    for other in alike[:-CACHED_STAGES]:
-        del once[other]
-    once[key] = stage

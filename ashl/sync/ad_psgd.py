@@ -20,12 +20,11 @@ are not needed to avoid a deadlock.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 from ashl.option import Count, option
-from ashl.stage.stage import Stage
-from ashl.topology.gossip import places_in, sources_by_rank
-from ashl.topology.graph import Edge, Sources, depths, sources_of
+from ashl.topology.graph import Edge, MemberGraph, Sources, depths, sources_of
 from ashl.topology.pairs import PairRule
 
 
@@ -36,15 +35,17 @@ class ADPSGD(PairRule):
     local_steps: Count | Literal["plan"]
     overlap: bool
 
-    def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def peers(self, graph: MemberGraph, rank: int) -> tuple[int, ...]:
         """Return the neighbours that this worker may ask: the passive ones of an active worker,
         else none.
         """
-        return stage.cached(partners_in)[rank]
+        return partners_in(graph)[rank]
 
 
-def partners_in(stage: Stage) -> Sources:
-    return sources_by_rank(stage, choose_partners(stage.cached(places_in), len(stage.workers)))
+@lru_cache(maxsize=16)
+def partners_in(graph: MemberGraph) -> Sources:
+    """Return the passive neighbours of each active worker of a graph, by rank."""
+    return graph.sources_by_rank(choose_partners(graph.places, len(graph.ranks)))
 
 
 def choose_partners(edges: tuple[Edge, ...], n: int) -> Sources:

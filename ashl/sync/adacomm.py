@@ -19,9 +19,12 @@ last change, so each change may be up to one round later.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Span, option
+from ashl.plan.plan import WorkerPlan
+from ashl.stage.members import with_local_steps
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import RoundReport, StepRule
@@ -66,8 +69,8 @@ class AdaComm(BarrierRule, StepRule):
     ) -> Period:
         return self._adapt(stage, state, progress, report.now_s, report.due)
 
-    def in_round(self, stage: Stage, state: Period, progress: Progress) -> Stage:
-        return stage.with_local_steps(state.local_steps)
+    def in_round(self, stage: Stage, state: Period, progress: Progress) -> tuple[WorkerPlan, ...]:
+        return with_local_steps(stage.plan.workers, repeat(state.local_steps))
 
     def _adapt(
         self, stage: Stage, state: Period, progress: Progress, now_s: float, due: bool

@@ -27,8 +27,8 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
-from ashl.topology.graph import Round
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState
+from ashl.topology.graph import MemberGraph, Round
 from ashl.topology.local_work import context_of, report_health
 from ashl.topology.mixing import mix
 
@@ -70,11 +70,17 @@ class Choco(RoundRule):
         return Replicas(first, first)
 
     async def outgoing(
-        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+        self,
+        ctx: RankContext,
+        stage: Stage,
+        graph: MemberGraph,
+        state: RoundState,
+        k: int,
+        delta: Any,
     ) -> Outgoing:
         state.params = state.params + delta
         link, (own, others, _) = stage.link, state.rule_state
-        targets = graph_of(stage).round(stage, k).targets[ctx.rank]
+        targets = graph.round(k).targets[ctx.rank]
         if own is None:
             state.rule_state = Replicas(state.params, None, state.params)
             return dict.fromkeys(targets, (state.params, ()))
@@ -91,18 +97,21 @@ class Choco(RoundRule):
     def merge(
         self,
         stage: Stage,
+        graph: MemberGraph,
         state: RoundState,
         rank: int,
         k: int,
         delta: Vector,
-        heard: Mapping[int, Message],
+        received: Mapping[int, Message],
     ) -> None:
         own, before, sent = state.rule_state
-        row = graph_of(stage).round(stage, k).rows[rank]
+        row = graph.round(k).rows[rank]
         if before is None:
-            after = mix(row, rank, own, heard)
+            after = mix(row, rank, own, received)
         else:
-            bodies = [(sent if j == rank else heard[j].body, weight) for j, weight in row.items()]
+            bodies = [
+                (sent if j == rank else received[j].body, weight) for j, weight in row.items()
+            ]
             after = stage.link.add_payloads(before, bodies)
         state.rule_state = Replicas(own, after, sent)
         state.params = state.params + (after - own) * self.gamma

@@ -21,6 +21,8 @@ from pydantic import Field
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Number, option
+from ashl.plan.plan import WorkerPlan
+from ashl.stage.members import with_batches
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import RoundReport, StepRule
@@ -65,10 +67,9 @@ class CRPSGD(BarrierRule, StepRule):
     ) -> Growth:
         return state._replace(t=state.t + 1, version=progress.version)
 
-    def in_round(self, stage: Stage, state: Growth, progress: Progress) -> Stage:
-        return stage.with_batches(
-            tuple(self._batch(stage, state.t, rank) for rank in range(stage.num_workers))
-        )
+    def in_round(self, stage: Stage, state: Growth, progress: Progress) -> tuple[WorkerPlan, ...]:
+        batches = (self._batch(stage, state.t, rank) for rank in stage.workers)
+        return with_batches(stage.plan.workers, batches)
 
     def _batch(self, stage: Stage, t: int, rank: int) -> int:
         """Return ⌊ρ^t·B_i⌋, at most the largest allowed batch and at least B_i."""

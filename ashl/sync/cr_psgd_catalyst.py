@@ -20,6 +20,7 @@ from typing import Any
 from ashl.aggregate.weighted import Push
 from ashl.optimizer.absent import plus
 from ashl.option import Count, Positive, option
+from ashl.stage.members import survivors
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
 from ashl.sync.cr_psgd import CRPSGD, Growth
@@ -46,7 +47,8 @@ class CRPSGDCatalyst(CRPSGD):
 
     def _within_budget(self, stage: Stage, grown: Growth, progress: Progress) -> Growth:
         """Return the growth after a merge: that of this run, or the start of the next one."""
-        following = sum(self._batch(stage, grown.t, rank) for rank in stage.workers)
+        present = survivors(stage, progress.gone)
+        following = sum(self._batch(stage, grown.t, rank) for rank in present)
         over = progress.samples - grown.since + following > self.budget
         return Growth(0, progress.version, progress.samples) if over else grown
 

@@ -31,7 +31,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
@@ -48,8 +49,9 @@ from ashl.topology.coordinator import (
     report_done,
     report_merge,
 )
-from ashl.topology.gossip import RoamingRule, by_rank, graph_of, places_in
-from ashl.topology.graph import Edge, Round, sources_of
+from ashl.topology.estimate import trainer_of
+from ashl.topology.gossip import RoamingRule, graph_of
+from ashl.topology.graph import Edge, MemberGraph, Round, sources_of
 from ashl.topology.local_work import local_work
 
 Versions = dict[int, Any]  # iteration → model; −1 is the initial one
@@ -149,10 +151,6 @@ class Augmented:
     def rate(self, samples: int) -> float:
         return self.trainer.rate(samples)
 
-    def handed(self, gone: frozenset[int]) -> Augmented:
-        """Return this trainer with this worker's part of the failed workers' data."""
-        return replace(self, trainer=self.trainer.handed(gone))
-
     def local_step(
         self, params: Any, moments: Any, worker: int, step: int, lr: float, span: range
     ) -> tuple[Any, Any, Any]:
@@ -161,8 +159,10 @@ class Augmented:
         return (loss, *self.trainer.apply(self.trainer.stepped_from(params), moments, grad, lr))
 
 
-def colours_in(stage: Stage) -> tuple[int, ...]:
-    return by_rank(stage, colours(stage.cached(places_in), len(stage.workers)), 0)
+@lru_cache(maxsize=16)
+def colours_in(graph: MemberGraph) -> tuple[int, ...]:
+    """Return the colour of each rank of a graph."""
+    return graph.by_rank(colours(graph.places, len(graph.ranks)), 0)
 
 
 def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
@@ -174,13 +174,13 @@ def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def open_edges(stage: Stage, state: RoamingState, rank: int) -> Edges:
+def open_edges(graph: MemberGraph, state: RoamingState, rank: int) -> Edges:
     """Return the state at the start of a stage: the same model on all workers, and duals of
     zero.
     """
-    colour = stage.cached(colours_in)
+    colour = colours_in(graph)
     params = state.params
-    neighbours = graph_of(stage).neighbours(stage, rank)
+    neighbours = graph.neighbours[rank]
     return Edges(
         dual=params - params,
         lower={j: colour[j] < colour[rank] for j in neighbours},
@@ -190,42 +190,44 @@ def open_edges(stage: Stage, state: RoamingState, rank: int) -> Edges:
     )
 
 
-def augment_stage(stage: Stage, edges: Edges, params: Vector, rho: float) -> Stage:
-    """Return the stage with the penalty and the dual in every gradient."""
+def augment_trainer(trainer: Any, edges: Edges, params: Vector, rho: float) -> Any:
+    """Return the trainer with the penalty and the dual in every gradient."""
     if not edges.heard:
-        return stage
+        return trainer
     nearest = [versions[max(versions)] for _, versions in sorted(edges.heard.items())]
     total = nearest[0]
     for model in nearest[1:]:
         total = total + model
     target = (params + total * (1 / len(nearest))) * 0.5
-    return replace(
-        stage, trainer=Augmented(stage.trainer, edges.dual, 2 * rho * len(nearest), target)
-    )
+    return Augmented(trainer, edges.dual, 2 * rho * len(nearest), target)
 
 
-def iterations_left(stage: Stage, rule: DADMM) -> float:
+def iterations_left(ctx: RankContext, stage: Stage, rule: DADMM) -> float:
     """Return how many iterations the stop limits leave; infinity unless all workers are synchronous
     from the start of the run.
     """
-    left = stage.stop_criteria.remaining_rounds(0, 0, stage.round_totals)
+    planned = ctx.members.planned
+    totals = planned.total_steps, planned.total_samples
+    left = stage.stop_criteria.remaining_rounds(0, 0, totals)
     in_step = not rule.delay and rule.barrier is None and stage.index == 0
     return math.ceil(left[0] / left[1]) if left and in_step else math.inf
 
 
 async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADMM) -> int:
     """Iterate until the coordinator ends the stage. Returns: the final signal."""
-    state.enter(stage, ctx.rank)
-    edges = state.rule_state = state.rule_state or open_edges(stage, state, ctx.rank)
+    state.enter(stage, ctx.members, ctx.rank)
+    graph = graph_of(stage, ctx.members.ranks)
+    edges = state.rule_state = state.rule_state or open_edges(graph, state, ctx.rank)
     dropped = 0
-    last = iterations_left(stage, rule)
+    last = iterations_left(ctx, stage, rule)
     while state.signal == GO:
         await await_iteration(ctx, stage, state, rule, last)
         if state.signal != GO:
             break
         edges.match(rule.rho)
         late = max([0, *edges.behind(edges.k)])
-        work = await local_work(ctx, augment_stage(stage, edges, state.params, rule.rho), state)
+        trainer = augment_trainer(trainer_of(stage, state), edges, state.params, rule.rho)
+        work = await local_work(ctx, stage, state, trainer)
         await await_answer(ctx, stage, state)
         await receive_arrived(ctx, stage, state)
         if state.signal == STOP:

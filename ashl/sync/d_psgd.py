@@ -20,7 +20,8 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState
+from ashl.topology.graph import MemberGraph
 from ashl.topology.mixing import mix
 
 
@@ -37,23 +38,28 @@ class DPSGD(RoundRule):
         return self.order == "awc"
 
     async def outgoing(
-        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+        self,
+        ctx: RankContext,
+        stage: Stage,
+        graph: MemberGraph,
+        state: RoundState,
+        k: int,
+        delta: Any,
     ) -> Outgoing:
         if delta is not None:
             state.params = state.params + delta
-        return {
-            rank: (state.params, ()) for rank in graph_of(stage).round(stage, k).targets[ctx.rank]
-        }
+        return {rank: (state.params, ()) for rank in graph.round(k).targets[ctx.rank]}
 
     def merge(
         self,
         stage: Stage,
+        graph: MemberGraph,
         state: RoundState,
         rank: int,
         k: int,
         delta: Vector,
-        heard: Mapping[int, Message],
+        received: Mapping[int, Message],
     ) -> None:
-        state.params = mix(graph_of(stage).round(stage, k).rows[rank], rank, state.params, heard)
+        state.params = mix(graph.round(k).rows[rank], rank, state.params, received)
         if self.early:
             state.params = state.params + delta

@@ -21,7 +21,8 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState
+from ashl.topology.graph import MemberGraph
 from ashl.topology.mixing import mix
 
 
@@ -33,30 +34,34 @@ class GossipPGA(RoundRule):
     period: Count | None
 
     async def outgoing(
-        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+        self,
+        ctx: RankContext,
+        stage: Stage,
+        graph: MemberGraph,
+        state: RoundState,
+        k: int,
+        delta: Any,
     ) -> Outgoing:
         state.params = state.params + delta
         body = state.params
         if self._all_meet(k):
-            state.params = await ctx.all_reduce(
-                state.params * (1 / len(stage.workers)), stage.workers
-            )
+            share = state.params * (1 / len(graph.ranks))
+            state.params = await ctx.all_reduce(share, graph.ranks)
             body = None
-        return {rank: (body, ()) for rank in graph_of(stage).round(stage, k).targets[ctx.rank]}
+        return {rank: (body, ()) for rank in graph.round(k).targets[ctx.rank]}
 
     def merge(
         self,
         stage: Stage,
+        graph: MemberGraph,
         state: RoundState,
         rank: int,
         k: int,
         delta: Vector,
-        heard: Mapping[int, Message],
+        received: Mapping[int, Message],
     ) -> None:
         if not self._all_meet(k):
-            state.params = mix(
-                graph_of(stage).round(stage, k).rows[rank], rank, state.params, heard
-            )
+            state.params = mix(graph.round(k).rows[rank], rank, state.params, received)
 
     def _all_meet(self, k: int) -> bool:
         return self.period is not None and (k + 1) % self.period == 0

@@ -129,8 +129,8 @@ def mix_by_age(
 
 async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop) -> int:
     """Iterate until the coordinator ends the stage. Returns: the final signal."""
-    state.enter(stage, ctx.rank)
-    near = graph_of(stage).neighbours(stage, ctx.rank)
+    state.enter(stage, ctx.members, ctx.rank)
+    near = graph_of(stage, ctx.members.ranks).neighbours[ctx.rank]
     known = state.rule_state = state.rule_state or Heard(
         {j: {} for j in near}, received=dict.fromkeys(near, 0)
     )

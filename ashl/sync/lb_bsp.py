@@ -27,6 +27,8 @@ from pydantic import Field
 from ashl.aggregate.weighted import Push
 from ashl.data.partition import apportion
 from ashl.option import option
+from ashl.plan.plan import WorkerPlan
+from ashl.stage.members import with_batches
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import RoundReport, StepRule
@@ -74,11 +76,10 @@ class LBBSP(BarrierRule, StepRule):
         sizes = share_out(whole_batch(stage), [speeds[rank] for rank in present])
         return Balance(speeds, dict(zip(present, sizes, strict=True)))
 
-    def in_round(self, stage: Stage, state: Balance, progress: Progress) -> Stage:
+    def in_round(self, stage: Stage, state: Balance, progress: Progress) -> tuple[WorkerPlan, ...]:
         planned = enumerate(stage.plan.workers)
-        return stage.with_batches(
-            tuple(state.batches.get(rank, worker.batch) for rank, worker in planned)
-        )
+        batches = (state.batches.get(rank, worker.batch) for rank, worker in planned)
+        return with_batches(stage.plan.workers, batches)
 
     def without(self, stage: Stage, state: Balance, progress: Progress, rank: int) -> Balance:
         """Share out the total batch among the running workers once all of them wait."""

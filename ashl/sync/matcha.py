@@ -27,8 +27,8 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState, places_in
-from ashl.topology.graph import Edge, matchings_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState
+from ashl.topology.graph import Edge, MemberGraph, matchings_of
 from ashl.topology.mixing import mix
 
 ASCENT = 300  # steps of the search for p
@@ -52,35 +52,44 @@ class Matcha(RoundRule):
     local_steps: Count | Literal["plan"]
     budget: Ratio
 
-    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        plan = stage.cached(sampling_in)
+    def sources(self, graph: MemberGraph, rank: int, k: int) -> tuple[int, ...]:
+        plan = sampling_in(graph, self.budget)
         return tuple(
             sorted(
                 plan.peers[m][rank]
-                for m in used_matchings(plan, stage.seed, k)
+                for m in used_matchings(plan, graph.seed, k)
                 if rank in plan.peers[m]
             )
         )
 
     async def outgoing(
-        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+        self,
+        ctx: RankContext,
+        stage: Stage,
+        graph: MemberGraph,
+        state: RoundState,
+        k: int,
+        delta: Any,
     ) -> Outgoing:
         state.params = state.params + delta
-        return {j: (state.params, ()) for j in self.sources(stage, ctx.rank, k)}
+        return {j: (state.params, ()) for j in self.sources(graph, ctx.rank, k)}
 
     def merge(
         self,
         stage: Stage,
+        graph: MemberGraph,
         state: RoundState,
         rank: int,
         k: int,
         delta: Vector,
-        heard: Mapping[int, Message],
+        received: Mapping[int, Message],
     ) -> None:
-        alpha = stage.cached(sampling_in).alpha
-        row = {**dict.fromkeys(heard, alpha), rank: 1 - alpha * len(heard)}
+        alpha = sampling_in(graph, self.budget).alpha
+        row = {**dict.fromkeys(received, alpha), rank: 1 - alpha * len(received)}
         state.params = (
-            mix(dict(sorted(row.items())), rank, state.params, heard) if heard else state.params
+            mix(dict(sorted(row.items())), rank, state.params, received)
+            if received
+            else state.params
         )
 
 
@@ -90,11 +99,11 @@ def used_matchings(plan: Sampling, seed: int, k: int) -> list[int]:
     return [m for m, word in enumerate(words) if float(word) / 2**64 < plan.chances[m]]
 
 
-def sampling_in(stage: Stage) -> Sampling:
-    rule = stage.sync
-    assert isinstance(rule, Matcha)
-    ranks = stage.workers
-    plan = sampling(stage.cached(places_in), len(ranks), rule.budget)
+@lru_cache(maxsize=16)
+def sampling_in(graph: MemberGraph, budget: float) -> Sampling:
+    """Return the matchings of a graph, with partners by rank."""
+    ranks = graph.ranks
+    plan = sampling(graph.places, len(ranks), budget)
     peers = tuple({ranks[i]: ranks[j] for i, j in met.items()} for met in plan.peers)
     return plan._replace(peers=peers)
 

@@ -18,7 +18,7 @@ Note: this momentum is not an option of `outer`, because δ_i belongs to one wor
 difference of two models. An outer optimizer steps on one merged update of one model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -27,8 +27,8 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector, halves, joined
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState, places_in
-from ashl.topology.graph import matching
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState
+from ashl.topology.graph import MemberGraph, matching
 
 
 @option
@@ -44,29 +44,36 @@ class NoLoCo(RoundRule):
         """Return δ = 0."""
         return state.params * 0.0
 
-    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        met = stage.cached(matchings_in)(k)
+    def sources(self, graph: MemberGraph, rank: int, k: int) -> tuple[int, ...]:
+        met = pairs_of(graph, k)
         return (met[rank],) if rank in met else ()
 
     async def outgoing(
-        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+        self,
+        ctx: RankContext,
+        stage: Stage,
+        graph: MemberGraph,
+        state: RoundState,
+        k: int,
+        delta: Any,
     ) -> Outgoing:
-        peers = self.sources(stage, ctx.rank, k)
+        peers = self.sources(graph, ctx.rank, k)
         return {j: (joined(delta, state.params), ()) for j in peers}
 
     def merge(
         self,
         stage: Stage,
+        graph: MemberGraph,
         state: RoundState,
         rank: int,
         k: int,
         delta: Vector,
-        heard: Mapping[int, Message],
+        received: Mapping[int, Message],
     ) -> None:
         if isinstance(delta, SizeOnly):
             return
         mean_delta, mean_params = delta, state.params
-        for message in heard.values():
+        for message in received.values():
             other_delta, other_params = halves(message.body)
             mean_delta = (delta + other_delta) * 0.5
             mean_params = (state.params + other_params) * 0.5
@@ -77,15 +84,11 @@ class NoLoCo(RoundRule):
         state.params = state.params + state.rule_state
 
 
-def matchings_in(stage: Stage) -> Callable[[int], dict[int, int]]:
-    """Return a function from a round to its pairs, drawn once for all ranks."""
-    edges, ranks = stage.cached(places_in), stage.workers
+@lru_cache(maxsize=64)
+def pairs_of(graph: MemberGraph, k: int) -> dict[int, int]:
+    """Return the pairs of round k, drawn identically by all ranks."""
+    ranks = graph.ranks
     n = len(ranks)
-    all_pairs = len(edges) == n * (n - 1) // 2
-
-    @lru_cache(maxsize=64)
-    def pairs(k: int) -> dict[int, int]:
-        met = matching(None if all_pairs else edges, n, stage.seed, k)
-        return {ranks[i]: ranks[j] for i, j in met.items()}
-
-    return pairs
+    all_pairs = len(graph.places) == n * (n - 1) // 2
+    met = matching(None if all_pairs else graph.places, n, graph.seed, k)
+    return {ranks[i]: ranks[j] for i, j in met.items()}

@@ -14,6 +14,8 @@ Source: Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learni
 from typing import Literal
 
 from ashl.option import Count, Positive, option
+from ashl.plan.plan import WorkerPlan
+from ashl.stage.members import with_local_steps
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import StepRule
@@ -33,16 +35,12 @@ class QSR(BarrierRule, StepRule):
     ) -> Assignment:
         return Assignment(local_steps=self._steps(stage, progress, stage.worker(rank).local_steps))
 
-    def in_round(self, stage: Stage, state: None, progress: Progress) -> Stage:
+    def in_round(self, stage: Stage, state: None, progress: Progress) -> tuple[WorkerPlan, ...]:
+        workers = stage.plan.workers
         if not progress.slowest:
-            return stage
-        steps = tuple(
-            self._steps(stage, progress, worker.local_steps) for worker in stage.plan.workers
-        )
-        return stage.cached(
-            lambda whole: whole.with_steps_by_worker(lambda rank, planned: steps[rank]),
-            ("grown", steps),
-        )
+            return workers
+        steps = (self._steps(stage, progress, worker.local_steps) for worker in workers)
+        return with_local_steps(workers, steps)
 
     def _steps(self, stage: Stage, progress: Progress, planned: int) -> int:
         """Return the present H of a worker whose planned H is `planned`."""

@@ -20,6 +20,7 @@ Source: Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ashl.option import Count, option
@@ -28,8 +29,8 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState, places_in, sources_by_rank
-from ashl.topology.graph import Edge, Sources, depths, edge, sources_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState
+from ashl.topology.graph import Edge, MemberGraph, Sources, depths, edge, sources_of
 from ashl.topology.mixing import numbers_of
 
 
@@ -39,7 +40,7 @@ class Relay(NamedTuple):
     """
 
     first: Any  # x_0
-    heard: dict[int, Relayed]
+    received: dict[int, Relayed]
 
 
 class Relayed(NamedTuple):
@@ -58,51 +59,60 @@ class RelaySum(RoundRule):
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Relay:
         return Relay(state.params, {})
 
-    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        return stage.cached(tree_in)[rank]
+    def sources(self, graph: MemberGraph, rank: int, k: int) -> tuple[int, ...]:
+        return tree_in(graph)[rank]
 
     async def outgoing(
-        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+        self,
+        ctx: RankContext,
+        stage: Stage,
+        graph: MemberGraph,
+        state: RoundState,
+        k: int,
+        delta: Any,
     ) -> Outgoing:
         state.params = state.params + delta
         outgoing = {
-            j: relay_sum(state.params, state.rule_state.heard, j)
-            for j in self.sources(stage, ctx.rank, k)
+            j: relay_sum(state.params, state.rule_state.received, j)
+            for j in self.sources(graph, ctx.rank, k)
         }
         return {j: (body, (count,)) for j, (body, count) in outgoing.items()}
 
     def merge(
         self,
         stage: Stage,
+        graph: MemberGraph,
         state: RoundState,
         rank: int,
         k: int,
         delta: Vector,
-        heard: Mapping[int, Message],
+        received: Mapping[int, Message],
     ) -> None:
         latest = {
-            j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()
+            j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in received.items()
         }
         first = state.rule_state.first
         state.rule_state = Relay(first, latest)
         total, count = relay_sum(state.params, latest)
-        n = len(stage.workers)
+        n = len(graph.ranks)
         missing = n - count
         total = total + first * missing if missing else total
         state.params = total * (1 / n)
 
 
-def relay_sum(own: Vector, heard: Mapping[int, Relayed], but: int | None = None) -> Relayed:
+def relay_sum(own: Vector, received: Mapping[int, Relayed], but: int | None = None) -> Relayed:
     """Add the own model and the messages of all neighbours except `but`, in rank order."""
-    parts = [heard[j] for j in sorted(heard) if j != but]
+    parts = [received[j] for j in sorted(received) if j != but]
     return Relayed(
         sum_in_rank_order([own, *(part.total for part in parts)]),
         1 + sum(part.count for part in parts),
     )
 
 
-def tree_in(stage: Stage) -> Sources:
-    return sources_by_rank(stage, tree(stage.cached(places_in), len(stage.workers)))
+@lru_cache(maxsize=16)
+def tree_in(graph: MemberGraph) -> Sources:
+    """Return the neighbours of each rank on the tree of a graph."""
+    return graph.sources_by_rank(tree(graph.places, len(graph.ranks)))
 
 
 def tree(edges: tuple[Edge, ...], n: int) -> Sources:

@@ -34,6 +34,7 @@ from ashl.option import option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
+from ashl.stage.members import member_weights, survivors
 from ashl.stage.progress import FAILURE, Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
@@ -88,7 +89,7 @@ class Ringleader(ServerRule):
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, FAULT_TOLERANT})
 
     def begin(self, stage: Stage, progress: Progress) -> Table:
-        return Table().open_round(present_workers(stage, progress))
+        return Table().open_round(survivors(stage, progress.gone))
 
     def messages(self) -> Gradients:
         return GRADIENTS
@@ -119,9 +120,7 @@ class Gradients(Updates):
         if not table.add_push(push._replace(body=stage.aggregate.fold([push], [1.0]))):
             return False
         sums = [table.sums[rank] for rank in sorted(table.sums)]
-        weights = stage.with_redistributed_shards(progress.gone).weights_of(
-            sums, set(stage.workers) - table.sums.keys()
-        )
+        weights = member_weights(stage, sorted(table.sums), state.work.workers)
         terms = [own.body * (weight / own.steps) for own, weight in zip(sums, weights, strict=True)]
         state.moments, _, state.params = stage.sync.step(stage, state, sum_in_rank_order(terms), lr)
         table.due.remove(worker)
@@ -143,7 +142,7 @@ class Gradients(Updates):
     def renew(self, stage: Stage, state: ServerState) -> None:
         """Begin the next round once every worker has had its step."""
         if not state.rule_state.due:
-            state.rule_state = state.rule_state.open_round(present_workers(stage, state.progress))
+            state.rule_state = state.rule_state.open_round(survivors(stage, state.progress.gone))
 
     async def answer(
         self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
@@ -152,7 +151,3 @@ class Gradients(Updates):
 
 
 GRADIENTS = Gradients()
-
-
-def present_workers(stage: Stage, progress: Progress) -> list[int]:
-    return [rank for rank in stage.workers if rank not in progress.gone]

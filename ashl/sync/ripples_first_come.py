@@ -13,7 +13,7 @@ SIGMOD 2021, with a constant window; as a schedule for Luo et al., "Prague", ASP
 """
 
 from ashl.option import Span, option
-from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Members
+from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Ranks
 
 
 @option
@@ -23,7 +23,7 @@ class RipplesFirstCome(GroupRule):
     group_size: GroupSize
     window_s: Span | None
 
-    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
+    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Ranks]:
         idle = state.idle
         due = self.wakes(state)
         size = min(self.group_size, state.present)

@@ -14,7 +14,7 @@ that asks joins the group that it is already in, so random groups conflict less.
 
 from ashl.data.rng import Purpose, chosen
 from ashl.option import option
-from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Members
+from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Ranks
 
 
 @option
@@ -23,7 +23,7 @@ class RipplesRandom(GroupRule):
 
     group_size: GroupSize
 
-    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
+    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Ranks]:
         others = chosen(
             state.num_workers - 1, self.group_size - 1, state.seed, Purpose.GROUPS, step=state.draws
         )

@@ -22,7 +22,7 @@ from ashl.topology.group_generator import (
     GroupRule,
     Groups,
     GroupSize,
-    Members,
+    Ranks,
     machines,
     shuffle,
     split_evenly,
@@ -37,7 +37,7 @@ class RipplesSmart(GroupRule):
     threshold: Count
     inter_intra: bool
 
-    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
+    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Ranks]:
         fewest = state.requests[asker] - self.threshold + 1  # requests: the slowdown filter
         workers = shuffle(state, state.free(fewest))
         teams = machines(state.nodes, workers)
@@ -54,7 +54,7 @@ class RipplesSmart(GroupRule):
     def _keeps_up(self, state: Groups, worker: int, with_whom: int) -> bool:
         return state.requests[with_whom] - state.requests[worker] < self.threshold
 
-    def _without_stragglers(self, state: Groups, team: list[int]) -> Members:
+    def _without_stragglers(self, state: Groups, team: list[int]) -> Ranks:
         """Return the workers of a node that are less than `threshold` requests behind its foremost
         one.
         """

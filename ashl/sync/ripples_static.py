@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.topology.group_generator import GroupRule, Groups, Members, machines
+from ashl.topology.group_generator import GroupRule, Groups, Ranks, machines
 
 PHASES = 4
 
@@ -39,16 +39,16 @@ class RipplesStatic(GroupRule):
 
     ordered: ClassVar[bool] = True
 
-    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
+    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Ranks]:
         return phase(state.nodes, state.draws % PHASES)
 
-    def groups(self, nodes: Sequence[int]) -> list[Members]:
+    def groups(self, nodes: Sequence[int]) -> list[Ranks]:
         """Return every group of the schedule with more than one member."""
         groups = [group for k in range(PHASES) for group in phase(nodes, k) if len(group) > 1]
         return list(dict.fromkeys(groups))
 
 
-def phase(nodes: Sequence[int], k: int) -> list[Members]:
+def phase(nodes: Sequence[int], k: int) -> list[Ranks]:
     """Return the groups of phase k, a partition of all workers; `nodes` has the node of each
     worker.
     """

@@ -23,7 +23,8 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState
+from ashl.topology.graph import MemberGraph
 from ashl.topology.mixing import numbers_of
 
 
@@ -50,9 +51,15 @@ class SGP(RoundRule):
         return Mass(state.params, 1.0)
 
     async def outgoing(
-        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+        self,
+        ctx: RankContext,
+        stage: Stage,
+        graph: MemberGraph,
+        state: RoundState,
+        k: int,
+        delta: Any,
     ) -> Outgoing:
-        now = graph_of(stage).round(stage, k)
+        now = graph.round(k)
         rank = ctx.rank
         x, w = state.rule_state.x + delta, state.rule_state.w
         shares = {j: now.rows[j][rank] for j in (rank, *now.targets[rank])}
@@ -64,20 +71,21 @@ class SGP(RoundRule):
     def merge(
         self,
         stage: Stage,
+        graph: MemberGraph,
         state: RoundState,
         rank: int,
         k: int,
         delta: Vector,
-        heard: Mapping[int, Message],
+        received: Mapping[int, Message],
     ) -> None:
-        self.settle(state, heard)
+        self.settle(state, received)
 
-    def settle(self, state: RoundState, heard: Mapping[int, Message]) -> None:
+    def settle(self, state: RoundState, received: Mapping[int, Message]) -> None:
         """Add messages to the worker's part: those of a round, or those in flight at the end of a
         stage.
         """
         x, w = state.rule_state
-        for message in heard.values():
+        for message in received.values():
             x, w = x + message.body, w + numbers_of(message)[0]
         state.rule_state = Mass(x, w)
         state.params = x if isinstance(x, SizeOnly) or w == 1.0 else x / w

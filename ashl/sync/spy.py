@@ -118,7 +118,7 @@ class SparseModels(Updates):
         mean = state.rule_state = (
             mean
             + stage.link.move_from_codec(read_sparse(message.body, mean.numel()))
-            * stage.weights([worker])[0]
+            * state.work.weights[worker]
         )
         state.params = shrink(mean, stage.trainer.rate(progress.samples) * self.rule.l1)
         return True

@@ -35,7 +35,7 @@ from ashl.option import Count, Number, option
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import Stage
 from ashl.topology.coordinator import RoamingState
-from ashl.topology.gossip import graph_of
+from ashl.topology.graph import MemberGraph
 from ashl.topology.pairs import PairRule
 
 REACH = 8.0  # largest reach of the grid, as a multiple of the last distance between models
@@ -50,9 +50,9 @@ class Swarm(PairRule):
     overlap: bool
     bits: Annotated[int, Number, Field(ge=2, le=16)] | None
 
-    def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def peers(self, graph: MemberGraph, rank: int) -> tuple[int, ...]:
         """Return the neighbours that this worker may ask: all of them."""
-        return graph_of(stage).neighbours(stage, rank)
+        return graph.neighbours[rank]
 
     def encode_model(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
         x = state.params

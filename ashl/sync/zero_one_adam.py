@@ -26,19 +26,22 @@ paper with momenta; and it has no bias correction.
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
 
 from ashl.learn.device import numbers
 from ashl.option import Count, option
+from ashl.plan.plan import WorkerPlan
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
+from ashl.stage.members import with_local_steps
 from ashl.stage.progress import Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
 from ashl.sync.one_bit_adam import descend
 from ashl.topology.all_reduce import PeerState, StepRule
-from ashl.topology.estimate import next_batch
+from ashl.topology.estimate import next_batch, trainer_of
 from ashl.topology.local_work import Work, WorkerState
 
 
@@ -65,8 +68,9 @@ class ZeroOneAdam(StepRule):
             gap *= 2
         return at % gap == gap - 1
 
-    def in_round(self, stage: Stage, state: None, progress: Progress) -> Stage:
-        return stage.with_local_steps(self._steps_at(merges(stage, progress) - self.freeze_step))
+    def in_round(self, stage: Stage, state: None, progress: Progress) -> tuple[WorkerPlan, ...]:
+        steps = self._steps_at(merges(stage, progress) - self.freeze_step)
+        return with_local_steps(stage.plan.workers, repeat(steps))
 
     def _steps_at(self, merges: int) -> int:
         """Return H after `merges` merges with a frozen variance."""
@@ -84,7 +88,7 @@ class ZeroOneAdam(StepRule):
         if self.sums_whole(stage, state.progress):
             moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
             return moments, state.outer_state, params
-        (count, _, second), steps = state.moments, stage.worker(0).local_steps
+        (count, _, second), steps = state.moments, state.local_steps
         params = descend(stage, state.params, state.moments, update, lr, steps)
         return (count, update / steps, second), state.outer_state, params
 
@@ -98,14 +102,12 @@ async def momenta(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """Compute a gradient for a whole step, else the sum of the momenta of H steps."""
     assert isinstance(state, PeerState)
     start, lr = ctx.now, stage.trainer.rate(state.samples)
-    losses, total = [], None
+    losses, total, trainer = [], None, trainer_of(stage, state)
     params, moments = state.params, state.moments
     whole = stage.sync.sums_whole(stage, state.progress)
     for last in range(1 - state.local_steps, 1):
-        step, span = next_batch(state)
-        work = partial(
-            momentum, stage, params, moments, whole, bool(last), (ctx.rank, step, span), lr
-        )
+        batch = (ctx.rank, *next_batch(state))
+        work = partial(momentum, stage, trainer, params, moments, whole, bool(last), batch, lr)
         loss, params, moments, body = await ctx.compute(work, work=state.batch)
         losses.append(loss)
         total = body if total is None else total + body
@@ -116,6 +118,7 @@ async def momenta(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
 
 def momentum(
     stage: Stage,
+    trainer: Any,
     params: Any,
     moments: Any,
     whole: bool,
@@ -127,7 +130,7 @@ def momentum(
 
     The model moves only if another step follows before the exchange (`goes_on`).
     """
-    loss, body = stage.trainer.gradient(params, *batch)
+    loss, body = trainer.gradient(params, *batch)
     if whole or isinstance(body, SizeOnly):
         return loss, params, moments, body
     body = torch.lerp(moments[1], body, 1 - float(stage.plan.optimizer["beta1"]))

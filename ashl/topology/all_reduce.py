@@ -36,11 +36,24 @@ from ashl.cluster.all_reduce_rounds import Algorithm
 from ashl.compression.contract import Collective
 from ashl.option import option
 from ashl.overlap.contract import overlapped_steps
+from ashl.plan.assignments import Assignments, Members
+from ashl.plan.plan import WorkerPlan
 from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.fragment import WHOLE
+from ashl.stage.members import (
+    Remaining,
+    assign,
+    cap_local_steps,
+    count_merge,
+    is_truncated,
+    remaining_rounds,
+    shared_members,
+    survivors,
+    truncate_round,
+)
 from ashl.stage.process_group import ProcessGroup
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import RUN_START, Progress, ProgressMark
@@ -138,9 +151,9 @@ class StepRule(Rule, contract=True):
         """Return the mode's state after a merge; `state` itself is never changed."""
         return state
 
-    def in_round(self, stage: Stage, state: Any, progress: Progress) -> Stage:
-        """Return the stage with H (local steps) and the batches of the next round."""
-        return stage
+    def in_round(self, stage: Stage, state: Any, progress: Progress) -> tuple[WorkerPlan, ...]:
+        """Return the work of all workers in the next round: their H and batches, by rank."""
+        return stage.plan.workers
 
     @property
     def changes(self) -> bool:
@@ -175,14 +188,12 @@ class AllReduce(Topology):
         fragments.
         """
         if stage.fragments:
-            parts = (stage.fragment(k) for k in range(len(stage.fragments)))
+            parts = stage.fragment_stages
             return max(self.exchange_ns(part, network, rank) for part in parts)
         if stage.link.adds_up:
             nbytes = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
             return network.all_reduce_ns(stage.workers, nbytes, 0)
-        return network.all_gather_ns(
-            stage.workers, stage.num_workers * stage.cached(longest_payload), 0
-        )
+        return network.all_gather_ns(stage.workers, stage.num_workers * longest_payload(stage), 0)
 
     def begin(self, ctx: RankContext, stage: Stage) -> PeerState:
         n = stage.num_workers
@@ -224,20 +235,16 @@ class PeerState(WorkerState):
     in_time: InTime | None = None
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
 
-    def begin(self, ctx: RankContext, stage: Stage) -> Stage:
-        """Enter a stage, unless the state is that of a pause within it.
-
-        Returns: the stage restricted to the present workers.
-        """
-        stage = stage.restricted_to(self.progress.gone)
-        if self.entered != stage.index:
-            opened = partial(begin_step, self.progress, ctx.now)
-            self.progress = ctx.compute_once(stage.workers, ("begin", stage.index), opened)
-            if stage.resets_outer:
-                self.outer_state = None
-            self.enter(stage, ctx.rank)
-            self.rule_state = rule_of(stage).begin(stage, self.progress)
-        return stage
+    def begin(self, ctx: RankContext, stage: Stage) -> None:
+        """Enter a stage, unless the state is that of a pause within it."""
+        if self.entered == stage.index:
+            return
+        opened = partial(begin_step, self.progress, ctx.now)
+        self.progress = ctx.compute_once(ctx.members.ranks, ("begin", stage.index), opened)
+        if stage.resets_outer:
+            self.outer_state = None
+        self.enter(stage, ctx.members, ctx.rank)
+        self.rule_state = rule_of(stage).begin(stage, self.progress)
 
     def apply_merge(self, result: Merged) -> None:
         self.params = result.params
@@ -253,11 +260,10 @@ class PeerState(WorkerState):
         self.steps = progress.steps
         self.samples = progress.samples
 
-    def set_round(self, own: Stage, rank: int) -> None:
+    def set_round(self, planned: Assignments, rank: int) -> None:
         """Set the H and the batch of the next round."""
-        plan = own.plan.workers[rank]
-        self.local_steps = plan.local_steps
-        self.batch = plan.batch
+        self.local_steps = cap_local_steps(planned, rank, self.rest)
+        self.batch = planned.workers[rank].batch
 
 
 class Merged(NamedTuple):
@@ -273,8 +279,9 @@ class Ahead(NamedTuple):
     """Plan of the round after a merge, identical on all ranks."""
 
     reason: str | None  # why the stage ends with this merge, or None
-    rest: tuple[int, int] | None  # remaining rounds, see `Stage.remaining_rounds`
-    planned: Stage  # the stage in the next round, as planned
+    rest: Remaining  # rounds that remain after it
+    planned: Assignments  # the work of the next round, as planned
+    exchanged: Assignments  # the work that the next exchange merges, truncated by a stop limit
     rule_state: Any = None  # state of the sync mode
     # time of the merge; in virtual time that of the first rank that merges (a paused rank is later)
     seen_ns: int = 0
@@ -301,27 +308,27 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     meanwhile, if another stage follows.
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
-    stage = state.begin(ctx, stage)
-    planned, team = rule_of(stage).in_round(stage, state.rule_state, state.progress), None
+    state.begin(ctx, stage)
+    planned, team = plan_round(stage, ctx.members, state.rule_state, state.progress), None
+    rest = state.rest if state.pending is None else state.pending_rest
+    exchanged = truncate_round(stage, ctx.members, planned, rest)
     while True:
-        own = planned.truncate_last_round(state.rest)
-        state.set_round(own, ctx.rank)
-        if state.pending is not None:
-            own = planned.truncate_last_round(state.pending_rest)
+        state.set_round(planned, ctx.rank)
         if state.coming is None:  # no bucket of the model is in flight
             ctx.safe_point(stage.index, state)
         if stage.delayed is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.pending_rest = state.rest
-            state.rest = stage.remaining_rounds(state.steps, state.samples, ahead=1)
+            done = state.steps, state.samples
+            state.rest = remaining_rounds(stage, ctx.members, planned, done, ahead=1)
             continue
-        part = part_of(own, state, state.version)
-        if team is None or team.stage is not part.stage:
-            team = group_of(ctx, stage, part)
+        part = part_of(stage, state, state.version)
+        if team is None or team.stage is not part.stage or team.work is not exchanged:
+            team = group_of(ctx, stage, part, exchanged)
         team.begin(0.0, signal_to_send(ctx, stage, state))
         done = await exchange(team, stage, state, part)
         ahead = merge(team, stage, state, part, done)
-        planned, reason = ahead.planned, reason_of(ahead, state)
+        planned, exchanged, reason = ahead.planned, ahead.exchanged, reason_of(ahead, state)
         state.last = reason == "next" and stage.following and done.begun is not None
         ends = reason not in (None, CHECKPOINT) and not state.last
         if ends:
@@ -331,7 +338,7 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             return end(ctx, stage, state, reason)
         if stage.delayed is not None:
             await finish_piece(ctx, stage, state, done.remaining, done.begun, (part, done.work))
-        if reason == CHECKPOINT and planned.truncate_last_round(state.rest) is planned:
+        if reason == CHECKPOINT and not is_truncated(state.rest):
             await receive_model(ctx, stage, state)
             return end(ctx, stage, state, reason)
         state.signal = reason_to_send(ctx, stage, state)
@@ -344,12 +351,25 @@ def reason_of(ahead: Ahead, state: PeerState) -> str | None:
 
 def reason_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> str | None:
     """Return the lead rank's reason to end the stage or to pause, None elsewhere."""
-    return local_stop(ctx, stage, state.progress) if ctx.rank == stage.lead_rank else None
+    return local_stop(ctx, stage, state.progress) if is_lead(ctx) else None
 
 
-def group_of(ctx: RankContext, stage: Stage, part: Part) -> ProcessGroup:
-    """Return the process group that exchanges a part of the model."""
-    team = ProcessGroup.of(ctx, part.stage)
+def is_lead(ctx: RankContext) -> bool:
+    """Return True if this is the lead rank."""
+    return ctx.rank == ctx.members.lead_rank
+
+
+def plan_round(stage: Stage, members: Members, rule_state: Any, progress: Progress) -> Assignments:
+    """Return the work of a whole round, as the sync mode sets it."""
+    workers = rule_of(stage).in_round(stage, rule_state, progress)
+    if workers is stage.plan.workers:
+        return members.planned
+    return assign(stage, members.ranks, workers)
+
+
+def group_of(ctx: RankContext, stage: Stage, part: Part, work: Assignments) -> ProcessGroup:
+    """Return the process group that exchanges a part of the model in rounds with this work."""
+    team = ProcessGroup.of(ctx, part.stage, work)
     if part.fragment is not WHOLE:
         team.share = part.stage.link.d / stage.link.d
     return team
@@ -364,7 +384,7 @@ async def end_together(ctx: RankContext, stage: Stage, state: PeerState, done: E
     if state.coming is not None:
         await receive_model(ctx, stage, state)
     elif done.in_flight or stage.topology.links(stage, ctx.rank):
-        await ctx.all_reduce(torch.zeros(1), stage.workers, piggybacked=1)
+        await ctx.all_reduce(torch.zeros(1), ctx.members.ranks, piggybacked=1)
 
 
 def record_merge(ctx: RankContext, stage: Stage, state: PeerState, done: Exchanged) -> None:
@@ -374,7 +394,7 @@ def record_merge(ctx: RankContext, stage: Stage, state: PeerState, done: Exchang
         stage.index, state.round, work.steps, done.staleness, dropped=late, loss=work.loss
     )
     state.round += 1
-    if ctx.rank == stage.lead_rank and not done.sums:
+    if is_lead(ctx) and not done.sums:
         evaluate_if_due(ctx, stage, state)
 
 
@@ -386,7 +406,7 @@ def evaluate_if_due(ctx: RankContext, stage: Stage, state: PeerState) -> None:
 
 def signal_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """Return the number to piggyback: reason and `due` at the lead rank, 0 elsewhere."""
-    if ctx.rank != stage.lead_rank:
+    if not is_lead(ctx):
         return 0
     due = rule_of(stage).due(state.rule_state, ctx.now)
     return REASONS.index(state.signal) + len(REASONS) * due
@@ -572,7 +592,7 @@ async def step_by_bucket(
         join = partial(stage.trainer.joined, made)
         moment = "model", stage.index, before.version
         state.moments, state.params = ctx.compute_once(team.ranks, moment, join)
-    if ctx.rank == stage.lead_rank:
+    if is_lead(ctx):
         evaluate_if_due(ctx, stage, state)
     if stage.elastic:
         restart = replace(state, signal=None, coming=None, **position)
@@ -603,7 +623,9 @@ def merge(team: ProcessGroup, stage: Stage, state: PeerState, part: Part, done: 
     """Merge what all workers have exchanged, and plan the next round."""
     ctx, before = team.ctx, state.progress
     moment = "merge", stage.index, state.version
-    compute = partial(merge_and_plan, stage, state, part, done, team.loss, team.signal, ctx.now_ns)
+    compute = partial(
+        merge_and_plan, team, stage, state, part, done, team.loss, team.signal, ctx.now_ns
+    )
     result, ahead = ctx.compute_once(team.ranks, moment, compute)
     keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
     state.apply_merge(result)
@@ -617,6 +639,7 @@ def merge(team: ProcessGroup, stage: Stage, state: PeerState, part: Part, done: 
 
 
 def merge_and_plan(
+    team: ProcessGroup,
     stage: Stage,
     state: PeerState,
     part: Part,
@@ -629,29 +652,34 @@ def merge_and_plan(
 
     With delayed exchanges the plan is for the round after the one in flight.
     """
-    result = compute_merge(part.stage, part.state, done.update, mean_loss, done.staleness)
+    members = team.ctx.members
+    progress = count_merge(team.work, state.progress, mean_loss, done.staleness)
+    result = compute_merge(part.stage, part.state, done.update, progress)
     params, outer_state = with_part(stage, state, part, result.params, result.outer_state)
     result = result._replace(params=params, outer_state=outer_state)
     rule, (due, reason) = rule_of(stage), divmod(int(signal), len(REASONS))
     report = RoundReport(bool(due), now_ns / 1e9, done.step_s)
-    rule_state = rule.observe_round(stage, state.rule_state, result.progress, report)
-    planned, progress = rule.in_round(stage, rule_state, result.progress), result.progress
-    more = int(stage.delayed is not None)
-    rest = planned.remaining_rounds(progress.steps, progress.samples, more)
+    rule_state = rule.observe_round(stage, state.rule_state, progress, report)
+    planned, is_delayed = (
+        plan_round(stage, members, rule_state, progress),
+        stage.delayed is not None,
+    )
+    done_so_far = progress.steps, progress.samples
+    rest = remaining_rounds(stage, members, planned, done_so_far, int(is_delayed))
+    # with delayed exchanges, the next one merges the work that is computed now
+    exchanged = truncate_round(stage, members, planned, state.rest if is_delayed else rest)
     over = stage.stop_criteria.end_reason(progress)
-    return result, Ahead(over or REASONS[reason], rest, planned, rule_state, now_ns)
+    ahead = Ahead(over or REASONS[reason], rest, planned, exchanged, rule_state, now_ns)
+    return result, ahead
 
 
-def compute_merge(
-    stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0
-) -> Merged:
+def compute_merge(stage: Stage, state: PeerState, update: Any, progress: Progress) -> Merged:
     """Return the result of merging a sum: the model is unchanged after divergence, and if its
     buckets arrive later.
 
     The arithmetic is that of a server, so both topologies give the same model. `state` is not
-    changed.
+    changed; `progress` counts the merge.
     """
-    progress = stage.count_merge(state.progress, mean_loss, staleness)
     if progress.diverged or update is None:
         return Merged(state.params, None, state.outer_state, progress)
     moments, outer_state, params = stage.sync.step(
@@ -686,7 +714,7 @@ class CommonState(NamedTuple):
     index: int  # stage index; beyond the last stage once the run has ended
     progress: Progress
     is_delayed: bool  # True if workers hold finished work for the next exchange
-    pending_rest: tuple[int, int] | None  # remaining rounds when that work was begun
+    pending_rest: Remaining  # remaining rounds when that work was begun
     last: bool  # True if that work is the last of the stage
     moments: Any  # of the optimizer if all workers step on the sum, else None
     outer_state: Any
@@ -718,7 +746,7 @@ async def reform(
             await send_state(ctx, rank, epoch, state.params, known)
     elif ctx.rank in standing.behind:
         model, known = await receive_state(ctx, stages[0], standing.donor, epoch)
-        index = take_over(ctx, stages, state, model, known, is_new=saved is None)
+        index = take_over(ctx, stages, state, model, known, epoch, is_new=saved is None)
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
     if index < len(stages):
@@ -741,26 +769,25 @@ def continue_with(
     ctx: RankContext, stage: Stage, state: PeerState, epoch: Epoch, standing: Standing
 ) -> None:
     """Set the state for a stage with the members of this epoch."""
-    before = stage.restricted_to(state.progress.gone)
-    own = rule_of(before).in_round(before, state.rule_state, state.progress)
+    before = shared_members(ctx, stage, survivors(stage, state.progress.gone), epoch.number)
+    planned = plan_round(stage, before, state.rule_state, state.progress)
     rest = state.rest if stage.delayed is None else state.pending_rest
-    steps = own.truncate_last_round(rest).round_steps
+    steps = truncate_round(stage, before, planned, rest).steps
     state.progress = with_members(state.progress, epoch, standing.joined, steps)
-    for rank in {*before.workers}.difference(epoch.workers).union(standing.joined):
+    for rank in {*before.ranks}.difference(epoch.workers).union(standing.joined):
         state.ends.forget(rank)
     if standing.behind and not memory_is_local(stage, state.ends):
         state.ends = CodecState(gradients=state.ends.gradients)
-    stage = stage.restricted_to(state.progress.gone)
+    members = shared_members(ctx, stage, survivors(stage, state.progress.gone), epoch.number)
     if state.pending is None and state.rest is not None and stage.delayed is not None:
-        planned = stage.worker(ctx.rank).local_steps
-        state.local_steps = stage.cap_local_steps(planned, ctx.rank, state.rest)
+        state.local_steps = cap_local_steps(members.planned, ctx.rank, state.rest)
     else:
-        state.plan_round(stage, ctx.rank, ahead=int(state.pending is not None))
+        state.plan_round(stage, members, ctx.rank, ahead=int(state.pending is not None))
     if ctx.rank in standing.joined:
         state.round, state.step = state.progress.rounds_and_steps_of(ctx.rank)
         state.drawn = state.step * state.batch
-    is_new_lead = stage.lead_rank != before.lead_rank or ctx.rank in standing.joined
-    if ctx.rank == stage.lead_rank and is_new_lead:
+    is_new_lead = members.lead_rank != before.lead_rank or ctx.rank in standing.joined
+    if ctx.rank == members.lead_rank and is_new_lead:
         state.evaluated = state.progress.mark_at(ctx.now)
 
 
@@ -795,6 +822,7 @@ def take_over(
     state: PeerState,
     model: Any,
     known: CommonState,
+    epoch: Epoch,
     is_new: bool,
 ) -> int:
     """Take over the model and the common state of the donor. Returns: the index of the stage."""
@@ -805,8 +833,10 @@ def take_over(
         return known.index
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
-    stage = stages[known.index].restricted_to(known.progress.gone)
-    state.enter(stage, ctx.rank)
+    stage = stages[known.index]
+    ranks = survivors(stage, known.progress.gone)
+    known_members = shared_members(ctx, stage, ranks, epoch.number)
+    state.enter(stage, known_members, ctx.rank)
     if known.moments is not None:
         state.moments = known.moments
     elif is_new:

@@ -18,7 +18,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.fragment import WHOLE, Fragment, WholeModel
 from ashl.stage.stage import Stage
-from ashl.topology.estimate import next_batch
+from ashl.topology.estimate import next_batch, trainer_of
 from ashl.topology.local_work import Work, WorkerState, local_work, start_of
 
 
@@ -40,7 +40,7 @@ def part_of(stage: Stage, state: Any, version: int) -> Part:
     held = copy(state)
     held.params, held.ends = fragment.of(state.params), state.fragment_ends[k]
     held.outer_state = state.outer_state[k] if state.outer_state else None
-    return Part(stage.fragment(k), held, fragment, k)
+    return Part(stage.fragment_stages[k], held, fragment, k)
 
 
 def with_part(stage: Stage, state: Any, part: Part, params: Any, outer: Any) -> tuple[Any, Any]:
@@ -135,7 +135,7 @@ def at_round_boundary(ctx: RankContext, stage: Stage, state: WorkerState, work: 
         return work
 
     def ahead() -> Any:
-        own = stage.aggregate.clip(work.body) * stage.team_weights[stage.workers.index(ctx.rank)]
+        own = stage.aggregate.clip(work.body) * ctx.members.planned.weights[ctx.rank]
         rate = stage.trainer.rate(state.samples)
         state.own_moments, model = stage.outer.step(state.own_moments, state.params, own, rate)
         return model
@@ -169,6 +169,7 @@ async def compute_by_bucket(
     If the model is in flight, forward waits for each of its segments; they arrive as messages with
     the tag "group". Returns: (loss, segments of that model in the order of forward).
     """
+    trainer = trainer_of(stage, state)
     step, span = next_batch(state)
     arrived, in_flight = list[Any](), state.coming is not None
 
@@ -182,7 +183,7 @@ async def compute_by_bucket(
         model = state.params
         if take is not None:
             model = Pieces(stage.slices[::-1], partial(bring, take))
-        return stage.trainer.gradient_in_parts(model, ctx.rank, step, span, stage.slices, emit)
+        return trainer.gradient_in_parts(model, ctx.rank, step, span, stage.slices, emit)
 
     needs = stage.needs if in_flight else ()
     loss = await ctx.compute(

@@ -30,8 +30,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
 
+from ashl.plan.assignments import Members
 from ashl.runtime.effects import Epoch, Message, Tag
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.members import shared_members
 from ashl.stage.progress import FAILURE, RUN_END, RUN_START, Progress, ProgressMark
 from ashl.stage.stage import GO, NEXT, PAUSE, STOP, Stage
 from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
@@ -160,11 +162,11 @@ class RoamingState(ReplicaState):
         self.end_pass()
         self.rule_state = None
 
-    def enter(self, stage: Stage, rank: int) -> None:
+    def enter(self, stage: Stage, members: Members, rank: int) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
         if self.entered != stage.index:
             self.end_pass()
-        super().enter(stage, rank)
+        super().enter(stage, members, rank)
 
     def end_pass(self) -> None:
         self.signal, self.reported, self.gone, self.asked = GO, False, False, None
@@ -215,7 +217,7 @@ async def ask_snapshots(ctx: RankContext, stage: Stage, state: CoordinatorState)
 
 async def broadcast_signal(ctx: RankContext, stage: Stage, signal: Signal) -> None:
     """Send a signal to all workers."""
-    for rank in stage.workers:
+    for rank in ctx.members.ranks:
         await ctx.send(rank, stage.tag("signal"), None, signal)
 
 
@@ -229,7 +231,7 @@ async def finish_stage(ctx: RankContext, stage: Stage, state: CoordinatorState) 
     progress, signal = state.progress, state.signal
     progress.end_ns = end_time_ns(stage, ctx.now_ns)
     await broadcast_signal(ctx, stage, Signal(signal))
-    working = set(stage.workers)
+    working = set(ctx.members.ranks)
     while working:
         message = await ctx.recv(stage.tag("report"), stage.tag("done"))
         if message.tag[0] == "done":
@@ -418,7 +420,9 @@ async def rejoin_members(
     if index >= len(stages):
         ctx.time_accounting.close_at(int(reply.end_ns))
     elif saved is None:
-        state.enter(stages[index], ctx.rank)
+        stage = stages[index]
+        members = shared_members(ctx, stage, epoch.workers, epoch.number)
+        state.enter(stage, members, ctx.rank)
         state.round, state.step = int(reply.rounds), int(reply.steps)
         state.drawn = state.step * state.batch
     return index, state, reply

@@ -68,7 +68,9 @@ def keep_within_budget(
     ):
         progress = progress or state.progress
         # other ranks only read their progress, so a reference will do
-        counts = ctx.rank == stage.lead_rank or stage.elastic or not isinstance(progress, Progress)
+        counts = (
+            ctx.rank == ctx.members.lead_rank or stage.elastic or not isinstance(progress, Progress)
+        )
         state.in_time = InTime(params, progress.copy() if counts else progress)
     return state.in_time is not None
 
@@ -83,8 +85,8 @@ def within_budget(ctx: RankContext, stage: Stage, state: Budgeted, reason: str) 
         return reason
     late = state.progress
     state.params, state.progress = state.in_time
-    if ctx.rank == stage.lead_rank:
-        for rank in stage.workers:
+    if ctx.rank == ctx.members.lead_rank:
+        for rank in ctx.members.ranks:
             state.progress.count_dropped(
                 rank, late.steps_by[rank] - state.progress.steps_by[rank], RUN_END
             )
@@ -150,7 +152,7 @@ def end_piggybacked(
     if signal == STOP:
         reason = within_budget(ctx, stage, state, reason)
     progress = state.progress = replace(state.progress, end_ns=end_time_ns(stage, now_ns))
-    if ctx.rank == stage.lead_rank:
+    if ctx.rank == ctx.members.lead_rank:
         if reason == "next":
             rule = stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)
             reason = rule or next(iter(stage.plan.until), reason)

@@ -39,6 +39,11 @@ class Anchor(NamedTuple):
     drawn: int
 
 
+def trainer_of(stage: Stage, state: Any) -> Any:
+    """Return the trainer of a worker, which may use the data of failed workers, too."""
+    return stage.trainer.redistribute(frozenset(state.away)) if state.away else stage.trainer
+
+
 def next_batch(state: Any) -> tuple[int, range]:
     """Draw the worker's next minibatch. Returns: (number, range in its stream of samples)."""
     number, first = state.step, state.drawn
@@ -51,7 +56,7 @@ async def estimate_gradient(ctx: RankContext, stage: Stage, state: Any) -> tuple
 
     Returns: (mean loss, gradient, samples that it covers).
     """
-    trainer, rank, params, kind = stage.trainer, ctx.rank, state.params, stage.estimator
+    trainer, rank, params, kind = trainer_of(stage, state), ctx.rank, state.params, stage.estimator
     if kind == "full":
         next_batch(state)
         return await average_over_shard(ctx, stage, state)
@@ -79,18 +84,17 @@ async def estimate_gradient(ctx: RankContext, stage: Stage, state: Any) -> tuple
 
 async def average_over_shard(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
     """Return (mean loss, gradient, samples) over all samples of the worker."""
-    size = stage.trainer.shard_size(ctx.rank)
-    work = partial(
-        stage.trainer.full_gradient, state.params, ctx.rank, stage.worker(ctx.rank).batch
-    )
+    trainer = trainer_of(stage, state)
+    size = trainer.shard_size(ctx.rank)
+    batch = stage.worker(ctx.rank).batch
+    work = partial(trainer.full_gradient, state.params, ctx.rank, batch)
     return (*await ctx.compute(work, work=size), size)
 
 
 async def reduce_variance(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any]:
     """Return (loss, ∇f(w; batch) − ∇f(s; batch)) on the next minibatch."""
     step, span = next_batch(state)
-    work = partial(
-        stage.trainer.reduced_gradient, state.params, state.anchor.params, ctx.rank, step, span
-    )
+    gradient_of = trainer_of(stage, state).reduced_gradient
+    work = partial(gradient_of, state.params, state.anchor.params, ctx.rank, step, span)
     loss, gradient = await ctx.compute(work, work=2 * state.batch)
     return numbers([loss])[0], gradient

@@ -59,7 +59,7 @@ async def exchange_update(
     if looks:
         ctx.show_update(x, of=ctx.rank, tick=tick, weight=team.weight)
     update = await exchange_compressed(team, stage, state, tick, x)
-    if looks and ctx.rank == stage.lead_rank:
+    if looks and ctx.rank == ctx.members.lead_rank:
         ctx.show_update(update, of=None, tick=tick)
     return update
 
@@ -219,7 +219,7 @@ class BucketEncoder:
         if team.not_finite:
             return torch.zeros_like(join_slices(self.vectors))
         update = await team.compute(partial(self.sum, results))
-        if reports_mean(stage, self.version) and team.ctx.rank == stage.lead_rank:
+        if reports_mean(stage, self.version) and team.ctx.rank == team.ctx.members.lead_rank:
             team.ctx.show_update(update, of=None, tick=self.version)
         return update
 

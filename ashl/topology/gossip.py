@@ -30,17 +30,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
 from ashl.option import Count, option
+from ashl.plan.assignments import Assignments, Members
 from ashl.runtime.effects import Epoch, Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
+from ashl.stage.members import is_truncated, shared_members, survivors, truncate_round
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
-from ashl.stage.stage import FAULT_TOLERANT, GO, PAUSE, Loop, Network, Rule, Stage, Topology
+from ashl.stage.stage import FAULT_TOLERANT, GO, PAUSE, Loop, Network, Ranks, Rule, Stage, Topology
 from ashl.topology.coordinator import (
     CoordinatorState,
     RoamingState,
@@ -65,17 +67,14 @@ from ashl.topology.epochs import (
 )
 from ashl.topology.graph import (
     ANY_SIZE,
-    Edge,
+    MemberGraph,
     Round,
-    Sources,
     depths,
-    edges_of,
+    graph_among,
     rounds_of,
-    sources_of,
 )
 from ashl.topology.local_work import WorkerState, local_work
 
-T = TypeVar("T")
 DECISIONS = (*REASONS, "diverged")
 Outgoing = dict[int, tuple[Any, tuple[float, ...]]]  # by receiver: payload, and numbers beside it
 
@@ -118,12 +117,18 @@ class RoundRule(GossipRule, contract=True):
         """Return the mode's state at the start of a stage, or of an epoch in it."""
         return None
 
-    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
+    def sources(self, graph: MemberGraph, rank: int, k: int) -> tuple[int, ...]:
         """Return the ranks from which this one receives in round k."""
-        return graph_of(stage).round(stage, k).sources[rank]
+        return graph.round(k).sources[rank]
 
     async def outgoing(
-        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+        self,
+        ctx: RankContext,
+        stage: Stage,
+        graph: MemberGraph,
+        state: RoundState,
+        k: int,
+        delta: Any,
     ) -> Outgoing:
         """Return the messages of round k by receiver.
 
@@ -134,16 +139,17 @@ class RoundRule(GossipRule, contract=True):
     def merge(
         self,
         stage: Stage,
+        graph: MemberGraph,
         state: RoundState,
         rank: int,
         k: int,
         delta: Vector,
-        heard: Mapping[int, Message],
+        received: Mapping[int, Message],
     ) -> None:
         """Merge the messages of round k − lag and the local progress Δ into the model."""
         raise NotImplementedError
 
-    def settle(self, state: RoundState, heard: Mapping[int, Message]) -> None:
+    def settle(self, state: RoundState, received: Mapping[int, Message]) -> None:
         """Merge messages that are in flight at the end of a stage, if messages may be late."""
 
 
@@ -156,7 +162,7 @@ class RoamingRule(GossipRule, contract=True):
         """Run a worker. Returns: the final signal, NEXT or STOP."""
         raise NotImplementedError
 
-    def peers(self, stage: Stage, rank: int) -> tuple[int, ...] | None:
+    def peers(self, graph: MemberGraph, rank: int) -> tuple[int, ...] | None:
         """Return the workers that a worker may ask for an answer; None if it only receives from
         neighbours.
         """
@@ -182,32 +188,22 @@ class Gossip(Topology):
 
     def rounds(self, sync: GossipRule, num_workers: int, seed: int) -> tuple[Round, ...]:
         """Return the graph by round, with the weights that the sync mode needs."""
-        weights = "columns" if sync.columns else "metropolis"
-        return rounds_of(self.graph, weights, self.degree, num_workers, seed)
+        return rounds_of(self.graph, weights_for(sync), self.degree, num_workers, seed)
 
     @property
     def has_fixed_size(self) -> bool:
         return self.graph not in ANY_SIZE
 
-    def round(self, stage: Stage, k: int) -> Round:
-        """Return the graph of round k."""
-        rounds = stage.cached(rounds_in)
-        return rounds[k % len(rounds)]
-
-    def edges(self, stage: Stage) -> tuple[Edge, ...]:
-        """Return the edges of all rounds, without their direction."""
-        return stage.cached(edges_in)
-
-    def neighbours(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Return the workers that share an edge with this one, in any round and direction."""
-        return stage.cached(neighbours_in)[rank]
-
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Return the neighbours of all rounds, and the coordinator."""
-        others = stage.workers if stage.lead_rank == stage.server else ()
+        return self.links_among(stage, rank, stage.workers)
+
+    def links_among(self, stage: Stage, rank: int, members: Ranks) -> tuple[int, ...]:
+        others = members if stage.lead_rank == stage.server else ()
         if rank == stage.server:
             return others
-        return self.neighbours(stage, rank) + ((stage.server,) if others else ())
+        near = graph_of(stage, members).neighbours[rank]
+        return near + ((stage.server,) if others else ())
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """Return the time (ns) of one exchange without contention: the slowest transfer from a
@@ -215,8 +211,9 @@ class Gossip(Topology):
 
         If workers ask and answer, it is twice that time.
         """
-        peers = stage.sync.peers(stage, rank) if isinstance(stage.sync, RoamingRule) else None
-        near = self.neighbours(stage, rank) if peers is None else peers
+        graph = graph_of(stage, stage.workers)
+        peers = stage.sync.peers(graph, rank) if isinstance(stage.sync, RoamingRule) else None
+        near = graph.neighbours[rank] if peers is None else peers
         ways, dense = 1 + (peers is not None), stage.trainer.dense_bytes
         return ways * max((network.transfer_ns(peer, rank, dense) for peer in near), default=0)
 
@@ -264,60 +261,19 @@ def rule_in(stage: Stage) -> RoundRule:
     return stage.sync
 
 
-def graph_of(stage: Stage) -> Gossip:
-    """Return the stage's topology as a `Gossip`."""
-    assert isinstance(stage.topology, Gossip)
-    return stage.topology
-
-
-def rounds_in(stage: Stage) -> tuple[Round, ...]:
-    """Return the stage's graph by round, see `Gossip.rounds`."""
-    assert isinstance(stage.sync, GossipRule)
-    rounds = graph_of(stage).rounds(stage.sync, len(stage.workers), stage.seed)
-    if not stage.gone:
-        return rounds
-    ranks, nothing = stage.workers, dict[int, float]()
-
-    def row_by_rank(row: dict[int, float]) -> dict[int, float]:
-        return {ranks[j]: weight for j, weight in row.items()}
-
-    return tuple(
-        Round(
-            by_rank(stage, [row_by_rank(row) for row in each.rows], nothing),
-            sources_by_rank(stage, each.targets),
-            sources_by_rank(stage, each.sources),
-        )
-        for each in rounds
+def graph_of(stage: Stage, members: Ranks) -> MemberGraph:
+    """Return the graph on these workers, see `Gossip.rounds`."""
+    topology, sync = stage.topology, stage.sync
+    assert isinstance(topology, Gossip)
+    assert isinstance(sync, GossipRule)
+    return graph_among(
+        topology.graph, weights_for(sync), topology.degree, members, stage.num_workers, stage.seed
     )
 
 
-def places_in(stage: Stage) -> tuple[Edge, ...]:
-    """Return the edges between the places of the workers, which count from 0."""
-    topology = graph_of(stage)
-    return edges_of(topology.graph, topology.degree, len(stage.workers), stage.seed)
-
-
-def edges_in(stage: Stage) -> tuple[Edge, ...]:
-    places, ranks = stage.cached(places_in), stage.workers
-    return tuple((ranks[i], ranks[j]) for i, j in places) if stage.gone else places
-
-
-def neighbours_in(stage: Stage) -> Sources:
-    return sources_of(stage.cached(edges_in), stage.num_workers)
-
-
-def by_rank(stage: Stage, by_place: Sequence[T], missing: T) -> tuple[T, ...]:
-    """Return values by rank from values by place; `missing` for ranks that are no workers."""
-    found = dict(zip(stage.workers, by_place, strict=True))
-    return tuple(found.get(rank, missing) for rank in range(stage.num_workers))
-
-
-def sources_by_rank(stage: Stage, by_place: Sources) -> Sources:
-    """Return the sources of each rank from those of each place."""
-    if not stage.gone:
-        return by_place
-    ranks = [tuple(stage.workers[j] for j in places) for places in by_place]
-    return by_rank(stage, ranks, ())
+def weights_for(sync: GossipRule) -> str:
+    """Return the kind of weights that a sync mode needs, see `ashl.topology.graph`."""
+    return "columns" if sync.columns else "metropolis"
 
 
 @dataclass
@@ -336,9 +292,9 @@ class RoundState(WorkerState):
     # messages that were received before a pause, by round that they were sent in
     early: dict[int, dict[int, Message]] = field(default_factory=dict)
 
-    def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
+    def enter(self, stage: Stage, members: Members, rank: int, now_s: float = 0.0) -> None:
         is_resumed = self.entered == stage.index
-        super().enter(stage, rank)
+        super().enter(stage, members, rank)
         if not is_resumed:
             self.progress.begin(now_s)
             self.k = 0
@@ -361,38 +317,40 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
 
     Returns: the final signal, NEXT or STOP.
     """
-    state.enter(stage, ctx.rank, ctx.now)
-    rule, rank = rule_in(stage), ctx.rank
+    rule, rank, members = rule_in(stage), ctx.rank, ctx.members
+    graph = graph_of(stage, members.ranks)
+    state.enter(stage, members, rank, ctx.now)
     while True:
-        own = stage.truncate_last_round(state.rest)
+        counted = truncate_round(stage, members, members.planned, state.rest)
         ctx.safe_point(stage.index, state)
         k, params = state.k, state.params
         if rule.early:
-            await send(ctx, stage, state, await rule.outgoing(ctx, stage, state, k, None))
+            await send(ctx, stage, state, await rule.outgoing(ctx, stage, graph, state, k, None))
         work = await local_work(ctx, stage, state)
         if not rule.early:
-            await send(ctx, stage, state, await rule.outgoing(ctx, stage, state, k, work.body))
-        heard = await receive_models(ctx, stage, state, k - rule.lag)
-        rule.merge(stage, state, rank, k, work.body, heard)
-        merge_headers(state, rank, work.loss, heard)
+            messages = await rule.outgoing(ctx, stage, graph, state, k, work.body)
+            await send(ctx, stage, state, messages)
+        received = await receive_models(ctx, stage, graph, state, k - rule.lag)
+        rule.merge(stage, graph, state, rank, k, work.body, received)
+        merge_headers(state, rank, work.loss, received)
         late = keep_within_budget(ctx, stage, state, params)
-        count_round(own, state)
-        state.plan_round(stage, rank)
+        count_round(stage, state, members, counted)
+        state.plan_round(stage, members, rank)
         asked = state.header.snapshot_after == k  # read before rank 0 asks for the next snapshot
-        if rank == stage.lead_rank:
-            look_ahead(ctx, stage, state, k)
+        if rank == members.lead_rank:
+            look_ahead(ctx, stage, graph, state, k)
         due = stage.limits.eval_every_s is None and stage.stop_criteria.take_evaluation(
             state, ctx.now
         )
         if (due or asked) and not late:
             counts = (
                 state.progress.report()
-                if rank == stage.lead_rank and isinstance(state.progress, Progress)
+                if rank == members.lead_rank and isinstance(state.progress, Progress)
                 else None
             )
             progress = state.progress
             ctx.snapshot(state.params, tick=progress.version, counts=counts, without=progress.gone)
-        signal = await end_signal(ctx, stage, state)
+        signal = await end_signal(ctx, stage, graph, state)
         ctx.record_round(
             stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss
         )
@@ -402,22 +360,24 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
             return signal
 
 
-async def end_signal(ctx: RankContext, stage: Stage, state: RoundState) -> int:
+async def end_signal(ctx: RankContext, stage: Stage, graph: MemberGraph, state: RoundState) -> int:
     """End the stage, or pause, if that was decided for this round. Returns: the final signal, or
     GO.
     """
     reason, late = stop_reason(stage, state), state.k + 1 - rule_in(stage).lag
-    if not reason or (reason == CHECKPOINT and stage.truncate_last_round(state.rest) is not stage):
+    if not reason or (reason == CHECKPOINT and is_truncated(state.rest)):
         return GO
     in_flight = {
-        k: await receive_models(ctx, stage, state, k) for k in range(max(0, late), state.k + 1)
+        k: await receive_models(ctx, stage, graph, state, k)
+        for k in range(max(0, late), state.k + 1)
     }
     if reason == CHECKPOINT:
         state.early = in_flight
         return PAUSE
-    for heard in in_flight.values():
-        rule_in(stage).settle(state, heard)
-    moment = await ctx.all_reduce(torch.tensor([ctx.now_ns]), stage.workers, "max", piggybacked=1)
+    for received in in_flight.values():
+        rule_in(stage).settle(state, received)
+    now = torch.tensor([ctx.now_ns])
+    moment = await ctx.all_reduce(now, ctx.members.ranks, "max", piggybacked=1)
     return end_piggybacked(ctx, stage, state, reason, int(moment))
 
 
@@ -439,19 +399,21 @@ async def send(ctx: RankContext, stage: Stage, state: RoundState, messages: Outg
 
 
 async def receive_models(
-    ctx: RankContext, stage: Stage, state: RoundState, k: int
+    ctx: RankContext, stage: Stage, graph: MemberGraph, state: RoundState, k: int
 ) -> dict[int, Message]:
     """Return the messages of round k, in rank order; none from before this epoch."""
     if k in state.early:
         return state.early.pop(k)
-    sources = rule_in(stage).sources(stage, ctx.rank, k) if k >= state.first else ()
+    sources = rule_in(stage).sources(graph, ctx.rank, k) if k >= state.first else ()
     return {rank: await ctx.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
 
-def merge_headers(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message]) -> None:
+def merge_headers(
+    state: RoundState, rank: int, loss: float, received: Mapping[int, Message]
+) -> None:
     """Merge the header of this rank with its loss and the headers it has received."""
     headers = [
-        GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in heard.values()
+        GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in received.values()
     ]
     known = [state.header, *headers]
     losses = [
@@ -472,15 +434,15 @@ def merge_headers(state: RoundState, rank: int, loss: float, heard: Mapping[int,
     )
 
 
-def count_round(stage: Stage, state: RoundState) -> None:
-    """Count one more merge of every worker."""
+def count_round(stage: Stage, state: RoundState, members: Members, work: Assignments) -> None:
+    """Count one more merge of every worker, with this work."""
     progress = state.progress
     if isinstance(progress, Progress):
         progress.observe_all(rule_in(stage).lag, state.header.loss, "the workers' loss", commits=1)
-        progress.commit_all(stage.round_steps, stage.round_totals[1])
+        progress.commit_all(work.steps, work.total_samples)
         progress.merge()
     else:
-        progress.advance(*stage.round_totals, len(stage.workers))
+        progress.advance(work.total_steps, work.total_samples, len(members.ranks))
         progress.version += 1
     count_as(state, progress)
 
@@ -490,7 +452,9 @@ def count_as(state: RoundState, progress: RunProgress) -> None:
     state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
 
 
-def look_ahead(ctx: RankContext, stage: Stage, state: RoundState, k: int) -> None:
+def look_ahead(
+    ctx: RankContext, stage: Stage, graph: MemberGraph, state: RoundState, k: int
+) -> None:
     """Decide at rank 0 what every rank has to know, and compute the round after which it holds."""
     progress, header = state.progress, state.header
     if header.not_finite:
@@ -503,29 +467,28 @@ def look_ahead(ctx: RankContext, stage: Stage, state: RoundState, k: int) -> Non
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
     snapshot = timed and stage.stop_criteria.take_evaluation(state, ctx.now)
     if (reason and not header.decision) or snapshot:
-        known = k + rounds_to_all(stage, k + 1)
+        known = k + rounds_to_all(rule_in(stage), graph, ctx.rank, k + 1)
         if reason and not header.decision:
             header = header._replace(decision=DECISIONS.index(reason), last=known)
         state.header = header._replace(snapshot_after=known) if snapshot else header
 
 
-def rounds_to_all(stage: Stage, first: int) -> int:
-    """Return how many rounds a message that rank 0 sends in round `first` takes to reach every
-    rank.
+def rounds_to_all(rule: RoundRule, graph: MemberGraph, lead_rank: int, first: int) -> int:
+    """Return how many rounds a message of the lead rank, sent in round `first`, takes to
+    reach every rank.
     """
-    rule = rule_in(stage)
-    is_static = type(rule).sources is RoundRule.sources and len(stage.cached(rounds_in)) == 1
-    if is_static and not stage.gone:
-        return (1 + rule.lag) * max(depths(graph_of(stage).round(stage, 0).targets))
+    is_static = type(rule).sources is RoundRule.sources and len(graph.rounds) == 1
+    if is_static and len(graph.ranks) == graph.num_workers:
+        return (1 + rule.lag) * max(depths(graph.round(0).targets))
     k = first - rule.lag
-    since = {stage.lead_rank: first}  # by informed rank: the first round in which it passes this on
-    unaware = [rank for rank in stage.workers if rank != stage.lead_rank]
+    since = {lead_rank: first}  # by informed rank: the first round in which it passes this on
+    unaware = [rank for rank in graph.ranks if rank != lead_rank]
     while unaware:
         informed = {rank for rank, start in since.items() if start <= k}
         reached = [
             rank
             for rank in unaware
-            if k >= 0 and not informed.isdisjoint(rule.sources(stage, rank, k))
+            if k >= 0 and not informed.isdisjoint(rule.sources(graph, rank, k))
         ]
         since |= dict.fromkeys(reached, k + rule.lag + 1)
         unaware = [rank for rank in unaware if rank not in since]
@@ -569,24 +532,28 @@ async def reform_rounds(
         state.params = model if is_new else state.params
         index, state.progress, state.assigned = known.index, known.progress, known.assigned
         if index < len(stages):
-            state.enter(stages[index].restricted_to(state.progress.gone), ctx.rank, ctx.now)
+            ranks = survivors(stages[index], state.progress.gone)
+            members = shared_members(ctx, stages[index], ranks, epoch.number)
+            state.enter(stages[index], members, ctx.rank, ctx.now)
             state.progress, state.k = known.progress.copy(), known.k
     if index >= len(stages):
         ctx.time_accounting.close_at(state.progress.end_ns)
         return index, state
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
-    before = stages[index].restricted_to(state.progress.gone)
-    steps = before.truncate_last_round(state.rest).round_steps
+    stage = stages[index]
+    before = shared_members(ctx, stage, survivors(stage, state.progress.gone), epoch.number)
+    steps = truncate_round(stage, before, before.planned, state.rest).steps
     assert isinstance(state.progress, Progress)
     state.progress = with_members(state.progress, epoch, standing.joined, steps)
-    stage = stages[index].restricted_to(state.progress.gone)
+    members = shared_members(ctx, stage, survivors(stage, state.progress.gone), epoch.number)
     count_as(state, state.progress)
     if is_new:
         state.round, state.step = state.progress.rounds_and_steps_of(ctx.rank)
         state.drawn = state.step * state.batch
     state.begin_epoch(stage, ctx.rank)
-    state.plan_round(stage, ctx.rank)
-    if ctx.rank == stage.lead_rank and (is_new or stage.lead_rank != before.lead_rank):
+    state.plan_round(stage, members, ctx.rank)
+    is_new_lead = is_new or members.lead_rank != before.lead_rank
+    if ctx.rank == members.lead_rank and is_new_lead:
         state.evaluated = state.progress.mark_at(ctx.now)
     return index, state

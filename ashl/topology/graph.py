@@ -21,11 +21,12 @@ NeurIPS 2021.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import isqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from ashl.errors import UsageError
 
 Sources = tuple[tuple[int, ...], ...]  # by rank: the ranks it receives from, sorted, without itself
 Edge = tuple[int, int]  # the lower rank first
+T = TypeVar("T")
 TOLERANCE = 1e-6  # for sums of weights, which a file gives with a few digits
 ORDERS = 20  # number of edge orders that `matchings_of` tries
 TRIES = 1000  # draws of one more cycle or matching that shares no edge with those before
@@ -45,6 +47,59 @@ class Round(NamedTuple):
     rows: tuple[dict[int, float], ...]  # by rank i: {j: w_ij}, ascending, itself included
     targets: tuple[tuple[int, ...], ...]  # by rank j: the ranks that receive from it
     sources: Sources
+
+
+@dataclass(frozen=True, eq=False)
+class MemberGraph:
+    """The graph of a run on its members, with the weights that the sync mode needs."""
+
+    ranks: tuple[int, ...]  # members
+    num_workers: int
+    seed: int
+    places: tuple[Edge, ...]  # edges of all rounds between members, which count from 0
+    rounds: tuple[Round, ...]  # by rank
+
+    def round(self, k: int) -> Round:
+        """Return the graph of round k."""
+        return self.rounds[k % len(self.rounds)]
+
+    @cached_property
+    def neighbours(self) -> Sources:
+        """Return by rank the workers that share an edge with it, in any round and direction."""
+        return self.sources_by_rank(sources_of(self.places, len(self.ranks)))
+
+    def by_rank(self, by_place: Sequence[T], missing: T) -> tuple[T, ...]:
+        """Return values by rank from values by place; `missing` for ranks that are no members."""
+        found = dict(zip(self.ranks, by_place, strict=True))
+        return tuple(found.get(rank, missing) for rank in range(self.num_workers))
+
+    def sources_by_rank(self, by_place: Sources) -> Sources:
+        """Return the sources of each rank from those of each place."""
+        return self.by_rank([tuple(self.ranks[j] for j in places) for places in by_place], ())
+
+
+@lru_cache(maxsize=64)
+def graph_among(
+    graph: str, weights: str, degree: int, ranks: tuple[int, ...], num_workers: int, seed: int
+) -> MemberGraph:
+    """Return the graph on these members, the same object for all of them."""
+    n = len(ranks)
+    rounds, places = rounds_of(graph, weights, degree, n, seed), edges_of(graph, degree, n, seed)
+    found = MemberGraph(ranks, num_workers, seed, places, rounds)
+    if n == num_workers:
+        return found
+    rows = [
+        [{ranks[j]: weight for j, weight in row.items()} for row in each.rows] for each in rounds
+    ]
+    by_rank = (
+        Round(
+            found.by_rank(own, {}),
+            found.sources_by_rank(each.targets),
+            found.sources_by_rank(each.sources),
+        )
+        for own, each in zip(rows, rounds, strict=True)
+    )
+    return replace(found, rounds=tuple(by_rank))
 
 
 def ring(n: int) -> set[Edge]:

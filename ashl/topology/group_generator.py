@@ -25,7 +25,7 @@ from pydantic import Field
 from ashl.data.rng import Purpose, permutation
 from ashl.errors import UsageError
 from ashl.option import Count, Number, option
-from ashl.stage.stage import Members, Rule
+from ashl.stage.stage import Ranks, Rule
 
 GroupSize = Annotated[int, Number, Field(ge=2, lt=2**31)]
 
@@ -50,7 +50,7 @@ class GroupRule(Rule, contract=True):
             )
         return size
 
-    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
+    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Ranks]:
         """Return the groups to make, in order, for a worker that asks with an empty buffer."""
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class GroupRule(Rule, contract=True):
         """Return the time (ns) at which to draw again; None if time does not matter."""
         return None
 
-    def groups(self, nodes: Sequence[int]) -> list[Members]:
+    def groups(self, nodes: Sequence[int]) -> list[Ranks]:
         """Return the groups that are known before the run."""
         return []
 
@@ -75,7 +75,7 @@ class Group(NamedTuple):
     """Workers that average their models once."""
 
     id: int
-    members: Members
+    members: Ranks
 
 
 class Asked(NamedTuple):
@@ -235,7 +235,7 @@ def release_idle(state: Groups) -> list[int]:
     return idle
 
 
-def split_evenly(workers: Sequence[int], size: int) -> list[Members]:
+def split_evenly(workers: Sequence[int], size: int) -> list[Ranks]:
     """Partition workers, in order, into groups of `size`.
 
     If `size` does not divide their number: into the least number of groups, which differ by one
@@ -274,7 +274,7 @@ def _start_groups(
     return started
 
 
-def _make(state: Groups, groups: Sequence[Members], ordered: bool) -> None:
+def _make(state: Groups, groups: Sequence[Ranks], ordered: bool) -> None:
     """Append these groups to their members' buffers."""
     if not groups:
         return

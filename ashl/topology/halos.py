@@ -54,8 +54,8 @@ from ashl.stage.stage import (
     STOP,
     WEIGHTS,
     Loop,
-    Members,
     Network,
+    Ranks,
     Rule,
     Stage,
     Topology,
@@ -104,7 +104,7 @@ class Halos(Topology):
     beta: Decay
     buffer: Count
 
-    def members(self, nodes: tuple[int, ...] | None) -> tuple[Members, ...]:
+    def members(self, nodes: tuple[int, ...] | None) -> tuple[Ranks, ...]:
         """Return the workers of each region. Raises: UsageError if no key assigns workers to
         regions.
         """

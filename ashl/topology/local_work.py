@@ -20,12 +20,14 @@ from ashl.compression.contract import EncodeContext, layer_at
 from ashl.compression.error_metrics import measure_compression_error, payload_sizes
 from ashl.compression.wrappers import Layerwise
 from ashl.learn.device import numbers, to_host
+from ashl.plan.assignments import Members
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import CompressionReport, NotFinite
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline, Payload
+from ashl.stage.members import Remaining, cap_local_steps, remaining_rounds
 from ashl.stage.stage import WEIGHTS, Stage
-from ashl.topology.estimate import estimate_gradient, next_batch
+from ashl.topology.estimate import estimate_gradient, next_batch, trainer_of
 from ashl.topology.replies import Admission, Pull
 
 AT_ONCE_S = 1e-3  # seconds; a reply received within this time had already arrived
@@ -54,7 +56,7 @@ class WorkerState:
     # (first stage, assignments of the workers) as planned after profiling
     assigned: tuple[int, Any] | None = None
     entered: int | None = None  # index of the current stage
-    rest: tuple[int, int] | None = None  # remaining rounds, see `Stage.remaining_rounds`
+    rest: Remaining = None  # rounds that remain, the next one included
     pull_s: float = 0.0  # seconds of the last pull
     interval_s: float = 0.0  # if not 0: take steps for this many seconds, instead of H steps
     anchor: Any = None  # memory of the estimator: a snapshot, or values of each sample
@@ -62,7 +64,7 @@ class WorkerState:
     rule_state: Any = None  # state of the sync mode, if it has one at workers
     start: Any = None  # start of the next local steps, if it is not `params`
     pending: Any = None  # finished work to exchange next, with delayed exchanges
-    pending_rest: tuple[int, int] | None = None  # `rest` when that work was begun
+    pending_rest: Remaining = None  # `rest` when that work was begun
     fragment_ends: tuple[CodecState, ...] = ()  # the codec's state of each fragment
     outer_state: Any = None  # moments of the outer optimizer, if this worker takes its steps
     own_moments: Any = None  # of outer steps on its own work that is still in flight
@@ -71,7 +73,7 @@ class WorkerState:
     incarnation: int = 0  # time of its join request (ns), if it joined a running run
     coming: Any = None  # first bucket of a model that arrives in buckets, or the task of its slices
 
-    def enter(self, stage: Stage, rank: int) -> None:
+    def enter(self, stage: Stage, members: Members, rank: int) -> None:
         """Enter a stage: set its H and density, and carry over codec state and moments.
 
         Does nothing if the state is that of a checkpoint within this stage.
@@ -81,7 +83,7 @@ class WorkerState:
         self.entered = stage.index
         worker = stage.worker(rank)
         self.ratio, self.batch = worker.compression_ratio, worker.batch
-        self.plan_round(stage, rank)
+        self.plan_round(stage, members, rank)
         self.interval_s = stage.sync.interval_s
         self.anchor = self.squares = self.rule_state = self.start = self.pending = None
         self.last = False
@@ -111,10 +113,11 @@ class WorkerState:
         self.interval_s = assignment.interval_s
         self.batch = assignment.batch or self.batch
 
-    def plan_round(self, stage: Stage, rank: int, ahead: int = 0) -> None:
+    def plan_round(self, stage: Stage, members: Members, rank: int, ahead: int = 0) -> None:
         """Set H of the next round, or of the one `ahead` rounds later; the last is truncated."""
-        self.rest = stage.remaining_rounds(self.steps, self.samples, ahead)
-        self.local_steps = stage.cap_local_steps(stage.worker(rank).local_steps, rank, self.rest)
+        planned, done = members.planned, (self.steps, self.samples)
+        self.rest = remaining_rounds(stage, members, planned, done, ahead)
+        self.local_steps = cap_local_steps(planned, rank, self.rest)
 
 
 class Work(NamedTuple):
@@ -128,7 +131,9 @@ class Work(NamedTuple):
     version: int  # of the model on which it was begun
 
 
-async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
+async def local_work(
+    ctx: RankContext, stage: Stage, state: WorkerState, trainer: Any = None
+) -> Work:
     """Compute a worker's work between two exchanges; `sync.exchange` selects its kind.
 
     Rule: gradient: g = ∇f(w; batch), or the estimate of `topology.estimate`.
@@ -137,9 +142,10 @@ async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work
 
     The learning rate is that of the samples applied before the last pull. A peer may replace
     `state.params` meanwhile. The result stays relative to the model at the start.
+    Args: trainer: computes the local steps instead of the stage's.
     """
-    stage = stage.with_redistributed_shards(state.away) if state.away else stage
-    trainer, start, kind, version = stage.trainer, ctx.now, stage.sync.exchange, state.version
+    trainer = trainer or trainer_of(stage, state)
+    start, kind, version = ctx.now, stage.sync.exchange, state.version
     params = start_of(state)
     if kind == "gradient":
         loss, grad, samples = await estimate_gradient(ctx, stage, state)
@@ -149,7 +155,7 @@ async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work
     while ctx.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
         step, span = next_batch(state)
         if kind == "accumulated":
-            work = partial(accumulate, stage, grads, params, ctx.rank, step, lr, span)
+            work = partial(accumulate, trainer, grads, params, ctx.rank, step, lr, span)
             loss, grads = await ctx.compute(work, state.batch)
         else:
             work = partial(trainer.local_step, local, state.moments, ctx.rank, step, lr, span)
@@ -160,18 +166,16 @@ async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work
     for loss in numbers(losses):
         total += loss
     if trainer.weighs and kind == "difference" and WEIGHTS in stage.topology.supports:
-        share = share_of(stage, ctx.rank, range(state.step - steps, state.step))
+        share = share_of(ctx, trainer, range(state.step - steps, state.step))
         body, total = body * share, total * share
     return Work(body, total / steps, steps, steps * state.batch, (ctx.now - start) / steps, version)
 
 
-def share_of(stage: Stage, rank: int, steps: range) -> float:
-    """Return the weight of a worker's samples relative to the others', see `Trainer.share`."""
-    weights = [0.0] * stage.num_workers
-    for worker, weight in zip(stage.workers, stage.team_weights, strict=True):
-        weights[worker] = weight
-    same_steps = len({stage.round_steps[worker] for worker in stage.workers}) == 1
-    return stage.trainer.share(rank, steps if same_steps else range(0), weights)
+def share_of(ctx: RankContext, trainer: Any, steps: range) -> float:
+    """Return the weight of this worker's samples relative to the others', see `Trainer.share`."""
+    planned = ctx.members.planned
+    same_steps = len({planned.steps[rank] for rank in ctx.members.ranks}) == 1
+    return trainer.share(ctx.rank, steps if same_steps else range(0), planned.weights)
 
 
 async def encode_update(
@@ -193,7 +197,7 @@ async def encode_update(
     body = await ctx.compute(encode, work=1, kind="compress")
     report_health(ctx, stage, state, x, [(stage.link, state.ends, body)])
     if reports_mean(stage, state.version):
-        weight = stage.weights(stage.workers)[ctx.rank]
+        weight = ctx.members.planned.weights[ctx.rank]
         ctx.show_update(x, of=ctx.rank, tick=state.version, weight=weight)
     return body, work.loss
 
@@ -280,10 +284,10 @@ def all_finite(x: Tensor) -> bool:
 
 
 def accumulate(
-    stage: Stage, total: Any, params: Any, rank: int, step: int, lr: float, span: range
+    trainer: Any, total: Any, params: Any, rank: int, step: int, lr: float, span: range
 ) -> tuple[Any, Any]:
     """Return (loss, total + lr·gradient); a total of None counts as zero."""
-    loss, grad = stage.trainer.gradient(params, rank, step, span)
+    loss, grad = trainer.gradient(params, rank, step, span)
     return loss, grad * lr if total is None else total + grad * lr
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Sequence
 
-from ashl.stage.stage import Members, Stage
+from ashl.stage.stage import Ranks, Stage
 
 BITS = 52  # ranks that one number holds as a bit mask
 
 
-def as_numbers(members: Members) -> tuple[float, ...]:
+def as_numbers(members: Ranks) -> tuple[float, ...]:
     """Encode sorted ranks in as few numbers as possible.
 
     Either one negative number for each rank, or one bit mask for every `BITS` ranks.
@@ -20,7 +20,7 @@ def as_numbers(members: Members) -> tuple[float, ...]:
     return tuple(map(float, words))
 
 
-def as_members(numbers: Sequence[float]) -> Members:
+def as_members(numbers: Sequence[float]) -> Ranks:
     """Decode ranks from numbers, see `as_numbers`."""
     if not numbers or numbers[0] < 0:
         return tuple(int(-1 - number) for number in numbers)

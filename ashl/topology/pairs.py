@@ -28,7 +28,8 @@ from ashl.topology.coordinator import (
     report_done,
     report_merge,
 )
-from ashl.topology.gossip import RoamingRule
+from ashl.topology.gossip import RoamingRule, graph_of
+from ashl.topology.graph import MemberGraph
 from ashl.topology.local_work import local_work
 
 
@@ -40,7 +41,7 @@ class PairRule(RoamingRule, contract=True):
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
         return await worker(ctx, stage, state)
 
-    def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def peers(self, graph: MemberGraph, rank: int) -> tuple[int, ...]:
         raise NotImplementedError
 
     def encode_model(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
@@ -64,9 +65,9 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState) -> int:
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
     rule = rule_of(stage)
-    state.enter(stage, ctx.rank)
+    state.enter(stage, ctx.members, ctx.rank)
     answering = ctx.spawn(answer(ctx, stage, state))
-    peers, dropped = rule.peers(stage, ctx.rank), 0
+    peers, dropped = rule.peers(graph_of(stage, ctx.members.ranks), ctx.rank), 0
     while state.signal == GO:
         ctx.safe_point(stage.index, state)
         version, sent = state.version, state.params

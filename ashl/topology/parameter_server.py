@@ -44,6 +44,16 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Replan
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.members import (
+    Remaining,
+    assign,
+    cap_local_steps,
+    is_truncated,
+    members_of,
+    merge_weights,
+    remaining_rounds,
+    survivors,
+)
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
 from ashl.stage.stage import (
@@ -281,7 +291,7 @@ class ParameterServer(Topology):
         With fragments: the maximum over all fragments.
         """
         if stage.fragments:
-            parts = (stage.fragment(k) for k in range(len(stage.fragments)))
+            parts = stage.fragment_stages
             return max(self.exchange_ns(part, network, rank) for part in parts)
         up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
         down = stage.link.pull_bytes(self.pull_ratio)
@@ -339,7 +349,8 @@ class ServerState:
     incarnations: dict[int, int] = field(default_factory=dict)  # of each rejoined worker
     pulls: list[Tag] = field(default_factory=list)  # tag of the replies to each worker
     quorum: int = 1  # pushes of one merge
-    workers: tuple[WorkerPlan, ...] = ()  # present assignment of each worker, by rank
+    members: Any = None  # `Members`: the workers that have not failed
+    work: Any = None  # `Assignments`: their present work
 
     @property
     def version(self) -> int:
@@ -368,13 +379,22 @@ class ServerState:
         self.counted = 0
         self.progress.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.progress)
-        self.workers = stage.plan.workers
+        self.set_members(stage)
+        self.work = self.members.planned
         self.ends = stage.carry_over_codec_state(self.ends, self.progress.samples)
-        self.quorum = stage.quorum_of(self.progress.present)
         self.pulls = [stage.tag("pull", self.incarnations.get(rank, 0)) for rank in stage.workers]
         if stage.resets:
             self.moments = stage.trainer.moments()
         self.outer_state = None if stage.resets_outer else self.outer_state
+
+    def set_members(self, stage: Stage) -> None:
+        """Set the members and the quorum after a failure or a rejoin."""
+        self.members = members_of(stage, survivors(stage, self.progress.gone))
+        self.quorum = stage.quorum_of(self.progress.present)
+
+    def assign(self, stage: Stage, workers: tuple[WorkerPlan, ...]) -> None:
+        """Set the work of all workers, by rank, and the weights that follow from it."""
+        self.work = assign(stage, self.members.ranks, workers)
 
 
 def record_exchange(
@@ -398,7 +418,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     With delayed exchanges the worker computes the next piece of work between a push and its reply.
     Returns: the final signal, NEXT or STOP.
     """
-    state.enter(stage, ctx.rank)
+    state.enter(stage, ctx.members, ctx.rank)
     messages = rule_of(stage).messages()
     signal = GO
     push = stage.tag("push")
@@ -411,7 +431,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
             ctx.safe_point(stage.index, state)
         if stage.delayed is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
-            state.plan_round(stage, ctx.rank, ahead=1)
+            state.plan_round(stage, ctx.members, ctx.rank, ahead=1)
         part = part_of(stage, state, state.version)
         work, body, loss = await messages.make_push(ctx, part.stage, part.state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
@@ -554,7 +574,7 @@ def may_all_proceed(stage: Stage, state: ServerState) -> bool:
 
 def is_last_round(stage: Stage, state: ServerState) -> bool:
     """Return True if a stop limit truncates the next round."""
-    return stage.truncate_last_round(remaining_rounds(stage, state)) is not stage
+    return is_truncated(rounds_ahead(stage, state))
 
 
 # Pushes at the server: decode, merge, answer
@@ -667,11 +687,7 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
             return None
     if len(members) > 1:
         members.sort(key=attrgetter("worker"))
-    weights = (
-        stage.with_assignments(state.workers)
-        .with_redistributed_shards(progress.gone)
-        .weights_of(members, progress.gone)
-    )
+    weights = merge_weights(stage, state.work, members)
     part = part_of(stage, state, state.version)
     if stage.codec.traits.reduces:
         bodies = [member.body for member in members]
@@ -697,7 +713,8 @@ def replan(
 
     If it replans, H, density and weights of the present workers change from now on.
     """
-    payload = stage.payload(state.workers[push.worker].compression_ratio)
+    workers = state.work.workers
+    payload = stage.payload(workers[push.worker].compression_ratio)
     if state.averages is None:
         profile = state.profile or stage.profile
         assert profile is not None, "an online planner starts from a profile"
@@ -708,17 +725,18 @@ def replan(
     averages = planner.hear(averages, push.worker, push.body, push.steps, push.samples)
     assert stage.plan.h_preset is not None
     presets = (stage.plan.h_preset, stage.plan.r_preset)
-    present = [rank for rank in stage.workers if rank not in state.progress.gone]
-    current = [state.workers[rank] for rank in present]
+    present = state.members.ranks
+    current = [workers[rank] for rank in present]
     seen, rows = planner.replan(averages.of(present), current, *presets, stage.payload)
     state.averages = replace(averages, commits=seen.commits)
     if rows is None:
         return
     # data shards change at stage boundaries only
     changed = dict(zip(present, assigned(current, rows, resharded=False), strict=True))
-    state.workers = tuple(changed.get(rank, worker) for rank, worker in enumerate(state.workers))
-    ratios = [worker.compression_ratio for worker in state.workers]
-    local_steps = [worker.local_steps for worker in state.workers]
+    workers = tuple(changed.get(rank, worker) for rank, worker in enumerate(workers))
+    state.assign(stage, workers)
+    ratios = [worker.compression_ratio for worker in workers]
+    local_steps = [worker.local_steps for worker in workers]
     ctx.emit(Replan(ctx.rank, stage.index, ratios, local_steps, ctx.now_ns))
 
 
@@ -753,20 +771,20 @@ def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, flo
 
     Returns: (local steps, density, seconds of local work or 0, batch or 0 for the present one).
     """
-    progress, plan = state.progress, state.workers[rank]
+    progress, plan = state.progress, state.work.workers[rank]
     rule = rule_of(stage)
     assignment = rule.next_assignment(stage, state.rule_state, progress, rank) or AS_PLANNED
     planned = plan.local_steps if assignment.local_steps is None else assignment.local_steps
-    rest = None if planned == 1 else remaining_rounds(stage, state)
-    local_steps = stage.cap_local_steps(planned, rank, rest)
+    rest = None if planned == 1 else rounds_ahead(stage, state)
+    local_steps = cap_local_steps(state.members.planned, rank, rest, planned)
     ratio = plan.compression_ratio if assignment.ratio is None else assignment.ratio
     return local_steps, ratio, assignment.interval_s, assignment.batch
 
 
-def remaining_rounds(stage: Stage, state: ServerState) -> tuple[int, int] | None:
-    """Return the rounds that remain before the next assignment, see `Stage.remaining_rounds`."""
-    progress, ahead = state.progress, int(stage.delayed is not None)
-    return stage.remaining_rounds(progress.steps, progress.samples, ahead, progress.gone)
+def rounds_ahead(stage: Stage, state: ServerState) -> Remaining:
+    """Return the rounds that remain before the next assignment."""
+    done, ahead = (state.progress.steps, state.progress.samples), int(stage.delayed is not None)
+    return remaining_rounds(stage, state.members, state.members.planned, done, ahead)
 
 
 # Workers that fail and rejoin
@@ -848,7 +866,8 @@ async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank
     if rank in progress.gone:
         return False
     progress.remove_worker(rank)
-    state.quorum = stage.quorum_of(progress.present)
+    state.set_members(stage)
+    state.assign(stage, state.work.workers)
     state.ends.forget(rank)
     if ctx.rank == stage.server:  # the server of a region does not know all workers
         check_min_workers(ctx, stage, rank, progress.present + len(state.newcomers))
@@ -871,7 +890,8 @@ async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     progress = state.progress
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
     progress.join(rank)
-    state.quorum = stage.quorum_of(progress.present)
+    state.set_members(stage)
+    state.assign(stage, state.work.workers)
     state.pulls[rank] = stage.tag("pull", state.incarnations[rank])
     progress.now_s = ctx.now
     messages = rule_of(stage).messages()
@@ -914,7 +934,7 @@ async def join(ctx: RankContext, stages: Sequence[Stage]) -> tuple[int, WorkerSt
     Returns: (index of the present stage, state in it); None if the run is over.
     """
     incarnation = int(float(ctx.now_ns))
-    for server in stages[0].topology.notified_on_failure(stages[0], ctx.rank):
+    for server in stages[0].topology.links(stages[0], ctx.rank):
         await ctx.send(server, JOIN, None, (incarnation,))
     message = await ctx.recv(admission_tag(incarnation))
     admission = parse_reply(Admission, message.meta)
@@ -930,7 +950,7 @@ async def join(ctx: RankContext, stages: Sequence[Stage]) -> tuple[int, WorkerSt
     stage = stages[admission.stage]
     state.incarnation = incarnation
     state.away = as_members(message.meta[ADMISSION_FIELDS:])
-    state.enter(stage, ctx.rank)
+    state.enter(stage, members_of(stage), ctx.rank)
     if message.body is not None:
         rule_of(stage).messages().apply_admission(state, message.body)
     state.follow(admission)
@@ -1223,7 +1243,7 @@ def merge_bucket(stage: Stage, state: ServerState, number: int, push: Push) -> N
         return
     del state.slices[number]
     members.sort(key=attrgetter("worker"))
-    weights = stage.with_assignments(state.workers).weights_of(members, state.progress.gone)
+    weights = merge_weights(stage, state.work, members)
     scale = cast("ServerRule", stage.sync).lr_scale(state.rule_state)
     lr = stage.trainer.rate(state.progress.samples - state.counted) * scale
     bucket, exact = stage.buckets[number], stage.link.traits.lossless

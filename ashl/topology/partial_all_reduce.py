@@ -30,8 +30,8 @@ from ashl.stage.stage import (
     PAUSE,
     STOP,
     Loop,
-    Members,
     Network,
+    Ranks,
     Rule,
     Stage,
     Topology,
@@ -72,7 +72,7 @@ class PartialAllReduce(Topology):
         """
         return stage.workers if rank == stage.lead_rank else (stage.lead_rank,)
 
-    def groups(self, stage: Stage) -> Sequence[Members]:
+    def groups(self, stage: Stage) -> Sequence[Ranks]:
         return rule_in(stage).groups(self.nodes(stage))
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
@@ -190,7 +190,7 @@ async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
 
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
-    state.enter(stage, ctx.rank)
+    state.enter(stage, ctx.members, ctx.rank)
     signal = GO
     while signal == GO:
         ctx.safe_point(stage.index, state)
@@ -217,7 +217,7 @@ async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
 
 async def meet(
     ctx: RankContext, stage: Stage, state: Replica, work: Work
-) -> tuple[GroupReply, Members]:
+) -> tuple[GroupReply, Ranks]:
     """Ask for a group and average in it.
 
     Once the stage is over, the worker takes part in all groups that still expect it, because other
@@ -255,7 +255,7 @@ async def meet(
 
 
 async def average_group(
-    ctx: RankContext, params: Any, body: Any, members: Members, common: bool
+    ctx: RankContext, params: Any, body: Any, members: Ranks, common: bool
 ) -> Any:
     """Return (1/g)·Σ_j (x_j + Δ_j), summed in rank order.
 
@@ -417,7 +417,7 @@ def commit(
     ctx: RankContext,
     stage: Stage,
     state: GroupCoordinatorState,
-    members: Members,
+    members: Ranks,
     work: Sequence[Done],
 ) -> None:
     """Count one average of these workers, each with its own work; a worker alone merges its own."""

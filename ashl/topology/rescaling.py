@@ -19,6 +19,7 @@ from dataclasses import fields
 
 from ashl.data.partition import apportion
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.members import members_of, remaining_rounds
 from ashl.stage.progress import Progress, RunProgress
 from ashl.stage.stage import Stage
 from ashl.topology import all_reduce
@@ -49,8 +50,8 @@ def rescale_server(
         before.params, before.moments, progress, before.evaluated, outer_state=before.outer_state
     )
     server.entered = stage.index
-    server.workers = stage.plan.workers
-    server.quorum = stage.quorum
+    server.set_members(stage)
+    server.work = server.members.planned
     server.ends = stage.carry_over_codec_state(CodecState(), progress.samples)
     server.pulls = [stage.tag("pull")] * n
     server.rule_state = rule_of(stage).on_rescale(stage, before.rule_state, progress)
@@ -75,8 +76,9 @@ def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerSta
         rule_state = rule.on_rescale(stage, before.rule_state, progress)
     else:
         rule_state = rule.begin(stage, progress)
-    planned = rule.in_round(stage, rule_state, progress)
-    rest = planned.remaining_rounds(progress.steps, progress.samples)
+    members = members_of(stage)
+    planned = all_reduce.plan_round(stage, members, rule_state, progress)
+    rest = remaining_rounds(stage, members, planned, (progress.steps, progress.samples))
     for rank in stage.workers:
         state = PeerState(
             before.params,
@@ -96,7 +98,7 @@ def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerSta
 def begin(stage: Stage, rank: int, state: WorkerState, progress: Progress) -> None:
     """Let a worker enter this stage at these counts."""
     state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
-    state.enter(stage, rank)
+    state.enter(stage, members_of(stage), rank)
     state.round, _ = progress.rounds_and_steps_of(rank)
     state.step = round(progress.samples * stage.worker(rank).data_share / state.batch)
     state.drawn = state.step * state.batch

@@ -184,9 +184,9 @@ class ShardState(ServerState):
         self.leaving = []
 
 
-def parts(stage: Stage) -> list[Stage]:
+def parts(stage: Stage) -> tuple[Stage, ...]:
     """Return the stage restricted to the shard of each server."""
-    return [stage.fragment(k) for k in range(len(stage.fragments))]
+    return stage.fragment_stages
 
 
 def moments_of(stage: Stage, rank: int) -> tuple[Any, ...]:
@@ -200,7 +200,7 @@ def enter_shard(ctx: RankContext, stage: Stage, state: ShardState) -> Stage:
 
     Returns: the stage restricted to the server's shard.
     """
-    own, begins = stage.fragment(ctx.rank - stage.server), state.entered != stage.index
+    own, begins = stage.fragment_stages[ctx.rank - stage.server], state.entered != stage.index
     state.enter(own, ctx.now)
     if begins:
         state.moments = moments_of(stage, ctx.rank) if stage.resets else state.moments
@@ -231,7 +231,7 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
     if state.entered != stage.index:
         both = zip(parts(stage), state.shard_ends, strict=True)
         state.shard_ends = [part.carry_over_codec_state(ends, state.samples) for part, ends in both]
-    state.enter(stage, ctx.rank)
+    state.enter(stage, ctx.members, ctx.rank)
     servers, push = all_servers(stage), stage.tag("push")
     pull = stage.tag("pull", state.incarnation)
     signal = GO

@@ -15,6 +15,7 @@ import torch
 from ashl.cli.app import main
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import assemble
+from ashl.stage.members import members_of
 from ashl.tracking import jsonl
 from tests.cli.test_worker_failures import check_return
 from tests.disturbed import LONG, check_records, ranks_of, wait_for
@@ -101,7 +102,7 @@ def test_sums_after_a_loss_are_those_of_the_others_alone(
         alone.round([0, 1, 2] if number < with_it else others)
     assert isinstance(alone.params, torch.Tensor)
     assert summary["params_sha256"] == hashlib.sha256(alone.params.numpy().tobytes()).hexdigest()
-    assert summary["workers"][worker]["dropped"] == alone.stage.round_steps[worker]
+    assert summary["workers"][worker]["dropped"] == members_of(alone.stage).planned.steps[worker]
 
 
 @pytest.mark.slow
@@ -212,7 +213,9 @@ def test_sums_after_a_rejoin_are_those_of_all_from_that_state(
     before = summary["workers"][rank]["commits"] - since
     for number in range(merges):
         if number == merges - since:
-            alone.workers[rank] = alone.worker(rank, (before + 1) * alone.stage.round_steps[rank])
+            alone.workers[rank] = alone.worker(
+                rank, (before + 1) * members_of(alone.stage).planned.steps[rank]
+            )
         here = number < before or number >= merges - since
         alone.round([0, 1, 2] if here else [other for other in range(3) if other != rank])
     assert isinstance(alone.params, torch.Tensor)

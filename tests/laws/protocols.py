@@ -19,6 +19,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.members import members_of
 from ashl.stage.process_group import ProcessGroup
 from ashl.stage.stage import Stage
 from ashl.sync.bsp import BSP
@@ -81,7 +82,7 @@ async def worker(
     came: list[list[Any]],
 ) -> None:
     state, rank, link = WorkerState(None, None), ctx.rank, stage.link
-    team = ProcessGroup(ctx, stage, stage.workers, list(weights))
+    team = ProcessGroup(ctx, stage, stage.workers, list(weights), members_of(stage).planned)
     for number, vectors in enumerate(rounds):
         x, context = vectors[rank], EncodeContext(seed=3, worker=rank, round=number)
         x_sent = None if isinstance(x, SizeOnly) else link.before(state.ends, x, context).x

@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from ashl.aggregate.weighted import Push
+from ashl.plan.assignments import Assignments
 from ashl.plan.plan import WorkerPlan
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import Push, Stage
+from ashl.stage.members import assign, merge_weights
+from ashl.stage.stage import Stage
 from tests.conf_option import conf_option
 from tests.support import simulated
 
@@ -64,7 +67,7 @@ def staged(row: Row, *, barrier: bool, plan: Any = None, **fields: Any) -> Any:
     look at is there.
     """
     plan = plan or workers()
-    sync = SimpleNamespace(averages=barrier, estimator="minibatch")
+    sync = SimpleNamespace(averages=barrier, estimator="minibatch", exchange="difference")
     rule = conf_option("aggregate", row.rule, **{**row.fields, **fields})
     rest = {
         "trainer": SimpleNamespace(statistics=0),
@@ -78,6 +81,11 @@ def staged(row: Row, *, barrier: bool, plan: Any = None, **fields: Any) -> Any:
         epoch_samples=1,
         **rest,
     )
+
+
+def work_of(stage: Any) -> Assignments:
+    """Return the planned work of all workers."""
+    return assign(stage, stage.workers, stage.plan.workers)
 
 
 def push(worker: int, body: Any, staleness: int = 0) -> Push:
@@ -100,7 +108,7 @@ def folded(stage: Any, *members: Push) -> list[float]:
 def update_of(stage: Any, members: Sequence[Push]) -> Any:
     """Return the merged update of the members of a merge, independent of their order."""
     members = sorted(members, key=lambda push: push.worker)
-    return stage.aggregate.fold(members, stage.weights_of(members))
+    return stage.aggregate.fold(members, merge_weights(stage, work_of(stage), members))
 
 
 @every_rule
@@ -243,7 +251,7 @@ def per_gradient(rule: str) -> list[float]:
     its weight.
     """
     stage = staged(Row(rule, {}, ()), barrier=False)
-    counts = [weight * h for weight, h in zip(stage.weights((0, 1, 2)), STEPS, strict=True)]
+    counts = [weight * h for weight, h in zip(work_of(stage).weights, STEPS, strict=True)]
     return [round(100 * count / sum(counts)) for count in counts]
 
 
@@ -267,7 +275,7 @@ def test_fednova_with_equal_work_is_the_mean_by_share(shares, h):
         for share in shares
     ]
     nova, mean = (
-        staged(Row(rule, {}, ()), barrier=True, plan=plan).weights(range(len(plan)))
+        work_of(staged(Row(rule, {}, ()), barrier=True, plan=plan)).weights
         for rule in ("fednova", "data_share")
     )
     assert nova == pytest.approx(mean, rel=1e-15)
@@ -298,7 +306,7 @@ def test_fednova_counts_momentum_as_the_recursion_does(momentum, h):
         s += u
     plan = workers((h, 1), (8, 8))
     nova = staged(Row("fednova", {"momentum": momentum}, ()), barrier=True, plan=plan)
-    weights = nova.weights((0, 1))
+    weights = work_of(nova).weights
     p = h / (h + 1)
     effective = p * s + (1 - p)
     assert weights == pytest.approx([p * effective / s, (1 - p) * effective])

@@ -16,6 +16,7 @@ from ashl.planning.instantiate import assemble, parts_of
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.members import members_of, merge_weights
 from ashl.stage.stage import FAULT_TOLERANT, Rule, Stage
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.local_work import WorkerState, context_of
@@ -55,7 +56,7 @@ class Alone:
         self.workers = [WorkerState(self.params, stage.trainer.moments()) for _ in range(n)]
         self.server = CodecState()
         for rank, worker in enumerate(self.workers):
-            worker.enter(stage, rank)
+            worker.enter(stage, members_of(stage), rank)
 
     def update(self, rank: int) -> Tensor:
         """Return the decoded push of this worker."""
@@ -96,7 +97,7 @@ class Alone:
         else:
             self.params = self.params + total
         self.version += 1
-        self.samples += sum(self.stage.round_samples[rank] for rank in members)
+        self.samples += sum(members_of(self.stage).planned.samples[rank] for rank in members)
         return self.params
 
 
@@ -158,8 +159,9 @@ def test_one_at_a_time_the_weights_are_those_of_the_others() -> None:
     )
     stage = assemble(ran.plan, "cpu").stages[0]
     pushes = [type("Push", (), {"worker": rank}) for rank in (0, 1)]
-    assert stage.weights_of(pushes, {2}) == [0.5, 0.5]
-    assert stage.weights_of(pushes) == [1 / 3, 1 / 3]
+    for members, weight in (((0, 1), 0.5), (None, 1 / 3)):
+        work = members_of(stage, members).planned
+        assert merge_weights(stage, work, pushes) == [weight, weight]
     assert ran.end["commits"][2] == 3  # cycles of 0.09 s
 
 

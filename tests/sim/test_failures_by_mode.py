@@ -16,6 +16,7 @@ from ashl.errors import AshlError
 from ashl.planning.instantiate import assemble
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import halves, joined
+from ashl.stage.members import members_of
 from ashl.stage.stage import Stage
 from ashl.sync.asylpg import Epoch
 from ashl.sync.easgd import EASGD
@@ -40,7 +41,7 @@ class Averaged(Alone):
         moved, turned = halves(sum_in_rank_order(bodies))
         self.moments = (mean + turned,)
         self.outer, self.params = self.stage.outer.step(self.outer, self.params, moved, 1.0)
-        self.samples += sum(self.stage.round_samples[rank] for rank in members)
+        self.samples += sum(members_of(self.stage).planned.samples[rank] for rank in members)
         return self.params
 
 
@@ -106,7 +107,7 @@ def test_a_rejoining_worker_begins_at_the_servers_model() -> None:
     centre, moments = stage.trainer.init()
     workers, own, history = [WorkerState(centre, moments) for _ in range(3)], [centre] * 3, [centre]
     for rank, worker in enumerate(workers):
-        worker.enter(stage, rank)
+        worker.enter(stage, members_of(stage), rank)
     came = next(
         r["staleness"] for r in ran.of("round") if r["rank"] == 0 and r["end_ns"] > 930_000_000
     )

@@ -5,6 +5,7 @@ them.
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from ashl.data.batches import Batches
 from ashl.data.partition import handed
 from ashl.errors import UsageError
+from ashl.learn.trainer import Trainer
 from ashl.planning.instantiate import assemble
+from ashl.stage.members import assign, members_of, survivors
 from tests.support import planned, run
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
@@ -65,7 +68,7 @@ def drawn(
     """
     plan = planned(*RUN, *mode.split(), f"runtime.on_worker_failure={on_worker_failure}")
     trainer = assemble(plan, "cpu").stages[0].trainer
-    streams = [list(of.batches) for of in (trainer, trainer.handed(frozenset({LOST})))]
+    streams = [list(of.batches) for of in (trainer, trainer.redistribute(frozenset({LOST})))]
     found, span = defaultdict(list), Batches.span
 
     def listening(self: Batches, first: int, size: int) -> np.ndarray:
@@ -123,32 +126,22 @@ def test_weights_by_the_data_follow_them() -> None:
         "dataset.partition=iid",
     )
     stage = assemble(plan, "cpu").stages[0]
-    assert [
-        w.data_share for w in stage.with_redistributed_shards({LOST}).plan.workers
-    ] == pytest.approx([1 / 3, 1 / 3, 1 / 4, 1 / 3], 1e-2)
-    assert (
-        stage.restricted_to({LOST}).trainer.batches[0].shard is not stage.trainer.batches[0].shard
-    )
-    assert stage.with_redistributed_shards(()) is stage
+    work = members_of(stage, survivors(stage, {LOST})).planned
+    assert [w.data_share for w in work.workers] == pytest.approx([1 / 3, 1 / 3, 1 / 4, 1 / 3], 1e-2)
+    assert members_of(stage).planned.workers == stage.plan.workers
 
 
-def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge() -> None:
     stage = assemble(planned(*RUN, "runtime.on_worker_failure=reshard"), "cpu").stages[0]
-    dealt, deal = [], type(stage.trainer).handed
-    monkeypatch.setattr(
-        type(stage.trainer), "handed", lambda self, gone: dealt.append(gone) or deal(self, gone)
-    )
-    resized = [tuple(replace(w, batch=size) for w in stage.plan.workers) for size in (8, 4)]
-    for workers in (stage.plan.workers, *resized):
-        dealt.clear()
-        merges = [
-            stage.with_assignments(workers).with_redistributed_shards({LOST}) for _ in range(3)
-        ]
-        assert len(dealt) == 1
-        assert {merge.worker(0).batch for merge in merges} == {workers[0].batch}
-        assert merges[0].worker(0).data_share > stage.worker(0).data_share
+    trainer = cast("Trainer", stage.trainer)
+    found = [trainer.redistribute(frozenset(failed)) for failed in ({LOST}, {LOST}, {0}, {LOST})]
+    assert found[0] is found[1] is found[3]
+    assert found[0].batches[0].shard is not trainer.batches[0].shard
+    for size in (8, 4):
+        workers = tuple(replace(worker, batch=size) for worker in stage.plan.workers)
+        work = assign(stage, survivors(stage, {LOST}), workers)
+        assert work.workers[0].batch == size
+        assert work.workers[0].data_share > stage.worker(0).data_share
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
+from ashl.stage.members import members_of
 from ashl.stage.stage import Stage
 from ashl.topology.local_work import WorkerState, context_of
 from tests.sim.test_churn import DETECT_S, RUN, back, lost, with_events
@@ -42,14 +43,14 @@ class Alone:
 
     def worker(self, rank: int, step: int) -> WorkerState:
         state = WorkerState(self.params, self.stage.trainer.moments())
-        state.enter(self.stage, rank)
+        state.enter(self.stage, members_of(self.stage), rank)
         state.step, state.drawn, state.round = step, step * state.batch, step
         return state
 
     def update(self, rank: int) -> Tensor:
         stage, state, trainer = self.stage, self.workers[rank], self.stage.trainer
         state.params, state.samples, local = self.params, self.samples, self.params
-        for _ in range(stage.round_steps[rank]):
+        for _ in range(members_of(stage).planned.steps[rank]):
             step, first = state.step, state.drawn
             state.step, state.drawn = step + 1, first + state.batch
             span = range(first, state.drawn)
@@ -83,7 +84,7 @@ class Alone:
         else:
             self.outer, self.params = stage.outer.step(self.outer, self.params, total, rate)
         self.version += 1
-        self.samples += sum(stage.round_samples[rank] for rank in members)
+        self.samples += sum(members_of(stage).planned.samples[rank] for rank in members)
         return self.params
 
     def by_tree(self, members: Sequence[int], updates: list[Tensor]) -> Tensor:
@@ -185,7 +186,7 @@ def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], rank
     for number in range(1, merges + 1):
         params = alone.round([0, 1, 2] if number <= with_it else others)
         assert torch.equal(found[number], params), number
-    h = alone.stage.round_steps[0]
+    h = members_of(alone.stage).planned.steps[0]
     assert [ran.end["commits"][r] for r in others] == [merges] * 2, "no round is counted twice"
     assert ran.end["dropped_by"][rank] == h
     assert ran.end["steps"] == h * (2 * merges + with_it)
@@ -203,7 +204,7 @@ def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], rank
 def test_who_comes_takes_part_from_the_next_round_on(mode: tuple[str, ...]) -> None:
     plan = with_events(planned(*RING, *mode, "stop.steps=75"), lost(0, 0.31), back(0, 0.62))
     ran, alone = run(plan), Alone(assemble(plan, "cpu").stages[0])
-    found, merges, h = models(ran), ran.end["merges"], alone.stage.round_steps[0]
+    found, merges, h = models(ran), ran.end["merges"], members_of(alone.stage).planned.steps[0]
     with_it = sum(r["rank"] == 0 and r["end_ns"] < 310_000_000 for r in ran.of("round"))
     again = with_it + merges - ran.end["commits"][0]
     assert with_it < again < merges - 1

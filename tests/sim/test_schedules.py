@@ -3,8 +3,8 @@ there.
 """
 
 import json
-from functools import partial
-from types import SimpleNamespace
+import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,18 +13,21 @@ from ashl.compression.contract import Codec
 from ashl.compression.gtopk import GTopK
 from ashl.compression.wrappers import Residual
 from ashl.config.compose import compose
+from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.planning.instantiate import assemble
+from ashl.planning.predict import WITHOUT
 from ashl.run import train as run
 from ashl.run.monitor import Monitor
 from ashl.runtime.records import StageEnd
-from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
+from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.members import members_of
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.sync.asp import ASP
 from ashl.topology.local_work import WorkerState, context_of
 from ashl.topology.parameter_server import ServerState
 from tests.conf_option import conf_option
 from tests.support import planned, simulated
+from tests.swarm.drawn import bound
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
@@ -239,40 +242,43 @@ def test_residuals_are_handed_over_as_declared():
     assert kept.sha256 != dropped.sha256
 
 
+class Zero(SizeOnlyTrainer):
+    """A trainer with moments."""
+
+    def moments(self):
+        return ("zero",)
+
+    def rate(self, samples):
+        return 0.1
+
+
 def entering(index, codec, **handover):
-    worker = SimpleNamespace(local_steps=4, compression_ratio=0.5, batch=8)
-    trainer = SimpleNamespace(moments=lambda: ("zero",), rate=lambda samples: 0.1)
-    resets = index > 0 and handover.get("momentum") == "reset"
-    plan = SimpleNamespace(handover=handover, workers=(worker,))
-    stage = SimpleNamespace(
-        index=index,
-        plan=plan,
-        link=CompressionPipeline(codec, 4),
-        trainer=trainer,
-        sync=ASP(local_steps=1),
-        resets=resets,
-        resets_outer=resets,
-        worker=lambda rank: worker,
-        workers=(0,),
-        tag=lambda name, k=0: (name, index, k),
-        quorum_of=lambda present: present,
-        remaining_rounds=lambda steps, samples, ahead: None,
-        cap_local_steps=lambda steps, rank, rest: steps,
+    stage = bound(
+        random.Random(0),
+        ASP(local_steps=1),
+        conf_option("topology", "parameter_server"),
+        1,
+        WITHOUT,
     )
-    stage.carry_over_codec_state = partial(Stage.carry_over_codec_state, stage)
-    return stage
+    worker = replace(stage.plan.workers[0], local_steps=4, compression_ratio=0.5, batch=8)
+    plan = replace(stage.plan, handover=handover, workers=(worker,))
+    return replace(stage, index=index, plan=plan, codec=codec, trainer=Zero(4, 100))
+
+
+def enter(state, stage):
+    state.enter(stage, members_of(stage), 0)
 
 
 def test_what_a_worker_takes_over():
     state = WorkerState(params=None, moments=("old",), ends=CodecState(sender=Residual("error")))
-    state.enter(entering(1, Codec()), 0)
+    enter(state, entering(1, Codec()))
     assert (state.moments, state.local_steps, state.ratio) == (("old",), 4, 0.5)
     assert state.ends == CodecState()  # this codec keeps no residual
     state.entered = None  # a stage is entered once, also by a run that resumes from a checkpoint
-    state.enter(entering(1, Codec(), momentum="reset", residual="drop"), 0)
+    enter(state, entering(1, Codec(), momentum="reset", residual="drop"))
     assert (state.moments, state.ends) == (("zero",), CodecState())
     state.moments = ("old",)
-    state.enter(entering(0, Codec(), momentum="reset"), 0)
+    enter(state, entering(0, Codec(), momentum="reset"))
     assert state.moments == ("old",)  # nothing came before the first stage
 
 

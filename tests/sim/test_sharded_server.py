@@ -135,7 +135,7 @@ def test_each_piece_is_a_message_of_its_own() -> None:
         model, left = model - stage.trainer.rate(0) * sent, left - sent
     assert len(halves) == 2
     torch.testing.assert_close(ran.params, model, rtol=0, atol=1e-6)
-    payload = stage.fragment(0).codec.encoded_nbytes
+    payload = stage.fragment_stages[0].codec.encoded_nbytes
     assert ran.of("time_totals")[0]["bytes_up"] == 3 * sum(
         payload(0.2, stop - start) for start, stop in halves
     )

@@ -5,10 +5,12 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ashl.aggregate.weighted import Push
 from ashl.learn.device import numbers
+from ashl.learn.trainer import AnyTrainer
 from ashl.plan.confidence import is_narrow
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
@@ -53,12 +55,13 @@ async def time_sum(ctx: RankContext, stage: Stage, nbytes: int) -> float:
 
 
 def empty_payload(stage: Stage, nbytes: int) -> Any:
-    """Return a payload of zeros of `nbytes` bytes, always the same object, as a run allocates
-    before it sends.
-    """
-    return stage.cached(
-        lambda stage: stage.trainer.blank(nbytes / stage.trainer.dense_bytes), ("blank", nbytes)
-    )
+    """Return a payload of zeros of `nbytes` bytes."""
+    return make_payload(stage.trainer, nbytes)
+
+
+@lru_cache(maxsize=4)  # allocated once, because a run allocates before it sends
+def make_payload(trainer: AnyTrainer, nbytes: int) -> Any:
+    return trainer.blank(nbytes / trainer.dense_bytes)
 
 
 async def time_exchange(
