@@ -17,20 +17,17 @@ Source: Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and G
 with Compressed Communication", ICML 2019, arXiv 1902.00340.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from ashl.errors import UsageError
 from ashl.option import Count, Positive, option
-from ashl.runtime.effects import Message
-from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState
-from ashl.topology.graph import MemberGraph, Round
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix
+from ashl.topology.graph import Round
 from ashl.topology.local_work import context_of, report_health
-from ashl.topology.mixing import mix
 
 
 class Replicas(NamedTuple):
@@ -69,49 +66,32 @@ class Choco(RoundRule):
         first = stage.trainer.init()[0] if state.version == 0 else None
         return Replicas(first, first)
 
-    async def outgoing(
-        self,
-        ctx: RankContext,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        k: int,
-        delta: Any,
-    ) -> Outgoing:
+    async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
         state.params = state.params + delta
+        stage, targets = now.stage, now.targets
         link, (own, others, _) = stage.link, state.rule_state
-        targets = graph.round(k).targets[ctx.rank]
         if own is None:
             state.rule_state = Replicas(state.params, None, state.params)
             return dict.fromkeys(targets, (state.params, ()))
         ahead = state.params - own
-        encode = partial(link.difference, ahead, context_of(stage, ctx.rank, state, state.round))
+        encode = partial(link.difference, ahead, context_of(stage, now.rank, state, state.round))
         if link.innermost.traits.lossless:
             body = encode()
         else:
-            body = await ctx.compute(encode, work=1, kind="compress")
-            report_health(ctx, stage, state, ahead, [(link, state.ends, body)])
+            body = await now.ctx.compute(encode, work=1, kind="compress")
+            report_health(now.ctx, stage, state, ahead, [(link, state.ends, body)])
         state.rule_state = Replicas(link.add_payloads(own, [(body, 1.0)]), others, body)
         return dict.fromkeys(targets, (body, ()))
 
-    def merge(
-        self,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        rank: int,
-        k: int,
-        delta: Vector,
-        received: Mapping[int, Message],
-    ) -> None:
+    def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         own, before, sent = state.rule_state
-        row = graph.round(k).rows[rank]
         if before is None:
-            after = mix(row, rank, own, received)
+            after = mix(now.row, now.rank, own, received)
         else:
             bodies = [
-                (sent if j == rank else received[j].body, weight) for j, weight in row.items()
+                (sent if j == now.rank else received[j].body, weight)
+                for j, weight in now.row.items()
             ]
-            after = stage.link.add_payloads(before, bodies)
+            after = now.stage.link.add_payloads(before, bodies)
         state.rule_state = Replicas(own, after, sent)
         state.params = state.params + (after - own) * self.gamma

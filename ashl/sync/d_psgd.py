@@ -12,17 +12,11 @@ Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algori
 2017, arXiv 1705.09056.
 """
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from ashl.option import Count, option
-from ashl.runtime.effects import Message
-from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
-from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState
-from ashl.topology.graph import MemberGraph
-from ashl.topology.mixing import mix
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix
 
 
 @option
@@ -37,29 +31,12 @@ class DPSGD(RoundRule):
         """True if models leave before the local steps."""
         return self.order == "awc"
 
-    async def outgoing(
-        self,
-        ctx: RankContext,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        k: int,
-        delta: Any,
-    ) -> Outgoing:
+    async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
         if delta is not None:
             state.params = state.params + delta
-        return {rank: (state.params, ()) for rank in graph.round(k).targets[ctx.rank]}
+        return {rank: (state.params, ()) for rank in now.targets}
 
-    def merge(
-        self,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        rank: int,
-        k: int,
-        delta: Vector,
-        received: Mapping[int, Message],
-    ) -> None:
-        state.params = mix(graph.round(k).rows[rank], rank, state.params, received)
+    def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
+        state.params = mix(now.row, now.rank, state.params, received)
         if self.early:
             state.params = state.params + delta

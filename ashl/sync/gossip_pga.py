@@ -13,17 +13,11 @@ Source: Chen, Yuan, Zhang, Pan, Xu and Yin, "Accelerating Gossip SGD with Period
 Averaging", ICML 2021.
 """
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from ashl.option import Count, option
-from ashl.runtime.effects import Message
-from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
-from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState
-from ashl.topology.graph import MemberGraph
-from ashl.topology.mixing import mix
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix
 
 
 @option
@@ -33,35 +27,18 @@ class GossipPGA(RoundRule):
     local_steps: Count | Literal["plan"]
     period: Count | None
 
-    async def outgoing(
-        self,
-        ctx: RankContext,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        k: int,
-        delta: Any,
-    ) -> Outgoing:
+    async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
         state.params = state.params + delta
         body = state.params
-        if self._all_meet(k):
-            share = state.params * (1 / len(graph.ranks))
-            state.params = await ctx.all_reduce(share, graph.ranks)
+        if self._all_meet(now.k):
+            share = state.params * (1 / len(now.graph.ranks))
+            state.params = await now.ctx.all_reduce(share, now.graph.ranks)
             body = None
-        return {rank: (body, ()) for rank in graph.round(k).targets[ctx.rank]}
+        return {rank: (body, ()) for rank in now.targets}
 
-    def merge(
-        self,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        rank: int,
-        k: int,
-        delta: Vector,
-        received: Mapping[int, Message],
-    ) -> None:
-        if not self._all_meet(k):
-            state.params = mix(graph.round(k).rows[rank], rank, state.params, received)
+    def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
+        if not self._all_meet(now.k):
+            state.params = mix(now.row, now.rank, state.params, received)
 
     def _all_meet(self, k: int) -> bool:
         return self.period is not None and (k + 1) % self.period == 0

@@ -15,7 +15,7 @@ Differs: projected supergradient ascent finds the p_m and golden-section search 
 paper solves two convex programs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -23,13 +23,9 @@ import numpy as np
 
 from ashl.data.rng import Purpose, bits
 from ashl.option import Count, Ratio, option
-from ashl.runtime.effects import Message
-from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
-from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix
 from ashl.topology.graph import Edge, MemberGraph, matchings_of
-from ashl.topology.mixing import mix
 
 ASCENT = 300  # steps of the search for p
 SECTIONS = 60  # steps of the search for α
@@ -62,32 +58,15 @@ class Matcha(RoundRule):
             )
         )
 
-    async def outgoing(
-        self,
-        ctx: RankContext,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        k: int,
-        delta: Any,
-    ) -> Outgoing:
+    async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
         state.params = state.params + delta
-        return {j: (state.params, ()) for j in self.sources(graph, ctx.rank, k)}
+        return {j: (state.params, ()) for j in self.sources(now.graph, now.rank, now.k)}
 
-    def merge(
-        self,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        rank: int,
-        k: int,
-        delta: Vector,
-        received: Mapping[int, Message],
-    ) -> None:
-        alpha = sampling_in(graph, self.budget).alpha
-        row = {**dict.fromkeys(received, alpha), rank: 1 - alpha * len(received)}
+    def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
+        alpha = sampling_in(now.graph, self.budget).alpha
+        row = {**dict.fromkeys(received, alpha), now.rank: 1 - alpha * len(received)}
         state.params = (
-            mix(dict(sorted(row.items())), rank, state.params, received)
+            mix(dict(sorted(row.items())), now.rank, state.params, received)
             if received
             else state.params
         )

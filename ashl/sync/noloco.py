@@ -18,16 +18,13 @@ Note: this momentum is not an option of `outer`, because δ_i belongs to one wor
 difference of two models. An outer optimizer steps on one merged update of one model.
 """
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
 from ashl.option import Count, NonNegative, Positive, option
-from ashl.runtime.effects import Message
-from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector, halves, joined
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState
 from ashl.topology.graph import MemberGraph, matching
 
 
@@ -48,28 +45,11 @@ class NoLoCo(RoundRule):
         met = pairs_of(graph, k)
         return (met[rank],) if rank in met else ()
 
-    async def outgoing(
-        self,
-        ctx: RankContext,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        k: int,
-        delta: Any,
-    ) -> Outgoing:
-        peers = self.sources(graph, ctx.rank, k)
+    async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
+        peers = self.sources(now.graph, now.rank, now.k)
         return {j: (joined(delta, state.params), ()) for j in peers}
 
-    def merge(
-        self,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        rank: int,
-        k: int,
-        delta: Vector,
-        received: Mapping[int, Message],
-    ) -> None:
+    def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         if isinstance(delta, SizeOnly):
             return
         mean_delta, mean_params = delta, state.params

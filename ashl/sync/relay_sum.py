@@ -24,14 +24,11 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ashl.option import Count, option
-from ashl.runtime.effects import Message
-from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, numbers_of
 from ashl.topology.graph import Edge, MemberGraph, Sources, depths, edge, sources_of
-from ashl.topology.mixing import numbers_of
 
 
 class Relay(NamedTuple):
@@ -62,39 +59,22 @@ class RelaySum(RoundRule):
     def sources(self, graph: MemberGraph, rank: int, k: int) -> tuple[int, ...]:
         return tree_in(graph)[rank]
 
-    async def outgoing(
-        self,
-        ctx: RankContext,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        k: int,
-        delta: Any,
-    ) -> Outgoing:
+    async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
         state.params = state.params + delta
         outgoing = {
             j: relay_sum(state.params, state.rule_state.received, j)
-            for j in self.sources(graph, ctx.rank, k)
+            for j in self.sources(now.graph, now.rank, now.k)
         }
         return {j: (body, (count,)) for j, (body, count) in outgoing.items()}
 
-    def merge(
-        self,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        rank: int,
-        k: int,
-        delta: Vector,
-        received: Mapping[int, Message],
-    ) -> None:
+    def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         latest = {
             j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in received.items()
         }
         first = state.rule_state.first
         state.rule_state = Relay(first, latest)
         total, count = relay_sum(state.params, latest)
-        n = len(graph.ranks)
+        n = len(now.graph.ranks)
         missing = n - count
         total = total + first * missing if missing else total
         state.params = total * (1 / n)

@@ -20,12 +20,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from ashl.option import Count, Natural, option
 from ashl.runtime.effects import Message
-from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import Outgoing, RoundRule, RoundState
-from ashl.topology.graph import MemberGraph
-from ashl.topology.mixing import numbers_of
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, numbers_of
 
 
 class Mass(NamedTuple):
@@ -50,34 +47,16 @@ class SGP(RoundRule):
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Mass:
         return Mass(state.params, 1.0)
 
-    async def outgoing(
-        self,
-        ctx: RankContext,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        k: int,
-        delta: Any,
-    ) -> Outgoing:
-        now = graph.round(k)
-        rank = ctx.rank
+    async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
+        rank, rows = now.rank, now.graph.round(now.k).rows
         x, w = state.rule_state.x + delta, state.rule_state.w
-        shares = {j: now.rows[j][rank] for j in (rank, *now.targets[rank])}
+        shares = {j: rows[j][rank] for j in (rank, *now.targets)}
         # most often all shares are equal, and one product serves all targets
         bodies = {share: x * share for share in set(shares.values())}
         state.rule_state = Mass(bodies[shares[rank]], w * shares[rank])
-        return {j: (bodies[shares[j]], (w * shares[j],)) for j in now.targets[rank]}
+        return {j: (bodies[shares[j]], (w * shares[j],)) for j in now.targets}
 
-    def merge(
-        self,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        rank: int,
-        k: int,
-        delta: Vector,
-        received: Mapping[int, Message],
-    ) -> None:
+    def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         self.settle(state, received)
 
     def settle(self, state: RoundState, received: Mapping[int, Message]) -> None:

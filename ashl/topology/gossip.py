@@ -38,7 +38,7 @@ from ashl.option import Count, option
 from ashl.plan.assignments import Assignments, Members
 from ashl.runtime.effects import Epoch, Message
 from ashl.runtime.rank_context import RankContext
-from ashl.size_only import Vector
+from ashl.size_only import SizeOnly, Vector
 from ashl.stage.members import is_truncated, shared_members, survivors, truncate_round
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
@@ -76,6 +76,7 @@ from ashl.topology.graph import (
 from ashl.topology.local_work import WorkerState, local_work
 
 DECISIONS = (*REASONS, "diverged")
+Received = Mapping[int, Message]  # by sender
 Outgoing = dict[int, tuple[Any, tuple[float, ...]]]  # by receiver: payload, and numbers beside it
 
 
@@ -92,6 +93,25 @@ class GossipHeader(NamedTuple):
 NO_HEADER = GossipHeader(math.nan)
 
 
+def numbers_of(message: Message) -> tuple[float, ...]:
+    """Return the numbers that the sync mode sent with a model, after the header."""
+    return message.meta[len(GossipHeader._fields) :]
+
+
+def mix(row: Mapping[int, float], rank: int, own: Any, received: Mapping[int, Message]) -> Any:
+    """Return Σ_j w_ij·x_j, summed in rank order into a new vector.
+
+    If all rows are equal, so are the results on all ranks, bit for bit.
+    """
+    if isinstance(own, SizeOnly):
+        return own
+    total = None
+    for j, weight in row.items():
+        body = own if j == rank else received[j].body
+        total = body * weight if total is None else total.add_(body, alpha=weight)
+    return total
+
+
 class GossipRule(Rule, contract=True):
     """Common base of synchronous and asynchronous gossip."""
 
@@ -99,6 +119,29 @@ class GossipRule(Rule, contract=True):
 
     def check(self, rounds: Sequence[Round]) -> None:
         """Raise UsageError if the graph does not suit the mode."""
+
+
+class GossipRound(NamedTuple):
+    """One round at one worker, as a synchronous sync mode sees it."""
+
+    ctx: RankContext
+    stage: Stage
+    graph: MemberGraph
+    k: int
+
+    @property
+    def rank(self) -> int:
+        return self.ctx.rank
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """Return the ranks that receive from this one."""
+        return self.graph.round(self.k).targets[self.ctx.rank]
+
+    @property
+    def row(self) -> dict[int, float]:
+        """Return the weight of each model in this worker's average, its own included."""
+        return self.graph.round(self.k).rows[self.ctx.rank]
 
 
 class RoundRule(GossipRule, contract=True):
@@ -121,35 +164,18 @@ class RoundRule(GossipRule, contract=True):
         """Return the ranks from which this one receives in round k."""
         return graph.round(k).sources[rank]
 
-    async def outgoing(
-        self,
-        ctx: RankContext,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        k: int,
-        delta: Any,
-    ) -> Outgoing:
-        """Return the messages of round k by receiver.
+    async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
+        """Return the messages of a round by receiver.
 
         Args: delta: the local progress Δ; None if models are sent before the local work.
         """
         raise NotImplementedError
 
-    def merge(
-        self,
-        stage: Stage,
-        graph: MemberGraph,
-        state: RoundState,
-        rank: int,
-        k: int,
-        delta: Vector,
-        received: Mapping[int, Message],
-    ) -> None:
+    def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         """Merge the messages of round k − lag and the local progress Δ into the model."""
         raise NotImplementedError
 
-    def settle(self, state: RoundState, received: Mapping[int, Message]) -> None:
+    def settle(self, state: RoundState, received: Received) -> None:
         """Merge messages that are in flight at the end of a stage, if messages may be late."""
 
 
@@ -324,14 +350,14 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
         counted = truncate_round(stage, members, members.planned, state.rest)
         ctx.safe_point(stage.index, state)
         k, params = state.k, state.params
+        now = GossipRound(ctx, stage, graph, k)
         if rule.early:
-            await send(ctx, stage, state, await rule.outgoing(ctx, stage, graph, state, k, None))
+            await send(ctx, stage, state, await rule.outgoing(now, state, None))
         work = await local_work(ctx, stage, state)
         if not rule.early:
-            messages = await rule.outgoing(ctx, stage, graph, state, k, work.body)
-            await send(ctx, stage, state, messages)
+            await send(ctx, stage, state, await rule.outgoing(now, state, work.body))
         received = await receive_models(ctx, stage, graph, state, k - rule.lag)
-        rule.merge(stage, graph, state, rank, k, work.body, received)
+        rule.merge(now, state, work.body, received)
         merge_headers(state, rank, work.loss, received)
         late = keep_within_budget(ctx, stage, state, params)
         count_round(stage, state, members, counted)
@@ -408,9 +434,7 @@ async def receive_models(
     return {rank: await ctx.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
 
-def merge_headers(
-    state: RoundState, rank: int, loss: float, received: Mapping[int, Message]
-) -> None:
+def merge_headers(state: RoundState, rank: int, loss: float, received: Received) -> None:
     """Merge the header of this rank with its loss and the headers it has received."""
     headers = [
         GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in received.values()
