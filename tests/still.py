@@ -13,6 +13,7 @@ from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.plan.plan import Limits
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.members import members_of
 from ashl.stage.program import select_loop
 from ashl.stage.stage import STOP, Stage
 from ashl.topology.gossip import Gossip
@@ -64,6 +65,7 @@ def mixed(
         state = topology.begin(ctx, stage)
         if ctx.rank < n:
             state.params = start_of(ctx.rank)
+        ctx.members = members_of(stage)
         assert await select_loop(stage, ctx.rank)(ctx, stage, state) == STOP
         ctx.snapshot(state.params, final=True)
 

@@ -55,7 +55,11 @@ async def program(
     for index in range(begin, len(stages)):
         stage = stages[index]
         ctx.members = shared_members(ctx, stage, ranks, 0 if epoch is None else epoch.number)
-        if await run_stage(ctx, stage, state) == STOP:
+        loop = select_loop(stage, ctx.rank)
+        while (signal := await loop(ctx, stage, state)) == PAUSE:
+            state.end_pass()
+            await ctx.save(stage.index, state)
+        if signal == STOP:
             break
         if state.assigned is not None and state.assigned[0] == index + 1:
             stages = apply_assignments(stages, *state.assigned)
@@ -109,15 +113,6 @@ def check_min_workers(ctx: RankContext, stage: Stage, epoch: Epoch) -> None:
             f" {len(epoch.workers)} of {stage.num_workers} workers are running, fewer than"
             f" runtime.min_workers={stage.min_workers}: the run ends here"
         )
-
-
-async def run_stage(ctx: RankContext, stage: Stage, state: Any) -> int:
-    """Run this rank's loop of a stage, again after each pause. Returns: the final signal."""
-    loop = select_loop(stage, ctx.rank)
-    while (signal := await loop(ctx, stage, state)) == PAUSE:
-        state.end_pass()
-        await ctx.save(stage.index, state)
-    return signal
 
 
 def peers_of(
