@@ -26,7 +26,7 @@ BY_WORKER = (
     "pulled",
     "stale_sum",
     "stale_max",
-    "failed_at",
+    "changed_at",
 )
 
 
@@ -128,8 +128,8 @@ class Progress(RunProgress):
     pulled: list[int] = field(default_factory=list)
     stale_sum: list[int] = field(default_factory=list)
     stale_max: list[int] = field(default_factory=list)
-    # by worker: one more than the version of the model at which its latest failure was counted
-    failed_at: list[int] = field(default_factory=list)
+    # by worker: one more than the version of the model at which it last failed or rejoined
+    changed_at: list[int] = field(default_factory=list)
     # by worker: (staleness, late) of its push
     waiting: dict[int, tuple[int, bool]] = field(default_factory=dict)
     max_lead: int = 0

@@ -93,18 +93,19 @@ def with_members(
 ) -> Progress:
     """Return the progress with the members of an epoch.
 
-    A worker may fail again, or begin another epoch, before the round in progress has ended. Its
-    steps of that round count as dropped once, on members that have seen all these epochs and on
-    those that have not.
+    Steps of the round in progress count as dropped if a worker fails that was a member when the
+    round began, once. So the counts are equal on members that have seen all epochs in this round
+    and on those that have not.
     Args: steps: of the round in progress, by worker.
     """
     progress = progress.copy()
     gone = {*range(progress.num_workers)}.difference(epoch.workers)
     for rank in sorted((gone | {*joined}) - progress.gone):
         progress.remove_worker(rank)
-        if progress.failed_at[rank] <= progress.version:
-            progress.failed_at[rank] = progress.version + 1
+        if progress.changed_at[rank] <= progress.version:
             progress.count_dropped(rank, steps[rank], FAILURE)
+            progress.changed_at[rank] = progress.version + 1
     for rank in sorted(progress.gone - gone):
         progress.join(rank)
+        progress.changed_at[rank] = progress.version + 1
     return progress
