@@ -230,7 +230,8 @@ def test_a_group_with_a_rejoined_worker_averages_all_models(
     """Averages of all, of the survivors, and of all again from one worker's model are right to the
     bit.
 
-    Steps take so much longer than averages that the worker is killed between two averages.
+    Steps take so much longer than averages that the worker is killed between two averages. If it
+    is killed during one, some members may have it and others repeat it (docs/limits.md).
     """
     own = (
         "sync=ripples_first_come",
@@ -238,7 +239,7 @@ def test_a_group_with_a_rejoined_worker_averages_all_models(
         "sync.local_steps=2",
         "optimizer.momentum=0.9",
     )
-    paced = ("cluster.step_s=0.02", "runtime.max_restarts=1", "stop.seconds=6")
+    paced = ("cluster.step_s=0.04", "runtime.max_restarts=1", "stop.seconds=8")
     code, err = train(
         lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *GROUPS, *own, *paced
     )
@@ -252,9 +253,7 @@ def test_a_group_with_a_rejoined_worker_averages_all_models(
     groups = [event["group"] for event in rounds if event["rank"] == others[0]]
     rejoined_s, before = summary["failed_workers"][0]["rejoined_s"], groups.index(others)
     done = next(
-        event["round"]
-        for event in rounds
-        if event["rank"] == rank and event["start_s"] > rejoined_s - 0.01
+        event["round"] for event in rounds if event["rank"] == rank and event["end_s"] > rejoined_s
     )
     for k, group in enumerate(groups):
         if k > before and groups[k - 1] == others and len(group) == 3:

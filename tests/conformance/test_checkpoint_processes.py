@@ -121,10 +121,13 @@ def checked(run: Path, expected: str, count: int = 400) -> None:
         assert spent == pytest.approx(summary["time_s"], abs=1e-6)
 
 
-def killed(line: list[str]) -> None:
-    """Kill all processes of a run once it has two checkpoints."""
-    command = [*line, "runtime=local", "tracking=none", "run.dir=run", "run.checkpoint_s=0.1"]
-    killed_once(command, lambda: len([*Path("run").glob("checkpoint/*/manifest.json")]) >= 2)
+def killed(line: list[str], every_s: float = 0.1, checkpoints: int = 2) -> None:
+    """Kill all processes of a run once it has so many checkpoints."""
+    own = ("runtime=local", "tracking=none", "run.dir=run", f"run.checkpoint_s={every_s}")
+    killed_once(
+        [*line, *own],
+        lambda: len([*Path("run").glob("checkpoint/*/manifest.json")]) >= checkpoints,
+    )
 
 
 def killed_once(command: list[str], reached: Callable[[], bool]) -> None:
@@ -140,8 +143,11 @@ def killed_once(command: list[str], reached: Callable[[], bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [RUNS[FIRST], OWN_PACE["pairs"]])
 def test_a_run_that_was_killed_again_before_its_next_checkpoint(mode: str, workplace: Path) -> None:
-    """Its records had been taken back to the checkpoint by then, and are again."""
-    killed([*LINE, *mode.split(), "stop.steps=1200"])
+    """Its records had been taken back to the checkpoint by then, and are again.
+
+    The next checkpoint is so far away that none is taken before the kills.
+    """
+    killed([*LINE, *mode.split(), "stop.steps=1200"], every_s=2, checkpoints=1)
     newest = max(
         Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name)
     )
