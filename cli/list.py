@@ -9,10 +9,10 @@ import typer
 
 from ashl.config.catalog import (
     CONF,
+    card_text,
     catalog,
     defaults,
     docstrings,
-    head,
     held,
     lacking,
     load,
@@ -230,11 +230,7 @@ def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
 def _card(group: str, option: str, file: Path) -> None:
     name = target(file)
     if name:
-        module, attribute = docstrings(name)
-        # a module of one option has its card, if the class has only one line
-        own = module and name.split(".")[-2:-1] == [option]
-        about = [head(file), module, "" if own and "\n" not in attribute else attribute]
-        about.append(_symbols(group))
+        about = [card_text(file), _symbols(group)]
         print(folded("\n\n".join([f"{group}={option}", *filter(None, about)])))
         rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]
         if rows:

@@ -15,7 +15,8 @@ GUIDE = "contributing/guide.md"  # includes CONTRIBUTING.md, which lies outside 
 
 def link_guide(app: Any, page: str, source: list[str]) -> None:
     """Let links to CONTRIBUTING.md, as a forge needs them, lead to the page that includes it."""
-    source[0] = source[0].replace("](../CONTRIBUTING.md", f"]({GUIDE}")
+    up = "../" * (page.count("/") + 1)
+    source[0] = source[0].replace(f"]({up}CONTRIBUTING.md", f"]({up[3:]}{GUIDE}")
 
 
 def link_pages(app: Any, path: Any, page: str, source: list[str]) -> None:

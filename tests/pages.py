@@ -1,24 +1,33 @@
-"""The content of the pages, read for the tests: links, anchors, commands, tables of options.
+"""The content of the pages, read for the tests: links, anchors, commands, keys, generated parts.
 
-`python -m tests.pages` writes the tables of docs/configuration.md from conf/, and those of
-docs/limits.md from the checks.
+`python -m tests.pages` writes every generated part of docs/: the text between `<!-- from SOURCE:
+NAME -->` and `<!-- end -->`. `SOURCES` lists the sources: conf/ (tables of options), docstrings
+(method cards), the command line, comments of records, error classes, CSV files of results, and the
+program's own checks.
 """
 
 from __future__ import annotations
 
+import ast
+import csv
+import inspect
+import io
 import re
 import shlex
+import tokenize
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from ashl.config.catalog import CONF, Parameter, catalog, parameters, summary, usual
+import ashl.errors
+from ashl.config.catalog import CONF, Parameter, card_text, catalog, parameters, summary, usual
 from ashl.config.compose import PRESETS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-CONFIGURATION = ROOT / "docs" / "configuration.md"
-LIMITS = ROOT / "docs" / "limits.md"
-MATRIX = re.compile(r"(<!-- from the checks -->\n).*?(<!-- end -->)", re.S)
+DOCS = ROOT / "docs"
+DATA = DOCS / "results" / "data"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 COMMANDS = (
     "train",
     "sweep",
@@ -34,8 +43,10 @@ COMMANDS = (
     "doctor",
     "ui",
 )
-TABLE = re.compile(r"(<!-- from conf: (\w+) -->\n).*?(<!-- end -->)", re.S)
+GENERATED = re.compile(r"(<!-- from (\w+): ([\w./]+) -->\n).*?(<!-- end -->)", re.S)
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
+SETTING = re.compile(r"(?<![\w`.])[a-z_]+(?:\.[a-z_0-9]+)*=(?:\[[^\]]*\]|[^\s,;()]+)")
+LABEL = re.compile(r"^([A-Z][\w ]{2,20}):(?=\s|$)")  # of a paragraph of a card
 FILES = (".json", ".yaml", ".py")
 MANY = 3  # more defaults than so many are not listed beside a key
 
@@ -43,6 +54,11 @@ MANY = 3  # more defaults than so many are not listed beside a key
 def prose(text: str) -> str:
     """A page without its blocks of code."""
     return FENCE.sub("", text)
+
+
+def by_hand(text: str) -> str:
+    """A page without its generated parts."""
+    return GENERATED.sub("", text)
 
 
 def links(text: str) -> list[str]:
@@ -112,8 +128,11 @@ def modules(text: str) -> set[str]:
     return set(re.findall(r"python3? -m (tests[.\w]*\w)", text))
 
 
-def tables(group: str) -> str:
-    """The options of a group, and the keys that they have."""
+def option_tables(group: str) -> str:
+    """The options of a group, and the keys that they have; for `outside`, the keys of no group."""
+    if group == "outside":
+        rows = [row(parameter) for parameter in parameters(CONF / "config.yaml")]
+        return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows])
     options = catalog()[group]
     chosen = usual()[group]
     lines = ["| option | what it is |", "| --- | --- |"]
@@ -169,36 +188,216 @@ def who(having: list[str], options: list[str]) -> str:
 
 
 def cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def outside() -> str:
-    """The keys that belong to no group."""
-    rows = [row(parameter) for parameter in parameters(CONF / "config.yaml")]
-    return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows])
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def row(parameter: Parameter) -> str:
     return f"| `{parameter.key}` | `{parameter.value}` | {cell(parameter.comment)} |"
 
 
-def written(text: str) -> str:
-    """The page with its tables as conf/ has them."""
+def cards(group: str) -> str:
+    """The card of every option of a group."""
+    parts = [
+        f"## {option}\n\n{as_markdown(card_text(file))}"
+        for option, file in catalog()[group].items()
+    ]
+    return "\n\n".join(parts)
 
-    def table(found: re.Match[str]) -> str:
-        content = outside() if found[2] == "outside" else tables(found[2])
-        return f"{found[1]}\n{content}\n\n{found[3]}"
 
-    return TABLE.sub(table, text)
+def as_markdown(card: str) -> str:
+    """Text of a docstring: its labels in bold, its indented lines as they are."""
+    blocks: list[list[str]] = []
+    for line in card.splitlines():
+        indented = line.startswith("    ")
+        if not line.strip():
+            blocks.append([])
+        elif (
+            not blocks
+            or LABEL.match(line)
+            or (blocks[-1] and indented != blocks[-1][-1].startswith("    "))
+        ):
+            blocks.append([line])
+        else:
+            blocks[-1].append(line)
+    return "\n\n".join(block_as_markdown(block) for block in blocks if block)
 
 
-def with_matrix(text: str, lines: list[str]) -> str:
-    """Return the page of limits with these lines as its support matrix."""
-    return MATRIX.sub(lambda found: "\n".join((found[1], *lines, "", found[2])), text)
+def block_as_markdown(lines: list[str]) -> str:
+    if lines[0].startswith("    "):
+        return "\n".join(["```text", *(line[4:] for line in lines), "```"])
+    text = " ".join(line.strip() for line in lines)
+    label = LABEL.match(text)
+    bold = f"**{label[1]}:** " if label else ""
+    return bold + escaped(text[label.end() :].strip() if label else text)
+
+
+def escaped(text: str) -> str:
+    """Text in which Markdown finds no markup, except between backticks."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([\\*_<\[\]$|~])", r"\\\1", part)
+        for part in parts
+    )
+
+
+def result_table(name: str) -> str:
+    """A CSV file of docs/results/data as a table; settings in it are set as code."""
+    with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
+    lines = [head, ["---"] * len(head), *rows]
+    cells = [[SETTING.sub(r"`\g<0>`", cell(text)) for text in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def command_help(name: str) -> str:
+    """Help, arguments and options of a command."""
+    import typer
+
+    from ashl.cli.app import app
+
+    command: Any = typer.main.get_command(app)
+    command = command.commands[name]
+    named = [(argument(parameter), parameter) for parameter in command.params]
+    usage = [word for word, parameter in named if not parameter.opts[0].startswith("-")]
+    rows = [f"| `{word}` | {cell(parameter.help or '')} |" for word, parameter in named]
+    about = "\n\n".join(" ".join(text.split()) for text in command.help.split("\n\n"))
+    return "\n".join(
+        [
+            f"`{' '.join(['ashl', name, '[OPTIONS]', *usage])}`",
+            "",
+            about,
+            "",
+            "| argument or option | meaning |",
+            "| --- | --- |",
+            *rows,
+        ]
+    )
+
+
+def argument(parameter: Any) -> str:
+    """An argument or an option of a command, as its usage shows it."""
+    metavar = parameter.metavar or parameter.name.upper()
+    if parameter.opts[0].startswith("-"):
+        words = ", ".join([*parameter.opts, *parameter.secondary_opts])
+        return words if parameter.is_flag else f"{words} {metavar}"
+    word = metavar if parameter.required else f"[{metavar}]"
+    return f"{word}..." if parameter.nargs == -1 else word
+
+
+def record_fields(place: str) -> str:
+    """The keys of the dict that a function returns, with the comment above each; keys without a
+    comment share that of the key before.
+
+    Args: place, `FILE.FUNCTION`, the file from ashl/ on and without its ending.
+    """
+    path, _, function = place.rpartition(".")
+    source = (ROOT / "ashl" / f"{path}.py").read_text(encoding="utf-8")
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip()
+    }
+    defined = next(
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
+    returned = next(
+        node
+        for statement in ast.walk(defined)
+        if isinstance(statement, ast.Return | ast.Expr | ast.Assign) and statement.value
+        for node in ast.walk(statement.value)
+        if isinstance(node, ast.Dict)
+    )
+    rows: list[tuple[list[str], str]] = []
+    for names, line in dict_keys(returned):
+        meaning = " ".join(comment_above(line, comments))
+        if meaning or not rows:
+            rows.append((names, meaning))
+        else:
+            rows[-1][0].extend(names)
+    lines = [f"| {', '.join(f'`{n}`' for n in names)} | {cell(text)} |" for names, text in rows]
+    return "\n".join(["| key | value |", "| --- | --- |", *lines])
+
+
+def dict_keys(node: ast.Dict) -> Iterator[tuple[list[str], int]]:
+    """The keys of a dict, each with its line; those of a dict that is unpacked in it, too."""
+    for key, value in zip(node.keys, node.values, strict=True):
+        inner = [key] if key else [k for n in ast.walk(value) for k in keys_within(n)]
+        if names := [name for k in inner if (name := key_name(k))]:
+            yield names, (key or value).lineno
+
+
+def keys_within(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.DictComp):
+        return [node.key]
+    return [key for key in node.keys if key] if isinstance(node, ast.Dict) else []
+
+
+def key_name(key: ast.expr) -> str:
+    """The name of a key; N stands for what an f-string fills in."""
+    if isinstance(key, ast.JoinedStr):
+        return "".join(str(p.value) if isinstance(p, ast.Constant) else "N" for p in key.values)
+    return str(key.value) if isinstance(key, ast.Constant) else ""
+
+
+def comment_above(line: int, comments: dict[int, str]) -> list[str]:
+    first = line
+    while first - 1 in comments:
+        first -= 1
+    return [comments[number] for number in range(first, line)]
+
+
+def exit_codes(_: str) -> str:
+    """The exit code of each class of errors that has one of its own."""
+    found = {
+        error.exit_code: inspect.getdoc(error) or ""
+        for _, error in inspect.getmembers(ashl.errors, inspect.isclass)
+        if "exit_code" in vars(error)
+    }
+    rows = [f"| {code} | {cell(text)} |" for code, text in sorted(found.items())]
+    return "\n".join(["| code | meaning |", "| --- | --- |", *rows])
+
+
+def codec_support(_: str) -> str:
+    from tests.cli.test_compression_table import table
+
+    return table()
+
+
+def support_matrix(_: str) -> str:
+    from tests.support_matrix import lines
+
+    return "\n".join(lines())
+
+
+SOURCES: dict[str, Callable[[str], str]] = {
+    "conf": option_tables,
+    "cards": cards,
+    "csv": result_table,
+    "help": command_help,
+    "record": record_fields,
+    "errors": exit_codes,
+    "codecs": codec_support,
+    "checks": support_matrix,
+}
+SLOW = {"checks"}  # takes minutes
+
+
+def written(text: str, slow: bool = False) -> str:
+    """The page with its generated parts as the program has them now."""
+
+    def part(found: re.Match[str]) -> str:
+        if found[2] in SLOW and not slow:
+            return found[0]
+        return f"{found[1]}\n{SOURCES[found[2]](found[3])}\n\n{found[4]}"
+
+    return GENERATED.sub(part, text)
 
 
 if __name__ == "__main__":
-    from tests.support_matrix import lines
-
-    LIMITS.write_text(with_matrix(LIMITS.read_text(encoding="utf-8"), lines()), encoding="utf-8")
-    CONFIGURATION.write_text(written(CONFIGURATION.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in sorted(DOCS.rglob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        if (after := written(before, slow=True)) != before:
+            page.write_text(after, encoding="utf-8")
+            print(page.relative_to(ROOT))

@@ -241,11 +241,17 @@ def read_yaml(path: Path, file: str) -> Iterator[Text]:
 
 
 def read_page(path: Path, file: str) -> Iterator[Text]:
-    """Yield the paragraphs, items and table cells of a Markdown page, without code blocks."""
+    """Yield the paragraphs, items and table cells of a Markdown page.
+
+    Code blocks and generated parts are left out; the sources of generated parts are checked instead.
+    """
     block: list[str] = []
     first = 0
-    fenced = False
+    fenced = generated = False
     for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), ""], 1):
+        generated = line.startswith("<!-- from ") or (generated and line != "<!-- end -->")
+        if generated or line == "<!-- end -->":
+            line = ""
         if line.lstrip().startswith("```"):
             fenced = not fenced
             line = ""

@@ -1,4 +1,4 @@
-"""Write the support matrix of docs/limits.md by calling the program's own checks.
+"""Write the support matrix of docs/reference/support_matrix.md by calling the program's own checks.
 
 `lines` asks for every topology, sync mode and overlap what `ashl train` would ask, and returns
 Markdown: a table for each topology, and the sentences of the checks as numbered notes. Nothing is

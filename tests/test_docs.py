@@ -16,29 +16,41 @@ from ashl.cli.app import app, main
 from ashl.cli.launch import LAUNCHED
 from ashl.config.catalog import CONF, catalog, parameters
 from ashl.config.compose import axis_of, compose
+from ashl.config.construct import construct
 from ashl.errors import DataMissingError
 from ashl.planning.compile_plan import compile_plan
+from ashl.planning.instantiate import declared_profile
 from ashl.study.grid import checked, grid_lines
 from tests.pages import (
-    CONFIGURATION,
-    LIMITS,
+    DATA,
+    DOCS,
+    GENERATED,
     PAGES,
     ROOT,
     anchors,
+    by_hand,
     links,
     mentioned,
     modules,
     shown,
-    with_matrix,
     words_of,
     written,
 )
-from tests.support_matrix import lines, only_checks, read_rows, rows_of
+from tests.support import planned
+from tests.support_matrix import only_checks, read_rows, rows_of
 
-README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "extending.md"
+README, INDEX = ROOT / "README.md", DOCS / "index.md"
+EXTENDING = (DOCS / "how-to/own_model_and_data.md", DOCS / "how-to/add_a_method.md")
+MATRIX = DOCS / "reference/support_matrix.md"
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 OURS = [
-    page for page in PAGES if page.name != "CONTRIBUTING.md"
+    page for page in PAGES if page.name not in ("CONTRIBUTING.md", "guide.md")
 ]  # tests/cli/test_contributing.py runs the methods of that page
 LINES = sorted({line for page in OURS for line in shown(TEXTS[page])})
 CLI = typer.main.get_command(app)
@@ -64,18 +76,22 @@ OPTIONS = (
 )
 MODULES = tuple(f"mine/{option.rpartition('/')[2]}.py" for option in (*CODED, OPTIONS[-1]))
 MAX_WORDS, MAX_PICTURE = 1100, 150_000
+MAX_WORDS_OF_KIND = {"tutorials": 600, "explanation": 900, "results": 500}
+GENERATING = [page for page in PAGES if GENERATED.search(TEXTS[page])]
+PROSE = [page for page in PAGES if page.parent.name in MAX_WORDS_OF_KIND]
 
 
 @pytest.fixture
 def examples(workplace: Path) -> Iterator[Path]:
-    """A folder with the modules and options that docs/extending.md shows."""
-    text = TEXTS[EXTENDING]
+    """A folder with the modules and options that the pages on options of your own show."""
+    text = "\n".join(TEXTS[page] for page in EXTENDING)
     code, options = (re.findall(rf"```{kind}\n(.*?)```", text, re.S) for kind in ("python", "yaml"))
     named = [
         *zip(MODULES, code, strict=True),
         *zip((f"options/{name}.yaml" for name in OPTIONS), options, strict=True),
     ]
-    for path, content in [("mine/__init__.py", ""), *named]:
+    written_files = [("mine/__init__.py", ""), ("profile/profile.json", profile_of_two()), *named]
+    for path, content in written_files:
         (workplace / path).parent.mkdir(parents=True, exist_ok=True)
         (workplace / path).write_text(content, encoding="utf-8")
     yield workplace
@@ -83,7 +99,18 @@ def examples(workplace: Path) -> Iterator[Path]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@cache
+def profile_of_two() -> str:
+    """A profile of two workers, which commands of the pages use."""
+    plan = planned("sync=bsp", "cluster.num_workers=2")
+    found = declared_profile(
+        construct(plan.cluster, "cluster"), plan.choices["model"], plan.num_params, 32
+    )
+    assert found is not None
+    return found.to_json()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_anchors(page: Path) -> None:
     broken = []
     for link in links(TEXTS[page]):
@@ -98,9 +125,12 @@ def test_links_and_anchors(page: Path) -> None:
     assert broken == []
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    linked = {link.partition("#")[0] for link in links(TEXTS[README])}
-    assert {page.relative_to(ROOT).as_posix() for page in PAGES} - {"README.md"} <= linked
+def test_every_page_is_linked_from_the_index() -> None:
+    """A link is what a forge shows; Sphinx itself warns of a page without a table of contents."""
+    linked = {(DOCS / link.partition("#")[0]).resolve() for link in links(TEXTS[INDEX])}
+    pages = {page for page in PAGES if page.parent != ROOT} - {INDEX}
+    assert pages - {DOCS / "contributing/guide.md"} <= linked
+    assert "docs/index.md" in links(TEXTS[README])
 
 
 def test_the_readme_is_short_and_keeps_its_lines() -> None:
@@ -122,13 +152,10 @@ def test_the_page_of_gpus_lists_their_tests() -> None:
             r"^pytestmark = \[\s*pytest\.mark\.gpu", file.read_text(encoding="utf-8"), re.M
         )
     }
-    assert (
-        set(re.findall(r"tests/[\w/]+\.py", (ROOT / "docs/gpu.md").read_text(encoding="utf-8")))
-        == marked
-    )
+    assert set(re.findall(r"tests/[\w/]+\.py", TEXTS[DOCS / "how-to/gpu.md"])) == marked
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_modules_that_are_run_exist(page: Path) -> None:
     assert [name for name in modules(TEXTS[page]) if find_spec(name) is None] == []
 
@@ -140,6 +167,7 @@ def test_a_command_is_possible(line: str, examples: Path) -> None:
     name, *args = words_of(line)
     if not args:
         return
+    args = [word for word in args if word != "[OPTIONS]"]
     named = [word for word in args if not PLACEHOLDER.fullmatch(word.rpartition("=")[2])]
     given = CLI.commands[name].make_context(name, args, resilient_parsing=False).params  # type: ignore[attr-defined]
     if name == "launch" and (
@@ -216,7 +244,7 @@ def keys() -> set[str]:
     return found | {parameter.key for parameter in parameters(CONF / "config.yaml")} | known.keys()
 
 
-@pytest.mark.parametrize("page", OURS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", OURS, ids=name_of)
 def test_keys_and_options_that_are_mentioned_exist(page: Path) -> None:
     known, own = catalog(), {tuple(option.split("/")) for option in OPTIONS}
     for key, value in mentioned(TEXTS[page], {key.partition(".")[0] for key in keys()}):
@@ -227,10 +255,26 @@ def test_keys_and_options_that_are_mentioned_exist(page: Path) -> None:
             ), f"{key}={value}"
 
 
-def test_the_tables_of_options_are_those_of_conf() -> None:
-    text = TEXTS[CONFIGURATION]
-    assert written(text) == text, "run `python -m tests.pages`"
-    assert set(re.findall(r"<!-- from conf: (\w+) -->", text)) == {"outside", *catalog()}
+@pytest.mark.parametrize("page", GENERATING, ids=name_of)
+def test_generated_parts_are_those_of_the_program(page: Path) -> None:
+    assert written(TEXTS[page]) == TEXTS[page], "run `python -m tests.pages`"
+
+
+def test_everything_that_is_generated_has_its_place() -> None:
+    """Each group of options, command, card of a method and file of results."""
+    found = {match.group(2, 3) for text in TEXTS.values() for match in GENERATED.finditer(text)}
+    assert {name for kind, name in found if kind == "conf"} == {"outside", *catalog()}
+    assert {name for kind, name in found if kind == "help"} == set(CLI.commands)  # type: ignore[attr-defined]
+    assert {name for kind, name in found if kind == "csv"} == {p.stem for p in DATA.glob("*.csv")}
+    assert {"sync", "topology", "compression", "overlap", "outer"} <= {
+        name for kind, name in found if kind == "cards"
+    }
+
+
+@pytest.mark.parametrize("page", PROSE, ids=name_of)
+def test_a_page_is_as_long_as_its_kind_allows(page: Path) -> None:
+    """Words that are written by hand, without tables of data."""
+    assert len(by_hand(TEXTS[page]).split()) <= MAX_WORDS_OF_KIND[page.parent.name]
 
 
 @pytest.mark.parametrize(
@@ -248,12 +292,12 @@ def test_rows_of_the_support_matrix_are_the_answers_of_the_checks(sync: str, top
         found = rows_of(topology, sync, lambda sentence: "")
     assert not isinstance(found, str)
     answers = [[overlaps, *(cell.strip() for cell in cells)] for overlaps, cells in found]
-    assert read_rows(TEXTS[LIMITS], topology, sync) == answers, "run `python -m tests.pages`"
+    assert read_rows(TEXTS[MATRIX], topology, sync) == answers, "run `python -m tests.pages`"
 
 
 @pytest.mark.slow
 def test_the_whole_support_matrix_is_current() -> None:
-    assert with_matrix(TEXTS[LIMITS], lines()) == TEXTS[LIMITS], "run `python -m tests.pages`"
+    assert written(TEXTS[MATRIX], slow=True) == TEXTS[MATRIX], "run `python -m tests.pages`"
 
 
 def test_pictures_are_small_and_whole() -> None:

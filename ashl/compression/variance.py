@@ -9,7 +9,7 @@ the model: they are rescaled when the learning rate changes.
 Bits: 32 for each value sent, of which 1 is the sign, 3 are e and 28 the index; and 32 for M.
 
 Limits: at most 2^28 elements. With parts of more than one sample, v is too large where gradients
-agree (see `topology.estimate`). With a single part, r² > v hardly ever holds before the second
+agree (see `ashl.topology.estimate`). With a single part, r² > v hardly ever holds before the second
 minibatch. The rounding error is not fed back.
 
 Source: Tsuzuku, Imachi and Akiba, "Variance-based Gradient Compression for Efficient Distributed

@@ -202,6 +202,18 @@ def summary(file: Path) -> str:
     return " ".join(text.partition("\n\n")[0].split())
 
 
+def card_text(file: Path) -> str:
+    """Return the card of an option: the comment at the head of its file, and the docstrings of its
+    module and its class.
+    """
+    name = target(file)
+    module, attribute = docstrings(name)
+    # a module of one option has its card, if the class has only one line
+    own = module and name.split(".")[-2:-1] == [file.stem]
+    about = [head(file), module, "" if own and "\n" not in attribute else attribute]
+    return "\n\n".join(filter(None, about))
+
+
 def head(file: Path) -> str:
     """Return the comment at the head of an option's file."""
     lines = [line for line in read(file).splitlines() if "@package" not in line]

@@ -47,25 +47,36 @@ def metrics_line(
     pushes = sum(counts.commits)
     distance = found.consensus_distance
     return {
+        # experiment's clock and host time, seconds
         "time_s": time_s,
         "host_s": host_s,
+        # totals over the workers up to the evaluation
         "step": counts.steps,
         "commits": pushes,
         "samples": counts.samples,
         "bytes_up": up,
         "bytes_down": down,
+        # accuracy and loss on the test set, and loss on the training set
         "test/acc": found.test_accuracy,
         "test/loss": found.test_loss,
         "train/loss": found.train_loss,
+        # running mean of the losses of the workers' minibatches
         "train/batch_loss": counts.loss,
+        # mean squared distance of the workers' models from their mean, if each has its own
         **({} if distance is None else {"consensus/distance": distance}),
+        # samples per second since the start
         "perf/samples_per_s": counts.samples / time_s if time_s else None,
+        # fraction of the workers' time in which they waited
         "perf/wait_share": waited / (len(workers) * time_s) if workers and time_s else None,
+        # mean staleness of pushes, in merges
         "staleness/mean": sum(counts.stale_sum) / pushes if pushes else None,
+        # traffic in MB (10^6 bytes)
         "comm/mb_up": up / 1e6,
         "comm/mb_down": down / 1e6,
+        # the experiment's clock, again, as the axis of MLflow
         "time/s": time_s,
         **extra,
+        # fraction of the time in which worker N waited
         **{f"wait/w{worker.rank}": worker.wait_s / time_s if time_s else 0.0 for worker in workers},
     }
 

@@ -1,4 +1,7 @@
-"""The outcome of a run as one flat record: `summary.json`. docs/outcome.md explains its keys."""
+"""The outcome of a run as one flat record: `summary.json`.
+
+The comment above a key is its text in docs/reference/records.md.
+"""
 
 import math
 from dataclasses import asdict
@@ -73,49 +76,98 @@ def summarise(
     last = run_state.evaluations[-1] if run_state.evaluations else None
     best = best_of(run_state.evaluations)
     return {
+        # version of this record
         "schema": SCHEMA,
+        # as configured; `runtime` is `sim`, `local` or `torchrun`
         "name": plan.name,
         "runtime": runtime,
         "seed": plan.seed,
+        # `finished`, `failed`, `interrupted` or `diverged`: a loss or a parameter is not finite or
+        # too large; the workers' models are unrelated; or the training loss ends above that of the
+        # untrained model
         "status": status,
+        # rule that ended the run (`epochs`, `steps`, `seconds`, `patience`, `target_accuracy`,
+        # `target_loss` …), or the error
         "exit_reason": reason,
+        # length of the run on the experiment's clock, seconds
         "time_s": time_s,
+        # duration on the host, seconds
         "host_s": monitor.host_s,
+        # `virtual` or `wall`
         "time_kind": "virtual" if runtime == "sim" else "wall",
+        # number of workers
         "num_workers": n,
+        # totals over the workers; a step is one minibatch
         "steps": counts.steps,
         "dropped_steps": sum(counts.dropped_by),
+        # dropped steps by reason: `late` (or too stale), `stage_end` and `run_end` (in flight
+        # then), `failure`, `diverged`; steps that a region of HALoS dropped are not in it
         "dropped_for": counts.dropped_for or {},
+        # pushes that became part of the model, and their samples; without a server, merges
         "commits": sum(counts.commits) if server else counts.merges,
         "samples": counts.samples,
+        # per second of `time_s`
         "steps_per_s": counts.steps / time_s if time_s else None,
         "samples_per_s": counts.samples / time_s if time_s else None,
+        # a row for each failure, in order: `worker`, `time_s`, `reason` (`declared`, `random` or
+        # the end of the process), and `rejoined_s`, which is null if the worker did not rejoin
+        # before the end
         "failed_workers": [outage_summary(outage, time_ns) for outage in outages],
+        # counted steps per second, as a fraction of those that the plan predicts without failures;
+        # null without a prediction
         "goodput": goodput(monitor),
+        # bytes as sent, headers included
         "bytes_up": sum(worker["bytes_up"] for worker in workers),
         "bytes_down": sum(worker["bytes_down"] for worker in workers),
+        # a row for each worker, see below
         "workers": workers,
+        # with `overlap`: fraction of the collectives' time in which their workers did something
+        # else; otherwise null
         "comm_hidden_share": monitor.hidden_share(),
+        # Σ `wait_s` / (`num_workers` · `time_s`)
         "wait_share": (
             sum(worker["wait_s"] for worker in workers) / (n * time_s) if time_s else None
         ),
+        # the slowest worker if its step takes at least 1.2 times the median: `worker`, `slowdown`
+        # (relative to the median worker), `others_wait_share` (fraction of the run in which the
+        # others waited, on average); otherwise null
         "straggler": find_straggler(workers, time_s),
+        # largest lead, in commits, at which a worker was allowed to proceed; null without a server
         "max_lead": counts.max_lead if server else None,
+        # groups that had to wait for another one; null except for partial all-reduce
         "conflicts": counts.conflicts,
+        # last evaluation: `train_loss`, `test_loss`, `test_accuracy`, `test_metric`,
+        # `consensus_distance`
         "final": scores_of(last, *SCORES, "consensus_distance"),
+        # evaluation with the best metric, with its `time_s`; among equal ones that with the lowest
+        # test loss
         "best": scores_of(best, *SCORES, "time_s") if best else None,
+        # name of `test_metric` as the task defines it; `test_accuracy` is null if the metric is no
+        # accuracy
         "metric": recorded_name(monitor.job.parts.task.metric) or None,
+        # true if higher values of the metric are better
         "higher_is_better": monitor.job.parts.task.higher_is_better,
+        # targets of `stop.*`, and the time at which they were reached
         "target_accuracy": plan.limits.target_accuracy,
         "target_loss": plan.limits.target_loss,
         "target_metric": plan.limits.target_metric,
         "time_to_target_s": run_state.target.reached_s,
+        # a row for each stage that ended, see below
         "stages": stage_summaries(monitor, workers),
+        # a row for each planned stage that never began: `name`, `until` (condition that would have
+        # ended the stage before), `best` (best evaluation for that condition)
         "stages_not_begun": not_begun(monitor),
+        # hash of the final parameter vector; that of the mean model if each worker has its own
         "params_sha256": monitor.sha256,
+        # relative error of messages, and their bytes by use
         "compression": run_state.compression.report(),
+        # for each measure of the run's code: the mean over the ranks of the `last` value, and the
+        # `mean` over the run; null without measures
         "measures": summed_up(monitor.measures()) or None,
+        # of a paced real run: fraction of steps and transfers that were late, and by how much;
+        # otherwise null
         "pace": pace,
+        # of a real run, by rank: `host` and `device`; null in virtual time
         "hosts": [placed._asdict() for _, placed in sorted(monitor.hosts.items())] or None,
     }
 
@@ -160,15 +212,20 @@ def worker_summary(
     """Return the row of one worker: steps, commits, seconds by class, bytes and staleness."""
     commits = counts.commits[rank]
     return {
+        # rank of the worker
         "rank": rank,
+        # counted steps, commits, and dropped steps
         "steps": counts.steps_by[rank],
         "commits": commits,
         "dropped": counts.dropped_by[rank],
         **settled(totals.totals_ns if totals else dict.fromkeys(KINDS, 0), time_ns, failed),
+        # bytes as sent and received, headers included
         "bytes_up": totals.bytes_up if totals else 0,
         "bytes_down": totals.bytes_down if totals else 0,
+        # mean and maximum of the staleness of its pushes, in merges
         "staleness_mean": counts.stale_sum[rank] / commits if commits else None,
         "staleness_max": counts.stale_max[rank],
+        # groups that the worker joined, in partial all-reduce; otherwise null
         "groups": counts.groups[rank] if counts.groups else None,
     }
 
@@ -193,18 +250,24 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
         wait_s = [after - before_s for after, before_s in zip(waited, waited_before, strict=True)]
         rows.append(
             {
+                # name of the stage, and its span on the run's clock
                 "name": plan.name,
                 "start_s": start_ns / 1e9,
                 "end_s": end.end_ns / 1e9,
+                # plan of the stage, by worker
                 "local_steps": [worker.local_steps for worker in plan.workers],
                 "data_share": [worker.data_share for worker in plan.workers],
                 "compression_ratio": [worker.compression_ratio for worker in plan.workers],
+                # counted steps and commits of the stage, and its rate
                 "steps": steps,
                 "commits": sum(end.counts.commits) - sum(before.commits),
                 "steps_per_s": steps / seconds if seconds else None,
+                # time that workers waited, as a fraction and in seconds by worker
                 "wait_share": sum(wait_s) / (len(workers) * seconds) if seconds else None,
                 "wait_s": wait_s,
+                # true for a stage that measures costs and learns nothing
                 "profiling": str(plan.sync["_target_"]).endswith(".Profiling"),
+                # bound that ends the stage, by rule, and the reason for which it ended
                 "until": dict(plan.until),
                 "exit_reason": end.reason,
             }

@@ -19,7 +19,7 @@ Differs in three things from both the paper and the released code:
                becomes stale at the server.
     feedback   `compression=topk` adds what Top-K leaves out to the next push; in the paper it is
                lost as the worker takes the server's model. `compression.error_feedback=false` is
-               the paper's rule, and slower (`docs/ashl_table.md`).
+               the paper's rule, and slower (`docs/results/ashl_vs_adsp.md`).
 In the paper Top-K is in both stages, with a ratio per worker. The released code compresses in SHL
 alone, with one ratio for all workers. Here `r_preset` lists the ratio by stage, and each worker has
 a ratio of its own.

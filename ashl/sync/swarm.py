@@ -6,7 +6,7 @@ they were before the local steps in progress, and add these steps when they are 
 Waiting: with `overlap` (the paper's non-blocking form) worker i computes while the models travel.
 Without it, worker i waits for the answer. The neighbour never waits.
 Quantized models: with `bits` each element of a model travels in that many bits, rounded at random.
-The receiver decodes it with the help of its own model (`compression.wire.modulo`). The grid reaches
+The receiver decodes it with the help of its own model (`ashl.compression.modulo`). The grid reaches
 min(8, 2^(bits − 3)) times the distance between the models at the worker's last exchange, so its
 step is at most a quarter of that distance. With a step of half the distance, rounding errors grow
 from exchange to exchange. A worker sends its first model in 32 bits. A receiver that cannot decode

@@ -60,7 +60,7 @@ class WorkerState:
     pull_s: float = 0.0  # seconds of the last pull
     interval_s: float = 0.0  # if not 0: take steps for this many seconds, instead of H steps
     anchor: Any = None  # memory of the estimator: a snapshot, or values of each sample
-    squares: Any = None  # sums of squares of the last gradient's parts, see `topology.estimate`
+    squares: Any = None  # sums of squares of parts of the last gradient, see `topology.estimate`
     rule_state: Any = None  # state of the sync mode, if it has one at workers
     start: Any = None  # start of the next local steps, if it is not `params`
     pending: Any = None  # finished work to exchange next, with delayed exchanges
@@ -136,7 +136,7 @@ async def local_work(
 ) -> Work:
     """Compute a worker's work between two exchanges; `sync.exchange` selects its kind.
 
-    Rule: gradient: g = ∇f(w; batch), or the estimate of `topology.estimate`.
+    Rule: gradient: g = ∇f(w; batch), or the estimate of `ashl.topology.estimate`.
     difference: w_H − w after H steps of the worker's optimizer; its state persists.
     accumulated: Σ lr·∇f(w; batch) over H batches, on the model as pulled.
 

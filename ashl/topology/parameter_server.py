@@ -4,7 +4,7 @@ the model.
 Data flow: a worker computes on the model that it pulled last and sends a push. The server decodes
 and buffers the push. Once the buffer holds `quorum` pushes, the server merges them: `aggregate`
 sets the weights, `outer` takes the step. It then answers every waiting worker that
-`sync.may_proceed` names. A push that is too stale for the sync mode is dropped, and its worker
+`may_proceed` names. A push that is too stale for the sync mode is dropped, and its worker
 waits for an answer as well. Traffic per worker and exchange: one push and one pull of the model.
 
 Merges without a quorum: at the time `closes_s` of the sync mode; before the next stage. With a

@@ -1,8 +1,7 @@
-"""The table in docs/compression.md of which compression runs where is what the checks say;
-rewritten by `python -m tests.cli.test_compression_table`.
+"""The table in docs/reference/codecs.md of which compression runs where is what the checks say;
+`python -m tests.pages` writes it.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,12 @@ from ashl.config.catalog import catalog
 from ashl.errors import UsageError
 from ashl.planning.compatibility import check_combination, check_compression
 from tests.conf_option import conf_option
+from tests.pages import DOCS
 
-PAGE = Path(__file__).parents[2] / "docs" / "compression.md"
-HEAD = "| compression | server: bsp | asp, local SGD | pulls | all-reduce | gossip (choco) |"
+PAGE = DOCS / "reference" / "codecs.md"
+HEAD = (
+    "| compression | server: bsp | asp, local SGD | pulls | all-reduce | gossip (choco) | device |"
+)
 LAYOUT = (Layer("0.weight", (64, 64)), Layer("0.bias", (64,)))
 CODECS = sorted(set(catalog()["compression"]) - {"none"})
 COMMON = {
@@ -56,24 +58,15 @@ def row(name: str) -> str:
         "yes" if allowed(name, "parameter_server", "bsp", pull_ratio=0.1) else "no",
         way(name) if allowed(name, "all_reduce", "bsp") else "no",
         "yes" if allowed(name, "gossip", "choco") else "no",
+        "no" if wrap_codec(conf_option("compression", name), LAYOUT).on_host else "yes",
     ]
     return f"| `{name}` | {' | '.join(cells)} |"
 
 
-def in_page() -> list[str]:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    start = lines.index(HEAD) + 2
-    return lines[start : start + len(CODECS)]
+def table() -> str:
+    return "\n".join([HEAD, "| --- " * (HEAD.count("|") - 1) + "|", *map(row, CODECS)])
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_the_page_says_where_it_runs(name: str) -> None:
-    assert row(name) in in_page()
-
-
-if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, after = text.partition(HEAD)
-    rest = after.lstrip("\n").split("\n\n", 1)[1]
-    table = "\n".join([HEAD, "| --- " * (HEAD.count("|") - 1) + "|", *map(row, CODECS)])
-    PAGE.write_text(f"{before}{table}\n\n{rest}", encoding="utf-8")
+    assert row(name) in PAGE.read_text(encoding="utf-8").splitlines()

@@ -5,7 +5,6 @@ The bits of NaN are a device's own, so there the decoded vectors are compared. S
 of lengths (`qsgd`, l2): there the law is that of two messages about the same vector.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from ashl.compression.kernels import outer_sum, pack, unpack
 from ashl.compression.payload import HEADER, PayloadError
 from ashl.compression.wrappers import codec_for_layers
 from ashl.learn.device import to_device, to_host
-from tests.conf_option import CONF
 from tests.laws.codecs import ROWS, VECTORS, bits, codec, decoded, vector
 from tests.stand_in_device import DEVICE, There, guarded
 
@@ -232,15 +230,3 @@ def test_sums_of_outer_products_are_identical(terms: int) -> None:
         same = there(torch.ones(40, 70))
         outer_sum(there(left), there(right), same)
         assert torch.equal(to_host(same), found)
-
-
-def test_the_page_lists_those_that_work_there() -> None:
-    names = {option.stem for option in (CONF / "compression").glob("[!_]*.yaml")}
-    found = {
-        name
-        for name in names
-        if not codec_for_layers(codec(name), (Layer("weight", (4, 4)),)).on_host
-    }
-    text = (CONF.parent / "docs/compression.md").read_text(encoding="utf-8")
-    listed = text.partition("codecs compute there")[2].partition("All other codecs")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) == found
