@@ -205,7 +205,7 @@ class Codec(Contract, group="compression"):
 
     @property
     def estimator(self) -> str:
-        """The gradient estimator that the codec needs, see `ashl.topology.estimate`."""
+        """The gradient estimator that the codec needs, see `ashl.topology.local_work`."""
         return "minibatch"
 
     @property

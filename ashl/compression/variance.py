@@ -9,8 +9,8 @@ the model: they are rescaled when the learning rate changes.
 Bits: 32 for each value sent, of which 1 is the sign, 3 are e and 28 the index; and 32 for M.
 
 Limits: at most 2^28 elements. With parts of more than one sample, v is too large where gradients
-agree (see `ashl.topology.estimate`). With a single part, r² > v hardly ever holds before the second
-minibatch. The rounding error is not fed back.
+agree (see `ashl.topology.local_work`). With a single part, r² > v hardly ever holds before the
+second minibatch. The rounding error is not fed back.
 
 Source: Tsuzuku, Imachi and Akiba, "Variance-based Gradient Compression for Efficient Distributed
 Deep Learning", ICLR workshop 2018, with its α between 1 and 2 and ζ = 0.999.

@@ -64,19 +64,6 @@ class Fragment:
         return changed
 
 
-class WholeModel:
-    """The whole model as the part of an exchange."""
-
-    def of(self, whole: Any) -> Any:
-        return whole
-
-    def put(self, whole: Any, values: Any) -> Any:
-        return values
-
-
-WHOLE = WholeModel()
-
-
 @lru_cache(maxsize=2)  # cached, because every worker asks twice for the same draw
 def draw_indices(seed: int, version: int, size: int, whole: int) -> Tensor:
     """Return the sorted indices of a fragment, drawn for the merge after this version."""

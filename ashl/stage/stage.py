@@ -29,8 +29,7 @@ from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from ashl.stage.fragment import Fragment
-from ashl.stage.progress import Progress
-from ashl.stage.stopping import StopCriteria
+from ashl.stage.progress import Progress, StopCriteria
 
 # the coroutine of one rank through one stage; returns its final signal
 Loop = Callable[[RankContext, "Stage", Any], Coroutine[Any, Any, int]]
@@ -75,7 +74,7 @@ class Rule(Contract, group="sync", strict=True):
     in_rounds: ClassVar[bool] = False
     # seconds of the first local work, if time counts instead of H
     interval_s: ClassVar[Duration] = 0.0
-    # estimator of the gradient, see `topology.estimate`; None = the codec decides
+    # estimator of the gradient, see `topology.local_work`; None = the codec decides
     estimator: ClassVar[Estimator | None] = None
     # True: batches change, so that weights have to follow the samples
     resizes: ClassVar[bool] = False
@@ -257,8 +256,8 @@ class Stage:
 
     index: int
     plan: StagePlan
-    topology: Topology
-    sync: Rule
+    topology: Any  # a `Topology`
+    sync: Any  # a `Rule` of the topology's `policy_type`
     aggregate: Weighted
     outer: Outer
     codec: Codec  # codec of pushes with its wrappers, see `compression.wrappers.compose`
@@ -322,6 +321,11 @@ class Stage:
             )
             for own in self.fragments
         )
+
+    @cached_property
+    def messages(self) -> Any:
+        """Return the messages of a server's sync mode, see `ashl.topology.parameter_server`."""
+        return self.sync.messages()
 
     @property
     def most_bytes(self) -> int:
@@ -479,7 +483,7 @@ class Stage:
 
     @cached_property
     def estimator(self) -> str:
-        """Return the estimator of the gradient that workers exchange, see `topology.estimate`."""
+        """Return the estimator of the gradient that workers exchange, see `topology.local_work`."""
         if self.trainer.statistics:
             return "statistics"
         return self.sync.estimator or self.codec.estimator

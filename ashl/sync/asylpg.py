@@ -48,8 +48,14 @@ from ashl.size_only import SizeOnly, Vector
 from ashl.stage.progress import LATE, Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, Stage
 from ashl.sync.prox import shrink
-from ashl.topology.estimate import Anchor, average_over_shard, reduce_variance
-from ashl.topology.local_work import Work, WorkerState, encode_update
+from ashl.topology.local_work import (
+    Anchor,
+    Work,
+    WorkerState,
+    average_over_shard,
+    encode_update,
+    reduce_variance,
+)
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 

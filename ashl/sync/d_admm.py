@@ -49,10 +49,9 @@ from ashl.topology.coordinator import (
     report_done,
     report_merge,
 )
-from ashl.topology.estimate import trainer_of
 from ashl.topology.gossip import RoamingRule, graph_of
 from ashl.topology.graph import Edge, MemberGraph, Round, sources_of
-from ashl.topology.local_work import local_work
+from ashl.topology.local_work import local_work, trainer_of
 
 Versions = dict[int, Any]  # iteration → model; −1 is the initial one
 

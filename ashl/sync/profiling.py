@@ -94,7 +94,6 @@ class Profiling(BarrierRule):
 
 async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     """Measure costs at the server's orders, then receive the plan. Returns: the final signal."""
-    assert isinstance(stage.sync, Profiling)
     before = stage.trainer.worker_state(ctx.rank)
     times = await time_steps(
         ctx, stage, state, max(1, stage.sync.steps), distribution=stage.sync.per_layer_group

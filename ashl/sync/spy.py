@@ -49,8 +49,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
 from ashl.sync.prox import shrink
-from ashl.topology.estimate import estimate_gradient
-from ashl.topology.local_work import Work, WorkerState
+from ashl.topology.local_work import Work, WorkerState, estimate_gradient
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 CODE = 103  # code of its payloads on the wire

@@ -41,8 +41,7 @@ from ashl.stage.progress import Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
 from ashl.sync.one_bit_adam import descend
 from ashl.topology.all_reduce import PeerState, StepRule
-from ashl.topology.estimate import next_batch, trainer_of
-from ashl.topology.local_work import Work, WorkerState
+from ashl.topology.local_work import Work, WorkerState, next_batch, trainer_of
 
 
 @option

@@ -42,7 +42,6 @@ from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
-from ashl.stage.fragment import WHOLE
 from ashl.stage.members import (
     Remaining,
     assign,
@@ -244,7 +243,7 @@ class PeerState(WorkerState):
         if stage.resets_outer:
             self.outer_state = None
         self.enter(stage, ctx.members, ctx.rank)
-        self.rule_state = rule_of(stage).begin(stage, self.progress)
+        self.rule_state = stage.sync.begin(stage, self.progress)
 
     def apply_merge(self, result: Merged) -> None:
         self.params = result.params
@@ -292,12 +291,6 @@ def begin_step(progress: Progress, now_s: float) -> Progress:
     progress = progress.copy()
     progress.begin(now_s)
     return progress
-
-
-def rule_of(stage: Stage) -> StepRule:
-    """Return the stage's sync mode as a `StepRule`."""
-    assert isinstance(stage.sync, StepRule)
-    return stage.sync
 
 
 async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
@@ -361,7 +354,7 @@ def is_lead(ctx: RankContext) -> bool:
 
 def plan_round(stage: Stage, members: Members, rule_state: Any, progress: Progress) -> Assignments:
     """Return the work of a whole round, as the sync mode sets it."""
-    workers = rule_of(stage).in_round(stage, rule_state, progress)
+    workers = stage.sync.in_round(stage, rule_state, progress)
     if workers is stage.plan.workers:
         return members.planned
     return assign(stage, members.ranks, workers)
@@ -370,7 +363,7 @@ def plan_round(stage: Stage, members: Members, rule_state: Any, progress: Progre
 def group_of(ctx: RankContext, stage: Stage, part: Part, work: Assignments) -> ProcessGroup:
     """Return the process group that exchanges a part of the model in rounds with this work."""
     team = ProcessGroup.of(ctx, part.stage, work)
-    if part.fragment is not WHOLE:
+    if part.fragment is not None:
         team.share = part.stage.link.d / stage.link.d
     return team
 
@@ -408,7 +401,7 @@ def signal_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """Return the number to piggyback: reason and `due` at the lead rank, 0 elsewhere."""
     if not is_lead(ctx):
         return 0
-    due = rule_of(stage).due(state.rule_state, ctx.now)
+    due = stage.sync.due(state.rule_state, ctx.now)
     return REASONS.index(state.signal) + len(REASONS) * due
 
 
@@ -460,13 +453,13 @@ async def exchange(team: ProcessGroup, stage: Stage, state: PeerState, part: Par
     if stage.buckets:
         return await exchange_by_bucket(team, stage, state)
     ctx, version, steps = team.ctx, state.version, state.local_steps
-    work = state.pending or await rule_of(stage).work()(ctx, stage, state)
+    work = state.pending or await stage.sync.work()(ctx, stage, state)
     team.loss = work.loss / team.size
     x = stage.aggregate.clip(work.body)
     summing = exchange_update(team, part.stage, part.state, state.progress, version, x)
     if stage.delayed is None:
         update = await summing
-        step_s = await exchange_step_times(team, work) if rule_of(stage).tells else ()
+        step_s = await exchange_step_times(team, work) if stage.sync.tells else ()
         return Exchanged(work, 0, update, step_s=step_s)
     in_flight, begun = begins_next_piece(stage, state), None
     if in_flight and overlapped_steps(stage.delayed, steps):
@@ -502,7 +495,7 @@ async def exchange_by_bucket(team: ProcessGroup, stage: Stage, state: PeerState)
     for one in sums_of(team, stage, coding, len(sums), body):
         found.append(await one)
     sums.append(found)
-    step_s = await exchange_step_times(team, work) if rule_of(stage).tells else ()
+    step_s = await exchange_step_times(team, work) if stage.sync.tells else ()
     if coding is None:
         update = concatenate([x for found in reversed(sums) for x in found])
     else:
@@ -657,7 +650,7 @@ def merge_and_plan(
     result = compute_merge(part.stage, part.state, done.update, progress)
     params, outer_state = with_part(stage, state, part, result.params, result.outer_state)
     result = result._replace(params=params, outer_state=outer_state)
-    rule, (due, reason) = rule_of(stage), divmod(int(signal), len(REASONS))
+    rule, (due, reason) = stage.sync, divmod(int(signal), len(REASONS))
     report = RoundReport(bool(due), now_ns / 1e9, done.step_s)
     rule_state = rule.observe_round(stage, state.rule_state, progress, report)
     planned, is_delayed = (

@@ -16,10 +16,9 @@ from ashl.overlap.contract import overlapped_steps
 from ashl.runtime.effects import Encoding
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.compression_pipeline import CodecState
-from ashl.stage.fragment import WHOLE, Fragment, WholeModel
+from ashl.stage.fragment import Fragment
 from ashl.stage.stage import Stage
-from ashl.topology.estimate import next_batch, trainer_of
-from ashl.topology.local_work import Work, WorkerState, local_work, start_of
+from ashl.topology.local_work import Work, WorkerState, local_work, next_batch, start_of, trainer_of
 
 
 class Part(NamedTuple):
@@ -27,14 +26,18 @@ class Part(NamedTuple):
 
     stage: Stage  # restricted to the part
     state: Any  # a copy with the part's elements and codec state
-    fragment: Fragment | WholeModel
+    fragment: Fragment | None = None  # None for the whole model
     number: int = 0
+
+    def put(self, whole: Any, values: Any) -> Any:
+        """Return the whole model with `values` as the elements of the part."""
+        return values if self.fragment is None else self.fragment.put(whole, values)
 
 
 def part_of(stage: Stage, state: Any, version: int) -> Part:
     """Return the part of the model that the merge after `version` concerns."""
     if not stage.fragments:
-        return Part(stage, state, WHOLE)
+        return Part(stage, state)
     k, fragment = version % len(stage.fragments), fragment_at(stage, version)
     state.fragment_ends = state.fragment_ends or tuple(CodecState() for _ in stage.fragments)
     held = copy(state)
@@ -45,17 +48,15 @@ def part_of(stage: Stage, state: Any, version: int) -> Part:
 
 def with_part(stage: Stage, state: Any, part: Part, params: Any, outer: Any) -> tuple[Any, Any]:
     """Return (model, outer moments) with those of a part; with fragments, by fragment."""
-    if part.fragment is WHOLE:
+    if part.fragment is None:
         return params, outer
     outers = [*(state.outer_state or len(stage.fragments) * (None,))]
     outers[part.number] = outer
     return part.fragment.put(state.params, params), tuple(outers)
 
 
-def fragment_at(stage: Stage, version: int) -> Fragment | WholeModel:
+def fragment_at(stage: Stage, version: int) -> Fragment:
     """Return the fragment of the merge that follows this version."""
-    if not stage.fragments:
-        return WHOLE
     fragment = stage.fragments[version % len(stage.fragments)]
     if stage.overlap.share is None:
         return fragment
@@ -115,12 +116,15 @@ async def finish_piece(
         work = join_work(begun, await local_work(ctx, stage, state))
     assert work is not None
     work = at_round_boundary(ctx, stage, state, work)
-    state.pending = work._replace(body=fragment_at(stage, state.version).of(work.body))
+    if stage.fragments:
+        work = work._replace(body=fragment_at(stage, state.version).of(work.body))
+    state.pending = work
 
 
 def mix_position(stage: Stage, state: WorkerState, part: Part, exchanged: Work) -> Any:
     """Return the worker's position amid a piece of work, after an exchange has changed a part."""
     assert stage.delayed is not None
+    assert part.fragment is not None
     fragment, sent = part.fragment, part.state.params + exchanged.body
     own, landed = fragment.of(state.start), fragment.of(state.params)
     return fragment.put(state.start, stage.delayed.mix(own, landed, sent))

@@ -132,6 +132,13 @@ def take_override(present: int, decided: int) -> bool:
     return decided == STOP or present == GO or (present == PAUSE and decided == NEXT)
 
 
+def decide(ctx: RankContext, stage: Stage, state: Any) -> None:
+    """Set a coordinator's signal and its reason."""
+    signal, reason = stop_decision(ctx, stage, state.progress)
+    if take_override(state.signal, signal):
+        state.signal, state.reason = signal, reason
+
+
 def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str | None) -> None:
     """Record at the lead rank how the stage ended, with the progress until then."""
     ctx.emit(

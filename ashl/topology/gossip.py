@@ -281,17 +281,9 @@ class Gossip(Topology):
         return stage.sync.worker if isinstance(stage.sync, RoamingRule) else worker
 
 
-def rule_in(stage: Stage) -> RoundRule:
-    """Return the stage's sync mode as a `RoundRule`."""
-    assert isinstance(stage.sync, RoundRule)
-    return stage.sync
-
-
 def graph_of(stage: Stage, members: Ranks) -> MemberGraph:
     """Return the graph on these workers, see `Gossip.rounds`."""
     topology, sync = stage.topology, stage.sync
-    assert isinstance(topology, Gossip)
-    assert isinstance(sync, GossipRule)
     return graph_among(
         topology.graph, weights_for(sync), topology.degree, members, stage.num_workers, stage.seed
     )
@@ -329,7 +321,7 @@ class RoundState(WorkerState):
     def begin_epoch(self, stage: Stage, rank: int) -> None:
         """Begin at round k, without messages in flight."""
         self.first, self.header, self.early = self.k, NO_HEADER, {}
-        self.rule_state = rule_in(stage).begin(stage, self, rank)
+        self.rule_state = stage.sync.begin(stage, self, rank)
 
     def copy_to_restart(self) -> Self:
         before = super().copy_to_restart()
@@ -343,7 +335,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
 
     Returns: the final signal, NEXT or STOP.
     """
-    rule, rank, members = rule_in(stage), ctx.rank, ctx.members
+    rule, rank, members = stage.sync, ctx.rank, ctx.members
     graph = graph_of(stage, members.ranks)
     state.enter(stage, members, rank, ctx.now)
     while True:
@@ -390,7 +382,7 @@ async def end_signal(ctx: RankContext, stage: Stage, graph: MemberGraph, state: 
     """End the stage, or pause, if that was decided for this round. Returns: the final signal, or
     GO.
     """
-    reason, late = stop_reason(stage, state), state.k + 1 - rule_in(stage).lag
+    reason, late = stop_reason(stage, state), state.k + 1 - stage.sync.lag
     if not reason or (reason == CHECKPOINT and is_truncated(state.rest)):
         return GO
     in_flight = {
@@ -401,7 +393,7 @@ async def end_signal(ctx: RankContext, stage: Stage, graph: MemberGraph, state: 
         state.early = in_flight
         return PAUSE
     for received in in_flight.values():
-        rule_in(stage).settle(state, received)
+        stage.sync.settle(state, received)
     now = torch.tensor([ctx.now_ns])
     moment = await ctx.all_reduce(now, ctx.members.ranks, "max", piggybacked=1)
     return end_piggybacked(ctx, stage, state, reason, int(moment))
@@ -430,7 +422,7 @@ async def receive_models(
     """Return the messages of round k, in rank order; none from before this epoch."""
     if k in state.early:
         return state.early.pop(k)
-    sources = rule_in(stage).sources(graph, ctx.rank, k) if k >= state.first else ()
+    sources = stage.sync.sources(graph, ctx.rank, k) if k >= state.first else ()
     return {rank: await ctx.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
 
@@ -462,7 +454,7 @@ def count_round(stage: Stage, state: RoundState, members: Members, work: Assignm
     """Count one more merge of every worker, with this work."""
     progress = state.progress
     if isinstance(progress, Progress):
-        progress.observe_all(rule_in(stage).lag, state.header.loss, "the workers' loss", commits=1)
+        progress.observe_all(stage.sync.lag, state.header.loss, "the workers' loss", commits=1)
         progress.commit_all(work.steps, work.total_samples)
         progress.merge()
     else:
@@ -486,12 +478,12 @@ def look_ahead(
             f"the loss of worker {int(header.not_finite) - 1} became not finite near step"
             f" {progress.steps}"
         )
-        progress.diverged = why + rule_in(stage).suspect
+        progress.diverged = why + stage.sync.suspect
     reason = "diverged" if progress.diverged else local_stop(ctx, stage, progress)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
     snapshot = timed and stage.stop_criteria.take_evaluation(state, ctx.now)
     if (reason and not header.decision) or snapshot:
-        known = k + rounds_to_all(rule_in(stage), graph, ctx.rank, k + 1)
+        known = k + rounds_to_all(stage.sync, graph, ctx.rank, k + 1)
         if reason and not header.decision:
             header = header._replace(decision=DECISIONS.index(reason), last=known)
         state.header = header._replace(snapshot_after=known) if snapshot else header

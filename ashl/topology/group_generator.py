@@ -168,8 +168,6 @@ def complete_group(state: Groups, rule: GroupRule, group: Group, now_ns: int) ->
     """Remove a group that has averaged from the buffers. Returns: the groups that begin now."""
     for worker in group.members:
         buffer = state.buffers[worker]
-        if worker in state.gone or not buffer or buffer[0].id != group.id:
-            continue  # it has failed, and may have rejoined since
         del buffer[0]
         if not buffer:
             _release(state, worker)
@@ -181,44 +179,6 @@ def complete_group(state: Groups, rule: GroupRule, group: Group, now_ns: int) ->
 def wake_up(state: Groups, rule: GroupRule, now_ns: int) -> list[Group]:
     """Draw at the time that the rule named with `wakes`. Returns: the groups that begin now."""
     return _start_groups(state, rule, state.idle, now_ns)
-
-
-def remove_worker(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
-    """Remove a failed worker from all groups that have not begun, which meet without it.
-
-    Running groups are left to their members. Returns: the groups that begin now.
-    """
-    groups, has_asked = state.buffers[worker], worker in state.waiting
-    if not groups:
-        _engage(state, worker)
-    state.waiting.pop(worker, None)
-    state.gone.add(worker)
-    state.buffers[worker], touched = [], list[int]()
-    for place, group in enumerate(groups):
-        if group.id not in state._missing:
-            continue
-        others = tuple(member for member in group.members if member != worker)
-        for member in others:
-            buffer = state.buffers[member]
-            position = next(i for i, own in enumerate(buffer) if own.id == group.id)
-            buffer[position] = Group(group.id, others)
-        state._missing[group.id] -= not (has_asked and place == 0)
-        if not others:
-            del state._missing[group.id]
-        touched += others
-    return _start_groups(state, rule, [*touched, *state.idle], now_ns)
-
-
-def join(state: Groups, worker: int) -> None:
-    """Add a rejoining worker.
-
-    Its number of requests is that of before, so that it does not count as a straggler from now on.
-    It is at least the least number of a present worker.
-    """
-    counts = [times for other, times in enumerate(state.requests) if other not in state.gone]
-    state.gone.discard(worker)
-    state.requests[worker] = max(state.requests[worker], min(counts, default=0))
-    _release(state, worker)
 
 
 def close(state: Groups) -> None:

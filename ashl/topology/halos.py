@@ -81,7 +81,6 @@ from ashl.topology.parameter_server import (
     on_push,
     reply,
     reply_to_all,
-    rule_of,
     server,
     worker,
 )
@@ -230,7 +229,6 @@ class GlobalServerState(ServerState):
 
 def region_servers(stage: Stage) -> tuple[int, ...]:
     """Return the ranks of the servers of the regions."""
-    assert isinstance(stage.topology, Halos)
     return tuple(stage.server + 1 + r for r in range(len(stage.topology.members(stage.nodes))))
 
 
@@ -286,11 +284,10 @@ async def merge_in_region(
 async def answer_in_region(ctx: RankContext, stage: Stage, state: RegionState) -> None:
     """Push to the global server if that is due, and answer the workers that may proceed."""
     topology, progress = stage.topology, state.progress
-    assert isinstance(topology, Halos)
     is_due = progress.version - state.merges >= topology.updates and not state.away
     if is_due or progress.diverged:
         await push_to_global(ctx, stage, state)
-    for rank in sorted(rule_of(stage).may_proceed(state.rule_state, progress)):
+    for rank in sorted(stage.sync.may_proceed(state.rule_state, progress)):
         await reply(ctx, stage, state, rank)
 
 
@@ -313,7 +310,6 @@ async def handle_message(
 def mix_global_model(stage: Stage, state: RegionState, message: Message) -> None:
     """Mix the global model into that of a region, and take over the global counts."""
     topology, progress = stage.topology, state.progress
-    assert isinstance(topology, Halos)
     state.params = state.params * (1 - topology.mixing) + message.body * topology.mixing
     state.sent, state.away, state.merges = state.params, False, progress.version
     _, global_steps, global_samples = map(int, message.meta)
@@ -458,7 +454,6 @@ def count_member(
 def apply_region_update(stage: Stage, state: ServerState, difference: Any) -> None:
     """Step the global model on a region's difference."""
     topology = stage.topology
-    assert isinstance(topology, Halos)
     momentum = DelayedNesterov(buffer=topology.buffer, beta=topology.beta, spread=0.0)
     state.outer_state, state.params = momentum.step(
         state.outer_state, state.params, difference * topology.lr, 0.0
@@ -471,7 +466,6 @@ def adopt_counts(
 ) -> None:
     """Take over a region's counts by worker, which are part of the global model now."""
     progress = state.progress
-    assert isinstance(stage.topology, Halos)
     members = stage.topology.members(stage.nodes)[src - stage.server - 1]
     commits, steps = sum(progress.commits), sum(progress.steps_by)
     for name, row in zip(REPORTED, counts, strict=True):
@@ -501,7 +495,6 @@ async def end_regions(
             (await ctx.recv(stage.tag("counts"), src=rank)).body.view(len(REPORTED), -1).tolist()
         )
         found = dict(zip(REPORTED, counts, strict=True))
-        assert isinstance(stage.topology, Halos)
         for member in stage.topology.members(stage.nodes)[place]:
             beyond = found["steps_by"][member] - progress.steps_by[member]
             progress.dropped_by[member] = found["dropped_by"][member] + beyond

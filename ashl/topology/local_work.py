@@ -1,7 +1,7 @@
 """Local work: what a worker computes between two merges, on every topology.
 
 It is one gradient, or some local steps. Source: gradients as in synchronous SGD; differences as in
-local SGD (Stich, ICLR 2019).
+local SGD (Stich, ICLR 2019). *Gradient estimators* below has the kinds of gradients.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline, Payload
 from ashl.stage.members import Remaining, cap_local_steps, remaining_rounds
 from ashl.stage.stage import WEIGHTS, Stage
-from ashl.topology.estimate import estimate_gradient, next_batch, trainer_of
-from ashl.topology.replies import Admission, Pull
 
 AT_ONCE_S = 1e-3  # seconds; a reply received within this time had already arrived
 
@@ -60,7 +58,7 @@ class WorkerState:
     pull_s: float = 0.0  # seconds of the last pull
     interval_s: float = 0.0  # if not 0: take steps for this many seconds, instead of H steps
     anchor: Any = None  # memory of the estimator: a snapshot, or values of each sample
-    squares: Any = None  # sums of squares of parts of the last gradient, see `topology.estimate`
+    squares: Any = None  # sums of squares of parts of the last gradient, for codecs that use them
     rule_state: Any = None  # state of the sync mode, if it has one at workers
     start: Any = None  # start of the next local steps, if it is not `params`
     pending: Any = None  # finished work to exchange next, with delayed exchanges
@@ -103,16 +101,6 @@ class WorkerState:
         before.fragment_ends = tuple(ends.copy() for ends in self.fragment_ends)
         return before
 
-    def follow(self, assignment: Pull | Admission) -> None:
-        """Take over the counts and the assignment of a server's reply."""
-        self.version = assignment.version
-        self.steps = assignment.steps
-        self.samples = assignment.samples
-        self.local_steps = assignment.local_steps
-        self.ratio = assignment.ratio
-        self.interval_s = assignment.interval_s
-        self.batch = assignment.batch or self.batch
-
     def plan_round(self, stage: Stage, members: Members, rank: int, ahead: int = 0) -> None:
         """Set H of the next round, or of the one `ahead` rounds later; the last is truncated."""
         planned, done = members.planned, (self.steps, self.samples)
@@ -136,7 +124,7 @@ async def local_work(
 ) -> Work:
     """Compute a worker's work between two exchanges; `sync.exchange` selects its kind.
 
-    Rule: gradient: g = ∇f(w; batch), or the estimate of `ashl.topology.estimate`.
+    Rule: gradient: g = ∇f(w; batch), or an estimate of it, see *Gradient estimators*.
     difference: w_H − w after H steps of the worker's optimizer; its state persists.
     accumulated: Σ lr·∇f(w; batch) over H batches, on the model as pulled.
 
@@ -294,3 +282,98 @@ def accumulate(
 def start_of(state: WorkerState) -> Any:
     """Return the model from which the next local steps start."""
     return state.params if state.start is None else state.start
+
+
+# Gradient estimators: the gradient that a worker exchanges, of the mean loss over its shard
+#
+# Rule, on the pulled model w:
+#     minibatch   ∇f(w; batch)
+#     full        ∇f(w; shard), summed over parts of the size of a batch; costs as many samples as
+#                 the shard has
+#     svrg        ∇f(w; batch) − ∇f(s; batch) + ∇f(s; shard) with a snapshot s of w, renewed after
+#                 each pass over the shard; costs two minibatches, and the shard with each snapshot
+#     moments     ∇f(w; batch), and with it v = Σ_p (share_p · ∇f(w; part_p))² over parts of the
+#                 minibatch
+#     statistics  no gradient, but the optimizer's statistics of the shard (`ashl.optimizer.bcd`)
+#
+# The optimizer, or the `estimator` of the sync mode or the codec, selects one. With parts of one
+# sample, v is Σ (∇f(w; z)/B)² over the samples z of the batch. Larger parts approximate it: v has
+# the same mean if gradients are pure noise. Otherwise v is larger, so fewer coordinates count as
+# certain.
+#
+# Limits: augmentation and dropout of full gradients are fixed, so that f is one function. For
+# minibatches they vary, and svrg is centred on the fixed ones. The minibatches of svrg use equal
+# random numbers at w and at s.
+#
+# Source: Johnson and Zhang, "Accelerating Stochastic Gradient Descent using Predictive Variance
+# Reduction", NIPS 2013; Tsuzuku et al., "Variance-based Gradient Compression for Efficient
+# Distributed Deep Learning", ICLR workshop 2018.
+
+
+class Anchor(NamedTuple):
+    """Snapshot of the model: its gradient over the whole shard, and the samples drawn before it."""
+
+    params: Any
+    gradient: Any
+    drawn: int
+
+
+def trainer_of(stage: Stage, state: Any) -> Any:
+    """Return the trainer of a worker, which may use the data of failed workers, too."""
+    return stage.trainer.redistribute(frozenset(state.away)) if state.away else stage.trainer
+
+
+def next_batch(state: Any) -> tuple[int, range]:
+    """Draw the worker's next minibatch. Returns: (number, range in its stream of samples)."""
+    number, first = state.step, state.drawn
+    state.step, state.drawn = number + 1, first + state.batch
+    return number, range(first, state.drawn)
+
+
+async def estimate_gradient(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
+    """Estimate the gradient at `state.params` with the stage's estimator.
+
+    Returns: (mean loss, gradient, samples that it covers).
+    """
+    trainer, rank, params, kind = trainer_of(stage, state), ctx.rank, state.params, stage.estimator
+    if kind == "full":
+        next_batch(state)
+        return await average_over_shard(ctx, stage, state)
+    if kind == "statistics":
+        work = partial(trainer.sweep, params, state.moments, state.anchor, rank)
+        size = trainer.shard_size(rank)
+        loss, state.anchor, statistics = await ctx.compute(work, work=size)
+        return loss, statistics, size
+    if kind == "svrg":
+        if state.anchor is None or state.drawn - state.anchor.drawn >= trainer.shard_size(rank):
+            _, gradient, _ = await average_over_shard(ctx, stage, state)
+            state.anchor = Anchor(params, gradient, state.drawn)
+        loss, gradient = await reduce_variance(ctx, stage, state)
+        return loss, gradient + state.anchor.gradient, state.batch
+    step, span = next_batch(state)
+    if kind == "moments":
+        work = partial(trainer.spread_gradient, params, rank, step, span, stage.codec.parts)
+        loss, gradient, state.squares = await ctx.compute(work, work=state.batch)
+        return loss, gradient, state.batch
+    loss, gradient = await ctx.compute(
+        partial(trainer.gradient, params, rank, step, span), state.batch
+    )
+    return numbers([loss])[0], gradient, state.batch
+
+
+async def average_over_shard(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
+    """Return (mean loss, gradient, samples) over all samples of the worker."""
+    trainer = trainer_of(stage, state)
+    size = trainer.shard_size(ctx.rank)
+    batch = stage.worker(ctx.rank).batch
+    work = partial(trainer.full_gradient, state.params, ctx.rank, batch)
+    return (*await ctx.compute(work, work=size), size)
+
+
+async def reduce_variance(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any]:
+    """Return (loss, ∇f(w; batch) − ∇f(s; batch)) on the next minibatch."""
+    step, span = next_batch(state)
+    gradient_of = trainer_of(stage, state).reduced_gradient
+    work = partial(gradient_of, state.params, state.anchor.params, ctx.rank, step, span)
+    loss, gradient = await ctx.compute(work, work=2 * state.batch)
+    return numbers([loss])[0], gradient

@@ -53,18 +53,12 @@ class PairRule(RoamingRule, contract=True):
         return body
 
 
-def rule_of(stage: Stage) -> PairRule:
-    """Return the stage's sync mode as a `PairRule`."""
-    assert isinstance(stage.sync, PairRule)
-    return stage.sync
-
-
 async def worker(ctx: RankContext, stage: Stage, state: RoamingState) -> int:
     """Run a worker: compute and average until the coordinator ends the stage.
 
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
-    rule = rule_of(stage)
+    rule = stage.sync
     state.enter(stage, ctx.members, ctx.rank)
     answering = ctx.spawn(answer(ctx, stage, state))
     peers, dropped = rule.peers(graph_of(stage, ctx.members.ranks), ctx.rank), 0
@@ -102,7 +96,7 @@ async def ask(ctx: RankContext, stage: Stage, state: RoamingState, peers: tuple[
     """Ask one of these peers to average."""
     state.asked = draw_partner(peers, stage.seed, ctx.rank, state.round)
     if state.asked is not None:
-        body = rule_of(stage).encode_model(stage, state, ctx.rank, True)
+        body = stage.sync.encode_model(stage, state, ctx.rank, True)
         await ctx.send(state.asked, stage.tag("ask"), body)
 
 
@@ -112,7 +106,7 @@ async def meet(ctx: RankContext, stage: Stage, state: RoamingState, sent: Vector
         return
     message = await ctx.recv(stage.tag("answer"), src=state.asked)
     state.asked = None
-    merge(rule_of(stage), state, message.body, sent)
+    merge(stage.sync, state, message.body, sent)
 
 
 def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
@@ -123,7 +117,7 @@ def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
 
 async def answer(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
     """Answer the requests of other workers and handle signals, until all workers are done."""
-    asked, signal, rule = stage.tag("ask"), stage.tag("signal"), rule_of(stage)
+    asked, signal, rule = stage.tag("ask"), stage.tag("signal"), stage.sync
     while True:
         message = await ctx.recv(asked, signal)
         if message.tag == signal:

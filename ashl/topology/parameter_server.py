@@ -26,10 +26,10 @@ from __future__ import annotations
 import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 from ashl.aggregate.weighted import Push
 from ashl.compression.contract import EncodeContext
@@ -84,12 +84,11 @@ from ashl.topology.buckets import (
     with_part,
 )
 from ashl.topology.ending import (
+    decide,
     drop_reason,
     end_time_ns,
     leave_stage,
     record_end,
-    stop_decision,
-    take_override,
 )
 from ashl.topology.local_work import (
     AT_ONCE_S,
@@ -100,15 +99,99 @@ from ashl.topology.local_work import (
     reports_mean,
 )
 from ashl.topology.members import as_members, failed_as_numbers
-from ashl.topology.replies import (
-    ADMISSION_FIELDS,
-    AS_PLANNED,
-    PULL_FIELDS,
-    Admission,
-    Assignment,
-    Pull,
-    parse_reply,
-)
+
+# Headers of the messages
+
+
+class Assignment(NamedTuple):
+    """Next work of a worker that proceeds, as a sync mode sets it.
+
+    None keeps the planned value; a batch of 0 keeps the batch of the previous round.
+    """
+
+    local_steps: int | None = None  # H, the steps before the next push
+    ratio: float | None = None  # density of the update
+    interval_s: float = 0.0  # if not 0: take steps for this many seconds, instead of H steps
+    batch: int = 0  # samples per step
+
+
+AS_PLANNED = Assignment()
+
+
+class Pull(NamedTuple):
+    """Header of every reply to a push.
+
+    With `runtime.on_worker_failure=reshard` the header is followed by numbers that encode the
+    failed workers, see `ashl.topology.members`.
+    """
+
+    signal: int  # GO, LAST, NEXT or STOP
+    version: int  # of the model
+    steps: int  # steps applied so far, of all workers
+    samples: int  # samples applied so far, which the learning rate follows
+    staleness: int  # of the push that this answers
+    dropped: bool  # True if that push was dropped
+    end_ns: int  # end time of the stage, with NEXT and STOP; else 0
+    # next work, with GO; units as in `Assignment`
+    local_steps: int = 1
+    ratio: float = 1.0
+    interval_s: float = 0.0
+    batch: int = 0
+
+
+PULL_FIELDS = len(Pull._fields)
+
+
+class Admission(NamedTuple):
+    """Header of the answer to a join request."""
+
+    signal: int  # GO; STOP if the run is over
+    end_ns: int  # end time of the run, with STOP; else 0
+    stage: int = 0  # index of the present stage
+    version: int = 0  # of the model
+    steps: int = 0  # steps applied so far, of all workers
+    samples: int = 0  # samples applied so far, of all workers
+    rounds: int = 0  # rounds of this worker: applied, dropped or not merged yet
+    done: int = 0  # steps of this worker in these rounds
+    # first stage whose assignments were planned after profiling, and follow in another message;
+    # 0 = no such stage
+    planned: int = 0
+    # next work; units as in `Assignment`
+    local_steps: int = 1
+    ratio: float = 1.0
+    interval_s: float = 0.0
+    batch: int = 0
+
+
+ADMISSION_FIELDS = len(Admission._fields)
+Head = TypeVar("Head", bound=NamedTuple)
+
+
+def parse_reply(of: type[Head], meta: tuple[float, ...]) -> Head:
+    """Return a message's header as the type `of`; further numbers in `meta` are ignored.
+
+    In virtual time the header may already have that type. Between processes all fields are floats.
+    """
+    if isinstance(meta, of):
+        return meta
+    return of(*(kind(x) for kind, x in zip(field_types(of), meta, strict=False)))
+
+
+@cache
+def field_types(of: type[NamedTuple]) -> tuple[type[float], ...]:
+    """Return the types of a header's fields, in order."""
+    return tuple(get_type_hints(of).values())
+
+
+def follow(state: WorkerState, header: Pull | Admission) -> None:
+    """Take over the counts and the assignment of a server's reply."""
+    state.version = header.version
+    state.steps = header.steps
+    state.samples = header.samples
+    state.local_steps = header.local_steps
+    state.ratio = header.ratio
+    state.interval_s = header.interval_s
+    state.batch = header.batch or state.batch
 
 
 class Updates:
@@ -143,12 +226,12 @@ class Updates:
 
     def without(self, stage: Stage, state: ServerState, rank: int) -> None:
         """Update the server's state after this worker has failed."""
-        rule = rule_of(stage)
+        rule = stage.sync
         state.rule_state = rule.without(stage, state.rule_state, state.progress, rank)
 
     def with_joined(self, stage: Stage, state: ServerState, rank: int) -> None:
         """Update the server's state after this worker has rejoined."""
-        rule = rule_of(stage)
+        rule = stage.sync
         state.rule_state = rule.with_joined(stage, state.rule_state, state.progress, rank)
 
     def apply_push(
@@ -378,7 +461,7 @@ class ServerState:
         self.made = {}
         self.counted = 0
         self.progress.begin(now_s)
-        self.rule_state = rule_of(stage).begin(stage, self.progress)
+        self.rule_state = stage.sync.begin(stage, self.progress)
         self.set_members(stage)
         self.work = self.members.planned
         self.ends = stage.carry_over_codec_state(self.ends, self.progress.samples)
@@ -419,7 +502,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     Returns: the final signal, NEXT or STOP.
     """
     state.enter(stage, ctx.members, ctx.rank)
-    messages = rule_of(stage).messages()
+    messages = stage.messages
     signal = GO
     push = stage.tag("push")
     pull = stage.tag("pull", state.incarnation)
@@ -451,7 +534,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
             apply_reply(stage, state, part, signal, message.body)
         seen = message.body is not None and (begun is None or ctx.now - asked > AT_ONCE_S)
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
-        state.follow(reply)
+        follow(state, reply)
         state.last = signal == LAST
         if signal in (NEXT, STOP):
             await cancel_exchange(ctx, stage, state)
@@ -474,8 +557,8 @@ def apply_reply(stage: Stage, state: WorkerState, part: Part, signal: int, body:
     elif signal == NEXT:
         state.params = body
     else:
-        own = rule_of(stage).messages().apply_pull(part.stage, part.state, body)
-        state.params = part.fragment.put(state.params, own)
+        params = stage.messages.apply_pull(part.stage, part.state, body)
+        state.params = part.put(state.params, params)
 
 
 async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
@@ -484,7 +567,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     Before another stage begins, the server waits for the pushes in flight and merges them. At the
     end of the run it drops them. Returns: the final signal, NEXT or STOP.
     """
-    progress, push = state.progress, stage.tag("push")
+    progress, push, rule = state.progress, stage.tag("push"), stage.sync
     state.enter(stage, ctx.now)
     buckets = {stage.tag("bucket"): on_bucket} if stage.merges_buckets else {}
     incoming = (push, *buckets, PEER_FAILED, JOIN)
@@ -505,15 +588,17 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
         changed = await handle(ctx, stage, state, message)
         if changed and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
-        signal, reason = stop_decision(ctx, stage, progress)
-        if take_override(state.signal, signal):
-            state.signal, state.reason = signal, reason
+        decide(ctx, stage, state)
         if state.signal == STOP or (state.signal == NEXT and await drain_pushes(ctx, stage, state)):
             break
         if state.signal == PAUSE and await pause(ctx, stage, state):
             return PAUSE
-        if state.signal == GO:
-            await answer_waiting(ctx, stage, state, incoming)
+        if state.signal != GO:
+            continue
+        if rule.takes_all:  # handle all messages that have arrived before any worker is answered
+            state.ahead = await receive_more(ctx, stage, state, incoming)
+        if state.ahead is None:
+            await reply_to_all(ctx, stage, state, rule.may_proceed(state.rule_state, progress))
     await drain_buckets(ctx, stage, state)
     await ctx.discard(*buckets)  # parts of pushes that will not be merged
     await finish_stage(ctx, stage, state, state.signal)
@@ -521,27 +606,14 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     return state.signal
 
 
-async def answer_waiting(
-    ctx: RankContext, stage: Stage, state: ServerState, incoming: Sequence[Tag]
-) -> None:
-    """Answer every waiting worker that may proceed.
-
-    A sync mode with `takes_all` handles all arrived messages first. If another one has arrived, it
-    is kept in `state.ahead` and no worker is answered yet.
-    """
-    rule = rule_of(stage)
-    if rule.takes_all:
-        state.ahead = await receive_more(ctx, stage, state, incoming)
-    if state.ahead is not None:
-        return
-    await reply_to_all(ctx, stage, state, rule.may_proceed(state.rule_state, state.progress))
-
-
 async def reply_to_all(
     ctx: RankContext, stage: Stage, state: ServerState, ranks: Iterable[int], signal: int = GO
 ) -> None:
     """Let these waiting workers proceed on the present model, or pause."""
-    changed = [rank for rank in sorted(ranks) if await reply(ctx, stage, state, rank, signal)]
+    changed = list[int]()
+    for rank in sorted(ranks):
+        if await reply(ctx, stage, state, rank, signal):
+            changed.append(rank)
     if stage.overlaps_next_forward and not stage.merges_buckets:
         await send_remaining_buckets(ctx, stage, changed, state.params)
 
@@ -568,7 +640,7 @@ async def pause(ctx: RankContext, stage: Stage, state: ServerState) -> bool:
 
 def may_all_proceed(stage: Stage, state: ServerState) -> bool:
     """Return True if every waiting worker may proceed now."""
-    ranks = {*rule_of(stage).may_proceed(state.rule_state, state.progress)}
+    ranks = {*stage.sync.may_proceed(state.rule_state, state.progress)}
     return len(ranks) == len(state.progress.waiting)
 
 
@@ -583,18 +655,12 @@ def is_last_round(stage: Stage, state: ServerState) -> bool:
 CLOSE: Tag = ("close", 0, 0)  # from the server to itself: merge the buffered pushes now
 
 
-def rule_of(stage: Stage) -> ServerRule:
-    """Return the stage's sync mode as a `ServerRule`; planning has checked its type."""
-    rule: Any = stage.sync
-    return rule
-
-
 async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """Count one push, and apply it unless it is too stale; its worker then waits for a reply.
 
     Returns: True if the model changed.
     """
-    progress, worker, rule = state.progress, message.src, rule_of(stage)
+    progress, worker, rule = state.progress, message.src, stage.sync
     if stage.buckets:
         message = await assemble_push(ctx, stage, message)
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
@@ -621,7 +687,7 @@ async def receive_more(
     Without such a time: the next message that has already arrived.
     Returns: None if there is no message, so it answers now; a `CLOSE` message at `closes_s`.
     """
-    closes_s = rule_of(stage).closes_s(state.rule_state, state.progress)
+    closes_s = stage.sync.closes_s(state.rule_state, state.progress)
     deadline_s = stage.stop_criteria.deadline_s
     message = await ctx.recv(*tags, before_s=max(ctx.now, min(closes_s, deadline_s)))
     due = message is None and -math.inf < closes_s <= deadline_s
@@ -641,7 +707,7 @@ async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message
 
     Returns: True if the model changed.
     """
-    progress, part = state.progress, part_of(stage, state, state.version)
+    progress, part = state.progress, part_of(stage, state, state.progress.version)
     body = part.stage.link.receive_payload(part.state.ends, message.src, message.body)
     push = push_of(ctx, state, message, body)
     work = part.stage.push_share
@@ -667,7 +733,7 @@ def push_of(ctx: RankContext, state: ServerState, message: Message, body: Any) -
 def observe_push(ctx: RankContext, stage: Stage, state: ServerState, push: Push) -> None:
     """Pass a push to the sync mode and to a planner that replans during the run."""
     state.progress.now_s = ctx.now
-    state.rule_state = rule_of(stage).observe(stage, state.rule_state, state.progress, push)
+    state.rule_state = stage.sync.observe(stage, state.rule_state, state.progress, push)
     if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.follows:
         replan(ctx, stage, state, push, stage.planner)
 
@@ -688,14 +754,14 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     if len(members) > 1:
         members.sort(key=attrgetter("worker"))
     weights = merge_weights(stage, state.work, members)
-    part = part_of(stage, state, state.version)
+    part = part_of(stage, state, progress.version)
     if stage.codec.traits.reduces:
         bodies = [member.body for member in members]
         update: Any = part.stage.link.reduce(part.state.ends, bodies, weights)
     else:
         update = stage.aggregate.fold(members, weights)
     state.buffer = []
-    lr = stage.trainer.rate(progress.samples) * rule_of(stage).lr_scale(state.rule_state)
+    lr = stage.trainer.rate(progress.samples) * stage.sync.lr_scale(state.rule_state)
     moments, outer_state, params = stage.sync.step(part.stage, part.state, update, lr)
     state.params, state.outer_state = with_part(stage, state, part, params, outer_state)
     if moments is not None:
@@ -756,7 +822,7 @@ async def reply(
     staleness, late = progress.release(rank)
     progress.now_s = ctx.now
     local_steps, ratio, interval_s, batch = assignment_of(stage, state, rank)
-    body = await rule_of(stage).messages().answer(ctx, stage, state, rank, changed)
+    body = await stage.messages.answer(ctx, stage, state, rank, changed)
     body = first_bucket(stage, body) if stage.buckets and changed else body
     counts = progress.version, progress.steps, progress.samples
     meta = Pull(signal, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
@@ -772,7 +838,7 @@ def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, flo
     Returns: (local steps, density, seconds of local work or 0, batch or 0 for the present one).
     """
     progress, plan = state.progress, state.work.workers[rank]
-    rule = rule_of(stage)
+    rule = stage.sync
     assignment = rule.next_assignment(stage, state.rule_state, progress, rank) or AS_PLANNED
     planned = plan.local_steps if assignment.local_steps is None else assignment.local_steps
     rest = None if planned == 1 else rounds_ahead(stage, state)
@@ -861,7 +927,7 @@ async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank
     Returns: True if the survivors' pushes complete a round, so that the model changed.
     Raises: AshlError if too few workers remain.
     """
-    progress, rule = state.progress, rule_of(stage)
+    progress, rule = state.progress, stage.sync
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
     if rank in progress.gone:
         return False
@@ -894,7 +960,7 @@ async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     state.assign(stage, state.work.workers)
     state.pulls[rank] = stage.tag("pull", state.incarnations[rank])
     progress.now_s = ctx.now
-    messages = rule_of(stage).messages()
+    messages = stage.messages
     messages.with_joined(stage, state, rank)
     stage.link.record_full_pull(state.ends, rank, state.params)
     planned, rows = state.assigned or (0, None)
@@ -952,8 +1018,8 @@ async def join(ctx: RankContext, stages: Sequence[Stage]) -> tuple[int, WorkerSt
     state.away = as_members(message.meta[ADMISSION_FIELDS:])
     state.enter(stage, members_of(stage), ctx.rank)
     if message.body is not None:
-        rule_of(stage).messages().apply_admission(state, message.body)
-    state.follow(admission)
+        stage.messages.apply_admission(state, message.body)
+    follow(state, admission)
     state.round, state.step = admission.rounds, admission.done
     state.drawn = state.step * state.batch
     return stage.index, state
@@ -1244,7 +1310,7 @@ def merge_bucket(stage: Stage, state: ServerState, number: int, push: Push) -> N
     del state.slices[number]
     members.sort(key=attrgetter("worker"))
     weights = merge_weights(stage, state.work, members)
-    scale = cast("ServerRule", stage.sync).lr_scale(state.rule_state)
+    scale = stage.sync.lr_scale(state.rule_state)
     lr = stage.trainer.rate(state.progress.samples - state.counted) * scale
     bucket, exact = stage.buckets[number], stage.link.traits.lossless
     update = stage.aggregate.fold(members, weights)

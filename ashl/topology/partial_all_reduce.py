@@ -39,11 +39,10 @@ from ashl.stage.stage import (
 from ashl.topology import group_generator as generator
 from ashl.topology.coordinator import CoordinatorState, ReplicaState, gather_members, rejoin_members
 from ashl.topology.ending import (
+    decide,
     end_time_ns,
     leave_stage,
     record_end,
-    stop_decision,
-    take_override,
 )
 from ashl.topology.group_generator import Group, GroupRule, Groups
 from ashl.topology.local_work import Work, local_work
@@ -73,7 +72,7 @@ class PartialAllReduce(Topology):
         return stage.workers if rank == stage.lead_rank else (stage.lead_rank,)
 
     def groups(self, stage: Stage) -> Sequence[Ranks]:
-        return rule_in(stage).groups(self.nodes(stage))
+        return stage.sync.groups(self.nodes(stage))
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """Return the time (ns) to average in the largest possible group: all workers."""
@@ -114,12 +113,6 @@ class PartialAllReduce(Topology):
 
     def role(self, stage: Stage, rank: int) -> Loop:
         return coordinator if rank == stage.lead_rank else worker
-
-
-def rule_in(stage: Stage) -> GroupRule:
-    """Return the stage's sync mode as a `GroupRule`."""
-    assert isinstance(stage.sync, GroupRule)
-    return stage.sync
 
 
 @dataclass
@@ -274,7 +267,7 @@ async def coordinator(ctx: RankContext, stage: Stage, state: GroupCoordinatorSta
 
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
-    progress, rule = state.progress, rule_in(stage)
+    progress, rule = state.progress, stage.sync
     state.enter(stage, ctx.now)
     deadline_s, ahead = stage.stop_criteria.deadline_s, None
     await begin_held(ctx, stage, state)
@@ -308,13 +301,6 @@ async def coordinator(ctx: RankContext, stage: Stage, state: GroupCoordinatorSta
     return state.signal
 
 
-def decide(ctx: RankContext, stage: Stage, state: GroupCoordinatorState) -> None:
-    """Set the present signal and its reason."""
-    signal, reason = stop_decision(ctx, stage, state.progress)
-    if take_override(state.signal, signal):
-        state.signal, state.reason = signal, reason
-
-
 def coordinator_tags(stage: Stage) -> tuple[Tag, ...]:
     """Return the tags of the messages that the coordinator handles."""
     return stage.tag("done"), stage.tag("ask")
@@ -340,7 +326,7 @@ async def on_message(
 
     Groups that can begin now begin.
     """
-    now_ns, rule = ctx.now_ns, rule_in(stage)
+    now_ns, rule = ctx.now_ns, stage.sync
     if message is None:
         started = generator.wake_up(state.groups, rule, now_ns)
     elif message.tag[0] == "done":
@@ -365,7 +351,7 @@ async def begin_groups(
     ctx: RankContext, stage: Stage, state: GroupCoordinatorState, started: list[Group]
 ) -> None:
     """Begin these groups, and those that can begin after them."""
-    now_ns, rule = ctx.now_ns, rule_in(stage)
+    now_ns, rule = ctx.now_ns, stage.sync
     for group in started:  # the list grows in the loop
         work = [state.asked.pop(member) for member in group.members]
         state.running[group.id] = (group, [] if state.signal == STOP else work)

@@ -25,7 +25,7 @@ from ashl.stage.stage import Stage
 from ashl.topology import all_reduce
 from ashl.topology.all_reduce import PeerState
 from ashl.topology.local_work import WorkerState
-from ashl.topology.parameter_server import ServerRule, ServerState, assignment_of, rule_of
+from ashl.topology.parameter_server import ServerRule, ServerState, assignment_of
 
 
 def rescale_states(
@@ -54,7 +54,7 @@ def rescale_server(
     server.work = server.members.planned
     server.ends = stage.carry_over_codec_state(CodecState(), progress.samples)
     server.pulls = [stage.tag("pull")] * n
-    server.rule_state = rule_of(stage).on_rescale(stage, before.rule_state, progress)
+    server.rule_state = stage.sync.on_rescale(stage, before.rule_state, progress)
     states = list[WorkerState | ServerState]()
     for rank in stage.workers:
         state = WorkerState(before.params, stage.trainer.moments())
@@ -71,7 +71,7 @@ def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerSta
     """Return the states of workers that count identically."""
     progress, states = redistribute_counts(stage, before.progress), list[PeerState]()
     progress.now_s = now_s
-    rule = all_reduce.rule_of(stage)
+    rule = stage.sync
     if isinstance(rule, ServerRule):
         rule_state = rule.on_rescale(stage, before.rule_state, progress)
     else:

@@ -59,11 +59,10 @@ from ashl.stage.stage import (
     Topology,
 )
 from ashl.topology.ending import (
+    decide,
     end_time_ns,
     leave_stage,
     record_end,
-    stop_decision,
-    take_override,
 )
 from ashl.topology.local_work import (
     Work,
@@ -75,20 +74,22 @@ from ashl.topology.local_work import (
 )
 from ashl.topology.members import as_members
 from ashl.topology.parameter_server import (
+    PULL_FIELDS,
+    Pull,
     ServerRule,
     ServerState,
     apply_merge,
     finish_stage,
+    follow,
     is_last_round,
     may_all_proceed,
     on_membership,
     on_push,
+    parse_reply,
     record_exchange,
     reply,
     reply_to_all,
-    rule_of,
 )
-from ashl.topology.replies import PULL_FIELDS, Pull, parse_reply
 
 
 @option
@@ -260,7 +261,7 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
             state.params = concatenate(
                 [held.of(state.params) if m.body is None else m.body for m, held in both]
             )
-        state.follow(reply)
+        follow(state, reply)
         state.versions = [one.version for one in replies]
         state.away = as_members(answers[0].meta[PULL_FIELDS:])
         state.version = min(state.versions)
@@ -322,7 +323,7 @@ async def answer(
     ctx: RankContext, stage: Stage, state: ServerState, without: Sequence[int] = ()
 ) -> None:
     """Release the workers that may proceed, except those in `without`."""
-    ranks = sorted(set(rule_of(stage).may_proceed(state.rule_state, state.progress)) - set(without))
+    ranks = sorted(set(stage.sync.may_proceed(state.rule_state, state.progress)) - set(without))
     for rank in answer_order(
         ranks, ctx.rank - stage.server, stage.topology.servers, stage.answer_block
     ):
@@ -364,9 +365,7 @@ async def run_first(ctx: RankContext, stage: Stage, state: ShardState) -> int:
         changed = await handle(ctx, stage, state, message)
         if changed and stage.stop_criteria.take_evaluation(state, ctx.now):
             await evaluate_all_shards(ctx, stage, state)
-        signal, reason = stop_decision(ctx, stage, progress)
-        if take_override(state.signal, signal):
-            state.signal, state.reason = signal, reason
+        decide(ctx, stage, state)
         if may_end(stage, state):
             break
         if state.signal == GO:

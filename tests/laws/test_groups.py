@@ -320,21 +320,6 @@ def test_a_straggler_does_not_hold_up_the_second_round() -> None:
     assert any(2 in group for group in groups)
 
 
-@pytest.mark.parametrize(
-    ("away", "counts_as"), [(0, 9), (2, 5)], ids=["the quickest", "the slowest"]
-)
-def test_a_rejoining_worker_keeps_its_speed_and_is_no_slower_than_the_slowest(
-    away: int, counts_as: int
-) -> None:
-    """The slowdown filter would otherwise permanently exclude a worker that was briefly down."""
-    rule = rule_of("smart", inter_intra=False)
-    state = standing([0] * 4, 0, [9, 5, 3, 9], set())
-    gg.remove_worker(state, rule, away, 0)
-    gg.join(state, away)
-    assert state.requests[away] == counts_as
-    assert away in state.free(counts_as)
-
-
 def test_a_division_of_all_mixes_as_enumerated() -> None:
     """All orders of four workers cut into pairs: ρ = 1 − (n/k)(k − 1)/(n − 1) = 1/3."""
     every = [matrix(4, gg.split_evenly(order, 2)) for order in itertools.permutations(range(4))]

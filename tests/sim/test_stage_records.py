@@ -10,8 +10,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.stage import progress
-from ashl.stage.progress import RunProgress
-from ashl.stage.stopping import StopCriteria
+from ashl.stage.progress import RunProgress, StopCriteria
 from ashl.tracking.stages import REASONS, RULES, never_began, why_ended
 
 FEW = ["runtime=sim", "tracking=none", "model.hidden=[8]", "-q"]
