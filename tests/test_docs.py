@@ -14,7 +14,7 @@ import typer
 
 from ashl.cli.app import app, main
 from ashl.cli.launch import LAUNCHED
-from ashl.config.catalog import CONF, catalog, parameters
+from ashl.config.catalog import CONF, card_text, catalog, parameters
 from ashl.config.compose import axis_of, compose
 from ashl.config.construct import construct
 from ashl.errors import DataMissingError
@@ -75,6 +75,9 @@ OPTIONS = (
     "topology/broadcast",
 )
 MODULES = tuple(f"mine/{option.rpartition('/')[2]}.py" for option in (*CODED, OPTIONS[-1]))
+LINE_OF_A_CARD = re.compile(
+    r"^(Use when|Avoid when|Alternatives): (.+?)(?=\n\n|\n[A-Z][\w ]*: )", re.M | re.S
+)
 MAX_WORDS, MAX_PICTURE = 1100, 150_000
 MAX_WORDS_OF_KIND = {"tutorials": 600, "explanation": 900, "results": 500}
 GENERATING = [page for page in PAGES if GENERATED.search(TEXTS[page])]
@@ -269,6 +272,24 @@ def test_everything_that_is_generated_has_its_place() -> None:
     assert {"sync", "topology", "compression", "overlap", "outer"} <= {
         name for kind, name in found if kind == "cards"
     }
+
+
+CHOICES = [
+    (group, option)
+    for group in ("sync", "topology", "compression", "overlap", "outer")
+    for option in catalog()[group]
+]
+
+
+@pytest.mark.parametrize(("group", "option"), CHOICES, ids=map("=".join, CHOICES))
+def test_a_card_says_when_to_choose_a_method(group: str, option: str) -> None:
+    """Its alternatives are options that exist."""
+    lines = dict(re.findall(LINE_OF_A_CARD, card_text(catalog()[group][option])))
+    assert lines.keys() == {"Use when", "Avoid when", "Alternatives"}
+    for name in re.findall(r"`(\w+)`", lines["Alternatives"]):
+        assert name in catalog()[group]
+    for key, name in re.findall(r"`(\w+)=(\w+)`", lines["Alternatives"]):
+        assert name in catalog()[key] if key in catalog() else {key, f"{group}.{key}"} & keys()
 
 
 @pytest.mark.parametrize("page", PROSE, ids=name_of)

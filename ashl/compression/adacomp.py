@@ -1,5 +1,9 @@
 """AdaComp: in each bin, send the signs of the elements that such an update would make the largest.
 
+Use when: links are very slow, and the density should follow each layer's activity.
+Avoid when: encoding time counts: 27 copies of the vector.
+Alternatives: `topk` with a fixed density; `dryden`.
+
 Rule: with the residual e and the update g, G = e + g. Element j is sent if |G_j + g_j| ≥ max |G|
 over its bin. Its value is sign(G_j)·s, with s the mean over the layer's bins of max |G|; e ← G −
 sent. A bin has `conv_bin` elements in layers of more than two dimensions and `dense_bin` in others;

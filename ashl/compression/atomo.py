@@ -1,5 +1,9 @@
 """ATOMO: send random atoms of the gradient, scaled so that their sum is unbiased.
 
+Use when: gradients of layers have low rank, and an unbiased codec is wanted.
+Avoid when: encoding time counts: it needs singular values of every layer.
+Alternatives: `power_sgd`, which is cheaper and needs error feedback.
+
 Rule: x = Σ λ_j a_j. Atom j is drawn with probability p_j, independently of all others, and λ_j/p_j
 is sent. p_j = min(1, c·|λ_j|) with Σ p_j = s: of all such p the one with the least variance.
 `entries`: the atoms are the elements. `singular`: the atoms of each matrix are its singular triples

@@ -1,5 +1,9 @@
 """Block coordinate descent: send one of B blocks in each round, the same block on all workers.
 
+Use when: encoding must cost nothing, and blocks may take turns.
+Avoid when: momentum is high, or few rounds are left: a block waits for its turn.
+Alternatives: `random_mask`, which changes its elements in each round.
+
 Rule: C(x) = x on block b, elements ⌊b·d/B⌋ … ⌊(b + 1)·d/B⌋ − 1, else 0. b is the number of the
 round mod B (cyclic), or drawn from a shared seed (random). `scaled` multiplies the block by B. A
 scaled random block is unbiased, with E‖C(x) − x‖² = (B − 1)‖x‖². An unscaled one is a contraction

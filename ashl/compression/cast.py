@@ -1,5 +1,9 @@
 """Cast to 16 bits: round each element to the nearest number of a shorter floating-point type.
 
+Use when: half of the bytes is enough and nothing else should change.
+Avoid when: 16 bits are still too many: the exchange takes longer than a step.
+Alternatives: `qsgd` for fewer bits; `none`.
+
 Rule: C(x)_j is the nearest fp16 (11 significant bits, up to 65504) or bf16 (8 significant bits, the
 range of float32). Ties go to the even one. ‖C(x) − x‖² ≤ 2⁻¹⁶·‖x‖² in bf16.
 Bits: 16·d. Linear: an all-reduce sums the payloads in float32 and rounds the sum once.

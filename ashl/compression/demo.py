@@ -1,5 +1,9 @@
 """DeMo: send the largest cosine coefficients of the accumulated updates, block by block.
 
+Use when: momentum should stay local and only its fast components travel.
+Avoid when: matrices are small, or all bits must agree with another optimizer.
+Alternatives: `topk`; `sparse_loco` with local steps.
+
 Rule: each layer, as a matrix, is split into blocks of at most 64 × 64, as equal as possible. Each
 block has an orthonormal cosine transform (DCT-II), of which the k' = max(1, round(ratio · size))
 largest coefficients are sent. With the feedback e ← β·e + x − C(β·e + x), β = `feedback_gain` =

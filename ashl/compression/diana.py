@@ -1,5 +1,9 @@
 """DIANA: quantize the difference between a gradient and what the receiver has learned of it.
 
+Use when: shards differ, and an unbiased quantizer should not add noise near the minimum.
+Avoid when: memory for a state per worker is missing.
+Alternatives: `qsgd` without a memory; `ef21` for biased codecs.
+
 Rule: worker i and its receiver both keep h_i, 0 at first. The worker sends m = Q(g_i − h_i). The
 receiver decodes ĝ_i = h_i + m, and both update h_i ← h_i + α·m, with α ≤ 1/(1 + ω) for E‖Q(x) − x‖²
 ≤ ω‖x‖² (`alpha=null`: equal). h_i approaches the gradient of worker i at the optimum, so g_i − h_i

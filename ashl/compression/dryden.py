@@ -1,6 +1,10 @@
 """Adaptive quantization: send the same fraction of positive and of negative elements, at few
 levels.
 
+Use when: density must be exact and values short: few levels of either sign.
+Avoid when: encoding time counts: 19 copies of the vector.
+Alternatives: `stc`; `topk` with `values=int8`.
+
 Rule: of the d⁺ positive elements, the k⁺ = max(1, round(ratio · d⁺)) largest are sent; τ⁺ is the
 smallest of them. The d⁻ negative elements are treated in the same way. A side without elements
 sends none. Each side decodes to its levels. `mean`: one level, the mean of the selected elements of

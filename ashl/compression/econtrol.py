@@ -1,5 +1,9 @@
 """EControl: EF21 that also keeps its compression errors, and adds a fraction η to each message.
 
+Use when: shards differ, and error feedback should neither oscillate nor lag.
+Avoid when: shards are equal: plain error feedback is simpler.
+Alternatives: `ef21`; `topk` with error feedback.
+
 Rule: both ends keep h_i, and worker i keeps e_i, 0 at first. The worker sends Δ = C(η·e_i + x_i −
 h_i). Then e_i ← e_i + x_i − h_i − Δ, and h_i ← h_i + Δ at both ends is merged. As with error
 feedback, no error is lost for good. η limits how much of the old errors each message contains, so

@@ -1,5 +1,9 @@
 """EF21: compress the change of a gradient since the last message; both ends keep the result.
 
+Use when: shards differ, and the residual of error feedback would stay as large as their difference.
+Avoid when: gradients are very noisy; then set `beta`.
+Alternatives: `econtrol`; `topk` with error feedback.
+
 Rule: worker i and its receiver both keep g_i, 0 at first. The worker sends c = C(x_i − g_i) with
 any contraction C, and g_i ← g_i + c at both ends is merged. As gradients settle, x_i − g_i and the
 error of C approach 0, even if the workers' shards differ; the residual of error feedback stays as

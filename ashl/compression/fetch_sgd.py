@@ -1,6 +1,10 @@
 """FetchSGD: workers send sketches of their updates; the sum keeps momentum and residual as
 sketches.
 
+Use when: workers keep no state, so momentum and residual must live at the server.
+Avoid when: encoding time counts: more than a hundred copies of the vector.
+Alternatives: `sketch_sgd`; `topk` with error feedback at the workers.
+
 Rule: M ← ρ·M + Σ w_i·S(g_i), E ← E + M. The update Δ is the k largest elements of E by its
 estimates; then E ← E without Δ. S and the estimates are those of `count_sketch`. To remove Δ,
 `error=zero` sets every cell of E that an element of Δ uses to 0; `error=subtract` subtracts S(Δ)

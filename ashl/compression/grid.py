@@ -1,5 +1,9 @@
 """Symmetric grid: round each element at random to a neighbouring multiple of one step, unbiased.
 
+Use when: an unbiased quantizer with one step for the whole vector is wanted.
+Avoid when: links are slow: it sends 8 bits per element by default.
+Alternatives: `qsgd` in buckets; `uniform`.
+
 Rule: L = 2^(b−1) − 1, Δ = ‖x‖_∞ / L; q_j = ⌊x_j/Δ + u_j⌋ in −L … L with u_j uniform in [0, 1);
 C(x)_j = Δ·q_j. E C(x) = x and E‖C(x) − x‖² ≤ d·Δ²/4 ≤ d/(4L²)·‖x‖².
 Bits: b·d + 32. A payload states its b, which may differ from message to message; a payload of

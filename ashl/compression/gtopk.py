@@ -1,5 +1,9 @@
 """Global top-k: workers merge their top-k sets in a tree and keep the k largest sums at each step.
 
+Use when: all-reduce with many workers: the merged message stays as short as one worker's.
+Avoid when: workers are few: `topk` is then as short and simpler.
+Alternatives: `topk`, gathered; `power_sgd`, summed.
+
 Rule, under an all-reduce: p_j is the sum of worker j's update and residual. The worker selects the
 k largest |p_j| and takes c_j·p_j there. In ⌈log2 n⌉ steps along a tree with worker 0 as its root,
 for any n, a parent adds its child's set to its own and keeps the k largest sums. The final set of

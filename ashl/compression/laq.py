@@ -1,5 +1,9 @@
 """LAQ: send the quantized change of a gradient only if it is large; without quantization, LAG.
 
+Use when: gradients change slowly, so that many messages may be left out.
+Avoid when: minibatches are used: it needs the gradient over all samples.
+Alternatives: `qsgd`; `ef21`.
+
 Rule: g is the worker's gradient. Q is its last sent form, which both ends keep, 0 at first. R = ‖g
 − Q‖_∞ and τ = 1/(2^b − 1). δ = 2τR·q − R with q = ⌊(g − Q + R)/(2τR) + ½⌋ in 0 … 2^b − 1. The
 worker skips a message if it has skipped fewer than `max_age` in a row and

@@ -1,5 +1,9 @@
 """Natural compression: round each element at random to a neighbouring power of two, unbiased.
 
+Use when: an unbiased codec with 9 bits per element and cheap decoding is wanted.
+Avoid when: links are very slow: 9 bits are many.
+Alternatives: `qsgd`; `cast`.
+
 Rule: for 2^a ≤ |x_j| < 2^(a+1), C(x)_j = sign(x_j)·2^(a+1) with probability |x_j|/2^a − 1, else
 sign(x_j)·2^a. E C(x) = x, E‖C(x) − x‖² ≤ ‖x‖²/8. No multiplication is needed: 23 random bits are
 added to the bits of a float32, and its mantissa is dropped.

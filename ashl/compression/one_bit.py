@@ -1,5 +1,9 @@
 """1-bit SGD: send the sign of each element; negative and other elements decode to their means.
 
+Use when: every element should travel, in one bit, with two means a layer and error feedback.
+Avoid when: error feedback is not possible.
+Alternatives: `sign` with one scale; `terngrad`, unbiased.
+
 Rule: C(x)_j is the mean of all x_i ≥ 0 if x_j ≥ 0, else the mean of all x_i < 0. The means are
 those of the whole vector, of each layer, or of each column (or row) of each layer's matrix
 [outputs, all else]; the paper uses columns. The mean of an empty side is 0. ‖C(x) − x‖² ≤ (1 −

@@ -1,5 +1,9 @@
 """PowerSGD: send each layer's matrix as a product of two thin ones, by one step of power iteration.
 
+Use when: all-reduce over slow links: the factors of each layer are summed inside the collective.
+Avoid when: layers are vectors, or the mode is asynchronous.
+Alternatives: `topk`; `atomo`, unbiased.
+
 Rule: M [m, n] is a layer as the matrix of its first dimension by all others, r = min(rank, m, n). Q
 [n, r] is that of the previous message. P ← M·Q; P̂ ← P with orthonormal columns (Gram-Schmidt); Q ←
 Mᵀ·P̂; C(M) = P̂·Qᵀ = P̂P̂ᵀM. That is a projection: ‖C(M) − M‖ ≤ ‖M‖. A layer of one dimension, or

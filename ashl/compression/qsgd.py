@@ -1,5 +1,9 @@
 """QSGD: round each element at random to one of s levels of either sign, unbiased, in buckets.
 
+Use when: an unbiased codec of few bits is wanted, without state.
+Avoid when: density below one bit per element is needed.
+Alternatives: `terngrad`; `natural`; `rotated` for outliers.
+
 Rule: m is the ℓ2 norm or the largest magnitude of each `bucket` of b elements. q_j = ⌊s·x_j/m +
 u_j⌋ with u_j uniform in [0, 1); C(x)_j = m·q_j/s. E C(x) = x, and E‖C(x) − x‖² ≤ ω‖x‖² with ω =
 min(b/s², √b/s) for the ℓ2 norm and min(b/4s², (1 + √b)/2s) for the largest magnitude.

@@ -1,5 +1,9 @@
 """Random dropping: send an element with a probability that follows its magnitude, unbiased.
 
+Use when: an unbiased sparse codec that follows magnitudes is wanted.
+Avoid when: encoding time counts: 22 copies of the vector.
+Alternatives: `random_k`; `topk`, biased but sharper.
+
 Rule: p_j = min(1, λ·|x_j|) with λ such that Σ p_j = k = max(1, round(ratio · d)); C(x)_j = x_j/p_j
 with probability p_j, else 0. A fixed-point iteration finds λ: the part that the limit p_j = 1 cuts
 off goes to the other elements, until no more is cut off. Then E C(x) = x, and E‖C(x) − x‖² = Σ

@@ -1,5 +1,9 @@
 """Random-k: each worker sends k random elements of its own.
 
+Use when: encoding must be cheap, and large elements need no preference.
+Avoid when: all-reduce is used: indices differ between workers and are gathered.
+Alternatives: `random_mask`, which can be summed; `topk`.
+
 Rule: C(x)_j = x_j at k indices that each worker draws without replacement in each round, else 0.
 E‖C(x) − x‖² = (1 − k/d)‖x‖².
 Bits: those of k values, and 64 for the seed from which the receiver draws the indices; with another

@@ -1,5 +1,10 @@
 """Random mask: all workers send the same k random elements; no message contains their indices.
 
+Use when: all-reduce over slow links with cheap encoding: no indices travel, and messages are
+summed.
+Avoid when: momentum is high: a masked element is then often stale.
+Alternatives: `power_sgd`; `topk`.
+
 Rule: C(x)_j = x_j at k indices that all workers draw from a shared seed in each round, else 0.
 E‖C(x) − x‖² = (1 − k/d)‖x‖².
 Bits: those of k values, and 64 for the seed. Linear with values=fp32: an all-reduce sums payloads

@@ -1,5 +1,9 @@
 """Sparse binary compression: send either the largest or the smallest elements, as one number.
 
+Use when: the shortest messages are wanted, at 1 Mbit/s or less.
+Avoid when: encoding time counts, or both signs matter in every message.
+Alternatives: `stc`; `adacomp`.
+
 Rule: μ⁺ is the mean of the positive elements among the k largest; −μ⁻ is the mean of the negative
 ones among the k smallest. If μ⁺ ≥ μ⁻, C(x)_j = μ⁺ at the former, else −μ⁻ at the latter, and 0
 elsewhere. ‖C(x) − x‖² = ‖x‖² − m·μ² for m elements with mean ±μ.

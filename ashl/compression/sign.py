@@ -1,5 +1,9 @@
 """Signs: one bit per element. signSGD, its majority vote, Signum, and EF-signSGD.
 
+Use when: 32 times fewer bits with the cheapest encoding is wanted.
+Avoid when: the learning rate is large and constant, without a scale.
+Alternatives: `one_bit`; `terngrad`; `stc`.
+
 Rule: C(x)_j = m·sign(x_j). `scale=none` (signSGD): m = 1. `scale=mean` (EF-signSGD): m = ‖x‖₁/d, of
 each layer with `per_layer`; then ‖C(x) − x‖² = ‖x‖² − ‖x‖₁²/d ≤ (1 − 1/d)‖x‖². `vote=majority`: the
 update is sign(Σ c_i·sign(x_i)) over the workers i instead of the mean of the signs; a tie is 0.

@@ -1,5 +1,9 @@
 """Single threshold: send the elements above one bound for all layers, estimated from a sample.
 
+Use when: Top-K is wanted, with one cheap threshold for all layers.
+Avoid when: the number of sent elements must be exact.
+Alternatives: `topk`; `threshold`.
+
 Rule: τ is the magnitude that a fraction `ratio` of a strided sample of some 10,000 to 60,000
 elements reaches; C(x)_j = x_j if |x_j| ≥ τ, else 0. If fewer than k/2 or more than 2k of the d
 elements reach τ, with k = max(1, round(ratio · d)), the k largest are sent instead. So ‖C(x) − x‖²

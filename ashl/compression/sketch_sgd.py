@@ -1,5 +1,9 @@
 """Sketched SGD: a sum of sketches finds the large elements; a second sum has their exact values.
 
+Use when: all-reduce must sum messages and still find the largest elements.
+Avoid when: a server is used, or encoding time counts.
+Alternatives: `gtopk`; `power_sgd`; `fetch_sgd` with a server.
+
 Rule, under an all-reduce: p_j is the sum of worker j's update and residual; S ← Σ c_j·S(p_j) is
 summed in flight. The P·k elements (`candidates` = P) with the largest estimates are the same on all
 workers. y ← Σ c_j·p_j at these elements is summed, too. The k largest |y| are the update, exactly;

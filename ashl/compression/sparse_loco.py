@@ -1,6 +1,10 @@
 """SparseLoCo: send the largest elements of each chunk in two bits each, with decaying error
 feedback.
 
+Use when: local steps with AdamW over thin links: error feedback replaces outer momentum.
+Avoid when: an exchange takes less time than the local steps.
+Alternatives: `topk`; `outer=nesterov` without compression.
+
 Rule: C(x) keeps the k' = max(1, round(ratio · chunk)) elements of largest magnitude of each chunk
 of `chunk` elements; of the last chunk the same fraction, rounded up. With the feedback e ← β·e + x
 − C(β·e + x) of the paper, β = `feedback_gain` = `feedback_decay`. ‖C(x) − x‖² ≤ (1 − k'/chunk)‖x‖²

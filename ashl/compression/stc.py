@@ -1,5 +1,9 @@
 """Sparse ternary compression: send the signs of the k largest elements and their mean magnitude.
 
+Use when: very slow links in both directions: signs of the largest elements, and one magnitude.
+Avoid when: links are faster than 10 Mbit/s: values then cost little.
+Alternatives: `sbc`; `topk` with `values=int8`.
+
 Rule: C(x)_j = μ·sign(x_j) for the k largest |x_j|, with μ the mean of their magnitudes, else 0;
 with error feedback. `topology.pull_ratio` compresses the pull in the same way. ‖C(x) − x‖² = ‖x‖² −
 k·μ², and μ is at least the largest |x_j|/k.

@@ -1,5 +1,9 @@
 """Strom's fixed threshold: send each element beyond ±τ as ±τ, index and sign in one word.
 
+Use when: a fixed threshold is known for the task, and messages should be words.
+Avoid when: the scale of gradients changes: the number of sent elements then drifts.
+Alternatives: `topk`; `dryden`.
+
 Rule: with v = x + e of error feedback, C(v)_j = τ·sign(v_j) if |v_j| > τ, else 0.
 Bits: 32 for the scale, and 32 for each element sent: 31 for its index and 1 for its sign
 (`indices=words`). With an index code, 1 for its sign and those of the code. If 2 bits for every

@@ -1,5 +1,9 @@
 """Unbiased subsampling: send random elements, scaled up by d/k.
 
+Use when: an unbiased sparse codec is needed for a proof or a baseline.
+Avoid when: the density is below 0.25: its variance is then too large to train.
+Alternatives: `random_mask` with error feedback; `random_dropping`.
+
 Rule: C(x)_j = d/k · x_j at k indices drawn without replacement, else 0. E C(x) = x, and E‖C(x) −
 x‖² = (d/k − 1)‖x‖². With `shared`, all workers use the same indices; with values=fp32, too, an
 all-reduce sums payloads in flight. Otherwise each worker draws its own, which averages the error

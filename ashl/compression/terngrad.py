@@ -1,5 +1,9 @@
 """TernGrad: round each element at random to −m, 0 or m, unbiased.
 
+Use when: an unbiased codec with less than two bits per element is wanted.
+Avoid when: elements have outliers, which scale all others up; then set `clip_sigmas`.
+Alternatives: `qsgd` with more levels; `sign`, biased.
+
 Rule: m = max|x_j|, of each layer with `per_layer`; C(x)_j = m·sign(x_j) with probability |x_j|/m,
 else 0. E C(x) = x, E‖C(x) − x‖² ≤ (√d − 1)/2·‖x‖². With `clip_sigmas` = c, x_j is first clipped at
 ±c·σ, with σ² the mean of x_j²: less noise, but biased.

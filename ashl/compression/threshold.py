@@ -1,5 +1,9 @@
 """Fixed threshold: send the exact value of each element that reaches τ, however many there are.
 
+Use when: exact values above a known threshold are wanted, however many.
+Avoid when: bytes must be bounded.
+Alternatives: `topk`; `single_threshold`.
+
 Rule: C(x)_j = x_j if |x_j| ≥ τ, else 0; each |x_j − C(x)_j| < τ. With error feedback, an element is
 sent once its accumulated value reaches τ.
 Bits: those of the sent values and of their indices.

@@ -1,5 +1,9 @@
 """Top-k: send the k elements of largest magnitude and their indices.
 
+Use when: links are slow, and the topology is a server: the first codec to try, with error feedback.
+Avoid when: `optimizer.momentum=0.9` at low density, or all-reduce with many workers.
+Alternatives: `power_sgd` by all-reduce; `sign` and `qsgd` if all elements should travel.
+
 Rule: C(x)_j = x_j for the k largest |x_j| of the whole vector, else 0, with k = max(1, round(ratio
 · d)). Of equal magnitudes, the first are sent. ‖C(x) − x‖² ≤ (1 − k/d)‖x‖².
 Bits: those of k values and of their indices, k·(32 + ⌈log2 d⌉) with the defaults. If that is not

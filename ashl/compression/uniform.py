@@ -1,5 +1,9 @@
 """Stochastic uniform quantization: round each element at random to one of k equidistant levels.
 
+Use when: the simplest unbiased quantizer of a whole vector is wanted.
+Avoid when: elements have outliers: levels are equidistant.
+Alternatives: `qsgd` in buckets; `rotated`.
+
 Rule: the levels are between lo and hi, the least and the largest element. q_j = ⌊(k − 1)·(x_j −
 lo)/(hi − lo) + u_j⌋ with u_j uniform in [0, 1); C(x)_j = lo + q_j·(hi − lo)/(k − 1). E C(x) = x,
 E‖C(x) − x‖² ≤ d/(2(k − 1)²)·‖x‖², and the mean of n workers has 1/n of it.

@@ -1,5 +1,9 @@
 """Variance criterion: delay each element until its accumulated gradient has a certain sign.
 
+Use when: elements should travel only once their sign is certain.
+Avoid when: batches are small, or encoding time counts: it sends nearly all noise.
+Alternatives: `topk`; `laq`.
+
 Rule, for each element, with g the minibatch's gradient and s = Σ_p (share_p·g_p)² over parts p of
 it, an estimate of g's second moment: r ← r + g, v ← v + s. If r² > α·v, send C(r), then r ← 0 and v
 ← 0; otherwise v ← ζ·v. C(r) is a sign and a power of two, M·2^−e with e = 0 … 7, the one nearest to

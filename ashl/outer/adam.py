@@ -1,5 +1,9 @@
 """FedAdam: Adam on the merged updates.
 
+Use when: coordinates of updates differ much in size, as under Adam on the workers.
+Avoid when: merges are few: the mean square then says little.
+Alternatives: `yogi`; `nesterov`.
+
 Rule: with Δ = Σ c_i·Δ_i, m ← β1·m + (1 − β1)·Δ and v ← β2·v + (1 − β2)·Δ². Then w ← w + lr·m/(√v +
 τ), from m = 0 and v = τ². As in the paper there is no bias correction, unlike `optimizer=adam`.
 

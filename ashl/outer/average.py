@@ -1,5 +1,9 @@
 """Plain average: the merged update is added to the model.
 
+Use when: no outer step is wanted: the merged update is added.
+Avoid when: there are many rounds of many local steps in similar directions.
+Alternatives: `nesterov`; `heavy_ball`.
+
 Rule: w ← w + Σ c_i·Δ_i.
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",

@@ -1,6 +1,10 @@
 """CO2's outer step: momentum of one-step-delayed updates, with a staleness penalty and a bound on
 the momentum.
 
+Use when: exchanges are delayed by a round (`overlap=delayed`), and momentum should account for it.
+Avoid when: exchanges are not delayed.
+Alternatives: `nesterov`; `slowmo`.
+
 Rule: with Δ = Σ c_i·Δ_i, m ← β·m + Δ/Λ, with Λ = `penalty`. Each element of m is clipped to [−clip,
 clip]. Then w ← w + lr·m. With overlap=delayed, which applies Δ one round late, it is CO2. Λ > 1
 reduces the weight of delayed updates, and clipping keeps the momentum from growing without bound.

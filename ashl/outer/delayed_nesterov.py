@@ -1,5 +1,9 @@
 """Delayed Nesterov: server momentum that changes only with every N-th merge.
 
+Use when: pushes are merged one by one, and momentum at every stale push would overshoot.
+Avoid when: there is a barrier: use `nesterov`.
+Alternatives: `mla`; `heloco`.
+
 Rule: x = Σ c_i·Δ_i of a merge (of a single push, scale·Δ_i/n with `aggregate=uniform`). a is the
 sum of x since the last N-th merge, with N = `buffer`. At each merge w ← w + c·β·m + x. At every
 N-th merge first m ← β·m + a and a ← 0, then w ← w + (1 − c·N + c)·β·m + x, with c = `spread`. The

@@ -1,5 +1,9 @@
 """Heavy-ball momentum of the merged updates: BMUF, and FedAvgM.
 
+Use when: a simple server momentum over rounds of local steps is wanted.
+Avoid when: pushes are merged one by one: n pushes multiply the momentum.
+Alternatives: `nesterov`; `slowmo` if the inner rate decays.
+
 Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + Δ, then w ← w + lr·m. In BMUF lr is the block learning rate ζ
 and μ the block momentum η; BMUF stores lr·m instead of m.
 

@@ -1,6 +1,10 @@
 """HeLoCo: the part of a stale update that points against the momentum is corrected, layer by layer,
 before MLA's step.
 
+Use when: asynchronous local steps of a language model, with skewed shards.
+Avoid when: shards are equal: `mla` is simpler.
+Alternatives: `mla`; `delayed_nesterov`.
+
 Rule: for each layer c is the cosine between its update Δ and the momentum m, v = m/‖m‖ and q =
 ‖Δ‖/(‖Δ‖ + κ·‖m‖):
     c ≥ align_threshold    Δ unchanged

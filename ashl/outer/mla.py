@@ -1,6 +1,10 @@
 """MLA, momentum look-ahead: workers receive the model after the expected next momentum step, which
 reduces their staleness.
 
+Use when: asynchronous local steps of a language model, where Nesterov momentum overshoots.
+Avoid when: there is a barrier.
+Alternatives: `heloco` for skewed shards; `delayed_nesterov`.
+
 Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + (1 − μ)·Δ, then w ← w + lr·(Δ + μ·m). In the paper's notation θ
 ← θ + d + lr·Δ, with Δ computed at θ + d and d = lr·μ·m. The server stores and sends the point
 ahead, w = θ + d. Unlike `nesterov`, an update enters the momentum with the weight 1 − μ, as pushes

@@ -1,5 +1,9 @@
 """Nesterov momentum of the merged updates: DiLoCo's outer optimizer.
 
+Use when: there are rounds of many local steps with AdamW: DiLoCo.
+Avoid when: pushes are merged one by one, or H is small.
+Alternatives: `delayed_nesterov` without a barrier; `heavy_ball`; `average`.
+
 Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + Δ, then w ← w + lr·(Δ + μ·m). That is
 torch.optim.SGD(nesterov=True) on the pseudo-gradient −Δ. DiLoCo has AdamW on the workers, H of 50
 to 500, lr = 0.7 and μ = 0.9. For pushes that arrive one by one take `delayed_nesterov`: here each

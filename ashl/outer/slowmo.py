@@ -1,5 +1,9 @@
 """SlowMo: slow momentum of the merged updates, in units of the inner learning rate.
 
+Use when: the inner learning rate decays, and the outer momentum should follow it.
+Avoid when: the rate is constant: `heavy_ball` is the same.
+Alternatives: `heavy_ball`; `nesterov`.
+
 Rule: with Δ = Σ c_i·Δ_i and the inner learning rate γ, u ← β·u + Δ/γ, then w ← w + α·γ·u. So a
 decaying γ also reduces the effect of earlier momentum. The state is m = γ·u: m ← β·(γ/γ₋)·m + Δ,
 with γ₋ the rate at the merge before, and w ← w + α·m. The workers keep their own moments over a

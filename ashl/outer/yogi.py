@@ -1,5 +1,9 @@
 """FedYogi: FedAdam with a mean square that decreases slowly, so that steps do not grow suddenly.
 
+Use when: updates may shrink suddenly, and Adam's steps would then grow.
+Avoid when: coordinates are of similar size.
+Alternatives: `adam`; `nesterov`.
+
 Rule: with Δ = Σ c_i·Δ_i, m ← β1·m + (1 − β1)·Δ and v ← v − (1 − β2)·Δ²·sign(v − Δ²). Then w ← w +
 lr·m/(√v + τ), from m = 0 and v = τ². After updates that are much smaller than those before, v
 decreases by a fraction of Δ² and not of v.

@@ -1,6 +1,10 @@
 """DeAR: each sum in two halves, a reduce-scatter under the backward pass and an all-gather under
 the next forward pass.
 
+Use when: an exchange takes a few steps, so that the next forward pass can hide a part of it.
+Avoid when: latency is high: each message is split in two.
+Alternatives: `merged` within the backward pass; `priority`.
+
 Rule: the gradient of a layer group is reduce-scattered as soon as it is ready. Once all are, the
 sums are all-gathered in the order in which the forward pass needs them. `plan` decides what a
 message holds, see `ashl.overlap.crossing`.

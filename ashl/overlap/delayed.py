@@ -1,6 +1,10 @@
 """One-step-delayed exchange: a piece of work travels while the next one is computed, and is applied
 when that is done.
 
+Use when: an exchange takes about as long as the steps between two, and workers are few.
+Avoid when: workers are many and asynchronous: staleness doubles.
+Alternatives: `merged`, which learns the same; `eager` and `streaming` with local steps.
+
 Rule for gradients: w_{t+1} = w_t − η·ḡ_{t−1}, with ḡ_{t−1} computed on w_{t−1}. The first step has
 no gradient to apply.
 Rule for local steps: a piece that went from y to y + d sends d. The next one starts from y' = z +

@@ -1,6 +1,10 @@
 """Layer-wise compression: each message is compressed by itself, with its own residual, and sent
 during the backward pass.
 
+Use when: a compressed exchange still takes a large part of the backward pass.
+Avoid when: latency is most of the exchange: then merge.
+Alternatives: `merged` without compression; `none` with compression.
+
 Rule: group l is encoded as soon as backward reaches it, before backward continues. So it is ready
 at R_l = Σ_{j ≥ l} (b_j + t_select(j)). Its payload of k elements takes t_c(k) and travels during
 backward. A step ends at max_l (R_l + Σ_{j ≤ l} t_c(j)), as without compression. The codec selects

@@ -1,6 +1,10 @@
 """LOSCAR-SGD: a random part of the elements is averaged while local steps continue, and the merge
 keeps these steps.
 
+Use when: links are thin and workers unequal: local steps go on, with H by speed.
+Avoid when: too few steps remain to mix all elements.
+Alternatives: `streaming`; `delayed`; `schedule=ashl` with a server.
+
 Rule: after H_i local steps worker i sends y_S, its parameters at the indices S. S is a random
 fraction K/d = `share` of the elements, drawn from the seed in each round, the same on all workers.
 Meanwhile it takes Q = `delay` more steps, to z. Then z_S ← mean of all y_S + (z_S − y_S); all other

@@ -1,6 +1,11 @@
 """Merged-gradient wait-free backpropagation: neighbouring layer groups share one message if the
 step then ends earlier.
 
+Use when: gradients are exchanged at every step and the exchange is noticeable: the first overlap to
+try.
+Avoid when: transfers take much longer than a step: compression helps then.
+Alternatives: `wfbp`; `priority` and `dear`, which overlap the next forward pass, too.
+
 Rule: a message of s bytes takes c(s), with the latency c(0). Merging two groups saves one latency,
 but their message begins only when both are ready. `plan` decides which groups share a message:
     greedy   from the output to the input, group l joins l − 1 if R(l − 1) < start(l) + c(0), with

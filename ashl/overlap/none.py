@@ -1,5 +1,9 @@
 """No overlap: the gradient is one message after the backward pass.
 
+Use when: exchanges are short, or a codec needs the whole update.
+Avoid when: an exchange takes 0.05 of a step or more, in a model of several layers.
+Alternatives: `merged`; `delayed`.
+
 Rule: a step takes F + B, then one exchange.
 
 Source: synchronous SGD as in Chen et al., "Revisiting Distributed Synchronous SGD", ICLR workshop

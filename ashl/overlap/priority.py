@@ -1,6 +1,10 @@
 """Priorities: gradients travel in slices, and those that the next forward pass needs first overtake
 the others.
 
+Use when: the next forward pass can begin before all gradients have arrived.
+Avoid when: latency is high or links are fast: slices cost more than they hide.
+Alternatives: `merged`; `dear`.
+
 Rule: each message (see `ashl.overlap.crossing`) is partitioned into slices of `slice` parameters.
 Of the slices that are ready on all workers, one of the lowest layer goes first; a slice in flight
 is not interrupted. At most `credit` slices are committed at once, and no slice overtakes a

@@ -1,6 +1,10 @@
 """Slices: a server merges each slice of a gradient by itself, and returns it once it has it from
 all workers.
 
+Use when: a server with a barrier: the server returns slices while others are in flight.
+Avoid when: workers may fail, or the mode is asynchronous.
+Alternatives: `priority` with a server; `merged`.
+
 Rule: a gradient is sent in slices of `slice` parameters as the backward pass computes them, last
 layers first. Once the server has a slice from all workers, it takes the optimizer's step on these
 elements alone, along their weighted sum. Then it sends them to all workers. So pulls travel during

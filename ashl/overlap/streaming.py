@@ -1,5 +1,9 @@
 """Streaming DiLoCo: fragments of the model are exchanged in turn, while local steps continue.
 
+Use when: DiLoCo over a thin link that would idle between exchanges of the whole model.
+Avoid when: links are fast: fragments are staler and gain nothing.
+Alternatives: `loscar`; `delayed`; `none`.
+
 Rule: the model is partitioned into P = `fragments` fragments. Every H steps the next fragment p is
 exchanged, so each fragment is exchanged every P·H steps. Worker i sends Δ_p = θ_p^i − θ_p, with θ^i
 its own model and θ the model of all finished exchanges. The outer optimizer, with a momentum per

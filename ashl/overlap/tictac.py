@@ -1,6 +1,10 @@
 """TicTac: a parameter server returns its model in the order in which the next forward pass needs
 it.
 
+Use when: pulls from a server take long, and the next forward pass can begin with the first layers.
+Avoid when: all-reduce is used: there are no pulls.
+Alternatives: `slices`; `priority`.
+
 Rule: pushes leave in slices during the backward pass, as with `wfbp`. Once a push is merged, the
 server returns the model in messages, those of the first layers first, to all workers that it
 answers in turn. `plan` decides what a message holds, see `ashl.overlap.crossing`.

@@ -1,6 +1,11 @@
 """AD-PSGD: asynchronous gossip in which an active worker averages models with one neighbour at a
 time.
 
+Use when: workers are unequal, no node can carry a server, and three or more workers can meet.
+Avoid when: one common model is needed during training, or shards are strongly skewed.
+Alternatives: `swarm` with local steps between meetings; `asp` with a server; `ripples_smart` in
+groups.
+
 Rule: an active worker i draws a passive neighbour j at random. Both set their model to (x_i +
 x_j)/2 in one exchange. Then worker i adds its local steps, x_i ← x_i + Δ_i, where Δ_i was computed
 on a possibly stale copy of x_i. A passive worker computes in the same way and answers requests, but

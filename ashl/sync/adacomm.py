@@ -1,5 +1,9 @@
 """AdaComm: local SGD whose number of local steps τ decreases as the loss decreases.
 
+Use when: links are slow and no good H is known: early rounds may be long, late ones short.
+Avoid when: workers are very unequal, because each average is a barrier.
+Alternatives: `local_sgd` with a fixed H; `qsr` if the learning rate decays.
+
 Rule: local SGD with H = τ, which starts at τ_0 = `local_steps`. At the first average that is
 `every_s` seconds or more after the last change, τ ← ⌈√(F(x_l)/F(x_0))·τ_0⌉. If that is not smaller
 than before, τ ← ⌈τ/2⌉. F is the running mean of the workers' minibatch losses, and F(x_0) its value

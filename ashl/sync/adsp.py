@@ -1,6 +1,12 @@
 """ADSP: all workers commit equally often per second, so a fast worker takes more local steps
 between two commits.
 
+Use when: workers are unequal and an exchange is longer than a step: fast workers compute, and none
+waits.
+Avoid when: runs are shorter than the search for the commit rate; set `search_s=null` then.
+Alternatives: `ssp` with planned H, which equalises cycles without a search; `asp` if exchanges are
+short.
+
 Rule: time is divided into check periods of Γ seconds. At the end of each period every worker should
 have C more commits. A worker takes local steps until its interval is over, then pushes Δ_i. The
 interval is (remaining seconds of the period)/(remaining commits ΔC_i) − O_i, with O_i the measured

@@ -1,5 +1,9 @@
 """ADSP as ASHL's repository re-implements it, without local steps: a weaker baseline than `adsp`.
 
+Use when: the comparison of ASHL's released code is to be repeated.
+Avoid when: training matters: this variant takes no real local steps and is slow.
+Alternatives: `adsp`, which takes them.
+
 Rule: workers commit at the common rate that ADSP's search finds. They compute all gradients between
 two commits on the model that they pulled, and push U = Σ lr·g. The server takes an optimizer step
 on U, m ← 0.9·m + c·U, w ← w − lr·m, so the learning rate counts twice. Each new search multiplies

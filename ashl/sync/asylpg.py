@@ -1,6 +1,10 @@
 """AsyLPG: asynchronous SGD with variance reduction and few bits in both directions; it converges
 linearly where SGD stalls.
 
+Use when: messages must be few bits both ways, and variance-reduced gradients are affordable.
+Avoid when: the data set is large: snapshots need a full gradient.
+Alternatives: `asp` with `compression=qsgd`; `spy` for sparse models.
+
 Rule: an epoch begins with a snapshot x̃ of the model, which the server sends to all workers. Each
 worker pushes the gradient of its whole shard at x̃, and the mean over all samples is ∇f(x̃). Then
 the epoch's steps begin. Worker a holds a model Q(x) of an earlier version and pushes C(ζ), ζ =

@@ -1,5 +1,9 @@
 """Async-Local SGD: a worker takes M local steps and pushes their sum; too stale pushes are dropped.
 
+Use when: workers are unequal and exchanges are long: local steps, and no barrier.
+Avoid when: outer momentum of 0.9 is used without tuning: stale updates overshoot.
+Alternatives: `ahl` with H by speed; `decoupled` with a quorum; `local_sgd` with a barrier.
+
 Rule: a worker takes M = `local_steps` steps from the model that it pulled. If δ merges happened
 since, its push is applied, w ← w + scale·w_i·Δ_i, provided that (δ + 1)·M ≤ R. Otherwise the push
 is dropped and counted. In both cases the reply carries the current model. (δ + 1)·M − 1 is the

@@ -1,5 +1,9 @@
 """Backup workers: the first n − e pushes of a step make the update, and later ones are dropped.
 
+Use when: one worker is slow now and then, and all shards have the same classes.
+Avoid when: the same worker is always slowest: its data are then never learned.
+Alternatives: `lb_bsp` for permanent differences; `ssp` to use late work.
+
 Rule: w ← w − γ·mean of the first n − e gradients computed on the current model, with e = `backups`.
 A later gradient is dropped and counted, and its compressor's residual takes it back. With
 `exchange=difference` the first n − e differences are averaged instead.

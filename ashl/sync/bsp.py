@@ -1,5 +1,9 @@
 """Bulk synchronous parallel: every step averages the gradients of all workers.
 
+Use when: workers are about equally fast, or the result must equal that of one worker.
+Avoid when: the slowest worker takes 1.25 times as long as the fastest, or more.
+Alternatives: `lb_bsp` with batches by speed; `local_sgd` for slow links; `ssp` for unequal workers.
+
 Rule: w ← w − γ·Σ_i w_i·g_i over all n workers. With `exchange=difference` each worker takes its
 optimizer step itself, and the differences are averaged. For optimizers that are linear in the
 gradient (SGD, momentum) both give the same model.

@@ -1,6 +1,10 @@
 """CHOCO: gossip with compressed messages, by which each worker updates replicas of its neighbours'
 models.
 
+Use when: gossip over slow links: neighbours exchange compressed differences.
+Avoid when: links are fast: the estimates of neighbours cost memory and slow the consensus.
+Alternatives: `d_psgd` uncompressed; `swarm` with `sync.bits`.
+
 Rule: in each round x_i ← x_i + Δ_i. Worker i sends q_i = C(x_i − y_i) to all neighbours, where y_i
 is the replica of x_i that worker i and all of its neighbours hold. All of them set y_i ← y_i + q_i.
 Then x_i ← x_i + γ·Σ_j w_ij·(y_j − y_i). The part that C leaves out remains in x_i − y_i for the

@@ -1,6 +1,10 @@
 """CR-PSGD: synchronous steps with batches that grow from step to step, so that few rounds are
 needed.
 
+Use when: a round costs much more than a gradient, and gradient noise limits training.
+Avoid when: the distance to a minimum limits training: large batches then waste samples.
+Alternatives: `local_sgd`; `cr_psgd_catalyst` for non-convex losses.
+
 Rule: in step t worker i computes its gradient on b_i = ⌊ρ^t·B_i⌋ samples. b_i is at most
 `max_batch`, or the size of its shard without one. Then w ← w − γ·Σ_i b_i·g_i / Σ_j b_j. T samples
 take O(log T) rounds instead of O(T), because steps near the optimum need less noise rather than

@@ -1,6 +1,10 @@
 """CR-PSGD-Catalyst: repeated runs of CR-PSGD, each with a penalty on the distance from its start,
 for non-convex losses.
 
+Use when: rounds are expensive, gradient noise limits training, and the loss is not convex.
+Avoid when: the loss is convex or rounds are cheap.
+Alternatives: `cr_psgd` without the penalty; `local_sgd`.
+
 Rule: run k minimises f(x) + θ/2·‖x − y‖², with y the model at the start of the run. It does so by
 CR-PSGD from the first batch size on: w ← w − γ·(Σ_i b_i·g_i / Σ_j b_j + θ·(w − y)). A run ends
 before its next step would exceed `budget` samples of all workers together. The next run starts from

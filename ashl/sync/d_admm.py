@@ -1,6 +1,10 @@
 """D-ADMM: a penalty and dual variables pull the models of neighbours together, where gossip
 averages them.
 
+Use when: neighbours should agree without averaging, on a convex loss over a fixed graph.
+Avoid when: a network is deep, or models are averaged in any case.
+Alternatives: `d_psgd`; `easgd` with a server.
+
 Rule: the graph is coloured so that neighbours have different colours. In iteration k worker p waits
 for the models of its D neighbours: those of iteration k from neighbours of lower colour, of k − 1
 from the others. Then it takes H steps of its own optimizer from x_p on the function

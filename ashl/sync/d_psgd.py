@@ -1,6 +1,11 @@
 """D-PSGD: in each round every worker averages its model with its neighbours' models and takes its
 own steps.
 
+Use when: workers are equally fast and exchanges are noticeable: neighbours average while a step is
+computed.
+Avoid when: one worker is slow: its neighbours wait, and theirs.
+Alternatives: `ad_psgd` without rounds; `bsp` with `topology=all_reduce` for exactness.
+
 Rule: with `awc` (adapt while communicating) x_i ← Σ_j w_ij·x_j + Δ_i. Models travel while Δ_i is
 computed, at the model before mixing. With `atc` (adapt, then communicate) x_i ← Σ_j w_ij·(x_j +
 Δ_j). The mixing matrix W is doubly stochastic, so both move the mean of all models by the mean of

@@ -1,6 +1,10 @@
 """Decoupled DiLoCo: a merge waits for a quorum of learners and then for a grace window, never for
 one given learner.
 
+Use when: some workers are slow at times, or fail: a merge waits for a quorum and a grace time.
+Avoid when: one worker is always slow and its data are needed: its updates are stale and rare.
+Alternatives: `local_sgd` with planned H; `async_local_sgd`.
+
 Rule: a learner pushes the Δ_i of H local steps. Once K = `min_learners` learners have pushed, the
 server accepts further pushes for `grace_s` seconds, or until all have pushed. Then it takes one
 outer step on Σ w_i·Δ_i over these pushes, with Σ w_i = 1. `aggregate=mean` weighs by samples, and

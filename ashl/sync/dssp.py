@@ -1,6 +1,10 @@
 """Dynamic SSP: a bounded lead whose bound lies in a range; a controller decides how much of it the
 fastest worker gets.
 
+Use when: speeds change during the run, so that no fixed slack suits.
+Avoid when: one worker is always slowest: the long-run rate is that of `ssp`.
+Alternatives: `ssp` with a fixed slack; `asp` without one.
+
 Rule: each push is applied at its arrival, as in SSP. A worker that leads the slowest by at most
 s_low commits proceeds. If the fastest worker leads by more, the controller extrapolates its pushes
 and those of the slowest worker, from the last two of each. It grants the r in [0, s_high − s_low]

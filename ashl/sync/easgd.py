@@ -1,6 +1,10 @@
 """EASGD, elastic averaging: each worker keeps its own model, which an elastic force ties to the
 server's model x̃.
 
+Use when: workers should explore on their own, behind a server that they reach now and then.
+Avoid when: a model is needed early: the server's model moves slowly.
+Alternatives: `local_sgd`; `async_local_sgd`.
+
 Rule: a worker takes H steps from its own x_i and pushes x_i. The server computes d = α·(x_i − x̃)
 and sets x̃ ← x̃ + d; the worker sets x_i ← x_i − d. So x_i + x̃ does not change by an exchange. The
 smaller α, the further workers may explore from x̃. The evaluated model is x̃. The paper has α =

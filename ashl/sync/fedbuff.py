@@ -1,5 +1,9 @@
 """FedBuff: asynchronous workers, and a server that merges K pushes at a time.
 
+Use when: workers are very unequal and many, and momentum at every stale push would overshoot.
+Avoid when: there are few workers: a buffer then waits for the slow ones.
+Alternatives: `asp` merges each push; `rennala` drops stale gradients.
+
 Rule: the server buffers each push and answers at once with the current model. Once K = `buffer`
 pushes are in the buffer, w ← w + scale·Σ_k w_k·s(τ_k)·Δ_k over them, with Σ w_k = 1 and τ_k the
 staleness in merges. One merge may contain several pushes of a worker. The paper's weights 1/K are

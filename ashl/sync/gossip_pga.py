@@ -1,5 +1,9 @@
 """Gossip-PGA: gossip, with a global average every `period` rounds.
 
+Use when: a long sparse graph averages too slowly, and an all-reduce now and then is affordable.
+Avoid when: the graph is dense or workers are very unequal.
+Alternatives: `d_psgd` with `topology.graph=exponential`; `local_sgd` by all-reduce.
+
 Rule: x_i ← Σ_j w_ij·(x_j + Δ_j). In every `period`-th round an all-reduce sets x_i to the mean over
 all j of x_j + Δ_j instead. So the period bounds how far models diverge on a sparse graph, however
 large its diameter. In such a round neighbours exchange control data only, and no models. Momentum

@@ -1,6 +1,10 @@
 """Hop: gossip with bounded staleness and backup workers; a worker needs neither all of its
 neighbours' models nor their latest ones.
 
+Use when: a worker of a graph falls behind now and then: bounded staleness and skipped steps.
+Avoid when: workers are equally fast.
+Alternatives: `d_psgd`; `ad_psgd`.
+
 Rule: in its iteration k worker i sends x_i, computes Δ_i at x_i, and then averages by age
     x_i ← Σ_j a_j·x_j / Σ_j a_j + Δ_i,   a_j = s + 1 − (age of j's model in iterations)
 over its own model (age 0) and the newest model up to iteration k of each neighbour, if its age is

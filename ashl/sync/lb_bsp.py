@@ -1,5 +1,10 @@
 """LB-BSP: synchronous steps, with each worker's batch in proportion to its speed.
 
+Use when: workers are unequal, exchanges are short, and exact steps are wanted; with
+`aggregate=samples`.
+Avoid when: batches would become very small or too large for memory.
+Alternatives: `bsp` for equal workers; `local_sgd` with planned H for slow links.
+
 Rule: before each step b_i ← (Σ_j b_j)·v_i / Σ_j v_j in whole samples, at least 2. v_i is the
 measured speed of worker i in samples per second, as a moving average. So b_i/v_i is equal for all
 workers, and the total batch does not change. Then w ← w − γ·Σ_i b_i·g_i / Σ_j b_j, weighted by

@@ -1,5 +1,9 @@
 """Local SGD: H steps on each worker's own model, then an average of all models.
 
+Use when: links are slow and workers about equally fast; with planned H also for unequal ones.
+Avoid when: shards are skewed and H is large, or one worker is slow at a fixed H.
+Alternatives: `bsp` if links are fast; `ssp` with planned H without a barrier.
+
 Rule: w ← w + Σ_i w_i·(w_i^H − w), with w_i^H the model of worker i after H steps from w. All
 workers continue from the average. The moments of a worker's optimizer are not averaged.
 Waiting: every worker waits for all others at each average.

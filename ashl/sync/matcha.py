@@ -1,6 +1,10 @@
 """MATCHA: gossip in which each round uses a random part of the graph's edges, important edges more
 often.
 
+Use when: a graph has some slow links: important edges are used more often.
+Avoid when: all links are equal and fast.
+Alternatives: `d_psgd` with every edge; `ad_psgd`.
+
 Rule: the edges are decomposed into M matchings with Laplacians L_m. In each round all workers draw
 from the seed which matchings are used, matching m with probability p_m (b_m = 1, else 0). Then x ←
 (I − α·Σ_m b_m·L_m)·(x + Δ), over the models of all workers. The p_m maximise λ_2(Σ p_m·L_m) subject

@@ -1,6 +1,10 @@
 """NoLoCo: local steps by an inner optimizer, then an outer step with momentum in random pairs,
 without a collective.
 
+Use when: local steps with outer momentum, and no collective over all workers.
+Avoid when: few workers have fast links: an all-reduce mixes better.
+Alternatives: `local_sgd` with `outer=nesterov` (DiLoCo); `swarm`.
+
 Rule: φ_i is the model of worker i after its last outer step, θ_i the model after H inner steps from
 φ_i, and Δ_i = θ_i − φ_i. In each round all workers draw the same random pairs from the seed, and
 each worker sets

@@ -1,6 +1,11 @@
 """1-bit Adam after its warm-up: workers exchange momenta in about one bit per element, over a
 frozen variance.
 
+Use when: the optimizer is Adam and links are slow; the first part of the run may be dense.
+Avoid when: another optimizer is used, or no dense stage is affordable.
+Alternatives: `zero_one_adam`, which learns the variance on the way; `bsp` with
+`compression=one_bit`.
+
 Rule: m and v are Adam's moments after the T warm-up steps of the stage before. Worker i sends
 C(β1·m + (1 − β1)·g_i) with error feedback. The mean of these is the new m on all workers, and w ← w
 − η·m̂/(√v̂ + ε). Both bias corrections are those of T steps. Adam's own steps cannot be compressed

@@ -1,6 +1,10 @@
 """PR-SGD with momentum: H local steps with momentum on each worker, then an average of models and
 of momenta.
 
+Use when: shards are skewed and momentum is high, so that local momenta pull models apart.
+Avoid when: links cannot carry twice the bytes.
+Alternatives: `local_sgd` with local momenta.
+
 Rule: w ← w + Σ w_i·(w_i^H − w) and m ← m + Σ w_i·(m_i^H − m). All workers continue from both
 averages. Each message holds a model and a momentum, so payloads are twice those of local SGD. Local
 SGD does not average momenta: on non-IID shards a worker's momentum then still points at its own

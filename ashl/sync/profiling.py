@@ -1,6 +1,10 @@
 """Profiling, a stage on the run's clock that measures the costs of each worker: steps, pushes,
 pulls and encodings.
 
+Use when: never by itself: `ashl profile` and schedules run it before other stages.
+Avoid when: a model is to be trained: it learns nothing.
+Alternatives: a profile from a file, `profile=FILE`.
+
 Rule: all workers time local steps at the same time, `steps` of them after a warm-up step; the model
 does not change. Then they exchange with the server one by one: an empty message, the dense model
 up, the dense model down. At last all exchange at once, which measures the server's NIC. A transfer

@@ -1,5 +1,9 @@
 """QSR, the quadratic synchronisation rule: local SGD whose H grows as the learning rate decays.
 
+Use when: local SGD with a learning rate that decays to zero, for example a cosine.
+Avoid when: the rate is constant: H then stays the same.
+Alternatives: `local_sgd`; `adacomm` if the loss should decide.
+
 Rule: local SGD with H = max(H_base, ⌊(α/η)²⌋), at most `h_max`, with η the learning rate at the
 last average. While the learning rate warms up, η is its value after the warm-up. The first round of
 a stage takes H_base steps. With `local_steps=plan` H_base is the stage's `h_preset`, and worker i

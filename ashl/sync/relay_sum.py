@@ -1,6 +1,10 @@
 """RelaySum: models are relayed along a spanning tree, so that every worker receives the plain mean
 of all models, with a delay.
 
+Use when: gossip on skewed shards: all models are averaged in full over a spanning tree.
+Avoid when: the tree is deep: information arrives late.
+Alternatives: `d_psgd`; `gossip_pga`.
+
 Rule: in each round x_i ← x_i + Δ_i. Worker i sends to each neighbour j on the tree the sum m_ij =
 x_i + Σ_{l≠j} m_li, with the number of models in it; m_li is the latest message from l. Then x_i ←
 (x_i + Σ_j m_ji + (n − c)·x_0)/n, where c ≤ n is the number of models in the messages plus one. x_0,

@@ -1,6 +1,10 @@
 """Rennala: the server collects B gradients at one model, then takes one step; fast workers
 contribute more of them.
 
+Use when: workers are very unequal, and only gradients of the current model are wanted.
+Avoid when: workers are equal: a step then needs as many gradients as `bsp`, behind a server.
+Alternatives: `ringmaster`, which steps at each fresh gradient; `fedbuff`, which uses stale ones.
+
 Rule: each worker computes gradients at the current model, one after another. With the B-th, B =
 `batch`, w ← w − γ·Σ_b w_b·g_b, Σ w_b = 1. One worker may contribute several gradients. A gradient
 of an older model is dropped and counted, and its worker receives the current model. While the model

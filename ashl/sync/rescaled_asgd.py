@@ -1,5 +1,10 @@
 """Rescaled ASGD: asynchronous, with the step of each push in proportion to its worker's cycle time.
 
+Use when: workers are unequal and shards are skewed, and the server has no memory for their
+gradients.
+Avoid when: shards are equal: `asp` is simpler.
+Alternatives: `ringleader`, which keeps a gradient of each worker; `asp`.
+
 Rule: w ← w + c_i·(τ_i/mean_j τ_j)·Δ_i at each arrival. c_i = scale·w_i of `aggregate`, and τ_i is
 the time between two pushes of worker i, as a moving average. Each worker then moves the model per
 second in proportion to w_i. In plain ASP the model converges to the minimum of a sum that weighs

@@ -1,6 +1,11 @@
 """Ringleader ASGD: asynchronous, with equally many steps along the data of every worker, for all
 speeds.
 
+Use when: workers are very unequal and shards are skewed, so that `asp` would favour fast workers'
+data.
+Avoid when: the server has no memory for a gradient of each worker.
+Alternatives: `rescaled_asgd`; `fedbuff`.
+
 Rule: for each worker i the server keeps the sum G_i of the gradients that it pushed in this round,
 and their number b_i. In the first phase of a round the server collects gradients until it has one
 of every worker. From the push that completes them on, each worker's next push is added to its G_i,

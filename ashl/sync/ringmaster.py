@@ -1,5 +1,9 @@
 """Ringmaster: asynchronous, but the server drops pushes of staleness R or more.
 
+Use when: some workers are extremely slow: pushes that are too stale are dropped.
+Avoid when: all pushes are needed, because shards differ.
+Alternatives: `asp` with `aggregate.max_staleness`; `rennala`.
+
 Rule: a push whose worker pulled τ < R merges ago is applied at its arrival, w ← w + scale·w_i·Δ_i.
 Any other push is dropped and counted, with R = `max_staleness`. In both cases the reply carries the
 current model. A dropped push still updates its worker's own momentum, and its compressor's residual

@@ -1,5 +1,9 @@
 """Ripples with first-come groups: the first k workers that ask for a group average their models.
 
+Use when: many unequal workers, and groups of those that wait are good enough.
+Avoid when: there are fewer than six workers.
+Alternatives: `ripples_smart`, which avoids conflicts; `ad_psgd` in pairs.
+
 Rule: a group closes once k workers have asked. With a window it closes at the latest `window_s`
 seconds after its first worker asked, with the workers that have asked by then. If fewer than k
 workers are running, all of them form the group.

@@ -1,5 +1,9 @@
 """Ripples with random groups: a worker that asks averages with k − 1 others, drawn uniformly.
 
+Use when: a baseline of random groups is needed.
+Avoid when: throughput matters: random groups conflict often.
+Alternatives: `ripples_smart`; `ripples_first_come`.
+
 Rule: after H local steps x_i ← (1/k)·Σ_j x_j over a group of k workers. Momentum is not averaged.
 Waiting: a group waits for all of its members. Groups that share a worker conflict and run one after
 the other, so chains of waiting workers form. `ripples_smart` is compared with this rule.

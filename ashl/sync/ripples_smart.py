@@ -1,6 +1,10 @@
 """Ripples with smart groups: one division serves all workers without a group, and leaves stragglers
 out.
 
+Use when: many workers on nodes with shared NICs, some of them stragglers.
+Avoid when: there are fewer than six workers, or one common model is needed.
+Alternatives: `ad_psgd` in pairs; `ripples_first_come` without a filter.
+
 Rule: a worker that asks with an empty Group Buffer starts a Global Division. All workers with empty
 buffers are shuffled and divided into groups of k, which are disjoint and so never conflict. In each
 group x_i ← the mean of its members' models.

@@ -1,6 +1,10 @@
 """Ripples with static groups: a cyclic schedule of four phases that every worker computes by
 itself.
 
+Use when: workers are equal, and a fixed schedule of groups without a coordinator is enough.
+Avoid when: one worker is slow: its groups wait for it.
+Alternatives: `ripples_smart`; `d_psgd`.
+
 Rule: after H local steps x_i ← the mean of the models in the group of the present phase. Phase 0:
 the first workers of all nodes average, the others average in pairs inside their node. Phase 1: each
 node averages as a whole. Phase 2 is as phase 0 with the second workers, phase 3 as phase 1. With

@@ -1,5 +1,9 @@
 """SGP: push-sum gossip on directed graphs; with `overlap` a round uses messages of earlier rounds.
 
+Use when: gossip over directed or time-varying graphs, with messages that need not be answered.
+Avoid when: the graph is undirected and links are good both ways.
+Alternatives: `d_psgd`; `ad_psgd`.
+
 Rule: worker i holds a numerator x_i and a weight w_i, at first 1. Its model is z_i = x_i/w_i, on
 which it computes Δ_i. In each round x_i ← x_i + Δ_i, then x_i ← Σ_j p_ij·x_j and w_i ← Σ_j
 p_ij·w_j, with p_ij = 1/(1 + out-degree of j). The columns of p add up to 1. So Σ x and Σ w over all

@@ -1,6 +1,10 @@
 """SHL, the second stage of ASHL: semi-asynchronous, with a small H_i per worker and a bounded lead
 in commits.
 
+Use when: the second stage of ASHL is to be used alone: a small H by speed and a bounded lead.
+Avoid when: the loss is still high: a larger H would be cheaper.
+Alternatives: `schedule=ashl`, with AHL before it; `ssp` with planned H.
+
 Rule: SSP over commits. Each push is applied at its arrival, w ← w + scale·w_i·Δ_i. Worker i takes
 the plan's H_i local steps between two commits.
 Waiting: after its commit c a worker proceeds if c − min_j c_j ≤ s, and otherwise waits. The plan

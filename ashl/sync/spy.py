@@ -1,6 +1,10 @@
 """SPY: training of sparse models, in which workers send the non-zero elements and a few random
 ones.
 
+Use when: a sparse model is the aim, and its messages should be as sparse.
+Avoid when: workers may fail, or accuracy of a dense model is the aim.
+Alternatives: `asp` with `compression=topk`; `asylpg`.
+
 Rule: worker i keeps its last point x_i, at first the initial model. The server keeps the weighted
 mean x̄ = Σ w_i·x_i. On the model x that it pulled, the worker computes p = x − γ·∇f_i(x). It
 selects the coordinates S: all with x ≠ 0, and each other one with probability `share`. It sends Δ =

@@ -1,5 +1,10 @@
 """Stale synchronous parallel: a worker may lead the slowest one by at most s commits.
 
+Use when: workers are unequal and leads must be bounded; with planned H nobody waits in the long
+run.
+Avoid when: one worker is always slower at H = 1: the long-run rate is then BSP's.
+Alternatives: `asp` without a bound; `dssp` with a range; `adsp`.
+
 Rule: each push is applied at its arrival, w ← w + scale·w_i·Δ_i, with Δ_i computed on the model
 that worker i pulled.
 Waiting: after its commit c a worker proceeds if c − min_j c_j ≤ s, and otherwise waits until the

@@ -1,6 +1,10 @@
 """SwarmSGD: after H local steps a worker averages its model with that of any one neighbour, which
 need not wait.
 
+Use when: workers are unequal, links are slow, and pairs may average after several local steps.
+Avoid when: shards are strongly skewed: pairs mix slowly.
+Alternatives: `ad_psgd` at every step; `local_sgd` by all-reduce.
+
 Rule: worker i takes H local steps and draws a neighbour j at random. Both average their models as
 they were before the local steps in progress, and add these steps when they are done.
 Waiting: with `overlap` (the paper's non-blocking form) worker i computes while the models travel.

@@ -1,6 +1,10 @@
 """0/1 Adam: the variance is learned at some steps only; momenta travel in about one bit per
 element, later only every H steps.
 
+Use when: the optimizer is Adam, and links are so slow that even one-bit messages should be rare.
+Avoid when: another optimizer is used, or links are fast.
+Alternatives: `one_bit_adam` with a dense first stage; `local_sgd`.
+
 Rule: step t before `freeze_step` is one of two kinds. In a whole step workers sum their gradients
 uncompressed and take a step of Adam, which updates the variance v. In any other step they exchange
 compressed momenta over the present v, as 1-bit Adam does. The first κ = `update_scaler` steps are

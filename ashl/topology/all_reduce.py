@@ -1,5 +1,10 @@
 """All-reduce: every worker holds the model, and each merge sums the updates of all workers.
 
+Use when: workers are about equally fast, or H is planned, and no node can carry a server.
+Avoid when: workers must not wait for the slowest one.
+Alternatives: `parameter_server` without barriers; `gossip` and `partial_all_reduce` without a
+common model.
+
 Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, identical on every
 worker. A ring moves 2(n − 1)/n of the model each way. `algorithm` selects how a sum travels, see
 `ashl.cluster.all_reduce_rounds`.

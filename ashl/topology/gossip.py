@@ -1,5 +1,9 @@
 """Gossip: every worker holds a model of its own and exchanges it with its neighbours on a graph.
 
+Use when: workers are unequal or many, and messages between neighbours are cheaper than a server.
+Avoid when: one model for all workers is needed during training, or a codec outside `sync=choco`.
+Alternatives: `all_reduce` for exact averages; `partial_all_reduce` for groups.
+
 Rule (D-PSGD): x_i ← Σ_j w_ij·x_j + Δ_i, with Δ_i the progress of the worker's own optimizer between
 two exchanges. The sync mode decides from which workers a worker receives and how it merges. The
 mean of all models is evaluated; momentum stays local.

@@ -1,5 +1,9 @@
 """HALoS: a server in every region, near its workers, and a global server; momentum at both.
 
+Use when: links inside a region are much faster than those between regions.
+Avoid when: there is one region, or the sync mode needs a barrier.
+Alternatives: `parameter_server`; `all_reduce` with `algorithm=hierarchical`.
+
 Rule: the server of a region merges the pushes of its workers as they arrive, as a parameter server
 does. `aggregate` weighs within the region, `outer` takes the step. It answers with its own model w.
 After K merges since its last mixing it sends the change of w to the global server, unless an

@@ -1,6 +1,10 @@
 """Parameter server: workers push updates, the server merges them into the model and answers with
 the model.
 
+Use when: one node has a good NIC, and asynchronous modes, pulls or plans by worker are wanted.
+Avoid when: many workers push at once, so that the NIC of the server is the bottleneck.
+Alternatives: `sharded_server`; `all_reduce` with a barrier; `halos` for regions.
+
 Data flow: a worker computes on the model that it pulled last and sends a push. The server decodes
 and buffers the push. Once the buffer holds `quorum` pushes, the server merges them: `aggregate`
 sets the weights, `outer` takes the step. It then answers every waiting worker that

@@ -1,5 +1,9 @@
 """Partial all-reduce (P-Reduce): models are averaged in small groups, which a scheduler forms.
 
+Use when: many unequal workers: small groups average, and one slow worker delays only its group.
+Avoid when: there are fewer than six workers, or a codec is needed.
+Alternatives: `gossip` in pairs; `all_reduce` if workers are equal.
+
 Rule: every H local steps x_i ← (1/g)·Σ_j x_j over the g members of a group; momentum stays local.
 As a matrix this is symmetric, doubly stochastic and idempotent, so it conserves the mean of all
 models. A thin coordinator (rank n) makes the groups (`ashl.topology.group_generator`). It tells the

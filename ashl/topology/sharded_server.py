@@ -1,5 +1,9 @@
 """Sharded server: several servers, each with a shard of the model behind a NIC of its own.
 
+Use when: many workers push at once and wait for one server's NIC.
+Avoid when: workers must rejoin, plans must change, or an overlap is needed.
+Alternatives: `parameter_server`; `all_reduce`.
+
 Rule: the model is partitioned into one shard per server. Each server is a parameter server for its
 shard, with counts of its own. It receives a worker's shard of an update, merges, and answers with
 its shard of the model. A worker proceeds once all servers have answered. So n simultaneous pushes
