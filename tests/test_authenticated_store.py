@@ -22,8 +22,7 @@ from ashl.run.authenticated_store import (
     new_secret,
     shared_secret,
 )
-from ashl.runtime.control_messages import ControlUpdate, End
-from ashl.runtime.records import KINDS, Alive, ProfileMeasured, dumps, loads
+from ashl.runtime.records import KINDS, Alive, ControlUpdate, End, ProfileMeasured, dumps, loads
 from tests.disturbed import wait_for
 
 SECRET = new_secret()
@@ -192,10 +191,10 @@ def test_whatever_comes_is_a_record_or_one_plain_sentence(line) -> None:
 @pytest.mark.parametrize("value", ["[" * 100_000, "9" * 5000 + "}", "\x00}"])
 def test_what_no_parser_likes(value: str) -> None:
     with pytest.raises(AshlError, match="is not a record"):
-        loads('{"kind":"exited","rank":' + value)
+        loads('{"kind":"ProcessExited","rank":' + value)
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"alive", "ready", "exited"}))
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"Alive", "Ready", "ProcessExited"}))
 def test_a_record_without_its_fields(kind: str) -> None:
     with pytest.raises(
         AshlError, match=f"a record of kind '{kind}' is invalid: .*: Field required"

@@ -13,10 +13,9 @@ import pytest
 from ashl.run import membership_listener as room
 from ashl.run.membership_listener import MembershipListener
 from ashl.runtime import rendezvous
-from ashl.runtime.control_messages import ControlUpdate
 from ashl.runtime.effects import PEER_FAILED
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.records import PeerUnreachable
+from ashl.runtime.records import ControlUpdate, PeerUnreachable
 from ashl.runtime.rendezvous import Entry, admit_worker, join_running_job, known_key, pair_key
 from tests.kernels import Quiet
 

@@ -25,9 +25,9 @@ from ashl.run.control_channel import MAX_PENDING, Content, ControlChannel, Repor
 from ashl.run.membership_listener import Watchdog
 from ashl.run.process_setup import EXIT_EVICTED
 from ashl.run.rank import RankSettings, run_rank
-from ashl.runtime.control_messages import End
 from ashl.runtime.records import (
     Alive,
+    End,
     ProcessExited,
     RankError,
     Record,

@@ -11,9 +11,14 @@ import pytest
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT
 from ashl.run.rank import classify_error
 from ashl.run.supervisor import LivenessMonitor, describe_exit, empty_totals, find_culprit
-from ashl.runtime.control_messages import ControlUpdate
 from ashl.runtime.effects import PeerFailedError
-from ashl.runtime.records import PeerUnreachable, RankError, WorkerFailed, WorkerRejoined
+from ashl.runtime.records import (
+    ControlUpdate,
+    PeerUnreachable,
+    RankError,
+    WorkerFailed,
+    WorkerRejoined,
+)
 
 BUG = RankError(2, "ValueError: no", consequence=False)
 KILLED = {3: "was killed by SIGKILL"}

@@ -9,7 +9,7 @@ import pytest
 
 from ashl.run import membership_listener
 from ashl.run.membership_listener import Watchdog
-from ashl.runtime.control_messages import End
+from ashl.runtime.records import End
 
 END = End(1, "the job's store at host:29500 did not answer for 6 s (runtime.heartbeat_timeout_s)")
 

@@ -31,13 +31,13 @@ from ashl.learn.staging import in_host
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.membership_listener import TICK_S, AwakeTime, Watchdog, exit_process
 from ashl.run.process_setup import EXIT_EVICTED
-from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.plain_state import encode, to_plain
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter
 from ashl.runtime.records import (
-    NAMES,
     Alive,
     CheckpointPartSaved,
+    ControlUpdate,
+    End,
     ModuleState,
     PeerUnreachable,
     PlanMade,
@@ -132,7 +132,7 @@ class ControlChannel:
         while self._inbox:
             record, content, sender = self._inbox.popleft()
             if content is not None:
-                self._used[sender][NAMES[type(record)]] += 1
+                self._used[sender][type(record).__name__] += 1
             yield record, content
         if self._error is not None:
             raise self._error
@@ -290,8 +290,8 @@ class Reporter:
             return self._outbox.append((record, None))
         is_last = isinstance(record, Snapshot) and record.final
         with self._lock:
-            if self._has_room(NAMES[type(record)], MAX_PENDING) or is_last:
-                self._posted[NAMES[type(record)]] += 1
+            if self._has_room(type(record).__name__, MAX_PENDING) or is_last:
+                self._posted[type(record).__name__] += 1
                 self._outbox.append((record, vector))
 
     def show_last_state(self, state: Any) -> None:
@@ -333,7 +333,7 @@ class Reporter:
         """
         if self.learner is None:
             return
-        kind = NAMES[ModuleState]
+        kind = ModuleState.__name__
         if self.learner.shown is not None and self._has_room(kind, STATES):
             self._posted[kind] += 1
             self._outbox.append((ModuleState(self._rank, 0), self.learner.shown))

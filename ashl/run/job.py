@@ -66,7 +66,7 @@ from ashl.run.membership_listener import call_within, exit_process
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, role_name, run_rank
 from ashl.run.supervisor import PATIENCE_S
-from ashl.runtime.control_messages import End
+from ashl.runtime.records import End
 from ashl.runtime.transport import first_line
 
 

@@ -26,9 +26,8 @@ from ashl.run.control_channel import PATIENCE_S
 from ashl.run.interface import LOOPBACK, Chosen, named
 from ashl.run.membership_listener import call_within
 from ashl.run.rank import RankSettings, run_rank
-from ashl.runtime.control_messages import End
 from ashl.runtime.machine import machine
-from ashl.runtime.records import Rounds, Text, validate
+from ashl.runtime.records import End, Rounds, Text, validate
 
 FILE = "job.json"  # in the run folder while the run can be joined
 AGAIN = ("-P", "-m", "ashl.cli", "join")  # arguments of Python that start this command again

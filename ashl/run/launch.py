@@ -37,7 +37,7 @@ from ashl.run.monitor import Monitor
 from ashl.run.process_setup import INTERRUPTS, logging_to, titled
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
-from ashl.runtime.control_messages import End
+from ashl.runtime.records import End
 
 logger = logging.getLogger(__name__)
 

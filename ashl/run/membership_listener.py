@@ -20,8 +20,8 @@ from typing import NoReturn, TypeVar
 
 from ashl.errors import AshlError
 from ashl.run.authenticated_store import AuthenticatedStore
-from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.process import TorchKernel
+from ashl.runtime.records import ControlUpdate, End
 from ashl.runtime.rendezvous import admit_worker, call_unless_failed, confirm_known
 
 T = TypeVar("T")

@@ -57,12 +57,12 @@ from ashl.run.process_setup import (
     start_log,
 )
 from ashl.runtime.collectives import Hierarchy, hierarchy_of
-from ashl.runtime.control_messages import End, Epoch
-from ashl.runtime.effects import PeerFailedError
+from ashl.runtime.effects import Epoch, PeerFailedError
 from ashl.runtime.plain_state import decode
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter, SavedRank
 from ashl.runtime.records import (
+    End,
     Placed,
     ProcessExited,
     RankError,

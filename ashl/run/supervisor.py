@@ -42,12 +42,14 @@ from ashl.run.membership_listener import SAME_CAUSE_S
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT, EXIT_DECLARED_FAILURE, EXIT_EVICTED
 from ashl.run.rank import RankSettings, role_name
-from ashl.runtime.control_messages import End, Epoch
+from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import decode
 from ashl.runtime.process import FAILURE_WAIT_S
 from ashl.runtime.records import (
+    ON_TIME,
     Alive,
     CheckpointPartSaved,
+    End,
     Heartbeat,
     Lateness,
     Measured,
@@ -539,46 +541,28 @@ def check_disconnected(liveness: LivenessMonitor, monitor: Monitor) -> None:
             raise AshlError(f"{name} disconnected, and the run was interrupted")
 
 
+# the records that are logged above DEBUG: level, and what the rank does, in words
+LOGGED: dict[type, tuple[int, str]] = {
+    PeerUnreachable: (logging.WARNING, "cannot reach a peer"),
+    WorkerFailed: (logging.WARNING, "failed"),
+    RankError: (logging.ERROR, "reports a failure"),
+    StopAsked: (logging.INFO, "asks to stop"),
+    Replan: (logging.INFO, "replans"),
+    PlanMade: (logging.INFO, "made a plan"),
+    ProfileMeasured: (logging.INFO, "measured a profile"),
+    Placed: (logging.INFO, "joined"),
+    Ready: (logging.INFO, "is ready to rejoin"),
+    WorkerRejoined: (logging.INFO, "rejoined"),
+    StageEnd: (logging.INFO, "ended a stage"),
+    ProcessExited: (logging.INFO, "exited in order"),
+}
+
+
 def log_record(record: Record) -> None:
-    """Log a rank's record: rare kinds at INFO or above, the rest at DEBUG, heartbeats never."""
-    match record:
-        case Alive() | Heartbeat():
-            pass
-        case PeerUnreachable() | WorkerFailed():
-            logger.warning("rank %d reports: %s", record.rank, described(record))
-        case RankError(rank, error, consequence, blames):
-            logger.error(
-                "rank %d reports a failure: %s (consequence=%s, blames=%s)",
-                rank,
-                error,
-                consequence,
-                blames,
-            )
-        case StopAsked():
-            logger.info("rank %d asks to stop: %s", record.rank, record.reason)
-        case Replan() | PlanMade() | ProfileMeasured():
-            logger.info("rank %d reports %s", record.rank, type(record).__name__)
-        case Placed() | Ready() | WorkerRejoined() | StageEnd() | ProcessExited():
-            log_transition(record)
-        case _:
-            logger.debug("rank %d reports %s", record.rank, type(record).__name__)
-
-
-def log_transition(record: Placed | Ready | WorkerRejoined | StageEnd | ProcessExited) -> None:
-    """Log that a rank joined, is ready to rejoin, rejoined, ended a stage or exited."""
-    match record:
-        case Placed():
-            logger.info("rank %d joined: %s", record.rank, described(record))
-        case Ready(rank):
-            logger.info("worker %d is ready to rejoin", rank)
-        case WorkerRejoined(rank, time_ns):
-            logger.info("worker %d rejoined at %.3f s of the run", rank, time_ns / 1e9)
-        case StageEnd():
-            logger.info(
-                "stage %d ended at rank %d: %s", record.stage + 1, record.rank, described(record)
-            )
-        case ProcessExited(rank):
-            logger.info("rank %d exited in order", rank)
+    """Log a rank's record; heartbeats are never logged."""
+    level, text = LOGGED.get(type(record), (logging.DEBUG, f"reports {type(record).__name__}"))
+    if logger.isEnabledFor(level) and not isinstance(record, Alive | Heartbeat):
+        logger.log(level, "rank %d %s: %s", record.rank, text, described(record)[:300])
 
 
 def run_failure(liveness: LivenessMonitor, run_dir: Path, monitor: Monitor) -> AshlError:
@@ -719,9 +703,7 @@ def answer_join_request(
     """
     if reason := join_refusal(liveness, monitor, worker, takes_checkpoints):
         return JoinAnswer(refused=reason)
-    rank = worker
-    if rank is None:
-        rank = min(liveness.failed.keys() - liveness.rejoining.keys())
+    rank = min(liveness.failed.keys() - liveness.rejoining.keys()) if worker is None else worker
     liveness.expect_rejoin(monitor, rank)
     liveness.processes.pop(rank, None)
     settings = liveness.rank_settings[rank]
@@ -744,34 +726,26 @@ def join_refusal(
     """Return the reason why no process can join now in the place of `worker`, or of any worker if
     None; None if one can.
     """
-    plan, parts = liveness.plan, monitor.job.parts
-    reason = run_refusal(monitor, takes_checkpoints)
+    parts, num_workers = monitor.job.parts, liveness.plan.num_workers
     if not admits_rejoin(parts):
-        reason = (
+        return (
             f"a run with {describe_modes(parts)} admits no joining process; start a new run with"
             " run.checkpoint_s, which can be resumed"
         )
-    if reason is not None:
-        return reason
-    if worker is not None and worker >= plan.num_workers:
-        return f"there is no worker {worker}; the run has workers 0 to {plan.num_workers - 1}"
-    if worker is not None and worker not in liveness.failed:
-        return f"worker {worker} has not failed"
-    if not liveness.failed:
-        return "no worker of this run has failed"
-    if liveness.rejoining.keys() >= ({*liveness.failed} if worker is None else {worker}):
-        return "every failed worker is already rejoining"
-    return None
-
-
-def run_refusal(monitor: Monitor, takes_checkpoints: bool) -> str | None:
-    """Return the reason why the run admits nobody at this time; None if there is none."""
     if takes_checkpoints:
         return "a run that takes checkpoints (run.checkpoint_s) admits no joining process"
     if monitor.final is not None or monitor.stopping:
         return "the run is over"
     if monitor.counts() is None:
         return "the run has not begun"
+    if worker is not None and worker >= num_workers:
+        return f"there is no worker {worker}; the run has workers 0 to {num_workers - 1}"
+    if worker is not None and worker not in liveness.failed:
+        return f"worker {worker} has not failed"
+    if not liveness.failed:
+        return "no worker of this run has failed"
+    if liveness.rejoining.keys() >= ({*liveness.failed} if worker is None else {worker}):
+        return "every failed worker is already rejoining"
     return None
 
 
@@ -824,67 +798,50 @@ def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
     transfer was paced.
 
     `workers` has one row per worker: the fraction of its steps and transfers that were late, and by
-    how much they took longer, as a fraction of the declared time. Pushes that a server received
-    count for the worker that sent them, transfers between servers for no worker. The other keys
-    hold the largest value of any worker.
+    how much they took longer, as a fraction of the declared time. The time of encoding is often
+    declared as zero, so its lateness is a fraction of all declared time. Pushes that a server
+    received count for the worker that sent them, transfers between servers for no worker. The other
+    keys hold the largest value of any worker.
     """
-    steps: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
-    transfers: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
-    encodings: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
+    steps, transfers, encodings = ([ON_TIME] * num_workers for _ in range(3))
     for report in reports:
         is_worker = report.rank < num_workers
         if is_worker:
-            encodings[report.rank].append(report.encodings)
-            steps[report.rank].append(report.steps)
-        for sender, counts in report.transfers:
-            if is_worker or sender < num_workers:
-                transfers[report.rank if is_worker else sender].append(counts)
-    if not any(
-        counts.count for rank in range(num_workers) for counts in steps[rank] + transfers[rank]
-    ):
+            steps[report.rank] = report.steps
+            encodings[report.rank] = report.encodings
+        for sender, late in report.transfers:
+            rank = report.rank if is_worker else sender
+            if rank < num_workers:
+                transfers[rank] = add_lateness(transfers[rank], late)
+    if not any(late.count for late in (*steps, *transfers)):
         return {}
     workers = [
-        pacing_of(rank, steps[rank], transfers[rank], encodings[rank])
-        for rank in range(num_workers)
+        pacing_of(rank, *each)
+        for rank, each in enumerate(zip(steps, transfers, encodings, strict=True))
     ]
     worst = ("steps_slower_by", "transfers_slower_by", "encodings_slower_by", "slower_by")
     return {"workers": workers, **{key: max(worker[key] for worker in workers) for key in worst}}
 
 
 def pacing_of(
-    rank: int,
-    steps: Sequence[Lateness],
-    transfers: Sequence[Lateness],
-    encodings: Sequence[Lateness],
+    rank: int, steps: Lateness, transfers: Lateness, encodings: Lateness
 ) -> dict[str, Any]:
-    """Return the row of one worker in `pacing_summary`.
-
-    Limits: the time of encoding is often declared as zero, so its lateness is a fraction of all
-    declared time.
-    """
-    everything = [*steps, *transfers, *encodings]
+    """Return the row of one worker in `pacing_summary`."""
+    total = add_lateness(steps, transfers, encodings)
     return {
         "rank": rank,
-        "late_steps_share": share_late(steps),
-        "late_transfers_share": share_late(transfers),
-        "steps_slower_by": slower_by(steps),
-        "transfers_slower_by": slower_by(transfers),
-        "encodings_slower_by": slower_by(everything, encodings),
-        "slower_by": slower_by(everything),
+        "late_steps_share": share(steps.late, steps.count),
+        "late_transfers_share": share(transfers.late, transfers.count),
+        "steps_slower_by": share(steps.late_s, steps.declared_s),
+        "transfers_slower_by": share(transfers.late_s, transfers.declared_s),
+        "encodings_slower_by": share(encodings.late_s, total.declared_s),
+        "slower_by": share(total.late_s, total.declared_s),
     }
 
 
-def share_late(counts: Sequence[Lateness]) -> float:
-    """Return the fraction of the actions that were late."""
-    total = sum(row.count for row in counts)
-    return sum(row.late for row in counts) / total if total else 0.0
+def add_lateness(*rows: Lateness) -> Lateness:
+    return Lateness(*map(sum, zip(*rows, strict=True)))
 
 
-def slower_by(declared: Sequence[Lateness], late: Sequence[Lateness] | None = None) -> float:
-    """Return the lateness of `late`, as a fraction of the declared time of `declared`.
-
-    Args: late, None for the lateness of `declared` itself.
-    """
-    total_s = sum(row.declared_s for row in declared)
-    late_s = sum(row.late_s for row in (declared if late is None else late))
-    return late_s / total_s if total_s else 0.0
+def share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

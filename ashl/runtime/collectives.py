@@ -27,14 +27,14 @@ Source of the sum by node: Mikami et al., "Massively Distributed SGD: ImageNet/R
 a Flash", 2018. Differs: only the leader of a node sums across the nodes; in the paper every member
 sums one chunk.
 
-Argument `wait`: a function that replaces the blocking wait of the backend, so that a caller can
-stop waiting when a member fails.
+Argument `wait`: the function that waits for an operation of the backend; a caller can pass one that
+stops waiting when a member fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,11 +46,10 @@ from ashl.runtime.sums import FLOATS_16_BIT, sum_in_rank_order
 
 Group = tuple[int, ...]
 # blocks until an operation of the backend has ended; raises RuntimeError if a member fails
-Wait = Callable[[Any], None]
+Wait = Callable[[dist.Work], object]
 # calls a function that blocks; raises RuntimeError if another epoch begins before it returns
 Run = Callable[[Callable[[], None]], None]
-# newer versions of torch have `all_gather_single`
-GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 # elements; up to this length the latency of a message exceeds the transfer time of its bytes
 GATHER_MAX_ELEMENTS = 2**15
 
@@ -62,11 +61,11 @@ def nccl_available() -> bool:
 
 def all_reduce(
     tensor: Tensor,
-    group: tuple[int, ...],
+    group: Group,
     op: str,
     pg: dist.ProcessGroup | None,
     exact: bool,
-    wait: Wait | None = None,
+    wait: Wait = dist.Work.wait,
 ) -> Tensor:
     """Return the sum or the maximum over the group; the input itself if the group has one member.
 
@@ -78,59 +77,40 @@ def all_reduce(
     # 16-bit terms are added as float32
     if op == "sum" and (exact or tensor.dtype in FLOATS_16_BIT):
         if g > 2:
-            return _exact_sum(tensor, g, pg, wait)
+            chunk = reduce_scatter(tensor, g, pg, wait)
+            return gather_equal(chunk, g, pg, wait)[: tensor.numel()]
         if tensor.numel() <= GATHER_MAX_ELEMENTS or tensor.dtype in FLOATS_16_BIT:
-            return _sum_by_gather(tensor, pg, wait)
+            return sum_in_rank_order(gather_equal(tensor, 2, pg, wait).chunk(2))
     total = tensor.clone()
-    kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-    if wait is None:
-        dist.all_reduce(total, kind, group=pg)
-    else:
-        how = dist.AllreduceOptions()
-        how.reduceOp = dist.ReduceOp(kind)
-        wait((pg or world()).allreduce([total], how))
+    wait((pg or world()).allreduce([total], options_of(op)))
     return total
 
 
-def _gather(total: Tensor, mine: Tensor, pg: dist.ProcessGroup | None, wait: Wait | None) -> None:
-    """Gather all members' vectors of one length into `total`, in rank order."""
-    if wait is None:
-        getattr(dist, GATHER)(total, mine, group=pg)
-    else:
-        wait((pg or world())._allgather_base(total, mine))
-
-
-def _sum_by_gather(tensor: Tensor, pg: dist.ProcessGroup | None, wait: Wait | None) -> Tensor:
-    """Return the sum over two members, each of which gathers both vectors."""
-    return sum_in_rank_order(gather_equal(tensor, 2, pg, wait).chunk(2))
-
-
-def _exact_sum(tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None) -> Tensor:
-    """Return the sum over `g` members, by a reduce-scatter in rank order and an all-gather."""
-    return gather_equal(reduce_scatter(tensor, g, pg, wait), g, pg, wait)[: tensor.numel()]
+def options_of(op: str) -> dist.AllreduceOptions:
+    """Return the options of an all-reduce of the backend, for "sum" or "max"."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(SUM if op == "sum" else MAX)
+    return options
 
 
 def reduce_scatter(
-    tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None = None
+    tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait = dist.Work.wait
 ) -> Tensor:
     """Return this member's chunk of the sum over `g` members, see `ashl.runtime.sums.chunk`."""
     d = tensor.numel()
     chunk = -(-d // g)
     padded = tensor if d == chunk * g else torch.nn.functional.pad(tensor, (0, chunk * g - d))
     parts = torch.empty_like(padded)
-    if wait is None:
-        dist.all_to_all_single(as_bytes(parts), as_bytes(padded), group=pg)
-    else:
-        wait((pg or world()).alltoall_base(as_bytes(parts), as_bytes(padded), [], []))
+    wait((pg or world()).alltoall_base(as_bytes(parts), as_bytes(padded), [], []))
     return sum_in_rank_order(parts.view(g, chunk).unbind())
 
 
 def gather_equal(
-    mine: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None = None
+    mine: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait = dist.Work.wait
 ) -> Tensor:
     """Return the vectors of all `g` members, concatenated in rank order; all have one length."""
     total = mine.new_empty(g * mine.numel())
-    _gather(as_bytes(total), as_bytes(mine), pg, wait)
+    wait((pg or world())._allgather_base(as_bytes(total), as_bytes(mine)))
     return total
 
 
@@ -144,10 +124,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def all_gather(
     tensor: Tensor,
-    group: tuple[int, ...],
+    group: Group,
     pg: dist.ProcessGroup | None,
     max_bytes: int,
-    wait: Wait | None = None,
+    wait: Wait = dist.Work.wait,
 ) -> tuple[list[Tensor], int]:
     """Return (payload of every member in rank order, length of the longest payload in bytes).
 
@@ -158,9 +138,7 @@ def all_gather(
     g = len(group)
     if g == 1:
         return [tensor], tensor.numel()
-    size = torch.tensor([tensor.numel()])
-    sizes = torch.empty(g, dtype=torch.int64)
-    _gather(sizes, size, pg, wait)
+    sizes = gather_equal(torch.tensor([tensor.numel()]), g, pg, wait)
     longest = int(sizes.max())
     if not 0 <= int(sizes.min()) <= longest <= max_bytes:
         raise AshlError(
@@ -168,9 +146,8 @@ def all_gather(
             " expected"
         )
     padded = torch.nn.functional.pad(tensor, (0, longest - tensor.numel()))
-    rows = padded.new_empty(g * longest)  # on the same device as the bytes
-    _gather(rows, padded, pg, wait)
-    return [row[: int(n)] for row, n in zip(rows.view(g, longest), sizes, strict=True)], longest
+    rows = gather_equal(padded, g, pg, wait).view(g, longest)
+    return [row[: int(n)] for row, n in zip(rows, sizes, strict=True)], longest
 
 
 # --- over a subset of the ranks, without a process group
@@ -185,7 +162,7 @@ Routes = Mapping[int, tuple[dist.ProcessGroup, int]]
 
 def all_reduce_subset_max(
     numbers: Tensor,
-    group: tuple[int, ...],
+    group: Group,
     rank: int,
     group_tag: int,
     routes: Routes,
@@ -206,7 +183,7 @@ def all_reduce_subset_max(
 
 def all_reduce_subset(
     tensor: Tensor,
-    group: tuple[int, ...],
+    group: Group,
     rank: int,
     group_tag: int,
     routes: Routes,
@@ -243,7 +220,7 @@ def subset_tag(group_tag: int, purpose: int) -> int:
 def _exchange(
     out: Sequence[Tensor],
     into: Sequence[Tensor],
-    group: tuple[int, ...],
+    group: Group,
     rank: int,
     tag: int,
     routes: Routes,
@@ -319,7 +296,7 @@ def all_reduce_by_node(
     rank: int,
     hierarchy: Hierarchy,
     groups: Mapping[Group, dist.ProcessGroup | None],
-    wait: Wait | None,
+    wait: Wait,
 ) -> Tensor:
     """Return a new tensor with the sum or maximum over all workers, with equal bits on all of them.
 
@@ -327,26 +304,18 @@ def all_reduce_by_node(
     Args: op, "sum" or "max"; groups, the process group by `Hierarchy.groups`; other groups contain
     all workers.
     """
-    total, kind = tensor.clone(), dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    total, across = tensor.clone(), options_of(op)
     (own,) = (node for node in hierarchy.nodes if rank in node)
-
-    def finish(work: dist.Work) -> None:
-        (wait or dist.Work.wait)(work)
 
     def process_group(ranks: Group) -> dist.ProcessGroup:
         return groups.get(ranks) or world()
 
     if len(own) > 1:
         reduce = dist.ReduceOptions()
-        reduce.reduceOp = dist.ReduceOp(kind)
-        reduce.rootRank = 0
-        finish(process_group(own).reduce([total], reduce))
+        reduce.reduceOp = across.reduceOp
+        wait(process_group(own).reduce([total], reduce))
     if rank == own[0] and len(hierarchy.nodes) > 1:
-        across = dist.AllreduceOptions()
-        across.reduceOp = dist.ReduceOp(kind)
-        finish(process_group(hierarchy.leaders).allreduce([total], across))
+        wait(process_group(hierarchy.leaders).allreduce([total], across))
     if len(own) > 1:
-        broadcast = dist.BroadcastOptions()
-        broadcast.rootRank = 0
-        finish(process_group(own).broadcast([total], broadcast))
+        wait(process_group(own).broadcast([total], dist.BroadcastOptions()))
     return total

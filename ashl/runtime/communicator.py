@@ -323,26 +323,20 @@ class Communicator:
             numbers, group, "max", self._groups.get(group), self._exact, self._wait
         )
 
-    @property
-    def _wait(self) -> collectives.Wait | None:
-        return None if self._is_over is None else self._wait_in_epoch
-
-    def _wait_in_epoch(self, work: Any) -> None:
-        """Wait until an operation of gloo has ended. Raises RuntimeError if a member failed, or
-        another epoch has begun.
+    def _wait(self, work: dist.Work) -> None:
+        """Wait until an operation of a process group has ended. Raises RuntimeError if a member
+        failed, or another epoch has begun.
         """
-        assert self._is_over is not None
-        while True:
+        while self._is_over is not None:
             try:
                 work.wait(CHECK)
+                return
             except RuntimeError:
                 if work.is_completed():  # it may have ended right after the timeout
-                    work.wait()
-                    return
+                    break
                 if self._is_over():
                     raise
-            else:
-                return
+        work.wait()
 
     def _run_in_epoch(self, call: Callable[[], None]) -> None:
         """Call a function that blocks. Raises RuntimeError if another epoch begins before it

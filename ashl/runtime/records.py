@@ -4,18 +4,19 @@ all of them.
 In virtual time the monitor receives the tuple itself. A process sends it as one line of JSON, in
 which `kind` names the type; a field with its default value is omitted. Nothing is unpickled: every
 field is validated, and control characters are removed from text for a terminal. `is_recorded`
-decides which rounds are recorded at all. Messages from the controller to the ranks are in
-`ashl.runtime.control_messages`.
+decides which rounds are recorded at all. The counterpart of records is `ControlUpdate`, the message
+from the controller to every rank.
 """
 
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from ashl.errors import AshlError, plain
+from ashl.runtime.effects import Epoch
 from ashl.runtime.time_accounting import KINDS as TIMES
 from ashl.runtime.time_accounting import Span
 
@@ -361,33 +362,7 @@ Record = (
     | Snapshot
     | UpdateShown
 )
-KINDS: dict[str, type[Record]] = {
-    "round": Round,
-    "stage": StageEnd,
-    "stage_boundary": StageBoundary,
-    "worker_failed": WorkerFailed,
-    "peer_unreachable": PeerUnreachable,
-    "worker_rejoined": WorkerRejoined,
-    "time_totals": TimeTotals,
-    "heartbeat": Heartbeat,
-    "alive": Alive,
-    "ready": Ready,
-    "placed": Placed,
-    "health": CompressionReport,
-    "not_finite": NotFinite,
-    "profile": ProfileMeasured,
-    "plan": PlanMade,
-    "replan": Replan,
-    "pacing_stats": PacingStats,
-    "exited": ProcessExited,
-    "stop_asked": StopAsked,
-    "error": RankError,
-    "checkpoint_part_saved": CheckpointPartSaved,
-    "module_state": ModuleState,
-    "snapshot": Snapshot,
-    "update": UpdateShown,
-}
-NAMES: dict[type[Record], str] = {of: kind for kind, of in KINDS.items()}
+KINDS: dict[str, type[Record]] = {kind.__name__: kind for kind in get_args(Record)}
 
 
 def as_fields(record: Record) -> dict[str, Any]:
@@ -400,7 +375,7 @@ def as_fields(record: Record) -> dict[str, Any]:
     }
     if isinstance(counts := fields.get("counts"), Counts):
         fields["counts"] = counts._asdict()
-    return {"kind": NAMES[type(record)], **fields}
+    return {"kind": type(record).__name__, **fields}
 
 
 def dumps(record: Record) -> str:
@@ -441,6 +416,40 @@ def validate(of: type[T], fields: object, what: str) -> T:
 @cache
 def make_validator(of: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(of)
+
+
+class End(NamedTuple):
+    """The end of the run: exit code, and the message to print (empty = none)."""
+
+    code: int
+    why: Text = ""
+
+
+class ControlUpdate(NamedTuple):
+    """The state that the controller tells every rank."""
+
+    stopping: Text | None = None
+    scores: dict[str, float | None] | None = None  # of the latest evaluation
+    end: End | None = None
+    # models, updates and states of this rank that the controller has used, by kind of record
+    taken: dict[str, int] | None = None
+    # failed workers that the run tolerates, each with its incarnation that ended
+    lost: tuple[tuple[int, int], ...] = ()
+    # joining workers to connect to, each with its incarnation
+    ready: tuple[tuple[int, int], ...] = ()
+    # the members of a run whose workers regroup after a failure or a rejoin; None until then
+    epoch: Epoch | None = None
+
+    def dumps(self) -> str:
+        return json.dumps(self)
+
+    @staticmethod
+    def loads(line: str | bytes) -> "ControlUpdate":
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            fields = None
+        return validate(ControlUpdate, fields, "a control update")
 
 
 # --- which rounds are recorded

@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ashl.runtime.control_messages import ControlUpdate
 from ashl.runtime.effects import Epoch
 from ashl.runtime.machine import boot
+from ashl.runtime.records import ControlUpdate
 from ashl.runtime.transport import NEVER
 
 PEER, JOINER = 0, 1  # ranks in a group of two: the peer, and the joining worker

@@ -4,8 +4,16 @@ kind.
 
 from typing import Any
 
-from ashl.runtime.records import NAMES, Replan, Round, StageEnd, WorkerFailed, WorkerRejoined
+from ashl.runtime.records import Replan, Round, StageEnd, WorkerFailed, WorkerRejoined
 from ashl.runtime.time_accounting import KINDS
+
+EVENTS: dict[type, str] = {
+    Round: "round",
+    StageEnd: "stage",
+    Replan: "replan",
+    WorkerFailed: "worker_failed",
+    WorkerRejoined: "worker_rejoined",
+}
 
 
 def as_event(record: Round | StageEnd | Replan | WorkerFailed | WorkerRejoined) -> dict[str, Any]:
@@ -13,12 +21,12 @@ def as_event(record: Round | StageEnd | Replan | WorkerFailed | WorkerRejoined) 
     if isinstance(record, WorkerFailed | WorkerRejoined):
         reason = {"reason": record.why} if isinstance(record, WorkerFailed) else {}
         return {
-            "kind": NAMES[type(record)],
+            "kind": EVENTS[type(record)],
             "rank": record.rank,
             **reason,
             "time_s": record.time_ns / 1e9,
         }
-    head = {"kind": NAMES[type(record)], "rank": record.rank, "stage": record.stage}
+    head = {"kind": EVENTS[type(record)], "rank": record.rank, "stage": record.stage}
     match record:
         case Round():
             return head | round_fields(record)

@@ -165,7 +165,7 @@ def check_logs(run: Path) -> None:
             r" continues without it"
         ),
         r"INFO controller: admits a process as worker 1, incarnation 1",
-        r"INFO controller: worker 1 rejoined at [\d.]+ s of the run",
+        r"INFO controller: rank 1 rejoined: time_ns=\d+",
         r"INFO controller: asks all ranks to stop: interrupted",
         r"INFO controller: the run ends: interrupted",
     ]
