@@ -13,9 +13,9 @@ from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.plan.plan import Limits
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.contract import STOP, StageConfig
 from ashl.stage.members import members_of
 from ashl.stage.program import select_loop
-from ashl.stage.stage import STOP, Stage
 from ashl.topology.gossip import Gossip
 from tests.conf_option import conf_option
 from tests.swarm.drawn import Seen, bound, drawn_cluster, run
@@ -41,7 +41,9 @@ def gossip(**fields: Any) -> Gossip:
     return conf_option("topology", "gossip", **fields)
 
 
-def stage_of(sync: Any, topology: Any, n: int, limits: Limits = WITHOUT, **fields: Any) -> Stage:
+def stage_of(
+    sync: Any, topology: Any, n: int, limits: Limits = WITHOUT, **fields: Any
+) -> StageConfig:
     """Equal workers that do not learn."""
     stage = bound(random.Random(0), sync, topology, n, limits)
     worker = replace(stage.plan.workers[0], local_steps=1, batch=8)

@@ -33,8 +33,8 @@ from ashl.runtime.records import (
 )
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
+from ashl.stage.contract import StageConfig
 from ashl.stage.program import program, ranks_to_notify
-from ashl.stage.stage import Stage
 
 
 @dataclass
@@ -133,7 +133,7 @@ def flat(record: Record) -> dict[str, Any]:
     return fields | (fields.pop("counts", None) or {})
 
 
-def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[Stage, ...]) -> Callable:
+def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[StageConfig, ...]) -> Callable:
     """Return the programs of all ranks, with the injected faults of the cluster."""
     play = partial(program, stages=stages)
     if cluster.fault_kinds:
@@ -152,7 +152,9 @@ def simulated(*overrides: str) -> Ran:
 
 
 def run(
-    plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, device: str = HOST
+    plan: Plan,
+    rebound: Callable[[StageConfig], StageConfig] = lambda stage: stage,
+    device: str = HOST,
 ) -> Ran:
     """Run a plan in virtual time, with its stages `rebound`."""
     job = assemble(plan, device)

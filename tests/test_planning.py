@@ -15,7 +15,7 @@ from ashl.errors import UsageError
 from ashl.planning import instantiate
 from ashl.planning.compile_plan import compile_plan, prepare_plan
 from ashl.planning.instantiate import assemble, parts_of
-from ashl.stage.stage import PULLS
+from ashl.stage.contract import PULLS
 from ashl.sync.bsp import BSP
 from ashl.sync.rennala import Rennala
 from ashl.topology.parameter_server import ParameterServer

@@ -29,7 +29,7 @@ KINDS = {  # attributes that a class of a group must have
 BASES = {  # base class that a class of a group must extend
     "task": "ashl.task.contract.Task",
     "optimizer": "ashl.optimizer.contract.Optimizer, or torch.optim.Optimizer",
-    "topology": "ashl.stage.stage.Topology",
+    "topology": "ashl.stage.contract.Topology",
     "sync": "the rule class of its topology, for example ashl.topology.parameter_server.ServerRule",
     "aggregate": "ashl.aggregate.weighted.Weighted",
     "compression": "ashl.compression.contract.Codec",

@@ -16,7 +16,7 @@ from ashl.errors import UsageError
 from ashl.plan.files import read_plan
 from ashl.planning.compile_plan import draw_compute_factors
 from ashl.planning.instantiate import OptionFactory
-from ashl.stage.stage import FAULT_TOLERANT, extra_ranks
+from ashl.stage.contract import FAULT_TOLERANT, extra_ranks
 
 HOST = r"(?:[\w.][\w.-]*@)?[\w.][\w.-]*|[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*"
 KIND = r"[\w.][\w./-]*=[\w./:&|!,*()-]+"

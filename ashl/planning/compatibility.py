@@ -52,7 +52,7 @@ from ashl.planner.goodput import Goodput
 from ashl.planning.device import device_of, uses_nccl
 from ashl.planning.instantiate import Parts, StageParts, layout_of
 from ashl.planning.settings import STAGE_GROUPS
-from ashl.stage.stage import (
+from ashl.stage.contract import (
     CAPABILITIES,
     CODEC,
     FAULT_TOLERANT,

@@ -66,7 +66,7 @@ from ashl.planning.reduction_algorithm import note_reduction_times
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
 from ashl.planning.without_effect import EffectContext, check_effects
 from ashl.schedule.choices import Choices
-from ashl.stage.stage import extra_ranks
+from ashl.stage.contract import extra_ranks
 from ashl.task.contract import renamed
 
 TAKES_COSTS = (

@@ -10,7 +10,7 @@ from ashl.cluster.spec import RealCluster
 from ashl.errors import UsageError
 from ashl.learn.device import HOST
 from ashl.runtime.collectives import nccl_available
-from ashl.stage.stage import Topology
+from ashl.stage.contract import Topology
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
 

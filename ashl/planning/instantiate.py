@@ -40,8 +40,8 @@ from ashl.planner.hidden import Hidden
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.schedule.choices import with_assignments
 from ashl.stage.compression_pipeline import CompressionPipeline
+from ashl.stage.contract import Rule, StageConfig, Topology
 from ashl.stage.fragment import Fragment
-from ashl.stage.stage import Rule, Stage, Topology
 from ashl.task.contract import Task
 from ashl.task.plain import plain_task
 from ashl.topology.sharded_server import ShardedServer
@@ -133,7 +133,7 @@ class Job:
     parts: Parts
     data: Data
     learner: Learner
-    stages: tuple[Stage, ...]
+    stages: tuple[StageConfig, ...]
 
 
 def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> Profile | None:
@@ -315,7 +315,7 @@ def with_shards(stage: StagePlan, deal: Deal) -> StagePlan:
 
 def bind_stages(
     plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal
-) -> tuple[Stage, ...]:
+) -> tuple[StageConfig, ...]:
     """Return the stages of a plan, each bound to its workers and trainer."""
     stages = []
     batch = plan.stages[0].workers[0].batch
@@ -326,7 +326,7 @@ def bind_stages(
     ):
         fragments = fragments_of(plan, own, trainer)
         stages.append(
-            Stage(
+            StageConfig(
                 index=index,
                 plan=stage,
                 topology=own.topology,

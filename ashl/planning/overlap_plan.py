@@ -43,7 +43,7 @@ from ashl.planning.instantiate import (
 )
 from ashl.planning.layer_group_costs import with_measured_readiness
 from ashl.planning.step_timelines import make_timeline
-from ashl.stage.stage import DELAY, OVERLAP, Rule, Topology
+from ashl.stage.contract import DELAY, OVERLAP, Rule, Topology
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.parameter_server import UPDATES, ServerRule
 

@@ -17,9 +17,9 @@ from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd, UpdateShown
 from ashl.size_only import Vector
 from ashl.stage.compression_pipeline import CompressionPipeline
+from ashl.stage.contract import StageConfig, extra_ranks
 from ashl.stage.members import members_of, remaining_rounds, truncate_round
 from ashl.stage.program import program
-from ashl.stage.stage import Stage, extra_ranks
 
 # cycles of each worker: enough for a bounded lead to be used up within the first half
 CYCLES = 128
@@ -112,7 +112,7 @@ class StageObserver:
 
 
 def simulate_stage(
-    stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int
+    stage: StageConfig, cluster: Cluster, steps: int, cycles: int, batch: int
 ) -> StageObserver:
     """Simulate a stage for `steps` steps, which are about `cycles` cycles of every worker."""
     n = stage.num_workers
@@ -135,7 +135,7 @@ def simulate_stage(
     return seen
 
 
-def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
+def steps_of(stage: StageConfig, worker: WorkerPlan, step_ns: int) -> int:
     """Return the steps between two merges.
 
     It is one where gradients are exchanged, the number that fills the interval of a sync mode with
@@ -147,7 +147,7 @@ def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
     return math.ceil(interval_ns / step_ns) if interval_ns else worker.local_steps
 
 
-def bucketed_step_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int]:
+def bucketed_step_ns(stage: StageConfig, speed: Speed, costs: Uncontended) -> list[int]:
     """Return each worker's long-run duration of a step and its exchange, with messages sent during
     computing.
     """
@@ -173,7 +173,7 @@ def bucketed_step_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int
     return cycles
 
 
-def truncate_stage(stage: Stage) -> Stage:
+def truncate_stage(stage: StageConfig) -> StageConfig:
     """Return a stage with shorter rounds if a round is longer than the whole run."""
     members = members_of(stage)
     rest = remaining_rounds(stage, members, members.planned, (0, 0))
@@ -181,7 +181,7 @@ def truncate_stage(stage: Stage) -> Stage:
     return replace(stage, plan=replace(stage.plan, workers=workers))
 
 
-def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
+def predict(stage: StageConfig, cluster: Cluster, batch: int) -> StagePlan:
     """Return the stage's plan with each worker's cycle, and long-run steps/s and wait share."""
     plan, n = stage.plan, stage.num_workers
     stage = truncate_stage(stage)

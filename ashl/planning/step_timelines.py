@@ -18,7 +18,7 @@ from ashl.overlap.timeline import Bucket, CompressedTimeline, StepTimeline, unti
 from ashl.plan.plan import StagePlan
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
-from ashl.stage.stage import Ranks
+from ashl.stage.contract import Ranks
 
 LinkOf = Callable[[int, int], CompressionPipeline]  # pipeline of the elements [start, stop)
 WARM = 1_000_000  # an epoch after the end of every warm-up

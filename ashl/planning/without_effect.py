@@ -32,7 +32,7 @@ from ashl.plan.plan import TARGETS, Plan, StagePlan
 from ashl.planning.compatibility import capabilities_of
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import Parts, StageParts, layer_groups
-from ashl.stage.stage import WEIGHTS
+from ashl.stage.contract import WEIGHTS
 from ashl.sync.lb_bsp import LBBSP
 from ashl.sync.profiling import Profiling
 from ashl.sync.ripples_first_come import RipplesFirstCome

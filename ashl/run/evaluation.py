@@ -34,7 +34,7 @@ from ashl.plan.plan import Limits
 from ashl.runtime.records import Counts, Snapshot
 from ashl.runtime.sums import concatenate
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,14 +266,14 @@ class ModelSet:
         return EvaluatedModel(lead._replace(time_ns=time_ns), *found)
 
 
-def shard_sizes(stage: Stage) -> dict[int, int]:
+def shard_sizes(stage: StageConfig) -> dict[int, int]:
     """Return the number of parameters by server rank; empty if there are not several servers."""
     if stage.topology.servers == 1:
         return {}
     return {stage.server + k: held.size for k, held in enumerate(stage.fragments)}
 
 
-def make_model_set(stage: Stage) -> ModelSet | None:
+def make_model_set(stage: StageConfig) -> ModelSet | None:
     """Return an empty model set for models that are combined from several ranks.
 
     If one rank holds the model that is evaluated, the result is None.

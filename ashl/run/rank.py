@@ -81,8 +81,8 @@ from ashl.runtime.rendezvous import (
 )
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NEVER, first_line, make_nccl_payloads
+from ashl.stage.contract import StageConfig
 from ashl.stage.program import peers_of, program, ranks_to_notify
-from ashl.stage.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ def classify_error(error: Exception) -> tuple[bool, int | None]:
     return isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN), None
 
 
-def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[Stage, ...]:
+def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[StageConfig, ...]:
     """Return the stages for this rank.
 
     Limits: a rank that saves checkpoints does not tolerate failures; the run is resumed instead.
@@ -373,7 +373,7 @@ def restore(kernel: TorchKernel, point: RestorePoint, plan: Plan, device: str) -
     return known
 
 
-def regroups(stage: Stage) -> bool:
+def regroups(stage: StageConfig) -> bool:
     """Return True if a failure or a rejoin begins a new epoch."""
     return stage.elastic and stage.topology.regroups
 
@@ -384,7 +384,7 @@ def make_kernel(
     parts: Parts,
     store: AuthenticatedStore,
     reporter: Reporter,
-    stages: Sequence[Stage],
+    stages: Sequence[StageConfig],
     nccl: bool,
 ) -> TorchKernel:
     """Make the kernel of this rank and, unless it rejoins, the process groups of the job."""
@@ -521,7 +521,7 @@ def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:
 
 
 def process_groups(
-    stages: Sequence[Stage], hierarchy: Hierarchy | None
+    stages: Sequence[StageConfig], hierarchy: Hierarchy | None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Make a process group for each group of ranks in the plan or in the hierarchy of nodes.
 

@@ -1,6 +1,6 @@
 """The members of a stage, their work and their weights: functions of the stage's configuration.
 
-A stage has three parts. `Stage` is chosen before the run and never changes. `Members` are the
+A stage has three parts. `StageConfig` is chosen before the run and never changes. `Members` are the
 workers that take part; a failure or a rejoin changes them. `Assignments` are the work of all
 workers in a round; a planner or a sync mode replaces them during the run.
 """
@@ -15,19 +15,21 @@ from ashl.aggregate.weighted import Push
 from ashl.plan.assignments import Assignments, Members
 from ashl.plan.plan import WorkerPlan
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.contract import OF_SHARDS, StageConfig
 from ashl.stage.progress import Progress
-from ashl.stage.stage import OF_SHARDS, Stage
 
 Remaining = tuple[int, int] | None  # (a, b): a/b rounds remain; None = no count ends the run
 
 
-def members_of(stage: Stage, ranks: Sequence[int] | None = None) -> Members:
+def members_of(stage: StageConfig, ranks: Sequence[int] | None = None) -> Members:
     """Return these workers as the members of a stage; None = all of them."""
     ranks = stage.workers if ranks is None else tuple(ranks)
     return Members(ranks, stage.lead_of(ranks), assign(stage, ranks, stage.plan.workers))
 
 
-def shared_members(ctx: RankContext, stage: Stage, ranks: tuple[int, ...], epoch: int) -> Members:
+def shared_members(
+    ctx: RankContext, stage: StageConfig, ranks: tuple[int, ...], epoch: int
+) -> Members:
     """Return these workers as the members of a stage; in virtual time, the same object on all
     ranks of an epoch.
     """
@@ -35,12 +37,14 @@ def shared_members(ctx: RankContext, stage: Stage, ranks: tuple[int, ...], epoch
     return ctx.compute_once(ranks, key, partial(members_of, stage, ranks))
 
 
-def survivors(stage: Stage, failed: Collection[int]) -> tuple[int, ...]:
+def survivors(stage: StageConfig, failed: Collection[int]) -> tuple[int, ...]:
     """Return the workers that are not in `failed`."""
     return tuple(rank for rank in stage.workers if rank not in failed)
 
 
-def assign(stage: Stage, ranks: Sequence[int], workers: tuple[WorkerPlan, ...]) -> Assignments:
+def assign(
+    stage: StageConfig, ranks: Sequence[int], workers: tuple[WorkerPlan, ...]
+) -> Assignments:
     """Return the work of all workers as assignments, with the weights of the members `ranks`."""
     workers = redistribute_shares(stage, ranks, workers)
     one_gradient = stage.sync.exchange == "gradient"
@@ -59,7 +63,7 @@ def assign(stage: Stage, ranks: Sequence[int], workers: tuple[WorkerPlan, ...]) 
 
 
 def redistribute_shares(
-    stage: Stage, ranks: Sequence[int], workers: tuple[WorkerPlan, ...]
+    stage: StageConfig, ranks: Sequence[int], workers: tuple[WorkerPlan, ...]
 ) -> tuple[WorkerPlan, ...]:
     """Return the workers' plans with the data shares of the members.
 
@@ -92,7 +96,11 @@ def with_batches(workers: Iterable[WorkerPlan], batches: Iterable[int]) -> tuple
 
 
 def remaining_rounds(
-    stage: Stage, members: Members, planned: Assignments, done: tuple[int, int], ahead: int = 0
+    stage: StageConfig,
+    members: Members,
+    planned: Assignments,
+    done: tuple[int, int],
+    ahead: int = 0,
 ) -> Remaining:
     """Return (a, b): a/b rounds remain until the count that ends the run.
 
@@ -135,7 +143,7 @@ def cap_local_steps(
 
 
 def truncate_round(
-    stage: Stage, members: Members, planned: Assignments, rest: Remaining
+    stage: StageConfig, members: Members, planned: Assignments, rest: Remaining
 ) -> Assignments:
     """Return the work of a round of which `rest` remains."""
     if not is_truncated(rest):
@@ -161,7 +169,7 @@ def count_merge(
 # Weights
 
 
-def merge_weights(stage: Stage, work: Assignments, pushes: Sequence[Push]) -> list[float]:
+def merge_weights(stage: StageConfig, work: Assignments, pushes: Sequence[Push]) -> list[float]:
     """Return the factors of the pushes of a merge: scale · w_i.
 
     If the sync mode averages, Σ w_i = 1 over these pushes, and each counts with its own steps and
@@ -173,7 +181,9 @@ def merge_weights(stage: Stage, work: Assignments, pushes: Sequence[Push]) -> li
     return [work.weights[push.worker] for push in pushes]
 
 
-def with_gradient_samples(stage: Stage, workers: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
+def with_gradient_samples(
+    stage: StageConfig, workers: tuple[WorkerPlan, ...]
+) -> tuple[WorkerPlan, ...]:
     """Return the workers' plans with the samples of one gradient as their batch."""
     if stage.estimator not in OF_SHARDS:
         return workers
@@ -181,14 +191,14 @@ def with_gradient_samples(stage: Stage, workers: tuple[WorkerPlan, ...]) -> tupl
 
 
 def member_weights(
-    stage: Stage, ranks: Iterable[int], workers: tuple[WorkerPlan, ...]
+    stage: StageConfig, ranks: Iterable[int], workers: tuple[WorkerPlan, ...]
 ) -> list[float]:
     """Return the factor of each member's payload: scale · w_i with Σ w_i = 1 over `ranks`."""
     sized = with_gradient_samples(stage, workers)
     return normalise_weights(stage, [sized[rank] for rank in ranks])
 
 
-def normalise_weights(stage: Stage, workers: Sequence[WorkerPlan]) -> list[float]:
+def normalise_weights(stage: StageConfig, workers: Sequence[WorkerPlan]) -> list[float]:
     weights = stage.aggregate.weigh(workers)
     total = sum(weights) if stage.aggregate.normalised else 1.0
     return [stage.aggregate.scale * weight / total for weight in weights]

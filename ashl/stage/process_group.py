@@ -22,7 +22,7 @@ from ashl.runtime.effects import Compute
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 
 T = TypeVar("T")
 SCALARS = 2  # piggybacked scalars of a message
@@ -35,7 +35,7 @@ class ProcessGroup:
     """
 
     ctx: RankContext
-    stage: Stage
+    stage: StageConfig
     ranks: tuple[int, ...]
     weights: Sequence[float]  # c_j
     work: Assignments  # of the round, from which the weights follow
@@ -45,7 +45,7 @@ class ProcessGroup:
     share: float = 1.0  # share of the model that is exchanged
 
     @classmethod
-    def of(cls, ctx: RankContext, stage: Stage, work: Assignments) -> ProcessGroup:
+    def of(cls, ctx: RankContext, stage: StageConfig, work: Assignments) -> ProcessGroup:
         """Return the group of all members of a stage, with this work."""
         ranks, weights = ctx.members.ranks, work.weights
         if len(ranks) < len(weights):

@@ -18,16 +18,16 @@ from ashl.plan.plan import assigned
 from ashl.planner.assignment import Assignment, assignment_of
 from ashl.runtime.effects import Epoch
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.contract import PAUSE, STOP, Loop, StageConfig
 from ashl.stage.members import shared_members, survivors
 from ashl.stage.progress import RunProgress
-from ashl.stage.stage import PAUSE, STOP, Loop, Stage
 
 SHOWN = 2**31  # index of a stage: beyond the last one, and the final model is sent
 
 
 async def program(
     ctx: RankContext,
-    stages: Sequence[Stage],
+    stages: Sequence[StageConfig],
     saved: tuple[int, Any] | None = None,
     joins: bool = False,
     epoch: Epoch | None = None,
@@ -69,7 +69,7 @@ async def program(
 
 
 def present_workers(
-    ctx: RankContext, stage: Stage, state: Any, epoch: Epoch | None
+    ctx: RankContext, stage: StageConfig, state: Any, epoch: Epoch | None
 ) -> tuple[int, ...]:
     """Return the workers that take part from now on.
 
@@ -84,7 +84,7 @@ def present_workers(
     return epoch.workers
 
 
-def show_final_model(ctx: RankContext, first: Stage, state: Any) -> None:
+def show_final_model(ctx: RankContext, first: StageConfig, state: Any) -> None:
     """Send the model of the end of the run to the evaluator, from each rank that has a part of it;
     from now on this rank has nothing left to do.
     """
@@ -104,7 +104,7 @@ def show_final_model(ctx: RankContext, first: Stage, state: Any) -> None:
     ctx.safe_point(SHOWN, state)
 
 
-def check_min_workers(ctx: RankContext, stage: Stage, epoch: Epoch) -> None:
+def check_min_workers(ctx: RankContext, stage: StageConfig, epoch: Epoch) -> None:
     """Raise AshlError if fewer than `runtime.min_workers` workers remain."""
     failed = sorted({*range(stage.num_workers)}.difference(epoch.workers))
     if len(epoch.workers) < stage.min_workers:
@@ -116,7 +116,7 @@ def check_min_workers(ctx: RankContext, stage: Stage, epoch: Epoch) -> None:
 
 
 def peers_of(
-    stages: Sequence[Stage], rank: int, members: tuple[int, ...] | None = None
+    stages: Sequence[StageConfig], rank: int, members: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Return all ranks with which this rank ever exchanges messages, while the workers in `members`
     take part; None = all workers.
@@ -131,17 +131,19 @@ def peers_of(
     return tuple(sorted(peers))
 
 
-def ranks_to_notify(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
+def ranks_to_notify(stages: Sequence[StageConfig], rank: int) -> tuple[int, ...]:
     """Return all ranks that are notified of a failure of this rank, except with epochs."""
     return tuple(sorted({peer for one in stages for peer in one.topology.links(one, rank)}))
 
 
-def select_loop(stage: Stage, rank: int) -> Loop:
+def select_loop(stage: StageConfig, rank: int) -> Loop:
     """Return the loop of this rank: the sync mode's own, else the topology's."""
     return stage.sync.loop(stage, rank) or stage.topology.role(stage, rank)
 
 
-def apply_assignments(stages: Sequence[Stage], first: int, assigned: Tensor) -> list[Stage]:
+def apply_assignments(
+    stages: Sequence[StageConfig], first: int, assigned: Tensor
+) -> list[StageConfig]:
     """Return the stages, those from `first` on with the assignments that a profiling stage has
     planned.
     """
@@ -153,7 +155,7 @@ def apply_assignments(stages: Sequence[Stage], first: int, assigned: Tensor) -> 
     return [*stages[:first], *after]
 
 
-def replan_stage(stage: Stage, rows: Sequence[Assignment]) -> Stage:
+def replan_stage(stage: StageConfig, rows: Sequence[Assignment]) -> StageConfig:
     """Return a later stage as it is planned during the run, with shards as planned."""
     workers = assigned(stage.plan.workers, rows)
     trainer = stage.trainer.reshard([worker.data_share for worker in workers])

@@ -3,8 +3,8 @@
 Each mode is one file and overrides the defaults of the base that its topology requires:
 `ServerRule` and `BarrierRule` in `ashl.topology.parameter_server`, `StepRule` in `.all_reduce`,
 `RoundRule` and `RoamingRule` in `.gossip`, `PairRule` in `.pairs`, `GroupRule` in
-`.group_generator`. `ashl.stage.stage.Rule` holds the attributes that all bases share. `ashl list`
-prints the symbols below with each card.
+`.group_generator`. `ashl.stage.contract.Rule` holds the attributes that all bases share.
+`ashl list` prints the symbols below with each card.
 
 Symbols: w is the global model, x_i the own model of worker i, n the number of workers, d the number
 of model elements. H or H_i is the number of local steps between two exchanges. Δ_i is the change of

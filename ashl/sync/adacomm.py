@@ -28,9 +28,9 @@ from itertools import repeat
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Span, option
 from ashl.plan.plan import WorkerPlan
+from ashl.stage.contract import StageConfig
 from ashl.stage.members import with_local_steps
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import RoundReport, StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
@@ -53,13 +53,13 @@ class AdaComm(BarrierRule, StepRule):
     local_steps: Count
     every_s: Span
 
-    def begin(self, stage: Stage, progress: Progress) -> Period:
+    def begin(self, stage: StageConfig, progress: Progress) -> Period:
         return Period(self.local_steps, self.local_steps, progress.now_s)
 
-    def on_rescale(self, stage: Stage, state: Period, progress: Progress) -> Period:
+    def on_rescale(self, stage: StageConfig, state: Period, progress: Progress) -> Period:
         return state
 
-    def observe(self, stage: Stage, state: Period, progress: Progress, push: Push) -> Period:
+    def observe(self, stage: StageConfig, state: Period, progress: Progress, push: Push) -> Period:
         """Adapt τ once all workers wait, so that all of them receive the same value."""
         if len(progress.waiting) < progress.present:
             return state
@@ -69,15 +69,17 @@ class AdaComm(BarrierRule, StepRule):
         return now_s - state.since_s >= self.every_s
 
     def observe_round(
-        self, stage: Stage, state: Period, progress: Progress, report: RoundReport
+        self, stage: StageConfig, state: Period, progress: Progress, report: RoundReport
     ) -> Period:
         return self._adapt(stage, state, progress, report.now_s, report.due)
 
-    def in_round(self, stage: Stage, state: Period, progress: Progress) -> tuple[WorkerPlan, ...]:
+    def in_round(
+        self, stage: StageConfig, state: Period, progress: Progress
+    ) -> tuple[WorkerPlan, ...]:
         return with_local_steps(stage.plan.workers, repeat(state.local_steps))
 
     def _adapt(
-        self, stage: Stage, state: Period, progress: Progress, now_s: float, due: bool
+        self, stage: StageConfig, state: Period, progress: Progress, now_s: float, due: bool
     ) -> Period:
         rate = stage.trainer.rate(progress.samples)
         top_rate = max(state.top_rate, rate)
@@ -92,6 +94,6 @@ class AdaComm(BarrierRule, StepRule):
         return replace(state, earned=earned, local_steps=steps, since_s=now_s)
 
     def next_assignment(
-        self, stage: Stage, state: Period, progress: Progress, rank: int
+        self, stage: StageConfig, state: Period, progress: Progress, rank: int
     ) -> Assignment:
         return Assignment(local_steps=state.local_steps)

@@ -43,8 +43,8 @@ from dataclasses import dataclass, field, replace
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Positive, Span, option
+from ashl.stage.contract import StageConfig
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.topology.parameter_server import Assignment, ServerRule
 
 Sample = tuple[float, float]  # (seconds, loss)
@@ -82,7 +82,7 @@ class ADSP(ServerRule):
         """Seconds of the first local work, before an exchange is measured."""
         return max(self.floor_s, self.gamma_s / self.commits)
 
-    def begin(self, stage: Stage, progress: Progress) -> Search:
+    def begin(self, stage: StageConfig, progress: Progress) -> Search:
         """Begin the first period with the stage."""
         return Search(
             rate=self.commits,
@@ -93,11 +93,11 @@ class ADSP(ServerRule):
             overhead_s=[0.0] * progress.num_workers,
         )
 
-    def on_rescale(self, stage: Stage, state: Search, progress: Progress) -> Search:
+    def on_rescale(self, stage: StageConfig, state: Search, progress: Progress) -> Search:
         """Begin a new search for another number of workers."""
         return replace(self.begin(stage, progress), searches=state.searches)
 
-    def observe(self, stage: Stage, state: Search, progress: Progress, push: Push) -> Search:
+    def observe(self, stage: StageConfig, state: Search, progress: Progress, push: Push) -> Search:
         now_s = progress.now_s
         state.overhead_s[push.worker] = push.push_s + push.pull_s
         if len(state.samples) * self.gamma_s / 2 <= now_s - state.start_s:
@@ -107,7 +107,7 @@ class ADSP(ServerRule):
         return state
 
     def next_assignment(
-        self, stage: Stage, state: Search, progress: Progress, rank: int
+        self, stage: StageConfig, state: Search, progress: Progress, rank: int
     ) -> Assignment:
         left_s = state.start_s + self.gamma_s - progress.now_s
         owed = state.target - progress.clocks[rank]

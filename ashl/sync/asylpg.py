@@ -49,8 +49,8 @@ from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector
+from ashl.stage.contract import CODEC, FAULT_TOLERANT, StageConfig
 from ashl.stage.progress import LATE, Progress
-from ashl.stage.stage import CODEC, FAULT_TOLERANT, Stage
 from ashl.sync.prox import shrink
 from ashl.topology.local_work import (
     Anchor,
@@ -137,7 +137,7 @@ class Snapshots(Updates):
     rule: AsyLPG
 
     async def make_push(
-        self, ctx: RankContext, stage: Stage, state: WorkerState
+        self, ctx: RankContext, stage: StageConfig, state: WorkerState
     ) -> tuple[Work, Any, float]:
         """Compute the full gradient at a new snapshot, else the encoded difference of a
         minibatch.
@@ -152,14 +152,14 @@ class Snapshots(Updates):
         return work, *await encode_update(ctx, stage, state, work)
 
     async def apply_push(
-        self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
     ) -> bool:
         """Add a full gradient to the mean, or take a step along an encoded difference."""
         return await ctx.compute(
             partial(self.fold_push, stage, state, message), work=1, kind="apply"
         )
 
-    def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
+    def fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
         """Apply a push to the server's state. Returns: True if the model changed."""
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
         if state.rule_state is None:
@@ -184,7 +184,7 @@ class Snapshots(Updates):
         self.renew(stage, state)
         return stepped
 
-    def renew(self, stage: Stage, state: ServerState) -> None:
+    def renew(self, stage: StageConfig, state: ServerState) -> None:
         """Settle the mean of full gradients, and begin a new epoch once all steps are done and all
         workers wait.
         """
@@ -193,30 +193,30 @@ class Snapshots(Updates):
         if not epoch.left and 0 < len(progress.waiting) == progress.present:
             state.rule_state = self.open_epoch(stage, state)
 
-    def without(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         if state.rule_state is None:
             state.rule_state = self.open_epoch(stage, state)
         state.rule_state.owing.discard(rank)
         self.renew(stage, state)
 
-    def with_joined(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         if state.rule_state is None:
             state.rule_state = self.open_epoch(stage, state)
         state.rule_state.owing.add(rank)
         self.renew(stage, state)
 
-    def admission_payload(self, stage: Stage, state: ServerState) -> Any:
+    def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
         return state.rule_state.anchor
 
     async def answer(
-        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
     ) -> Any:
         """Return the snapshot, None if the model still is the snapshot, or the model in few
         bits.
         """
         return await ctx.compute(partial(self.payload, stage, state, rank), work=1, kind="compress")
 
-    def payload(self, stage: Stage, state: ServerState, rank: int) -> Any:
+    def payload(self, stage: StageConfig, state: ServerState, rank: int) -> Any:
         epoch = state.rule_state
         if epoch.gathers:
             return epoch.anchor
@@ -227,7 +227,7 @@ class Snapshots(Updates):
         )
         return write_model(state.params, epoch.anchor, context, self.rule.mu)
 
-    def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
         """Return the model after a pull; a dense payload is a snapshot."""
         if body.nbytes == stage.trainer.dense_bytes and not is_encoded(body):
             state.anchor = None
@@ -236,7 +236,7 @@ class Snapshots(Updates):
             return state.params
         return stage.link.move_from_codec(read_model(body, stage.trainer.num_params))
 
-    def open_epoch(self, stage: Stage, state: ServerState) -> Epoch:
+    def open_epoch(self, stage: StageConfig, state: ServerState) -> Epoch:
         """Begin an epoch; without `epoch_steps` it takes as many minibatches as the data set
         has.
         """

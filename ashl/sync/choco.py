@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from ashl.errors import UsageError
 from ashl.option import Count, Positive, option
 from ashl.size_only import Vector
-from ashl.stage.stage import CODEC, FAULT_TOLERANT, Stage
+from ashl.stage.contract import CODEC, FAULT_TOLERANT, StageConfig
 from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix
 from ashl.topology.graph import Round
 from ashl.topology.local_work import context_of, report_health
@@ -66,7 +66,7 @@ class Choco(RoundRule):
                 " change from round to round; take for example topology.graph=exponential"
             )
 
-    def begin(self, stage: Stage, state: RoundState, rank: int) -> Replicas:
+    def begin(self, stage: StageConfig, state: RoundState, rank: int) -> Replicas:
         first = stage.trainer.init()[0] if state.version == 0 else None
         return Replicas(first, first)
 

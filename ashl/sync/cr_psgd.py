@@ -26,9 +26,9 @@ from pydantic import Field
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Number, option
 from ashl.plan.plan import WorkerPlan
+from ashl.stage.contract import StageConfig
 from ashl.stage.members import with_batches
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import RoundReport, StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
@@ -50,32 +50,34 @@ class CRPSGD(BarrierRule, StepRule):
     growth: Annotated[float, Number, Field(ge=1, le=1e6)]  # ρ
     max_batch: Count | None
 
-    def begin(self, stage: Stage, progress: Progress) -> Growth:
+    def begin(self, stage: StageConfig, progress: Progress) -> Growth:
         return Growth(0, progress.version, progress.samples)
 
-    def on_rescale(self, stage: Stage, state: Growth, progress: Progress) -> Growth:
+    def on_rescale(self, stage: StageConfig, state: Growth, progress: Progress) -> Growth:
         return state
 
-    def observe(self, stage: Stage, state: Growth, progress: Progress, push: Push) -> Growth:
+    def observe(self, stage: StageConfig, state: Growth, progress: Progress, push: Push) -> Growth:
         if progress.version == state.version:  # no merge since
             return state
         return state._replace(t=state.t + 1, version=progress.version)
 
     def next_assignment(
-        self, stage: Stage, state: Growth, progress: Progress, rank: int
+        self, stage: StageConfig, state: Growth, progress: Progress, rank: int
     ) -> Assignment:
         return Assignment(local_steps=1, batch=self._batch(stage, state.t, rank))
 
     def observe_round(
-        self, stage: Stage, state: Growth, progress: Progress, report: RoundReport
+        self, stage: StageConfig, state: Growth, progress: Progress, report: RoundReport
     ) -> Growth:
         return state._replace(t=state.t + 1, version=progress.version)
 
-    def in_round(self, stage: Stage, state: Growth, progress: Progress) -> tuple[WorkerPlan, ...]:
+    def in_round(
+        self, stage: StageConfig, state: Growth, progress: Progress
+    ) -> tuple[WorkerPlan, ...]:
         batches = (self._batch(stage, state.t, rank) for rank in stage.workers)
         return with_batches(stage.plan.workers, batches)
 
-    def _batch(self, stage: Stage, t: int, rank: int) -> int:
+    def _batch(self, stage: StageConfig, t: int, rank: int) -> int:
         """Return ⌊ρ^t·B_i⌋, at most the largest allowed batch and at least B_i."""
         first = stage.worker(rank).batch
         limit = stage.trainer.shard_size(rank) if self.max_batch is None else self.max_batch

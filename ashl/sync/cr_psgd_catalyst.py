@@ -24,9 +24,9 @@ from typing import Any
 from ashl.aggregate.weighted import Push
 from ashl.optimizer.absent import plus
 from ashl.option import Count, Positive, option
+from ashl.stage.contract import StageConfig
 from ashl.stage.members import survivors
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.sync.cr_psgd import CRPSGD, Growth
 from ashl.topology.all_reduce import RoundReport
 
@@ -38,25 +38,25 @@ class CRPSGDCatalyst(CRPSGD):
     theta: Positive
     budget: Count  # samples
 
-    def observe(self, stage: Stage, state: Growth, progress: Progress, push: Push) -> Growth:
+    def observe(self, stage: StageConfig, state: Growth, progress: Progress, push: Push) -> Growth:
         grown = super().observe(stage, state, progress, push)
         return grown if grown == state else self._within_budget(stage, grown, progress)
 
     def observe_round(
-        self, stage: Stage, state: Growth, progress: Progress, report: RoundReport
+        self, stage: StageConfig, state: Growth, progress: Progress, report: RoundReport
     ) -> Growth:
         return self._within_budget(
             stage, super().observe_round(stage, state, progress, report), progress
         )
 
-    def _within_budget(self, stage: Stage, grown: Growth, progress: Progress) -> Growth:
+    def _within_budget(self, stage: StageConfig, grown: Growth, progress: Progress) -> Growth:
         """Return the growth after a merge: that of this run, or the start of the next one."""
         present = survivors(stage, progress.gone)
         following = sum(self._batch(stage, grown.t, rank) for rank in present)
         over = progress.samples - grown.since + following > self.budget
         return Growth(0, progress.version, progress.samples) if over else grown
 
-    def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
+    def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         """Take the optimizer step. The outer state, unused when gradients are merged, holds y."""
         y = state.outer_state if state.rule_state.t else state.params
         update = plus(update, (state.params - y) * self.theta)

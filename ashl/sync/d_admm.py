@@ -44,7 +44,7 @@ from ashl.optimizer.absent import plus
 from ashl.option import Count, Natural, Positive, option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
-from ashl.stage.stage import GO, STOP, Stage
+from ashl.stage.contract import GO, STOP, StageConfig
 from ashl.topology.coordinator import (
     RoamingState,
     apply_signal,
@@ -78,7 +78,7 @@ class DADMM(RoamingRule):
                 f" at most {most}, or null for all of them"
             )
 
-    async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
+    async def worker(self, ctx: RankContext, stage: StageConfig, state: RoamingState) -> int:
         return await worker(ctx, stage, state, self)
 
 
@@ -205,7 +205,7 @@ def augment_trainer(trainer: Any, edges: Edges, params: Vector, rho: float) -> A
     return Augmented(trainer, edges.dual, 2 * rho * len(nearest), target)
 
 
-def iterations_left(ctx: RankContext, stage: Stage, rule: DADMM) -> float:
+def iterations_left(ctx: RankContext, stage: StageConfig, rule: DADMM) -> float:
     """Return how many iterations the stop limits leave; infinity unless all workers are synchronous
     from the start of the run.
     """
@@ -216,7 +216,7 @@ def iterations_left(ctx: RankContext, stage: Stage, rule: DADMM) -> float:
     return math.ceil(left[0] / left[1]) if left and in_step else math.inf
 
 
-async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADMM) -> int:
+async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule: DADMM) -> int:
     """Iterate until the coordinator ends the stage. Returns: the final signal."""
     state.enter(stage, ctx.members, ctx.rank)
     graph = graph_of(stage, ctx.members.ranks)
@@ -251,7 +251,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADM
 
 
 async def await_iteration(
-    ctx: RankContext, stage: Stage, state: RoamingState, rule: DADMM, last: float
+    ctx: RankContext, stage: StageConfig, state: RoamingState, rule: DADMM, last: float
 ) -> None:
     """Reach the safe point, then wait until the next iteration may begin or the stage ends."""
     edges: Edges = state.rule_state
@@ -262,13 +262,15 @@ async def await_iteration(
         await on_message(ctx, stage, state)
 
 
-async def receive_arrived(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
+async def receive_arrived(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
     """Receive every message that has arrived by now."""
     while await on_message(ctx, stage, state, before_s=ctx.now):
         pass
 
 
-async def exchange_last_iterations(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
+async def exchange_last_iterations(
+    ctx: RankContext, stage: StageConfig, state: RoamingState
+) -> None:
     """Announce the last iteration to all neighbours, and wait for their models up to their last."""
     edges: Edges = state.rule_state
     for peer in edges.heard:
@@ -279,7 +281,7 @@ async def exchange_last_iterations(ctx: RankContext, stage: Stage, state: Roamin
 
 
 async def on_message(
-    ctx: RankContext, stage: Stage, state: RoamingState, before_s: float = math.inf
+    ctx: RankContext, stage: StageConfig, state: RoamingState, before_s: float = math.inf
 ) -> bool:
     """Receive a neighbour's model, its last iteration, or a control signal of the coordinator.
 

@@ -30,8 +30,8 @@ from typing import ClassVar, Literal, NamedTuple
 from ashl.aggregate.weighted import Push
 from ashl.errors import UsageError
 from ashl.option import Count, Duration, option
+from ashl.stage.contract import StageConfig
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.topology.parameter_server import ServerRule
 
 
@@ -61,17 +61,23 @@ class Decoupled(ServerRule):
             )
         return num_workers + 1  # `closes_s` decides on a merge, and the number of pushes never does
 
-    def begin(self, stage: Stage, progress: Progress) -> Gathered:
+    def begin(self, stage: StageConfig, progress: Progress) -> Gathered:
         return Gathered(progress.version)
 
-    def observe(self, stage: Stage, state: Gathered, progress: Progress, push: Push) -> Gathered:
+    def observe(
+        self, stage: StageConfig, state: Gathered, progress: Progress, push: Push
+    ) -> Gathered:
         now = self._held_pushes(state, progress)
         return self._note_quorum(now._replace(learners=(*now.learners, push.worker)), progress)
 
-    def with_joined(self, stage: Stage, state: Gathered, progress: Progress, rank: int) -> Gathered:
+    def with_joined(
+        self, stage: StageConfig, state: Gathered, progress: Progress, rank: int
+    ) -> Gathered:
         return self.without(stage, state, progress, rank)
 
-    def without(self, stage: Stage, state: Gathered, progress: Progress, rank: int) -> Gathered:
+    def without(
+        self, stage: StageConfig, state: Gathered, progress: Progress, rank: int
+    ) -> Gathered:
         now = self._held_pushes(state, progress)
         return self._note_quorum(
             now._replace(learners=tuple(other for other in now.learners if other != rank)), progress

@@ -29,8 +29,8 @@ from pydantic import Field
 from ashl.aggregate.weighted import Push
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
+from ashl.stage.contract import StageConfig
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.topology.parameter_server import ServerRule
 
 
@@ -58,7 +58,7 @@ class DSSP(ServerRule):
                 " sync.s_low=3 sync.s_high=15"
             )
 
-    def begin(self, stage: Stage, progress: Progress) -> Controller:
+    def begin(self, stage: StageConfig, progress: Progress) -> Controller:
         n = progress.num_workers
         start_s = progress.now_s
         return Controller([(start_s, start_s)] * n, [0] * n)
@@ -73,7 +73,7 @@ class DSSP(ServerRule):
         return ready
 
     def observe(
-        self, stage: Stage, state: Controller, progress: Progress, push: Push
+        self, stage: StageConfig, state: Controller, progress: Progress, push: Push
     ) -> Controller:
         """Note the time of the push and decide if its worker may exceed the lower bound."""
         worker = push.worker
@@ -98,7 +98,7 @@ class DSSP(ServerRule):
         return state
 
     def with_joined(
-        self, stage: Stage, state: Controller, progress: Progress, rank: int
+        self, stage: StageConfig, state: Controller, progress: Progress, rank: int
     ) -> Controller:
         """Let a rejoining worker begin as at the start of a stage."""
         state.times[rank], state.credit[rank] = (progress.now_s, progress.now_s), 0

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal
 from ashl.option import Count, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.stage import FAULT_TOLERANT, Stage
+from ashl.stage.contract import FAULT_TOLERANT, StageConfig
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
@@ -58,14 +58,14 @@ class Springs(Updates):
     alpha: float
 
     async def make_push(
-        self, ctx: RankContext, stage: Stage, state: WorkerState
+        self, ctx: RankContext, stage: StageConfig, state: WorkerState
     ) -> tuple[Work, Any, float]:
         work = await local_work(ctx, stage, state)
         state.params = state.params + work.body
         return work, state.params, work.loss
 
     async def apply_push(
-        self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
     ) -> bool:
         return await ctx.compute(partial(self.pull_model, state, message), work=1, kind="apply")
 
@@ -78,9 +78,9 @@ class Springs(Updates):
         return True
 
     async def answer(
-        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
     ) -> Any:
         return state.rule_state
 
-    def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
         return state.params - body

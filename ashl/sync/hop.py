@@ -35,7 +35,7 @@ from ashl.option import Count, Natural, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import GO, PAUSE, STOP, Stage
+from ashl.stage.contract import GO, PAUSE, STOP, StageConfig
 from ashl.topology.coordinator import (
     RoamingState,
     apply_signal,
@@ -95,7 +95,7 @@ class Hop(RoamingRule):
                 + ("" if self.backups else ", or sync.backups=1")
             )
 
-    async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
+    async def worker(self, ctx: RankContext, stage: StageConfig, state: RoamingState) -> int:
         return await worker(ctx, stage, state, self)
 
 
@@ -131,7 +131,7 @@ def mix_by_age(
     return result
 
 
-async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop) -> int:
+async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule: Hop) -> int:
     """Iterate until the coordinator ends the stage. Returns: the final signal."""
     state.enter(stage, ctx.members, ctx.rank)
     near = graph_of(stage, ctx.members.ranks).neighbours[ctx.rank]
@@ -167,7 +167,9 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop)
     return close_worker(ctx, stage, state, dropped)
 
 
-async def begin_iteration(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop) -> Work:
+async def begin_iteration(
+    ctx: RankContext, stage: StageConfig, state: RoamingState, rule: Hop
+) -> Work:
     """Skip iterations if this worker is far behind, send the model, and compute."""
     known: Heard = state.rule_state
     ahead = min((max(sent, default=-1) for sent in known.models.values()), default=known.k)
@@ -181,7 +183,7 @@ async def begin_iteration(ctx: RankContext, stage: Stage, state: RoamingState, r
 
 
 async def end_iteration(
-    ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop, work: Work
+    ctx: RankContext, stage: StageConfig, state: RoamingState, rule: Hop, work: Work
 ) -> None:
     """Average by age, and drop models that are no longer needed."""
     known: Heard = state.rule_state
@@ -199,7 +201,7 @@ async def end_iteration(
     await report_merge(ctx, stage, state, work, max(0, k - oldest))
 
 
-async def receive_in_flight(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
+async def receive_in_flight(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
     """Receive all models that the neighbours have sent, before a pause."""
     known: Heard = state.rule_state
     for peer in known.models:
@@ -210,7 +212,7 @@ async def receive_in_flight(ctx: RankContext, stage: Stage, state: RoamingState)
 
 
 async def on_message(
-    ctx: RankContext, stage: Stage, state: RoamingState, before_s: float = math.inf
+    ctx: RankContext, stage: StageConfig, state: RoamingState, before_s: float = math.inf
 ) -> bool:
     """Receive a neighbour's model, its number of models, or a control signal of the coordinator.
 

@@ -33,9 +33,9 @@ from ashl.aggregate.weighted import Push
 from ashl.data.partition import apportion
 from ashl.option import option
 from ashl.plan.plan import WorkerPlan
+from ashl.stage.contract import StageConfig
 from ashl.stage.members import with_batches
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import RoundReport, StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
@@ -59,10 +59,12 @@ class LBBSP(BarrierRule, StepRule):
     tells: ClassVar[bool] = True
     alpha: Annotated[float, Field(gt=0, le=1)]
 
-    def begin(self, stage: Stage, progress: Progress) -> Balance:
+    def begin(self, stage: StageConfig, progress: Progress) -> Balance:
         return Balance()
 
-    def observe(self, stage: Stage, state: Balance, progress: Progress, push: Push) -> Balance:
+    def observe(
+        self, stage: StageConfig, state: Balance, progress: Progress, push: Push
+    ) -> Balance:
         """Update the worker's speed, and all batches once all workers wait."""
         speed = push.samples / (push.steps * push.step_s)
         known = state.speeds.get(push.worker, speed)
@@ -70,7 +72,7 @@ class LBBSP(BarrierRule, StepRule):
         return self.without(stage, state, progress, push.worker)
 
     def observe_round(
-        self, stage: Stage, state: Balance, progress: Progress, report: RoundReport
+        self, stage: StageConfig, state: Balance, progress: Progress, report: RoundReport
     ) -> Balance:
         speeds = dict(state.speeds)
         present = [rank for rank, step_s in enumerate(report.step_s) if step_s]
@@ -81,12 +83,14 @@ class LBBSP(BarrierRule, StepRule):
         sizes = share_out(whole_batch(stage), [speeds[rank] for rank in present])
         return Balance(speeds, dict(zip(present, sizes, strict=True)))
 
-    def in_round(self, stage: Stage, state: Balance, progress: Progress) -> tuple[WorkerPlan, ...]:
+    def in_round(
+        self, stage: StageConfig, state: Balance, progress: Progress
+    ) -> tuple[WorkerPlan, ...]:
         planned = enumerate(stage.plan.workers)
         batches = (state.batches.get(rank, worker.batch) for rank, worker in planned)
         return with_batches(stage.plan.workers, batches)
 
-    def without(self, stage: Stage, state: Balance, progress: Progress, rank: int) -> Balance:
+    def without(self, stage: StageConfig, state: Balance, progress: Progress, rank: int) -> Balance:
         """Share out the total batch among the running workers once all of them wait."""
         if progress.waiting and len(progress.waiting) == progress.present:
             present = sorted(progress.waiting)
@@ -95,13 +99,13 @@ class LBBSP(BarrierRule, StepRule):
         return state
 
     def next_assignment(
-        self, stage: Stage, state: Balance, progress: Progress, rank: int
+        self, stage: StageConfig, state: Balance, progress: Progress, rank: int
     ) -> Assignment:
         # 0, the planned batch, for a worker that has just joined
         return Assignment(local_steps=1, batch=state.batches.get(rank, 0))
 
 
-def whole_batch(stage: Stage) -> int:
+def whole_batch(stage: StageConfig) -> int:
     """Return the samples of all workers in a step."""
     return sum(worker.batch for worker in stage.plan.workers)
 

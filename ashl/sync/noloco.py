@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.size_only import SizeOnly, Vector, halves, joined
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState
 from ashl.topology.graph import MemberGraph, matching
 
@@ -41,7 +41,7 @@ class NoLoCo(RoundRule):
     beta: Positive
     gamma: NonNegative
 
-    def begin(self, stage: Stage, state: RoundState, rank: int) -> Any:
+    def begin(self, stage: StageConfig, state: RoundState, rank: int) -> Any:
         """Return δ = 0."""
         return state.params * 0.0
 

@@ -29,7 +29,7 @@ from ashl.optimizer.adam import descended as stepped
 from ashl.option import option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
+from ashl.stage.contract import CODEC, FAULT_TOLERANT, WEIGHTS, StageConfig
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.local_work import Work, WorkerState, local_work
 
@@ -42,10 +42,10 @@ class OneBitAdam(StepRule):
     after_adam: ClassVar[bool] = True
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, FAULT_TOLERANT, WEIGHTS})
 
-    def work(self) -> Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]:
+    def work(self) -> Callable[[RankContext, StageConfig, WorkerState], Awaitable[Work]]:
         return momentum
 
-    def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
+    def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         if isinstance(update, SizeOnly):
             return state.moments, state.outer_state, state.params
         count, _, second = state.moments
@@ -57,7 +57,7 @@ class OneBitAdam(StepRule):
 
 
 def descend(
-    stage: Stage, params: Any, moments: Any, momentum: Any, lr: float, steps: int = 1
+    stage: StageConfig, params: Any, moments: Any, momentum: Any, lr: float, steps: int = 1
 ) -> Any:
     """Return the model after `steps` steps whose momenta add up to `momentum`, over the present
     variance.
@@ -68,7 +68,7 @@ def descend(
     return stepped(kept, momentum, moments[2], lr, moments[0], beta1, beta2, eps)
 
 
-async def momentum(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
+async def momentum(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
     """Return this worker's local work with its momentum β1·m + (1 − β1)·g_i as the payload."""
     work = await local_work(ctx, stage, state)
     if isinstance(work.body, SizeOnly):

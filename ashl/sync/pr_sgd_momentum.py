@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from ashl.option import Count, option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, halves, joined
-from ashl.stage.stage import FAULT_TOLERANT, OUTER, WEIGHTS, Stage
+from ashl.stage.contract import FAULT_TOLERANT, OUTER, WEIGHTS, StageConfig
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.parameter_server import BarrierRule, ServerState, Updates
@@ -41,13 +41,13 @@ class PRSGDMomentum(BarrierRule, StepRule):
     supports: ClassVar[frozenset[str]] = frozenset({WEIGHTS, OUTER, FAULT_TOLERANT})
     local_steps: Count
 
-    def work(self) -> Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]:
+    def work(self) -> Callable[[RankContext, StageConfig, WorkerState], Awaitable[Work]]:
         return with_momentum
 
     def messages(self) -> WithMomentum:
         return WITH_MOMENTUM
 
-    def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
+    def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         moved, turned = halves(update)
         moments = state.moments if isinstance(turned, SizeOnly) else (state.moments[0] + turned,)
         return moments, *stage.outer.step(state.outer_state, state.params, moved, lr)
@@ -57,24 +57,24 @@ class WithMomentum(Updates):
     """Messages: the changes of model and momentum in pushes, both averages in pulls."""
 
     async def make_push(
-        self, ctx: RankContext, stage: Stage, state: WorkerState
+        self, ctx: RankContext, stage: StageConfig, state: WorkerState
     ) -> tuple[Work, Any, float]:
         work = await with_momentum(ctx, stage, state)
         return work, stage.aggregate.clip(work.body), work.loss
 
     async def answer(
-        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
     ) -> Any:
         return self.admission_payload(stage, state) if changed else None
 
-    def admission_payload(self, stage: Stage, state: ServerState) -> Any:
+    def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
         return joined(state.params, state.moments[0] if state.moments else state.params)
 
     def apply_admission(self, state: WorkerState, body: Any) -> None:
         params, momentum = halves(body)
         state.params, state.moments = params, state.moments and (momentum,)
 
-    def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
         self.apply_admission(state, body)
         return state.params
 
@@ -82,7 +82,7 @@ class WithMomentum(Updates):
 WITH_MOMENTUM = WithMomentum()
 
 
-async def with_momentum(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
+async def with_momentum(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
     """Compute local work, with the change of the momentum appended to its payload.
 
     The state keeps the momentum from before the work, from which both averages are taken.

@@ -50,7 +50,7 @@ from ashl.plan.profile import TICK_S, CodecCost, WorkerProfile
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import PlanMade, ProfileMeasured
 from ashl.stage.compression_pipeline import CodecState
-from ashl.stage.stage import GO, NEXT, STOP, Loop, Stage
+from ashl.stage.contract import GO, NEXT, STOP, Loop, StageConfig
 from ashl.sync.timing.beside import BESIDE, measure_beside, time_beside
 from ashl.sync.timing.codecs import CODEC, measure_codecs, time_codec
 from ashl.sync.timing.exchanges import (
@@ -92,11 +92,11 @@ class Profiling(BarrierRule):
     per_layer_group: bool
     codecs: tuple[dict[str, Any], ...]
 
-    def loop(self, stage: Stage, rank: int) -> Loop:
+    def loop(self, stage: StageConfig, rank: int) -> Loop:
         return server if rank == stage.server else worker
 
 
-async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
+async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> int:
     """Measure costs at the server's orders, then receive the plan. Returns: the final signal."""
     before = stage.trainer.worker_state(ctx.rank)
     times = await time_steps(
@@ -128,7 +128,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
 
 
 async def execute_order(
-    ctx: RankContext, stage: Stage, state: WorkerState, order: int, value: int, count: int
+    ctx: RankContext, stage: StageConfig, state: WorkerState, order: int, value: int, count: int
 ) -> tuple[tuple[float, ...], torch.Tensor | None]:
     """Measure what the server orders. Returns: (seconds, further seconds as a tensor or None).
 
@@ -152,7 +152,12 @@ async def execute_order(
 
 
 async def time_steps(
-    ctx: RankContext, stage: Stage, state: WorkerState, steps: int, *, distribution: bool = False
+    ctx: RankContext,
+    stage: StageConfig,
+    state: WorkerState,
+    steps: int,
+    *,
+    distribution: bool = False,
 ) -> list[float]:
     """Return the seconds of at least one local step, after a warm-up step; of many for a
     distribution.
@@ -181,7 +186,7 @@ async def time_steps(
     return times
 
 
-async def time_encoding(ctx: RankContext, stage: Stage, state: WorkerState) -> float:
+async def time_encoding(ctx: RankContext, stage: StageConfig, state: WorkerState) -> float:
     """Return the seconds of encoding a dense vector."""
     context = EncodeContext(
         min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, ctx.rank
@@ -194,7 +199,7 @@ async def time_encoding(ctx: RankContext, stage: Stage, state: WorkerState) -> f
 
 
 async def time_passes(
-    ctx: RankContext, stage: Stage, state: WorkerState, times: int
+    ctx: RankContext, stage: StageConfig, state: WorkerState, times: int
 ) -> torch.Tensor:
     """Return the seconds of forward of each layer group, then of backward, both in backward order.
 
@@ -215,7 +220,7 @@ async def time_passes(
     return torch.tensor([*middle[:count][::-1], *middle[count:]], dtype=torch.float64)
 
 
-async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
+async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> int:
     """Order all measurements, make the profile and the plan, and send the plan to all workers.
 
     Returns: the final signal, STOP if the run ends before all is measured.
@@ -246,7 +251,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
 
 
 async def measure_all(
-    ctx: RankContext, stage: Stage, state: ServerState
+    ctx: RankContext, stage: StageConfig, state: ServerState
 ) -> tuple[
     tuple[WorkerProfile, ...],
     float,
@@ -295,7 +300,7 @@ async def measure_all(
 
 
 async def add_lines(
-    ctx: RankContext, stage: Stage, worker: WorkerProfile, rank: int
+    ctx: RankContext, stage: StageConfig, worker: WorkerProfile, rank: int
 ) -> WorkerProfile:
     """Return the worker's profile with the costs of messages to and from the server by their
     bytes.
@@ -307,7 +312,7 @@ async def add_lines(
 
 
 async def measure_line(
-    ctx: RankContext, stage: Stage, what: int, members: Sequence[int], budget_s: float
+    ctx: RankContext, stage: StageConfig, what: int, members: Sequence[int], budget_s: float
 ) -> list[AlphaBeta]:
     """Return the fitted costs of messages by their bytes, one per kind that the workers time.
 
@@ -357,7 +362,7 @@ def row_of(worker: WorkerPlan) -> list[float]:
 
 
 def worker_profile(
-    stage: Stage,
+    stage: StageConfig,
     rank: int,
     steps: tuple[float, ...],
     alone: Sequence[tuple[float, ...]],

@@ -19,9 +19,9 @@ from typing import Literal
 
 from ashl.option import Count, Positive, option
 from ashl.plan.plan import WorkerPlan
+from ashl.stage.contract import StageConfig
 from ashl.stage.members import with_local_steps
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
@@ -35,18 +35,20 @@ class QSR(BarrierRule, StepRule):
     h_max: Count
 
     def next_assignment(
-        self, stage: Stage, state: None, progress: Progress, rank: int
+        self, stage: StageConfig, state: None, progress: Progress, rank: int
     ) -> Assignment:
         return Assignment(local_steps=self._steps(stage, progress, stage.worker(rank).local_steps))
 
-    def in_round(self, stage: Stage, state: None, progress: Progress) -> tuple[WorkerPlan, ...]:
+    def in_round(
+        self, stage: StageConfig, state: None, progress: Progress
+    ) -> tuple[WorkerPlan, ...]:
         workers = stage.plan.workers
         if not progress.slowest:
             return workers
         steps = (self._steps(stage, progress, worker.local_steps) for worker in workers)
         return with_local_steps(workers, steps)
 
-    def _steps(self, stage: Stage, progress: Progress, planned: int) -> int:
+    def _steps(self, stage: StageConfig, progress: Progress, planned: int) -> int:
         """Return the present H of a worker whose planned H is `planned`."""
         base = stage.plan.h_preset or planned
         lr = stage.trainer.rate(max(progress.samples, stage.trainer.warmup_samples))

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 from ashl.option import Count, option
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import Vector
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, numbers_of
 from ashl.topology.graph import Edge, MemberGraph, Sources, depths, edge, sources_of
 
@@ -57,7 +57,7 @@ class RelaySum(RoundRule):
 
     local_steps: Count | Literal["plan"]
 
-    def begin(self, stage: Stage, state: RoundState, rank: int) -> Relay:
+    def begin(self, stage: StageConfig, state: RoundState, rank: int) -> Relay:
         return Relay(state.params, {})
 
     def sources(self, graph: MemberGraph, rank: int, k: int) -> tuple[int, ...]:

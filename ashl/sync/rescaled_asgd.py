@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, option
+from ashl.stage.contract import StageConfig
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.topology.parameter_server import ServerRule
 
 CYCLE_WEIGHT = 0.2  # weight of a new cycle in the moving average
@@ -47,10 +47,10 @@ class RescaledASGD(ServerRule):
 
     local_steps: Count | Literal["plan"]
 
-    def begin(self, stage: Stage, progress: Progress) -> Cycles:
+    def begin(self, stage: StageConfig, progress: Progress) -> Cycles:
         return Cycles()
 
-    def observe(self, stage: Stage, state: Cycles, progress: Progress, push: Push) -> Cycles:
+    def observe(self, stage: StageConfig, state: Cycles, progress: Progress, push: Push) -> Cycles:
         worker = push.worker
         last = state.pushed_s.get(worker)
         if last is not None:
@@ -59,7 +59,7 @@ class RescaledASGD(ServerRule):
         state.pushed_s[worker] = progress.now_s
         return state
 
-    def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
+    def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         cycles = state.rule_state.cycle_s
         worker = state.progress.latest
         if worker in cycles and (total := math.fsum(cycles.values())):

@@ -39,9 +39,9 @@ from ashl.option import option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
+from ashl.stage.contract import CODEC, FAULT_TOLERANT, WEIGHTS, StageConfig
 from ashl.stage.members import member_weights, survivors
 from ashl.stage.progress import FAILURE, Progress
-from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 Sums = dict[int, Push]  # by worker: G_i with its b_i steps and their samples
@@ -93,7 +93,7 @@ class Ringleader(ServerRule):
     whole_steps: ClassVar[bool] = True
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, FAULT_TOLERANT})
 
-    def begin(self, stage: Stage, progress: Progress) -> Table:
+    def begin(self, stage: StageConfig, progress: Progress) -> Table:
         return Table().open_round(survivors(stage, progress.gone))
 
     def messages(self) -> Gradients:
@@ -106,13 +106,13 @@ class Gradients(Updates):
     """
 
     async def apply_push(
-        self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
     ) -> bool:
         return await ctx.compute(
             partial(self.fold_push, stage, state, message), work=1, kind="apply"
         )
 
-    def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
+    def fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
         """Apply a push to the server's state. Returns: True if the model stepped."""
         table, progress, worker = state.rule_state, state.progress, message.src
         steps, samples, loss, version, *_ = message.meta
@@ -133,10 +133,10 @@ class Gradients(Updates):
         progress.merge()
         return True
 
-    def with_joined(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         self.renew(stage, state)
 
-    def without(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         progress = state.progress
         for own in state.rule_state.forget(rank):
             progress.take_back(rank, own.steps, own.steps, own.samples)
@@ -144,13 +144,13 @@ class Gradients(Updates):
                 progress.count_dropped(rank, 1, FAILURE)
         self.renew(stage, state)
 
-    def renew(self, stage: Stage, state: ServerState) -> None:
+    def renew(self, stage: StageConfig, state: ServerState) -> None:
         """Begin the next round once every worker has had its step."""
         if not state.rule_state.due:
             state.rule_state = state.rule_state.open_round(survivors(stage, state.progress.gone))
 
     async def answer(
-        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
     ) -> Any:
         return state.params if state.rule_state.stepped == rank else None
 

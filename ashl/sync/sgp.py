@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from ashl.option import Count, Natural, option
 from ashl.runtime.effects import Message
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, numbers_of
 
 
@@ -48,7 +48,7 @@ class SGP(RoundRule):
     def lag(self) -> int:
         return self.overlap
 
-    def begin(self, stage: Stage, state: RoundState, rank: int) -> Mass:
+    def begin(self, stage: StageConfig, state: RoundState, rank: int) -> Mass:
         return Mass(state.params, 1.0)
 
     async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:

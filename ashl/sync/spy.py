@@ -51,7 +51,7 @@ from ashl.option import NonNegative, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.sync.prox import shrink
 from ashl.topology.local_work import Work, WorkerState, estimate_gradient
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
@@ -85,7 +85,7 @@ class SparseModels(Updates):
     rule: SPY
 
     async def make_push(
-        self, ctx: RankContext, stage: Stage, state: WorkerState
+        self, ctx: RankContext, stage: StageConfig, state: WorkerState
     ) -> tuple[Work, Any, float]:
         """Compute a gradient and the encoded change of the worker's point."""
         start = ctx.now
@@ -103,14 +103,14 @@ class SparseModels(Updates):
         return work, body, loss
 
     async def apply_push(
-        self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
     ) -> bool:
         """Update x̄ and x by a push."""
         return await ctx.compute(
             partial(self.fold_push, stage, state, message), work=1, kind="apply"
         )
 
-    def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
+    def fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
         """Update x̄ and x in the server's state. Returns: True."""
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
         mean = state.params if state.rule_state is None else state.rule_state
@@ -127,12 +127,12 @@ class SparseModels(Updates):
         return True
 
     async def answer(
-        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
     ) -> Any:
         """Return the model, encoded by its non-zero elements."""
         return await ctx.compute(partial(whole_model, state.params), work=1, kind="compress")
 
-    def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
         if isinstance(body, SizeOnly):
             return state.params
         return (

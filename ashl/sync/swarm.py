@@ -37,7 +37,7 @@ from ashl.compression.payload import read_payload, write_payload
 from ashl.learn.device import to_device, to_host
 from ashl.option import Count, Number, option
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.topology.coordinator import RoamingState
 from ashl.topology.graph import MemberGraph
 from ashl.topology.pairs import PairRule
@@ -58,7 +58,7 @@ class Swarm(PairRule):
         """Return the neighbours that this worker may ask: all of them."""
         return graph.neighbours[rank]
 
-    def encode_model(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
+    def encode_model(self, stage: StageConfig, state: RoamingState, rank: int, asks: bool) -> Any:
         x = state.params
         apart = state.rule_state  # largest difference of an element at the last exchange
         if self.bits is None:

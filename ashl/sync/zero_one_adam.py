@@ -40,9 +40,9 @@ from ashl.option import Count, option
 from ashl.plan.plan import WorkerPlan
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
+from ashl.stage.contract import CODEC, FAULT_TOLERANT, WEIGHTS, StageConfig
 from ashl.stage.members import with_local_steps
 from ashl.stage.progress import Progress
-from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
 from ashl.sync.one_bit_adam import descend
 from ashl.topology.all_reduce import PeerState, StepRule
 from ashl.topology.local_work import Work, WorkerState, next_batch, trainer_of
@@ -59,10 +59,10 @@ class ZeroOneAdam(StepRule):
     local_step_scaler: Count
     local_step_clipper: Count
 
-    def work(self) -> Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]:
+    def work(self) -> Callable[[RankContext, StageConfig, WorkerState], Awaitable[Work]]:
         return momenta
 
-    def sums_whole(self, stage: Stage, progress: Progress) -> bool:
+    def sums_whole(self, stage: StageConfig, progress: Progress) -> bool:
         at, gap = merges(stage, progress), 1
         if at >= self.freeze_step:
             return False
@@ -71,7 +71,9 @@ class ZeroOneAdam(StepRule):
             gap *= 2
         return at % gap == gap - 1
 
-    def in_round(self, stage: Stage, state: None, progress: Progress) -> tuple[WorkerPlan, ...]:
+    def in_round(
+        self, stage: StageConfig, state: None, progress: Progress
+    ) -> tuple[WorkerPlan, ...]:
         steps = self._steps_at(merges(stage, progress) - self.freeze_step)
         return with_local_steps(stage.plan.workers, repeat(steps))
 
@@ -85,7 +87,7 @@ class ZeroOneAdam(StepRule):
             steps = min(2 * steps, self.local_step_clipper)
         return steps
 
-    def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
+    def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         if isinstance(update, SizeOnly):
             return state.moments, state.outer_state, state.params
         if self.sums_whole(stage, state.progress):
@@ -96,12 +98,12 @@ class ZeroOneAdam(StepRule):
         return (count, update / steps, second), state.outer_state, params
 
 
-def merges(stage: Stage, progress: Progress) -> int:
+def merges(stage: StageConfig, progress: Progress) -> int:
     """Return the merges of this stage so far."""
     return (progress.total_commits - progress.started.commits) // stage.num_workers
 
 
-async def momenta(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
+async def momenta(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
     """Compute a gradient for a whole step, else the sum of the momenta of H steps."""
     assert isinstance(state, PeerState)
     start, lr = ctx.now, stage.trainer.rate(state.samples)
@@ -120,7 +122,7 @@ async def momenta(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
 
 
 def momentum(
-    stage: Stage,
+    stage: StageConfig,
     trainer: Any,
     params: Any,
     moments: Any,

@@ -47,6 +47,20 @@ from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.contract import (
+    CODEC,
+    DELAY,
+    FAULT_TOLERANT,
+    OUTER,
+    OVERLAP,
+    STATISTICS,
+    WEIGHTS,
+    Loop,
+    Network,
+    Rule,
+    StageConfig,
+    Topology,
+)
 from ashl.stage.members import (
     Remaining,
     assign,
@@ -61,20 +75,6 @@ from ashl.stage.members import (
 from ashl.stage.process_group import ProcessGroup
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import RUN_START, Progress, ProgressMark
-from ashl.stage.stage import (
-    CODEC,
-    DELAY,
-    FAULT_TOLERANT,
-    OUTER,
-    OVERLAP,
-    STATISTICS,
-    WEIGHTS,
-    Loop,
-    Network,
-    Rule,
-    Stage,
-    Topology,
-)
 from ashl.topology.buckets import (
     Part,
     begin_piece,
@@ -103,7 +103,7 @@ from ashl.topology.epochs import (
 from ashl.topology.exchange import BucketEncoder, exchange_update
 from ashl.topology.local_work import Work, WorkerState, local_work
 
-ComputeWork = Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]
+ComputeWork = Callable[[RankContext, StageConfig, WorkerState], Awaitable[Work]]
 
 
 class RoundReport(NamedTuple):
@@ -134,7 +134,7 @@ class StepRule(Rule, contract=True):
     # if True, one more small all-reduce a round tells every worker the step time of each worker
     tells: ClassVar[bool] = False
 
-    def begin(self, stage: Stage, progress: Progress) -> Any:
+    def begin(self, stage: StageConfig, progress: Progress) -> Any:
         """Return the mode's state at the start of a stage.
 
         Between processes only times in it may differ from worker to worker.
@@ -150,12 +150,14 @@ class StepRule(Rule, contract=True):
         return False
 
     def observe_round(
-        self, stage: Stage, state: Any, progress: Progress, report: RoundReport
+        self, stage: StageConfig, state: Any, progress: Progress, report: RoundReport
     ) -> Any:
         """Return the mode's state after a merge; `state` itself is never changed."""
         return state
 
-    def in_round(self, stage: Stage, state: Any, progress: Progress) -> tuple[WorkerPlan, ...]:
+    def in_round(
+        self, stage: StageConfig, state: Any, progress: Progress
+    ) -> tuple[WorkerPlan, ...]:
         """Return the work of all workers in the next round: their H and batches, by rank."""
         return stage.plan.workers
 
@@ -181,11 +183,11 @@ class AllReduce(Topology):
     # the default lets a user's subclass omit the option
     algorithm: Algorithm | None = None
 
-    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         """Return the peers of point-to-point messages; none if the codec has no own protocol."""
         return stage.link.peers(rank, stage.num_workers)
 
-    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
         """Return the time (ns) of one exchange: an all-reduce or an all-gather.
 
         An all-gather pads every payload to the longest one. With fragments: the maximum over all
@@ -199,7 +201,7 @@ class AllReduce(Topology):
             return network.all_reduce_ns(stage.workers, nbytes, 0)
         return network.all_gather_ns(stage.workers, stage.num_workers * longest_payload(stage), 0)
 
-    def begin(self, ctx: RankContext, stage: Stage) -> PeerState:
+    def begin(self, ctx: RankContext, stage: StageConfig) -> PeerState:
         n = stage.num_workers
         return PeerState(
             *stage.trainer.init(),
@@ -209,17 +211,17 @@ class AllReduce(Topology):
     async def reform(
         self,
         ctx: RankContext,
-        stages: Sequence[Stage],
+        stages: Sequence[StageConfig],
         saved: tuple[int, PeerState] | None,
         epoch: Epoch,
     ) -> tuple[int, PeerState]:
         return await reform(ctx, stages, saved, epoch)
 
-    def role(self, stage: Stage, rank: int) -> Loop:
+    def role(self, stage: StageConfig, rank: int) -> Loop:
         return worker
 
 
-def longest_payload(stage: Stage) -> int:
+def longest_payload(stage: StageConfig) -> int:
     """Return the bytes of the longest payload that a worker sends."""
     shares = {worker.compression_ratio for worker in stage.plan.workers}
     return max(stage.codec.encoded_nbytes(share, stage.link.d) for share in shares)
@@ -239,7 +241,7 @@ class PeerState(WorkerState):
     in_time: InTime | None = None
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
 
-    def begin(self, ctx: RankContext, stage: Stage) -> None:
+    def begin(self, ctx: RankContext, stage: StageConfig) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
         if self.entered == stage.index:
             return
@@ -298,7 +300,7 @@ def begin_step(progress: Progress, now_s: float) -> Progress:
     return progress
 
 
-async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
+async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     """Run a worker: compute, exchange, merge, until the stage ends.
 
     A limit on counts ends the stage at its merge. A decision of the lead rank after a merge ends it
@@ -347,7 +349,7 @@ def reason_of(ahead: Ahead, state: PeerState) -> str | None:
     return "next" if state.last and ahead.reason in (None, CHECKPOINT) else ahead.reason
 
 
-def reason_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> str | None:
+def reason_to_send(ctx: RankContext, stage: StageConfig, state: PeerState) -> str | None:
     """Return the lead rank's reason to end the stage or to pause, None elsewhere."""
     return local_stop(ctx, stage, state.progress) if is_lead(ctx) else None
 
@@ -357,7 +359,9 @@ def is_lead(ctx: RankContext) -> bool:
     return ctx.rank == ctx.members.lead_rank
 
 
-def plan_round(stage: Stage, members: Members, rule_state: Any, progress: Progress) -> Assignments:
+def plan_round(
+    stage: StageConfig, members: Members, rule_state: Any, progress: Progress
+) -> Assignments:
     """Return the work of a whole round, as the sync mode sets it."""
     workers = stage.sync.in_round(stage, rule_state, progress)
     if workers is stage.plan.workers:
@@ -365,7 +369,7 @@ def plan_round(stage: Stage, members: Members, rule_state: Any, progress: Progre
     return assign(stage, members.ranks, workers)
 
 
-def group_of(ctx: RankContext, stage: Stage, part: Part, work: Assignments) -> ProcessGroup:
+def group_of(ctx: RankContext, stage: StageConfig, part: Part, work: Assignments) -> ProcessGroup:
     """Return the process group that exchanges a part of the model in rounds with this work."""
     team = ProcessGroup.of(ctx, part.stage, work)
     if part.fragment is not None:
@@ -373,7 +377,9 @@ def group_of(ctx: RankContext, stage: Stage, part: Part, work: Assignments) -> P
     return team
 
 
-async def end_together(ctx: RankContext, stage: Stage, state: PeerState, done: Exchanged) -> None:
+async def end_together(
+    ctx: RankContext, stage: StageConfig, state: PeerState, done: Exchanged
+) -> None:
     """Let all ranks end the stage at the same time.
 
     They would not if a codec has messages of its own, or if they computed during the exchange.
@@ -385,7 +391,7 @@ async def end_together(ctx: RankContext, stage: Stage, state: PeerState, done: E
         await ctx.all_reduce(torch.zeros(1), ctx.members.ranks, piggybacked=1)
 
 
-def record_merge(ctx: RankContext, stage: Stage, state: PeerState, done: Exchanged) -> None:
+def record_merge(ctx: RankContext, stage: StageConfig, state: PeerState, done: Exchanged) -> None:
     """Record a worker's round, and evaluate the model if that is due."""
     work, late = done.work, state.in_time is not None
     ctx.record_round(
@@ -396,13 +402,13 @@ def record_merge(ctx: RankContext, stage: Stage, state: PeerState, done: Exchang
         evaluate_if_due(ctx, stage, state)
 
 
-def evaluate_if_due(ctx: RankContext, stage: Stage, state: PeerState) -> None:
+def evaluate_if_due(ctx: RankContext, stage: StageConfig, state: PeerState) -> None:
     """Evaluate the model, unless it was merged after the budget."""
     if state.in_time is None and stage.stop_criteria.take_evaluation(state, ctx.now):
         ctx.snapshot(state.params, counts=state.progress.report())
 
 
-def signal_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
+def signal_to_send(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     """Return the number to piggyback: reason and `due` at the lead rank, 0 elsewhere."""
     if not is_lead(ctx):
         return 0
@@ -410,7 +416,7 @@ def signal_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     return REASONS.index(state.signal) + len(REASONS) * due
 
 
-def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
+def end(ctx: RankContext, stage: StageConfig, state: PeerState, reason: str) -> int:
     """End the stage with this merge, or pause. Returns: the final signal."""
     state.signal = None
     return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
@@ -450,7 +456,9 @@ class Exchanged(NamedTuple):
     step_s: tuple[float, ...] = ()  # seconds of one step by worker, if the mode sets `tells`
 
 
-async def exchange(team: ProcessGroup, stage: Stage, state: PeerState, part: Part) -> Exchanged:
+async def exchange(
+    team: ProcessGroup, stage: StageConfig, state: PeerState, part: Part
+) -> Exchanged:
     """Compute a round's work and sum it over all workers.
 
     Afterwards `team.loss` is the workers' mean loss and `team.signal` the lead rank's signal.
@@ -477,7 +485,7 @@ async def exchange(team: ProcessGroup, stage: Stage, state: PeerState, part: Par
     return Exchanged(work, version - work.version, update, [], begun, steps, in_flight)
 
 
-async def exchange_by_bucket(team: ProcessGroup, stage: Stage, state: PeerState) -> Exchanged:
+async def exchange_by_bucket(team: ProcessGroup, stage: StageConfig, state: PeerState) -> Exchanged:
     """Compute one gradient and sum its buckets while backward continues."""
     ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready]
     coding = BucketEncoder.of(team, stage, state, state.version) if stage.links else None
@@ -509,7 +517,7 @@ async def exchange_by_bucket(team: ProcessGroup, stage: Stage, state: PeerState)
 
 
 async def sum_as_ready(
-    team: ProcessGroup, stage: Stage, coding: BucketEncoder | None, tags: Sequence[Tag]
+    team: ProcessGroup, stage: StageConfig, coding: BucketEncoder | None, tags: Sequence[Tag]
 ) -> Sums:
     """Begin the sums of each segment as soon as backward has computed it.
 
@@ -526,7 +534,7 @@ async def sum_as_ready(
 
 
 def sums_of(
-    team: ProcessGroup, stage: Stage, coding: BucketEncoder | None, k: int, body: Any
+    team: ProcessGroup, stage: StageConfig, coding: BucketEncoder | None, k: int, body: Any
 ) -> list[Coroutine]:
     """Return the collectives of segment k, one a bucket, in the order in which all ranks post them.
 
@@ -561,7 +569,7 @@ async def gather_sums(team: ProcessGroup, scatters: Sums) -> Sums:
 
 async def step_by_bucket(
     team: ProcessGroup,
-    stage: Stage,
+    stage: StageConfig,
     state: PeerState,
     before: Progress,
     sums: Sums,
@@ -598,7 +606,7 @@ async def step_by_bucket(
     return bool(made)
 
 
-async def receive_model(ctx: RankContext, stage: Stage, state: PeerState) -> None:
+async def receive_model(ctx: RankContext, stage: StageConfig, state: PeerState) -> None:
     """Wait for every bucket of the model that is in flight, instead of the next forward pass."""
     if state.coming is not None and await ctx.join(state.coming):
         for k in range(len(stage.segments)):
@@ -617,7 +625,9 @@ async def exchange_step_times(team: ProcessGroup, work: Work) -> tuple[float, ..
 # The merge of a round
 
 
-def merge(team: ProcessGroup, stage: Stage, state: PeerState, part: Part, done: Exchanged) -> Ahead:
+def merge(
+    team: ProcessGroup, stage: StageConfig, state: PeerState, part: Part, done: Exchanged
+) -> Ahead:
     """Merge what all workers have exchanged, and plan the next round."""
     ctx, before = team.ctx, state.progress
     moment = "merge", stage.index, state.version
@@ -638,7 +648,7 @@ def merge(team: ProcessGroup, stage: Stage, state: PeerState, part: Part, done: 
 
 def merge_and_plan(
     team: ProcessGroup,
-    stage: Stage,
+    stage: StageConfig,
     state: PeerState,
     part: Part,
     done: Exchanged,
@@ -671,7 +681,7 @@ def merge_and_plan(
     return result, ahead
 
 
-def compute_merge(stage: Stage, state: PeerState, update: Any, progress: Progress) -> Merged:
+def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: Progress) -> Merged:
     """Return the result of merging a sum: the model is unchanged after divergence, and if its
     buckets arrive later.
 
@@ -723,7 +733,7 @@ class CommonState(NamedTuple):
 
 async def reform(
     ctx: RankContext,
-    stages: Sequence[Stage],
+    stages: Sequence[StageConfig],
     saved: tuple[int, PeerState] | None,
     epoch: Epoch,
 ) -> tuple[int, PeerState]:
@@ -764,7 +774,7 @@ def go_back(ctx: RankContext, state: PeerState) -> PeerState:
 
 
 def continue_with(
-    ctx: RankContext, stage: Stage, state: PeerState, epoch: Epoch, standing: Standing
+    ctx: RankContext, stage: StageConfig, state: PeerState, epoch: Epoch, standing: Standing
 ) -> None:
     """Set the state for a stage with the members of this epoch."""
     before = shared_members(ctx, stage, survivors(stage, state.progress.gone), epoch.number)
@@ -789,13 +799,13 @@ def continue_with(
         state.evaluated = state.progress.mark_at(ctx.now)
 
 
-def memory_is_local(stage: Stage, ends: CodecState) -> bool:
+def memory_is_local(stage: StageConfig, ends: CodecState) -> bool:
     """Return True if no codec holds state of another worker, or state in common with others."""
     shared = isinstance(stage.link.innermost, Collective) or ends.memory is not None
     return not (shared or any(kept is not None for kept in ends.receivers.values()))
 
 
-def common_state(stages: Sequence[Stage], index: int, state: PeerState) -> CommonState:
+def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) -> CommonState:
     """Return the state of this worker that all workers have in common."""
     sync = stages[min(index, len(stages) - 1)].sync
     # all workers have equal moments if they step on the sum
@@ -816,7 +826,7 @@ def common_state(stages: Sequence[Stage], index: int, state: PeerState) -> Commo
 
 def take_over(
     ctx: RankContext,
-    stages: Sequence[Stage],
+    stages: Sequence[StageConfig],
     state: PeerState,
     model: Any,
     known: CommonState,

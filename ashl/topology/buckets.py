@@ -16,15 +16,15 @@ from ashl.overlap.contract import overlapped_steps
 from ashl.runtime.effects import Encoding
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.contract import StageConfig
 from ashl.stage.fragment import Fragment
-from ashl.stage.stage import Stage
 from ashl.topology.local_work import Work, WorkerState, local_work, next_batch, start_of, trainer_of
 
 
 class Part(NamedTuple):
     """The part of the model that one exchange concerns: the whole model, or a fragment."""
 
-    stage: Stage  # restricted to the part
+    stage: StageConfig  # restricted to the part
     state: Any  # a copy with the part's elements and codec state
     fragment: Fragment | None = None  # None for the whole model
     number: int = 0
@@ -34,7 +34,7 @@ class Part(NamedTuple):
         return values if self.fragment is None else self.fragment.put(whole, values)
 
 
-def part_of(stage: Stage, state: Any, version: int) -> Part:
+def part_of(stage: StageConfig, state: Any, version: int) -> Part:
     """Return the part of the model that the merge after `version` concerns."""
     if not stage.fragments:
         return Part(stage, state)
@@ -46,7 +46,9 @@ def part_of(stage: Stage, state: Any, version: int) -> Part:
     return Part(stage.fragment_stages[k], held, fragment, k)
 
 
-def with_part(stage: Stage, state: Any, part: Part, params: Any, outer: Any) -> tuple[Any, Any]:
+def with_part(
+    stage: StageConfig, state: Any, part: Part, params: Any, outer: Any
+) -> tuple[Any, Any]:
     """Return (model, outer moments) with those of a part; with fragments, by fragment."""
     if part.fragment is None:
         return params, outer
@@ -55,7 +57,7 @@ def with_part(stage: Stage, state: Any, part: Part, params: Any, outer: Any) -> 
     return part.fragment.put(state.params, params), tuple(outers)
 
 
-def fragment_at(stage: Stage, version: int) -> Fragment:
+def fragment_at(stage: StageConfig, version: int) -> Fragment:
     """Return the fragment of the merge that follows this version."""
     fragment = stage.fragments[version % len(stage.fragments)]
     if stage.overlap.share is None:
@@ -72,7 +74,7 @@ def fragment_at(stage: Stage, version: int) -> Fragment:
 # the end of a run it is not, and no counter includes it.
 
 
-def begins_next_piece(stage: Stage, state: WorkerState) -> bool:
+def begins_next_piece(stage: StageConfig, state: WorkerState) -> bool:
     """Return True if workers take steps of another piece before the present exchange is applied."""
     rounds_remain = state.rest is None or state.rest[0] > 0
     overlaps = stage.delayed is not None and stage.delayed.delay > 0
@@ -80,7 +82,7 @@ def begins_next_piece(stage: Stage, state: WorkerState) -> bool:
 
 
 async def begin_piece(
-    ctx: RankContext, stage: Stage, state: WorkerState
+    ctx: RankContext, stage: StageConfig, state: WorkerState
 ) -> tuple[Work | None, int]:
     """Take the local steps of the next piece of work that an exchange overlaps with.
 
@@ -95,7 +97,7 @@ async def begin_piece(
 
 async def finish_piece(
     ctx: RankContext,
-    stage: Stage,
+    stage: StageConfig,
     state: WorkerState,
     steps: int,
     begun: Work | None = None,
@@ -121,7 +123,7 @@ async def finish_piece(
     state.pending = work
 
 
-def mix_position(stage: Stage, state: WorkerState, part: Part, exchanged: Work) -> Any:
+def mix_position(stage: StageConfig, state: WorkerState, part: Part, exchanged: Work) -> Any:
     """Return the worker's position amid a piece of work, after an exchange has changed a part."""
     assert stage.delayed is not None
     assert part.fragment is not None
@@ -130,7 +132,7 @@ def mix_position(stage: Stage, state: WorkerState, part: Part, exchanged: Work) 
     return fragment.put(state.start, stage.delayed.mix(own, landed, sent))
 
 
-def at_round_boundary(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> Work:
+def at_round_boundary(ctx: RankContext, stage: StageConfig, state: WorkerState, work: Work) -> Work:
     """Return a finished piece as it is exchanged, and set the start of the next one.
 
     The exchange before it is applied to `state.params` already.
@@ -166,7 +168,7 @@ def join_work(begun: Work | None, last: Work) -> Work:
 
 
 async def compute_by_bucket(
-    ctx: RankContext, stage: Stage, state: WorkerState, encoding: Encoding | None = None
+    ctx: RankContext, stage: StageConfig, state: WorkerState, encoding: Encoding | None = None
 ) -> tuple[float, list[Any]]:
     """Compute one gradient, of which segment k arrives as a message with the tag "part".
 

@@ -33,9 +33,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ashl.plan.assignments import Members
 from ashl.runtime.effects import Epoch, Message, Tag
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.contract import GO, NEXT, PAUSE, STOP, StageConfig
 from ashl.stage.members import shared_members
 from ashl.stage.progress import FAILURE, RUN_END, RUN_START, Progress, ProgressMark
-from ashl.stage.stage import GO, NEXT, PAUSE, STOP, Stage
 from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
 from ashl.topology.local_work import WorkerState
 
@@ -118,7 +118,7 @@ class CoordinatorState:
         """Merges of the foremost worker."""
         return max(self.progress.commits)
 
-    def enter(self, stage: Stage, now_s: float) -> None:
+    def enter(self, stage: StageConfig, now_s: float) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
         if self.entered != stage.index:
             self.entered = stage.index
@@ -162,7 +162,7 @@ class RoamingState(ReplicaState):
         self.end_pass()
         self.rule_state = None
 
-    def enter(self, stage: Stage, members: Members, rank: int) -> None:
+    def enter(self, stage: StageConfig, members: Members, rank: int) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
         if self.entered != stage.index:
             self.end_pass()
@@ -172,7 +172,7 @@ class RoamingState(ReplicaState):
         self.signal, self.reported, self.gone, self.asked = GO, False, False, None
 
 
-async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -> int:
+async def coordinator(ctx: RankContext, stage: StageConfig, state: CoordinatorState) -> int:
     """Run the coordinator: count and decide until the stage ends, then let all workers leave.
 
     Returns: the final signal, NEXT, STOP or PAUSE.
@@ -207,7 +207,7 @@ def count_report(progress: Progress, message: Message) -> None:
     progress.merge()
 
 
-async def ask_snapshots(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
+async def ask_snapshots(ctx: RankContext, stage: StageConfig, state: CoordinatorState) -> None:
     """Ask every worker for a snapshot, and emit the counts that belong to it."""
     state.ticks += 1
     await broadcast_signal(ctx, stage, Signal(SNAPSHOT, state.ticks))
@@ -215,13 +215,13 @@ async def ask_snapshots(ctx: RankContext, stage: Stage, state: CoordinatorState)
     ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.gone)
 
 
-async def broadcast_signal(ctx: RankContext, stage: Stage, signal: Signal) -> None:
+async def broadcast_signal(ctx: RankContext, stage: StageConfig, signal: Signal) -> None:
     """Send a signal to all workers."""
     for rank in ctx.members.ranks:
         await ctx.send(rank, stage.tag("signal"), None, signal)
 
 
-async def finish_stage(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
+async def finish_stage(ctx: RankContext, stage: StageConfig, state: CoordinatorState) -> None:
     """End the stage or let all pause: signal all workers, wait until all are done, let them leave.
 
     NEXT: the stage ends when the last worker is done. STOP: it has ended already. Work that is
@@ -264,7 +264,7 @@ def apply_signal(ctx: RankContext, state: RoamingState, message: Message) -> boo
 
 
 async def report_merge(
-    ctx: RankContext, stage: Stage, state: RoamingState, work: Any, staleness: int
+    ctx: RankContext, stage: StageConfig, state: RoamingState, work: Any, staleness: int
 ) -> None:
     """Report work that is part of the worker's model now, and close the round."""
     state.reported = True
@@ -278,20 +278,22 @@ async def report_merge(
     state.round += 1
 
 
-async def await_answer(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
+async def await_answer(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
     """Wait for the answer to the last report, if it has not arrived."""
     if state.reported:
         message = await ctx.recv(stage.tag("go"), src=stage.server)
         state.samples, state.reported = int(message.meta[0]), False
 
 
-async def report_done(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> None:
+async def report_done(
+    ctx: RankContext, stage: StageConfig, state: RoamingState, dropped: int
+) -> None:
     """Report that this worker begins no more work."""
     await await_answer(ctx, stage, state)
     await ctx.send(stage.server, stage.tag("done"), None, (dropped,))
 
 
-def close_worker(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> int:
+def close_worker(ctx: RankContext, stage: StageConfig, state: RoamingState, dropped: int) -> int:
     """Close the time accounting of a worker that may leave, and record its dropped steps.
 
     Returns: the final signal, NEXT, STOP or PAUSE.
@@ -309,7 +311,7 @@ def epoch_tag(name: str, epoch: Epoch) -> Tag:
 
 async def gather_members(
     ctx: RankContext,
-    stages: Sequence[Stage],
+    stages: Sequence[StageConfig],
     saved: tuple[int, Any] | None,
     fresh: Callable[[], Any],
     epoch: Epoch,
@@ -350,7 +352,7 @@ async def gather_members(
 
 
 def count_members(
-    stages: Sequence[Stage], index: int, state: CoordinatorState, found: Mapping[int, Member]
+    stages: Sequence[StageConfig], index: int, state: CoordinatorState, found: Mapping[int, Member]
 ) -> None:
     """Count what each member's model contains; afterwards all members have equal clocks.
 
@@ -386,7 +388,7 @@ S = TypeVar("S", bound="ReplicaState")
 
 async def rejoin_members(
     ctx: RankContext,
-    stages: Sequence[Stage],
+    stages: Sequence[StageConfig],
     saved: tuple[int, S] | None,
     fresh: Callable[[], S],
     epoch: Epoch,

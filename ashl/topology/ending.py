@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, Protocol
 from ashl.plan.plan import PATIENCE, TARGETS
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import StageBoundary, StageEnd
+from ashl.stage.contract import GO, NEXT, PAUSE, STOP, StageConfig
 from ashl.stage.progress import RUN_END, STAGE_END, Progress, RunProgress
-from ashl.stage.stage import GO, NEXT, PAUSE, STOP, Stage
 
 CHECKPOINT = "checkpoint"
 # reasons that rank 0 piggybacks on the next exchange by their position: the end of the run, the end
@@ -50,7 +50,7 @@ class Budgeted(Protocol):
 
 def keep_within_budget(
     ctx: RankContext,
-    stage: Stage,
+    stage: StageConfig,
     state: Budgeted,
     params: Any,
     progress: Any = None,
@@ -75,7 +75,7 @@ def keep_within_budget(
     return state.in_time is not None
 
 
-def within_budget(ctx: RankContext, stage: Stage, state: Budgeted, reason: str) -> str:
+def within_budget(ctx: RankContext, stage: StageConfig, state: Budgeted, reason: str) -> str:
     """Restore the state of the last merge within the budget, and drop later work (piggybacked
     signals).
 
@@ -100,12 +100,14 @@ def drop_reason(signal: int) -> str:
     return STAGE_END if signal == NEXT else RUN_END
 
 
-def end_time_ns(stage: Stage, now_ns: int) -> int:
+def end_time_ns(stage: StageConfig, now_ns: int) -> int:
     """Return the end time of a stage that ends now: at most the end of the budget."""
     return int(min(now_ns, stage.stop_criteria.deadline_ns))
 
 
-def stop_decision(ctx: RankContext, stage: Stage, progress: RunProgress) -> tuple[int, str | None]:
+def stop_decision(
+    ctx: RankContext, stage: StageConfig, progress: RunProgress
+) -> tuple[int, str | None]:
     """Decide for all workers. Returns: (GO, NEXT, STOP or PAUSE; the reason or None)."""
     if reason := stage.stop_criteria.end_reason(progress) or ctx.stopping:
         return STOP, reason
@@ -116,7 +118,7 @@ def stop_decision(ctx: RankContext, stage: Stage, progress: RunProgress) -> tupl
     return (PAUSE, CHECKPOINT) if ctx.checkpoint_due else (GO, None)
 
 
-def local_stop(ctx: RankContext, stage: Stage, progress: RunProgress) -> str | None:
+def local_stop(ctx: RankContext, stage: StageConfig, progress: RunProgress) -> str | None:
     """Return the reason that rank 0 adds to the next exchange, or None."""
     if reason := ctx.stopping or ("seconds" if ctx.now >= stage.stop_criteria.deadline_s else None):
         return reason
@@ -132,14 +134,16 @@ def take_override(present: int, decided: int) -> bool:
     return decided == STOP or present == GO or (present == PAUSE and decided == NEXT)
 
 
-def decide(ctx: RankContext, stage: Stage, state: Any) -> None:
+def decide(ctx: RankContext, stage: StageConfig, state: Any) -> None:
     """Set a coordinator's signal and its reason."""
     signal, reason = stop_decision(ctx, stage, state.progress)
     if take_override(state.signal, signal):
         state.signal, state.reason = signal, reason
 
 
-def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str | None) -> None:
+def record_end(
+    ctx: RankContext, stage: StageConfig, progress: Progress, reason: str | None
+) -> None:
     """Record at the lead rank how the stage ended, with the progress until then."""
     ctx.emit(
         StageEnd(ctx.rank, stage.index, stage.plan.name, reason, progress.end_ns, progress.report())
@@ -147,7 +151,7 @@ def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str |
 
 
 def end_piggybacked(
-    ctx: RankContext, stage: Stage, state: Budgeted, reason: str, now_ns: int
+    ctx: RankContext, stage: StageConfig, state: Budgeted, reason: str, now_ns: int
 ) -> int:
     """End this rank's stage at `now_ns`. Returns: the final signal, NEXT, STOP or PAUSE.
 
@@ -170,7 +174,7 @@ def end_piggybacked(
     return leave_stage(ctx, stage, signal, progress.end_ns)
 
 
-def leave_stage(ctx: RankContext, stage: Stage, signal: int, end_ns: int) -> int:
+def leave_stage(ctx: RankContext, stage: StageConfig, signal: int, end_ns: int) -> int:
     """Close a rank's time accounting of a stage that ended at `end_ns`. Returns: the signal."""
     if signal == NEXT:
         ctx.emit(StageBoundary(ctx.rank, stage.index, ctx.time_accounting.totals_until(end_ns)))

@@ -13,8 +13,8 @@ from ashl.errors import AshlError
 from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.plain_state import join_tensors, split_tensors
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.contract import StageConfig
 from ashl.stage.progress import FAILURE, Progress
-from ashl.stage.stage import Stage
 
 NO_MODEL = -1  # version of a joining worker, which has no model yet
 
@@ -30,7 +30,7 @@ class Standing(NamedTuple):
 
 async def compare_members(
     ctx: RankContext,
-    stage: Stage,
+    stage: StageConfig,
     epoch: Epoch,
     index: int,
     version: int,
@@ -76,7 +76,7 @@ async def send_state(ctx: RankContext, rank: int, epoch: Epoch, model: Any, know
 
 
 async def receive_state(
-    ctx: RankContext, stage: Stage, donor: int, epoch: Epoch
+    ctx: RankContext, stage: StageConfig, donor: int, epoch: Epoch
 ) -> tuple[Any, Any]:
     """Return (model, state) from the donor, see `send_state`."""
     first = await ctx.recv(state_tag(epoch, 0), src=donor)

@@ -28,9 +28,9 @@ from ashl.runtime.effects import Encoding
 from ashl.runtime.sums import concatenate
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import CodecState, Payload
+from ashl.stage.contract import StageConfig
 from ashl.stage.process_group import ProcessGroup
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Stage
 from ashl.topology.local_work import (
     WorkerState,
     all_finite,
@@ -42,7 +42,12 @@ from ashl.topology.local_work import (
 
 
 async def exchange_update(
-    team: ProcessGroup, stage: Stage, state: WorkerState, progress: Progress, tick: int, x: Vector
+    team: ProcessGroup,
+    stage: StageConfig,
+    state: WorkerState,
+    progress: Progress,
+    tick: int,
+    x: Vector,
 ) -> Vector:
     """Return Σ_j c_j·C(x_j), or Σ_j c_j·x_j if the codec is lossless or the sync mode asks for it.
 
@@ -65,7 +70,7 @@ async def exchange_update(
 
 
 async def exchange_compressed(
-    team: ProcessGroup, stage: Stage, state: WorkerState, tick: int, x: Vector
+    team: ProcessGroup, stage: StageConfig, state: WorkerState, tick: int, x: Vector
 ) -> Vector:
     """Sum the updates as the codec requires: its own protocol, an all-reduce, or an all-gather."""
     link, context = stage.link, context_of(stage, team.ctx.rank, state, tick)
@@ -84,7 +89,7 @@ async def exchange_compressed(
 
 async def run_collective_codec(
     team: ProcessGroup,
-    stage: Stage,
+    stage: StageConfig,
     state: WorkerState,
     codec: Collective,
     x: Vector,
@@ -100,7 +105,7 @@ async def run_collective_codec(
 
 
 async def gather_payloads(
-    team: ProcessGroup, stage: Stage, state: WorkerState, x: Vector, body: Payload
+    team: ProcessGroup, stage: StageConfig, state: WorkerState, x: Vector, body: Payload
 ) -> Vector:
     """Gather the payloads of all workers, decode and sum them."""
     bodies = await team.all_gather(body)
@@ -113,7 +118,7 @@ async def gather_payloads(
     )
 
 
-def least_ratio(stage: Stage) -> float:
+def least_ratio(stage: StageConfig) -> float:
     """Return the least density of all workers, which is common to payloads that are added."""
     return min(worker.compression_ratio for worker in stage.plan.workers)
 
@@ -135,7 +140,7 @@ class BucketEncoder:
     """Encoding of the buckets of one gradient, numbered from 0 in backward order."""
 
     team: ProcessGroup
-    stage: Stage
+    stage: StageConfig
     state: WorkerState
     version: int
     ends: list[CodecState]  # by bucket
@@ -146,7 +151,7 @@ class BucketEncoder:
 
     @classmethod
     def of(
-        cls, team: ProcessGroup, stage: Stage, state: WorkerState, version: int
+        cls, team: ProcessGroup, stage: StageConfig, state: WorkerState, version: int
     ) -> BucketEncoder:
         """Prepare the encoding, before the gradient is computed."""
         ends = [

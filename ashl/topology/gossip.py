@@ -43,10 +43,20 @@ from ashl.plan.assignments import Assignments, Members
 from ashl.runtime.effects import Epoch, Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector
+from ashl.stage.contract import (
+    FAULT_TOLERANT,
+    GO,
+    PAUSE,
+    Loop,
+    Network,
+    Ranks,
+    Rule,
+    StageConfig,
+    Topology,
+)
 from ashl.stage.members import is_truncated, shared_members, survivors, truncate_round
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
-from ashl.stage.stage import FAULT_TOLERANT, GO, PAUSE, Loop, Network, Ranks, Rule, Stage, Topology
 from ashl.topology.coordinator import (
     CoordinatorState,
     RoamingState,
@@ -129,7 +139,7 @@ class GossipRound(NamedTuple):
     """One round at one worker, as a synchronous sync mode sees it."""
 
     ctx: RankContext
-    stage: Stage
+    stage: StageConfig
     graph: MemberGraph
     k: int
 
@@ -160,7 +170,7 @@ class RoundRule(GossipRule, contract=True):
     lag: ClassVar[int] = 0  # rounds by which messages may be late
     suspect: ClassVar[str] = ""  # another likely cause, for the message of a run that diverges
 
-    def begin(self, stage: Stage, state: RoundState, rank: int) -> Any:
+    def begin(self, stage: StageConfig, state: RoundState, rank: int) -> Any:
         """Return the mode's state at the start of a stage, or of an epoch in it."""
         return None
 
@@ -188,7 +198,7 @@ class RoamingRule(GossipRule, contract=True):
 
     coordinated: ClassVar[bool] = True
 
-    async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
+    async def worker(self, ctx: RankContext, stage: StageConfig, state: RoamingState) -> int:
         """Run a worker. Returns: the final signal, NEXT or STOP."""
         raise NotImplementedError
 
@@ -224,18 +234,18 @@ class Gossip(Topology):
     def has_fixed_size(self) -> bool:
         return self.graph not in ANY_SIZE
 
-    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         """Return the neighbours of all rounds, and the coordinator."""
         return self.links_among(stage, rank, stage.workers)
 
-    def links_among(self, stage: Stage, rank: int, members: Ranks) -> tuple[int, ...]:
+    def links_among(self, stage: StageConfig, rank: int, members: Ranks) -> tuple[int, ...]:
         others = members if stage.lead_rank == stage.server else ()
         if rank == stage.server:
             return others
         near = graph_of(stage, members).neighbours[rank]
         return near + ((stage.server,) if others else ())
 
-    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
         """Return the time (ns) of one exchange without contention: the slowest transfer from a
         neighbour.
 
@@ -247,14 +257,16 @@ class Gossip(Topology):
         ways, dense = 1 + (peers is not None), stage.trainer.dense_bytes
         return ways * max((network.transfer_ns(peer, rank, dense) for peer in near), default=0)
 
-    def begin(self, ctx: RankContext, stage: Stage) -> CoordinatorState | RoamingState | RoundState:
+    def begin(
+        self, ctx: RankContext, stage: StageConfig
+    ) -> CoordinatorState | RoamingState | RoundState:
         if ctx.rank == stage.server:
             return CoordinatorState(Progress(stage.num_workers))
         if stage.lead_rank == stage.server:
             return RoamingState(*stage.trainer.init())
         return self.begin_rounds(ctx, stage)
 
-    def begin_rounds(self, ctx: RankContext, stage: Stage) -> RoundState:
+    def begin_rounds(self, ctx: RankContext, stage: StageConfig) -> RoundState:
         n = stage.num_workers
         counts = ctx.rank == stage.lead_rank or stage.elastic  # another rank may become the lead
         return RoundState(*stage.trainer.init(), progress=Progress(n) if counts else RunProgress(n))
@@ -262,7 +274,7 @@ class Gossip(Topology):
     async def reform(
         self,
         ctx: RankContext,
-        stages: Sequence[Stage],
+        stages: Sequence[StageConfig],
         saved: tuple[int, Any] | None,
         epoch: Epoch,
     ) -> tuple[int, Any]:
@@ -279,13 +291,13 @@ class Gossip(Topology):
         state.begin_epoch()
         return index, state
 
-    def role(self, stage: Stage, rank: int) -> Loop:
+    def role(self, stage: StageConfig, rank: int) -> Loop:
         if rank == stage.server:
             return coordinator
         return stage.sync.worker if isinstance(stage.sync, RoamingRule) else worker
 
 
-def graph_of(stage: Stage, members: Ranks) -> MemberGraph:
+def graph_of(stage: StageConfig, members: Ranks) -> MemberGraph:
     """Return the graph on these workers, see `Gossip.rounds`."""
     topology, sync = stage.topology, stage.sync
     return graph_among(
@@ -314,7 +326,7 @@ class RoundState(WorkerState):
     # messages that were received before a pause, by round that they were sent in
     early: dict[int, dict[int, Message]] = field(default_factory=dict)
 
-    def enter(self, stage: Stage, members: Members, rank: int, now_s: float = 0.0) -> None:
+    def enter(self, stage: StageConfig, members: Members, rank: int, now_s: float = 0.0) -> None:
         is_resumed = self.entered == stage.index
         super().enter(stage, members, rank)
         if not is_resumed:
@@ -322,7 +334,7 @@ class RoundState(WorkerState):
             self.k = 0
             self.begin_epoch(stage, rank)
 
-    def begin_epoch(self, stage: Stage, rank: int) -> None:
+    def begin_epoch(self, stage: StageConfig, rank: int) -> None:
         """Begin at round k, without messages in flight."""
         self.first, self.header, self.early = self.k, NO_HEADER, {}
         self.rule_state = stage.sync.begin(stage, self, rank)
@@ -333,7 +345,7 @@ class RoundState(WorkerState):
         return before
 
 
-async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
+async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int:
     """Run a worker in rounds: compute, send, receive, merge, until a limit or rank 0 ends the
     stage.
 
@@ -382,7 +394,9 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
             return signal
 
 
-async def end_signal(ctx: RankContext, stage: Stage, graph: MemberGraph, state: RoundState) -> int:
+async def end_signal(
+    ctx: RankContext, stage: StageConfig, graph: MemberGraph, state: RoundState
+) -> int:
     """End the stage, or pause, if that was decided for this round. Returns: the final signal, or
     GO.
     """
@@ -403,7 +417,7 @@ async def end_signal(ctx: RankContext, stage: Stage, graph: MemberGraph, state: 
     return end_piggybacked(ctx, stage, state, reason, int(moment))
 
 
-def stop_reason(stage: Stage, state: RoundState) -> str | None:
+def stop_reason(stage: StageConfig, state: RoundState) -> str | None:
     """Return the reason if the stage is over after this round, else None."""
     if (
         (reason := stage.stop_criteria.reached_limit(state.progress))
@@ -414,14 +428,14 @@ def stop_reason(stage: Stage, state: RoundState) -> str | None:
     return DECISIONS[int(state.header.decision)]
 
 
-async def send(ctx: RankContext, stage: Stage, state: RoundState, messages: Outgoing) -> None:
+async def send(ctx: RankContext, stage: StageConfig, state: RoundState, messages: Outgoing) -> None:
     """Send the messages of this round with the header."""
     for rank, (body, numbers) in messages.items():
         await ctx.send(rank, stage.tag("gossip", state.k), body, (*state.header, *numbers))
 
 
 async def receive_models(
-    ctx: RankContext, stage: Stage, graph: MemberGraph, state: RoundState, k: int
+    ctx: RankContext, stage: StageConfig, graph: MemberGraph, state: RoundState, k: int
 ) -> dict[int, Message]:
     """Return the messages of round k, in rank order; none from before this epoch."""
     if k in state.early:
@@ -454,7 +468,7 @@ def merge_headers(state: RoundState, rank: int, loss: float, received: Received)
     )
 
 
-def count_round(stage: Stage, state: RoundState, members: Members, work: Assignments) -> None:
+def count_round(stage: StageConfig, state: RoundState, members: Members, work: Assignments) -> None:
     """Count one more merge of every worker, with this work."""
     progress = state.progress
     if isinstance(progress, Progress):
@@ -473,7 +487,7 @@ def count_as(state: RoundState, progress: RunProgress) -> None:
 
 
 def look_ahead(
-    ctx: RankContext, stage: Stage, graph: MemberGraph, state: RoundState, k: int
+    ctx: RankContext, stage: StageConfig, graph: MemberGraph, state: RoundState, k: int
 ) -> None:
     """Decide at rank 0 what every rank has to know, and compute the round after which it holds."""
     progress, header = state.progress, state.header
@@ -527,7 +541,7 @@ class RoundsDone(NamedTuple):
 
 async def reform_rounds(
     ctx: RankContext,
-    stages: Sequence[Stage],
+    stages: Sequence[StageConfig],
     saved: tuple[int, RoundState],
     is_new: bool,
     epoch: Epoch,

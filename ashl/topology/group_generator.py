@@ -25,7 +25,7 @@ from pydantic import Field
 from ashl.data.rng import Purpose, permutation
 from ashl.errors import UsageError
 from ashl.option import Count, Number, option
-from ashl.stage.stage import Ranks, Rule
+from ashl.stage.contract import Ranks, Rule
 
 GroupSize = Annotated[int, Number, Field(ge=2, lt=2**31)]
 

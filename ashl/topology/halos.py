@@ -47,8 +47,7 @@ from ashl.outer.contract import Rate
 from ashl.outer.delayed_nesterov import DelayedNesterov
 from ashl.runtime.effects import JOIN, PEER_FAILED, Message, Tag
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.progress import Progress
-from ashl.stage.stage import (
+from ashl.stage.contract import (
     CODEC,
     FAULT_TOLERANT,
     GO,
@@ -61,9 +60,10 @@ from ashl.stage.stage import (
     Network,
     Ranks,
     Rule,
-    Stage,
+    StageConfig,
     Topology,
 )
+from ashl.stage.progress import Progress
 from ashl.topology.ending import (
     drop_reason,
     end_time_ns,
@@ -128,7 +128,7 @@ class Halos(Topology):
         regions = len(self.members(nodes))
         return 1 if regions == 1 else 1 + regions
 
-    def server_of(self, stage: Stage, rank: int) -> int:
+    def server_of(self, stage: StageConfig, rank: int) -> int:
         regions = self.members(stage.nodes)
         if len(regions) == 1:
             return stage.server
@@ -161,7 +161,7 @@ class Halos(Topology):
                 " sync=asp or sync=ssp, or topology=parameter_server"
             )
 
-    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         """Return the server of a worker's region, and the global server, which counts workers."""
         regions = self.members(stage.nodes)
         if len(regions) == 1:
@@ -173,11 +173,11 @@ class Halos(Topology):
         return (*regions[rank - stage.server - 1], stage.server)
 
     async def join(
-        self, ctx: RankContext, stages: Sequence[Stage]
+        self, ctx: RankContext, stages: Sequence[StageConfig]
     ) -> tuple[int, WorkerState] | None:
         return await join(ctx, stages)
 
-    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
         """Return the time (ns) of a push to the region's server and a pull, without contention."""
         near = self.server_of(stage, rank)
         up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
@@ -185,7 +185,7 @@ class Halos(Topology):
             near, rank, stage.link.pull_bytes(None)
         )
 
-    def begin(self, ctx: RankContext, stage: Stage) -> WorkerState | ServerState:
+    def begin(self, ctx: RankContext, stage: StageConfig) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
         if ctx.rank < stage.server:
             return WorkerState(params, moments)
@@ -197,7 +197,7 @@ class Halos(Topology):
             progress.remove_worker(rank)  # workers of other regions neither wait nor weigh here
         return RegionState(params, moments, progress)
 
-    def role(self, stage: Stage, rank: int) -> Loop:
+    def role(self, stage: StageConfig, rank: int) -> Loop:
         if rank < stage.server:
             return worker
         if len(self.members(stage.nodes)) == 1:
@@ -231,17 +231,17 @@ class GlobalServerState(ServerState):
         self.flush_requested = ()
 
 
-def region_servers(stage: Stage) -> tuple[int, ...]:
+def region_servers(stage: StageConfig) -> tuple[int, ...]:
     """Return the ranks of the servers of the regions."""
     return tuple(stage.server + 1 + r for r in range(len(stage.topology.members(stage.nodes))))
 
 
-def signal_tag(stage: Stage) -> Tag:
+def signal_tag(stage: StageConfig) -> Tag:
     """Return the tag of the global server's messages to a region that is open."""
     return stage.tag("global")
 
 
-async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> int:
+async def region_server(ctx: RankContext, stage: StageConfig, state: RegionState) -> int:
     """Run the server of a region: merge and answer its workers, push every K merges, and mix.
 
     Returns: the final signal, NEXT, STOP or PAUSE.
@@ -276,7 +276,7 @@ async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> i
 
 
 async def merge_in_region(
-    ctx: RankContext, stage: Stage, state: RegionState, message: Message
+    ctx: RankContext, stage: StageConfig, state: RegionState, message: Message
 ) -> None:
     """Merge a push of a worker of the region."""
     before, (total, pushes) = state.progress.samples, state.losses
@@ -285,7 +285,7 @@ async def merge_in_region(
     state.losses = total + message.meta[2], pushes + 1
 
 
-async def answer_in_region(ctx: RankContext, stage: Stage, state: RegionState) -> None:
+async def answer_in_region(ctx: RankContext, stage: StageConfig, state: RegionState) -> None:
     """Push to the global server if that is due, and answer the workers that may proceed."""
     topology, progress = stage.topology, state.progress
     is_due = progress.version - state.merges >= topology.updates and not state.away
@@ -296,7 +296,7 @@ async def answer_in_region(ctx: RankContext, stage: Stage, state: RegionState) -
 
 
 async def handle_message(
-    ctx: RankContext, stage: Stage, state: RegionState, message: Message | None
+    ctx: RankContext, stage: StageConfig, state: RegionState, message: Message | None
 ) -> None:
     """Handle a message at the server of a region; None at the end of the budget."""
     if message is None:
@@ -311,7 +311,7 @@ async def handle_message(
         state.signal = int(message.meta[0])
 
 
-def mix_global_model(stage: Stage, state: RegionState, message: Message) -> None:
+def mix_global_model(stage: StageConfig, state: RegionState, message: Message) -> None:
     """Mix the global model into that of a region, and take over the global counts."""
     topology, progress = stage.topology, state.progress
     state.params = state.params * (1 - topology.mixing) + message.body * topology.mixing
@@ -322,7 +322,7 @@ def mix_global_model(stage: Stage, state: RegionState, message: Message) -> None
     progress.samples = global_samples + state.samples - state.behind[1]
 
 
-async def close_region(ctx: RankContext, stage: Stage, state: RegionState) -> int:
+async def close_region(ctx: RankContext, stage: StageConfig, state: RegionState) -> int:
     """End a region's stage: push the rest, receive the end time, and answer the workers.
 
     Returns: the final signal, NEXT or STOP.
@@ -342,7 +342,7 @@ async def close_region(ctx: RankContext, stage: Stage, state: RegionState) -> in
 
 
 async def push_to_global(
-    ctx: RankContext, stage: Stage, state: RegionState, last: bool = False
+    ctx: RankContext, stage: StageConfig, state: RegionState, last: bool = False
 ) -> None:
     """Push the region's difference and its counts to the global server.
 
@@ -363,7 +363,7 @@ def region_counts(progress: Progress) -> Tensor:
     return torch.tensor([getattr(progress, name) for name in REPORTED], dtype=torch.int64).flatten()
 
 
-async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState) -> int:
+async def global_server(ctx: RankContext, stage: StageConfig, state: GlobalServerState) -> int:
     """Run the global server: merge the regions' differences and answer with the model.
 
     It ends once the stage is over, or pauses, and all regions are ready. Returns: the final signal.
@@ -395,7 +395,7 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
 
 
 async def merge_region_update(
-    ctx: RankContext, stage: Stage, state: GlobalServerState, message: Message
+    ctx: RankContext, stage: StageConfig, state: GlobalServerState, message: Message
 ) -> None:
     """Merge a region's difference, count it, decide for all, and answer that region."""
     progress = state.progress
@@ -427,7 +427,7 @@ async def merge_region_update(
 
 async def change_signal(
     ctx: RankContext,
-    stage: Stage,
+    stage: StageConfig,
     state: GlobalServerState,
     signal: int,
     reason: str | None,
@@ -442,7 +442,7 @@ async def change_signal(
 
 
 def count_member(
-    ctx: RankContext, stage: Stage, state: GlobalServerState, message: Message
+    ctx: RankContext, stage: StageConfig, state: GlobalServerState, message: Message
 ) -> None:
     """Count a worker that has failed or rejoins; the server of its region continues without it, or
     admits it. Raises AshlError if too few workers remain.
@@ -455,7 +455,7 @@ def count_member(
         check_min_workers(ctx, stage, rank, progress.present)
 
 
-def apply_region_update(stage: Stage, state: ServerState, difference: Any) -> None:
+def apply_region_update(stage: StageConfig, state: ServerState, difference: Any) -> None:
     """Step the global model on a region's difference."""
     topology = stage.topology
     momentum = DelayedNesterov(buffer=topology.buffer, beta=topology.beta, spread=0.0)
@@ -466,7 +466,11 @@ def apply_region_update(stage: Stage, state: ServerState, difference: Any) -> No
 
 
 def adopt_counts(
-    stage: Stage, state: GlobalServerState, src: int, counts: Sequence[Sequence[int]], samples: int
+    stage: StageConfig,
+    state: GlobalServerState,
+    src: int,
+    counts: Sequence[Sequence[int]],
+    samples: int,
 ) -> None:
     """Take over a region's counts by worker, which are part of the global model now."""
     progress = state.progress
@@ -481,7 +485,7 @@ def adopt_counts(
 
 
 async def end_regions(
-    ctx: RankContext, stage: Stage, state: ServerState, regions: Sequence[int]
+    ctx: RankContext, stage: StageConfig, state: ServerState, regions: Sequence[int]
 ) -> int:
     """End the stage at the global server once all regions have closed.
 

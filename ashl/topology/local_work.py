@@ -25,8 +25,8 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import CompressionReport, NotFinite
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline, Payload
+from ashl.stage.contract import WEIGHTS, StageConfig
 from ashl.stage.members import Remaining, cap_local_steps, remaining_rounds
-from ashl.stage.stage import WEIGHTS, Stage
 
 AT_ONCE_S = 1e-3  # seconds; a reply received within this time had already arrived
 
@@ -71,7 +71,7 @@ class WorkerState:
     incarnation: int = 0  # time of its join request (ns), if it joined a running run
     coming: Any = None  # first bucket of a model that arrives in buckets, or the task of its slices
 
-    def enter(self, stage: Stage, members: Members, rank: int) -> None:
+    def enter(self, stage: StageConfig, members: Members, rank: int) -> None:
         """Enter a stage: set its H and density, and carry over codec state and moments.
 
         Does nothing if the state is that of a checkpoint within this stage.
@@ -101,7 +101,7 @@ class WorkerState:
         before.fragment_ends = tuple(ends.copy() for ends in self.fragment_ends)
         return before
 
-    def plan_round(self, stage: Stage, members: Members, rank: int, ahead: int = 0) -> None:
+    def plan_round(self, stage: StageConfig, members: Members, rank: int, ahead: int = 0) -> None:
         """Set H of the next round, or of the one `ahead` rounds later; the last is truncated."""
         planned, done = members.planned, (self.steps, self.samples)
         self.rest = remaining_rounds(stage, members, planned, done, ahead)
@@ -120,7 +120,7 @@ class Work(NamedTuple):
 
 
 async def local_work(
-    ctx: RankContext, stage: Stage, state: WorkerState, trainer: Any = None
+    ctx: RankContext, stage: StageConfig, state: WorkerState, trainer: Any = None
 ) -> Work:
     """Compute a worker's work between two exchanges; `sync.exchange` selects its kind.
 
@@ -167,7 +167,7 @@ def share_of(ctx: RankContext, trainer: Any, steps: range) -> float:
 
 
 async def encode_update(
-    ctx: RankContext, stage: Stage, state: WorkerState, work: Work
+    ctx: RankContext, stage: StageConfig, state: WorkerState, work: Work
 ) -> tuple[Payload, float]:
     """Encode an update for sending. Returns: (payload, loss).
 
@@ -192,7 +192,7 @@ async def encode_update(
 
 def report_health(
     ctx: RankContext,
-    stage: Stage,
+    stage: StageConfig,
     state: WorkerState,
     x: Vector,
     sent: Sequence[tuple[CompressionPipeline, CodecState, Payload]],
@@ -221,7 +221,7 @@ def report_health(
     ctx.emit(CompressionReport(ctx.rank, state.round, ctx.now_ns, **found))
 
 
-def reports_mean(stage: Stage, version: int) -> bool:
+def reports_mean(stage: StageConfig, version: int) -> bool:
     """Return True if every worker shows its update before this merge.
 
     Applies only if all updates are merged at once.
@@ -235,7 +235,7 @@ def reports_mean(stage: Stage, version: int) -> bool:
     )
 
 
-def context_of(stage: Stage, rank: int, state: WorkerState, version: int) -> EncodeContext:
+def context_of(stage: StageConfig, rank: int, state: WorkerState, version: int) -> EncodeContext:
     """Return the encoding context of a worker's next message, which concerns a model of this
     version.
     """
@@ -253,7 +253,7 @@ def context_of(stage: Stage, rank: int, state: WorkerState, version: int) -> Enc
     )
 
 
-def not_finite(ctx: RankContext, stage: Stage, state: WorkerState, x: Vector) -> bool:
+def not_finite(ctx: RankContext, stage: StageConfig, state: WorkerState, x: Vector) -> bool:
     """Return True if an update is not finite, and report the first such layer."""
     if isinstance(x, SizeOnly) or all_finite(x):
         return False
@@ -318,7 +318,7 @@ class Anchor(NamedTuple):
     drawn: int
 
 
-def trainer_of(stage: Stage, state: Any) -> Any:
+def trainer_of(stage: StageConfig, state: Any) -> Any:
     """Return the trainer of a worker, which may use the data of failed workers, too."""
     return stage.trainer.redistribute(frozenset(state.away)) if state.away else stage.trainer
 
@@ -330,7 +330,9 @@ def next_batch(state: Any) -> tuple[int, range]:
     return number, range(first, state.drawn)
 
 
-async def estimate_gradient(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
+async def estimate_gradient(
+    ctx: RankContext, stage: StageConfig, state: Any
+) -> tuple[float, Any, int]:
     """Estimate the gradient at `state.params` with the stage's estimator.
 
     Returns: (mean loss, gradient, samples that it covers).
@@ -361,7 +363,9 @@ async def estimate_gradient(ctx: RankContext, stage: Stage, state: Any) -> tuple
     return numbers([loss])[0], gradient, state.batch
 
 
-async def average_over_shard(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
+async def average_over_shard(
+    ctx: RankContext, stage: StageConfig, state: Any
+) -> tuple[float, Any, int]:
     """Return (mean loss, gradient, samples) over all samples of the worker."""
     trainer = trainer_of(stage, state)
     size = trainer.shard_size(ctx.rank)
@@ -370,7 +374,7 @@ async def average_over_shard(ctx: RankContext, stage: Stage, state: Any) -> tupl
     return (*await ctx.compute(work, work=size), size)
 
 
-async def reduce_variance(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any]:
+async def reduce_variance(ctx: RankContext, stage: StageConfig, state: Any) -> tuple[float, Any]:
     """Return (loss, ∇f(w; batch) − ∇f(s; batch)) on the next minibatch."""
     step, span = next_batch(state)
     gradient_of = trainer_of(stage, state).reduced_gradient

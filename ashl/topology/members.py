@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from ashl.stage.stage import Ranks, Stage
+from ashl.stage.contract import Ranks, StageConfig
 
 BITS = 52  # ranks that one number holds as a bit mask
 
@@ -34,6 +34,6 @@ def as_members(numbers: Sequence[float]) -> Ranks:
     return tuple(members)
 
 
-def failed_as_numbers(stage: Stage, gone: Collection[int]) -> tuple[float, ...]:
+def failed_as_numbers(stage: StageConfig, gone: Collection[int]) -> tuple[float, ...]:
     """Encode the failed workers for a reply, if the survivors train on their data; else nothing."""
     return as_numbers(tuple(sorted(gone))) if stage.reshards else ()

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from ashl.data.rng import Purpose, bits
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
-from ashl.stage.stage import GO, STOP, Stage
+from ashl.stage.contract import GO, STOP, StageConfig
 from ashl.topology.coordinator import (
     RoamingState,
     apply_signal,
@@ -38,13 +38,13 @@ class PairRule(RoamingRule, contract=True):
 
     overlap: ClassVar[bool] = True  # if True, the exchange is hidden behind the computation
 
-    async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
+    async def worker(self, ctx: RankContext, stage: StageConfig, state: RoamingState) -> int:
         return await worker(ctx, stage, state)
 
     def peers(self, graph: MemberGraph, rank: int) -> tuple[int, ...]:
         raise NotImplementedError
 
-    def encode_model(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
+    def encode_model(self, stage: StageConfig, state: RoamingState, rank: int, asks: bool) -> Any:
         """Return the worker's model as it is sent, with a request (`asks`) or an answer."""
         return state.params
 
@@ -53,7 +53,7 @@ class PairRule(RoamingRule, contract=True):
         return body
 
 
-async def worker(ctx: RankContext, stage: Stage, state: RoamingState) -> int:
+async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState) -> int:
     """Run a worker: compute and average until the coordinator ends the stage.
 
     Returns: the final signal, NEXT, STOP or PAUSE.
@@ -92,7 +92,9 @@ def draw_partner(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | 
     )
 
 
-async def ask(ctx: RankContext, stage: Stage, state: RoamingState, peers: tuple[int, ...]) -> None:
+async def ask(
+    ctx: RankContext, stage: StageConfig, state: RoamingState, peers: tuple[int, ...]
+) -> None:
     """Ask one of these peers to average."""
     state.asked = draw_partner(peers, stage.seed, ctx.rank, state.round)
     if state.asked is not None:
@@ -100,7 +102,7 @@ async def ask(ctx: RankContext, stage: Stage, state: RoamingState, peers: tuple[
         await ctx.send(state.asked, stage.tag("ask"), body)
 
 
-async def meet(ctx: RankContext, stage: Stage, state: RoamingState, sent: Vector) -> None:
+async def meet(ctx: RankContext, stage: StageConfig, state: RoamingState, sent: Vector) -> None:
     """Merge the answer of the worker that was asked, if one was."""
     if state.asked is None:
         return
@@ -115,7 +117,7 @@ def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
     state.version += 1
 
 
-async def answer(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
+async def answer(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
     """Answer the requests of other workers and handle signals, until all workers are done."""
     asked, signal, rule = stage.tag("ask"), stage.tag("signal"), stage.sync
     while True:

@@ -48,19 +48,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Replan
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
-from ashl.stage.members import (
-    Remaining,
-    assign,
-    cap_local_steps,
-    is_truncated,
-    members_of,
-    merge_weights,
-    remaining_rounds,
-    survivors,
-)
-from ashl.stage.program import apply_assignments
-from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
-from ashl.stage.stage import (
+from ashl.stage.contract import (
     CODEC,
     DELAY,
     FAULT_TOLERANT,
@@ -76,9 +64,21 @@ from ashl.stage.stage import (
     Loop,
     Network,
     Rule,
-    Stage,
+    StageConfig,
     Topology,
 )
+from ashl.stage.members import (
+    Remaining,
+    assign,
+    cap_local_steps,
+    is_truncated,
+    members_of,
+    merge_weights,
+    remaining_rounds,
+    survivors,
+)
+from ashl.stage.program import apply_assignments
+from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
 from ashl.topology.buckets import (
     Part,
     begin_piece,
@@ -211,7 +211,7 @@ class Updates:
     whole: ClassVar[bool] = False
 
     async def make_push(
-        self, ctx: RankContext, stage: Stage, state: WorkerState
+        self, ctx: RankContext, stage: StageConfig, state: WorkerState
     ) -> tuple[Work, Any, float]:
         """Compute the next push of a worker. Returns: (work, payload, loss)."""
         work = state.pending
@@ -220,7 +220,7 @@ class Updates:
         body, loss = await encode_update(ctx, stage, state, work)
         return work, body, loss
 
-    def admission_payload(self, stage: Stage, state: ServerState) -> Any:
+    def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
         """Return the payload that a joining worker starts from: the server's model."""
         return state.params
 
@@ -228,24 +228,24 @@ class Updates:
         """Start a joining worker from the payload `body` of the answer to its join request."""
         state.params = body
 
-    def without(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         """Update the server's state after this worker has failed."""
         rule = stage.sync
         state.rule_state = rule.without(stage, state.rule_state, state.progress, rank)
 
-    def with_joined(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         """Update the server's state after this worker has rejoined."""
         rule = stage.sync
         state.rule_state = rule.with_joined(stage, state.rule_state, state.progress, rank)
 
     def apply_push(
-        self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
     ) -> Coroutine[Any, Any, bool]:
         """Apply a push that is not too stale. Returns: True if the model changed."""
         return merge_push(ctx, stage, state, message)
 
     async def answer(
-        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
     ) -> Any:
         """Return the payload of a reply: the model, or its compressed difference; None if the model
         did not change.
@@ -260,7 +260,7 @@ class Updates:
         pull = partial(part.stage.link.encode_pull, part.state.ends, rank, model, context)
         return await ctx.compute(pull, work=1, kind="compress")
 
-    def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
         """Return the model that a worker continues with after a pull; not called at a stage
         boundary.
         """
@@ -286,7 +286,7 @@ class ServerRule(Rule, contract=True):
         """Return True if a push with this staleness (merges) is merged; otherwise it is dropped."""
         return True
 
-    def begin(self, stage: Stage, progress: Progress) -> Any:
+    def begin(self, stage: StageConfig, progress: Progress) -> Any:
         """Return the rule's state at the start of a stage."""
         return None
 
@@ -294,7 +294,7 @@ class ServerRule(Rule, contract=True):
         """Return the waiting workers that may proceed now."""
         return progress.waiting
 
-    def observe(self, stage: Stage, state: Any, progress: Progress, push: Push) -> Any:
+    def observe(self, stage: StageConfig, state: Any, progress: Progress, push: Push) -> Any:
         """Return the rule's state after a push that arrived at `progress.now_s`."""
         return state
 
@@ -307,20 +307,20 @@ class ServerRule(Rule, contract=True):
         return -math.inf
 
     def next_assignment(
-        self, stage: Stage, state: Any, progress: Progress, rank: int
+        self, stage: StageConfig, state: Any, progress: Progress, rank: int
     ) -> Assignment | None:
         """Return the work of this worker, which proceeds at `progress.now_s`; None: as planned."""
         return None
 
-    def without(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
+    def without(self, stage: StageConfig, state: Any, progress: Progress, rank: int) -> Any:
         """Return the rule's state after this worker has failed."""
         return state
 
-    def with_joined(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
+    def with_joined(self, stage: StageConfig, state: Any, progress: Progress, rank: int) -> Any:
         """Return the rule's state after this worker has rejoined."""
         return state
 
-    def on_rescale(self, stage: Stage, state: Any, progress: Progress) -> Any:
+    def on_rescale(self, stage: StageConfig, state: Any, progress: Progress) -> Any:
         """Return the rule's state for a run that resumes with another number of workers at
         `progress.now_s`.
         """
@@ -369,10 +369,10 @@ class ParameterServer(Topology):
     has_server: ClassVar[bool] = True
     pull_ratio: Ratio | None
 
-    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         return stage.workers if rank == stage.server else (stage.server,)
 
-    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
         """Return the time (ns) of a push and a pull without contention.
 
         With fragments: the maximum over all fragments.
@@ -386,18 +386,18 @@ class ParameterServer(Topology):
             stage.server, rank, down
         )
 
-    def begin(self, ctx: RankContext, stage: Stage) -> WorkerState | ServerState:
+    def begin(self, ctx: RankContext, stage: StageConfig) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
         if ctx.rank == stage.server:
             return ServerState(params, moments, Progress(stage.num_workers))
         return WorkerState(params, moments)
 
     async def join(
-        self, ctx: RankContext, stages: Sequence[Stage]
+        self, ctx: RankContext, stages: Sequence[StageConfig]
     ) -> tuple[int, WorkerState] | None:
         return await join(ctx, stages)
 
-    def role(self, stage: Stage, rank: int) -> Loop:
+    def role(self, stage: StageConfig, rank: int) -> Loop:
         if rank == stage.server:
             return server
         return worker
@@ -449,7 +449,7 @@ class ServerState:
         self.signal = GO
         self.reason = None
 
-    def enter(self, stage: Stage, now_s: float) -> None:
+    def enter(self, stage: StageConfig, now_s: float) -> None:
         """Enter a stage: reset what belongs to a stage, and carry over codec state and moments.
 
         Does nothing if the state is that of a checkpoint within this stage.
@@ -474,18 +474,18 @@ class ServerState:
             self.moments = stage.trainer.moments()
         self.outer_state = None if stage.resets_outer else self.outer_state
 
-    def set_members(self, stage: Stage) -> None:
+    def set_members(self, stage: StageConfig) -> None:
         """Set the members and the quorum after a failure or a rejoin."""
         self.members = members_of(stage, survivors(stage, self.progress.gone))
         self.quorum = stage.quorum_of(self.progress.present)
 
-    def assign(self, stage: Stage, workers: tuple[WorkerPlan, ...]) -> None:
+    def assign(self, stage: StageConfig, workers: tuple[WorkerPlan, ...]) -> None:
         """Set the work of all workers, by rank, and the weights that follow from it."""
         self.work = assign(stage, self.members.ranks, workers)
 
 
 def record_exchange(
-    ctx: RankContext, stage: Stage, state: WorkerState, work: Work, reply: Pull, loss: float
+    ctx: RankContext, stage: StageConfig, state: WorkerState, work: Work, reply: Pull, loss: float
 ) -> None:
     """Record a worker's round from its local work and the reply to it, and count the round."""
     ctx.record_round(
@@ -499,7 +499,7 @@ def record_exchange(
     state.round += 1
 
 
-async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
+async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> int:
     """Run a worker: compute on the model pulled last, push the update, wait for the reply.
 
     With delayed exchanges the worker computes the next piece of work between a push and its reply.
@@ -554,7 +554,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     return signal
 
 
-def apply_reply(stage: Stage, state: WorkerState, part: Part, signal: int, body: Any) -> None:
+def apply_reply(stage: StageConfig, state: WorkerState, part: Part, signal: int, body: Any) -> None:
     """Apply the payload of a reply: the model's first bucket, the model, or its difference."""
     if stage.overlaps_next_forward and signal in (GO, PAUSE):
         state.coming = body
@@ -565,7 +565,7 @@ def apply_reply(stage: Stage, state: WorkerState, part: Part, signal: int, body:
         state.params = part.put(state.params, params)
 
 
-async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
+async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> int:
     """Run the server: merge and answer until the stage ends, then answer every worker once more.
 
     Before another stage begins, the server waits for the pushes in flight and merges them. At the
@@ -611,7 +611,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
 
 
 async def reply_to_all(
-    ctx: RankContext, stage: Stage, state: ServerState, ranks: Iterable[int], signal: int = GO
+    ctx: RankContext, stage: StageConfig, state: ServerState, ranks: Iterable[int], signal: int = GO
 ) -> None:
     """Let these waiting workers proceed on the present model, or pause."""
     changed = list[int]()
@@ -622,7 +622,7 @@ async def reply_to_all(
         await send_remaining_buckets(ctx, stage, changed, state.params)
 
 
-async def pause(ctx: RankContext, stage: Stage, state: ServerState) -> bool:
+async def pause(ctx: RankContext, stage: StageConfig, state: ServerState) -> bool:
     """Let all workers pause once each of them waits, so that nothing is in flight.
 
     A worker may wait for a merge that no push completes any more; then the buffer is merged. If a
@@ -642,13 +642,13 @@ async def pause(ctx: RankContext, stage: Stage, state: ServerState) -> bool:
     return True
 
 
-def may_all_proceed(stage: Stage, state: ServerState) -> bool:
+def may_all_proceed(stage: StageConfig, state: ServerState) -> bool:
     """Return True if every waiting worker may proceed now."""
     ranks = {*stage.sync.may_proceed(state.rule_state, state.progress)}
     return len(ranks) == len(state.progress.waiting)
 
 
-def is_last_round(stage: Stage, state: ServerState) -> bool:
+def is_last_round(stage: StageConfig, state: ServerState) -> bool:
     """Return True if a stop limit truncates the next round."""
     return is_truncated(rounds_ahead(stage, state))
 
@@ -659,7 +659,9 @@ def is_last_round(stage: Stage, state: ServerState) -> bool:
 CLOSE: Tag = ("close", 0, 0)  # from the server to itself: merge the buffered pushes now
 
 
-async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+async def on_push(
+    ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
+) -> bool:
     """Count one push, and apply it unless it is too stale; its worker then waits for a reply.
 
     Returns: True if the model changed.
@@ -684,7 +686,7 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
 
 
 async def receive_more(
-    ctx: RankContext, stage: Stage, state: ServerState, tags: Sequence[Tag]
+    ctx: RankContext, stage: StageConfig, state: ServerState, tags: Sequence[Tag]
 ) -> Message | None:
     """Return the next message that arrives before the time `closes_s` of the sync mode.
 
@@ -699,14 +701,16 @@ async def receive_more(
 
 
 async def merge_buffered(
-    ctx: RankContext, stage: Stage, state: ServerState, message: Message
+    ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
 ) -> bool:
     """Merge the buffered pushes, even without a quorum. Returns: True."""
     await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     return True
 
 
-async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+async def merge_push(
+    ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
+) -> bool:
     """Decode a push, merge it, and pass it to the sync mode and an online planner.
 
     Returns: True if the model changed.
@@ -734,7 +738,7 @@ def push_of(ctx: RankContext, state: ServerState, message: Message, body: Any) -
     return Push(message.src, body, int(steps), int(samples), staleness, loss, *costs)
 
 
-def observe_push(ctx: RankContext, stage: Stage, state: ServerState, push: Push) -> None:
+def observe_push(ctx: RankContext, stage: StageConfig, state: ServerState, push: Push) -> None:
     """Pass a push to the sync mode and to a planner that replans during the run."""
     state.progress.now_s = ctx.now
     state.rule_state = stage.sync.observe(stage, state.rule_state, state.progress, push)
@@ -742,7 +746,7 @@ def observe_push(ctx: RankContext, stage: Stage, state: ServerState, push: Push)
         replan(ctx, stage, state, push, stage.planner)
 
 
-def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
+def apply_merge(stage: StageConfig, state: ServerState, push: Push | None) -> Any:
     """Buffer a push, and merge the buffer once it holds a quorum.
 
     Update rule: one outer step on Σ_i c_i·Δ_i, or one optimizer step on Σ_i c_i·g_i
@@ -777,7 +781,7 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
 
 
 def replan(
-    ctx: RankContext, stage: Stage, state: ServerState, push: Push, planner: Planner
+    ctx: RankContext, stage: StageConfig, state: ServerState, push: Push, planner: Planner
 ) -> None:
     """Pass the costs of a push to a planner that replans during the run.
 
@@ -811,7 +815,7 @@ def replan(
 
 
 async def reply(
-    ctx: RankContext, stage: Stage, state: ServerState, rank: int, signal: int = GO
+    ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, signal: int = GO
 ) -> bool:
     """Let a waiting worker proceed on the present model, or pause.
 
@@ -836,7 +840,9 @@ async def reply(
     return changed
 
 
-def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, float, float, int]:
+def assignment_of(
+    stage: StageConfig, state: ServerState, rank: int
+) -> tuple[int, float, float, int]:
     """Return the next assignment of this worker, which proceeds now.
 
     Returns: (local steps, density, seconds of local work or 0, batch or 0 for the present one).
@@ -851,7 +857,7 @@ def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, flo
     return local_steps, ratio, assignment.interval_s, assignment.batch
 
 
-def rounds_ahead(stage: Stage, state: ServerState) -> Remaining:
+def rounds_ahead(stage: StageConfig, state: ServerState) -> Remaining:
     """Return the rounds that remain before the next assignment."""
     done, ahead = (state.progress.steps, state.progress.samples), int(stage.delayed is not None)
     return remaining_rounds(stage, state.members, state.members.planned, done, ahead)
@@ -893,7 +899,7 @@ def admission_tag(incarnation: int) -> Tag:
 
 
 async def on_membership(
-    ctx: RankContext, stage: Stage, state: ServerState, message: Message
+    ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
 ) -> bool:
     """Handle a worker failure or a join request. Returns: True if the model changed."""
     if message.tag == PEER_FAILED:
@@ -911,7 +917,7 @@ def record_join(state: ServerState, message: Message) -> None:
     state.incarnations[message.src] = int(incarnation)
 
 
-def check_min_workers(ctx: RankContext, stage: Stage, rank: int, remaining: int) -> None:
+def check_min_workers(ctx: RankContext, stage: StageConfig, rank: int, remaining: int) -> None:
     """Raise AshlError if the remaining workers are too few after the failure of `rank`.
 
     The limit is `runtime.min_workers`. In a run that does not tolerate failures, the error names
@@ -925,7 +931,9 @@ def check_min_workers(ctx: RankContext, stage: Stage, rank: int, remaining: int)
         ) from (None if stage.elastic else PeerFailedError(rank))
 
 
-async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
+async def remove_failed(
+    ctx: RankContext, stage: StageConfig, state: ServerState, rank: int
+) -> bool:
     """Continue without a failed worker.
 
     Returns: True if the survivors' pushes complete a round, so that the model changed.
@@ -955,7 +963,7 @@ async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank
     return True
 
 
-async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> None:
+async def admit(ctx: RankContext, stage: StageConfig, state: ServerState, rank: int) -> None:
     """Admit a (re)joining worker, which continues from the present model."""
     progress = state.progress
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
@@ -998,7 +1006,7 @@ async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -
             record_join(state, message)
 
 
-async def join(ctx: RankContext, stages: Sequence[Stage]) -> tuple[int, WorkerState] | None:
+async def join(ctx: RankContext, stages: Sequence[StageConfig]) -> tuple[int, WorkerState] | None:
     """Join a running run as a worker.
 
     Returns: (index of the present stage, state in it); None if the run is over.
@@ -1032,7 +1040,7 @@ async def join(ctx: RankContext, stages: Sequence[Stage]) -> tuple[int, WorkerSt
 # End of a stage: work in flight is drained or dropped, and the server answers every worker
 
 
-async def drain_pushes(ctx: RankContext, stage: Stage, state: ServerState) -> bool:
+async def drain_pushes(ctx: RankContext, stage: StageConfig, state: ServerState) -> bool:
     """Drain work in flight before the next stage.
 
     Returns: True once every present worker waits and all their pushes are merged.
@@ -1045,7 +1053,7 @@ async def drain_pushes(ctx: RankContext, stage: Stage, state: ServerState) -> bo
     return True
 
 
-async def flush_pending(ctx: RankContext, stage: Stage, state: ServerState) -> None:
+async def flush_pending(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
     """Ask each waiting worker once for its last piece of work (delayed exchanges only).
 
     Such a worker has computed the next piece while its push was in flight. After that piece it
@@ -1060,7 +1068,7 @@ async def flush_pending(ctx: RankContext, stage: Stage, state: ServerState) -> N
 
 
 async def finish_stage(
-    ctx: RankContext, stage: Stage, state: ServerState, signal: int, end_ns: int | None = None
+    ctx: RankContext, stage: StageConfig, state: ServerState, signal: int, end_ns: int | None = None
 ) -> None:
     """Tell every worker that the stage has ended, and drop pushes that are not merged.
 
@@ -1134,7 +1142,7 @@ async def finish_stage(
 # Buckets at a worker
 
 
-async def compute_and_push(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
+async def compute_and_push(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
     """Compute one gradient and send its buckets while backward continues.
 
     Returns: the work with the last bucket as its payload, or without payload if a task sends all
@@ -1165,7 +1173,7 @@ async def forward_buckets(ctx: RankContext, server: int, tags: Sequence[Tag]) ->
 
 
 async def exchange_buckets(
-    ctx: RankContext, stage: Stage, samples: int, before: Any
+    ctx: RankContext, stage: StageConfig, samples: int, before: Any
 ) -> dict[int, Any]:
     """Send the buckets of one gradient by priority, and pass the model's segments to forward.
 
@@ -1203,7 +1211,7 @@ async def exchange_buckets(
 
 
 async def pass_on_segment(
-    ctx: RankContext, stage: Stage, arrived: Mapping[int, Any], number: int
+    ctx: RankContext, stage: StageConfig, arrived: Mapping[int, Any], number: int
 ) -> None:
     """Pass a segment of the model to the forward pass, if bucket `number` completes it."""
     k = next(k for k, own in enumerate(stage.segments) if number in own.buckets)
@@ -1213,7 +1221,9 @@ async def pass_on_segment(
         await ctx.send(ctx.rank, stage.tag("group", k), segment)
 
 
-async def settle_model(ctx: RankContext, stage: Stage, state: WorkerState, is_due: bool) -> bool:
+async def settle_model(
+    ctx: RankContext, stage: StageConfig, state: WorkerState, is_due: bool
+) -> bool:
     """Receive the model now if that is due; otherwise the next forward pass waits for each segment.
 
     Returns: True if nothing is in flight to this worker.
@@ -1234,7 +1244,7 @@ async def settle_model(ctx: RankContext, stage: Stage, state: WorkerState, is_du
     return True
 
 
-async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
+async def cancel_exchange(ctx: RankContext, stage: StageConfig, state: WorkerState) -> None:
     """Cancel the exchange of buckets, and discard its messages.
 
     At NEXT the last reply holds the whole model, and at STOP none is needed.
@@ -1251,7 +1261,7 @@ async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) ->
 # Buckets at the server
 
 
-async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Message:
+async def assemble_push(ctx: RankContext, stage: StageConfig, push: Message) -> Message:
     """Join a push with the buckets that left before it. Its start time is that of the first one."""
     if stage.merges_buckets:
         return push
@@ -1263,7 +1273,7 @@ async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Messag
     )
 
 
-def first_bucket(stage: Stage, model: Any) -> Any:
+def first_bucket(stage: StageConfig, model: Any) -> Any:
     """Return the part of the model that travels with the reply.
 
     It is the whole model, or the bucket that forward needs first; nothing if buckets are merged
@@ -1275,7 +1285,7 @@ def first_bucket(stage: Stage, model: Any) -> Any:
 
 
 async def send_remaining_buckets(
-    ctx: RankContext, stage: Stage, ranks: Sequence[int], model: Any
+    ctx: RankContext, stage: StageConfig, ranks: Sequence[int], model: Any
 ) -> None:
     """Send the other buckets of the model to these workers, in the order of the forward pass."""
     for k in reversed(range(len(stage.segments) - 1)):
@@ -1284,7 +1294,9 @@ async def send_remaining_buckets(
             await ctx.send(rank, stage.tag("group", k), body)
 
 
-async def on_bucket(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+async def on_bucket(
+    ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
+) -> bool:
     """Merge one bucket, and send it back once it has arrived from all workers.
 
     Returns: True if the bucket completes a model.
@@ -1305,7 +1317,7 @@ async def on_bucket(ctx: RankContext, stage: Stage, state: ServerState, message:
     return finish_if_complete(stage, state)
 
 
-def merge_bucket(stage: Stage, state: ServerState, number: int, push: Push) -> None:
+def merge_bucket(stage: StageConfig, state: ServerState, number: int, push: Push) -> None:
     """Buffer a bucket, and step on its elements once it has arrived from all workers."""
     members = state.slices.setdefault(number, [])
     members.append(push)
@@ -1323,7 +1335,7 @@ def merge_bucket(stage: Stage, state: ServerState, number: int, push: Push) -> N
     )
 
 
-def count_step(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+def count_step(ctx: RankContext, stage: StageConfig, state: ServerState, message: Message) -> bool:
     """Count a step once the headers of all workers have arrived.
 
     Returns: True if all of its buckets are merged by then, so that the model changed.
@@ -1340,7 +1352,7 @@ def count_step(ctx: RankContext, stage: Stage, state: ServerState, message: Mess
     return finish_if_complete(stage, state)
 
 
-def finish_if_complete(stage: Stage, state: ServerState) -> bool:
+def finish_if_complete(stage: StageConfig, state: ServerState) -> bool:
     """Make the model of a counted step once all of its buckets are merged.
 
     Returns: True if the model changed.
@@ -1353,7 +1365,7 @@ def finish_if_complete(stage: Stage, state: ServerState) -> bool:
     return True
 
 
-async def drain_buckets(ctx: RankContext, stage: Stage, state: ServerState) -> None:
+async def drain_buckets(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
     """Merge buckets until the model contains every counted step."""
     while state.counted:
         await on_bucket(ctx, stage, state, await ctx.recv(stage.tag("bucket")))

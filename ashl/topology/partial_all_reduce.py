@@ -27,8 +27,7 @@ from typing import Any, ClassVar, NamedTuple
 from ashl.option import Count, option
 from ashl.runtime.effects import Epoch, Message, Tag
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.progress import Progress
-from ashl.stage.stage import (
+from ashl.stage.contract import (
     FAULT_TOLERANT,
     GO,
     PAUSE,
@@ -37,9 +36,10 @@ from ashl.stage.stage import (
     Network,
     Ranks,
     Rule,
-    Stage,
+    StageConfig,
     Topology,
 )
+from ashl.stage.progress import Progress
 from ashl.topology import group_generator as generator
 from ashl.topology.coordinator import CoordinatorState, ReplicaState, gather_members, rejoin_members
 from ashl.topology.ending import (
@@ -69,20 +69,20 @@ class PartialAllReduce(Topology):
     replicas: ClassVar[bool] = True
     workers_per_node: Count | None
 
-    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         """Return the peers of headers: the coordinator and every worker; models travel by
         all-reduce.
         """
         return stage.workers if rank == stage.lead_rank else (stage.lead_rank,)
 
-    def groups(self, stage: Stage) -> Sequence[Ranks]:
+    def groups(self, stage: StageConfig) -> Sequence[Ranks]:
         return stage.sync.groups(self.nodes(stage))
 
-    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
         """Return the time (ns) to average in the largest possible group: all workers."""
         return network.all_reduce_ns(stage.workers, stage.trainer.dense_bytes, 0)
 
-    def begin(self, ctx: RankContext, stage: Stage) -> Replica | GroupCoordinatorState:
+    def begin(self, ctx: RankContext, stage: StageConfig) -> Replica | GroupCoordinatorState:
         if ctx.rank == stage.lead_rank:
             n = stage.num_workers
             progress = Progress(n, groups=[0] * n, conflicts=0)
@@ -94,7 +94,7 @@ class PartialAllReduce(Topology):
     async def reform(
         self,
         ctx: RankContext,
-        stages: Sequence[Stage],
+        stages: Sequence[StageConfig],
         saved: tuple[int, Any] | None,
         epoch: Epoch,
     ) -> tuple[int, Any]:
@@ -109,13 +109,13 @@ class PartialAllReduce(Topology):
             state.tick = int(reply.tick)
         return index, state
 
-    def nodes(self, stage: Stage) -> tuple[int, ...]:
+    def nodes(self, stage: StageConfig) -> tuple[int, ...]:
         """Return the node of each worker."""
         if self.workers_per_node is None and stage.nodes is not None:
             return stage.nodes
         return tuple(worker // (self.workers_per_node or PER_NODE) for worker in stage.workers)
 
-    def role(self, stage: Stage, rank: int) -> Loop:
+    def role(self, stage: StageConfig, rank: int) -> Loop:
         return coordinator if rank == stage.lead_rank else worker
 
 
@@ -152,7 +152,7 @@ class GroupCoordinatorState(CoordinatorState):
         self.asked, self.running, self.held = {}, {}, []
         self.last = [origins.get(rank, OWN - rank) for rank in range(len(self.last))]
 
-    def enter(self, stage: Stage, now_s: float) -> None:
+    def enter(self, stage: StageConfig, now_s: float) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
         if self.entered == stage.index:
             return
@@ -181,7 +181,7 @@ class GroupReply(NamedTuple):
 HEAD = len(GroupReply._fields)
 
 
-async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
+async def worker(ctx: RankContext, stage: StageConfig, state: Replica) -> int:
     """Run a worker: compute on its own model, then average with the group that the coordinator
     forms.
 
@@ -213,7 +213,7 @@ async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
 
 
 async def meet(
-    ctx: RankContext, stage: Stage, state: Replica, work: Work
+    ctx: RankContext, stage: StageConfig, state: Replica, work: Work
 ) -> tuple[GroupReply, Ranks]:
     """Ask for a group and average in it.
 
@@ -266,7 +266,7 @@ async def average_group(
     return params + await ctx.all_reduce(body * (1 / len(members)), members)
 
 
-async def coordinator(ctx: RankContext, stage: Stage, state: GroupCoordinatorState) -> int:
+async def coordinator(ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState) -> int:
     """Run the coordinator: make groups until the stage ends, then complete those that were made.
 
     Returns: the final signal, NEXT, STOP or PAUSE.
@@ -305,13 +305,13 @@ async def coordinator(ctx: RankContext, stage: Stage, state: GroupCoordinatorSta
     return state.signal
 
 
-def coordinator_tags(stage: Stage) -> tuple[Tag, ...]:
+def coordinator_tags(stage: StageConfig) -> tuple[Tag, ...]:
     """Return the tags of the messages that the coordinator handles."""
     return stage.tag("done"), stage.tag("ask")
 
 
 def on_report(
-    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, message: Message | None
+    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, message: Message | None
 ) -> None:
     """Record the loss of a worker that asks, or count a group that is done."""
     progress = state.progress
@@ -324,7 +324,7 @@ def on_report(
 
 
 async def on_message(
-    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, message: Message | None
+    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, message: Message | None
 ) -> None:
     """Handle a message, or (None) a time at which the scheduler asked to be woken.
 
@@ -345,14 +345,14 @@ async def on_message(
         await begin_groups(ctx, stage, state, started)
 
 
-async def begin_held(ctx: RankContext, stage: Stage, state: GroupCoordinatorState) -> None:
+async def begin_held(ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState) -> None:
     """Begin the groups that could have begun since a pause was decided."""
     held, state.held = state.held, []
     await begin_groups(ctx, stage, state, held)
 
 
 async def begin_groups(
-    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, started: list[Group]
+    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, started: list[Group]
 ) -> None:
     """Begin these groups, and those that can begin after them."""
     now_ns, rule = ctx.now_ns, stage.sync
@@ -367,7 +367,11 @@ async def begin_groups(
 
 
 async def begin(
-    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, group: Group, work: Sequence[Done]
+    ctx: RankContext,
+    stage: StageConfig,
+    state: GroupCoordinatorState,
+    group: Group,
+    work: Sequence[Done],
 ) -> None:
     """Tell the members of a group, all of which have asked, that it begins.
 
@@ -394,7 +398,7 @@ async def begin(
         await ctx.send(member, stage.tag("group"), None, (*reply, *numbers))
 
 
-def count(ctx: RankContext, stage: Stage, state: GroupCoordinatorState, number: int) -> None:
+def count(ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, number: int) -> None:
     """Count the work of a group, which is part of its members' models now."""
     group, work = state.running[number]
     if not work:  # counted already, or dropped
@@ -405,7 +409,7 @@ def count(ctx: RankContext, stage: Stage, state: GroupCoordinatorState, number: 
 
 def commit(
     ctx: RankContext,
-    stage: Stage,
+    stage: StageConfig,
     state: GroupCoordinatorState,
     members: Ranks,
     work: Sequence[Done],
@@ -425,7 +429,7 @@ def commit(
 
 
 async def drain(
-    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, message: Message | None
+    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, message: Message | None
 ) -> None:
     """End a stage: complete the groups that wait in buffers, and release all other workers.
 
@@ -462,7 +466,7 @@ async def drain(
 
 
 async def release_expected(
-    ctx: RankContext, stage: Stage, state: GroupCoordinatorState
+    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState
 ) -> list[int]:
     """Return the workers that no group expects any more.
 
@@ -480,7 +484,7 @@ async def release_expected(
 
 
 async def release_workers(
-    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, workers: Sequence[int]
+    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, workers: Sequence[int]
 ) -> None:
     """Let these workers leave the stage."""
     for worker in workers:

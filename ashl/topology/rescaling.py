@@ -19,9 +19,9 @@ from dataclasses import fields
 
 from ashl.data.partition import apportion
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.contract import StageConfig
 from ashl.stage.members import members_of, remaining_rounds
 from ashl.stage.progress import Progress, RunProgress
-from ashl.stage.stage import Stage
 from ashl.topology import all_reduce
 from ashl.topology.all_reduce import PeerState
 from ashl.topology.local_work import WorkerState
@@ -29,7 +29,7 @@ from ashl.topology.parameter_server import ServerRule, ServerState, assignment_o
 
 
 def rescale_states(
-    stage: Stage, state: ServerState | PeerState, now_s: float
+    stage: StageConfig, state: ServerState | PeerState, now_s: float
 ) -> list[WorkerState | ServerState]:
     """Return the states of all ranks in this stage, which has another number of workers.
 
@@ -41,7 +41,7 @@ def rescale_states(
 
 
 def rescale_server(
-    stage: Stage, before: ServerState, now_s: float
+    stage: StageConfig, before: ServerState, now_s: float
 ) -> list[WorkerState | ServerState]:
     """Return the states of the workers, then that of the server."""
     progress, n = redistribute_counts(stage, before.progress), stage.num_workers
@@ -67,7 +67,7 @@ def rescale_server(
     return [*states, server]
 
 
-def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerState]:
+def rescale_peers(stage: StageConfig, before: PeerState, now_s: float) -> list[PeerState]:
     """Return the states of workers that count identically."""
     progress, states = redistribute_counts(stage, before.progress), list[PeerState]()
     progress.now_s = now_s
@@ -95,7 +95,7 @@ def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerSta
     return states
 
 
-def begin(stage: Stage, rank: int, state: WorkerState, progress: Progress) -> None:
+def begin(stage: StageConfig, rank: int, state: WorkerState, progress: Progress) -> None:
     """Let a worker enter this stage at these counts."""
     state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
     state.enter(stage, members_of(stage), rank)
@@ -104,7 +104,7 @@ def begin(stage: Stage, rank: int, state: WorkerState, progress: Progress) -> No
     state.drawn = state.step * state.batch
 
 
-def redistribute_counts(stage: Stage, before: Progress) -> Progress:
+def redistribute_counts(stage: StageConfig, before: Progress) -> Progress:
     """Return the counts, with those by worker distributed by data share.
 
     Leads are reset. Commits since the start of the stage, and since the best loss, keep their

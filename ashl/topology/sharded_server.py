@@ -46,8 +46,7 @@ from ashl.runtime.effects import PEER_FAILED, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate
 from ashl.stage.compression_pipeline import CodecState, Payload
-from ashl.stage.progress import Progress
-from ashl.stage.stage import (
+from ashl.stage.contract import (
     CODEC,
     FAULT_TOLERANT,
     GO,
@@ -59,9 +58,10 @@ from ashl.stage.stage import (
     Loop,
     Network,
     Rule,
-    Stage,
+    StageConfig,
     Topology,
 )
+from ashl.stage.progress import Progress
 from ashl.topology.ending import (
     decide,
     end_time_ns,
@@ -133,13 +133,13 @@ class ShardedServer(Topology):
     def extra_ranks(self, nodes: tuple[int, ...] | None) -> int:
         return self.servers
 
-    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         servers = all_servers(stage)
         if rank < stage.server:
             return servers
         return (*stage.workers, *(servers[1:] if rank == stage.server else servers[:1]))
 
-    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
         """Return the time (ns) of a push and a pull without contention; the worker's NIC carries
         all shards.
         """
@@ -149,7 +149,7 @@ class ShardedServer(Topology):
             stage.server, rank, down
         )
 
-    def begin(self, ctx: RankContext, stage: Stage) -> ShardedWorker | ShardState:
+    def begin(self, ctx: RankContext, stage: StageConfig) -> ShardedWorker | ShardState:
         params, moments = stage.trainer.init()
         if ctx.rank < stage.server:
             ends = [CodecState() for _ in range(self.servers)]
@@ -157,7 +157,7 @@ class ShardedServer(Topology):
         held = stage.fragments[ctx.rank - stage.server]
         return ShardState(held.of(params), moments_of(stage, ctx.rank), Progress(stage.num_workers))
 
-    def role(self, stage: Stage, rank: int) -> Loop:
+    def role(self, stage: StageConfig, rank: int) -> Loop:
         if rank < stage.server:
             return worker
         return run_first if rank == stage.server else run_other
@@ -189,18 +189,18 @@ class ShardState(ServerState):
         self.leaving = []
 
 
-def parts(stage: Stage) -> tuple[Stage, ...]:
+def parts(stage: StageConfig) -> tuple[StageConfig, ...]:
     """Return the stage restricted to the shard of each server."""
     return stage.fragment_stages
 
 
-def moments_of(stage: Stage, rank: int) -> tuple[Any, ...]:
+def moments_of(stage: StageConfig, rank: int) -> tuple[Any, ...]:
     """Return empty moments for a server's shard."""
     held = stage.fragments[rank - stage.server]
     return tuple(held.of(moment) if moment.dim() else moment for moment in stage.trainer.moments())
 
 
-def enter_shard(ctx: RankContext, stage: Stage, state: ShardState) -> Stage:
+def enter_shard(ctx: RankContext, stage: StageConfig, state: ShardState) -> StageConfig:
     """Enter a stage at a server, unless the state is that of a checkpoint within it.
 
     Returns: the stage restricted to the server's shard.
@@ -216,11 +216,11 @@ def enter_shard(ctx: RankContext, stage: Stage, state: ShardState) -> Stage:
     return own
 
 
-def all_servers(stage: Stage) -> tuple[int, ...]:
+def all_servers(stage: StageConfig) -> tuple[int, ...]:
     return tuple(range(stage.server, stage.server + stage.topology.servers))
 
 
-def signal_tag(stage: Stage) -> Tag:
+def signal_tag(stage: StageConfig) -> Tag:
     """Return the tag of the first server's messages to the others.
 
     (version, GO): this version is evaluated. (version, signal, time in ns): the stage has ended.
@@ -228,7 +228,7 @@ def signal_tag(stage: Stage) -> Tag:
     return stage.tag("first")
 
 
-async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
+async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> int:
     """Run a worker: compute on the model pulled last, push its shards, wait for all answers.
 
     Returns: the final signal, NEXT or STOP.
@@ -276,7 +276,7 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
 
 
 async def make_pushes(
-    ctx: RankContext, stage: Stage, state: ShardedWorker
+    ctx: RankContext, stage: StageConfig, state: ShardedWorker
 ) -> tuple[Work, list[Payload], float]:
     """Compute a worker's next pushes. Returns: (work, payload for each server, loss)."""
     work = await local_work(ctx, stage, state)
@@ -295,7 +295,7 @@ async def make_pushes(
 
 
 def encode_shards(
-    stage: Stage, state: ShardedWorker, rank: int, shards: Sequence[Any]
+    stage: StageConfig, state: ShardedWorker, rank: int, shards: Sequence[Any]
 ) -> list[Payload]:
     """Encode each shard, which the codec treats as a model of its own. Returns: the payloads."""
     context, bodies = context_of(stage, rank, state, state.version), []
@@ -312,7 +312,7 @@ def encode_shards(
 
 
 def restore_shards(
-    stage: Stage, state: ShardedWorker, bodies: Sequence[Payload], dropped: Sequence[bool]
+    stage: StageConfig, state: ShardedWorker, bodies: Sequence[Payload], dropped: Sequence[bool]
 ) -> None:
     """Return the updates that a server has dropped to the codec's residual."""
     if stage.link.traits.lossless:
@@ -324,7 +324,7 @@ def restore_shards(
 
 
 async def answer(
-    ctx: RankContext, stage: Stage, state: ServerState, without: Sequence[int] = ()
+    ctx: RankContext, stage: StageConfig, state: ServerState, without: Sequence[int] = ()
 ) -> None:
     """Release the workers that may proceed, except those in `without`."""
     ranks = sorted(set(stage.sync.may_proceed(state.rule_state, state.progress)) - set(without))
@@ -340,8 +340,9 @@ def answer_order(ranks: Sequence[int], place: int, servers: int, block: int) -> 
     The order goes block by block, and within a block every server begins with another worker. A
     worker proceeds once it has all shards. If all servers answer it at once, its own NIC receives
     one shard after the other. In that time the servers can answer a whole block
-    (`Stage.answer_block`). No worker of the block has its last shard later than in rank order. In
-    larger blocks the first workers would wait for the last. A block of 1 gives rank order.
+    (`StageConfig.answer_block`). No worker of the block has its last shard later than in rank
+    order. In larger blocks the first workers would wait for the last. A block of 1 gives rank
+    order.
     """
     order = list[int]()
     for start in range(0, len(ranks), block):
@@ -351,7 +352,7 @@ def answer_order(ranks: Sequence[int], place: int, servers: int, block: int) -> 
     return order
 
 
-async def run_first(ctx: RankContext, stage: Stage, state: ShardState) -> int:
+async def run_first(ctx: RankContext, stage: StageConfig, state: ShardState) -> int:
     """Run the first server: merge, answer, count and decide until the stage ends.
 
     Returns: the final signal, NEXT or STOP.
@@ -386,7 +387,7 @@ async def run_first(ctx: RankContext, stage: Stage, state: ShardState) -> int:
     return state.signal
 
 
-def may_end(stage: Stage, state: ShardState) -> bool:
+def may_end(stage: StageConfig, state: ShardState) -> bool:
     """Return True if the present signal ends the loop: at STOP at once, else once all workers wait.
 
     If a stop limit truncates the next round, there is no pause.
@@ -400,7 +401,7 @@ def may_end(stage: Stage, state: ShardState) -> bool:
     return state.signal != GO
 
 
-async def evaluate_all_shards(ctx: RankContext, stage: Stage, state: ShardState) -> None:
+async def evaluate_all_shards(ctx: RankContext, stage: StageConfig, state: ShardState) -> None:
     """Let all servers emit their shards of the present version of the first one."""
     version, others = state.progress.version, all_servers(stage)[1:]
     for server in others:
@@ -408,7 +409,7 @@ async def evaluate_all_shards(ctx: RankContext, stage: Stage, state: ShardState)
     ctx.snapshot(state.params, tick=version if others else None, counts=state.progress.report())
 
 
-async def merge_rest(ctx: RankContext, stage: Stage, state: ServerState) -> None:
+async def merge_rest(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
     """Merge the buffered pushes without a quorum, if another stage follows or a worker waits for
     them.
     """
@@ -434,7 +435,7 @@ def has_caught_up(state: ShardState) -> bool:
 
 
 async def handle_message(
-    ctx: RankContext, stage: Stage, state: ShardState, message: Message
+    ctx: RankContext, stage: StageConfig, state: ShardState, message: Message
 ) -> None:
     """Handle a push, a worker failure or a decision of the first server."""
     progress, push = state.progress, stage.tag("push")
@@ -454,7 +455,7 @@ async def handle_message(
         state.last = version, signal, end_ns
 
 
-async def run_other(ctx: RankContext, stage: Stage, state: ShardState) -> int:
+async def run_other(ctx: RankContext, stage: StageConfig, state: ShardState) -> int:
     """Run one of the other servers: merge and answer until the first one ends the stage.
 
     Returns: the final signal, NEXT or STOP.

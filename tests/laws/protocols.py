@@ -19,9 +19,9 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.contract import StageConfig
 from ashl.stage.members import members_of
 from ashl.stage.process_group import ProcessGroup
-from ashl.stage.stage import Stage
 from ashl.sync.bsp import BSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.exchange import run_collective_codec
@@ -76,7 +76,7 @@ def together(
 
 async def worker(
     ctx: RankContext,
-    stage: Stage,
+    stage: StageConfig,
     rounds: Sequence[Sequence[Any]],
     weights: Sequence[float],
     came: list[list[Any]],

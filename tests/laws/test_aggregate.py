@@ -17,8 +17,8 @@ from ashl.aggregate.weighted import Push
 from ashl.plan.assignments import Assignments
 from ashl.plan.plan import WorkerPlan
 from ashl.size_only import SizeOnly
+from ashl.stage.contract import StageConfig
 from ashl.stage.members import assign, merge_weights
-from ashl.stage.stage import Stage
 from tests.conf_option import conf_option
 from tests.support import simulated
 
@@ -73,7 +73,7 @@ def staged(row: Row, *, barrier: bool, plan: Any = None, **fields: Any) -> Any:
         "trainer": SimpleNamespace(statistics=0),
         **dict.fromkeys(("topology", "outer", "codec", "limits")),
     }
-    return Stage(
+    return StageConfig(
         index=0,
         plan=SimpleNamespace(workers=plan),
         sync=sync,

@@ -15,8 +15,8 @@ from ashl.config.catalog import catalog, target
 from ashl.config.construct import BASES, construct, found
 from ashl.errors import UsageError
 from ashl.option import Count, option, refuse_unasked
+from ashl.stage.contract import Rule, Topology
 from ashl.stage.progress import Progress
-from ashl.stage.stage import Rule, Topology
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import Assignment, BarrierRule, ParameterServer, ServerRule

@@ -16,8 +16,8 @@ from ashl.planning.instantiate import assemble, parts_of
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.contract import FAULT_TOLERANT, Rule, StageConfig
 from ashl.stage.members import members_of, merge_weights
-from ashl.stage.stage import FAULT_TOLERANT, Rule, Stage
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.local_work import WorkerState, context_of
 from ashl.topology.parameter_server import ParameterServer, ServerRule
@@ -49,7 +49,7 @@ def back(worker: int, time_s: float) -> dict:
 class Alone:
     """Rounds of some workers by the formula alone: no server, no messages, no clock."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: StageConfig) -> None:
         self.stage, n = stage, stage.num_workers
         self.params, self.moments = stage.trainer.init()
         self.version = self.samples = 0

@@ -16,8 +16,8 @@ from ashl.errors import AshlError
 from ashl.planning.instantiate import assemble
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import halves, joined
+from ashl.stage.contract import StageConfig
 from ashl.stage.members import members_of
-from ashl.stage.stage import Stage
 from ashl.sync.asylpg import Epoch
 from ashl.sync.easgd import EASGD
 from ashl.sync.ringleader import Gradients, Table
@@ -86,7 +86,9 @@ def pushes(ran: Ran) -> Iterator[tuple[int, int, Tensor]]:
         before = record["commits"]
 
 
-def steps_of(stage: Stage, worker: WorkerState, rank: int, params: Tensor, steps: int) -> Tensor:
+def steps_of(
+    stage: StageConfig, worker: WorkerState, rank: int, params: Tensor, steps: int
+) -> Tensor:
     """Local steps of a worker."""
     for _ in range(steps):
         span = range(worker.drawn, worker.drawn + worker.batch)
@@ -183,11 +185,11 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
         came.append((push.worker, push.body))
         return take(table, push)
 
-    def failing(messages: Gradients, stage: Stage, state: ServerState, rank: int) -> None:
+    def failing(messages: Gradients, stage: StageConfig, state: ServerState, rank: int) -> None:
         came.append((rank, None))
         without(messages, stage, state, rank)
 
-    def joining(messages: Gradients, stage: Stage, state: ServerState, rank: int) -> None:
+    def joining(messages: Gradients, stage: StageConfig, state: ServerState, rank: int) -> None:
         came.append((rank, None))
         with_joined(messages, stage, state, rank)
 

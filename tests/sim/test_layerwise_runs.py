@@ -20,7 +20,7 @@ from ashl.overlap.timeline import buckets_of_tensors, merge_buckets
 from ashl.plan.plan import SERIAL, Plan
 from ashl.planning.instantiate import assemble, link_of
 from ashl.planning.step_timelines import make_timeline
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from tests.benchmarks.simulator import simulation
 from tests.conf_option import conf_option
 from tests.support import Ran, planned, run, simulated
@@ -46,7 +46,7 @@ SPEC = {
 }
 
 
-def by_groups(stage: Stage) -> Stage:
+def by_groups(stage: StageConfig) -> StageConfig:
     """The stage without overlap, its codec applied to each of its messages by itself."""
     codec = Layerwise(
         innermost(stage.codec), tuple(part.stop - part.start for part in reversed(stage.buckets))

@@ -19,8 +19,8 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
+from ashl.stage.contract import StageConfig
 from ashl.stage.members import members_of
-from ashl.stage.stage import Stage
 from ashl.topology.local_work import WorkerState, context_of
 from tests.sim.test_churn import DETECT_S, RUN, back, lost, with_events
 from tests.support import Ran, planned, run, simulated
@@ -34,7 +34,7 @@ class Alone:
     are named by round.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: StageConfig) -> None:
         self.stage = stage
         self.params, self.moments = stage.trainer.init()
         self.version = self.samples = 0

@@ -20,7 +20,7 @@ from ashl.planning.predict import WITHOUT
 from ashl.runtime.records import Record, Rounds, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
-from ashl.stage.stage import Stage, extra_ranks
+from ashl.stage.contract import StageConfig, extra_ranks
 from tests.support import befallen, flat
 
 BATCH = 8
@@ -114,7 +114,7 @@ def drawn_limits(rng: random.Random) -> Limits:
     return replace(WITHOUT, steps=steps, seconds=seconds, eval_every_commits=1)
 
 
-def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) -> Stage:
+def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) -> StageConfig:
     """Draw a stage of this sync mode; its workers mostly have equal settings."""
     local_steps = sync.local_steps if isinstance(sync.local_steps, int) else 4
     workers = [
@@ -130,7 +130,7 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
         for _ in range(n)
     ]
     specs = {key: {} for key in ("sync", "topology", "aggregate", "compression", "optimizer")}
-    return Stage(
+    return StageConfig(
         index=0,
         plan=StagePlan(name="swarm", until={}, workers=tuple(workers), **specs),
         topology=topology,
@@ -147,7 +147,7 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
 
 
 def run(
-    cluster: Cluster, stages: Sequence[Stage], seed: int = 0, main: Callable | None = None
+    cluster: Cluster, stages: Sequence[StageConfig], seed: int = 0, main: Callable | None = None
 ) -> tuple[Sim, Seen]:
     """Play the stages, or `main`, on all ranks. Fails where no end is in sight."""
     seen, first = Seen(), stages[0]

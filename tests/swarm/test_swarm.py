@@ -28,8 +28,8 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.contract import StageConfig
 from ashl.stage.program import program
-from ashl.stage.stage import Stage
 from ashl.sync.asp import ASP
 from ashl.sync.backup import Backup
 from ashl.sync.bsp import BSP
@@ -54,7 +54,7 @@ SEEDS, IN_PARTS = 500, 100
 CHUNK = 50  # seeds of one test: enough tests to name the seed that fails, few enough to be quick
 
 
-def drawn_stage(rng: random.Random, n: int) -> Stage:
+def drawn_stage(rng: random.Random, n: int) -> StageConfig:
     """A sync mode with its parameters on a topology that it knows, and an end by steps, by seconds
     or by both.
     """
@@ -74,7 +74,7 @@ def drawn_stage(rng: random.Random, n: int) -> Stage:
     return bound(rng, sync, topology, n, drawn_limits(rng))
 
 
-def drawn_in_parts(rng: random.Random, n: int) -> Stage:
+def drawn_in_parts(rng: random.Random, n: int) -> StageConfig:
     """Gradients that travel in parts, dense or each compressed by itself."""
     stage = bound(rng, BSP(exchange="gradient"), AllReduce(), n, drawn_limits(rng))
     d = stage.trainer.num_params
@@ -97,7 +97,7 @@ def drawn_in_parts(rng: random.Random, n: int) -> Stage:
     )
 
 
-def drawn(seed: int) -> tuple[Cluster, Stage]:
+def drawn(seed: int) -> tuple[Cluster, StageConfig]:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
     if seed < SEEDS:
@@ -107,12 +107,12 @@ def drawn(seed: int) -> tuple[Cluster, Stage]:
     )
 
 
-def played(seed: int) -> tuple[Sim, Seen, Stage]:
+def played(seed: int) -> tuple[Sim, Seen, StageConfig]:
     cluster, stage = drawn(seed)
     return *run(cluster, (stage,), seed), stage
 
 
-def check_counts(seen: Seen, stage: Stage, end: dict) -> None:
+def check_counts(seen: Seen, stage: StageConfig, end: dict) -> None:
     """Computed work was applied or dropped, or was in flight at the end."""
     n = stage.num_workers
     assert end["steps"] == sum(end["steps_by"])
@@ -148,7 +148,7 @@ def check_counts(seen: Seen, stage: Stage, end: dict) -> None:
         assert last <= end["steps"]
 
 
-def check_bounds(seen: Seen, stage: Stage, end: dict) -> None:
+def check_bounds(seen: Seen, stage: StageConfig, end: dict) -> None:
     """The lead of SSP at every commit, and how old what a barrier merges may be."""
     s = getattr(stage.sync, "staleness", None)
     if s is not None:
@@ -161,7 +161,7 @@ def check_bounds(seen: Seen, stage: Stage, end: dict) -> None:
         assert len(set(end["commits"])) == 1
 
 
-def messages_bytes(stage: Stage) -> list[int]:
+def messages_bytes(stage: StageConfig) -> list[int]:
     """Return the bytes of each message of a collective, in each direction."""
     n, link = stage.num_workers, stage.link
     if not stage.buckets:
@@ -182,7 +182,7 @@ def messages_bytes(stage: Stage) -> list[int]:
     return [2 * (n - 1) * nbytes // n for nbytes in summed]
 
 
-def check_bytes(seen: Seen, stage: Stage, end: dict) -> None:
+def check_bytes(seen: Seen, stage: StageConfig, end: dict) -> None:
     """Every exchange moves the dense model, and what one end sends the other end gets."""
     n, dense = stage.num_workers, stage.trainer.dense_bytes
     ledgers = {record["rank"]: record for record in seen.of("time_totals")}
@@ -227,7 +227,9 @@ def test_a_swarm(first: int) -> None:
     each(range(first, first + CHUNK), check, drawn)
 
 
-def plain(sync: Any, topology: Any, limits: Limits = WITHOUT, n: int = 3) -> tuple[Cluster, Stage]:
+def plain(
+    sync: Any, topology: Any, limits: Limits = WITHOUT, n: int = 3
+) -> tuple[Cluster, StageConfig]:
     """A small cluster and stage without any chance in it."""
     cluster, stage = drawn(0)
     none = dict.fromkeys(
@@ -259,7 +261,7 @@ def plain(sync: Any, topology: Any, limits: Limits = WITHOUT, n: int = 3) -> tup
     return cluster, stage
 
 
-def deserting(stage: Stage, rank: int, rounds: int):
+def deserting(stage: StageConfig, rank: int, rounds: int):
     """The program of all ranks, but this one leaves without a word in its round so-and-so."""
 
     async def main(ctx: RankContext) -> None:

@@ -17,8 +17,8 @@ from ashl.runtime.effects import Save
 from ashl.runtime.plain_state import decode, encode, to_plain
 from ashl.runtime.rank_checkpoint import saved_rank
 from ashl.runtime.sim import Sim, restore_ranks
+from ashl.stage.contract import StageConfig, extra_ranks
 from ashl.stage.program import program
-from ashl.stage.stage import Stage, extra_ranks
 from tests.swarm.drawn import BATCH, Seen, each
 from tests.swarm.test_swarm_gossip import drawn
 
@@ -27,7 +27,7 @@ Checkpoints = list[tuple[bytes, int, int]]  # each with its moment, and how much
 
 def play(
     cluster: Cluster,
-    stages: list[Stage],
+    stages: list[StageConfig],
     seen: Seen,
     at_ns: float,
     file: bytes = b"",

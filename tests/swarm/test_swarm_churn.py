@@ -14,8 +14,8 @@ from ashl.compression.wrappers import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.delayed import OneStepDelayed
 from ashl.planning.predict import WITHOUT
+from ashl.stage.contract import SERIAL, StageConfig
 from ashl.stage.progress import Progress
-from ashl.stage.stage import SERIAL, Stage
 from ashl.topology.parameter_server import ParameterServer
 from tests.conf_option import conf_option
 from tests.swarm.drawn import bound, check_books, drawn_cluster, each, run
@@ -52,7 +52,7 @@ def with_messages(rng: random.Random) -> object:
     return conf_option("sync", name, **own[name])
 
 
-def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
+def drawn(seed: int) -> tuple[Cluster, list[StageConfig]]:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
     n, until_s = cluster.num_workers, rng.choice([0.05, 0.5, 3.0])
@@ -76,7 +76,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
         [0.5, 5.0, 5.0 if churn else None]
     )  # a worker that fails within each round makes no progress
     limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
-    stages, codec = list[Stage](), conf_option("compression", "topk", ratio=0.1)
+    stages, codec = list[StageConfig](), conf_option("compression", "topk", ratio=0.1)
     for index in range(rng.choice([1, 1, 2, 3])):
         sync, other = drawn_sync(rng, topology, n), random.Random(f"{seed} {index} messages")
         sync = with_messages(other) if other.random() < 0.4 else sync

@@ -13,7 +13,7 @@ import pytest
 from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError, UsageError
 from ashl.planning.predict import WITHOUT
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.sync.ad_psgd import ADPSGD
 from ashl.sync.choco import Choco
 from ashl.sync.d_admm import DADMM
@@ -72,7 +72,7 @@ def drawn_mode(rng: random.Random) -> Any:
     )
 
 
-def drawn_stages(rng: random.Random, n: int) -> list[Stage]:
+def drawn_stages(rng: random.Random, n: int) -> list[StageConfig]:
     """One stage, or two of the same kind (with a coordinator, or without)."""
     limits = drawn_limits(rng)
     graph = Gossip(graph=rng.choice(NAMES), degree=2)
@@ -97,7 +97,7 @@ def drawn_stages(rng: random.Random, n: int) -> list[Stage]:
     return stages
 
 
-def drawn(seed: int) -> tuple[Cluster, list[Stage]] | None:
+def drawn(seed: int) -> tuple[Cluster, list[StageConfig]] | None:
     """None where the mode cannot keep to the graph."""
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
@@ -110,7 +110,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]] | None:
     return cluster, stages
 
 
-def check_counts(seen: Seen, stages: list[Stage]) -> None:
+def check_counts(seen: Seen, stages: list[StageConfig]) -> None:
     """Computed work was merged or dropped; every sent message was received."""
     end, n = seen.of("stage")[-1], stages[0].num_workers
     done, applied = Counter(), Counter()

@@ -15,7 +15,7 @@ from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.sync.ripples_smart import RipplesSmart
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from tests.conf_option import conf_option
@@ -48,7 +48,7 @@ def drawn_sync(rng: random.Random, n: int) -> Any:
     return conf_option("sync", f"ripples_{scheduler}", **fields)
 
 
-def drawn(seed: int) -> tuple[Cluster, Stage]:
+def drawn(seed: int) -> tuple[Cluster, StageConfig]:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
     n = cluster.num_workers
@@ -57,7 +57,7 @@ def drawn(seed: int) -> tuple[Cluster, Stage]:
     return cluster, replace(stage, seed=seed, nodes=cluster.node)
 
 
-def drawn_stages(seed: int) -> tuple[Cluster, list[Stage]]:
+def drawn_stages(seed: int) -> tuple[Cluster, list[StageConfig]]:
     """Two or three schedulers after each other."""
     rng = random.Random(seed)
     cluster, first = drawn(seed)
@@ -70,12 +70,12 @@ def drawn_stages(seed: int) -> tuple[Cluster, list[Stage]]:
     return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
 
 
-def played(seed: int) -> tuple[Sim, Seen, Stage]:
+def played(seed: int) -> tuple[Sim, Seen, StageConfig]:
     cluster, stage = drawn(seed)
     return *run(cluster, (stage,), seed), stage
 
 
-def check_counts(seen: Seen, stage: Stage, end: dict) -> None:
+def check_counts(seen: Seen, stage: StageConfig, end: dict) -> None:
     """Computed work was averaged or dropped, or was in flight at the end."""
     n = stage.num_workers
     steps_each = [worker.local_steps for worker in stage.plan.workers]
@@ -92,7 +92,7 @@ def check_counts(seen: Seen, stage: Stage, end: dict) -> None:
         assert end["steps"] >= stage.limits.steps
 
 
-def check_groups(seen: Seen, stage: Stage) -> None:
+def check_groups(seen: Seen, stage: StageConfig) -> None:
     """Every member of a group was in it, and at the same point of the order."""
     meetings = Counter()
     for record in seen.of("round"):

@@ -17,7 +17,7 @@ from ashl.overlap.slices import Slices
 from ashl.overlap.tictac import TicTac
 from ashl.overlap.timeline import FORWARD, Bucket
 from ashl.overlap.wfbp import WFBP
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.sync.bsp import BSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
@@ -42,7 +42,7 @@ def drawn_parts(rng: random.Random, size: int) -> tuple[Bucket, ...]:
     )
 
 
-def drawn(seed: int) -> tuple[Cluster, Stage]:
+def drawn(seed: int) -> tuple[Cluster, StageConfig]:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
     topology = AllReduce() if rng.random() < 0.7 else ParameterServer(pull_ratio=None)

@@ -15,7 +15,7 @@ from ashl.compression.contract import Layer, size_of
 from ashl.compression.gtopk import bits_bytes
 from ashl.compression.wrappers import wrap_codec
 from ashl.learn.trainer import SizeOnlyTrainer
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.sync.bsp import BSP
 from ashl.sync.local_sgd import LocalSGD
 from ashl.topology.all_reduce import AllReduce
@@ -35,7 +35,7 @@ OPTIONS = {
 }
 
 
-def drawn(seed: int) -> tuple[Cluster, Stage, str]:
+def drawn(seed: int) -> tuple[Cluster, StageConfig, str]:
     rng = random.Random(seed)
     cluster, name = drawn_cluster(rng), rng.choice(list(OPTIONS))
     sync: Any = rng.choice([BSP(exchange="gradient"), LocalSGD(local_steps=rng.randint(1, 5))])

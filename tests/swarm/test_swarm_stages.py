@@ -13,7 +13,7 @@ from ashl.compression.wrappers import wrap_codec
 from ashl.overlap.delayed import OneStepDelayed
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
-from ashl.stage.stage import SERIAL, Stage
+from ashl.stage.contract import SERIAL, StageConfig
 from ashl.sync.adacomm import AdaComm
 from ashl.sync.adsp import ADSP
 from ashl.sync.asp import ASP
@@ -98,7 +98,7 @@ def plain(sync: object) -> bool:
     )
 
 
-def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
+def drawn(seed: int) -> tuple[Cluster, list[StageConfig]]:
     """Draw two or three stages; each except the last ends by one of the rules that need no loss."""
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
@@ -143,7 +143,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
     return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
 
 
-def check_borders(seen: Seen, stages: list[Stage], n: int) -> None:
+def check_borders(seen: Seen, stages: list[StageConfig], n: int) -> None:
     """Stages follow each other; at each border every worker's time adds up to it; counts
     only grow.
     """
@@ -167,7 +167,7 @@ def check_borders(seen: Seen, stages: list[Stage], n: int) -> None:
         assert max(end["stale_max"]) * max(end["commits"]) >= max(end["stale_sum"])
 
 
-def check_leads(seen: Seen, stages: list[Stage]) -> None:
+def check_leads(seen: Seen, stages: list[StageConfig]) -> None:
     """SSP's bound holds within its stage, after any earlier stage; at its end a waiting worker
     pushes its finished work.
     """
@@ -187,7 +187,7 @@ def check_leads(seen: Seen, stages: list[Stage]) -> None:
             assert max(clocks) - min(clocks) <= sync.staleness + 1 + called_in
 
 
-def check_bytes(seen: Seen, stages: list[Stage]) -> None:
+def check_bytes(seen: Seen, stages: list[StageConfig]) -> None:
     """One end receives all that the other end sends, under any compression."""
     n = stages[0].num_workers
     ledgers = {record["rank"]: record for record in seen.of("time_totals")}
@@ -196,7 +196,7 @@ def check_bytes(seen: Seen, stages: list[Stage]) -> None:
         assert sum(ledgers[rank]["bytes_down"] for rank in range(n)) == ledgers[n]["bytes_up"]
 
 
-def played(seed: int) -> tuple[Sim, Seen, list[Stage]]:
+def played(seed: int) -> tuple[Sim, Seen, list[StageConfig]]:
     cluster, stages = drawn(seed)
     return *run(cluster, stages, seed), stages
 

@@ -17,7 +17,7 @@ from ashl.errors import AshlError
 from ashl.overlap.wfbp import WFBP
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from tests.conf_option import conf_option
@@ -53,7 +53,7 @@ def befallen_cluster(rng: random.Random) -> Cluster:
     )
 
 
-def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
+def drawn_rings(seed: int) -> tuple[Cluster, list[StageConfig]]:
     """One to three stages of all-reduce."""
     rng = random.Random(seed)
     cluster = befallen_cluster(rng)
@@ -62,7 +62,10 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
         [0.5, 5.0, 5.0 if cluster.churn else None]
     )  # a worker that fails within each round makes no progress
     limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
-    stages, codec = list[Stage](), conf_option("compression", rng.choice(["topk", "power_sgd"]))
+    stages, codec = (
+        list[StageConfig](),
+        conf_option("compression", rng.choice(["topk", "power_sgd"])),
+    )
     if random.Random(f"{seed} tree").random() < 0.4 and not codec.per_layer:
         codec = conf_option("compression", "gtopk")
     for index in range(rng.choice([1, 1, 2, 3])):
@@ -113,7 +116,11 @@ class Over(NamedTuple):
 
 
 def over(
-    seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1, goes_back: bool = False
+    seed: int,
+    cluster: Cluster,
+    stages: list[StageConfig],
+    missing: int = 1,
+    goes_back: bool = False,
 ) -> Over | None:
     """Return how the run ended, with its accounting checked; None if it ended in one of the allowed
     sentences.
@@ -171,7 +178,7 @@ def test_rounds_in_progress_are_dropped_once_and_repeated_ones_count_once() -> N
     each((40_161, 40_972, 41_099, 52_085), check_ring, drawn_rings)
 
 
-def drawn_groups(seed: int) -> tuple[Cluster, list[Stage]]:
+def drawn_groups(seed: int) -> tuple[Cluster, list[StageConfig]]:
     """One or two schedulers of partial all-reduce."""
     rng = random.Random(seed)
     cluster = befallen_cluster(rng)
@@ -182,7 +189,7 @@ def drawn_groups(seed: int) -> tuple[Cluster, list[Stage]]:
     limits = replace(
         WITHOUT, steps=rng.randint(1, 200), seconds=rng.choice([0.5, 5.0]), eval_every_commits=1
     )
-    stages = list[Stage]()
+    stages = list[StageConfig]()
     for index in range(rng.choice([1, 1, 2])):
         stage = bound(rng, drawn_sync(rng, n), topology, n, limits)
         until = {"commits": rng.uniform(0, 4)}

@@ -21,7 +21,7 @@ from functools import partial
 from ashl.cluster.spec import ContentionCosts
 from ashl.plan.alpha_beta import AlphaBeta
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.sync.timing.exchanges import collect_answers, empty_payload, instruct, time_step
 from ashl.topology.local_work import WorkerState
 
@@ -33,7 +33,7 @@ MOST_S = 20.0  # seconds after which no further repetition begins
 
 
 async def time_beside(
-    ctx: RankContext, stage: Stage, state: WorkerState, nbytes: int, count: int
+    ctx: RankContext, stage: StageConfig, state: WorkerState, nbytes: int, count: int
 ) -> tuple[float, ...]:
     """Return the seconds of a sum alone, of a step alone, of a sum during steps, and of a step
     during sums.
@@ -69,7 +69,7 @@ async def time_beside(
 
 
 async def measure_beside(
-    ctx: RankContext, stage: Stage, step_s: float, line: AlphaBeta
+    ctx: RankContext, stage: StageConfig, step_s: float, line: AlphaBeta
 ) -> ContentionCosts | None:
     """Measure the contention at the server, with the workers. Returns: None if there is none.
 

@@ -18,16 +18,18 @@ from ashl.plan.profile import CodecCost
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.sync.timing.exchanges import BOTH, collect_answers, instruct, time_exchange, time_step
 from ashl.topology.local_work import WorkerState
 
-CODEC = -7  # an order, with the index of the codec in `Stage.timed`
+CODEC = -7  # an order, with the index of the codec in `StageConfig.timed`
 REPEATS = (6, 1_000)  # smallest and largest number of repetitions
 CODEC_S = 1.0  # seconds for each codec, after which no further repetition begins
 
 
-async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int) -> torch.Tensor:
+async def time_codec(
+    ctx: RankContext, stage: StageConfig, state: WorkerState, k: int
+) -> torch.Tensor:
     """Return (seconds of an encoding, seconds of a decoding) of the k-th codec at this worker.
 
     Raises: OverError.
@@ -56,7 +58,7 @@ async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int)
     return torch.tensor(medians, dtype=torch.float64)
 
 
-async def measure_codecs(ctx: RankContext, stage: Stage) -> tuple[CodecCost, ...]:
+async def measure_codecs(ctx: RankContext, stage: StageConfig) -> tuple[CodecCost, ...]:
     """Return the costs of all codecs to be timed; all workers time each one at the same time.
 
     Raises: OverError.

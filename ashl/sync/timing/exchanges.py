@@ -14,7 +14,7 @@ from ashl.learn.trainer import AnyTrainer
 from ashl.plan.confidence import is_narrow
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 
@@ -45,7 +45,7 @@ async def repeat_timing(
     return times
 
 
-async def time_sum(ctx: RankContext, stage: Stage, nbytes: int) -> float:
+async def time_sum(ctx: RankContext, stage: StageConfig, nbytes: int) -> float:
     """Return the seconds of a sum of `nbytes` bytes over all workers, from this worker's
     arrival.
     """
@@ -54,7 +54,7 @@ async def time_sum(ctx: RankContext, stage: Stage, nbytes: int) -> float:
     return ctx.now - start
 
 
-def empty_payload(stage: Stage, nbytes: int) -> Any:
+def empty_payload(stage: StageConfig, nbytes: int) -> Any:
     """Return a payload of zeros of `nbytes` bytes."""
     return make_payload(stage.trainer, nbytes)
 
@@ -65,7 +65,7 @@ def make_payload(trainer: AnyTrainer, nbytes: int) -> Any:
 
 
 async def time_exchange(
-    ctx: RankContext, stage: Stage, what: int, nbytes: int | None = None
+    ctx: RankContext, stage: StageConfig, what: int, nbytes: int | None = None
 ) -> float:
     """Return the seconds until a payload has arrived and its receipt has returned.
 
@@ -82,7 +82,7 @@ async def time_exchange(
 
 async def instruct(
     ctx: RankContext,
-    stage: Stage,
+    stage: StageConfig,
     members: Sequence[int],
     signal: int,
     value: int = 0,
@@ -94,7 +94,7 @@ async def instruct(
 
 
 async def collect_answers(
-    ctx: RankContext, stage: Stage, members: Sequence[int]
+    ctx: RankContext, stage: StageConfig, members: Sequence[int]
 ) -> dict[int, tuple[float, ...]]:
     """Return the answers of these workers; meanwhile answer their exchanges. Raises: OverError."""
     found: dict[int, tuple[float, ...]] = {}
@@ -111,7 +111,7 @@ async def collect_answers(
     return found
 
 
-async def time_apply(ctx: RankContext, stage: Stage, state: ServerState) -> float:
+async def time_apply(ctx: RankContext, stage: StageConfig, state: ServerState) -> float:
     """Return the seconds of applying one push; the model does not change."""
     push = Push(0, empty_payload(stage, stage.trainer.dense_bytes), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
 
@@ -127,7 +127,7 @@ async def time_apply(ctx: RankContext, stage: Stage, state: ServerState) -> floa
 
 
 def time_step(
-    ctx: RankContext, stage: Stage, state: WorkerState, k: int, batch: int
+    ctx: RankContext, stage: StageConfig, state: WorkerState, k: int, batch: int
 ) -> list[float]:
     """Compute the k-th local step and return its loss; the model does not change."""
     span = range(k * batch, (k + 1) * batch)

@@ -28,7 +28,7 @@ from ashl.plan.confidence import estimate
 from ashl.plan.profile import WorkerProfile, ready_shares
 from ashl.runtime.effects import Tag
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.stage import Stage
+from ashl.stage.contract import StageConfig
 from ashl.sync.timing.exchanges import collect_answers, instruct, time_sum
 from ashl.topology.local_work import WorkerState
 
@@ -45,7 +45,7 @@ def bucket_plans(groups: int) -> tuple[tuple[int, ...], ...]:
 
 
 async def time_parts(
-    ctx: RankContext, stage: Stage, state: WorkerState, number: int
+    ctx: RankContext, stage: StageConfig, state: WorkerState, number: int
 ) -> torch.Tensor:
     """Return the seconds of a step by each plan, then of the sums during the last one."""
     await time_sum(ctx, stage, NUMBER)  # wait until all workers have reached this point
@@ -59,7 +59,7 @@ async def time_parts(
 
 
 async def step_with_sums(
-    ctx: RankContext, stage: Stage, state: WorkerState, number: int, plan: Sequence[int]
+    ctx: RankContext, stage: StageConfig, state: WorkerState, number: int, plan: Sequence[int]
 ) -> list[float]:
     """Take a step with a sum per message. Returns: the seconds of each sum except the last."""
     batch, parts = stage.worker(ctx.rank).batch, merge_buckets(stage.parts, plan)
@@ -81,7 +81,7 @@ async def step_with_sums(
     return found
 
 
-async def time_sums(ctx: RankContext, stage: Stage, tags: Sequence[Tag]) -> list[float]:
+async def time_sums(ctx: RankContext, stage: StageConfig, tags: Sequence[Tag]) -> list[float]:
     """Return the seconds of a sum for each message, from the time at which it is ready."""
     found = []
     for tag in tags:
@@ -92,7 +92,7 @@ async def time_sums(ctx: RankContext, stage: Stage, tags: Sequence[Tag]) -> list
 
 async def with_layer_group_costs(
     ctx: RankContext,
-    stage: Stage,
+    stage: StageConfig,
     workers: Sequence[WorkerProfile],
     line: AlphaBeta,
     known: ContentionCosts | None,

@@ -1,8 +1,8 @@
 """The configuration of a stage, and the contracts of sync modes and topologies.
 
-`Rule` and `Topology` are the bases of the options `sync` and `topology`. `Stage` binds the chosen
-options of one stage. It never changes: the workers that take part are `Members`, and their work in
-a round is `Assignments` (`ashl.stage.members`).
+`Rule` and `Topology` are the bases of the options `sync` and `topology`. `StageConfig` binds the
+chosen options of one stage. It never changes: the workers that take part are `Members`, and their
+work in a round is `Assignments` (`ashl.stage.members`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ashl.stage.fragment import Fragment
 from ashl.stage.progress import Progress, StopCriteria
 
 # the coroutine of one rank through one stage; returns its final signal
-Loop = Callable[[RankContext, "Stage", Any], Coroutine[Any, Any, int]]
+Loop = Callable[[RankContext, "StageConfig", Any], Coroutine[Any, Any, int]]
 Ranks = tuple[int, ...]  # sorted ranks
 
 # capabilities of a topology
@@ -96,7 +96,7 @@ class Rule(Contract, group="sync", strict=True):
         """
         return num_workers
 
-    def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
+    def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         """Return (moments, outer moments, model) after a merge with this sum of updates.
 
         It is one outer step, or one step of the optimizer if gradients are merged. Moments are None
@@ -108,15 +108,15 @@ class Rule(Contract, group="sync", strict=True):
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact, place)
         return moments, state.outer_state, params
 
-    def sums_whole(self, stage: Stage, progress: Progress) -> bool:
+    def sums_whole(self, stage: StageConfig, progress: Progress) -> bool:
         """Return True if the next all-reduce sums updates without the codec."""
         return False
 
-    def loop(self, stage: Stage, rank: int) -> Loop | None:
+    def loop(self, stage: StageConfig, rank: int) -> Loop | None:
         """Return the sync mode's own loop of this rank, or None to use the topology's."""
         return None
 
-    def links(self, stage: Stage, rank: int) -> Ranks:
+    def links(self, stage: StageConfig, rank: int) -> Ranks:
         """Return the ranks with which the sync mode's own loop exchanges messages, beyond the
         topology's.
         """
@@ -148,32 +148,32 @@ class Topology(Contract, group="topology"):
         """
         return int(self.has_server or self.coordinated)
 
-    def server_of(self, stage: Stage, rank: int) -> int:
+    def server_of(self, stage: StageConfig, rank: int) -> int:
         """Return the server with which this worker exchanges messages."""
         return stage.server
 
-    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         """Return the ranks with which this rank exchanges messages."""
         raise NotImplementedError
 
-    def links_among(self, stage: Stage, rank: int, members: Ranks) -> tuple[int, ...]:
+    def links_among(self, stage: StageConfig, rank: int, members: Ranks) -> tuple[int, ...]:
         """Return the ranks with which this rank exchanges messages if only these workers take
         part.
         """
         peers = self.links(stage, rank)
         return tuple(peer for peer in peers if peer in members or peer >= stage.num_workers)
 
-    def groups(self, stage: Stage) -> Sequence[Ranks]:
+    def groups(self, stage: StageConfig) -> Sequence[Ranks]:
         """Return the groups that are known before the run, for which processes make process
         groups.
         """
         return (stage.workers,) if stage.sync.per_layer_group and stage.num_workers > 1 else ()
 
-    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
         """Return the nanoseconds of an uncontended exchange."""
         raise NotImplementedError
 
-    def begin(self, ctx: RankContext, stage: Stage) -> Any:
+    def begin(self, ctx: RankContext, stage: StageConfig) -> Any:
         """Return a rank's state before the first stage, with the same initial model on all
         ranks.
         """
@@ -190,7 +190,7 @@ class Topology(Contract, group="topology"):
     async def reform(
         self,
         ctx: RankContext,
-        stages: Sequence[Stage],
+        stages: Sequence[StageConfig],
         saved: tuple[int, Any] | None,
         epoch: Epoch,
     ) -> tuple[int, Any]:
@@ -201,13 +201,13 @@ class Topology(Contract, group="topology"):
         """
         raise NotImplementedError
 
-    async def join(self, ctx: RankContext, stages: Sequence[Stage]) -> tuple[int, Any] | None:
+    async def join(self, ctx: RankContext, stages: Sequence[StageConfig]) -> tuple[int, Any] | None:
         """Return (stage, state) of a worker that joins while others run, or None if the run is
         over. Topologies that admit workers without a pause define it.
         """
         raise NotImplementedError
 
-    def role(self, stage: Stage, rank: int) -> Loop:
+    def role(self, stage: StageConfig, rank: int) -> Loop:
         """Return the loop of this rank."""
         raise NotImplementedError
 
@@ -251,7 +251,7 @@ OF_SHARDS = ("full", "statistics")  # estimators that use all samples of a worke
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageConfig:
     """The rules of one stage bound together."""
 
     index: int
@@ -307,7 +307,7 @@ class Stage:
         return CompressionPipeline(self.codec, size, device=self.trainer.device)
 
     @cached_property
-    def fragment_stages(self) -> tuple[Stage, ...]:
+    def fragment_stages(self) -> tuple[StageConfig, ...]:
         """Return the configuration of the exchange of each fragment."""
         return tuple(
             replace(
