@@ -20,6 +20,7 @@ from ashl.errors import AshlError, UsageError, plain
 from ashl.run.process_setup import standard_streams
 
 from .advise import advise
+from .backtest import backtest
 from .calibrate import calibrate
 from .compare import compare
 from .doctor import doctor
@@ -85,6 +86,7 @@ COMMANDS = {
     "sweep": sweep,
     "launch": launch,
     "calibrate": calibrate,
+    "backtest": backtest,
     "join": join,
     "advise": advise,
     "replay": replay,

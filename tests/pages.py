@@ -35,6 +35,7 @@ COMMANDS = (
     "join",
     "advise",
     "calibrate",
+    "backtest",
     "replay",
     "profile",
     "list",

@@ -234,6 +234,44 @@ def tracks(axes: Axes, labels: Sequence[str], drawn: Mapping[str, list]) -> None
     axes.grid(False)
 
 
+def predicted_against_published(
+    series: Mapping[str, Sequence[tuple[float, float, bool]]], near: float
+) -> Figure:
+    """Draw predictions against published figures on logarithmic axes.
+
+    Args: series has (published, predicted, True if kept back) by source; points kept back are
+    filled. `near` is the error at which two lines are drawn.
+    """
+    pairs = [point for points in series.values() for point in points]
+    low, high = min(min(point[:2]) for point in pairs), max(max(point[:2]) for point in pairs)
+    ends = np.array([low / 2, high * 2])
+    with drawn_plainly():
+        drawing = canvas(460)
+        axes = axes_in(drawing, 70, 12, 560, 390)
+        axes.plot(ends, ends, color=INK, linewidth=0.8, marker="", linestyle="-")
+        for factor in (1 - near, 1 + near):
+            axes.plot(ends, factor * ends, **DOTTED)
+        for index, (source, points) in enumerate(series.items()):
+            color = look(index)["color"]
+            for kept_back in (False, True):
+                own = [point[:2] for point in points if point[2] is kept_back]
+                fill = color if kept_back else "white"
+                label = source if kept_back or all(not point[2] for point in points) else None
+                axes.plot(
+                    *np.array(own).reshape(-1, 2).T,
+                    color=color,
+                    marker="os^DXvP<*h"[index % 10],
+                    linestyle="",
+                    markerfacecolor=fill,
+                    label=label,
+                )
+        for which, title in (("x", "published, each in its unit"), ("y", "predicted")):
+            scale(axes, which, *ends, title)
+        axes.set(xlim=ends, ylim=ends)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.01))
+    return Figure("Predicted against published", drawing, "")
+
+
 def sent_mb(row: Mapping[str, Any]) -> float:
     return ((row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)) / 1e6
 

@@ -20,6 +20,7 @@ from ashl.runtime.effects import PeerFailedError, Save
 from ashl.runtime.parallel_sim import use_cores
 from ashl.runtime.plain_state import encode, to_plain
 from ashl.runtime.rank_checkpoint import RANKS, next_due_ns, saved_rank
+from ashl.runtime.rank_context import Observer
 from ashl.runtime.sim import Begin, Sim, restore_ranks
 from ashl.stage.program import program, ranks_to_notify
 
@@ -96,15 +97,22 @@ def simulate(
     return sim
 
 
+def observe(plan: Plan, job: Job, observer: Observer) -> None:
+    """Run a plan without injected faults to its end; the observer receives all records."""
+    overlaps = any(stage.sums_beside for stage in job.stages)
+    sim = simulation(partial(simulator, overlaps=overlaps), plan, job, observer)
+    sim.run(partial(program, stages=job.stages), tick=lambda: None)
+
+
 def simulation(
-    kind: Callable[[int, Speed, Exchange | Ports, Monitor], Sim],
+    kind: Callable[[int, Speed, Exchange | Ports, Observer], Sim],
     plan: Plan,
     job: Job,
-    monitor: Monitor,
+    observer: Observer,
 ) -> Sim:
     """Make a simulation with the step times and links that the cluster declares.
 
-    Args: kind, makes it from the number of ranks, the speed, the network and the monitor.
+    Args: kind, makes it from the number of ranks, the speed, the network and the observer.
     """
     cluster, stage = job.parts.cluster, job.stages[0]
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
@@ -112,7 +120,7 @@ def simulation(
         plan.num_ranks,
         speed,
         network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm),
-        monitor,
+        observer,
     )
 
 
