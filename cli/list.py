@@ -20,6 +20,7 @@ from ashl.config.catalog import (
     parents,
     read,
     summary,
+    symbols,
     target,
     usual,
     values,
@@ -183,12 +184,6 @@ def _topologies(name: str) -> str:
     )
 
 
-def _symbols(group: str) -> str:
-    """Return the paragraph of a group's package that explains the symbols of its cards, or ""."""
-    package, _ = docstrings(f"ashl.{group}.")
-    return next((text for text in package.split("\n\n") if text.startswith("Symbols:")), "")
-
-
 def _laws(file: Path) -> None:
     """Show the guarantees of a codec, and its laws as measured on this machine."""
     from ashl.compression.laws import D, laws, list_guarantees
@@ -230,7 +225,7 @@ def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
 def _card(group: str, option: str, file: Path) -> None:
     name = target(file)
     if name:
-        about = [card_text(file), _symbols(group)]
+        about = [card_text(file), symbols(group)]
         print(folded("\n\n".join([f"{group}={option}", *filter(None, about)])))
         rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]
         if rows:

@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import ashl.errors
-from ashl.config.catalog import CONF, Parameter, card_text, catalog, parameters, summary, usual
+from ashl.config.catalog import (
+    CONF,
+    Parameter,
+    card_text,
+    catalog,
+    parameters,
+    summary,
+    symbols,
+    usual,
+)
 from ashl.config.compose import PRESETS
 
 ROOT = Path(__file__).parents[1]
@@ -197,8 +206,9 @@ def row(parameter: Parameter) -> str:
 
 
 def cards(group: str) -> str:
-    """The card of every option of a group."""
-    parts = [
+    """The symbols of a group's cards, and the card of every option."""
+    parts = [as_markdown(text)] if (text := symbols(group)) else []
+    parts += [
         f"## {option}\n\n{as_markdown(card_text(file))}"
         for option, file in catalog()[group].items()
     ]

@@ -214,6 +214,12 @@ def card_text(file: Path) -> str:
     return "\n\n".join(filter(None, about))
 
 
+def symbols(group: str) -> str:
+    """Return the paragraph of a group's package that explains the symbols of its cards, or ""."""
+    package, _ = docstrings(f"ashl.{group}.")
+    return next((text for text in package.split("\n\n") if text.startswith("Symbols:")), "")
+
+
 def head(file: Path) -> str:
     """Return the comment at the head of an option's file."""
     lines = [line for line in read(file).splitlines() if "@package" not in line]
