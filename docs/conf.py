@@ -9,6 +9,8 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "ashl"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_copyright = False
 GUIDE = "contributing/guide.md"  # includes CONTRIBUTING.md, which lies outside of this folder
 
