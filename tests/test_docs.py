@@ -249,7 +249,8 @@ def keys() -> set[str]:
 
 @pytest.mark.parametrize("page", OURS, ids=name_of)
 def test_keys_and_options_that_are_mentioned_exist(page: Path) -> None:
-    known, own = catalog(), {tuple(option.split("/")) for option in OPTIONS}
+    known = catalog()
+    own = {tuple(option.split("/")) for option in (*OPTIONS, "experiment/mine")}
     for key, value in mentioned(TEXTS[page], {key.partition(".")[0] for key in keys()}):
         assert key in keys(), f"{key} in {page.name}"
         if key in known and value and "(" not in value and not PLACEHOLDER.fullmatch(value):
@@ -357,6 +358,25 @@ def test_the_examples_of_the_page_run(examples: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert main(["list", "model", "tiny", "--config-dir", "options"]) == 0
     assert "of the hidden layer" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_blocks_of_python_run(workplace: Path) -> None:
+    """The page on Python makes a run, and the page on records loads its weights."""
+    names: dict[str, object] = {}
+    for page in ("python", "records"):
+        text = TEXTS[DOCS / f"reference/{page}.md"]
+        for block in re.findall(r"```python\n(.*?)```", text, re.S):
+            exec(block, names)
+    assert names["seconds"]
+    assert names["again"]["status"] == "finished"  # type: ignore[index]
+
+
+def test_the_preset_of_the_page_is_a_grid(workplace: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", TEXTS[DOCS / "how-to/sweep.md"], re.S)
+    Path("options/experiment").mkdir(parents=True)
+    Path("options/experiment/mine.yaml").write_text(block, encoding="utf-8")
+    assert len(grid_lines(["experiment=mine", "runtime=sim"], Path("options"))) == 3
 
 
 def test_a_loss_and_its_metric_run(examples: Path, capsys: pytest.CaptureFixture[str]) -> None:
