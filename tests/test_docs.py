@@ -93,8 +93,13 @@ def examples(workplace: Path) -> Iterator[Path]:
         *zip(MODULES, code, strict=True),
         *zip((f"options/{name}.yaml" for name in OPTIONS), options, strict=True),
     ]
-    written_files = [("mine/__init__.py", ""), ("profile/profile.json", profile_of_two()), *named]
-    for path, content in written_files:
+    (preset,) = re.findall(r"```yaml\n(.*?)```", TEXTS[DOCS / "how-to/sweep.md"], re.S)
+    beside = {
+        "mine/__init__.py": "",
+        "options/experiment/mine.yaml": preset,
+        "profile/profile.json": profile_of_two(),
+    }
+    for path, content in [*beside.items(), *named]:
         (workplace / path).parent.mkdir(parents=True, exist_ok=True)
         (workplace / path).write_text(content, encoding="utf-8")
     yield workplace
@@ -370,13 +375,6 @@ def test_the_blocks_of_python_run(workplace: Path) -> None:
             exec(block, names)
     assert names["seconds"]
     assert names["again"]["status"] == "finished"  # type: ignore[index]
-
-
-def test_the_preset_of_the_page_is_a_grid(workplace: Path) -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", TEXTS[DOCS / "how-to/sweep.md"], re.S)
-    Path("options/experiment").mkdir(parents=True)
-    Path("options/experiment/mine.yaml").write_text(block, encoding="utf-8")
-    assert len(grid_lines(["experiment=mine", "runtime=sim"], Path("options"))) == 3
 
 
 def test_a_loss_and_its_metric_run(examples: Path, capsys: pytest.CaptureFixture[str]) -> None:
