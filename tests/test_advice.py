@@ -28,6 +28,7 @@ from ashl.advice.flips import (
     with_slowest,
     with_workers,
 )
+from ashl.advice.leave_out import considered, leave_out_of, without_worker
 from ashl.advice.rules import RULES, Rule, Situation
 from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
 from ashl.cli.app import main
@@ -375,6 +376,53 @@ def test_where_two_predicted_times_cross(monkeypatch: pytest.MonkeyPatch) -> Non
     assert described(alone)[0] == "the bandwidth: no other candidate wins from 0.0625 to 16"
 
 
+def racer(sync: str, compute: str, time_s: float) -> Racer:
+    """A candidate on a cluster without links to wait for."""
+    texts = (f"sync={sync}", f"cluster.compute={compute}", "cluster.exchange_s=0", "runtime=sim")
+    _, config, plan = candidates.with_effect((*texts, "cluster=homogeneous"), None)
+    rule = candidates.Rule(name=sync, overrides="", why="typed")
+    return Racer(candidates.Candidate(rule, (), config, plan, ""), time_s, ((1000.0, time_s),))
+
+
+def test_a_worker_is_left_out_if_a_barrier_without_it_is_faster() -> None:
+    """Five workers behind a barrier take 5/c steps per step time, four without the slowest take 4:
+    it pays if c < 5/4.
+    """
+    found = leave_out_of([racer("bsp", "[1,1,1,1,5]", 40.0)], lambda: False)
+    assert found is not None
+    assert (found.worker, found.with_s, found.advised) == (4, 40.0, True)
+    assert found.without_s == pytest.approx(10.0, rel=0.01)
+    assert found.pays_from == pytest.approx(0.8, rel=0.04)
+    said = found.sentence()
+    assert said.startswith("leave out worker 4: with it 40 s, without it 10 s; it pays from 0.8")
+
+
+def test_a_worker_is_kept_where_another_method_uses_it() -> None:
+    """Asynchronous workers take 4 + 1/5 steps per step time together, and four take 4."""
+    bsp, asp = racer("bsp", "[1,1,1,1,5]", 40.0), racer("asp", "[1,1,1,1,5]", 20.0)
+    found = leave_out_of([asp, bsp], lambda: False)
+    assert found is not None
+    assert found.without_s == pytest.approx(10.0, rel=0.01)
+    alone = leave_out_of([asp], lambda: False)
+    assert alone is not None
+    assert (alone.advised, alone.pays_from) == (False, None)
+    assert alone.without_s == pytest.approx(21.0, rel=0.02)
+    assert alone.sentence().startswith("keep worker 4: with it 20 s, without it 21")
+    assert leave_out_of([asp], lambda: True) is None
+
+
+def test_the_cluster_without_a_worker_has_its_lists_shortened() -> None:
+    measured = {**SPEC, "up_bytes_s": [3.0, 1.0, 2.0], "all_reduce": {"latency_s": 1.0}}
+    fewer = without_worker(measured, 1)
+    assert (fewer["compute"], fewer["up_bytes_s"], fewer["num_workers"]) == (
+        [1.0, 4.0],
+        [3.0, 2.0],
+        2,
+    )
+    assert fewer["all_reduce"] is None
+    assert considered(measured) == [2, 1]
+
+
 # --- from the command line
 # --------------------------------------------------------------------------------------------
 
@@ -506,6 +554,8 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     )
     assert record["probability"] > 0.99
     assert {flip["axis"] for flip in record["flips"]} == {"bandwidth", "slowness", "workers"}
+    assert record["leave_out"]["worker"] == 3
+    assert "worker 3: with it 1.02 s, without it 1.02 s" in out
     assert {own["name"] for own in record["candidates"]} == {"BSP", "ASP"}
     assert [out["name"] for out in record["left_out"]] == ["BSP Top-K"]
     assert "this pays from 0.3 on" in out

@@ -1,7 +1,7 @@
 """Put the outcome of a race into words, tables and a record."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from ashl.advice.candidates import Candidate, Field, dropped_notes
 from ashl.advice.contest import Place, Tuned, run_count
 from ashl.advice.evidence import Evidence
 from ashl.advice.flips import Racer, flips_of
+from ashl.advice.leave_out import leave_out_of
 from ashl.advice.scale import Load, Scale
 from ashl.config.catalog import own_folder
 from ashl.config.compose import compose
@@ -236,13 +237,21 @@ def answered(
     plan = compile_plan(
         {**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, []
     )
-    flips = flipped(field, board, lambda: deadline.left_s < max(LEAST_S, deadline.budget_s / 20))
+    racers = racers_of(field, board)
+
+    def over() -> bool:
+        return deadline.left_s < max(LEAST_S, deadline.budget_s / 20)
+
+    without = leave_out_of(racers, over) if racers else None
+    flips = flips_of(racers, board.measure, over) if racers else []
     notes = [*notes_of(scale), *dropped_notes(field.candidates), *known.notes(field)]
     words, sure = in_words(board, known, notes), board.second.probability if board.second else None
     up, down = (first.means.get(key) for key in ("bytes_up", "bytes_down"))
     value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"
     lines = [("flips", text) for text, _ in flips]
-    lines += [("", "if learning needs the same number of steps there as here")] if flips else []
+    lines += [("workers", without.sentence())] if without else []
+    if flips or without:
+        lines += [("", "if learning needs the same number of steps there as here")]
     lines += [
         ("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")
     ]
@@ -267,6 +276,7 @@ def answered(
         "needed_budget_s": known.budget_s,
         "probability": sure,
         "flips": [each for _, each in flips],
+        "leave_out": without and without.record(),
         "notes": notes,
         "command": command,
         "launch": launch,
@@ -296,15 +306,15 @@ def named(field: Field, row: Row) -> Candidate:
     return next(own for own in field.candidates if own.name == row.runs[0].label)
 
 
-def flipped(
-    field: Field, board: Leaderboard, over: Callable[[], bool]
-) -> list[tuple[str, dict[str, Any]]]:
-    """Return where the winner changes, if settings are ranked by time to a target; else nothing."""
+def racers_of(field: Field, board: Leaderboard) -> list[Racer]:
+    """Return the first racers and the baseline, if settings are ranked by time to a target; else
+    nothing.
+    """
     if not board.measure.is_time:
         return []
     racers = [racer for row in board.ranked if (racer := racer_of(row, named(field, row), board))]
     base = [racer for racer in racers if racer.candidate is field.candidates[0]]
-    return flips_of(list(dict.fromkeys([*racers[:FLIPPED], *base])), board.measure, over)
+    return list(dict.fromkeys([*racers[:FLIPPED], *base]))
 
 
 def row_record(row: Row) -> dict[str, Any]:

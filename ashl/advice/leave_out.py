@@ -1,0 +1,138 @@
+"""Predict whether training is faster without the slowest worker.
+
+Rule: the workers considered are the one with the longest steps and the one with the slowest link. A
+worker should be left out if the best predicted time without it is shorter than the time with it.
+Its break-even speed is the speed at which both are equal, in times of the median of the others.
+
+Times are predicted as in `ashl.advice.flips`: they assume that learning needs the same number of
+steps in total with and without the worker.
+Limits: one worker at a time; the break-even speed is that of its steps, and its link stays.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from ashl.advice import flips
+from ashl.advice.flips import MEASURED, Racer, Spec
+from ashl.config.workers import LISTS
+from ashl.tracking.console import seconds
+
+# The break-even speed is searched from the median's speed down to this share of it.
+SLOWEST = 1 / 64
+HALVINGS = 7  # of the logarithmic interval, which leaves 3 % of the break-even speed
+
+
+class LeaveOut(NamedTuple):
+    """The predicted effect of leaving a worker out.
+
+    `pays_from` is its break-even speed in times of the others' median; None = not known, or the
+    worker pays at any speed searched.
+    """
+
+    worker: int
+    with_s: float
+    without_s: float
+    pays_from: float | None
+
+    @property
+    def advised(self) -> bool:
+        return self.without_s < self.with_s
+
+    def record(self) -> dict[str, Any]:
+        """Return the values for advice.json."""
+        return {**self._asdict(), "leave_out": self.advised}
+
+    def sentence(self) -> str:
+        with_s, without_s = seconds(self.with_s), seconds(self.without_s)
+        text = f"worker {self.worker}: with it {with_s}, without it {without_s}"
+        if self.pays_from is not None:
+            text += f"; it pays from {self.pays_from:.2g} of the median's speed on"
+        return ("leave out " if self.advised else "keep ") + text
+
+
+def leave_out_of(racers: Sequence[Racer], over: Callable[[], bool]) -> LeaveOut | None:
+    """Return the worker whose absence gains most, or costs least; None if no time can be predicted.
+
+    Args: racers, the best one first; over returns True once no time is left.
+    """
+    plan = racers[0].candidate.plan
+    spec: Spec = {**plan.cluster, "num_workers": plan.num_workers}
+    if plan.num_workers < 3 or spec["events"] or over():
+        return None
+    base_s = {own: flips.predicted_s(own, spec) for own in racers}
+
+    def best_s(changed: Spec, among: Sequence[Racer] = racers) -> tuple[float, Racer]:
+        """Return the shortest time on a changed cluster, and its racer."""
+        times = [(scaled_s(own, base_s[own], changed), -k, own) for k, own in enumerate(among)]
+        time_s, _, own = min(times, key=lambda one: one[:2])
+        return time_s, own
+
+    found = [(*best_s(without_worker(spec, worker)), worker) for worker in considered(spec)]
+    without_s, own, worker = min(found, key=lambda one: one[0])
+    if over() or not math.isfinite(without_s):
+        return None
+    pays_from = None
+    if worker == slowest(spec["compute"]):
+        two = list(dict.fromkeys([racers[0], own]))
+        pays_from = break_even(
+            lambda speed: best_s(at_speed(spec, worker, speed), two)[0] <= without_s, over
+        )
+    return LeaveOut(worker, racers[0].time_s, without_s, pays_from)
+
+
+def scaled_s(own: Racer, base_s: float | None, spec: Spec) -> float:
+    """Return the time of a racer on another cluster; infinity if it cannot be predicted."""
+    there_s = flips.predicted_s(own, spec)
+    return own.time_s * there_s / base_s if there_s and base_s else math.inf
+
+
+def slowest(factors: Sequence[float]) -> int:
+    """Return the worker with the largest factor; the last one of equal workers."""
+    return max(range(len(factors)), key=lambda rank: (factors[rank], rank))
+
+
+def considered(spec: Mapping[str, Any]) -> list[int]:
+    """Return the worker with the longest steps and the one with the slowest link."""
+    found = [slowest(spec["compute"])]
+    if spec.get("link"):
+        found.append(slowest(spec["link"]))
+    if spec.get("up_bytes_s") and all(spec["up_bytes_s"]):
+        found.append(slowest([1 / rate for rate in spec["up_bytes_s"]]))
+    return list(dict.fromkeys(found))
+
+
+def without_worker(spec: Spec, worker: int) -> Spec:
+    """Return the cluster without a worker.
+
+    The measured cost of an all-reduce is removed, because it holds for its number of workers only.
+    """
+    found: Spec = {
+        key: [*own[:worker], *own[worker + 1 :]]
+        for key in (*LISTS, *MEASURED)
+        if isinstance(own := spec.get(key), list) and own
+    }
+    found |= {"all_reduce": None} if "all_reduce" in spec else {}
+    return {**spec, **found, "num_workers": spec["num_workers"] - 1}
+
+
+def at_speed(spec: Spec, worker: int, speed: float) -> Spec:
+    """Return the cluster with this worker's speed in times of the median of the others."""
+    compute = list(spec["compute"])
+    others = [factor for rank, factor in enumerate(compute) if rank != worker]
+    compute[worker] = median(others) / speed
+    return {**spec, "compute": compute}
+
+
+def break_even(pays: Callable[[float], bool], over: Callable[[], bool]) -> float | None:
+    """Return the speed from which on `pays` holds, to 3 %; None if there is none in the range."""
+    low, high = SLOWEST, 1.0
+    if pays(low) or not pays(high):
+        return None
+    for _ in range(HALVINGS):
+        if over():
+            return None
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
