@@ -101,6 +101,9 @@ def test_the_logrank_test_of_few_runs_is_exact() -> None:
     never = [math.inf] * 3
     assert logrank_chance([1.0, 2.0, 3.0], never, never, [9.0] * 3) == pytest.approx(2 / 20)
     assert logrank_chance(never, [9.0] * 3, never, [9.0] * 3) == 1.0
+    late, many = [2.0, 3.0, 4.0], [2.0 + k for k in range(30)]
+    assert logrank_chance(late, late, never, [1.0] * 3) == 1.0  # stopped before any of them
+    assert logrank_chance(many, many, [math.inf] * 30, [1.0] * 30) == 1.0
     assert logrank_chance(never, never, [1.0, 2.0, 3.0], never) == pytest.approx(2 / 20)
 
 

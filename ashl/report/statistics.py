@@ -145,7 +145,7 @@ def logrank_chance(
     """Return the two-sided p-value of the log-rank test that two settings are equal.
 
     For few runs it is exact: the share of all divisions of the runs into two settings whose
-    statistic is as large.
+    statistic is as large. It is 1 if no time lies within the observation of both settings.
     """
     from scipy.stats import CensoredData, logrank, permutation_test
 
@@ -154,14 +154,15 @@ def logrank_chance(
         return 1.0
 
     def compared(*parts: np.ndarray) -> Any:
-        return logrank(*(CensoredData.right_censored(times[p], censored[p]) for p in parts))
+        with np.errstate(invalid="ignore"):  # 0/0 if only one part is ever at risk
+            return logrank(*(CensoredData.right_censored(times[p], censored[p]) for p in parts))
 
     places = np.split(np.arange(len(times)), [len(own)])
     if math.comb(len(times), len(own)) > MAX_EXACT:
-        return float(compared(*places).pvalue)
+        return float(np.nan_to_num(compared(*places).pvalue, nan=1.0))
 
     def statistic(*parts: np.ndarray) -> float:
-        return abs(float(compared(*parts).statistic))
+        return abs(float(np.nan_to_num(compared(*parts).statistic)))
 
     return float(permutation_test(places, statistic, alternative="greater").pvalue)
 
