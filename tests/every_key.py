@@ -55,6 +55,7 @@ BESIDE: dict[str, str] = {
     "task=regression": "dataset=quadratic model=linear sync=bsp optimizer.lr=0.02",
     "dataset=digits": "sync=bsp",
     "dataset=glyphs": "model=linear sync=bsp dataset.num_train=300 dataset.num_test=50",
+    "dataset=shuttle": "model=linear sync=bsp",
     "dataset=quadratic": "model=linear sync=bsp optimizer.lr=0.02",
     "dataset=synthetic": "model=linear sync=bsp",
     "dataset=text": SHORT,

@@ -23,6 +23,12 @@ def test_samples_depend_on_the_seed_alone() -> None:
     assert first.train.targets.unique().numel() == first.num_classes == 62
 
 
+def test_grey_levels_are_normalised_at_the_defaults() -> None:
+    inputs, _ = load().train.batch(torch.arange(3000))
+    assert abs(float(inputs.mean())) < 0.03
+    assert abs(float(inputs.std()) - 1) < 0.03
+
+
 @pytest.mark.parametrize("side", [8, 40])
 def test_images_have_any_size(side: int) -> None:
     inputs, _ = load(side=side, num_train=50).train.batch(torch.arange(50))

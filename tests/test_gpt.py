@@ -178,8 +178,8 @@ def test_a_file_that_is_no_tokenizer(tokens, error, says, workplace, monkeypatch
 
 
 def test_the_standard_library_is_a_text_on_every_machine():
-    text = conf_option("dataset", "text", path="stdlib", max_mb=0.2).read()
-    assert len(text) > 199_000
+    text = conf_option("dataset", "text", path="stdlib", max_mb=10).read()
+    assert len(text) >= 9_999_990
     assert b"import" in text
 
 
