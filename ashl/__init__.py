@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ashl.export.ddp_hook import Hook, HookState
     from ashl.study.frames import Run, Runs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _here = Path(__file__).resolve().parent
 # In a checkout, cli/ and conf/ lie next to this folder; the working directory may hide an
