@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from .answer import Answer, Json
 from .sweep import interruptible
 from .table import console
 from .train import ConfigDir, ConfigFile, Debug, Overrides, starting
@@ -36,8 +37,9 @@ def advise(
         int | None, typer.Option(min=1, help="Runs at a time; default: all cores.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    json: Json = False,
     debug: Debug = False,
-) -> int:
+) -> Answer:
     """Find the sync mode, topology, compression and schedule that train fastest on a cluster,
     within a time budget.
 
@@ -48,7 +50,7 @@ def advise(
         from ashl.advice.advise import advise as asked
 
     with interruptible(quiet):
-        asked(
+        found = asked(
             overrides or [],
             config_dir,
             console(),
@@ -60,4 +62,5 @@ def advise(
             dry_run=dry_run,
             quiet=quiet,
         )
-    return 0
+    following = str(typed(ctx)) if found.result is None else found.result.record["command"]
+    return Answer(found.document(), lambda: found.show(console()), following)

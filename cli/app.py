@@ -8,6 +8,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import typer
@@ -20,9 +21,11 @@ from ashl.errors import AshlError, UsageError, plain
 from ashl.run.process_setup import standard_streams
 
 from .advise import advise
+from .answer import give, give_error
 from .backtest import backtest
 from .calibrate import calibrate
 from .compare import compare
+from .demo import demo
 from .doctor import doctor
 from .export import export
 from .join import join
@@ -59,10 +62,13 @@ def plain_flags(params: list[Any]) -> list[Any]:
 
 
 class Command(TyperCommand):
-    """A command whose help shows flags without a type."""
+    """A command whose help shows flags without a type, and whose answer is printed."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return plain_flags(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> int:
+        return give(partial(super().invoke, ctx), as_json=bool(ctx.params.get("json")))
 
 
 class Group(TyperGroup):
@@ -81,6 +87,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = {
+    "demo": demo,
     "train": train,
     "profile": profile,
     "sweep": sweep,
@@ -135,12 +142,15 @@ def _guarded(args: list[str]) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        give_error(args, "interrupted", 130)
         return 130
     except Exception as error:
         if "--debug" in args:
             traceback.print_exc()
-        print(f"ashl: {plain(_sentence(error))}", file=sys.stderr)
-        return error.exit_code if isinstance(error, AshlError) else 1
+        sentence, code = plain(_sentence(error)), getattr(error, "exit_code", 1)
+        print(f"ashl: {sentence}", file=sys.stderr)
+        give_error(args, sentence, code)
+        return code
     finally:
         _settle()
 

@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+from ashl.config.override import command_text
+
+from .answer import Answer, Json
 from .table import console
 from .train import Debug, starting
 
@@ -18,9 +21,9 @@ def backtest(
         Path | None,
         typer.Option(metavar="FOLDER", help="Write backtest.csv and backtest.svg there."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the points as a JSON list.")] = False,
+    json: Json = False,
     debug: Debug = False,
-) -> int:
+) -> Answer:
     """Predict published clusters in virtual time, and show the predictions beside the published
     figures.
 
@@ -37,8 +40,6 @@ def backtest(
     ]
     if save is not None:
         study.save(points, save)
-    if json:
-        print(study.as_json(points))
-    else:
-        study.show(points, console())
-    return 0
+    following = command_text("calibrate", "--dry-run")
+    documents = [point.document() for point in points]
+    return Answer(documents, lambda: study.show(points, console()), following)

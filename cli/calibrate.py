@@ -4,12 +4,17 @@ from typing import Annotated
 
 import typer
 
+from ashl.config.override import key_of
+
+from .answer import Answer, Json
 from .sweep import interruptible
 from .table import console
 from .train import ConfigDir, ConfigFile, Debug, Overrides, starting
+from .typed import typed
 
 
 def calibrate(
+    ctx: typer.Context,
     overrides: Overrides = None,
     config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
@@ -24,8 +29,9 @@ def calibrate(
         bool, typer.Option("--dry-run", help="Show the combinations; run nothing.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    json: Json = False,
     debug: Debug = False,
-) -> int:
+) -> Answer:
     """Run combinations on real processes and in virtual time, and show predicted beside measured
     results.
 
@@ -36,7 +42,7 @@ def calibrate(
         from ashl.study.calibrate import calibrate as run_calibration
 
     with interruptible(quiet):
-        run_calibration(
+        found = run_calibration(
             overrides or [],
             config_dir,
             console(),
@@ -45,4 +51,14 @@ def calibrate(
             dry_run=dry_run,
             quiet=quiet,
         )
-    return 0
+    line = typed(ctx)
+    following = str(line)
+    if not dry_run:
+        dropped = ("cluster", "profile", "runtime", "run")
+        own = [text for text in overrides or [] if key_of(text).partition(".")[0] not in dropped]
+        cluster = [text for text in overrides or [] if key_of(text).partition(".")[0] == "cluster"]
+        if found.profile:
+            cluster = ["cluster=profile", f"profile={found.profile}"]
+        following = line.followed_by("advise", "runtime=sim", *cluster, *own)
+    document = {"folder": str(found.folder), **found.document()}
+    return Answer(document, lambda: found.show(console()), following)

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ashl.config.override import command_text
 from ashl.errors import plain
 
+from .answer import Answer, Json
 from .table import console
 from .train import Debug
 from .typed import typed
@@ -61,8 +63,9 @@ def compare(
             help="Write each figure as a file of these kinds: svg, pdf, png; default: svg.",
         ),
     ] = None,
+    json: Json = False,
     debug: Debug = False,
-) -> int:
+) -> Answer:
     """Rank the settings of finished runs, with their differences and how certain these are.
 
     Runs that differ only in their seed are one setting. report.html is written into the sweep's
@@ -71,7 +74,7 @@ def compare(
     """
     from ashl.report.compare import check_kinds, write_report
     from ashl.report.compare import compare as compared
-    from ashl.report.tables import check_order, ordered, show
+    from ashl.report.tables import check_order, document, ordered, show
 
     check_order(sort)
     kinds = figures.split(",") if figures else ()
@@ -81,10 +84,14 @@ def compare(
     found = compared(folders, target=target, hold=hold, baseline=baseline)
     report = write_report(found, out=out, command=str(typed(ctx)), beside=beside, kinds=kinds)
     show_left_out(found.board.left_out)
-    screen = console()
-    show(screen, found.board, rows=ordered(found.board, sort), top=top)
-    screen.print(f"report  {report}", soft_wrap=True, markup=False)
-    return 0
+
+    def print_tables() -> None:
+        screen = console()
+        show(screen, found.board, rows=ordered(found.board, sort), top=top)
+        screen.print(f"report  {report}", soft_wrap=True, markup=False)
+
+    following = command_text("export", *folders, "--out", "runs.csv")
+    return Answer({"report": str(report), **document(found.board)}, print_tables, following)
 
 
 def show_left_out(left_out: "Sequence[LeftOut]") -> None:

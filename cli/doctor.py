@@ -7,6 +7,7 @@ import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
@@ -17,8 +18,10 @@ import typer
 
 from ashl import __version__
 from ashl.config.catalog import catalog, values
-from ashl.errors import AshlError, UsageError
+from ashl.config.override import command_text
+from ashl.errors import UsageError
 
+from .answer import Answer, Json
 from .table import show
 from .train import Debug
 
@@ -39,6 +42,7 @@ PACKAGES = (
 PATIENCE_S = 2.0  # seconds for a name or a server that may not answer
 
 FAIL, MISSING = "FAIL", "MISSING"
+REPAIR = "something above is broken or missing; install ashl into a new environment to repair it"
 Row = tuple[str, str]
 T = TypeVar("T")
 
@@ -47,15 +51,15 @@ def doctor(
     what: Annotated[
         str | None, typer.Argument(help="`compression` checks the guarantees of every codec.")
     ] = None,
+    json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Show versions, backends, network interfaces, data and store.
 
     The exit code is 1 if something is broken.
     """
     if what == "compression":
-        _compression()
-        return
+        return _compression()
     if what is not None:
         raise UsageError(
             f"doctor {what}: there is no such check; use `ashl doctor` or `ashl doctor compression`"
@@ -71,15 +75,17 @@ def doctor(
                     f"{FAIL}: {type(error).__name__}: {' '.join(str(error).split())}",
                 )
             )
-    show("", rows)
-    if any(text.startswith((FAIL, MISSING)) for _, text in rows):
-        raise AshlError(
-            "something above is broken or missing; install ashl into a new environment to repair it"
-        )
+    broken = [name for name, text in rows if text.startswith((FAIL, MISSING))]
+    return Answer(
+        {"checks": dict(rows), "broken": broken},
+        partial(show, "", rows),
+        next="" if broken else command_text("train", "runtime=sim"),
+        error=REPAIR if broken else "",
+    )
 
 
-def _compression() -> None:
-    """Show all failed laws of codecs, then one line for each codec."""
+def _compression() -> Answer:
+    """Return the failed laws of codecs, and one line for each codec."""
     from ashl.compression.laws import laws
     from ashl.config.construct import construct
 
@@ -93,17 +99,30 @@ def _compression() -> None:
         for name, law in stated
         if not law.kept
     ]
-    if broken:
-        show("codec, failed law, stated, measured", [*broken, ("",) * 5])
-    error = "‖C(x) − x‖²/‖x‖² of a normal and of a heavy-tailed x"
-    show(f"codec, laws passed, measured (stated): bits per element, {error}", _rows(found))
     last = f"{len(stated) - len(broken)} of {len(stated)} laws pass for {len(found)} codecs"
-    if broken:
-        raise AshlError(
-            f"{last}; those listed first fail on this machine; report them in an issue, with this"
-            " table"
-        )
-    print(f"\n{last}; `ashl list compression NAME` shows those of one")
+
+    def print_tables() -> None:
+        if broken:
+            show("codec, failed law, stated, measured", [*broken, ("",) * 5])
+        error = "‖C(x) − x‖²/‖x‖² of a normal and of a heavy-tailed x"
+        show(f"codec, laws passed, measured (stated): bits per element, {error}", _rows(found))
+        print("" if broken else f"\n{last}")
+
+    document = {name: [law_document(law) for law in held] for name, held in found.items()}
+    failing = (
+        f"{last}; those listed first fail on this machine; report them in an issue, with this table"
+    )
+    return Answer(
+        {"codecs": document, "passed": len(stated) - len(broken), "laws": len(stated)},
+        print_tables,
+        next="" if broken else command_text("list", "compression", next(iter(found))),
+        error=failing if broken else "",
+    )
+
+
+def law_document(law: "Law") -> dict[str, object]:
+    """Return a law of a codec as plain values; `pass` is null for a measurement without a law."""
+    return {"law": law.name, "stated": law.stated, "measured": law.measured, "pass": law.kept}
 
 
 def _rows(found: Mapping[str, Sequence["Law"]]) -> Iterator[tuple[str, ...]]:

@@ -1,6 +1,8 @@
 """`ashl export`: write the records of finished runs, or a training script, for other tools."""
 
+import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +10,7 @@ import typer
 
 from ashl.errors import AshlError, UsageError
 
+from .answer import Answer, Json
 from .compare import Folders, show_left_out
 from .train import Debug
 
@@ -38,8 +41,9 @@ def export(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Default: standard output.")
     ] = None,
+    json: Json = False,
     debug: Debug = False,
-) -> int:
+) -> Answer:
     """Write the records of runs as one flat table, for pandas.read_csv("runs.csv").
 
     With --to, write a script that trains the model of one run in the same synchronous rounds, with
@@ -62,12 +66,17 @@ def export(
     study = read(folders)
     records, bad = exports.table(study, what)
     show_left_out((*study.left_out, *bad))
-    exports.write(records, kind, out or sys.stdout)
-    return 0
+    if out is None:  # nothing follows the records on standard output
+        show = partial(exports.write, records, kind, sys.stdout)
+        return Answer({"what": what, "rows": exports.rows(records)}, show)
+    exports.write(records, kind, out)
+    read = f"print(pandas.read_{kind}({str(out)!r}))"
+    following = shlex.join(["python", "-c", f"import pandas; {read}"])
+    return Answer({"what": what, "out": str(out), "rows": exports.rows(records)}, next=following)
 
 
-def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> int:
-    """Write the script of one run for another tool, and return the exit code."""
+def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> Answer:
+    """Write the script of one run for another tool, and return the answer."""
     if to not in TARGETS:
         raise UsageError(f"--to {to}: what exists is {', '.join(TARGETS)}.")
     if kind is not None:
@@ -85,12 +94,12 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
         )
     written = render_script(folders[0], to, out.name if out else f"train_{to}.py")
     if out is None:
-        print(written, end="")
-        return 0
+        return Answer({"to": to, "script": written}, lambda: print(written, end=""))
     try:
         out.write_text(written, encoding="utf-8")
     except OSError as error:
         raise AshlError(
             f"{out} cannot be written ({error.strerror}); name another place with --out FILE."
         ) from error
-    return 0
+    start = written.splitlines()[2].strip().replace(out.name, str(out))  # the head says how
+    return Answer({"to": to, "script": written, "out": str(out)}, next=start)

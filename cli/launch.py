@@ -16,8 +16,9 @@ from ashl.config.catalog import catalog, meant, parameters
 from ashl.config.override import key_of
 from ashl.errors import UsageError
 
+from .answer import Answer, Json
 from .train import Debug, DryRun, resumed, starting
-from .typed import TYPED_LAUNCH, launched
+from .typed import TYPED_LAUNCH, launched, typed
 
 if TYPE_CHECKING:
     from ashl.launch.job import Launch
@@ -90,8 +91,9 @@ def launch(
         bool, typer.Option("--verbose", "-v", help="ssh: show the output of all ranks.")
     ] = False,
     dry_run: DryRun = False,
+    json: Json = False,
     debug: Debug = False,
-) -> int:
+) -> Answer | int:
     """Run train, profile or sweep on several machines, by an engine that you have.
 
     runtime=torchrun and cluster=real are added. Rank 0 prints and writes the records. `--dry-run`
@@ -116,8 +118,9 @@ def launch(
     assert isinstance(group, TyperGroup)
     known = group.get_command(ctx.parent, name)
     assert known is not None
-    inner = known.make_context(name, [*args], parent=ctx)  # a copy: the list is emptied
+    inner: Any = known.make_context(name, [*args], parent=ctx)  # a copy: the list is emptied
     params = inner.params
+    typed_line = str(typed(inner))
     params["dry_run"] = dry_run or params["dry_run"]
     own = implied(name, params["overrides"] or [], params["config_dir"])
     if params.get("resume"):  # the run that is resumed has its cluster
@@ -151,11 +154,16 @@ def launch(
             )
         inner.obj = job
         return inner.command.invoke(inner)
-    return start(job, name, params, wait)
+    return start(job, name, params, wait, typed_line)
 
 
-def start(job: "Launch", name: str, params: dict[str, Any], wait: bool) -> int:
-    """Run `ashl train` or `ashl profile` by the engine, and return the exit code."""
+def start(
+    job: "Launch", name: str, params: dict[str, Any], wait: bool, command: str
+) -> Answer | int:
+    """Run `ashl train` or `ashl profile` by the engine, and return the exit code.
+
+    A dry run returns what the engine would get, and the plan.
+    """
     from ashl.config.compose import compose
     from ashl.launch import start as engines
     from ashl.launch.job import describe_idle_slots, job_size, tolerates_failures
@@ -174,11 +182,18 @@ def start(job: "Launch", name: str, params: dict[str, Any], wait: bool) -> int:
         config = through_server(config, in_job=True)
     job = replace(job, size=job_size(config, job))
     if params["dry_run"]:
-        for share in job.shares:
-            print(f"{share.machine.name}  {', '.join(f'rank {rank}' for rank in share.ranks)}")
-        print(engines.describe(job), end="")
-        dry_run(config, params["overrides"] if name == "train" else [], job.size)
-        return 0
+        dry = dry_run(config, params["overrides"] if name == "train" else [], job.size)
+        shares = {share.machine.name: list(share.ranks) for share in job.shares}
+        described = engines.describe(job)
+
+        def print_tables() -> None:
+            for host, ranks in shares.items():
+                print(f"{host}  {', '.join(f'rank {rank}' for rank in ranks)}")
+            print(described, end="")
+            dry.show()
+
+        document = {"engine": job.engine, "hosts": shares, "starts": described, **dry.document()}
+        return Answer(document, print_tables, command)
     if not params["quiet"] and (idle := describe_idle_slots(job)):
         print(f"ashl: nothing to do for {idle}", file=sys.stderr)
     return engines.start(job, tolerates_failures(config), wait)

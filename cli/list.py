@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,10 +27,36 @@ from ashl.config.catalog import (
     usual,
     values,
 )
+from ashl.config.override import command_text
 from ashl.errors import UsageError
 
+from .answer import Answer, Json
 from .table import folded, show
 from .train import ConfigDir, Debug
+
+# families of sync modes, in the order of the list
+FAMILIES = (
+    "synchronous steps",
+    "local SGD",
+    "bounded staleness",
+    "asynchronous server",
+    "gossip",
+    "partial all-reduce",
+    "adaptive optimizers",
+    "stages of ASHL",
+)
+# settings that the sync modes of a family need beside `sync`
+NEEDED = {
+    "gossip": ("topology=gossip",),
+    "partial all-reduce": ("topology=partial_all_reduce",),
+    "adaptive optimizers": ("topology=all_reduce", "optimizer=adam"),
+}
+STATUSES = {
+    "recommended": "take it first",
+    "situational": "better under the conditions on its card",
+    "reproduction": "for comparison with its paper",
+    "internal": "chosen by a schedule, not typed",
+}
 
 
 def _groups() -> list[str]:
@@ -55,8 +83,9 @@ def show_options(
         typer.Option(metavar="DIR", help="With --markdown: the ranks of options in these runs."),
     ] = None,
     config_dir: ConfigDir = None,
+    json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Show all groups, the options of one group, or the card of one option."""
     known = catalog(config_dir)
     if places and (not markdown or option is not None):
@@ -66,24 +95,87 @@ def show_options(
     if markdown and option is None:
         if group is not None and group not in known:
             raise lacking("group", group, known)
-        print(_page(known, [*known] if group is None else [group], places or ()))
-        return
+        page = _page(known, [*known] if group is None else [group], places or ())
+        return Answer({"markdown": page}, lambda: print(page))
     if group is None:
-        _everything(known)
-        return
+        groups = {
+            name: {"default": usual()[name], "options": [*options]}
+            for name, options in known.items()
+        }
+        return Answer({"groups": groups}, partial(_everything, known), command_text("list", "sync"))
     if group not in known:
         raise lacking("group", group, known)
     if option is None:
-        chosen = usual().get(group)
-        rows = [
-            (name, "default" if name == chosen else "", summary(file))
-            for name, file in known[group].items()
-        ]
-        show("", rows)
-        return
+        entries = _entries(group, known[group])
+        document = {"group": group, "options": entries}
+        following = command_text("list", group, *[entry["name"] for entry in entries[:1]])
+        return Answer(document, partial(_show_entries, entries), following)
     if option not in known[group]:
         raise lacking(group, option, known[group])
-    _card(group, option, known[group][option])
+    file = known[group][option]
+    document: dict[str, Any] = {
+        "group": group,
+        "option": option,
+        **_entry(file),
+        "target": target(file),
+        "card": _about(file, group) if target(file) else read(file),
+        "parameters": [{**asdict(p), "key": f"{group}.{p.key}"} for p in parameters(file)],
+        "file": str(file),
+    }
+    following = command_text("list", group)
+    if group == "sync" and document["status"] in ("recommended", "situational"):
+        needed = NEEDED.get(document["family"], ())
+        following = command_text("train", "runtime=sim", f"sync={option}", *needed)
+    return Answer(document, partial(_card, group, option, file), following)
+
+
+def _entry(file: Path) -> dict[str, str]:
+    """Return what the card of an option says in one line each."""
+    text = "\n\n".join(docstrings(target(file))) if target(file) else ""
+    return {
+        "family": _line(text, "Family"),
+        "status": _line(text, "Status"),
+        "summary": summary(file),
+    }
+
+
+def _line(text: str, what: str) -> str:
+    """Return the value of the line `Family: …` or `Status: …` of a card, or ""."""
+    found = re.search(rf"^{what}: (.+?)\.?$", text, re.M)
+    return found[1] if found else ""
+
+
+def _entries(group: str, options: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Return the options of a group by family, and in it by status, most useful first."""
+    chosen = usual().get(group)
+    found = [
+        {"name": name, "default": name == chosen, **_entry(file)} for name, file in options.items()
+    ]
+    return sorted(
+        found, key=lambda own: (*_place(own["family"], FAMILIES), *_place(own["status"], STATUSES))
+    )
+
+
+def _place(word: str, known: Collection[str]) -> tuple[int, str]:
+    """Return the sort key of a word: known ones in their order, then all others by name."""
+    return ([*known, word].index(word), word)
+
+
+def _show_entries(entries: Sequence[dict[str, Any]]) -> None:
+    """Print the options, with a line before each family."""
+    families = list(dict.fromkeys(own["family"] for own in entries))
+    rows: list[tuple[str, ...]] = []
+    for family in families:
+        if len(families) > 1:
+            rows += [("",) * 3] * bool(rows) + [(f"{family or 'your own'}:", "", "")]
+        rows += [
+            (own["name"], "default" if own["default"] else own["status"], own["summary"])
+            for own in entries
+            if own["family"] == family
+        ]
+    show("", rows)
+    if len(families) > 1:
+        print("\n" + "\n".join(f"{status}: {why}" for status, why in STATUSES.items()))
 
 
 def _page(
@@ -222,11 +314,15 @@ def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
     )
 
 
+def _about(file: Path, group: str) -> str:
+    """Return the text of an option's card."""
+    return "\n\n".join(filter(None, [card_text(file), symbols(group)]))
+
+
 def _card(group: str, option: str, file: Path) -> None:
     name = target(file)
     if name:
-        about = [card_text(file), symbols(group)]
-        print(folded("\n\n".join([f"{group}={option}", *filter(None, about)])))
+        print(folded(f"{group}={option}\n\n{_about(file, group)}"))
         rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]
         if rows:
             show("\nParameters and their defaults", rows)

@@ -6,7 +6,18 @@ import typer
 
 from ashl.errors import UsageError
 
-from .train import Cfg, ConfigDir, ConfigFile, Debug, DryRun, Overrides, as_yaml, starting
+from .answer import Answer, Json
+from .train import (
+    Cfg,
+    ConfigDir,
+    ConfigFile,
+    Debug,
+    DryRun,
+    Overrides,
+    configuration,
+    planned,
+    starting,
+)
 from .typed import typed
 
 
@@ -22,8 +33,9 @@ def profile(
         typer.Option(metavar="NAME", help="Measure this codec, too, for example topk."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
+    json: Json = False,
     debug: Debug = False,
-) -> int:
+) -> Answer | int:
     """Measure the time of a step and of an exchange for each worker, and plan from it.
 
     With runtime=sim the declared times are taken. Writes profile.json and plan.json, for `ashl
@@ -33,8 +45,7 @@ def profile(
 
     config = compose(overrides or [], config_dir)
     if cfg:
-        print(as_yaml(config), end="")
-        return 0
+        return configuration(config)
     with starting(quiet):
         from ashl.run import profile as measuring
         from ashl.run.train import dry_run as shown
@@ -42,16 +53,16 @@ def profile(
 
     measured = not is_virtual(config)
     if dry_run:
-        shown(
-            measuring.through_server(config) if measured else config,
-            [] if measured else overrides or [],
-        )
-        return 0
+        through = measuring.through_server(config) if measured else config
+        return planned(shown(through, [] if measured else overrides or []), str(typed(ctx)))
     if codec and not measured:
         raise UsageError(
             "--codec times how a compression encodes, and runtime=sim has what is declared; drop it"
         )
     codecs = specs_of("compression", codec or [], overrides or [], config_dir)
-    return measuring.profile(
-        config, overrides or [], quiet=quiet, codecs=codecs, command=typed(ctx)
+    found = measuring.profile(
+        config, overrides or [], quiet=quiet or json, codecs=codecs, command=typed(ctx)
     )
+    if isinstance(found, int):  # not rank 0 of a job
+        return found
+    return Answer(found.document(), next="" if quiet and not json else found.next)

@@ -5,12 +5,15 @@ from typing import Annotated
 
 import typer
 
+from .answer import Answer, Json
 from .complete import complete
 from .table import console
 from .train import ConfigDir, ConfigFile, Debug, starting, with_file
+from .typed import typed
 
 
 def replay(
+    ctx: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a real run.")],
     overrides: Annotated[
         list[str] | None,
@@ -24,8 +27,9 @@ def replay(
     config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
+    json: Json = False,
     debug: Debug = False,
-) -> int:
+) -> Answer:
     """Predict the result of a real run with another sync mode or H, from the steps and transfers
     that it recorded.
 
@@ -33,6 +37,14 @@ def replay(
     """
     with starting(quiet):
         from ashl.study.replay import replay as run_replay
+        from ashl.study.replay import show
 
-    run_replay(run, overrides or [], config_dir, console(), quiet=quiet)
-    return 0
+    found = run_replay(run, overrides or [], config_dir)
+    line = typed(ctx)
+    following = line.followed_by("train", *found.typed)
+    if not overrides:
+        following = line.followed_by("replay", run, "sync=asp")
+    document = {"folder": str(found.folder), **found.document()}
+    if quiet and not json:
+        return Answer(document)
+    return Answer(document, lambda: show(console(), found.rows, found.folder), following)

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ashl.config.override import CommandLine, key_of
+from ashl.config.override import CommandLine, command_text, key_of
 from ashl.errors import UsageError
 
-from .train import ConfigDir, ConfigFile, Debug, Overrides, as_yaml, starting
+from .answer import Answer, Json
+from .train import ConfigDir, ConfigFile, Debug, Overrides, as_yaml, starting, without_unused
 from .typed import typed as typed_line
 
 if TYPE_CHECKING:
     from ashl.launch.job import Launch
     from ashl.study.grid import Grid
     from ashl.study.jobs import Pool
+    from ashl.study.sweep import Swept
 
 LAUNCHER = "launcher."  # prefix of the keys of a launcher's parameters
 SHELL = 128  # exit code of a command that a signal has ended, minus the signal's number
@@ -70,8 +72,9 @@ def sweep(
         bool, typer.Option("--rerun-failed", help="Repeat runs that failed or diverged.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    json: Json = False,
     debug: Debug = False,
-) -> int:
+) -> Answer:
     """Run every combination of the given values, for example sync=bsp,ssp seed=0,1,2, and rank
     them.
 
@@ -93,34 +96,49 @@ def sweep(
         from ashl.study import sweep as study
 
     make_pool = partial(pool_of, launcher=launcher, of_launcher=of_launcher, jobs=jobs)
+    line = typed_line(ctx)
     if search is not None:
-        line = typed_line(ctx)
-        return searched(line, typed, config_dir, search, sampler, jobs, make_pool, quiet=quiet)
+        return searched(
+            line, typed, config_dir, search, sampler, jobs, make_pool, quiet=quiet, silent=json
+        )
     grid = whole_grid(typed, config_dir, strict, ctx.obj)
     if cfg:
-        for setting in grid.settings:
-            print(f"---  # {' '.join(setting.overrides)}\n{as_yaml(setting.config)}", end="")
-        return 0
+        configs = [without_unused(setting.config) for setting in grid.settings]
+        return Answer({"settings": configs}, show=partial(show_configurations, grid))
     first = grid.settings[0].config
     folder = study.folder_of(grid, first["run"]["dir"], first["name"])
     if dry_run:
-        study.show(grid, folder, jobs)
-        return 0
+        if json:
+            return Answer(study.forecast_of(grid, typed, folder, jobs, line), next=str(line))
+        return Answer({}, show=partial(study.show, grid, folder, jobs), next=str(line))
     with interruptible(quiet):
         pool = hosts_pool(ctx.obj, config_dir) if ctx.obj else partial(make_pool, folder)
-        summaries = study.sweep(
+        outcome = study.sweep(
             grid,
             typed,
             folder,
-            command=typed_line(ctx),
+            command=line,
             slots=jobs,
             rerun_failed=rerun_failed,
             race=race,
             quiet=quiet,
+            silent=json,
             baseline=baseline,
             make_pool=pool,
         )
-    return int(any(summary["status"] == "failed" for summary in summaries))
+    return answer_of(outcome)
+
+
+def answer_of(outcome: "Swept") -> Answer:
+    """Return the answer of a sweep; the next command repeats the winner, if there is one."""
+    following = outcome.winner or command_text("export", outcome.folder)
+    return Answer(outcome.document(), next=following, code=int(outcome.failed))
+
+
+def show_configurations(grid: "Grid") -> None:
+    """Print the resolved configuration of every run."""
+    for setting in grid.settings:
+        print(f"---  # {' '.join(setting.overrides)}\n{as_yaml(setting.config)}", end="")
 
 
 def apart(overrides: list[str], launcher: str | None) -> tuple[list[str], dict[str, Any]]:
@@ -229,8 +247,9 @@ def searched(
     make_pool: "Callable[..., Pool]",
     *,
     quiet: bool,
-) -> int:
-    """Let Optuna choose the settings to run, and return the exit code.
+    silent: bool,
+) -> Answer:
+    """Let Optuna choose the settings to run, and return the answer.
 
     Seeds are no axis of the search: each trial runs all of them, so that no lucky seed wins.
     """
@@ -252,7 +271,7 @@ def searched(
     corners = make_grid(asked.corners(), make_setting)
     folder = study.folder_of(typed, corners.settings[0].config)
     with interruptible(quiet):
-        summaries = study.search(
+        outcome = study.search(
             asked,
             corners,
             make_setting,
@@ -264,5 +283,6 @@ def searched(
             sampler=sampler,
             quiet=quiet,
             make_pool=partial(make_pool, folder),
+            silent=silent,
         )
-    return int(any(summary["status"] == "failed" for summary in summaries))
+    return answer_of(outcome)

@@ -4,17 +4,21 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ashl.config.catalog import CONFIG_DIR
-from ashl.config.override import key_of
+from ashl.config.override import command_text, key_of
 from ashl.config.settings_file import with_settings
 from ashl.errors import UsageError
 
+from .answer import Answer, Json
 from .complete import complete
 from .typed import CONFIG_FILE, typed
+
+if TYPE_CHECKING:
+    from ashl.run.train import DryRun as Planned
 
 
 def with_file(ctx: typer.Context, overrides: list[str] | None) -> list[str] | None:
@@ -77,8 +81,9 @@ def train(
         ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    json: Json = False,
     debug: Debug = False,
-) -> int:
+) -> Answer | int:
     """Train a model on the chosen cluster, in virtual time (runtime=sim) or for real, and show the
     results.
 
@@ -92,15 +97,34 @@ def train(
         else resumed(resume, overrides or [], config_dir)
     )
     if cfg:
-        print(as_yaml(config), end="")
-        return 0
+        return configuration(config)
     with starting(quiet):
         from ashl.run import train as run
 
     if dry_run:
-        run.dry_run(config, overrides or [])
-        return 0
-    return run.train(config, overrides or [], quiet=quiet, resume=resume, command=str(typed(ctx)))
+        return planned(run.dry_run(config, overrides or []), str(typed(ctx)))
+    ran = run.run(
+        config,
+        overrides or [],
+        quiet=quiet,
+        silent=json,
+        resume=resume,
+        command=str(typed(ctx)),
+    )
+    if ran.run_dir is None or ran.summary is None:  # not rank 0 of a job
+        return ran.code
+    document = {"folder": str(ran.run_dir), **ran.summary}
+    return Answer(document, next=command_text("compare", ran.run_dir), code=ran.code)
+
+
+def configuration(config: dict) -> Answer:
+    """Return the answer of `--cfg`."""
+    return Answer(without_unused(config), show=lambda: print(as_yaml(config), end=""))
+
+
+def planned(dry: "Planned", command: str) -> Answer | int:
+    """Return the answer of `--dry-run`; the next command is the same without it."""
+    return Answer(dry.document(), show=dry.show, next=command) if dry.leads else 0
 
 
 @contextmanager
@@ -197,7 +221,12 @@ def as_yaml(config: dict) -> str:
         list,
         lambda dumper, v: dumper.represent_sequence("tag:yaml.org,2002:seq", v, flow_style=True),
     )
-    resolved = {
+    resolved = without_unused(config)
+    return yaml.dump(resolved, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def without_unused(config: dict) -> dict:
+    """Return the configuration without groups that have no effect."""
+    return {
         key: value for key, value in config.items() if key != "sync" or key in config["choices"]
     }
-    return yaml.dump(resolved, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

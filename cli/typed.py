@@ -8,7 +8,8 @@ import typer
 
 from ashl.config.override import CommandLine
 
-MUTE = ("debug", "quiet", "cfg", "dry_run", "verbose")  # options without an effect on results
+# options without an effect on results
+MUTE = ("debug", "quiet", "json", "cfg", "dry_run", "verbose")
 CONFIG_DIR, CONFIG_FILE = "config_dir", "config_file"
 # environment variable of the ranks: the typed `ashl launch`, up to the command that they run
 TYPED_LAUNCH = "ASHL_LAUNCHED"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ashl.errors
+from ashl.cli.app import COMMANDS
 from ashl.config.catalog import (
     CONF,
     Parameter,
@@ -37,22 +38,6 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 DATA = DOCS / "results" / "data"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-COMMANDS = (
-    "train",
-    "sweep",
-    "launch",
-    "join",
-    "advise",
-    "calibrate",
-    "backtest",
-    "replay",
-    "profile",
-    "list",
-    "compare",
-    "export",
-    "doctor",
-    "ui",
-)
 GENERATED = re.compile(r"(<!-- from (\w+): ([\w./]+) -->\n).*?(<!-- end -->)", re.S)
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 SETTING = re.compile(r"(?<![\w`.])[a-z_]+(?:\.[a-z_0-9]+)*=(?:\[[^\]]*\]|[^\s,;()]+)")

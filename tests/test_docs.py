@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from ashl.cli.app import app, main
+from ashl.cli.demo import SCENES
 from ashl.cli.launch import LAUNCHED
 from ashl.config.catalog import CONF, card_text, catalog, parameters
 from ashl.config.compose import axis_of, compose
@@ -149,6 +150,7 @@ def test_the_readme_is_short_and_keeps_its_lines() -> None:
     assert (
         "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest" in lines
     )
+    assert all(scene.command in text for scene in SCENES)
     assert {"-m slow -n 0", "-m gpu -n 0"} <= set(re.findall(r"-m \w+ -n 0", text))
 
 

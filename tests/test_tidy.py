@@ -111,6 +111,7 @@ HOMES = {
         "ashl/study/",
         "ashl/run/",
         "ashl/advice/",
+        "cli/answer.py",
         "cli/ui.py",
     ),
     "ashl.runtime.sim": ("ashl/runtime/", "ashl/run/virtual.py"),

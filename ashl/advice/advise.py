@@ -13,8 +13,9 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -56,6 +57,41 @@ TUNING = 0.55  # latest end of the learning-rate tuning, as a share of the budge
 HOLD = 2
 
 
+@dataclass(frozen=True)
+class Advice:
+    """The answer of `ashl advise`, or the candidates and the cost of the race of a dry run."""
+
+    field: Field
+    place: Place
+    load: Load
+    scale: Scale
+    result: Answered | None = None
+    explain: bool = False
+
+    def show(self, console: Console) -> None:
+        """Print the answer, or the candidates and the cost of the race."""
+        if self.result is not None:
+            show(console, self.field, self.result, self.place.folder, explain=self.explain)
+            return
+        show_field(console, self.field)
+        show_forecast(console, self.load, self.scale, self.place)
+
+    def document(self) -> dict[str, Any]:
+        """Return the record that advice.json holds; of a dry run, the candidates."""
+        folder = {"folder": str(self.place.folder), "scale": asdict(self.scale)}
+        if self.result is not None:
+            return {**folder, **self.result.record}
+        return {
+            **folder,
+            "race_s": self.load.race_s(self.scale.length, len(self.scale.rates)),
+            "candidates": [
+                {"name": own.name, "steps_per_s": own.rate, "reason": own.reason}
+                for own in self.field.candidates
+            ],
+            "left_out": [out._asdict() for out in self.field.left_out],
+        }
+
+
 def advise(
     overrides: Sequence[str],
     config_dir: Path | None,
@@ -68,9 +104,10 @@ def advise(
     explain: bool,
     dry_run: bool,
     quiet: bool,
-) -> None:
-    """Build the candidates, race them in virtual time, print the answer and write it to the folder.
+) -> Advice:
+    """Build the candidates, race them in virtual time, and write the answer to the folder.
 
+    Args: console shows the progress. Returns: the answer, or the candidates of a dry run.
     Raises: UsageError and DataMissingError if the request is invalid; AshlError if the race has no
     answer.
     """
@@ -90,10 +127,8 @@ def advise(
         quiet,
     )
     if dry_run:
-        show_field(console, field)
         load = loaded(field, place)
-        show_forecast(console, load, chosen_scale(load, wanted, place), place)
-        return
+        return Advice(field, place, load, chosen_scale(load, wanted, place))
     with locked(folder):
         began_s, load = deadline.spent_s, loaded(field, place)
         scale = scaled(load, wanted, place)
@@ -118,7 +153,7 @@ def advise(
             result = answered(field, tries, scale, found, unreached, known, follows, deadline)
             keep(folder, result, scale, known.slower)
             report(folder, str(command), field, found, result)
-    show(console, field, result, folder, explain=explain)
+    return Advice(field, place, load, scale, result, explain=explain)
 
 
 def with_target(overrides: Sequence[str], target: float | None) -> list[str]:

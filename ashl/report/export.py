@@ -120,6 +120,11 @@ def write(records: "DataFrame", kind: str, out: Path | TextIO) -> None:
         part.unlink(missing_ok=True)
 
 
+def rows(records: "DataFrame") -> list[Record]:
+    """Return each row as plain values, without missing ones, as in a JSON file."""
+    return [row.dropna().to_dict() for _, row in records.apply(_of_one_type).iterrows()]
+
+
 def _of_one_type(column: "Series") -> "Series":
     kinds = set(map(type, column.dropna()))
     for known, kind in (({bool}, "boolean"), ({int}, "Int64"), ({int, float}, "float64")):

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from textwrap import fill
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -237,6 +239,49 @@ def fitting(
         if sum(wide.values()) > width and wide.pop(title, None):
             absent.append(title)
     return [column for column in columns if column[0] in wide], absent
+
+
+def document(board: Leaderboard) -> dict[str, Any]:
+    """Return the answer and the leaderboard as plain values, for programs."""
+    answered = answer(board)
+    parts = board.environments
+    close = {row for part in parts for row in part.indistinguishable}
+    behind = {row: found for part in parts for row, found, _ in part.against_others}
+    return {
+        "headline": answered.headline,
+        "sentences": answered.sentences,
+        "measure": board.measure.title,
+        "common": board.common,
+        "settings": [
+            {
+                **row_document(board, row),
+                "first_against_it": asdict(found) if (found := behind.get(row)) else None,
+                "indistinguishable_from_first": row in close,
+            }
+            for row in board.rows
+        ],
+        "ended_badly": [asdict(out) for out in board.ended_badly],
+        "left_out": [asdict(out) for out in board.left_out],
+        "dropped": [asdict(out) for out in board.dropped],
+    }
+
+
+def row_document(board: Leaderboard, row: Row) -> dict[str, Any]:
+    """Return a row of the leaderboard as plain values."""
+    return {
+        "rank": board.rank(row),
+        "setting": row.label,
+        "environment": row.environment,
+        "axes": row.setting.axes,
+        "folders": [str(run.folder) for run in row.runs],
+        "seeds": len(row.values),
+        "reached": row.reached,
+        "value": asdict(row.spread),
+        "is_baseline": row.is_baseline,
+        "against_baseline": None if row.against is None else asdict(row.against),
+        "means": row.means,
+        "deviations": row.deviations,
+    }
 
 
 def markdown(board: Leaderboard, words: Answer | None = None) -> str:

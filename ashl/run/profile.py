@@ -1,8 +1,9 @@
 """`ashl profile`: measure a cluster, or take what it declares, and plan from it."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -10,7 +11,8 @@ from ashl.config.override import CommandLine, command_line, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.learn.learner import Learner
 from ashl.plan.files import read_profile
-from ashl.plan.plan import Spec
+from ashl.plan.plan import Plan, Spec
+from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import prepare_plan
 from ashl.planning.instantiate import declared_profile
 from ashl.planning.layer_group_costs import with_layer_group_costs
@@ -20,6 +22,20 @@ from ashl.tracking.forecast import forecast, show_profile
 from ashl.tracking.recorder import Recorder
 
 
+class Measured(NamedTuple):
+    """A profile and the plan made from it, their run folder, and the command that trains by it."""
+
+    folder: Path
+    profile: Profile
+    plan: Plan
+    next: str
+
+    def document(self) -> dict[str, Any]:
+        """Return the profile and the plan as in their files."""
+        found = {"profile": self.profile.to_json(), "plan": self.plan.to_json()}
+        return {"folder": str(self.folder), **{key: json.loads(own) for key, own in found.items()}}
+
+
 def profile(
     config: dict[str, Any],
     overrides: list[str],
@@ -27,9 +43,10 @@ def profile(
     quiet: bool = False,
     codecs: Sequence[Spec] = (),
     command: CommandLine | None = None,
-) -> int:
-    """Measure the cluster (in virtual time: take what it declares), plan from it, print both, and
-    return the exit code.
+) -> "Measured | int":
+    """Measure the cluster (in virtual time: take what it declares), plan from it, and print both.
+
+    Returns: what was measured; in a process of a job that has no records, the exit code.
 
     Writes `profile.json` and `plan.json` into the run folder.
     Args: codecs, measured beside the configured one; command, the typed command, from which the
@@ -79,13 +96,9 @@ def profile(
             )
         forecast(console, plan, len(data.train), found)
         console.print(f"run folder  {run_dir}", soft_wrap=True, markup=False)
-        console.print(
-            f"use it with `{uses(command, overrides, 'profile', run_dir)}`\n"
-            f"or with     `{uses(command, overrides, 'plan', run_dir)}`",
-            soft_wrap=True,
-            markup=False,
-        )
-    return 0
+        from_plan = uses(command, overrides, "plan", run_dir)
+        console.print(f"the plan    {from_plan}", soft_wrap=True, markup=False)
+    return Measured(run_dir, found, plan, uses(command, overrides, "profile", run_dir))
 
 
 def uses(command: CommandLine | None, overrides: Sequence[str], key: str, run_dir: Path) -> str:

@@ -6,6 +6,7 @@ joins its job. Then only the process of rank 0 has the records; the others run t
 return.
 """
 
+import json
 import shlex
 import signal
 import time
@@ -368,7 +369,31 @@ def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
     return ("interrupted" if reason == "interrupted" else "finished"), reason
 
 
-def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> None:
+class DryRun(NamedTuple):
+    """The plan of a run, and the longest time that this machine needs for it.
+
+    `host_s` is the seconds for a run in virtual time, else None. `leads` is False in a process of
+    a job that does not print.
+    """
+
+    plan: Plan
+    epoch_samples: int
+    host_s: float | None
+    leads: bool
+
+    def show(self) -> None:
+        """Print the stages with their predicted times."""
+        console = Console(highlight=False)
+        forecast(console, self.plan, self.epoch_samples)
+        if self.host_s is not None:
+            console.print(f"on this machine about {seconds(self.host_s)} at most")
+
+    def document(self) -> dict[str, Any]:
+        """Return the plan as in plan.json, and the seconds on this machine."""
+        return {"plan": json.loads(self.plan.to_json()), "host_s": self.host_s}
+
+
+def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> DryRun:
     """Compose, check, plan and estimate a run without running it.
 
     Args: processes, the number of processes that a job will have; None = without a job.
@@ -384,14 +409,11 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
             plan,
             notes=(*plan.notes, *jobs.notes_before_start(plan, parts, config["profile"], size)),
         )
-    if job is None or job.rank == 0:
-        console = Console(highlight=False)
-        forecast(console, plan, len(data.train))
-        if (
-            is_virtual(config)
-            and (host_s := host_here_s(PreparedPlan(plan, parts, data))) is not None
-        ):
-            console.print(f"on this machine about {seconds(host_s)} at most")
+    leads = job is None or job.rank == 0
+    host_s = None
+    if leads and is_virtual(config):
+        host_s = host_here_s(PreparedPlan(plan, parts, data))
+    return DryRun(plan, len(data.train), host_s, leads)
 
 
 def is_virtual(config: Mapping[str, Any]) -> bool:

@@ -313,10 +313,6 @@ def save(points: Sequence[Prediction], folder: Path) -> None:
     (folder / "backtest.svg").write_bytes(figure.saved("svg"))
 
 
-def as_json(points: Sequence[Prediction]) -> str:
-    return jsonl.dumps([point.document() for point in points], indent=2)
-
-
 def as_csv(points: Sequence[Prediction]) -> str:
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([HEAD, *map(as_row, points)])

@@ -93,6 +93,42 @@ class Compared:
         return self.measured_s / self.predicted_s - 1
 
 
+@dataclass(frozen=True)
+class Calibrated:
+    """Predicted beside measured times; or, of a dry run, the combinations that would run.
+
+    `lines` are the settings of the chosen combinations and `left_out` why others are not run.
+    `rows` is empty in a dry run. `profile` is the file that predicted a real cluster.
+    """
+
+    lines: dict[str, str]
+    left_out: dict[str, str]
+    folder: Path
+    rows: Sequence[Compared] = ()
+    count: int = 0
+    profile: Path | None = None
+
+    def show(self, console: Console) -> None:
+        """Print the errors of the predictions, or the combinations."""
+        if self.rows:
+            show(console, self.rows, self.left_out, self.count, self.folder)
+            return
+        for name, line in self.lines.items():
+            console.print(f"{name}: {line}", markup=False)
+        show_left_out(console, self.left_out)
+
+    def document(self) -> dict[str, Any]:
+        """Return the record that calibration.json holds; of a dry run, the combinations."""
+        if not self.rows:
+            return {"combinations": self.lines, "left_out": self.left_out}
+        return {
+            "combinations": [{**asdict(row), "error": row.error} for row in self.rows],
+            "left_out": self.left_out,
+            "median_error": median_error(self.rows),
+            "interval": interval(self.rows),
+        }
+
+
 def calibrate(
     overrides: Sequence[str],
     config_dir: Path | None,
@@ -102,10 +138,12 @@ def calibrate(
     budget_s: float,
     dry_run: bool,
     quiet: bool,
-) -> None:
-    """Run the combinations that are missing, print the errors of their predictions and write them.
+) -> Calibrated:
+    """Run the combinations that are missing, write the errors of their predictions, and return
+    them.
 
-    Args: run_s is the seconds that each run should take; budget_s limits all runs together.
+    Args: console shows the progress; run_s is the seconds that each run should take; budget_s
+    limits all runs together.
     Raises: UsageError if the request cannot be calibrated; AshlError if fewer than two combinations
     ended.
     """
@@ -120,26 +158,15 @@ def calibrate(
         read_profile(base["profile"])
     chosen, left_out = within_cores(chosen, typed, config_dir)
     if dry_run:
-        for name, line in chosen.items():
-            console.print(f"{name}: {line}", markup=False)
-        show_left_out(console, left_out)
-        return
+        return Calibrated(chosen, left_out, folder)
     if len(chosen) < 2:
         name, reason = next(iter(left_out.items()))
         raise UsageError(
             f"fewer than two combinations are left to compare ({name}: {reason}); calibrate on a"
             " host with a core for each rank, or declare a cluster (its workers are throttled)"
         )
-    pairs = [
-        *pairs_of(
-            chosen,
-            typed,
-            config_dir,
-            folder,
-            profile_for(base, chosen, typed, config_dir, folder),
-            run_s,
-        )
-    ]
+    profile = profile_for(base, chosen, typed, config_dir, folder)
+    pairs = [*pairs_of(chosen, typed, config_dir, folder, profile, run_s)]
     run_pairs(pairs, console, deadline, quiet=quiet)
     rows = [row for pair in pairs if (row := compared(pair)) is not None]
     if len(rows) < 2:
@@ -147,14 +174,9 @@ def calibrate(
             f"fewer than two combinations have ended in {budget_s:g} s; give --budget more: the"
             f" same command continues, and {folder} has the logs of what failed"
         )
-    document = {
-        "combinations": [{**asdict(row), "error": row.error} for row in rows],
-        "left_out": left_out,
-    }
-    jsonl.write_json(
-        folder / FILE, {**document, "median_error": median_error(rows), "interval": interval(rows)}
-    )
-    show(console, rows, left_out, len(pairs), folder)
+    found = Calibrated(chosen, left_out, folder, rows, len(pairs), profile)
+    jsonl.write_json(folder / FILE, found.document())
+    return found
 
 
 def checked(overrides: Sequence[str], config_dir: Path | None) -> list[str]:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -46,9 +46,24 @@ NOT_REPEATED = (
 Rounds = Sequence[Mapping[str, Any]]  # the rounds of one worker, from events.jsonl
 
 
-def replay(
-    folder: Path, changes: Sequence[str], config_dir: Path | None, console: Console, *, quiet: bool
-) -> None:
+class Replayed(NamedTuple):
+    """A run, its replay and the replay with the changes, as summaries by name.
+
+    `typed` is the settings of the real run, with the changes.
+    """
+
+    folder: Path
+    run: Path
+    changes: Sequence[str]
+    rows: Mapping[str, Mapping[str, Any]]
+    typed: Sequence[str]
+
+    def document(self) -> dict[str, Any]:
+        """Return the record that replay.json holds."""
+        return {"run": str(self.run), "changes": list(self.changes), "runs": self.rows}
+
+
+def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Replayed:
     """Run a recorded run again in virtual time, as it was and with `changes`.
 
     Raises: UsageError if it cannot be replayed.
@@ -83,11 +98,10 @@ def replay(
         ]
         by_key = {key_of(text): text for text in (*kept, *changes)}
         rows[" ".join(changes)] = played([*by_key.values()], config_dir, place / "changed")
-    jsonl.write_json(
-        place / "replay.json", {"run": str(folder), "changes": list(changes), "runs": rows}
-    )
-    if not quiet:
-        show(console, rows, place)
+    real = {key_of(text): text for text in (*typed, *changes) if key_of(text) != "run.dir"}
+    found = Replayed(place, folder, changes, rows, [*real.values()])
+    jsonl.write_json(place / "replay.json", found.document())
+    return found
 
 
 def finished(folder: Path) -> dict[str, Any]:

@@ -100,8 +100,9 @@ def search(
     sampler: str,
     quiet: bool,
     make_pool: Callable[[int], Pool],
-) -> list[dict[str, Any]]:
-    """Try settings until there are `trials` of them, and return the summaries of the runs.
+    silent: bool = False,
+) -> sweep.Swept:
+    """Try settings until there are `trials` of them, and return the outcome.
 
     Args: make_setting composes a configuration; the others are those of `sweep`.
     Raises: UsageError for a preset with a grid; KeyboardInterrupt. Runs that have ended by then are
@@ -113,7 +114,7 @@ def search(
         )
     with sweep.locked(folder):
         study = open_study(folder, sampler)
-        console = Console(highlight=False)
+        console = Console(highlight=False, quiet=silent)
         if not quiet:
             console.print(
                 f"{folder.name} {trials} trials; folder {folder}", soft_wrap=True, markup=False
@@ -130,8 +131,8 @@ def search(
                     tried.tell()
             finally:
                 progress.close()
-            sweep.conclude(folder, command, console)
-        return sweep.summaries_of(folder, tuple(tried.settings.values()))
+            found = sweep.conclude(folder, command, console)
+        return sweep.swept(folder, tuple(tried.settings.values()), found, command)
 
 
 def open_study(folder: Path, sampler: str) -> "Study":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -70,6 +70,29 @@ def folder_of(grid: Grid, run_dir: str | None, name: str | None) -> Path:
     return Path(run_dir) if run_dir else SWEEPS / f"{name or 'sweep'}-{digest}"
 
 
+class Swept(NamedTuple):
+    """The outcome of a sweep: its folder, the summaries of its runs, and how they compare.
+
+    `found` is None if no run has finished. `winner` is the command that repeats the winner, "" if
+    no setting reached the target.
+    """
+
+    folder: Path
+    summaries: list[dict[str, Any]]
+    found: Comparison | None
+    winner: str
+
+    @property
+    def failed(self) -> bool:
+        """Return True if a run has failed."""
+        return any(summary["status"] == "failed" for summary in self.summaries)
+
+    def document(self) -> dict[str, Any]:
+        """Return the answer, the leaderboard, and the summaries of the runs."""
+        board = {} if self.found is None else tables.document(self.found.board)
+        return {"folder": str(self.folder), **board, "runs": self.summaries}
+
+
 def sweep(
     grid: Grid,
     overrides: Sequence[str],
@@ -83,8 +106,8 @@ def sweep(
     baseline: str | None = None,
     command: CommandLine,
     make_pool: Callable[[int], Pool] = local_pool,
-) -> list[dict[str, Any]]:
-    """Run the missing runs, print and write the outcome, and return the summaries.
+) -> Swept:
+    """Run the missing runs, print and write the outcome, and return it.
 
     Args: race stops settings that are clearly inferior; command is the typed command; make_pool
     returns the pool for a number of runs at a time; baseline is the setting that the others are
@@ -106,8 +129,16 @@ def sweep(
                 stays = kept_in(grid, baseline)
                 contest = Race(grid.settings, folder, record["dropped"], stays, progress.say)
             fill(grid, record, folder, missing, pool, progress, to_tracker, contest)
-            conclude(folder, command, console, baseline)
-        return summaries_of(folder, grid.settings)
+            found = conclude(folder, command, console, baseline)
+        return swept(folder, grid.settings, found, command)
+
+
+def swept(
+    folder: Path, settings: Sequence[Setting], found: Comparison | None, command: CommandLine
+) -> Swept:
+    """Return the outcome of a sweep whose runs have ended."""
+    best = winner(found, command) if found else ""
+    return Swept(folder, summaries_of(folder, settings), found, best)
 
 
 def summaries_of(folder: Path, settings: Sequence[Setting]) -> list[dict[str, Any]]:
@@ -216,20 +247,21 @@ def kept_in(grid: Grid, baseline: str | None) -> str:
 
 def conclude(
     folder: Path, command: CommandLine, console: Console, baseline: str | None = None
-) -> None:
+) -> Comparison | None:
     """Print the answer (winner, lead, certainty), and write it as a report into the sweep's
     folder.
+
+    Returns: the comparison, or None if no run has finished.
     """
     try:
         found = compare([folder], baseline=baseline)
     except UsageError as error:  # no run has finished
         console.print(str(error), soft_wrap=True, markup=False)
-        return
+        return None
     report = write_report(found, command=str(command))
     tables.show(console, found.board)
     console.print(f"report  {report}", soft_wrap=True, markup=False)
-    if line := winner(found, command):
-        console.print(f"winner  {line}", soft_wrap=True, markup=False)
+    return found
 
 
 def winner(found: Comparison, command: CommandLine) -> str:
@@ -387,7 +419,7 @@ def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
     machine.
     """
     console = Console(highlight=False)
-    missing = [setting for setting in grid.settings if not has_ended(folder / setting.hash)]
+    missing = missing_in(grid, folder)
     announce(console, grid, folder, len(missing))
     # Lines have keys of their own, so that columns by key would be mostly empty.
     named = any(setting.label for setting in grid.settings)
@@ -406,16 +438,34 @@ def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
     console.print(
         f"predicted total: {seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}"
     )
-    if line := host_time(missing, slots or slots_for(grid)):
-        console.print(line, soft_wrap=True)
+    at_once = min(slots or slots_for(grid), len(missing))
+    if (host_s := host_time_s(missing, at_once)) is not None:
+        together = f", {at_once} at a time" if at_once > 1 else ""
+        runs = f"{len(missing)} run{'s' * (len(missing) != 1)}"
+        text = f"on this machine about {seconds(host_s)} at most for {runs}{together}"
+        console.print(text, soft_wrap=True)
 
 
-def host_time(missing: Sequence[Setting], slots: int) -> str:
-    """Return a sentence on how long this machine needs for the missing runs; "" if that is
-    unknown.
-    """
+def missing_in(grid: Grid, folder: Path) -> list[Setting]:
+    """Return the settings of a grid that have not ended in its folder."""
+    return [setting for setting in grid.settings if not has_ended(folder / setting.hash)]
+
+
+def forecast_of(
+    grid: Grid, overrides: Sequence[str], folder: Path, slots: int | None, command: CommandLine
+) -> dict[str, Any]:
+    """Return what a sweep would run: its record, and the seconds of the missing runs here."""
+    missing = missing_in(grid, folder)
+    host_s = host_time_s(missing, min(slots or slots_for(grid), len(missing)))
+    planned = document(grid, overrides, folder.name, [], command)
+    names = [setting.hash for setting in missing]
+    return {"folder": str(folder), **planned, "missing": names, "host_s": host_s}
+
+
+def host_time_s(missing: Sequence[Setting], at_once: int) -> float | None:
+    """Return the seconds that this machine needs for the missing runs; None if that is unknown."""
     if not missing or not all(is_virtual(setting.config) for setting in missing):
-        return ""
+        return None
     costs, total_s = dict[str, Costs | None](), 0.0
     kinds = [config_hash({key: setting.config.get(key) for key in COSTLY}) for setting in missing]
     with Counting("timing steps") as counting:
@@ -426,9 +476,6 @@ def host_time(missing: Sequence[Setting], slots: int) -> str:
             found = costs[kind]
             own_s = None if found is None or setting.plan is None else host_s(setting.plan, found)
             if own_s is None:
-                return ""
+                return None
             total_s += own_s
-    at_once = min(slots, len(missing))
-    together = f", {at_once} at a time" if at_once > 1 else ""
-    left = f"{len(missing)} run{'s' * (len(missing) != 1)}"
-    return f"on this machine about {seconds(total_s / at_once)} at most for {left}{together}"
+    return total_s / at_once

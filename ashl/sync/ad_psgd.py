@@ -22,6 +22,9 @@ Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient De
 arXiv 1710.06952.
 Differs: the exchange needs no lock (see `ashl.topology.pairs`). Roles are as published, but they
 are not needed to avoid a deadlock.
+
+Family: gossip.
+Status: recommended.
 """
 
 from collections.abc import Sequence

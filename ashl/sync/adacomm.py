@@ -19,6 +19,9 @@ Source: Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best E
 Trade-off in Local-Update SGD", MLSys 2019, arXiv 1810.08313.
 Differs: in the paper τ changes at fixed times, l·T_0. Here `every_s` counts from the average of the
 last change, so each change may be up to one round later.
+
+Family: local SGD.
+Status: situational.
 """
 
 import math

@@ -35,6 +35,9 @@ the server. No worker stops at the start of a period. A search ends at a C whose
 below `floor_s`. The released code fits the curve by least squares: it makes a straight line of a
 loss that decreases faster and faster. It gives a period without a decrease a reward of about 0,
 where ours gives −∞.
+
+Family: asynchronous server.
+Status: reproduction.
 """
 
 import math

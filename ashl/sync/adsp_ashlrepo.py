@@ -17,6 +17,9 @@ Source: the ADSP baseline in the repository of Shen et al., "ASHL", IEEE TC 2024
 December 2022). The method itself takes local steps: Hu, Wang and Wu, AAAI 2020.
 Differs: the repository's batch of 42 and its stop at a loss of 0.05 are not defaults here; the
 configuration can set both.
+
+Family: asynchronous server.
+Status: reproduction.
 """
 
 from typing import Annotated, ClassVar

@@ -11,6 +11,9 @@ Waiting: no worker waits for another one.
 
 Source: Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for
 Heterogeneous Environments", IEEE Transactions on Computers 73(1), 2024.
+
+Family: stages of ASHL.
+Status: internal.
 """
 
 from typing import ClassVar

@@ -11,6 +11,9 @@ Waiting: none.
 
 Source: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012; Recht et al., "Hogwild",
 NIPS 2011.
+
+Family: asynchronous server.
+Status: recommended.
 """
 
 from typing import Literal

@@ -29,6 +29,9 @@ constant γ, and a smaller one the longer the delays.
 Source: Yu, Wu and Huang, "Double Quantization for Communication-Efficient Distributed
 Optimization", NeurIPS 2019, Algorithm 1; Reddi et al., "On Variance Reduction in Stochastic
 Gradient Descent and its Asynchronous Variants", NIPS 2015 (without compression).
+
+Family: asynchronous server.
+Status: reproduction.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ Waiting: no worker waits for another one.
 Limits: R = null is ASP with `local_steps` = M; M = 1 is Ringmaster.
 Source: Tyurin and Sivtsov, "Birch SGD: A Tree Graph Framework for Local and Asynchronous SGD
 Methods", ICLR 2026.
+
+Family: asynchronous server.
+Status: situational.
 """
 
 from ashl.errors import UsageError

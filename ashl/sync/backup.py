@@ -12,6 +12,9 @@ with the current model. If the same workers are always late, the model never lea
 
 Limit: e = 0 is BSP.
 Source: Chen et al., "Revisiting Distributed Synchronous SGD", arXiv 1604.00981.
+
+Family: synchronous steps.
+Status: situational.
 """
 
 from typing import Literal

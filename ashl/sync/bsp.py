@@ -10,6 +10,9 @@ gradient (SGD, momentum) both give the same model.
 Waiting: every worker waits for all others at each step.
 
 Source: Valiant, "A bridging model for parallel computation", CACM 1990.
+
+Family: synchronous steps.
+Status: recommended.
 """
 
 from typing import Literal

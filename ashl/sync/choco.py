@@ -19,6 +19,9 @@ changes by the mean of the Δ_i alone, for every C and γ. The more C leaves out
 be; otherwise the models diverge.
 Source: Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms
 with Compressed Communication", ICML 2019, arXiv 1902.00340.
+
+Family: gossip.
+Status: situational.
 """
 
 from collections.abc import Sequence

@@ -16,6 +16,9 @@ Source: Yu and Jin, "On the Computation and Communication Complexity of Parallel
 Batch Sizes for Stochastic Non-Convex Optimization", ICML 2019, Algorithm 1.
 Differs: b_i is rounded from ρ^t·B_i. The recursion ⌊ρ·⌊ρ·B⌋⌋ would keep a batch of one at one for ρ
 < 2.
+
+Family: synchronous steps.
+Status: reproduction.
 """
 
 import math

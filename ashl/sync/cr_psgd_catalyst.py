@@ -17,6 +17,9 @@ Source: Yu and Jin, ICML 2019, Algorithm 2; after Lin, Mairal and Harchaoui, "A 
 for First-Order Optimization", NIPS 2015.
 Differs: `budget` is a parameter; the paper's is √(n·T) samples for n workers with T samples each,
 and as many runs.
+
+Family: synchronous steps.
+Status: reproduction.
 """
 
 from typing import Any

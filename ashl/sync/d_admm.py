@@ -29,6 +29,9 @@ Optimization", ICML 2014 (barrier and delay).
 Differs: the papers solve for the argmin; here H steps of SGD approximate it. The penalty contains
 the term ρ·D·‖x − x_p‖²/2, which keeps these steps near x_p. The asynchronous paper has a master;
 here asynchrony is on a graph.
+
+Family: gossip.
+Status: reproduction.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ Waiting: in each round a worker waits for the models of its neighbours of that r
 Limits: the complete graph with `atc` is BSP (SGD, momentum), up to rounding. W = I is no exchange.
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
 2017, arXiv 1705.09056.
+
+Family: gossip.
+Status: situational.
 """
 
 from typing import Any, Literal

@@ -21,6 +21,9 @@ Source: Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-traini
 Differs: in the paper the model travels in fragments, and the grace window adapts by a rule that we
 could not read. Here the model is one fragment and the window is constant. The paper's weights,
 tokens times tokens per step, equal weights by tokens if all batches are equal.
+
+Family: local SGD.
+Status: situational.
 """
 
 import math

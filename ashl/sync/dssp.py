@@ -18,6 +18,9 @@ Source: Zhao et al., "Dynamic Stale Synchronous Parallel Distributed Training fo
 ICDCS 2019, arXiv 1908.11848.
 Differs: no worker proceeds with a lead above s_high. The paper states this bound, but its
 controller can grant more in repeated decisions.
+
+Family: bounded staleness.
+Status: situational.
 """
 
 import math

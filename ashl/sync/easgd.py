@@ -20,6 +20,9 @@ Source: Zhang, Choromanska and LeCun, "Deep Learning with Elastic Averaging SGD"
 Algorithm 1.
 Differs: in the paper the first gradient after an exchange is at x_i before the exchange. Here it is
 at x_i after it.
+
+Family: local SGD.
+Status: reproduction.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ Limits: K = 1 with `aggregate=uniform` and scale c is ASP with scale n·c, becau
 merge with weight 1. K = n is no barrier. On equal workers every merge then contains one push of
 each; only one of them has seen the merge before, so staleness is up to 1.
 Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022.
+
+Family: asynchronous server.
+Status: situational.
 """
 
 from typing import ClassVar, Literal

@@ -15,6 +15,9 @@ Limits: period = null is D-PSGD (`atc`), bit for bit. period = 1 is local SGD by
 aggregate=uniform, up to rounding.
 Source: Chen, Yuan, Zhang, Pan, Xu and Yin, "Accelerating Gossip SGD with Periodic Global
 Averaging", ICML 2021.
+
+Family: gossip.
+Status: situational.
 """
 
 from typing import Any, Literal

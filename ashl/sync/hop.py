@@ -23,6 +23,9 @@ averaging preserve the mean of all models. Equally fast workers never skip.
 Source: Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, arXiv
 1902.01064.
 Differs: no tokens travel, because each model carries the iteration of its sender.
+
+Family: gossip.
+Status: reproduction.
 """
 
 import math

@@ -20,6 +20,9 @@ link.
 Source: Chen et al., "Semi-Dynamic Load Balancing: Efficient Distributed Learning in Non-Dedicated
 Environments", SoCC 2020.
 Differs: the paper predicts speeds by a recurrent network; here they are a moving average.
+
+Family: synchronous steps.
+Status: situational.
 """
 
 from collections.abc import Sequence

@@ -10,6 +10,9 @@ Waiting: every worker waits for all others at each average.
 
 Limit: H = 1 is BSP (SGD, momentum).
 Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+
+Family: local SGD.
+Status: recommended.
 """
 
 from typing import Literal

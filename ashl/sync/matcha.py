@@ -17,6 +17,9 @@ Source: Wang et al., "MATCHA: Speeding Up Decentralized SGD via Matching Decompo
 2019, arXiv 1905.09435.
 Differs: projected supergradient ascent finds the p_m and golden-section search finds α, where the
 paper solves two convex programs.
+
+Family: gossip.
+Status: reproduction.
 """
 
 from collections.abc import Sequence

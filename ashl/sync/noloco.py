@@ -20,6 +20,9 @@ Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Me
 Models", 2025, arXiv 2506.10911.
 Note: this momentum is not an option of `outer`, because δ_i belongs to one worker and contains the
 difference of two models. An outer optimizer steps on one merged update of one model.
+
+Family: gossip.
+Status: situational.
 """
 
 from functools import lru_cache

@@ -18,6 +18,9 @@ the end is Adam.
 Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
 Convergence Speed", ICML 2021, Algorithm 1.
 Differs: workers gather all payloads, where the paper compresses the mean a second time.
+
+Family: adaptive optimizers.
+Status: internal.
 """
 
 from collections.abc import Awaitable, Callable

@@ -17,6 +17,9 @@ worker receives both averages of the last round.
 Limits: H = 1 is BSP, up to rounding. Without momentum it is local SGD, which is cheaper then.
 Source: Yu, Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD
 for Distributed Non-Convex Optimization", ICML 2019 (PR-SGD-Momentum).
+
+Family: local SGD.
+Status: reproduction.
 """
 
 from __future__ import annotations

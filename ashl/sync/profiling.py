@@ -24,6 +24,9 @@ chosen codec and by `codecs` (`codecs`).
 
 Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling.
 Differs: the paper profiles for ten epochs, which its reported times do not contain.
+
+Family: stages of ASHL.
+Status: internal.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ Waiting: every worker waits for all others at each average, at a server or under
 Limits: a constant learning rate with (α/η)² < H_base + 1 is local SGD with H_base; so is `h_max` =
 H_base.
 Source: Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024.
+
+Family: local SGD.
+Status: situational.
 """
 
 from typing import Literal

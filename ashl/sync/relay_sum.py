@@ -19,6 +19,9 @@ learning rate were divided by 1 + the mean delay. So trees of large diameter nee
 rate.
 Source: Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", NeurIPS
 2021.
+
+Family: gossip.
+Status: reproduction.
 """
 
 from __future__ import annotations

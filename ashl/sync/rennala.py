@@ -15,6 +15,9 @@ Waiting: no worker waits for another one.
 Limit: B = n on equal workers is BSP.
 Source: Tyurin and Richtárik, "Optimal Time Complexities of Parallel Stochastic Optimization Methods
 Under a Fixed Computation Model", NeurIPS 2023.
+
+Family: synchronous steps.
+Status: situational.
 """
 
 from typing import ClassVar

@@ -18,6 +18,9 @@ Source: Mahran, Maranjyan and Richtárik, "Rescaled Asynchronous SGD: Optimal Di
 Optimization under Data and System Heterogeneity", arXiv 2605.13434, 2026, by its abstract only, so
 its constants are not verified.
 Differs: in the paper τ_i is known and constant; here it is measured.
+
+Family: asynchronous server.
+Status: situational.
 """
 
 import math

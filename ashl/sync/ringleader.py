@@ -25,6 +25,9 @@ carried no model.
 Source: Maranjyan and Richtárik, "Ringleader ASGD: The First Asynchronous SGD with Optimal Time
 Complexity under Data Heterogeneity", ICLR 2026, arXiv 2509.22860. Its listing was not available to
 us, so the order of the two phases follows its description.
+
+Family: asynchronous server.
+Status: situational.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ Limits: R = null is ASP. R = 1 accepts only pushes computed on the current model
 max(1, σ²/ε) is optimal in time for all speeds: the noisier the gradients, the larger R.
 Source: Maranjyan, Tyurin and Richtárik, "Ringmaster ASGD: The First Asynchronous SGD with Optimal
 Time Complexity", ICML 2025, Algorithm 4.
+
+Family: asynchronous server.
+Status: situational.
 """
 
 from typing import Literal

@@ -14,6 +14,9 @@ Limit: k = n without a window is local SGD. If all workers are exactly equally f
 workers meet in every group and the models of different groups diverge; take `ripples_smart` there.
 Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce",
 SIGMOD 2021, with a constant window; as a schedule for Luo et al., "Prague", ASPLOS 2020.
+
+Family: partial all-reduce.
+Status: situational.
 """
 
 from ashl.option import Span, option

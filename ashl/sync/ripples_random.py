@@ -14,6 +14,9 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"), random Group Generator.
 Differs: in the paper only the smart generator has a Group Buffer. Here all rules have it: a worker
 that asks joins the group that it is already in, so random groups conflict less.
+
+Family: partial all-reduce.
+Status: reproduction.
 """
 
 from ashl.data.rng import Purpose, chosen

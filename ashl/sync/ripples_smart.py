@@ -19,6 +19,9 @@ Waiting: a group waits for all of its members, which the slowdown filter keeps f
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"), Group Buffer, Global Division, Inter-Intra
 Synchronization, Slowdown Filter.
+
+Family: partial all-reduce.
+Status: situational.
 """
 
 from ashl.option import Count, option

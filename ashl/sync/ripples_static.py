@@ -26,6 +26,9 @@ from their mean to 0.6495 of its value.
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"); the table as in the authors' public code
 (laekov/preduce).
+
+Family: partial all-reduce.
+Status: reproduction.
 """
 
 from collections.abc import Sequence

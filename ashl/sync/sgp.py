@@ -17,6 +17,9 @@ Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning",
 1811.10792.
 Differs: in the paper's code a message counts after at most τ rounds. Here it counts after exactly τ
 rounds, so runs are repeatable.
+
+Family: gossip.
+Status: situational.
 """
 
 from collections.abc import Mapping

@@ -13,6 +13,9 @@ makes all cycles equally long, so this bound is a safety net that almost never a
 Source: Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for
 Heterogeneous Environments", IEEE Transactions on Computers 73(1), 2024.
 Differs: the server applies a push before its worker waits; see `schedule=ashl`.
+
+Family: stages of ASHL.
+Status: internal.
 """
 
 from typing import Any, ClassVar

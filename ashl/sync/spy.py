@@ -22,6 +22,9 @@ constant, because earlier points depend on it. The noise of minibatches prevents
 staying zero.
 Source: Grishchenko, Iutzeler, Malick and Amini, "Asynchronous Distributed Learning with Sparse
 Communications and Identification", arXiv 1812.03871, 2018.
+
+Family: asynchronous server.
+Status: reproduction.
 """
 
 from __future__ import annotations

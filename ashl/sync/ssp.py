@@ -16,6 +16,9 @@ rate is BSP's.
 Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
 Server", NIPS 2013.
 Differs: no cache: a worker pulls the whole model after every commit.
+
+Family: bounded staleness.
+Status: situational.
 """
 
 import math

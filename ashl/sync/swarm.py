@@ -24,6 +24,9 @@ Source: Nadiradze et al., "Asynchronous Decentralized SGD with Quantized and Loc
 Differs: in the paper pairs are drawn at random from all edges. Here a worker asks after every H
 steps of its own, so a fast worker averages more often. Here the grid follows the distance between
 models.
+
+Family: gossip.
+Status: situational.
 """
 
 from typing import Annotated, Any, Literal

@@ -26,6 +26,9 @@ Differs: u is the sum of momenta without their η, which is constant within a ro
 updates m from uncompressed gradients too. Workers gather all payloads, where the paper compresses
 the mean a second time. DeepSpeed compresses gradients before `freeze_step`, where this follows the
 paper with momenta; and it has no bias correction.
+
+Family: adaptive optimizers.
+Status: situational.
 """
 
 from collections.abc import Awaitable, Callable

@@ -15,7 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ashl.config.override import command_text
 from ashl.tracking import stages
 from ashl.tracking.straggler import describe_straggler
 
@@ -211,8 +210,7 @@ def outcome(
         console.print(Text(stages.never_began(idle), style="yellow"), soft_wrap=True)
     if summary.get("workers"):
         console.print(worker_table(console, summary))
-    report = command_text("compare", run_dir) if status == "finished" else None
-    for label, value in {"run folder": str(run_dir), "report": report, **shown}.items():
+    for label, value in {"run folder": str(run_dir), **shown}.items():
         if value:  # not wrapped, so that it can be copied or clicked
             console.print(Text.assemble((f"{label:<10}", "dim"), "  ", value), soft_wrap=True)
 

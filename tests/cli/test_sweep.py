@@ -127,7 +127,7 @@ def test_a_race_drops_who_is_behind_and_never_does_more_than_its_grid(
     assert sum(summary["steps"] for summary in raced.values()) < len(by_hash) * whole
     out = capsys.readouterr().out
     assert "dropped optimizer.lr=0.0002: loss higher by" in out
-    winner = next(line for line in out.splitlines() if line.startswith("winner  "))
+    winner = next(line for line in out.splitlines() if line.startswith("next: "))
     assert "ashl train sync=asp optimizer.lr=0.1 seed=0 runtime=sim" in winner
     assert "'model.hidden=[16]'" in winner, "it can be pasted"
     assert "lr=0.0002" in (workplace / "study/leaderboard.md").read_text()
