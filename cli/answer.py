@@ -26,8 +26,8 @@ class Answer:
     """The answer of a command.
 
     Args: document is printed with `--json`, with `next` and `error` as keys if they are set and it
-    is no list; show prints the tables without it; next is the command to type next; error is a sentence on standard
-    error after the answer, which makes the exit code 1.
+    is no list; show prints the tables without it; next is the command to type next; error is a
+    sentence on standard error after the answer, which makes the exit code 1.
     """
 
     document: Mapping[str, Any] | Sequence[Any]

@@ -37,7 +37,6 @@ from ashl.report.figures import predicted_against_published
 from ashl.run.virtual import observe
 from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd, UpdateShown
 from ashl.size_only import Vector
-from ashl.tracking import jsonl
 
 FOLDER = CONF / "backtest"
 MODEL_BYTES = 1024  # dense bytes of the model of WORKLOAD
