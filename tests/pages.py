@@ -16,7 +16,7 @@ import re
 import shlex
 import tokenize
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -194,10 +194,21 @@ def cards(group: str) -> str:
     """The symbols of a group's cards, and the card of every option."""
     parts = [as_markdown(text)] if (text := symbols(group)) else []
     parts += [
-        f"## {option}\n\n{as_markdown(card_text(file))}"
+        f"## {option}\n\n{with_links(as_markdown(card_text(file)), catalog()[group])}"
         for option, file in catalog()[group].items()
     ]
     return "\n\n".join(parts)
+
+
+def with_links(card: str, options: Mapping[str, Path]) -> str:
+    """A card whose alternatives of the same group lead to their cards."""
+
+    def link(found: re.Match[str]) -> str:
+        return f"[{found[0]}](#{found[1]})" if found[1] in options else found[0]
+
+    before, label, rest = card.partition("**Alternatives:** ")
+    line, end, after = rest.partition("\n")
+    return before + label + re.sub(r"`(\w+)`", link, line) + end + after
 
 
 def as_markdown(card: str) -> str:
