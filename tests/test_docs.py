@@ -33,6 +33,7 @@ from tests.pages import (
     links,
     mentioned,
     modules,
+    prose,
     shown,
     words_of,
     written,
@@ -79,9 +80,10 @@ MODULES = tuple(f"mine/{option.rpartition('/')[2]}.py" for option in (*CODED, OP
 LINE_OF_A_CARD = re.compile(
     r"^(Use when|Avoid when|Alternatives): (.+?)(?=\n\n|\n[A-Z][\w ]*: )", re.M | re.S
 )
-MAX_WORDS, MAX_PICTURE = 1100, 150_000
+MAX_WORDS, MAX_PARAGRAPH, MAX_PICTURE = 1100, 80, 150_000
 MAX_WORDS_OF_KIND = {"tutorials": 600, "explanation": 900, "results": 500}
 GENERATING = [page for page in PAGES if GENERATED.search(TEXTS[page])]
+USER_PAGES = [page for page in PAGES if DOCS in page.parents and page.parent.name != "contributing"]
 PROSE = [page for page in PAGES if page.parent.name in MAX_WORDS_OF_KIND]
 
 
@@ -280,6 +282,13 @@ def test_everything_that_is_generated_has_its_place() -> None:
     assert {"sync", "topology", "compression", "overlap", "outer"} <= {
         name for kind, name in found if kind == "cards"
     }
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=name_of)
+def test_paragraphs_are_short(page: Path) -> None:
+    paragraphs = re.split(r"\n\s*\n|\n(?=[-|]|\d\. )", prose(by_hand(TEXTS[page])))
+    long = [text[:60] for text in paragraphs if len(text.split()) > MAX_PARAGRAPH]
+    assert [text for text in long if not text.startswith("|")] == []
 
 
 CHOICES = [
