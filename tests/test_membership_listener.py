@@ -1,25 +1,21 @@
-"""A (re)joining worker is admitted at each of its peers, in any state of theirs: with a stand-in
+"""A joining worker is admitted at its servers, and its failure arrives there: with a stand-in
 store and groups.
 """
 
 import queue
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from ashl.run import membership_listener as room
 from ashl.run.membership_listener import MembershipListener
 from ashl.runtime import rendezvous
 from ashl.runtime.effects import PEER_FAILED
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.records import ControlUpdate, PeerUnreachable
-from ashl.runtime.rendezvous import Entry, admit_worker, join_running_job, known_key, pair_key
+from ashl.runtime.records import ControlUpdate
+from ashl.runtime.rendezvous import JOINER, SERVER, admit_worker, join_servers
 from tests.kernels import Quiet
-
-ANEW = ControlUpdate(ready=((1, 1),))
 
 
 class Store:
@@ -63,67 +59,32 @@ def kernel_of(seen: Quiet, peers: tuple[int, ...] = ()) -> TorchKernel:
     return TorchKernel(0, seen, lambda _: pace, peers, 1000, exact=True, groups={})
 
 
-def all_let_in() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("connect-"):
-            thread.join(5)
-
-
-def test_a_second_joining_worker_is_admitted_once_the_first_has_its_links(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store, kernel = Store(), kernel_of(Quiet())
-    monkeypatch.setattr(room, "admit_worker", lambda *_: Silent())
-    kernel.join_running(Entry({}, {}, time.monotonic_ns()))
-    listener = MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", store))
-    listener.on_membership(ANEW)  # between its coming in and its first message
-    all_let_in()
-    known = known_key(pair_key(0, 1, 1))
-    assert known not in store.known
-
-    async def main(_: Any) -> bool:
-        listener.on_membership(ANEW)  # the controller repeats it
-        all_let_in()
-        return known in store.known
-
-    assert kernel.run(main)
-
-
-def test_a_failure_before_a_rank_has_its_links_is_a_failure_there_too() -> None:
+def test_a_failure_before_a_rank_has_its_connections_arrives_afterwards() -> None:
     kernel = kernel_of(Quiet(), (1,))
-    kernel.join_running(Entry({1: cast("Any", Silent())}, {1: 0}, time.monotonic_ns()))
-    listener, over = (
-        MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", Store())),
-        ControlUpdate(lost=((1, 0),)),
-    )
+    kernel.join_running({1: cast("Any", Silent())}, time.monotonic_ns())
+    listener = MembershipListener(kernel, 0, 1, [1], cast("Any", Store()))
+    over = ControlUpdate(lost=((1, 0),))
     listener.on_membership(over)
 
     async def main(ctx: Any) -> str:
-        listener.on_membership(over)
+        listener.on_membership(over)  # the controller repeats it
         return (await ctx.recv(PEER_FAILED, before_s=5.0)).tag[0]
 
     assert kernel.run(main) == "lost"
 
 
-def test_a_joining_worker_knows_the_incarnations_of_its_peers(
+def test_a_joining_worker_is_connected_to_its_server_with_the_clock_of_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Home takes only the word on a present life that a link to it is broken."""
-    store, seen = cast("Any", Store()), Quiet()
-    said: list[Any] = []
-    monkeypatch.setattr(seen, "emit", said.append)
-    monkeypatch.setattr(rendezvous, "make_group", lambda *_: Silent(gone=True))
-    admit_worker(store, 1, 2, 0, 1, lambda: 5)  # rank 1 has rejoined twice
-    store.set(known_key(pair_key(1, 0, 1)), "")
-    entry = join_running_job(store, [1], 0, 1, lambda: ControlUpdate(ready=((0, 1),)))
-    assert entry is not None
-    kernel = kernel_of(seen, (1,))
-    kernel.join_running(entry)
-
-    async def main(ctx: Any) -> None:
-        await ctx.recv(PEER_FAILED, before_s=5.0)
-
-    kernel.run(main)
-    assert [record for record in said if isinstance(record, PeerUnreachable)] == [
-        PeerUnreachable(0, 1, 2)
-    ]
+    store = cast("Any", Store())
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(rendezvous, "make_group", lambda name, _, place: made.append((name, place)))
+    monkeypatch.setattr(rendezvous, "call_unless_failed", lambda meet, _: (meet(), "group")[1])
+    assert join_servers(store, [2], 0, 1, lambda: True) is None, "the run ends before"
+    admit_worker(store, 2, 0, 1, 5_000_000_000)
+    joined = join_servers(store, [2], 0, 1, lambda: False)
+    assert joined is not None
+    groups, zero_ns = joined
+    assert groups == {2: "group"}
+    assert time.monotonic_ns() - zero_ns == pytest.approx(5e9, abs=1e9)
+    assert made == [("pair/2/0/1", SERVER), ("pair/2/0/1", JOINER)]

@@ -34,14 +34,13 @@ from ashl.run.handshake import publish_fingerprint
 from ashl.run.interface import LOOPBACK, Chosen, check_loopback, named
 from ashl.run.join import publish_join_endpoint
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import INTERRUPTS, logging_to, titled
+from ashl.run.process_setup import INTERRUPTS
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
 from ashl.runtime.records import End
 
 logger = logging.getLogger(__name__)
 
-CONTROLLER_LOG = "controller.log"
 SHORT = "/tmp"
 # The path of a socket has at most 107 bytes; the names of multiprocessing take 32 of them.
 SOCKET_FOLDER_BYTES = 70
@@ -121,28 +120,11 @@ def run_controller(
 ) -> dict | None:
     """Start these ranks on this node and supervise all ranks until they have exited.
 
-    Writes `controller.log` in the run folder. However the run ends, every process of the job is
-    notified.
+    However the run ends, every process of the job is notified.
     Returns: how well the declared pace was kept; None if the run was interrupted and a rank did not
     exit in time.
     Raises: AshlError that names the failed rank.
     """
-    with logging_to(run_dir / CONTROLLER_LOG, "controller"), titled("ashl controller"):
-        return supervise_ranks(
-            plan, run_dir, monitor, store, rank_settings, checkpoint_manager, saved
-        )
-
-
-def supervise_ranks(
-    plan: Plan,
-    run_dir: Path,
-    monitor: Monitor,
-    store: AuthenticatedStore,
-    rank_settings: Sequence[RankSettings],
-    checkpoint_manager: CheckpointManager,
-    saved: Checkpoint | None,
-) -> dict | None:
-    """Run the controller as `run_controller` does, in a process that has its log and title."""
     runtime = monitor.job.parts.runtime
     logger.info(
         "starts a run of %d workers and %d ranks, %d of them on node %s; heartbeat timeout %g s,"

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
@@ -22,7 +22,7 @@ from ashl.errors import AshlError
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import ControlUpdate, End
-from ashl.runtime.rendezvous import admit_worker, call_unless_failed, confirm_known
+from ashl.runtime.rendezvous import admit_worker, call_unless_failed
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ class MembershipListener:
         kernel: TorchKernel,
         rank: int,
         incarnation: int,
-        peers: Mapping[int, int],
+        peers: Iterable[int],
         store: AuthenticatedStore,
         regroups: bool = False,
         is_worker: bool = True,
     ) -> None:
-        """Args: incarnation, of this rank; peers, the incarnation of each peer at the start;
-        regroups, True if a failure or a rejoin begins a new epoch.
+        """Args: incarnation, of this rank; regroups, True if a failure or a rejoin begins a new
+        epoch.
         """
         self._kernel = kernel
         self._rank = rank
@@ -52,7 +52,7 @@ class MembershipListener:
         self._is_worker = is_worker
         self._epoch = 0  # number of the latest epoch
         # the latest incarnation of each peer that this rank has connected or is connecting
-        self._incarnations = dict(peers)
+        self._incarnations = dict.fromkeys(peers, 0)
         self._failed: dict[int, int] = {}  # the latest failed incarnation of each failed peer
         self._lock = threading.Lock()
 
@@ -111,14 +111,11 @@ class MembershipListener:
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
         """Connect to a rejoining worker, in a thread of its own."""
         store = self._store.another()
-        group = admit_worker(
-            store, self._rank, self._incarnation, rank, incarnation, self._kernel.clock_ns
-        )
+        group = admit_worker(store, self._rank, rank, incarnation, self._kernel.now_ns)
         self._kernel.connect_peer(rank, incarnation, group)
         if rank in self.failed_ranks:  # it has failed again in the meantime
             self._kernel.mark_peer_failed(rank, "the run continues without it")
         logger.info("worker %d rejoined as incarnation %d; is connected to it", rank, incarnation)
-        confirm_known(store, self._rank, rank, incarnation)
 
 
 TICK_S = 0.1  # seconds between two checks of the watchdog

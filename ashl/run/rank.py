@@ -73,10 +73,9 @@ from ashl.runtime.records import (
     WorkerRejoined,
 )
 from ashl.runtime.rendezvous import (
-    Entry,
     init_process_groups,
     join_epoch,
-    join_running_job,
+    join_servers,
     meet_members,
 )
 from ashl.runtime.throttle import Throttle
@@ -325,18 +324,15 @@ def train_rank(
         warm_up(stage.trainer, settings.rank)
         learner.set_worker_state(settings.rank, known and known.own)
         reporter.learner = learner
-    incarnations = dict.fromkeys(all_others, 0)
     if settings.incarnation:
-        entry = rejoin(settings, kernel, store, reporter, all_others, regroups(stage))
-        if entry is None:
+        if not rejoin(settings, kernel, store, reporter, all_others, regroups(stage)):
             return
-        incarnations |= entry.incarnations
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
     listener = MembershipListener(
         kernel,
         settings.rank,
         settings.incarnation,
-        incarnations,
+        all_others,
         store,
         regroups(stage),
         is_worker=is_worker,
@@ -445,32 +441,27 @@ def rejoin(
     reporter: Reporter,
     others: Sequence[int],
     by_epoch: bool,
-) -> Entry | None:
-    """Connect this incarnation to the running ranks; None if the run ends before.
+) -> bool:
+    """Connect this incarnation to the running ranks; return False if the run ends before.
 
     Args: by_epoch: True if it becomes a member of the next epoch, in which all ranks connect.
     """
     reporter.emit(Ready(settings.rank))
+    place = settings.rank, settings.incarnation
     if by_epoch:
-        found = join_epoch(
-            store, settings.rank, settings.incarnation, lambda: reporter.control_update
-        )
-        if found is None:
-            return None
-        epoch, zero_ns = found
-        entry = Entry({}, {}, zero_ns)
-        kernel.join_running(entry)
+        joined = join_epoch(store, *place, lambda: reporter.control_update)
+        if joined is None:
+            return False
+        epoch, zero_ns = joined
+        kernel.join_running({}, zero_ns)
         kernel.begin_epoch(epoch)
-        reporter.emit(WorkerRejoined(settings.rank, kernel.now_ns))
-        return entry
-    entry = join_running_job(
-        store, others, settings.rank, settings.incarnation, lambda: reporter.control_update
-    )
-    if entry is None:
-        return None
-    kernel.join_running(entry)
+    else:
+        connected = join_servers(store, others, *place, lambda: reporter.end is not None)
+        if connected is None:
+            return False
+        kernel.join_running(*connected)
     reporter.emit(WorkerRejoined(settings.rank, kernel.now_ns))
-    return entry
+    return True
 
 
 def schedule_failures(settings: RankSettings, parts: Parts, kernel: TorchKernel) -> None:

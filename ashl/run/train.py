@@ -36,7 +36,7 @@ from ashl.run import job as jobs
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
 from ashl.run.host_time import host_here_s
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import handle_signals, log_level
+from ashl.run.process_setup import handle_signals, log_level, logging_to, titled
 from ashl.run.rescaling import Origin
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
@@ -51,6 +51,7 @@ from ashl.tracking.recorder import SUMMARY, Recorder
 from ashl.tracking.tracker import TrackedRun
 
 RUNS = Path("runs")
+CONTROLLER_LOG = "controller.log"
 # Keys of `runtime` that may change the bits of a result.
 OF_A_RUN = ("gradients", "threads", "device", "precision")
 TRACKING_S = 30.0  # longest wait in seconds, at the end of a run, for its copy in a tracker
@@ -65,22 +66,6 @@ class RunOutcome(NamedTuple):
     code: int
     run_dir: Path | None = None
     summary: dict[str, Any] | None = None
-
-
-def train(
-    config: dict[str, Any],
-    overrides: list[str],
-    *,
-    quiet: bool = False,
-    silent: bool = False,
-    resume: Path | None = None,
-    command: str = "",
-    strict: bool = True,
-) -> int:
-    """Run as `run` does, and return the exit code."""
-    return run(
-        config, overrides, quiet=quiet, silent=silent, resume=resume, command=command, strict=strict
-    ).code
 
 
 def run(
@@ -255,10 +240,13 @@ def run_kernel(
     with jobs.aborting_job_on_error(plan, assignment):
         if saved is not None:
             monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
-    if assignment:
-        pace = jobs.run_as_controller(plan, run_dir, monitor, assignment, checkpoint_manager, saved)
-    else:
-        pace = launch.launch(plan, run_dir, monitor, checkpoint_manager, saved)
+    with logging_to(run_dir / CONTROLLER_LOG, "controller"), titled("ashl controller"):
+        if assignment:
+            pace = jobs.run_as_controller(
+                plan, run_dir, monitor, assignment, checkpoint_manager, saved
+            )
+        else:
+            pace = launch.launch(plan, run_dir, monitor, checkpoint_manager, saved)
     warn(checkpoint_manager.warning)
     return pace
 

@@ -54,9 +54,9 @@ from ashl.runtime.rank_checkpoint import (
 )
 from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.records import Heartbeat, PeerUnreachable
-from ashl.runtime.rendezvous import JOINER, PEER, Entry, common_zero, world
+from ashl.runtime.rendezvous import JOINER, SERVER, common_zero, world
 from ashl.runtime.throttle import Throttle
-from ashl.runtime.transport import Delivered, PayloadTransport, PeerConnections, Received
+from ashl.runtime.transport import Delivered, HostPayloads, PeerConnections, Received
 
 # a rank that is behind its declared pace by less than this counts as on time
 KEPT_UP_NS = 2_000_000
@@ -87,7 +87,7 @@ class TorchKernel:
         nccl: bool = False,
         checkpoint_writer: RankCheckpointWriter | None = None,
         hierarchy: Hierarchy | None = None,
-        payload_transport: PayloadTransport | None = None,
+        payload_transport: HostPayloads | None = None,
         meet: Meet | None = None,
         peers_in: Callable[[Epoch], tuple[int, ...]] = lambda epoch: (),
         num_workers: int = 0,
@@ -108,7 +108,9 @@ class TorchKernel:
         self._zero = time.monotonic_ns()  # provisional until all ranks have met, see `run`
         self._since_ns = 0  # ns: experiment time at the start, above 0 after a restore
         self._checkpoint_writer = checkpoint_writer
-        self._entry: Entry | None = None  # set if this rank joins while others run
+        # by peer: the group that reaches it, if this rank joins while others run
+        self._joined: Mapping[int, dist.ProcessGroup] | None = None
+        self.clock_ns = lambda: time.monotonic_ns() - self._zero
         self.throttle = make_throttle(self.clock_ns)
         self._make_communicator = partial(
             Communicator,
@@ -164,9 +166,6 @@ class TorchKernel:
         """Return True once all ranks have met and the clock runs."""
         return self._connections is not None
 
-    def clock_ns(self) -> int:  # a method to pass to others
-        return self.now_ns
-
     def _save(self, save: fx.Save) -> None:
         """Save this rank, and begin another pass of its loop."""
         assert self._pauses is not None
@@ -199,11 +198,13 @@ class TorchKernel:
         if self._checkpoint_writer is not None:
             self.checkpoint_due_ns = next_due_ns(time_ns, self._checkpoint_writer.every_s)
 
-    def join_running(self, entry: Entry) -> None:
-        """Prepare to join ranks that are running already. Call it before `run`."""
-        self._entry = entry
+    def join_running(self, groups: Mapping[int, dist.ProcessGroup], zero_ns: int) -> None:
+        """Prepare to join ranks that are running already, by a group with each peer. Call it before
+        `run`. `zero_ns` is the zero of the run's clock.
+        """
+        self._joined = groups
         self._pauses = None
-        self._zero = entry.zero_ns
+        self._zero = zero_ns
         self.ctx.time_accounting.start_at(self.now_ns)
 
     def begin_epoch(self, epoch: Epoch) -> None:
@@ -239,7 +240,7 @@ class TorchKernel:
         has posted have ended. The clock starts now on all ranks, except on ranks that join later.
         """
         self._start = main
-        if self._entry is None or not self.ctx.tolerates_failures:
+        if self._joined is None or not self.ctx.tolerates_failures:
             self._connect()
             self._main = self.spawn(self.ctx, main(self.ctx), main=True)
         self._run_to_end()
@@ -250,17 +251,12 @@ class TorchKernel:
         """Connect to the ranks that are there at the start, or to the running ones as a joining
         worker.
         """
-        if self._entry is None:
+        if self._joined is None:
             self._zero = common_zero() - self._since_ns  # first, because arrivals are timed by it
             pairs = {peer: (world(), peer, 0) for peer in self._peers}
         else:
-            pairs = {
-                peer: (group, PEER, self._entry.incarnations[peer])
-                for peer, group in self._entry.groups.items()
-            }
-            for peer in set(self._peers) - pairs.keys():
-                self._inbox.put(fx.PeerFailedError(peer, "it failed before"))
-        members = None if self._entry is None else (self.ctx.rank,)
+            pairs = {peer: (group, SERVER, 0) for peer, group in self._joined.items()}
+        members = None if self._joined is None else (self.ctx.rank,)
         self._communicator = self._make_communicator(
             groups=self._groups, members=members, is_over=self._end_of_epoch(0)
         )
@@ -453,7 +449,7 @@ class TorchKernel:
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends, or until another epoch is to begin."""
-        while not (task.done or self._is_outdated()):
+        while not task.done and self._published is self._epoch:
             task.waiting = None
             self._moved = time.monotonic_ns()
             effect = resume_checked(task, value)

@@ -1,9 +1,9 @@
-"""Connect the processes of a run: all in one group at the start, a joining worker by a group of two
-with each peer.
+"""Connect the processes of a run: all in one group at the start, and all members of each later
+epoch; without epochs, a joining worker by a group of two with each of its servers.
 
 gloo makes a group with all members at once, and a failed member breaks only its own pairs. So each
 incarnation of a joining worker has groups of its own, and no message of an earlier incarnation can
-arrive through them. Before it makes the group, the peer announces itself in the job's store. The
+arrive through them. Before it makes the group, the server announces itself in the job's store. The
 worker polls for that, because gloo's own wait cannot be interrupted.
 """
 
@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ashl.runtime.machine import boot
 from ashl.runtime.records import ControlUpdate
 from ashl.runtime.transport import NEVER
 
-PEER, JOINER = 0, 1  # ranks in a group of two: the peer, and the joining worker
+SERVER, JOINER = 0, 1  # ranks in a group of two: the server, and the joining worker
 POLL_S = 0.02
 CHECK_S = 0.2  # seconds between two checks whether a wait can still end
 T = TypeVar("T")
@@ -34,16 +34,6 @@ class SharedStore(Protocol):
     """The job's store; each thread has a connection of its own."""
 
     def another(self) -> dist.Store: ...
-
-
-class Entry(NamedTuple):
-    """The connections of a joining worker: a group with each peer, the incarnation of each peer,
-    and the zero of the run's clock in this process's monotonic nanoseconds.
-    """
-
-    groups: dict[int, dist.ProcessGroup]
-    incarnations: dict[int, int]
-    zero_ns: int
 
 
 def init_process_groups(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
@@ -85,13 +75,17 @@ def clock_id() -> int:
     return zlib.crc32(boot().encode())
 
 
-def pair_key(peer: int, worker: int, incarnation: int) -> str:
-    return f"pair/{peer}/{worker}/{incarnation}"
+def describe_clock(now_ns: int) -> str:
+    """Return the run's clock, which shows `now_ns`, as text for other processes."""
+    return f"{time.monotonic_ns() - now_ns} {now_ns} {clock_id()}"
 
 
-def known_key(name: str) -> str:
-    """Return the key by which a peer confirms the group of two of this name."""
-    return f"{name}/known"
+def zero_of(clock: bytes) -> int:
+    """Return the zero of the run's clock in this process's monotonic nanoseconds, from the text of
+    `describe_clock`.
+    """
+    zero, now, clock_of = map(int, clock.split())
+    return zero if clock_of == clock_id() else time.monotonic_ns() - now
 
 
 def make_group(name: str, store: dist.Store, place: int, size: int = 2) -> dist.ProcessGroup:
@@ -121,8 +115,8 @@ def meet_members(
     """
     if len(members) == 1:
         return None
-    store, now = shared.another(), now_ns()
-    store.set(clock_key(epoch.number), f"{time.monotonic_ns() - now} {now} {clock_id()}")
+    store = shared.another()
+    store.set(clock_key(epoch.number), describe_clock(now_ns()))
     name = f"epoch/{epoch.number}"
     meet = partial(make_group, name, store, members.index(rank), len(members))
     return call_unless_failed(meet, hopeless)
@@ -141,8 +135,7 @@ def join_epoch(
         epoch = update().epoch
         members = () if epoch is None else zip(epoch.workers, epoch.incarnations, strict=True)
         if epoch and (worker, incarnation) in members and store.check([clock_key(epoch.number)]):
-            zero, now, clock = map(int, store.get(clock_key(epoch.number)).split())
-            return epoch, zero if clock == clock_id() else time.monotonic_ns() - now
+            return epoch, zero_of(store.get(clock_key(epoch.number)))
         time.sleep(POLL_S)
     return None
 
@@ -166,64 +159,45 @@ def call_unless_failed(call: Callable[[], T], hopeless: Callable[[], bool]) -> T
     return outcome.result()
 
 
+def pair_key(server: int, worker: int, incarnation: int) -> str:
+    return f"pair/{server}/{worker}/{incarnation}"
+
+
 def admit_worker(
-    store: dist.Store,
-    peer: int,
-    own_incarnation: int,
-    worker: int,
-    incarnation: int,
-    clock_ns: Callable[[], int],
+    store: dist.Store, server: int, worker: int, incarnation: int, now_ns: int
 ) -> dist.ProcessGroup:
-    """Make the group of a peer with a joining worker; wait for the worker. `clock_ns` is the peer's
-    run clock.
+    """Make the group of a server with a joining worker; wait for the worker. `now_ns` is the run
+    time.
     """
-    name, now_ns = pair_key(peer, worker, incarnation), clock_ns()
-    store.set(name, f"{time.monotonic_ns() - now_ns} {now_ns} {clock_id()} {own_incarnation}")
-    return make_group(name, store, PEER)
+    name = pair_key(server, worker, incarnation)
+    store.set(name, describe_clock(now_ns))
+    return make_group(name, store, SERVER)
 
 
-def confirm_known(store: dist.Store, peer: int, worker: int, incarnation: int) -> None:
-    """Confirm, as a peer, that it knows of the joining worker."""
-    store.set(known_key(pair_key(peer, worker, incarnation)), "")
-
-
-def join_running_job(
+def join_servers(
     shared: SharedStore,
-    peers: Iterable[int],
+    servers: Iterable[int],
     worker: int,
     incarnation: int,
-    update: Callable[[], ControlUpdate],
-) -> Entry | None:
-    """Connect a joining worker to its peers; return None if the run ends before.
+    is_over: Callable[[], bool],
+) -> tuple[dict[int, dist.ProcessGroup], int] | None:
+    """Connect a joining worker to its servers once they admit it.
 
-    A peer that has failed by then is left out. Joins are admitted one at a time, so of two joining
-    workers one finds the other connected, or is found by it. At the end all peers know the worker.
+    Returns: (group with each server, zero of the run's clock in this process's monotonic
+    nanoseconds); None if the run ends before.
     """
-    while (worker, incarnation) not in update().ready:
-        if update().end is not None:
-            return None
-        time.sleep(POLL_S)
-    groups = dict[int, dist.ProcessGroup]()
-    incarnations = dict[int, int]()
-    zero_ns = 0
+    groups, zero_ns = dict[int, dist.ProcessGroup](), 0
     store = shared.another()
-
-    def hopeless(peer: int) -> bool:
-        return peer in dict(update().lost) or update().end is not None
-
-    def announced(peer: int, key: str) -> bool:
-        while not (announced := store.check([key])) and not hopeless(peer):
+    for server in servers:
+        name = pair_key(server, worker, incarnation)
+        while not store.check([name]):
+            if is_over():
+                return None
             time.sleep(POLL_S)
-        return announced
-
-    for peer in peers:
-        if announced(peer, name := pair_key(peer, worker, incarnation)):
-            zero, now, clock, incarnations[peer] = map(int, store.get(name).split())
-            zero_ns = zero if clock == clock_id() else time.monotonic_ns() - now
-            group = call_unless_failed(
-                partial(make_group, name, shared.another(), JOINER), partial(hopeless, peer)
-            )
-            groups |= {} if group is None else {peer: group}
-    for peer in groups:
-        announced(peer, known_key(pair_key(peer, worker, incarnation)))
-    return None if update().end is not None else Entry(groups, incarnations, zero_ns)
+        zero_ns = zero_of(store.get(name))
+        meet = partial(make_group, name, shared.another(), JOINER)
+        group = call_unless_failed(meet, is_over)
+        if group is None:
+            return None
+        groups[server] = group
+    return groups, zero_ns

@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -229,7 +229,7 @@ class PeerConnections:
         due_ns: Callable[[int, int, int, int], int],
         max_bytes: int,
         device: str = HOST,
-        payload_transport: PayloadTransport | None = None,
+        payload_transport: HostPayloads | None = None,
         routes: Mapping[int, tuple[dist.ProcessGroup, int, int]] | None = None,
     ) -> None:
         """Connect to all peers. `pairs`: for each peer the process group that reaches it, its rank
@@ -268,8 +268,8 @@ class PeerConnections:
         sent: Callable,
         pauses: int = 0,
     ) -> None:
-        """Queue a message for a peer; a message to a peer that failed before this rank joined is
-        discarded. Raises AshlError if the payload is longer than the plan allows.
+        """Queue a message for a peer. Raises AshlError if the payload is longer than the plan
+        allows.
         """
         if payload is not None:
             if payload.nbytes > self.max_bytes:
@@ -279,9 +279,8 @@ class PeerConnections:
                 )
             payload = self.payload_transport.prepare(payload).contiguous()
         self.open(dst)
-        if dst in self._pairs:  # else it failed before this rank joined
-            header = framing.encode(framing.MESSAGE, tag, payload, meta, pauses)
-            self._pairs[dst].outbox.put(OutgoingMessage(header, payload, *times, sent))
+        header = framing.encode(framing.MESSAGE, tag, payload, meta, pauses)
+        self._pairs[dst].outbox.put(OutgoingMessage(header, payload, *times, sent))
 
     def mark_failed(self, peer: int, why: str) -> None:
         """Count a peer as failed, even if its connection did not break."""
@@ -333,55 +332,35 @@ GRANT_WAIT_S = 10.0
 UNASKED = "received a grant without a payload that waits for one"
 
 
-class PayloadTransport(Protocol):
-    """A transport of payloads, as the threads of a connection use it. Each call returns when it is
-    done.
+class HostPayloads:
+    """Payloads through the host's memory, by gloo, with another tag than headers.
+
+    The threads of a connection call it, and each call returns when it is done. Other transports
+    extend it.
     """
 
-    @property
-    def last_to_leave(self) -> bool:
-        """Return True if this rank waits for the goodbyes of the others before it sends its own."""
-        ...
-
-    def prepare(self, payload: Tensor) -> Tensor:
-        """Return the payload in memory from which it can be sent."""
-        ...
-
-    def send(self, connection: PeerConnection, payload: Tensor) -> None:
-        """Send a payload of uint8 whose header has left."""
-        ...
-
-    def recv(self, connection: PeerConnection, nbytes: int, device: str) -> Tensor:
-        """Receive a payload of uint8 on `device`, after its header."""
-        ...
-
-    def granted(self, connection: PeerConnection, direction: str) -> None:
-        """Handle a grant for the next payload of this connection."""
-        ...
-
-
-class HostPayloads:
-    """Payloads through the host's memory, by gloo, with another tag than headers."""
-
+    # True if this rank waits for the goodbyes of the others before it sends its own
     last_to_leave = False
 
     def prepare(self, payload: Tensor) -> Tensor:
+        """Return the payload in memory from which it can be sent."""
         return payload  # the sender thread copies it to the host
 
     def send(self, connection: PeerConnection, payload: Tensor) -> None:
+        """Send a payload of uint8 whose header has left."""
         with in_host(payload) as flat:
             connection.group.send([flat], connection.group_rank, framing.PAYLOADS).wait()
 
     def recv(self, connection: PeerConnection, nbytes: int, device: str) -> Tensor:
-        return filled(
-            nbytes,
-            device,
-            lambda flat: connection.group.recv(
-                [flat], connection.group_rank, framing.PAYLOADS
-            ).wait(),
-        )
+        """Receive a payload of uint8 on `device`, after its header."""
+
+        def receive(flat: Tensor) -> None:
+            connection.group.recv([flat], connection.group_rank, framing.PAYLOADS).wait()
+
+        return filled(nbytes, device, receive)
 
     def granted(self, connection: PeerConnection, direction: str) -> None:
+        """Handle a grant for the next payload of this connection."""
         raise framing.FramingError(UNASKED)
 
 
@@ -407,7 +386,7 @@ class PairwiseGroups:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-class GrantedPayloads:
+class GrantedPayloads(HostPayloads):
     """Payloads from device to device, in the order in which the server grants them."""
 
     def __init__(self, carrier: PairwiseGroups, grants: bool) -> None:

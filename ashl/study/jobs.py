@@ -37,7 +37,7 @@ from ashl.launch.start import start
 from ashl.run.launch import allow_children, start_fork_server
 from ashl.run.process_setup import die_with_parent, redirect
 from ashl.run.supervisor import KILLED_BY
-from ashl.run.train import is_virtual, train
+from ashl.run.train import is_virtual, run
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import SUMMARY, UNWRITABLE
@@ -125,9 +125,8 @@ def run_all(
 def here(job: Job) -> int:
     """Run the job in this process and return its exit code."""
     resume = job.folder if job.resume else None
-    return train(
-        job.config, list(job.overrides), quiet=True, silent=True, resume=resume, strict=False
-    )
+    ran = run(job.config, list(job.overrides), quiet=True, silent=True, resume=resume, strict=False)
+    return ran.code
 
 
 def on_hosts(job: Job, launch: Launch, config_dir: Path | None) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ashl.config.compose import compose
-from ashl.run.train import train
+from ashl.run.train import run
 from tests.benchmarks import torch_ddp
 from tests.benchmarks.table import alternate, ratio, show, thousands
 
@@ -59,7 +59,7 @@ def ours(*overrides: str) -> float:
         redirect_stdout(io.StringIO()),
     ):  # what a run says at its end
         config = compose([*overrides, f"run.dir={folder}/run"], None)
-        train(config, list(overrides), quiet=True)
+        run(config, list(overrides), quiet=True)
         return json.loads((Path(folder) / "run/summary.json").read_text())["samples_per_s"]
 
 

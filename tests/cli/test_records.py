@@ -25,7 +25,7 @@ SMALL = ["runtime=sim", "tracking=none", "tracking.events=all", "run.dir=run"]
 
 def trained(*overrides: str) -> None:
     chosen = [*SMALL, *overrides]
-    assert run.train(compose(chosen), chosen, quiet=True) == 0
+    assert run.run(compose(chosen), chosen, quiet=True).code == 0
 
 
 def test_names_are_those_of_the_options() -> None:

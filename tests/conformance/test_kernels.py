@@ -50,7 +50,7 @@ def real(folder, *overrides):
 def trained(folder, *overrides):
     """Run as the command line does; returns the summary."""
     chosen = ["tracking=none", f"run.dir={folder}", *overrides]
-    assert run.train(compose(chosen, None), chosen, quiet=True) == 0
+    assert run.run(compose(chosen, None), chosen, quiet=True).code == 0
     return json.loads((folder / "summary.json").read_text())
 
 

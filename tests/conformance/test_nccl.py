@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ashl.config.compose import compose
-from ashl.run.train import train
+from ashl.run.train import run
 from ashl.runtime.rendezvous import world
 from ashl.runtime.transport import PairwiseGroups
 from tests.kernels import say, started
@@ -50,7 +50,7 @@ def loss(folder: Path, workers: int, backend: str) -> float:
         "tracking=none",
         f"run.dir={folder}/{backend}",
     ]
-    assert train(compose(overrides, None), overrides, quiet=True) == 0
+    assert run(compose(overrides, None), overrides, quiet=True).code == 0
     return json.loads((folder / backend / "summary.json").read_text())["final"]["test_loss"]
 
 

@@ -37,7 +37,7 @@ def test_a_paced_run_spends_its_time_as_the_simulator_does(links: str, tmp_path)
     for attempt in range(3):  # a machine that others use may be too slow for a while
         folder = tmp_path / f"run{attempt}"
         chosen = ["runtime=local", "tracking=none", f"run.dir={folder}", *overrides]
-        assert run.train(compose(chosen, None), chosen, quiet=True) == 0
+        assert run.run(compose(chosen, None), chosen, quiet=True).code == 0
         summary = json.loads((folder / "summary.json").read_text())
         if summary["time_s"] < 1.05 * sim.time_ns / 1e9:
             break

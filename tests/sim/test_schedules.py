@@ -139,7 +139,7 @@ def test_the_waits_of_the_stages_add_up(tmp_path):
         "tracking=none",
         f"run.dir={tmp_path}",
     ]
-    assert run.train(compose(chosen, None), chosen, quiet=True) == 0
+    assert run.run(compose(chosen, None), chosen, quiet=True).code == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     stages = summary["stages"]
     assert [s["name"] for s in stages] == ORDER["sync_first"]
@@ -172,7 +172,7 @@ def test_a_stage_whose_end_nobody_has_heard_of_does_not_give_its_name_to_the_nex
         "tracking=none",
         f"run.dir={tmp_path}",
     ]
-    assert run.train(compose(chosen, None), chosen, quiet=True) == 0
+    assert run.run(compose(chosen, None), chosen, quiet=True).code == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     stages = summary["stages"]
     assert [s["name"] for s in stages] == ["profile", "ahl", "shl"]

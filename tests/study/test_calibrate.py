@@ -9,7 +9,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.config.compose import compose
-from ashl.run.train import train
+from ashl.run.train import run
 from ashl.study import calibrate
 from ashl.study.calibrate import Compared, interval, median_error
 from ashl.study.jobs import Job
@@ -47,7 +47,7 @@ def in_this_process(
     """Run real runs in virtual time on the cluster that they declare."""
     for job in jobs:
         runtime = compose([*PACED, "runtime=sim", "runtime.gradients=false"], None)["runtime"]
-        train(
+        run(
             {**job.config, "runtime": runtime},
             list(job.overrides),
             quiet=True,
