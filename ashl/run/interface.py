@@ -5,15 +5,13 @@ address of the machine's own name. On Debian that is loopback (`127.0.1.1 name` 
 which no other machine can reach.
 """
 
-import fcntl
 import os
 import socket
-import struct
-from array import array
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from ashl.errors import UsageError
 from ashl.launch.job import LOCAL, is_loopback
@@ -22,8 +20,6 @@ KEY = "runtime.interface"
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 LOOPBACK = "lo"
-SIOCGIFCONF = 0x8912  # ioctl: all interfaces that have an IPv4 address
-IFREQ = 40  # bytes of one entry: name (16), family and port (4), address (4), padding
 ANY_PORT = 9  # the discard port; no packet is sent
 LOOPBACK_S = 5.0  # seconds to connect within this machine
 
@@ -42,22 +38,16 @@ class Chosen(NamedTuple):
 
 def addresses() -> dict[str, list[str]]:
     """Return the addresses of each interface of this machine, IPv4 first."""
-    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = array("B", bytes(1024 * IFREQ))
-        asked = struct.pack("iL", len(answer), answer.buffer_info()[0])
-        length = struct.unpack("iL", fcntl.ioctl(probe, SIOCGIFCONF, asked))[0]
-    for start in range(0, length, IFREQ):
-        label = bytes(answer[start : start + 16]).split(b"\0")[0].decode()
-        own = socket.inet_ntop(socket.AF_INET, bytes(answer[start + 20 : start + 24]))
-        found.setdefault(label.partition(":")[0], []).append(own)
-    with suppress(OSError):  # the machine may have no IPv6
-        for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
-            digits, *_, name = line.split()
-            found.setdefault(name, []).append(
-                socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-            )
-    return found
+    families = socket.AF_INET, socket.AF_INET6
+    return {
+        name: [
+            own.address.partition("%")[0]
+            for family in families
+            for own in known
+            if own.family == family
+        ]
+        for name, known in psutil.net_if_addrs().items()
+    }
 
 
 def check_loopback(by: str) -> None:
