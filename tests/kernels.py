@@ -15,14 +15,16 @@ import torch.distributed as dist
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, RealCluster
 from ashl.cluster.speed import Speed
+from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreClient, StoreServer
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Record, Rounds, Snapshot, TimeTotals, UpdateShown
 from ashl.runtime.sim import Sim
-from ashl.runtime.throttle import Throttle
+from ashl.runtime.throttle import Nics, Throttle
 from ashl.runtime.transport import NEVER
 from ashl.size_only import Vector
 
+SECRET = Secret(bytes(32))
 DENSE = 4000  # bytes of the model that `exchange_s` is declared for
 Main = Callable[[RankContext], Coroutine]
 
@@ -126,9 +128,14 @@ def play(
     """One rank, in a process of its own, which leaves without destructors as those of a run do."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    store = dist.TCPStore(
-        "127.0.0.1", port, ranks, rank == 0, timeout=NEVER, wait_for_workers=False
+    at = (
+        StoreServer(SECRET, port=port)
+        if rank == 0
+        else StoreClient("127.0.0.1", port, SECRET, 30.0)
     )
+    store = AuthenticatedStore(at)
+    if rank == 0 and isinstance(machines, Cluster) and machines.bandwidth_mbit_s is not None:
+        store.handle(nics=Nics(network(machines, DENSE)).call)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)
     made = {group: dist.new_group(list(group), timeout=NEVER) for group in groups}
     seen = Quiet()

@@ -22,7 +22,7 @@ long as `ashl.cluster.all_reduce_costs` computes, and occupies the same NICs.
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -307,14 +307,6 @@ class Ports:
         start = max(now_ns, self.free_ns(group))
         self._free.update(dict.fromkeys(self.ring(group).ports, start + cost_ns))
         return start
-
-    def saved(self) -> tuple[Any, ...]:
-        """Return the occupancy of all NICs."""
-        return self._free, self._coming, self._posted
-
-    def go_on(self, saved: tuple[Any, ...]) -> None:
-        """Restore a saved occupancy."""
-        self._free, self._coming, self._posted = saved
 
     def ring(self, group: tuple[int, ...]) -> Ring:
         """Return the ring of a group, ordered node by node."""

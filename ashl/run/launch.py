@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from ashl.cluster.network import network
+from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
@@ -38,6 +40,7 @@ from ashl.run.process_setup import INTERRUPTS
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
 from ashl.runtime.records import End
+from ashl.runtime.throttle import Nics
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +142,12 @@ def run_controller(
     monitor.states_travel = True
     publish_fingerprint(store, monitor.job.learner.fingerprint())
     publish_restore_points(store, saved, plan.num_ranks)
-    channel = ControlChannel(
-        store, plan.num_ranks, plan.num_params, shard_sizes(monitor.job.stages[0])
-    )
+    stage = monitor.job.stages[0]
+    cluster = monitor.job.parts.cluster
+    if isinstance(cluster, Cluster) and cluster.bandwidth_mbit_s is not None:
+        links = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
+        store.handle(nics=Nics(links).call)
+    channel = ControlChannel(store, plan.num_ranks, plan.num_params, shard_sizes(stage))
     end, processes = End(130), dict[int, BaseProcess]()
     try:
         with rank_processes(plan, rank_settings) as (processes, start):

@@ -3,25 +3,22 @@
 A step or transfer with a declared cost ends at its start plus the cost. Without a declared cost it
 takes its measured time, multiplied by the slowdown factor. A start is counted from the declared end
 of the work before it, so that a sleep that overshoots by a tenth of a millisecond does not
-accumulate. Workers on one node share a NIC: their processes keep its state in one document of the
-job's store (`SharedNics`).
+accumulate. `Nics` knows when the NICs are free. Where workers of one node share a NIC, the process
+of the job's store has one `Nics` for all ranks.
 """
 
-import json
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from functools import partial
+from typing import Any, Protocol
 
 from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Factors, Speed
 from ashl.runtime.records import Lateness, PacingStats
 
-T = TypeVar("T")
 SLACK = 1.02  # a step or transfer is late if it takes more than this multiple of its declared time
 
 
@@ -44,6 +41,12 @@ class LatenessCounter:
         return Lateness(self.count, self.late, self.late_ns / 1e9, self.declared_ns / 1e9)
 
 
+class Requests(Protocol):
+    """The job's store, as far as a throttle uses it."""
+
+    def call(self, name: str, *args: Any) -> Any: ...
+
+
 class Throttle:
     """The emulated costs of one rank; without costs on a real cluster."""
 
@@ -55,11 +58,11 @@ class Throttle:
         seed: int,
         dense_bytes: int,
         clock_ns: Callable[[], int],
-        store: dist.Store,
+        store: Requests,
         algorithm: str | None = None,
     ) -> None:
-        """Set up the costs of a rank. In `store` the job's processes exchange when their shared
-        NICs are free; `algorithm` is the all-reduce algorithm, if one is set.
+        """Set up the costs of a rank. `store` answers requests for shared NICs; `algorithm` is the
+        all-reduce algorithm, if one is set.
         """
         self.rank = rank
         self.clock = clock_ns
@@ -70,16 +73,16 @@ class Throttle:
         self.speed: Speed | None = None
         self.network: Exchange | Ports | None = None
         self.compute = self.link = None
-        # the main thread, listeners and threads of collectives use the NICs
-        self._lock = threading.Lock()
         if isinstance(cluster, Cluster):
             self.speed = Speed(cluster, batch, seed)
             self.compute = Factors(cluster, "compute")
             self.link = Factors(cluster, "link")
             if cluster.exchange_s is not None or cluster.bandwidth_mbit_s is not None:
                 self.network = network(cluster, dense_bytes, algorithm)
-        shares = isinstance(self.network, Ports) and cluster.node is not None
-        self._shared = SharedNics(store, rank) if shares else None
+        self._shares = isinstance(self.network, Ports) and cluster.node is not None
+        self._nics: Callable[..., Any] = (
+            partial(store.call, "nics") if self._shares else Nics(self.network).call
+        )
 
     def cost_ns(self, kind: str, work: float, start_ns: int) -> int | None:
         """Return the declared cost of a computation that starts at `start_ns`, or None. Call it
@@ -118,9 +121,7 @@ class Throttle:
         if isinstance(self.network, Exchange):
             end = now_ns + self.network.cost_ns(self.rank, dst, nbytes, now_ns)
             return now_ns, end, end
-        _, head, tail = self._change_nics(
-            self.network, lambda ports: ports.leave(self.rank, dst, nbytes, now_ns)
-        )
+        _, head, tail = self._nics("leave", self.rank, dst, nbytes, now_ns)
         return head, head, tail
 
     def schedule_arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
@@ -128,9 +129,7 @@ class Throttle:
         if isinstance(self.network, Ports):
             inner = self.network.inner(src, self.rank)
             tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner, out=True)
-            due = self._change_nics(
-                self.network, lambda ports: ports.arrive(src, self.rank, nbytes, header_ns, tail)
-            )
+            due = self._nics("arrive", src, self.rank, nbytes, header_ns, tail)
             self.transfers[src].add(due - header_ns, now_ns - header_ns)
             return due
         if self.network is not None:  # the sender has throttled it
@@ -145,7 +144,7 @@ class Throttle:
 
     def free_ns(self, group: tuple[int, ...]) -> int:
         """Return when this rank's NIC is free for a collective of a group."""
-        return 0 if self.network is None else self.network.free_ns(group, self.rank)
+        return 0 if self.network is None else self._nics("free_ns", group, self.rank)
 
     def schedule_all_reduce(
         self, group: tuple[int, ...], number: int, nbytes: int, now_ns: int
@@ -155,9 +154,8 @@ class Throttle:
         """
         if self.network is None:
             return now_ns, None
-        return self._hold_nics(
-            self.network, group, number, self.network.all_reduce_ns(group, nbytes, now_ns), now_ns
-        )
+        cost_ns = self.network.all_reduce_ns(group, nbytes, now_ns)
+        return self._hold_nics(group, number, cost_ns, now_ns)
 
     def schedule_all_gather(
         self, group: tuple[int, ...], number: int, total: int, now_ns: int
@@ -167,28 +165,15 @@ class Throttle:
         """
         if self.network is None:
             return now_ns, None
-        return self._hold_nics(
-            self.network, group, number, self.network.all_gather_ns(group, total, now_ns), now_ns
-        )
+        cost_ns = self.network.all_gather_ns(group, total, now_ns)
+        return self._hold_nics(group, number, cost_ns, now_ns)
 
     def _hold_nics(
-        self,
-        network: Exchange | Ports,
-        group: tuple[int, ...],
-        number: int,
-        cost_ns: int,
-        now_ns: int,
+        self, group: tuple[int, ...], number: int, cost_ns: int, now_ns: int
     ) -> tuple[int, int]:
-        with self._lock:
-            if self._shared is not None and isinstance(network, Ports) and len(group) > 1:
-                return self._shared.begin_collective(
-                    network, f"{group} {number}", group, cost_ns, now_ns
-                )
-            return network.hold(group, cost_ns, now_ns), cost_ns
-
-    def _change_nics(self, network: Ports, change: Callable[[Ports], T]) -> T:
-        with self._lock:
-            return change(network) if self._shared is None else self._shared.apply(network, change)
+        name = f"{group} {number}" if self._shares else None
+        begin, cost = self._nics("hold", group, cost_ns, now_ns, name)
+        return begin, cost
 
     def report(self) -> PacingStats:
         """Return how often, and by how much, this rank was later than declared."""
@@ -196,64 +181,33 @@ class Throttle:
         return PacingStats(self.rank, self.steps.report(), transfers, self.encodings.report())
 
 
-# --- NICs that several processes share
+class Nics:
+    """The state of NICs, of one rank or of all ranks. Several threads may call it."""
 
+    def __init__(self, network: Any) -> None:
+        self._network = network
+        self._lock = threading.Lock()
+        # by name: begin and cost of a collective, and how many members have not asked for it
+        self._begun: dict[str, tuple[int, int, int]] = {}
 
-PORTS_KEY = "ports"
+    def call(self, name: str, *args: Any) -> Any:
+        """Return the result of `leave`, `arrive` or `free_ns` of the network, or of `hold`."""
+        assert name in ("leave", "arrive", "free_ns", "hold")
+        values = [tuple(value) if isinstance(value, list) else value for value in args]
+        with self._lock:
+            return getattr(self if name == "hold" else self._network, name)(*values)
 
-
-class SharedNics:
-    """One process's view of NICs that several processes share. One thread at a time may use it."""
-
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._text = ""  # the document as last read
-        self._changes = 0
-
-    def apply(self, network: Ports, change: Callable[[Ports], T]) -> T:
-        """Apply `change` to the current state of the NICs and return its result. `change` may be
-        called more than once.
-        """
-        return self._change(network, lambda _: change(network))
-
-    def begin_collective(
-        self, network: Ports, name: str, group: tuple[int, ...], cost_ns: int, now_ns: int
+    def hold(
+        self, group: tuple[int, ...], cost_ns: int, now_ns: int, name: str | None
     ) -> tuple[int, int]:
-        """Return the begin and the cost of the collective of this name; the first member that asks
-        decides for all.
+        """Return the begin and the cost of a collective. Among members that share this object the
+        first one that asks decides for all; they ask by a name of the collective.
         """
-
-        def change(begun: dict[str, list[int]]) -> tuple[int, int]:
-            start, cost, left = begun.pop(name, None) or (
-                network.hold(group, cost_ns, now_ns),
-                cost_ns,
-                len(group),
-            )
-            if left > 1:
-                begun[name] = [start, cost, left - 1]
-            return start, cost
-
-        return self._change(network, change)
-
-    def _change(self, network: Ports, change: Callable[[dict[str, list[int]]], T]) -> T:
-        while True:
-            known: dict[str, Any] = (
-                json.loads(self._text) if self._text else {"free": [], "begun": {}}
-            )
-            network.go_on(
-                ({(rank, way, inner): at for rank, way, inner, at in known["free"]}, {}, 0)
-            )
-            result = change(known["begun"])
-            self._changes += 1
-            free = [[*port, at] for port, at in network.saved()[0].items()]
-            # makes each document unique; otherwise two processes could both take an equal document
-            # for their own
-            by = [
-                self._rank,
-                self._changes,
-            ]
-            text = json.dumps({"by": by, "free": free, "begun": known["begun"]})
-            self._text = self._store.compare_set(PORTS_KEY, self._text, text).decode()
-            if self._text == text:
-                return result
+        begin, cost, remaining = self._begun.pop(name or "", None) or (
+            self._network.hold(group, cost_ns, now_ns),
+            cost_ns,
+            len(group),
+        )
+        if name is not None and remaining > 1:
+            self._begun[name] = begin, cost, remaining - 1
+        return begin, cost

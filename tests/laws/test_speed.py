@@ -2,13 +2,14 @@
 
 import queue
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ashl.cluster.network import network
 from ashl.cluster.spec import Event
 from ashl.cluster.speed import Speed
 from ashl.run.supervisor import pacing_summary
@@ -17,7 +18,7 @@ from ashl.runtime.compute_unit import ComputeUnit
 from ashl.runtime.effects import Compute
 from ashl.runtime.kernel import Mailbox
 from ashl.runtime.records import Lateness, PacingStats
-from ashl.runtime.throttle import Throttle
+from ashl.runtime.throttle import Nics, Throttle
 from tests.laws.machines import MS, cluster
 
 BATCH = 10
@@ -86,7 +87,7 @@ class Host:
             0,
             4000,
             lambda: self.now,
-            dist.HashStore(),
+            SimpleNamespace(),
         )
 
 
@@ -187,10 +188,9 @@ def test_processes_that_decide_at_the_same_moment_queue_at_the_port_that_they_sh
     """Each has a second's bytes to send at 0; a sum of two, begun at 0, comes after them, at the
     same time for both.
     """
-    machines, store = (
-        cluster(4, node=(0, 0, 0, 1), intra_node_bandwidth_mbit_s=1e6),
-        dist.HashStore(),
-    )
+    machines = cluster(4, node=(0, 0, 0, 1), intra_node_bandwidth_mbit_s=1e6)
+    nics = Nics(network(machines, 4000))
+    store = SimpleNamespace(call=lambda _, *args: nics.call(*args))
     paces = [Throttle(machines, rank, 1, 0, 4000, lambda: 0, store) for rank in range(4)]
     with ThreadPoolExecutor(3) as pool:
         tails = list(pool.map(lambda pace: pace.schedule_departure(3, 125_000, 0)[2], paces[:3]))
