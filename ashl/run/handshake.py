@@ -13,11 +13,9 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 
 from ashl import __version__
 from ashl.errors import AshlError, DataMissingError, UsageError, plain
@@ -28,7 +26,7 @@ from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.control_channel import POLL_S
 from ashl.run.membership_listener import AwakeTime
 from ashl.runtime.machine import machine
-from ashl.runtime.records import Text
+from ashl.runtime.records import Text, parse_json, validate
 
 OWN = {"interface", "device", "threads", "share_gpu", "root"}  # keys that may differ by node
 SAME = "same"  # key of the fingerprint that all processes must share
@@ -90,21 +88,15 @@ def publish_hello(store: AuthenticatedStore, own: Hello, plan: str = "") -> None
 def parse_hello(text: str | bytes, rank: int) -> Hello:
     """Return the hello of the process with this rank. Raises AshlError if it is invalid."""
     try:
-        greeting = hello_adapter().validate_json(text, strict=True)
+        greeting = validate(Hello, parse_json(text), "it")
         if greeting.rank != rank:
-            raise ValueError(f"it is of rank {greeting.rank}")
+            raise AshlError(f"it is of rank {greeting.rank}")
         return greeting
-    except ValueError as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else None
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
+    except AshlError as error:
         raise AshlError(
-            f"the hello of rank {rank} is invalid ({why}); is another program using the job's port?"
+            f"the hello of rank {rank} is invalid ({error}); is another program using the job's"
+            " port?"
         ) from None
-
-
-@cache
-def hello_adapter() -> TypeAdapter[Hello]:
-    return TypeAdapter(Hello)
 
 
 def gather_hellos(

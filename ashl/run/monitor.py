@@ -216,47 +216,39 @@ class Monitor:
             case ProfileMeasured() | PlanMade():
                 self.record_plan(record)
 
-    def record_membership(self, record: WorkerFailed | WorkerRejoined) -> None:
-        """Record that a worker failed or rejoined, and evaluate models that are complete now."""
-        parts = self.run_state.parts
-        match record:
-            case WorkerFailed(rank, time_ns, cause):
-                self.run_state.outages.append(Outage(rank, time_ns, cause))
-                self.show_line(
-                    f"worker {rank} failed at {seconds(time_ns / 1e9)} ({cause}); the run continues"
-                    " without it"
-                )
-                self.recorder.event(as_event(record))
-                for whole in parts.exclude_worker(rank) if parts else ():
-                    self.evaluate(whole)
-            case WorkerRejoined(rank, time_ns):
-                self.current_outages[rank].rejoined_ns = time_ns
-                self.show_line(f"worker {rank} rejoined at {seconds(time_ns / 1e9)}")
-                if parts:
-                    parts.restore_worker(rank)
-                self.recorder.event(as_event(record))
+    def record_plan(self, record: ProfileMeasured | PlanMade) -> None:
+        """Write a profile or a plan that was made during the run."""
+        if isinstance(record, ProfileMeasured):
+            return self.recorder.document("profile.json", self.locate_profile(record.profile))
+        self.plan = replanned(self.plan, record.first, record.stages)
+        self.recorder.document("plan.json", self.plan.to_json())
 
     def record_stage(self, record: StageEnd | StageBoundary) -> None:
         """Record the end of a stage, or a worker's totals at a stage boundary."""
-        match record:
-            case StageEnd() if record.stage < self.run_state.ended:
-                pass  # from the survivor in place of a lead rank that failed after its report
-            case StageEnd():
-                self.run_state.stages.append(record)
-                self.recorder.event(as_event(record))
-            case StageBoundary(rank, stage, totals_ns):
-                while len(self.run_state.boundaries) <= stage:
-                    self.run_state.boundaries.append({})
-                self.run_state.boundaries[stage][rank] = totals_ns
+        if isinstance(record, StageBoundary):
+            while len(self.run_state.boundaries) <= record.stage:
+                self.run_state.boundaries.append({})
+            self.run_state.boundaries[record.stage][record.rank] = record.totals_ns
+        # else from the survivor in place of a lead rank that failed after its report
+        elif record.stage >= self.run_state.ended:
+            self.run_state.stages.append(record)
+            self.recorder.event(as_event(record))
 
-    def record_plan(self, record: ProfileMeasured | PlanMade) -> None:
-        """Write a profile or a plan that was made during the run."""
-        match record:
-            case ProfileMeasured(_, profile):
-                self.recorder.document("profile.json", self.locate_profile(profile))
-            case PlanMade(_, first, stages):
-                self.plan = replanned(self.plan, first, stages)
-                self.recorder.document("plan.json", self.plan.to_json())
+    def record_membership(self, record: WorkerFailed | WorkerRejoined) -> None:
+        """Record that a worker failed or rejoined, and evaluate models that are complete now."""
+        rank, parts = record.rank, self.run_state.parts
+        self.recorder.event(as_event(record))
+        at = seconds(record.time_ns / 1e9)
+        if isinstance(record, WorkerRejoined):
+            self.current_outages[rank].rejoined_ns = record.time_ns
+            self.show_line(f"worker {rank} rejoined at {at}")
+            if parts:
+                parts.restore_worker(rank)
+            return
+        self.run_state.outages.append(Outage(rank, record.time_ns, record.why))
+        self.show_line(f"worker {rank} failed at {at} ({record.why}); the run continues without it")
+        for whole in parts.exclude_worker(rank) if parts else ():
+            self.evaluate(whole)
 
     def show_line(self, text: str) -> None:
         """Show a line at once, on processes only: in virtual time many workers may fail in a
@@ -522,10 +514,19 @@ def view(
     done = share_done(plan.limits, counts, time_s, epoch_samples)
     # on processes, host time includes the time to start them
     passed_s = host_s if virtual else time_s
-    waits = [waited(beat, time_s) for beat in beats]
-    batches = [worker.batch for worker in plan.stages[0].workers]
     workers = [
-        worker_frame(beat, batches[beat.rank], time_s, beat.rank in failed) for beat in beats
+        WorkerFrame(
+            rank=beat.rank,
+            step=beat.steps,
+            samples_per_s=(
+                beat.steps * plan.stages[0].workers[beat.rank].batch / time_s if time_s else None
+            ),
+            wait_share=beat.totals_ns["wait"] / 1e9 / time_s if time_s else 0.0,
+            staleness=beat.staleness,
+            loss=beat.loss,
+            down=beat.rank in failed,
+        )
+        for beat in beats
     ]
     return Frame(
         time_s=time_s,
@@ -537,29 +538,11 @@ def view(
         accuracy=found.test_accuracy if found else None,
         metric=metric,
         samples_per_s=counts.samples / time_s if counts and time_s else None,
-        wait_share=fmean(waits) if waits else None,
+        wait_share=fmean(worker.wait_share or 0.0 for worker in workers) if workers else None,
         progress=done,
         eta_host_s=passed_s * (1 - done) / done if done else None,
         workers=workers,
     )
-
-
-def worker_frame(beat: Heartbeat, batch: int, time_s: float, failed: bool) -> WorkerFrame:
-    """Return a worker's row of the progress table."""
-    return WorkerFrame(
-        rank=beat.rank,
-        step=beat.steps,
-        samples_per_s=beat.steps * batch / time_s if time_s else None,
-        wait_share=waited(beat, time_s),
-        staleness=beat.staleness,
-        loss=beat.loss,
-        down=failed,
-    )
-
-
-def waited(beat: Heartbeat, time_s: float) -> float:
-    """Return the fraction of the run's time that a worker waited."""
-    return beat.totals_ns["wait"] / 1e9 / time_s if time_s else 0.0
 
 
 def share_done(limits: Limits, counts: Counts | None, time_s: float, epoch_samples: int) -> float:

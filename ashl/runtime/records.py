@@ -387,10 +387,7 @@ def loads(line: str | bytes) -> Record:
     """Return the record of a line. Raises AshlError for a line that no rank of this program sends;
     the message says why.
     """
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        fields = None
+    fields: Any = parse_json(line)
     kind = fields.pop("kind", None) if isinstance(fields, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
         kind = plain(repr(kind))[:40]
@@ -399,6 +396,14 @@ def loads(line: str | bytes) -> Record:
             " program using the job's port?"
         )
     return validate(KINDS[kind], fields, f"a record of kind {kind!r}")
+
+
+def parse_json(text: str | bytes) -> object:
+    """Return the value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def validate(of: type[T], fields: object, what: str) -> T:
@@ -445,11 +450,7 @@ class ControlUpdate(NamedTuple):
 
     @staticmethod
     def loads(line: str | bytes) -> "ControlUpdate":
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            fields = None
-        return validate(ControlUpdate, fields, "a control update")
+        return validate(ControlUpdate, parse_json(line), "a control update")
 
 
 # --- which rounds are recorded
