@@ -27,11 +27,12 @@ from torch import Tensor
 
 from ashl.runtime.effects import Tag
 
-FIRST_META = 10  # position of the first of them
+# words 0 to 9: magic, name, stage, iteration, kind, bytes, element type, pauses, count of numbers
+FIRST = struct.Struct("<q16s7q")
 META = 14  # numbers of `meta` in a header
 # bound on all numbers of `meta`, more than a list of members among 100,000 workers takes
 MAX_NUMBERS = 4096
-RECEIPT = FIRST_META + META  # position of the receipt, which is filled in as the header leaves
+RECEIPT = FIRST.size // 8 + META  # position of the receipt, which is filled in as the header leaves
 HEADER_WORDS = RECEIPT + 2
 MAGIC = 0x4153484C0003
 MESSAGE, BYE, GRANT = range(3)
@@ -72,31 +73,22 @@ def encode(
     text = name.encode("ascii")
     if len(text) > 16 or len(meta) > MAX_NUMBERS:
         raise ValueError(f"tag {name!r} with {len(meta)} numbers does not fit a header")
-    nbytes, dtype = (
-        (0, NO_PAYLOAD) if payload is None else (payload.nbytes, DTYPES.index(payload.dtype))
-    )
-    words = [
-        MAGIC,
-        *struct.unpack("<2q", text.ljust(16, b"\0")),
-        stage,
-        iteration,
-        kind,
-        nbytes,
-        dtype,
-        pauses,
-        len(meta),
-    ]
-    words += struct.unpack(f"<{len(meta)}q", struct.pack(f"<{len(meta)}d", *meta))
-    words[RECEIPT:RECEIPT] = [0] * max(2, HEADER_WORDS - len(words))
-    return torch.tensor(words, dtype=torch.int64)
+    nbytes, dtype = 0, NO_PAYLOAD
+    if payload is not None:
+        nbytes, dtype = payload.nbytes, DTYPES.index(payload.dtype)
+    first = FIRST.pack(MAGIC, text, stage, iteration, kind, nbytes, dtype, pauses, len(meta))
+    numbers = struct.pack(f"<{len(meta)}d", *meta)
+    inside = numbers[: 8 * META].ljust(8 * META, b"\0")
+    words = bytearray(first + inside + bytes(16) + numbers[8 * META :])
+    return torch.frombuffer(words, dtype=torch.int64)
 
 
 def decode(header: Tensor, max_bytes: int, receive_more: Callable[[int], Tensor]) -> Header:
     """Return a decoded header; `receive_more` waits for the given count of words that follow it.
     Raises FramingError for a value out of bounds.
     """
-    words = header.tolist()
-    magic, name_a, name_b, stage, iteration, kind, nbytes, dtype, pauses, count = words[:FIRST_META]
+    content = header.numpy().tobytes()
+    magic, name, stage, iteration, kind, nbytes, dtype, pauses, count = FIRST.unpack_from(content)
     if (
         magic != MAGIC
         or kind not in (MESSAGE, BYE, GRANT)
@@ -108,15 +100,15 @@ def decode(header: Tensor, max_bytes: int, receive_more: Callable[[int], Tensor]
     element = None if dtype == NO_PAYLOAD else DTYPES[dtype]
     if not 0 <= nbytes <= max_bytes or (nbytes % element.itemsize if element else nbytes):
         raise FramingError(f"a payload has {nbytes} bytes, but at most {max_bytes} are expected")
-    text = struct.pack("<2q", name_a, name_b).rstrip(b"\0")
-    if not text.isascii() or not 0 <= stage < 2**31 or not 0 <= iteration < 2**62:
+    name = name.rstrip(b"\0")
+    if not name.isascii() or not 0 <= stage < 2**31 or not 0 <= iteration < 2**62:
         raise FramingError("received an invalid tag")
-    received, took_ns = words[RECEIPT:]
+    received, took_ns = header[RECEIPT:].tolist()
     if received < 0 or took_ns < 0:
         raise FramingError("received an invalid receipt")
-    numbers = words[FIRST_META : min(FIRST_META + count, RECEIPT)] + (
-        receive_more(count - META).tolist() if count > META else []
-    )
-    meta = struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *numbers))
-    tag = text.decode("ascii"), stage, iteration
+    numbers = content[FIRST.size : FIRST.size + 8 * min(count, META)]
+    if count > META:
+        numbers += receive_more(count - META).numpy().tobytes()
+    meta = struct.unpack(f"<{count}d", numbers)
+    tag = name.decode("ascii"), stage, iteration
     return Header(kind, tag, nbytes, element, meta, pauses, (received, took_ns))
