@@ -14,7 +14,6 @@ from ashl.run.supervisor import LivenessMonitor, describe_exit, empty_totals, fi
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.records import (
     ControlUpdate,
-    PeerUnreachable,
     RankError,
     WorkerFailed,
     WorkerRejoined,
@@ -96,6 +95,7 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
         last_heard_s=dict.fromkeys(range(3), 0.0),
         awake_s=0.0,
         silent_s=lambda rank: 0.0,
+        is_closed=lambda rank: False,
         control_update=ControlUpdate(),
     )
     plan = SimpleNamespace(num_workers=2, num_ranks=3, lead_rank=2)
@@ -139,19 +139,17 @@ def test_a_worker_fails_when_its_last_messages_are_read() -> None:
     assert emitted[1].time_ns >= 10**15
 
 
-def test_an_unreachable_rank_without_heartbeats_has_failed() -> None:
-    """Sooner where the link is to it alone than where it is one of a team, of which that says
-    something for a while.
-    """
-    liveness, monitor, _ = liveness_monitor()
-    liveness.handle_record(monitor, PeerUnreachable(2, 0, 0), None)
-    liveness.handle_record(monitor, PeerUnreachable(2, 1, 0, alone=False), None)
-    liveness.handle_record(monitor, PeerUnreachable(0, 1, 4), None)  # of another life
-    assert [
-        liveness.is_presumed_dead(0, 0.5),
-        liveness.is_presumed_dead(0, 1.0),
-        liveness.is_presumed_dead(1, 1.0),
-        liveness.is_presumed_dead(1, 3.0),
-    ] == [0, 1, 0, 1]
-    liveness.unreachable[1] = False, time.monotonic() - 60
-    assert not liveness.is_presumed_dead(1, 3.0)
+def test_a_closed_connection_is_the_end_of_a_process_on_another_node() -> None:
+    liveness, monitor, emitted = liveness_monitor()
+    monitor.beats[1] = empty_totals(1)._replace(steps=7)
+    liveness.channel.is_closed = lambda rank: rank == 1
+    assert liveness.unexpected_exits() == {1: "disconnected"}
+    for _ in range(2):
+        liveness.detect_failures(monitor, 60.0, [], time.monotonic())
+    assert [record.why for record in emitted] == ["disconnected"]
+    liveness, monitor, emitted = liveness_monitor(errors=[RankError(1, "a bug", False)])
+    monitor.beats[1] = empty_totals(1)._replace(steps=7)
+    liveness.channel.is_closed = lambda rank: rank == 1
+    for _ in range(2):
+        liveness.detect_failures(monitor, 60.0, [], time.monotonic())
+    assert not emitted, "a worker that fails with an error of its own ends the run"

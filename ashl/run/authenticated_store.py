@@ -1,7 +1,8 @@
 """The job's key-value store: it accepts only processes that know the job's secret.
 
 The store is in the process of the controller. It also passes requests with a name of their own to
-the controller (`StoreServer.handlers`), in the thread of the client's connection.
+the controller (`StoreServer.handlers`), in the thread of the client's connection. The last request
+of that thread is `closed`.
 
 A connection begins with a challenge in both directions (keyed BLAKE2b, RFC 7693): the store and the
 client prove that they know the secret, which is not sent. The store closes any other connection
@@ -224,6 +225,7 @@ class StoreServer:
                 except (RuntimeError, ValueError) as error:  # a key that is not there in time
                     answer = None, str(error)
                 send_message(connection, *answer)
+        self.call("closed")
 
 
 class StoreClient:

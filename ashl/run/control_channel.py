@@ -39,7 +39,6 @@ from ashl.runtime.records import (
     ControlUpdate,
     End,
     ModuleState,
-    PeerUnreachable,
     PlanMade,
     RankError,
     Record,
@@ -109,10 +108,17 @@ class ControlChannel:
         self._used = defaultdict[tuple[int, int], Counter[str]](Counter)
         self._evicted: dict[tuple[int, int], End] = {}
         self._end_seen: set[int] = set()  # ranks that know how the run ended
+        self._senders: dict[int, tuple[int, int]] = {}  # by thread of the connection
+        self._closed: set[tuple[int, int]] = set()  # senders whose connection was closed
         self._error: AshlError | None = None
         self._over = threading.Event()
         threading.Thread(target=self._count_awake, daemon=True, name="awake").start()
-        store.handle(report=self._receive, end_seen=self._note_end_seen, join=self._receive_join)
+        store.handle(
+            report=self._receive,
+            end_seen=self._note_end_seen,
+            join=self._receive_join,
+            closed=self._note_closed,
+        )
 
     @property
     def refused(self) -> int:
@@ -122,6 +128,10 @@ class ControlChannel:
     def silent_s(self, rank: int) -> float:
         """Return for how long a rank has not reported."""
         return self.awake_s - self.last_heard_s[rank]
+
+    def is_closed(self, rank: int) -> bool:
+        """Return True if the connection of a rank was closed: its process has ended."""
+        return (rank, self.incarnations[rank]) in self._closed
 
     def receive_records(self) -> Iterator[tuple[Record, Content | None]]:
         """Yield the received records, each with the model, update, module state or part of a
@@ -168,6 +178,7 @@ class ControlChannel:
     def _receive(self, rank: int, incarnation: int, lines: str, piece: bytes) -> str:
         """Apply a report, in the thread of the rank's connection; return the answer."""
         sender = rank, incarnation
+        self._senders[threading.get_ident()] = sender
         if end := self._evicted.get(sender) or self._superseded(*sender):
             return ControlUpdate(end=end).dumps()
         if rank in self.last_heard_s:
@@ -213,6 +224,10 @@ class ControlChannel:
     def _note_end_seen(self, rank: int, incarnation: int) -> None:
         if incarnation == self.incarnations.get(rank):
             self._end_seen.add(rank)
+
+    def _note_closed(self) -> None:
+        if sender := self._senders.pop(threading.get_ident(), None):
+            self._closed.add(sender)
 
     def _receive_join(self, request: str) -> str | None:
         """Wait for the answer to a join request; None if there is none in time."""
@@ -275,7 +290,7 @@ class Reporter:
         """Report a record, with a vector, bytes or a module's state that belongs to it."""
         if isinstance(
             record,
-            StageEnd | StageBoundary | Replan | PlanMade | CheckpointPartSaved | PeerUnreachable,
+            StageEnd | StageBoundary | Replan | PlanMade | CheckpointPartSaved,
         ):
             logger.info("reports %s: %s", type(record).__name__, described(record))
         elif not isinstance(record, RankError):

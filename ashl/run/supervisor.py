@@ -6,15 +6,14 @@ ends. `LivenessMonitor` is its knowledge of each rank, which is running, failed,
 exited. `unexpected_exits` only lists processes that ended: `detect_failures` decides which of them
 the run tolerates, and `supervise` ends the run for the others after `SETTLE_S`.
 
-A rank that misses heartbeats is *silent*. A rank that a peer cannot reach is *unreachable*. A rank
-on another node that is both counts as failed sooner than by `runtime.heartbeat_timeout_s`.
+A process that ends is noticed by its exit code, or on another node by its closed connection to the
+controller. A rank that misses heartbeats is *silent*.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import signal
 import time
 from collections import Counter
@@ -44,7 +43,6 @@ from ashl.run.process_setup import EXIT_CONTROLLER_SILENT, EXIT_DECLARED_FAILURE
 from ashl.run.rank import RankSettings, role_name
 from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import decode
-from ashl.runtime.process import FAILURE_WAIT_S
 from ashl.runtime.records import (
     ON_TIME,
     Alive,
@@ -56,7 +54,6 @@ from ashl.runtime.records import (
     Measures,
     ModuleState,
     PacingStats,
-    PeerUnreachable,
     Placed,
     PlanMade,
     ProcessExited,
@@ -79,14 +76,13 @@ from ashl.runtime.time_accounting import KINDS
 
 logger = logging.getLogger(__name__)
 
+DISCONNECTED = "disconnected"
 KILLED_BY = "was killed by"  # the cause of a failure begins so, followed by the signal's name
 DECLARED = "failed, as cluster.events says"
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
-# A rank sends five heartbeats a second. One that is silent for longer than this and that a peer
-# cannot reach counts as failed.
+# A rank sends five heartbeats a second. One that is silent for longer may be the cause of errors
+# of others.
 QUIET_S = 0.7
-# The same if the peer lost its connection to one of several ranks and cannot say to which.
-QUIET_IN_GROUP_S = 2.0
 
 
 @dataclass
@@ -116,9 +112,6 @@ class LivenessMonitor:
     rejoining: dict[int, bool] = field(default_factory=dict)
     # totals of a worker's earlier incarnations
     prior_totals: dict[int, Heartbeat] = field(default_factory=dict)
-    # Peers that another rank cannot reach: True if the broken connection leads to this peer alone,
-    # and the controller time of the report.
-    unreachable: dict[int, tuple[bool, float]] = field(default_factory=dict)
     # evicted workers whose process the controller killed
     killed_as_silent: set[int] = field(default_factory=set)
     # restarts of a killed worker, up to runtime.max_restarts
@@ -138,14 +131,7 @@ class LivenessMonitor:
         match record:
             case Alive() | CheckpointPartSaved():
                 pass
-            case (
-                ProcessExited()
-                | Ready()
-                | WorkerRejoined()
-                | WorkerFailed()
-                | PeerUnreachable()
-                | RankError()
-            ):
+            case ProcessExited() | Ready() | WorkerRejoined() | WorkerFailed() | RankError():
                 self.handle_membership_record(monitor, record)
             case StopAsked():
                 monitor.stopping = monitor.stopping or record.reason
@@ -166,7 +152,7 @@ class LivenessMonitor:
                 monitor.emit(record)
 
     def handle_membership_record(self, monitor: Monitor, record: Record) -> None:
-        """Apply a record that says that a rank exited, rejoins, failed or cannot reach a peer."""
+        """Apply a record that says that a rank exited, rejoins or failed."""
         match record:
             case ProcessExited():
                 self.exited.add(record.rank)
@@ -180,11 +166,6 @@ class LivenessMonitor:
                 monitor.emit(record)
             case WorkerFailed(rank, why=cause) if rank not in self.processes:
                 self.continue_without(monitor, rank, cause)
-            case PeerUnreachable(_, rank, incarnation, alone) if (
-                rank < self.plan.num_workers and incarnation == self.channel.incarnations[rank]
-            ):
-                before = self.unreachable.get(rank, (False, 0.0))
-                self.unreachable[rank] = max(before, (alone, time.monotonic()))
             case RankError(rank) if rank in self.failed:
                 self.abandon_rejoin(rank)
             case RankError():
@@ -210,14 +191,17 @@ class LivenessMonitor:
                 self.clock_zero_ns = zero_ns
 
     def unexpected_exits(self) -> dict[int, str]:
-        """Return the ranks on this node whose process ended before the rank had exited in order,
-        with the cause.
+        """Return the ranks whose process ended before the rank had exited in order, with the
+        cause.
         """
-        known = self.exited.union(self.failed)
-        ended = {
-            rank: process.exitcode for rank, process in self.processes.items() if rank not in known
-        }
-        return {rank: describe_exit(code) for rank, code in ended.items() if code is not None}
+        found: dict[int, str] = {}
+        for rank in {*range(self.plan.num_ranks)} - self.exited - self.failed.keys():
+            if rank not in self.processes:
+                if self.channel.is_closed(rank):
+                    found[rank] = DISCONNECTED
+            elif (code := self.processes[rank].exitcode) is not None:
+                found[rank] = describe_exit(code)
+        return found
 
     def detect_failures(
         self, monitor: Monitor, timeout_s: float, late: Sequence[int], read_s: float
@@ -236,28 +220,30 @@ class LivenessMonitor:
             return
         self.detect_exits(monitor, read_s)
         self.abandon_silent_rejoins(timeout_s)
-        for rank in self.presumed_dead():
-            self.continue_without(monitor, rank, "disconnected")
         same_cause = {*self.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))}
         if late and self.can_continue_without(monitor, same_cause):
             for rank in late:
                 self.evict_silent(monitor, rank, timeout_s)
 
     def detect_exits(self, monitor: Monitor, read_s: float) -> None:
-        """Continue without workers on this node that were killed or failed as declared."""
+        """Continue without workers that were killed or failed as declared."""
+        reported = {error.rank for error in self.errors}
         for rank, cause in self.unexpected_exits().items():
             noticed_s = self.exit_noticed_s.setdefault(rank, time.monotonic())
-            tolerated = cause.startswith(KILLED_BY) or cause == DECLARED
+            tolerated = cause.startswith(KILLED_BY) or (
+                cause in (DECLARED, DISCONNECTED) and rank not in reported
+            )
             if read_s > noticed_s and rank < self.plan.num_workers and tolerated:
                 self.continue_without(monitor, rank, cause)
 
     def abandon_silent_rejoins(self, timeout_s: float) -> None:
-        """Stop waiting for rejoining workers that miss heartbeats, and kill their processes."""
+        """Stop waiting for rejoining workers that ended or miss heartbeats; kill the latter."""
         for rank in [*self.rejoining]:
-            silent_s = self.channel.silent_s(rank)
-            if silent_s > timeout_s or self.is_presumed_dead(rank, silent_s):
+            if self.channel.silent_s(rank) > timeout_s:
                 if rank in self.processes:
                     self.processes[rank].kill()
+                self.abandon_rejoin(rank)
+            elif rank not in self.processes and self.channel.is_closed(rank):
                 self.abandon_rejoin(rank)
 
     def evict_silent(self, monitor: Monitor, rank: int, timeout_s: float) -> None:
@@ -280,25 +266,6 @@ class LivenessMonitor:
             self.processes[rank].kill()
             self.killed_as_silent.add(rank)
         self.continue_without(monitor, rank, cause)
-
-    def is_presumed_dead(self, rank: int, silent_s: float) -> bool:
-        """Return True if a rank on another node, silent for `silent_s` and unreachable for a peer,
-        counts as failed.
-        """
-        alone, reported_s = self.unreachable.get(rank, (False, -math.inf))
-        if rank in self.processes:
-            return False
-        if alone:
-            return silent_s > QUIET_S
-        return silent_s > QUIET_IN_GROUP_S and time.monotonic() - reported_s < FAILURE_WAIT_S
-
-    def presumed_dead(self) -> list[int]:
-        """Return the workers on other nodes that count as failed."""
-        return [
-            rank
-            for rank in self.silent_ranks(QUIET_S)
-            if self.is_presumed_dead(rank, self.channel.silent_s(rank))
-        ]
 
     def can_continue_without(self, monitor: Monitor, silent: set[int]) -> bool:
         """Return True if the run can continue without these ranks, which became silent at about the
@@ -386,7 +353,6 @@ class LivenessMonitor:
         self.channel.incarnations[rank] += 1
         self.channel.last_heard_s[rank] = self.channel.awake_s
         self.rejoining[rank] = False
-        self.unreachable.pop(rank, None)
         self.publish_membership()
 
     def publish_membership(self) -> None:
@@ -466,7 +432,7 @@ def supervise(
             if not times.announced and monitor.final is None:
                 liveness.restart_workers(monitor, runtime.max_restarts)
         answer_join_requests(liveness, monitor, takes_checkpoints)
-        raise_settled_failure(liveness, run_dir, monitor, times, takes_checkpoints, now_s)
+        raise_settled_failure(liveness, run_dir, monitor, times, now_s)
         if times.interrupted_s is not None and now_s - times.interrupted_s > PATIENCE_S:
             check_disconnected(liveness, monitor)
             monitor.evaluate_pending()
@@ -516,15 +482,13 @@ def raise_settled_failure(
     run_dir: Path,
     monitor: Monitor,
     times: LoopTimes,
-    takes_checkpoints: bool,
     now_s: float,
 ) -> None:
     """Raise the error of a failure that the run does not tolerate, `SETTLE_S` after its first sign.
 
     Args: now_s, controller time up to which records are read.
     """
-    disconnected = takes_checkpoints and liveness.presumed_dead()
-    if not (liveness.errors or liveness.unexpected_exits() or disconnected):
+    if not (liveness.errors or liveness.unexpected_exits()):
         times.failed_s = None  # the run continues without the failed worker
     elif times.failed_s is None:
         times.failed_s = now_s
@@ -543,7 +507,6 @@ def check_disconnected(liveness: LivenessMonitor, monitor: Monitor) -> None:
 
 # the records that are logged above DEBUG: level, and what the rank does, in words
 LOGGED: dict[type, tuple[int, str]] = {
-    PeerUnreachable: (logging.WARNING, "cannot reach a peer"),
     WorkerFailed: (logging.WARNING, "failed"),
     RankError: (logging.ERROR, "reports a failure"),
     StopAsked: (logging.INFO, "asks to stop"),

@@ -14,7 +14,7 @@ arrives as PeerFailedError through the inbox.
 Epochs, in a run that regroups: the controller publishes the members of the next epoch after a
 failure or a rejoin (`begin_epoch`). The main thread then ends all tasks of the rank, and meets the
 other members in a new process group of gloo. It starts the program again with the rank's last safe
-point. A rank whose collective or connection breaks before tells the controller, and waits.
+point. A rank whose collective or connection breaks before waits for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ashl.runtime.rank_checkpoint import (
     restore_rank,
 )
 from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
-from ashl.runtime.records import Heartbeat, PeerUnreachable
+from ashl.runtime.records import Heartbeat
 from ashl.runtime.rendezvous import JOINER, SERVER, common_zero, world
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import Delivered, HostPayloads, PeerConnections, Received
@@ -350,11 +350,11 @@ class TorchKernel:
         """Wait for the next epoch, because a collective or a connection is broken. Raises the error
         if none has begun after `FAILURE_WAIT_S`.
         """
-        number = self._epoch.number
+        epoch = self._epoch
 
         def check() -> None:
-            if self._epoch.number == number:
-                raise error
+            if self._epoch is epoch:
+                raise error.__cause__ or error
 
         self._timer(self.now_ns + round(FAILURE_WAIT_S * 1e9), check)
 
@@ -410,7 +410,6 @@ class TorchKernel:
             self._push_end = max(self._push_end, item.end_ns)
             self.ctx.time_accounting.reclassify_as_push(*item)
         elif isinstance(item, fx.PeerFailedError):
-            self.observer.emit(PeerUnreachable(self.ctx.rank, item.rank, item.incarnation))
             if self.ctx.tolerates_failures:
                 return self._await_epoch(item)
             self._unit.mark_peer_failed(item)
@@ -484,7 +483,7 @@ class TorchKernel:
             try:
                 outcome = local_queue.run_inline(effect, task.main)
             except CollectiveBrokenError as error:
-                self._report_broken(error)
+                self._await_epoch(error)
                 return True, None
             return False, self._account_collective(outcome, task.main)
         return self._perform_infrequent(task, effect)
@@ -509,16 +508,6 @@ class TorchKernel:
             self._mail.discard(effect.tags)
             return False, None
         raise TypeError(f"{effect!r} is not an effect")
-
-    def _report_broken(self, error: CollectiveBrokenError) -> None:
-        """Tell the controller that a member of a group cannot be reached."""
-        if self._is_outdated():
-            return
-        incarnations = dict(zip(self._epoch.workers, self._epoch.incarnations, strict=True))
-        for peer in {*error.group} - {self.ctx.rank}:
-            record = PeerUnreachable(self.ctx.rank, peer, incarnations.get(peer, 0), alone=False)
-            self.observer.emit(record)
-        self._await_epoch(error.__cause__ if isinstance(error.__cause__, Exception) else error)
 
     def _end(self, task: Task) -> None:
         self._live -= 1
@@ -582,7 +571,7 @@ class TorchKernel:
             if self._epoch != epoch:
                 return
             if isinstance(outcome, CollectiveBrokenError):
-                return self._report_broken(outcome)
+                return self._await_epoch(outcome)
             if isinstance(outcome, Exception):
                 raise outcome
             value = self._account_collective(outcome, task.main)

@@ -115,18 +115,6 @@ class WorkerFailed(NamedTuple):
     why: Text
 
 
-class PeerUnreachable(NamedTuple):
-    """The connection from this rank to a peer, in this incarnation of the peer, is broken.
-
-    `alone` is False if another member of the peer's group may have failed in the peer's place.
-    """
-
-    rank: int
-    peer: int
-    incarnation: int
-    alone: bool = True
-
-
 class WorkerRejoined(NamedTuple):
     """The rejoin of a failed worker."""
 
@@ -341,7 +329,6 @@ Record = (
     | StageEnd
     | StageBoundary
     | WorkerFailed
-    | PeerUnreachable
     | WorkerRejoined
     | TimeTotals
     | Heartbeat
