@@ -208,7 +208,7 @@ class StoreServer:
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         """Serve a connection until it is closed, if its client knows the secret."""
-        with connection, suppress(OSError):
+        with connection, suppress(OSError, ValueError):
             known = False
             try:
                 known = prove(connection, self._secret, (SERVER, CLIENT))

@@ -25,8 +25,8 @@ from ashl.plan.profile import Profile
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.control_channel import POLL_S
 from ashl.run.membership_listener import AwakeTime
-from ashl.runtime.machine import machine
 from ashl.runtime.records import Text, parse_json, validate
+from ashl.runtime.rendezvous import machine
 
 OWN = {"interface", "device", "threads", "share_gpu", "root"}  # keys that may differ by node
 SAME = "same"  # key of the fingerprint that all processes must share

@@ -26,8 +26,8 @@ from ashl.run.control_channel import PATIENCE_S
 from ashl.run.interface import LOOPBACK, Chosen, named
 from ashl.run.membership_listener import call_within
 from ashl.run.rank import RankSettings, run_rank
-from ashl.runtime.machine import machine
 from ashl.runtime.records import End, Rounds, Text, validate
+from ashl.runtime.rendezvous import machine
 
 FILE = "job.json"  # in the run folder while the run can be joined
 AGAIN = ("-P", "-m", "ashl.cli", "join")  # arguments of Python that start this command again

@@ -7,25 +7,28 @@ arrive through them. Before it makes the group, the server announces itself in t
 worker polls for that, because gloo's own wait cannot be interrupted.
 """
 
+import os
+import platform
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ashl.runtime.effects import Epoch
-from ashl.runtime.machine import boot
 from ashl.runtime.records import ControlUpdate
 from ashl.runtime.transport import NEVER
 
 SERVER, JOINER = 0, 1  # ranks in a group of two: the server, and the joining worker
 POLL_S = 0.02
 CHECK_S = 0.2  # seconds between two checks whether a wait can still end
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, new at each boot of the machine
 T = TypeVar("T")
 _all: dist.ProcessGroup | None = None
 
@@ -68,6 +71,25 @@ def common_zero() -> int:
     dist.broadcast(first, 0)
     zero, where = first.tolist()
     return zero if where == clock_id() else own
+
+
+def boot() -> str:
+    """Return an identifier that processes share if they share a monotonic clock."""
+    try:
+        return BOOT.read_text(encoding="utf-8").strip()
+    except OSError:
+        return platform.node()
+
+
+def machine() -> str:
+    """Return an identifier that processes share if they share a loopback interface; containers of
+    one machine do not.
+    """
+    try:
+        network = str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        network = ""
+    return f"{boot()}/{network}"
 
 
 def clock_id() -> int:

@@ -16,7 +16,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.run.join import JoinEndpoint, versions
-from ashl.runtime.machine import machine
+from ashl.runtime.rendezvous import machine
 from ashl.tracking import jsonl
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, wait_for
 
