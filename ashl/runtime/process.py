@@ -110,6 +110,7 @@ class TorchKernel:
         self._checkpoint_writer = checkpoint_writer
         # by peer: the group that reaches it, if this rank joins while others run
         self._joined: Mapping[int, dist.ProcessGroup] | None = None
+        self._inbox = queue.SimpleQueue[Any]()
         self.clock_ns = lambda: time.monotonic_ns() - self._zero
         self.throttle = make_throttle(self.clock_ns)
         self._make_communicator = partial(
@@ -121,6 +122,15 @@ class TorchKernel:
             max_bytes=max_bytes,
             settle=settle if nccl else None,
             hierarchy=hierarchy,
+        )
+        self._make_connections = partial(
+            PeerConnections,
+            inbox=self._inbox,
+            clock_ns=self.clock_ns,
+            due_ns=self.throttle.schedule_arrival,
+            max_bytes=max_bytes,
+            device=device,
+            payload_transport=payload_transport,
         )
         self._meet = meet
         self._peers_in = peers_in
@@ -134,9 +144,6 @@ class TorchKernel:
         self._communicator: Communicator | None = None
         self._groups = groups
         self._peers = peers
-        self._max_bytes = max_bytes
-        self._device = device
-        self._payload_transport = payload_transport
         self._settle = settle
         self._pauses: int | None = 0  # so far; None = this rank joins, and does not know yet
         self._early: list[Received] = []  # messages of after the next pause
@@ -145,7 +152,6 @@ class TorchKernel:
             self.checkpoint_due_ns = next_due_ns(0, checkpoint_writer.every_s)
         self._unsettled = False  # True while computations of the main task may run on the device
         self._mail = Mailbox()
-        self._inbox = queue.SimpleQueue[Any]()
         self._connections: PeerConnections | None = None
         self._ready: deque[tuple[Task, Any]] = deque()
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
@@ -251,20 +257,20 @@ class TorchKernel:
         """Connect to the ranks that are there at the start, or to the running ones as a joining
         worker.
         """
+        members: tuple[int, ...] | None = None
         if self._joined is None:
             self._zero = common_zero() - self._since_ns  # first, because arrivals are timed by it
-            pairs = {peer: (world(), peer, 0) for peer in self._peers}
+            routes = {peer: (world(), peer, 0) for peer in self._peers}
         else:
-            pairs = {peer: (group, SERVER, 0) for peer, group in self._joined.items()}
-        members = None if self._joined is None else (self.ctx.rank,)
+            routes = {peer: (group, SERVER, 0) for peer, group in self._joined.items()}
+            members = (self.ctx.rank,)
         self._communicator = self._make_communicator(
             groups=self._groups, members=members, is_over=self._end_of_epoch(0)
         )
-        self._connections = PeerConnections(pairs, *self._settings_of_connections())
-
-    def _settings_of_connections(self) -> tuple[Any, ...]:
-        when = self.clock_ns, self.throttle.schedule_arrival
-        return self._inbox, *when, self._max_bytes, self._device, self._payload_transport
+        connections = self._make_connections(routes)
+        for peer in routes:
+            connections.open(peer)
+        self._connections = connections
 
     def _run_to_end(self) -> None:
         """Run the main task to its end, over all epochs; or until all ranks have left."""
@@ -311,8 +317,9 @@ class TorchKernel:
             is_over=self._end_of_epoch(epoch.number),
         )
         incarnations = dict(zip(epoch.workers, epoch.incarnations, strict=True))
-        pairs = {peer: (*route, incarnations.get(peer, 0)) for peer, route in routes.items()}
-        self._connections = PeerConnections({}, *self._settings_of_connections(), pairs)
+        self._connections = self._make_connections(
+            {peer: (*route, incarnations.get(peer, 0)) for peer, route in routes.items()}
+        )
         for peer in self._peers_in(epoch):
             self._connections.open(peer)
         saved = self.ctx.restart_point

@@ -223,18 +223,17 @@ class PeerConnections:
 
     def __init__(
         self,
-        pairs: Mapping[int, tuple[dist.ProcessGroup, int, int]],
+        routes: Mapping[int, tuple[dist.ProcessGroup, int, int]],
         inbox: queue.SimpleQueue,
         clock_ns: Callable[[], int],
         due_ns: Callable[[int, int, int, int], int],
         max_bytes: int,
         device: str = HOST,
         payload_transport: HostPayloads | None = None,
-        routes: Mapping[int, tuple[dist.ProcessGroup, int, int]] | None = None,
     ) -> None:
-        """Connect to all peers. `pairs`: for each peer the process group that reaches it, its rank
-        there, and its incarnation. Connections to the members in `routes` are made when the first
-        message is posted or expected.
+        """Prepare connections to peers; each is made when the first message is posted or expected.
+        `routes`: for each peer the process group that reaches it, its rank there, and its
+        incarnation.
 
         `due_ns(src, nbytes, header, now)` returns when a paced message counts as delivered. gloo
         transports payloads unless `payload_transport` is given.
@@ -245,11 +244,11 @@ class PeerConnections:
         self.due = due_ns
         self.max_bytes = max_bytes
         self.device = device
-        self._pairs = {peer: PeerConnection(self, peer, *route) for peer, route in pairs.items()}
-        self._routes = routes or {}
+        self._pairs = dict[int, PeerConnection]()
+        self._routes = routes
 
     def open(self, peer: int) -> None:
-        """Connect to a member of this epoch, if there is no connection yet."""
+        """Connect to a peer, if there is no connection yet."""
         if peer not in self._pairs and peer in self._routes:
             self._pairs[peer] = PeerConnection(self, peer, *self._routes[peer])
 
