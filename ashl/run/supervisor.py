@@ -535,7 +535,7 @@ def run_failure(liveness: LivenessMonitor, run_dir: Path, monitor: Monitor) -> A
         liveness.unexpected_exits() | liveness.failed,
         liveness.silent_ranks(QUIET_S),
     )
-    log = log_path(run_dir, rank)
+    log = run_dir / f"rank{rank}.log"
     return AshlError(
         f"{rank_name(liveness.plan, monitor, rank)}{cause}"
         + (f"; its log is {log}" if log.exists() else "")
@@ -580,10 +580,6 @@ def find_culprit(
     if found := blamed_silent or unheard:
         return found[0], " disconnected: its connections were closed, and no heartbeat followed"
     return errors[0].rank, f": {errors[0].error}"
-
-
-def log_path(run_dir: Path, rank: int) -> Path:
-    return run_dir / f"rank{rank}.log"
 
 
 def rank_name(plan: Plan, monitor: Monitor, rank: int) -> str:

@@ -137,7 +137,11 @@ def run(
             line = f"resume with `{resume_command(run_dir, config)}`"
             console.print(line, soft_wrap=True, markup=False)
     warn(monitor.run_state.compression.warning)
-    warn(untrusted_messages(monitor))
+    if monitor.refused:
+        warn(
+            f"{monitor.refused} connections to the job's store did not know its secret and were"
+            " refused"
+        )
     warn(unlogged)
     if failure:
         raise failure
@@ -333,16 +337,6 @@ def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
     except AshlError:
         if failure is None:
             raise
-
-
-def untrusted_messages(monitor: Monitor) -> str | None:
-    """Return a warning if the job's store has refused clients outside the job."""
-    count = monitor.refused
-    return (
-        f"{count} connections to the job's store did not know its secret and were refused"
-        if count
-        else None
-    )
 
 
 def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:

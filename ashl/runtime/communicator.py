@@ -17,7 +17,7 @@ import ctypes
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -183,14 +183,6 @@ class LocalQueue:
             pending.done(outcome)
 
 
-def keep_groups_alive(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Keep process groups from being deleted, even at the end of the process. On deletion gloo
-    waits for a sum that was aborted, forever if a member hangs or its connection is cut.
-    """
-    for group in (*groups, *((world(), dist.group.WORLD) if dist.is_initialized() else ())):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
 class Communicator:
     """All collectives of this rank, over all its groups."""
 
@@ -263,8 +255,14 @@ class Communicator:
             return []
 
     def keep_alive(self) -> None:
-        """Keep the process groups of this epoch from being deleted."""
-        keep_groups_alive([*self._groups.values(), *(group for group, _ in self._routes.values())])
+        """Keep the process groups of this epoch from being deleted, even at the end of the process.
+        On deletion gloo waits for a sum that was aborted, forever if a member hangs.
+        """
+        groups = [*self._groups.values(), *(group for group, _ in self._routes.values())]
+        if dist.is_initialized():
+            groups += [world(), dist.group.WORLD]
+        for group in groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _run_next(self, queue: LocalQueue) -> tuple[Pending, Outcome]:
         """Carry out the next collective of a queue. Raises CollectiveBrokenError in a run that
