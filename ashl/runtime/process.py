@@ -218,9 +218,6 @@ class TorchKernel:
         self._published = epoch
         self._inbox.put(lambda: None)  # wakes the main thread
 
-    def _is_outdated(self) -> bool:
-        return self._published.number > self._epoch.number
-
     def _end_of_epoch(self, number: int) -> Callable[[], bool] | None:
         """Return a function that returns True once a later epoch has been published; None if the
         run does not regroup.
@@ -275,10 +272,10 @@ class TorchKernel:
     def _run_to_end(self) -> None:
         """Run the main task to its end, over all epochs; or until all ranks have left."""
         try:
-            while self._is_outdated() or self._main is None or not self._main.done:
+            while self._published is not self._epoch or self._main is None or not self._main.done:
                 if self._has_left():
                     return
-                if self._is_outdated():
+                if self._published is not self._epoch:
                     self._restart()
                 elif self._ready:
                     self._resume(*self._ready.popleft())
@@ -303,8 +300,8 @@ class TorchKernel:
         self._end_tasks()
         self._epoch = epoch
         members = (*epoch.workers, *range(self._num_workers, self._num_ranks))
-        group = self._meet(epoch, members, lambda: self._is_outdated() or self._has_left())
-        if self._is_outdated() or self._has_left():
+        group = self._meet(epoch, members, lambda: self._published is not epoch or self._has_left())
+        if self._published is not epoch or self._has_left():
             return
         routes = dict[int, tuple[dist.ProcessGroup, int]]()
         if group is not None:
@@ -369,7 +366,7 @@ class TorchKernel:
         """Continue with the tasks that remain after the main task, until `over()`."""
         self._has_left = over
         while not over():
-            if self._is_outdated():
+            if self._published is not self._epoch:
                 self._run_to_end()
             elif self._ready:
                 self._resume(*self._ready.popleft())
