@@ -97,7 +97,7 @@ class Ran:
 
     @property
     def end(self) -> dict:
-        return self.of("stage")[-1]
+        return self.of("StageEnd")[-1]
 
     @property
     def params(self) -> Tensor:
@@ -122,7 +122,7 @@ class Ran:
         n = self.plan.num_workers
         return [
             r["totals_ns"]
-            for r in sorted(self.of("time_totals"), key=lambda r: r["rank"])
+            for r in sorted(self.of("TimeTotals"), key=lambda r: r["rank"])
             if r["rank"] < n
         ]
 

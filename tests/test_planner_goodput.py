@@ -127,7 +127,7 @@ def test_hidden_exchanges_cost_nothing_so_that_h_is_one() -> None:
         "schedule.h_preset=[4]",
         "planner.smoothing=0.1",
     )
-    assert min(ran.of("replan")[-1]["local_steps"]) == 1
+    assert min(ran.of("Replan")[-1]["local_steps"]) == 1
 
 
 @pytest.mark.parametrize(

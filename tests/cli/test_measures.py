@@ -163,14 +163,14 @@ def test_a_record_travels_as_json(record) -> None:
     ("line", "says"),
     [
         ("nonsense", "that is not a record"),
-        ('{"kind": ["exited"], "rank": 1}', "that is not a record"),
+        ('{"kind": ["ProcessExited"], "rank": 1}', "that is not a record"),
         ('{"kind": "gone", "rank": 1}', "kind 'gone'"),
-        ('{"kind": "exited"}', "rank: Field required"),
-        ('{"kind": "exited", "rank": "one"}', "rank: Input should be a valid integer"),
-        ('{"kind": "exited", "rank": 1, "why": ""}', "why: Extra inputs are not permitted"),
+        ('{"kind": "ProcessExited"}', "rank: Field required"),
+        ('{"kind": "ProcessExited", "rank": "one"}', "rank: Input should be a valid integer"),
+        ('{"kind": "ProcessExited", "rank": 1, "why": ""}', "why: Extra inputs are not permitted"),
     ],
 )
 def test_what_is_no_record_is_an_error(line: str, says: str) -> None:
-    assert "exited" in KINDS
+    assert "ProcessExited" in KINDS
     with pytest.raises(AshlError, match=says):
         loads(line)

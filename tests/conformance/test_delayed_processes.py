@@ -67,7 +67,7 @@ def test_delayed_exchanges_give_the_simulators_parameters(mode, tmp_path) -> Non
     assert summary["params_sha256"] == sim.sha256
     assert summary["steps"] == sim.end["steps"] == 48
     assert summary["status"] == "finished"
-    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("time_totals") if r["rank"] < 2)
+    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("TimeTotals") if r["rank"] < 2)
     assert adds_up(summary)
 
 

@@ -30,7 +30,7 @@ def test_lazy_uploads_give_the_simulators_parameters(topology, tmp_path):
     summary, sim = real(tmp_path / "run", *chosen), simulated(*chosen)
     assert summary["params_sha256"] == sim.sha256
     assert summary["bytes_up"] == sum(
-        record["bytes_up"] for record in sim.of("time_totals") if record["rank"] < 2
+        record["bytes_up"] for record in sim.of("TimeTotals") if record["rank"] < 2
     )
     assert 0 < summary["bytes_up"] < 0.7 * 60 * (24 + 650 / 2), "some were skipped"
     assert adds_up(summary)
@@ -66,4 +66,4 @@ def test_block_coordinate_descent_sums_its_means_on_processes(tmp_path):
     )
     summary, sim = real(tmp_path / "run", *chosen), simulated(*chosen)
     assert summary["params_sha256"] == sim.sha256
-    assert summary["bytes_up"] == sum(record["bytes_up"] for record in sim.of("time_totals"))
+    assert summary["bytes_up"] == sum(record["bytes_up"] for record in sim.of("TimeTotals"))

@@ -56,7 +56,7 @@ def test_processes_come_to_the_simulators_parameters(name, way, tmp_path):
     mode = (*PAIR, *WAYS[way], f"compression={name}")
     summary, sim = real(tmp_path / "run", *mode), simulated(*mode)
     assert summary["params_sha256"] == sim.sha256
-    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("time_totals") if r["rank"] < 2)
+    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("TimeTotals") if r["rank"] < 2)
     assert adds_up(summary)
 
 

@@ -38,7 +38,7 @@ def test_rounds_give_the_simulators_models(mode, tmp_path):
     assert summary["params_sha256"] == sim.sha256
     assert summary["final"]["consensus_distance"] == sim.snapshots[-1][0]["consensus_distance"] > 0
     assert (summary["steps"], summary["commits"], summary["max_lead"]) == (96, 24, None)
-    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("time_totals"))
+    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("TimeTotals"))
     late, rest = divmod(summary["bytes_up"] - summary["bytes_down"], 4 * sim.plan.num_params)
     last = (
         4 if "sync=d_admm" in mode else 0
@@ -92,7 +92,7 @@ def test_models_in_few_bits_are_read_and_as_long_as_in_virtual_time(overlap, tmp
     small = payload_nbytes(d, 8)
     for sent, commits in (
         (summary["bytes_up"], summary["commits"]),
-        (sum(r["bytes_up"] for r in sim.of("time_totals")), sum(sim.end["commits"])),
+        (sum(r["bytes_up"] for r in sim.of("TimeTotals")), sum(sim.end["commits"])),
     ):
         wholes = [
             divmod(sent - (2 * commits + more) * small, 4 * d - small)

@@ -70,7 +70,7 @@ def test_synchronous_modes_give_the_simulators_parameters(mode, tmp_path):
     assert summary["params_sha256"] == sim.sha256
     assert summary["steps"] == sim.end["steps"] == 96
     assert (summary["dropped_steps"], summary["status"]) == (0, "finished")
-    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("time_totals") if r["rank"] < 4)
+    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("TimeTotals") if r["rank"] < 4)
     assert adds_up(summary)
 
 
@@ -93,7 +93,7 @@ def test_what_travels_in_parts_is_put_together(overlap, tmp_path):
     chosen = (*chosen, *f"overlap={overlap}".split())
     summary, sim = real(tmp_path / "run", *chosen), simulated(*chosen)
     assert summary["params_sha256"] == sim.sha256
-    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("time_totals") if r["rank"] < 2)
+    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("TimeTotals") if r["rank"] < 2)
     assert adds_up(summary)
 
 

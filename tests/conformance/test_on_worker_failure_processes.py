@@ -29,7 +29,7 @@ def test_the_survivors_continue_with_its_data(topology: str, workplace: Path) ->
     rounds = summary["workers"][LOST]["commits"]
     assert 10 < rounds < summary["workers"][0]["commits"] - 10
     plan = planned(*line)
-    ends = [r["end_ns"] for r in run(plan).of("round") if r["rank"] == LOST]
+    ends = [r["end_ns"] for r in run(plan).of("Round") if r["rank"] == LOST]
     event = {"time_s": (ends[rounds - 1] + 1_000_000) / 1e9, "worker": LOST, "fail": True}
     found = run(replace(plan, cluster=plan.cluster | {"events": [event]}))
     assert found.end["commits"] == [worker["commits"] for worker in summary["workers"]]

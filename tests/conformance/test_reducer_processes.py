@@ -36,7 +36,7 @@ def test_processes_come_to_the_simulators_parameters(way, tmp_path):
     assert (
         summary["bytes_up"]
         == summary["bytes_down"]
-        == sum(r["bytes_up"] for r in sim.of("time_totals"))
+        == sum(r["bytes_up"] for r in sim.of("TimeTotals"))
     )
     assert adds_up(summary)
 
@@ -65,7 +65,7 @@ def test_messages_that_are_compressed_during_the_backward_pass(codec, tmp_path):
     assert (
         summary["bytes_up"]
         == summary["bytes_down"]
-        == sum(r["bytes_up"] for r in sim.of("time_totals"))
+        == sum(r["bytes_up"] for r in sim.of("TimeTotals"))
     )
     assert adds_up(summary)
     for worker, virtual in zip(summary["workers"], sim.ledgers, strict=True):

@@ -51,7 +51,7 @@ def test_a_plan_reaches_its_last_stage(topology: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(of_two(overrides, change, local_steps).to_json())
     chosen = (*COMMON, *overrides, f"plan={tmp_path / 'plan.json'}")
     sim, summary = simulated(*chosen), real(tmp_path / "run", *chosen)
-    ends = sim.of("stage")
+    ends = sim.of("StageEnd")
     assert [end["reason"] for end in ends] == ["commits", "steps"]
     assert min(ends[0]["commits"]) >= 4
     assert summary["params_sha256"] == sim.sha256
@@ -86,7 +86,7 @@ def test_workers_that_went_on_alone_average_their_models_again(tmp_path: Path) -
         tmp_path, ("topology=partial_all_reduce", "sync=ripples_first_come", "sync.group_size=4")
     )
     met = [
-        record["group"] for record in ran.of("round") if record["stage"] == 1 and record["group"]
+        record["group"] for record in ran.of("Round") if record["stage"] == 1 and record["group"]
     ]
     assert met
     assert all(group == [0, 1, 2, 3] for group in met)
@@ -97,7 +97,7 @@ def test_relays_do_not_fall_back_to_the_first_model(tmp_path: Path) -> None:
     """A message that is missing at the start of a stage was replaced by the first model of the run."""
     ran = stages_of_two(tmp_path, ("topology=gossip", "topology.graph=ring", "sync=relay_sum"))
     models = {record["merges"]: params for record, params in ran.snapshots}
-    border = ran.of("stage")[0]["merges"]
+    border = ran.of("StageEnd")[0]["merges"]
     before, after = (float((models[k] - models[1]).norm()) for k in (border, border + 1))
     assert after > before
 
@@ -114,7 +114,7 @@ def test_replicas_start_from_the_models_at_the_stage_boundary(tmp_path: Path) ->
     )
     graph = ("topology=gossip", "topology.graph=complete")
     ran = stages_of_two(tmp_path, (*graph, "sync=choco", *sparse))
-    border = ran.of("stage")[0]["merges"]
+    border = ran.of("StageEnd")[0]["merges"]
     apart = {record["merges"]: record["consensus_distance"] for record, _ in ran.snapshots}
     assert apart[border] > 1e-6
     assert apart[border + 1] < 1e-10, "all have heard the models of all"
@@ -128,7 +128,7 @@ def test_a_stage_gives_way_by_the_evaluated_loss(topology: str, tmp_path: Path) 
     (tmp_path / "plan.json").write_text(replace(plan, stages=(first, plan.stages[1])).to_json())
     chosen = (*COMMON, *overrides, "eval.every_commits=1", f"plan={tmp_path / 'plan.json'}")
     ran = simulated(*chosen)
-    ends = ran.of("stage")
+    ends = ran.of("StageEnd")
     assert [end["reason"] for end in ends] == ["evaluated_loss", "steps"]
     losses = [
         ran.learner.evaluate(model)["train_loss"]

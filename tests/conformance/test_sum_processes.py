@@ -21,7 +21,7 @@ def check(folder, workers, node, *chosen):
     mode = (*quick, *LINKS, *machines, "topology=all_reduce", *chosen)
     summary, sim = real(folder, *mode), simulated(*mode)
     assert summary["params_sha256"] == sim.sha256
-    assert summary["bytes_up"] == sum(record["bytes_up"] for record in sim.of("time_totals"))
+    assert summary["bytes_up"] == sum(record["bytes_up"] for record in sim.of("TimeTotals"))
     assert adds_up(summary)
 
 

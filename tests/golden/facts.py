@@ -29,7 +29,7 @@ def facts_of(row: Row) -> Facts:
     """Everything that is recorded of this run, in virtual time."""
     ran = simulated(*row.overrides)
     end, n = ran.end, ran.plan.num_workers
-    ledgers = [record for record in ran.of("time_totals") if record["rank"] < n]
+    ledgers = [record for record in ran.of("TimeTotals") if record["rank"] < n]
     kinds = sorted({kind for totals in ran.ledgers for kind in totals})
     facts = {
         "trace_sha256": trace_of(ran),
@@ -54,7 +54,7 @@ def trace_of(ran: Ran) -> str:
     else.
     """
     spans: dict[int, list[list[Any]]] = {rank: [] for rank in range(ran.plan.num_ranks)}
-    for record in ran.of("round"):
+    for record in ran.of("Round"):
         spans[record["rank"]] += [list(span) for span in record["spans_ns"]]
     return hashlib.sha256(json.dumps([spans[rank] for rank in sorted(spans)]).encode()).hexdigest()
 

@@ -61,7 +61,7 @@ def test_bits_change_how_many_are_sent_and_hardly_the_way() -> None:
     first = assemble(exact.plan, "cpu").learner.init()
     assert float((low.params - exact.params).norm()) < 0.15 * float((exact.params - first).norm())
     low_bytes, dense = (
-        [sum(r[key] for r in ran.of("time_totals")[:4]) for key in ("bytes_up", "bytes_down")]
+        [sum(r[key] for r in ran.of("TimeTotals")[:4]) for key in ("bytes_up", "bytes_down")]
         for ran in (low, exact)
     )
     assert low_bytes[0] < 0.4 * dense[0]

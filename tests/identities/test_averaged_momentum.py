@@ -29,7 +29,7 @@ def test_a_server_and_an_all_reduce_average_identically_and_pay_twice():
     server, ring, dense = run(*MODE), run(*MODE, RING), run("sync=local_sgd", "sync.local_steps=3")
     assert server.sha256 == ring.sha256 != dense.sha256
     paid, once = (
-        sum(r["bytes_up"] + r["bytes_down"] for r in ran.of("time_totals"))
+        sum(r["bytes_up"] + r["bytes_down"] for r in ran.of("TimeTotals"))
         for ran in (server, dense)
     )
     assert paid == 2 * once
@@ -45,8 +45,8 @@ def test_a_server_and_an_all_reduce_average_identically_and_pay_twice():
 def test_timed_alone_it_takes_as_long_and_sends_as_much(topology):
     learned, timed = run(*MODE, topology), run(*MODE, topology, "runtime.gradients=false")
     assert timed.time_ns == learned.time_ns
-    assert [r["bytes_up"] for r in timed.of("time_totals")] == [
-        r["bytes_up"] for r in learned.of("time_totals")
+    assert [r["bytes_up"] for r in timed.of("TimeTotals")] == [
+        r["bytes_up"] for r in learned.of("TimeTotals")
     ]
 
 

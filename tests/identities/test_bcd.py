@@ -29,7 +29,7 @@ def test_many_workers_are_one_with_all_the_data() -> None:
 
 def test_it_learns_digits_in_a_few_sweeps_and_its_objective_never_grows() -> None:
     ran = simulated(*SMALL, "model.hidden=[48]", "cluster.compute=[1]", "stop.epochs=20")
-    losses = [record["loss"] for record in ran.of("round")]
+    losses = [record["loss"] for record in ran.of("Round")]
     assert all(after <= before * (1 + 1e-5) for before, after in pairwise(losses))
     assert assemble(ran.plan, "cpu").learner.evaluate(ran.params)["test_accuracy"] > 0.93
 
@@ -94,8 +94,8 @@ def test_the_forecast_counts_its_bytes() -> None:
     empty = simulated(*SMALL, "stop.epochs=3", "runtime.gradients=false")
     assert (empty.time_ns, empty.end["steps"]) == (ran.time_ns, ran.end["steps"])
     sums = 65 * (65 + 24) + 25 * (25 + 10)
-    assert [r["bytes_up"] for r in ran.of("time_totals")] == [3 * 2 * 3 * 4 * sums // 4] * 4
-    assert ran.of("time_totals")[0]["bytes_up"] == empty.of("time_totals")[0]["bytes_up"]
+    assert [r["bytes_up"] for r in ran.of("TimeTotals")] == [3 * 2 * 3 * 4 * sums // 4] * 4
+    assert ran.of("TimeTotals")[0]["bytes_up"] == empty.of("TimeTotals")[0]["bytes_up"]
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,10 @@ def test_others_continue_without_a_learner_and_readmit_it(more: tuple[str, ...])
     ran = decoupled(
         *TIMED, *more, f"cluster.events=[{fails},{comes}]", "stop.seconds=1.2", "stop.epochs=null"
     )
-    away = [r for r in ran.of("round") if r["rank"] == 0 and 0.2e9 < r["end_ns"] < 0.6e9]
+    away = [r for r in ran.of("Round") if r["rank"] == 0 and 0.2e9 < r["end_ns"] < 0.6e9]
     assert len(away) > 4
     assert 4 < ran.end["commits"][1] < ran.end["commits"][0] - 4
-    assert max(r["end_ns"] for r in ran.of("round") if r["rank"] == 1) > 1.0e9
+    assert max(r["end_ns"] for r in ran.of("Round") if r["rank"] == 1) > 1.0e9
 
 
 def test_learners_compute_on_while_they_wait() -> None:

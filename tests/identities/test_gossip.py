@@ -134,7 +134,7 @@ def test_a_swarm_of_few_bits_learns_as_much_in_fewer_bytes():
     swarm = ("sync=swarm", "sync.local_steps=2", "topology.graph=complete", "stop.steps=200")
     exact, fine, few = (run(*swarm, f"sync.bits={bits}") for bits in ("null", 16, 8))
     sent = [
-        sum(ledger["bytes_up"] for ledger in each.of("time_totals")) for each in (exact, fine, few)
+        sum(ledger["bytes_up"] for ledger in each.of("TimeTotals")) for each in (exact, fine, few)
     ]
     torch.testing.assert_close(fine.params, exact.params, rtol=0, atol=2e-3)
     assert sent[1] < 0.65 * sent[0]

@@ -85,7 +85,7 @@ def test_the_global_server_steps_as_its_rule_says() -> None:
 def test_what_a_region_does_reaches_the_other_by_mixing_alone() -> None:
     def losses(*more: str) -> list[float]:
         ran = tree("stop.seconds=0.6", "stop.epochs=null", "dataset.partition=iid", *more)
-        return [r["loss"] for r in ran.of("round") if r["rank"] == 0]
+        return [r["loss"] for r in ran.of("Round") if r["rank"] == 0]
 
     fast, slow = "cluster.compute=[1,2,3,4]", "cluster.compute=[1,2,3,9]"
     apart, mixed = (
@@ -101,7 +101,7 @@ def test_what_a_region_does_reaches_the_other_by_mixing_alone() -> None:
 def test_computed_work_is_applied_dropped_or_in_flight(limit: tuple[str, ...]) -> None:
     ran = tree(*limit)
     end, done = ran.end, [0] * 4
-    for record in ran.of("round"):
+    for record in ran.of("Round"):
         done[record["rank"]] += record["steps"]
     assert end["steps"] == sum(end["steps_by"]) == 2 * sum(end["commits"]) > 0
     assert end["samples"] == 32 * end["steps"]
@@ -112,7 +112,7 @@ def test_computed_work_is_applied_dropped_or_in_flight(limit: tuple[str, ...]) -
         assert ran.time_ns == 700_000_000
     else:
         assert end["steps"] >= 96
-    assert {sum(ledger["totals_ns"].values()) for ledger in ran.of("time_totals")} == {ran.time_ns}
+    assert {sum(ledger["totals_ns"].values()) for ledger in ran.of("TimeTotals")} == {ran.time_ns}
 
 
 def test_only_what_is_handed_in_leaves_a_region() -> None:
@@ -121,7 +121,7 @@ def test_only_what_is_handed_in_leaves_a_region() -> None:
     """
     ran = tree("stop.steps=96", "runtime.gradients=false", "cluster.bandwidth_mbit_s=1")
     dense = assemble(ran.plan, "cpu").stages[0].trainer.dense_bytes
-    up = {ledger["rank"]: ledger["bytes_up"] for ledger in ran.of("time_totals")}
+    up = {ledger["rank"]: ledger["bytes_up"] for ledger in ran.of("TimeTotals")}
     assert 4 * ran.end["merges"] <= sum(ran.end["commits"]) <= 6 * ran.end["merges"]
     assert ran.end["merges"] - 1 <= up[4] // dense <= ran.end["merges"], (
         "a model for each but the last"
@@ -157,10 +157,10 @@ def test_a_stage_boundary_counts_all_work_in_flight() -> None:
         "topology.updates=2",
         "stop.epochs=8",
     )
-    border = stages.of("stage")[0]
+    border = stages.of("StageEnd")[0]
     assert border["reason"] == "loss"
     assert sum(border["dropped_by"]) == 0
-    assert border["steps"] == sum(r["steps"] for r in stages.of("round") if r["stage"] == 0) > 0
+    assert border["steps"] == sum(r["steps"] for r in stages.of("Round") if r["stage"] == 0) > 0
     assert stages.end["stage"] == 1
 
 

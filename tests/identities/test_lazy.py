@@ -48,7 +48,7 @@ def sent(ran: Ran, ratio: float = 1.0) -> float:
     dense = 4 * ran.plan.num_params
     up = sum(
         record["bytes_up"]
-        for record in ran.of("time_totals")
+        for record in ran.of("TimeTotals")
         if record["rank"] < ran.plan.num_workers
     )
     return up / (ran.end["steps"] * (20 + ratio * dense))

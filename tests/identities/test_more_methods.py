@@ -108,7 +108,7 @@ def test_fedpaq_sends_quantized_differences():
     ran = simulated(*FEDPAQ)
     stage = assemble(ran.plan, "cpu").stages[0]
     rounds = 80 // (4 * 10)
-    sent = [ledger["bytes_up"] for ledger in ran.of("time_totals") if ledger["rank"] < 4]
+    sent = [ledger["bytes_up"] for ledger in ran.of("TimeTotals") if ledger["rank"] < 4]
     assert sent == [rounds * stage.codec.encoded_nbytes(None, stage.link.d)] * 4
     assert sent[0] < rounds * stage.trainer.dense_bytes / 6
 
@@ -328,5 +328,5 @@ def test_gossip_pays_for_both_kinds_of_rounds():
         "runtime.gradients=false",
     )
     dense = 4 * ran.plan.num_params
-    sent = [ledger["bytes_up"] for ledger in ran.of("time_totals")]
+    sent = [ledger["bytes_up"] for ledger in ran.of("TimeTotals")]
     assert sent == [6 * 2 * dense + 2 * 2 * dense * (n - 1) // n] * n

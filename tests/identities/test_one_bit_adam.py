@@ -43,7 +43,7 @@ def test_without_loss_it_is_adam_over_a_frozen_variance():
         "schedule.warmup_epochs=0.2",
     )
     ran = simulated(*MODE, *one, "optimizer=adamw", "optimizer.weight_decay=2")
-    ends = [record["steps"] for record in ran.of("stage")]
+    ends = [record["steps"] for record in ran.of("StageEnd")]
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
     w, moments = trainer.init()
     for step in range(ends[0]):
@@ -63,12 +63,12 @@ def test_without_loss_it_is_adam_over_a_frozen_variance():
 @pytest.mark.slow
 def test_a_bit_an_element_learns_as_much():
     ran = simulated(*MODE, "stop.steps=240", "schedule.warmup_epochs=2")
-    assert [record["name"] for record in ran.of("stage")] == ["adam", "one_bit"]
+    assert [record["name"] for record in ran.of("StageEnd")] == ["adam", "one_bit"]
     dense = simulated(*MODE, "stop.steps=240", "schedule.warmup_epochs=99")
     assert ran.learner is not None
     found = [each.learner.evaluate(each.params)["test_loss"] for each in (ran, dense)]
     assert found[0] < 1.3 * found[1]
-    sent = [sum(ledger["bytes_up"] for ledger in each.of("time_totals")) for each in (ran, dense)]
+    sent = [sum(ledger["bytes_up"] for ledger in each.of("TimeTotals")) for each in (ran, dense)]
     assert sent[0] < 0.8 * sent[1]
 
 
@@ -105,7 +105,7 @@ def test_0_1_adam_is_adam_or_1_bit_adam_to_the_bit():
     ran = simulated(*ZERO_ONE, *NEVER, "sync.freeze_step=999")
     assert (ran.sha256, ran.time_ns) == (adam.sha256, adam.time_ns)
     one_bit = simulated(*MODE, "schedule.warmup_epochs=0.2")
-    warm = one_bit.of("stage")[0]["steps"] // 4
+    warm = one_bit.of("StageEnd")[0]["steps"] // 4
     ran = simulated(*ZERO_ONE, *NEVER, f"sync.freeze_step={warm}")
     assert 1 < warm < 10
     assert (ran.sha256, ran.time_ns) == (one_bit.sha256, one_bit.time_ns)
@@ -123,7 +123,7 @@ def test_0_1_adam_by_hand():
     )
     own = (*ZERO_ONE, *policy, "compression=none", "cluster.num_workers=2", "stop.steps=24")
     ran = simulated(*own)
-    assert [record["steps"] for record in ran.of("round") if record["rank"] == 0] == [1] * 8 + [
+    assert [record["steps"] for record in ran.of("Round") if record["rank"] == 0] == [1] * 8 + [
         2
     ] * 2
     assert simulated(*own, "runtime.gradients=false").time_ns == ran.time_ns

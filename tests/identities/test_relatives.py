@@ -36,7 +36,7 @@ def same(a, b):
 
 def rounds(ran):
     """Return the rounds that ended before the run did."""
-    return [r for r in ran.of("round") if r["end_ns"] < ran.time_ns]
+    return [r for r in ran.of("Round") if r["end_ns"] < ran.time_ns]
 
 
 # --- FedBuff
@@ -193,7 +193,7 @@ def test_rennala_on_one_worker_is_one_large_batch():
     once = run("sync=bsp", "dataset.batch_size=16", "stop.steps=48", *one)
     torch.testing.assert_close(twice.params, once.params, rtol=1e-3, atol=2e-5)
     dense = 4 * twice.plan.num_params
-    assert [r["bytes_down"] for r in twice.of("time_totals") if r["rank"] == 0] == [
+    assert [r["bytes_down"] for r in twice.of("TimeTotals") if r["rank"] == 0] == [
         47 * dense
     ]  # one pull a step
 

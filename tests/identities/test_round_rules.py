@@ -67,7 +67,7 @@ def test_at_its_limit_it_is_the_other(rule: str, other: str) -> None:
 
 def test_adacomm_adapts_to_the_loss_a_round_after_the_lead_rank_says_so() -> None:
     ran = run("sync=adacomm sync.local_steps=8 sync.every_s=0.05", RING)
-    steps = [record["steps"] for record in ran.of("round") if record["rank"] == 0]
+    steps = [record["steps"] for record in ran.of("Round") if record["rank"] == 0]
     assert steps[0] == 8
     assert min(steps) < 4
     assert steps[:-1] == sorted(steps[:-1], reverse=True)

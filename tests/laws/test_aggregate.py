@@ -230,7 +230,7 @@ def test_what_is_too_late_is_dropped_and_counted(max_staleness):
         "runtime.gradients=false",
     )
     ran = simulated(*base, f"aggregate.max_staleness={max_staleness}")
-    rounds = [r for r in ran.of("round") if r["end_ns"] < ran.time_ns]
+    rounds = [r for r in ran.of("Round") if r["end_ns"] < ran.time_ns]
     late = [r for r in rounds if r["staleness"] >= max_staleness]
     assert all(r["dropped"] == (r["staleness"] >= max_staleness) for r in rounds)
     assert late or max_staleness == 4

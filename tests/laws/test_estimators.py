@@ -120,7 +120,7 @@ def test_many_workers_are_one_with_all_the_data(topology: str) -> None:
     torch.testing.assert_close(many.params, one.params, rtol=1e-4, atol=1e-6)
     shares = {
         round(record["totals_ns"]["compute"] / many.time_ns, 2)
-        for record in many.of("time_totals")[:4]
+        for record in many.of("TimeTotals")[:4]
     }
     assert len(shares) > 1, "their shards differ"
 

@@ -307,7 +307,7 @@ def test_moments_cross_a_stage_boundary_as_the_schedule_defines():
         simulated(*base, "optimizer.momentum=0", f"schedule.momentum={how}")
         for how in ("keep", "reset")
     )
-    assert len(kept.of("stage")) == 2
+    assert len(kept.of("StageEnd")) == 2
     assert (
         kept.sha256 != reset.sha256
     )  # without inner momentum, the outer one is all that stages transfer
@@ -329,7 +329,7 @@ def test_moments_of_another_method_are_not_taken_over(monkeypatch):
     )
     for topology in ("parameter_server", "all_reduce"):
         ran = simulated(*base, "outer=nesterov", f"topology={topology}")
-        assert [stage["name"] for stage in ran.of("stage")] == ["first", "local_sgd"]
+        assert [stage["name"] for stage in ran.of("StageEnd")] == ["first", "local_sgd"]
         assert ran.params.isfinite().all()
 
 

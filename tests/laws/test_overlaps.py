@@ -57,7 +57,7 @@ def test_the_model_is_the_same_and_sooner_there(name: str, optimizer: str) -> No
     assert {sum(totals.values()) for totals in own.ledgers} == {own.time_ns}
     merges, (sent, whole) = (
         serial.end["merges"],
-        [ran.of("time_totals")[0]["bytes_up"] for ran in (own, serial)],
+        [ran.of("TimeTotals")[0]["bytes_up"] for ran in (own, serial)],
     )
     # a ring divides each message by the workers, which rounds
     assert abs(sent - whole) <= 24 * merges
@@ -99,7 +99,9 @@ def test_a_stage_that_follows_begins_with_the_whole_model(name: str) -> None:
         runs.append(run(replace(plan, stages=stages)))
     serial, own = runs
     assert own.sha256 == serial.sha256
-    assert [end["steps"] for end in own.of("stage")] == [end["steps"] for end in serial.of("stage")]
+    assert [end["steps"] for end in own.of("StageEnd")] == [
+        end["steps"] for end in serial.of("StageEnd")
+    ]
 
 
 @pytest.mark.limit("overlap=wfbp", "overlap=slices", "overlap=tictac")

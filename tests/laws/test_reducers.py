@@ -304,7 +304,7 @@ def test_bytes_of_gtopk() -> None:
     option, n, d = codec("gtopk", ratio=0.1), 5, 1000
     _, seen = together(option, drawn(d, n, 1), [0.2] * n)
     size = option.encoded_nbytes(None, d)
-    sent = {record["rank"]: record["bytes_up"] for record in seen.of("time_totals")}
+    sent = {record["rank"]: record["bytes_up"] for record in seen.of("TimeTotals")}
     down = size + bits_bytes(100)
     assert (bits_bytes(100), bits_bytes(96), bits_bytes(97)) == (16, 12, 16)
     assert [sent[rank] for rank in range(n)] == [3 * down, size, size + down, size, size]
@@ -367,7 +367,7 @@ def test_a_timed_run_moves_the_same_bytes(name: str, topology: str) -> None:
         *own,
     ]
     real, timed = simulated(*mode), simulated(*mode, "runtime.gradients=false")
-    assert [r["bytes_up"] for r in real.of("time_totals")] == [
-        r["bytes_up"] for r in timed.of("time_totals")
+    assert [r["bytes_up"] for r in real.of("TimeTotals")] == [
+        r["bytes_up"] for r in timed.of("TimeTotals")
     ]
     assert real.time_ns == timed.time_ns

@@ -47,7 +47,7 @@ def pace(ran: Ran, from_s: float = 0.0, until_s: float = math.inf) -> float:
     for rank in range(3):
         ends = [
             r["end_ns"] / 1e9
-            for r in ran.of("round")
+            for r in ran.of("Round")
             if r["rank"] == rank and r["end_ns"] < ran.time_ns
         ]
         inside = [from_s] * (from_s == 0) + [end for end in ends if from_s < end <= until_s]

@@ -20,7 +20,7 @@ NS = 1_000_000_000
 def commit_times(ran):
     """When the server answered each worker's commits, in ns: where the pull after it starts."""
     times = [[] for _ in range(ran.plan.num_workers)]
-    for record in ran.of("round"):
+    for record in ran.of("Round"):
         pulls = [start for kind, start, _ in record["spans_ns"] if kind == "pull"]
         times[record["rank"]] += pulls[-1:]
     return times
@@ -207,12 +207,12 @@ def test_adacomm_shortens_its_period_as_the_loss_falls():
         "stop.steps=null",
         "stop.seconds=14",
     )
-    steps = [record["steps"] for record in ran.of("round") if record["rank"] == 0]
+    steps = [record["steps"] for record in ran.of("Round") if record["rank"] == 0]
     assert steps[0] == 16
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] <= 2
     assert (
-        len({record["steps"] for record in ran.of("round") if record["round"] == len(steps) - 1})
+        len({record["steps"] for record in ran.of("Round") if record["round"] == len(steps) - 1})
         == 1
     )
 
@@ -270,7 +270,7 @@ def test_lb_bsp_follows_a_worker_that_turns_slower():
     ran = timed("sync=lb_bsp", event, *cluster)
     late = [
         record
-        for record in ran.of("round")
+        for record in ran.of("Round")
         if record["start_ns"] > 20 * NS and record["end_ns"] < 29 * NS
     ]
     times = [

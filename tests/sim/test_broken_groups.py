@@ -51,7 +51,7 @@ def test_survivors_of_a_group_average_again() -> None:
     ran = run(with_events(planned(*ALL, "stop.steps=60"), lost(1, 0.243)))
     assert ran.end["commits"][1] == 0
     assert ran.end["dropped_by"] == [0, 3, 0]
-    first = [record for record in ran.of("round") if record["round"] == 0 and record["rank"] != 1]
+    first = [record for record in ran.of("Round") if record["round"] == 0 and record["rank"] != 1]
     assert [record["dropped"] for record in first] == [False, False]
     assert first[0]["end_ns"] > 0.263 * 1e9, "once the loss was noticed"
 
@@ -103,7 +103,7 @@ def test_failures_at_random_never_end_a_run() -> None:
     plan = with_events(planned(*SIZES, "stop.seconds=5"), churn={"mtbf_s": 0.5, "mttr_s": 0.3})
     ran = run(plan)
     assert ran.end["reason"] == "seconds"
-    assert len(ran.of("worker_failed")) > 10
+    assert len(ran.of("WorkerFailed")) > 10
     assert run(plan).records == ran.records
 
 

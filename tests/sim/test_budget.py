@@ -133,7 +133,7 @@ def test_what_is_in_the_models_counts_and_came_in_time(sync: str, cluster: str, 
     """
     where = ("topology=gossip", f"cluster={cluster}", *f"sync={sync}".split())
     ran = simulated("schedule=single", "model.hidden=[8]", "stop.steps=null", *where, end)
-    merged = [record for record in ran.of("round") if not record["dropped"]]
+    merged = [record for record in ran.of("Round") if not record["dropped"]]
     assert sum(record["steps"] for record in merged) == ran.end["steps"]
     assert max(record["end_ns"] for record in merged) <= ran.time_ns
 

@@ -363,7 +363,7 @@ def test_measures_continue_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> No
         close(ctx, *args, **what)
 
     monkeypatch.setattr(RankContext, "record_round", measuring)
-    assert simulated(*SHORT, *CASES["bsp"]).of("time_totals")[0]["measures"]["loss"].count > 10
+    assert simulated(*SHORT, *CASES["bsp"]).of("TimeTotals")[0]["measures"]["loss"].count > 10
     test_a_resumed_run_equals_the_whole_one("bsp")
 
 

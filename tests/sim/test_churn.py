@@ -182,7 +182,7 @@ def test_a_rejoining_worker_has_the_model_and_its_part_of_the_rounds() -> None:
     ran = run(with_events(planned(*RUN, "sync=bsp", "stop.steps=60"), lost(1, 0.2), back(1, 0.6)))
     down = ran.ledgers[1]["down"]
     assert down == 400_000_000
-    rounds = [r for r in ran.of("round") if r["rank"] == 1]
+    rounds = [r for r in ran.of("Round") if r["rank"] == 1]
     again = next(r for r in rounds if r["end_ns"] > 600_000_000)
     assert ["down", 200_000_000, 600_000_000] in [list(span) for span in again["spans_ns"]]
     assert ran.end["commits"][1] < ran.end["commits"][0] == ran.end["commits"][2]
@@ -196,7 +196,7 @@ def test_who_was_away_counts_as_the_slowest() -> None:
     mode = ("sync=ssp", "sync.staleness=2", "runtime.gradients=false", "stop.seconds=4")
     ran = run(with_events(planned(*RUN, *mode), lost(0, 0.5), back(0, 2.5)))
     assert ran.end["max_lead"] <= 2
-    gaps = [r["end_ns"] - r["start_ns"] for r in ran.of("round") if r["rank"] == 1]
+    gaps = [r["end_ns"] - r["start_ns"] for r in ran.of("Round") if r["rank"] == 1]
     assert max(gaps) < 500_000_000
 
 
@@ -225,7 +225,7 @@ def test_failures_at_random_are_each_workers_own() -> None:
     ran = run(with_events(plan, **churn))
     other = run(with_events(plan, {"time_s": 1.0, "worker": 0, "link_down": 0.5}, **churn))
     found = [
-        [(r["rank"], r["time_ns"]) for r in of.of("worker_failed") if r["rank"] == 1]
+        [(r["rank"], r["time_ns"]) for r in of.of("WorkerFailed") if r["rank"] == 1]
         for of in (ran, other)
     ]
     assert len(found[0]) > 3
@@ -244,7 +244,7 @@ def test_failures_at_random_never_end_a_run() -> None:
     assert ran.end["reason"] == "seconds"
     there = 3
     for record in ran.records:
-        there += {"worker_failed": -1, "worker_rejoined": 1}.get(record["kind"], 0)
+        there += {"WorkerFailed": -1, "WorkerRejoined": 1}.get(record["kind"], 0)
         assert there >= 2
 
 
@@ -284,14 +284,14 @@ def test_a_loss_while_profiling_ends_the_run_and_one_after_it_does_not() -> None
         run(with_events(plan, lost(1, 0.5)))
     drift = {"time_s": 0.0, "worker": 0, "compute": 6.0}
     ran = run(with_events(plan, drift, lost(1, 2.4), back(1, 2.9)))
-    assert ran.of("stage")[0]["end_ns"] < 2_400_000_000
+    assert ran.of("StageEnd")[0]["end_ns"] < 2_400_000_000
     assert ran.end["reason"] == "steps"
-    (made,) = ran.of("plan")
+    (made,) = ran.of("PlanMade")
     planned_steps = made["stages"][0][1][0]
     assert planned_steps != plan.stages[1].workers[1].local_steps
     again = [
         r["steps"]
-        for r in ran.of("round")
+        for r in ran.of("Round")
         if r["rank"] == 1 and r["end_ns"] > 2_900_000_000 and r["stage"] == 1
     ]
     assert set(again) == {planned_steps}, (

@@ -138,7 +138,7 @@ def test_a_timeline_by_hand():
         "down": 0,
     }
     dense = 4 * ran.plan.num_params
-    assert [(r["bytes_up"], r["bytes_down"]) for r in ran.of("time_totals") if r["rank"] < 2] == [
+    assert [(r["bytes_up"], r["bytes_down"]) for r in ran.of("TimeTotals") if r["rank"] < 2] == [
         (3 * dense, 2 * dense)
     ] * 2
     assert ran.end["steps"] == 6

@@ -54,7 +54,7 @@ def test_nothing_left_out_is_no_compression(mode: tuple[str, ...]) -> None:
 
 def test_bytes_of_a_gathering_are_those_of_the_others_bodies() -> None:
     ran = simulated(*BASE, GATHER)
-    (ledger,) = {(r["bytes_up"], r["bytes_down"]) for r in ran.of("time_totals")}
+    (ledger,) = {(r["bytes_up"], r["bytes_down"]) for r in ran.of("TimeTotals")}
     n, merges = ran.plan.num_workers, ran.end["merges"]
     body = conf_option("compression", "topk").encoded_nbytes(None, ran.plan.num_params)
     assert ledger == (merges * (n - 1) * body,) * 2
@@ -170,8 +170,8 @@ def test_a_run_that_is_only_timed_moves_as_many_bytes(name: str) -> None:
         ("compression.warmup_epochs=2",) if name in ("random_mask", "subsampling", "topk") else ()
     )
     real, size_only = simulated(*mode, *warm), simulated(*mode, *warm, "runtime.gradients=false")
-    assert [r["bytes_up"] for r in size_only.of("time_totals")] == [
-        r["bytes_up"] for r in real.of("time_totals")
+    assert [r["bytes_up"] for r in size_only.of("TimeTotals")] == [
+        r["bytes_up"] for r in real.of("TimeTotals")
     ]
     assert size_only.time_ns == real.time_ns
 

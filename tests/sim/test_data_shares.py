@@ -53,7 +53,7 @@ def test_a_profile_during_the_run_repartitions_the_shards(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Learner, "gradient_found", spied)
     ran = simulated(*ASHL, "schedule.profile_steps=2", SLOWED)
-    (record,) = ran.of("plan")
+    (record,) = ran.of("PlanMade")
     rows = record["stages"][0]  # by worker: H, share, ratio, cycle
     assert [share for _, share, *_ in rows] != shares(ran.plan.stages[1].workers)
     assert rows[0][1] < 0.2, "profiling has seen that this worker is slow"

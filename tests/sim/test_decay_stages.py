@@ -33,7 +33,7 @@ def test_a_decay_stage_ends_at_each_rise_of_the_evaluated_loss(schedule):
         *SWINGS,
         *more,
     )
-    stages = ran.of("stage")
+    stages = ran.of("StageEnd")
     assert [(stage["name"], stage["reason"]) for stage in stages] == [
         ("decay1", "rises"),
         ("decay2", "rises"),
@@ -70,7 +70,7 @@ def test_two_decay_stages_with_a_loss_between_are_ashl_plus():
         "schedule.shl_scale=0.4",
     )
     other = simulated(*BASE, *plus, *alike)
-    assert [stage["name"] for stage in own.of("stage")] == ["decay1", "decay2"]
+    assert [stage["name"] for stage in own.of("StageEnd")] == ["decay1", "decay2"]
     assert (own.sha256, own.time_ns, own.ledgers) == (other.sha256, other.time_ns, other.ledgers)
 
 

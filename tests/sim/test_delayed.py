@@ -250,7 +250,7 @@ def test_all_of_an_exchange_is_hidden_where_steps_are_longer() -> None:
         "cluster.exchange_s=0.004",
         "stop.steps=300",
     )
-    slowest = next(record for record in ran.of("time_totals") if record["rank"] == 2)
+    slowest = next(record for record in ran.of("TimeTotals") if record["rank"] == 2)
     exposed = slowest["totals_ns"]["push"] + slowest["totals_ns"]["pull"]
     assert slowest["totals_ns"]["wait"] == 0
     assert exposed == pytest.approx(slowest["collective_ns"] / 100), "the last one of a hundred"
@@ -284,8 +284,8 @@ def test_work_in_flight_at_a_stage_boundary_counts_once(sync, workplace) -> None
         f"plan={workplace / 'plan.json'}",
         "stop.steps=400",
     )
-    first, last = ran.of("stage")
-    rounds = [record for record in ran.of("round") if record["stage"] == 0]
+    first, last = ran.of("StageEnd")
+    rounds = [record for record in ran.of("Round") if record["stage"] == 0]
     merged = sum(record["steps"] for record in rounds if not record["dropped"])
     assert first["steps"] == merged == sum(first["steps_by"])
     assert sum(record["steps"] for record in rounds) == merged + sum(first["dropped_by"])
@@ -359,7 +359,7 @@ def test_stages_of_ashl_are_late_and_its_profiling_is_not() -> None:
     )
     targets = [stage.overlap["_target_"].rpartition(".")[2] for stage in ran.plan.stages]
     assert targets == ["Serial", "OneStepDelayed", "OneStepDelayed"]
-    assert [end["reason"] for end in ran.of("stage")][:2] == ["profiled", "loss"]
+    assert [end["reason"] for end in ran.of("StageEnd")][:2] == ["profiled", "loss"]
     assert ran.end["steps"] == sum(ran.end["steps_by"])
 
 

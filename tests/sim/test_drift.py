@@ -21,11 +21,11 @@ def late_rate(*overrides: str) -> tuple[float, int]:
     ran = simulated(*BASE, event, f"stop.seconds={END_S}", *overrides)
     steps = sum(
         r["steps"]
-        for r in ran.of("round")
+        for r in ran.of("Round")
         if FROM_S < r["end_ns"] / 1e9 <= END_S and not r["dropped"]
     )
     assert ran.end["max_lead"] <= 3
-    return steps / (END_S - FROM_S), len(ran.of("replan"))
+    return steps / (END_S - FROM_S), len(ran.of("Replan"))
 
 
 def test_online_planning_recovers_what_a_static_plan_loses() -> None:
@@ -50,7 +50,7 @@ def test_a_replan_is_for_the_survivors() -> None:
     events = f"cluster.events=[{', '.join(drifts)}]"
     ran = simulated(*BASE, "planner=online", "planner.h_max=null", "stop.seconds=25", events)
     fresh = planned(*BASE, "planner=balanced", "cluster.compute=[3,1,1]").stages[0].workers
-    assert ran.of("replan")[-1]["local_steps"][1:] == [worker.local_steps for worker in fresh]
-    assert len({plan["local_steps"][0] for plan in ran.of("replan")}) == 1, (
+    assert ran.of("Replan")[-1]["local_steps"][1:] == [worker.local_steps for worker in fresh]
+    assert len({plan["local_steps"][0] for plan in ran.of("Replan")}) == 1, (
         "who is gone is given nothing new"
     )

@@ -111,7 +111,7 @@ def test_a_rejoining_worker_begins_at_the_servers_model() -> None:
     for rank, worker in enumerate(workers):
         worker.enter(stage, members_of(stage), rank)
     came = next(
-        r["staleness"] for r in ran.of("round") if r["rank"] == 0 and r["end_ns"] > 930_000_000
+        r["staleness"] for r in ran.of("Round") if r["rank"] == 0 and r["end_ns"] > 930_000_000
     )
     away = True
     for rank, time_ns, params in pushes(ran):
@@ -278,7 +278,7 @@ def test_it_still_comes_to_the_optimum() -> None:
         *data, *plain, "compression.bits=4", "cluster=homogeneous", "cluster.compute=[1,2,4]"
     )
     whole = run(plan)
-    early_s = next(r["end_ns"] for r in whole.of("round") if r["rank"] == 0) / 1e9
+    early_s = next(r["end_ns"] for r in whole.of("Round") if r["rank"] == 0) / 1e9
     half_s = whole.time_ns / 2e9
     events = (
         lost(2, early_s),
@@ -288,7 +288,7 @@ def test_it_still_comes_to_the_optimum() -> None:
         lost(1, half_s),
     )
     ran = run(with_events(plan, *events, back(1, 1.2 * half_s)))
-    assert len(ran.of("worker_failed")) == len(ran.of("worker_rejoined")) == 3
+    assert len(ran.of("WorkerFailed")) == len(ran.of("WorkerRejoined")) == 3
     best, _ = optimum(assemble(plan, "cpu").data)
     first = assemble(plan, "cpu").learner.init()
     apart = [float((params - best).norm()) for params in (first, whole.params, ran.params)]

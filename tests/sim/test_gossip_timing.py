@@ -50,7 +50,7 @@ def test_a_timeline_by_hand(mode, time_ns, up):
     assert adds_up(ran)
     if up is not None:
         dense = 4 * ran.plan.num_params
-        assert [r["bytes_up"] for r in ran.of("time_totals")] == [up * dense] * 4
+        assert [r["bytes_up"] for r in ran.of("TimeTotals")] == [up * dense] * 4
 
 
 @pytest.mark.parametrize(("overlap", "cycle_ns"), [("true", 20_000_000), ("false", 30_000_000)])

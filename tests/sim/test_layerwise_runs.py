@@ -86,7 +86,7 @@ def test_the_bits_and_bytes_are_those_of_the_same_codec_part_by_part(codec, work
     ):  # all as long as the longest: of each message, or of the whole
         groups, merges = len(plan.stages[0].overlap["plan"]), ours.end["merges"]
         framing = (HEADER.size + 4 * groups) * (plan.num_workers - 1) * merges
-        for own, whole in zip(ours.of("time_totals"), theirs.of("time_totals"), strict=True):
+        for own, whole in zip(ours.of("TimeTotals"), theirs.of("TimeTotals"), strict=True):
             assert own["bytes_up"] == own["bytes_down"] == whole["bytes_up"] - framing
 
 
@@ -121,7 +121,7 @@ def test_one_message_is_no_overlap(codec) -> None:
     common = (*RING, *DEEP, *UNEQUAL, f"compression={codec}")
     plain, one = simulated(*common), simulated(*common, LAYERWISE, "overlap.plan=[4]")
     assert (one.sha256, one.time_ns) == (plain.sha256, plain.time_ns)
-    assert one.of("time_totals")[0]["bytes_up"] == plain.of("time_totals")[0]["bytes_up"]
+    assert one.of("TimeTotals")[0]["bytes_up"] == plain.of("TimeTotals")[0]["bytes_up"]
     assert one.ledgers == plain.ledgers
 
 
@@ -135,8 +135,8 @@ def test_what_is_selected_message_by_message_teaches_as_much(codec) -> None:
     plain, ours = simulated(*common), simulated(*common, LAYERWISE)
     assert ours.time_ns < plain.time_ns
     assert ours.sha256 != plain.sha256
-    assert ours.of("time_totals")[0]["bytes_up"] == pytest.approx(
-        plain.of("time_totals")[0]["bytes_up"], rel=0.02
+    assert ours.of("TimeTotals")[0]["bytes_up"] == pytest.approx(
+        plain.of("TimeTotals")[0]["bytes_up"], rel=0.02
     )
     first, before, after = (losses(ran)[k] for ran, k in ((plain, 0), (plain, 1), (ours, 1)))
     assert after < 0.93 * first
@@ -319,7 +319,8 @@ def test_health_is_that_of_one_message(codec, cut, headers) -> None:
         "run.compression_stats_vs_mean=true",
     )
     plain, ours = (
-        simulated(*common, *more).of("health") for more in ((), (LAYERWISE, f"overlap.plan={cut}"))
+        simulated(*common, *more).of("CompressionReport")
+        for more in ((), (LAYERWISE, f"overlap.plan={cut}"))
     )
     assert plain
     sizes = ("split", "nbytes", "time_ns")
@@ -342,7 +343,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_as_without_overlap() -> None
     )
     plain, ours = simulated(*common), simulated(*common, LAYERWISE)
     assert ours.end["diverged"] == plain.end["diverged"]
-    assert [(r["rank"], r["where"]) for r in ours.of("not_finite")] == [
-        (r["rank"], r["where"]) for r in plain.of("not_finite")
+    assert [(r["rank"], r["where"]) for r in ours.of("NotFinite")] == [
+        (r["rank"], r["where"]) for r in plain.of("NotFinite")
     ]
     assert ours.sha256 == plain.sha256

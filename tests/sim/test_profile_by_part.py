@@ -104,7 +104,7 @@ def test_a_declared_cluster_has_its_own_costs_by_part() -> None:
 def test_what_is_measured_is_what_is_declared(overrides) -> None:
     ran = simulated("schedule=profile_only", "schedule.per_layer_group=true", *CLUSTER, *overrides)
     found, expected = (
-        json.loads(ran.of("profile")[0]["profile"]),
+        json.loads(ran.of("ProfileMeasured")[0]["profile"]),
         json.loads(declared(*overrides).to_json()),
     )
     for key in ("group_bytes", "all_reduce"):
@@ -118,7 +118,7 @@ def test_one_worker_sums_with_nobody(workplace, capsys) -> None:
     assert main(["profile", "runtime=sim", *RING, "cluster.compute=[1]", "run.dir=one"]) == 0
     assert "all-reduce is not measured: there is one worker" in capsys.readouterr().out
     ran = simulated("schedule=profile_only", "schedule.per_layer_group=true", "cluster.compute=[1]")
-    assert json.loads(ran.of("profile")[0]["profile"])["all_reduce"] is None
+    assert json.loads(ran.of("ProfileMeasured")[0]["profile"])["all_reduce"] is None
 
 
 def measured(**changes: object) -> Profile:
@@ -200,7 +200,7 @@ def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
                 ).cluster(),
             )
         )
-        found = json.loads(ran.of("profile")[0]["profile"])["contention"]
+        found = json.loads(ran.of("ProfileMeasured")[0]["profile"])["contention"]
         own = found.pop("parts")
         assert found == pytest.approx({"pace_reduction": 0.4, "collective_slowdown": 1.5}, rel=0.05)
         assert own == (parts and pytest.approx(asdict(parts), rel=0.05))
@@ -351,7 +351,7 @@ def test_codecs_are_timed_by_name_and_cost_what_was_measured(workplace) -> None:
         "compression=topk",
         "cluster.compress_s=0.25",
     )
-    found = Profile.from_json(ran.of("profile")[0]["profile"])
+    found = Profile.from_json(ran.of("ProfileMeasured")[0]["profile"])
     assert [own.codec for own in found.codecs] == [topk]
     assert found.codecs[0].encode_s == pytest.approx((0.25,) * 3)
     cost = CodecCost(codec=topk, encode_s=(0.5, 0.6, 0.7), decode_s=0.01)

@@ -20,7 +20,7 @@ def test_a_push_is_measured_alone_and_under_load() -> None:
     port.
     """
     ran = simulated(*PROFILING)
-    found = json.loads(ran.of("profile")[0]["profile"])
+    found = json.loads(ran.of("ProfileMeasured")[0]["profile"])
     alone = 0.01 + 38_440 / 250_000
     for worker in found["workers"]:
         assert (worker["push_s"], worker["pull_s"]) == pytest.approx((alone, alone))
@@ -32,7 +32,7 @@ def test_a_push_is_measured_alone_and_under_load() -> None:
     assert found["server_bytes_s"] == pytest.approx(500_000)
     assert (
         simulated("schedule=profile_only", "cluster=mixed")
-        .of("profile")[0]["profile"]
+        .of("ProfileMeasured")[0]["profile"]
         .count('"server_bytes_s": null')
     )
 
@@ -44,7 +44,7 @@ def test_profiling_ends_with_the_budget(seconds: float) -> None:
     """
     ran = simulated(*PROFILING, f"stop.seconds={seconds}")
     assert (ran.end["reason"], ran.time_ns) == ("seconds", round(seconds * 1e9))
-    assert not ran.of("profile")
+    assert not ran.of("ProfileMeasured")
     assert [sum(ledger.values()) for ledger in ran.ledgers] == [ran.time_ns] * 4
 
 
@@ -53,6 +53,7 @@ def test_jitter_is_measured_until_it_is_known() -> None:
     for seed in range(3):
         ran = simulated(*PROFILING, "cluster.jitter=0.3", f"seed={seed}")
         steps = [
-            worker["step_s"] for worker in json.loads(ran.of("profile")[0]["profile"])["workers"]
+            worker["step_s"]
+            for worker in json.loads(ran.of("ProfileMeasured")[0]["profile"])["workers"]
         ]
         assert max(steps) == pytest.approx(min(steps), rel=0.02)

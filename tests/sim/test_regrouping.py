@@ -205,7 +205,7 @@ def test_who_comes_takes_part_from_the_next_round_on(mode: tuple[str, ...]) -> N
     plan = with_events(planned(*RING, *mode, "stop.steps=75"), lost(0, 0.31), back(0, 0.62))
     ran, alone = run(plan), Alone(assemble(plan, "cpu").stages[0])
     found, merges, h = models(ran), ran.end["merges"], members_of(alone.stage).planned.steps[0]
-    with_it = sum(r["rank"] == 0 and r["end_ns"] < 310_000_000 for r in ran.of("round"))
+    with_it = sum(r["rank"] == 0 and r["end_ns"] < 310_000_000 for r in ran.of("Round"))
     again = with_it + merges - ran.end["commits"][0]
     assert with_it < again < merges - 1
     for number in range(1, merges):  # the last round may be cut short
@@ -326,7 +326,7 @@ def test_a_worker_that_rejoins_in_the_last_round_takes_part_in_it() -> None:
     plan = planned(*SIZES, "sync=bsp", "stop.steps=30")
     end_s = run(with_events(plan, lost(1, 0.1))).time_ns / 1e9
     ran = run(with_events(plan, lost(1, 0.1), back(1, end_s - 1e-3)))
-    assert ran.of("worker_rejoined")
+    assert ran.of("WorkerRejoined")
     assert ran.end["commits"][1] == 2
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
 
@@ -363,7 +363,7 @@ def test_failures_at_random_never_end_a_run() -> None:
     plan = planned(*SIZES, "sync=local_sgd", "stop.seconds=5")
     ran = run(with_events(plan, churn={"mtbf_s": 0.3, "mttr_s": 0.5}))
     assert ran.end["reason"] == "seconds"
-    assert len(ran.of("worker_failed")) > 10
+    assert len(ran.of("WorkerFailed")) > 10
     assert run(with_events(plan, churn={"mtbf_s": 0.3, "mttr_s": 0.5})).records == ran.records
 
 
@@ -374,7 +374,7 @@ def test_a_run_whose_configuration_says_so() -> None:
         " true}]"
     )
     ran = simulated(*SIZES, "sync=bsp", "stop.steps=50", events)
-    assert [record["rank"] for record in ran.of("worker_rejoined")] == [0]
+    assert [record["rank"] for record in ran.of("WorkerRejoined")] == [0]
     assert (
         ran.plan.stages[0].predicted_steps_per_s
         == planned(*SIZES, "sync=bsp").stages[0].predicted_steps_per_s

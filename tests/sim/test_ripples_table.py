@@ -48,7 +48,7 @@ def rate(method: str, slow: float) -> float:
         stage, plan=plan, trainer=trainer, nodes=cluster.node, limits=replace(WITHOUT, steps=1280)
     )
     _, seen = run(cluster, (stage,))
-    (end,) = seen.of("stage")
+    (end,) = seen.of("StageEnd")
     return end["steps"] / end["end_ns"] * 1e9
 
 

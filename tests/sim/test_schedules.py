@@ -60,7 +60,7 @@ def ran(request):
 
 def test_stages_come_in_their_order(ran):
     name, run = ran
-    stages = run.of("stage")
+    stages = run.of("StageEnd")
     assert [s["name"] for s in stages] == ORDER[name]
     assert [s["stage"] for s in stages] == list(range(len(stages)))
     ends = [s["end_ns"] for s in stages]
@@ -74,7 +74,7 @@ def test_they_give_way_where_their_rule_says(ran):
     """
     _, run = ran
     begun = {"samples": 0, "end_ns": 0}
-    for record, plan in zip(run.of("stage")[:-1], run.plan.stages, strict=False):
+    for record, plan in zip(run.of("StageEnd")[:-1], run.plan.stages, strict=False):
         if plan.until:
             ((rule, bound),) = plan.until.items()
             assert record["reason"] == rule
@@ -102,7 +102,7 @@ def test_the_switch_follows_the_loss_of_the_global_model(more):
         ran = simulated(
             *BASE, "schedule=ashl", "schedule.loss_switch=0.6", f"schedule.loss={loss}", *more
         )
-        ends.append(ran.of("stage")[1])
+        ends.append(ran.of("StageEnd")[1])
         low = [ran.learner.evaluate(model)["train_loss"] <= 0.6 for _, model in ran.snapshots]
         first_ns = ran.snapshots[low.index(True)][0]["time_ns"]
     evaluated, running = ends
@@ -113,13 +113,13 @@ def test_the_switch_follows_the_loss_of_the_global_model(more):
 
 def test_nothing_is_lost_at_a_stage_boundary(ran):
     _, run = ran
-    borders = run.of("stage")[:-1]
+    borders = run.of("StageEnd")[:-1]
     assert all(sum(s["dropped_by"]) == 0 for s in borders)
     for border in borders:
-        taken = sum(r["steps"] for r in run.of("round") if r["stage"] <= border["stage"])
+        taken = sum(r["steps"] for r in run.of("Round") if r["stage"] <= border["stage"])
         assert border["steps"] == taken == sum(border["steps_by"])
     assert (
-        sum(r["steps"] for r in run.of("round") if not r["dropped"])
+        sum(r["steps"] for r in run.of("Round") if not r["dropped"])
         == run.end["steps"]
         == sum(run.end["steps_by"])
     )
@@ -200,7 +200,7 @@ def test_a_boundary_between_equal_stages_has_no_effect(topology):
     """
     two = simulated(*BASE, *LOCAL, f"topology={topology}")
     one = simulated(*BASE, *WHOLE, f"topology={topology}")
-    assert [s["name"] for s in two.of("stage")] == ["bsp", "local_sgd"]
+    assert [s["name"] for s in two.of("StageEnd")] == ["bsp", "local_sgd"]
     assert (two.sha256, two.time_ns, two.end["steps"]) == (
         one.sha256,
         one.time_ns,
@@ -326,7 +326,7 @@ def test_a_boundary_between_equal_stages_changes_nothing(codec: str) -> None:
     border = ("schedule=post_local", "schedule.switch_epochs=0.5", "schedule.local_steps=1")
     kept, dropped = simulated(*same, *border), simulated(*same, *border, "schedule.residual=drop")
     whole = simulated(*same, "schedule=single", "sync=local_sgd", "sync.local_steps=1")
-    assert [stage["merges"] > 5 for stage in kept.of("stage")] == [True, True]
+    assert [stage["merges"] > 5 for stage in kept.of("StageEnd")] == [True, True]
     assert kept.sha256 == whole.sha256 != dropped.sha256
 
 
@@ -359,7 +359,7 @@ def test_no_push_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         "compression.ratio=0.02",
     )
     ran = simulated("model.hidden=[16]", "cluster=ashl_paper", "stop.steps=100", *border, *plain)
-    merges = ran.of("stage")[0]["merges"]
+    merges = ran.of("StageEnd")[0]["merges"]
     assert 5 < merges < len(run_state) - 5
     units = [-rate if k < merges else 1.0 for k in range(len(run_state))]
     came, applied = (
@@ -381,9 +381,9 @@ def test_a_buffer_is_merged_at_a_stage_boundary(monkeypatch):
         ),
     )
     ran = simulated(*BASE, *LOCAL)
-    first = ran.of("stage")[0]
+    first = ran.of("StageEnd")[0]
     assert (first["name"], first["merges"], first["dropped_by"]) == ("fedbuff", 1, [0, 0, 0])
-    assert first["steps"] == sum(r["steps"] for r in ran.of("round") if r["stage"] == 0) > 3
+    assert first["steps"] == sum(r["steps"] for r in ran.of("Round") if r["stage"] == 0) > 3
 
 
 # --- QSR
@@ -409,8 +409,8 @@ def test_qsr_takes_the_rate_after_the_warm_up_for_that_in_it():
     """A tenth of the rate at first made H a hundred times as long, before anything was learned."""
     warm = ("optimizer.lr=0.1", "optimizer.warmup_epochs=1", "stop.steps=null", "stop.epochs=1.5")
     ran = simulated(*BASE, "sync=qsr", "sync.local_steps=2", "sync.alpha=0.2", *warm)
-    assert {r["steps"] for r in ran.of("round")} <= {2, 4, 1, 3}
-    assert [r["steps"] for r in ran.of("round") if r["rank"] == 0][:3] == [2, 4, 4]
+    assert {r["steps"] for r in ran.of("Round")} <= {2, 4, 1, 3}
+    assert [r["steps"] for r in ran.of("Round") if r["rank"] == 0][:3] == [2, 4, 4]
 
 
 def test_the_tail_grows_with_equal_cycles():
@@ -420,7 +420,7 @@ def test_the_tail_grows_with_equal_cycles():
     ran = scheduled(
         "qsr_tail", *COSINE, "schedule.alpha=0.2", "planner=balanced", "schedule.h_max=32"
     )
-    tail = [r for r in ran.of("round") if r["stage"] == 3]
+    tail = [r for r in ran.of("Round") if r["stage"] == 3]
     by_rank = [
         [r["steps"] for r in tail if r["rank"] == rank and r["end_ns"] < ran.time_ns]
         for rank in range(3)

@@ -136,7 +136,7 @@ def test_each_piece_is_a_message_of_its_own() -> None:
     assert len(halves) == 2
     torch.testing.assert_close(ran.params, model, rtol=0, atol=1e-6)
     payload = stage.fragment_stages[0].codec.encoded_nbytes
-    assert ran.of("time_totals")[0]["bytes_up"] == 3 * sum(
+    assert ran.of("TimeTotals")[0]["bytes_up"] == 3 * sum(
         payload(0.2, stop - start) for start, stop in halves
     )
 
@@ -159,7 +159,7 @@ def test_an_asynchronous_stage_transfers_all_work_in_flight() -> None:
             plan, stages=(replace(stage, name="a", until={"commits": 21}), replace(stage, name="b"))
         )
     )
-    assert [end["reason"] for end in ran.of("stage")] == ["commits", "steps"]
+    assert [end["reason"] for end in ran.of("StageEnd")] == ["commits", "steps"]
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
     assert ran.end["steps"] == sum(ran.end["steps_by"])
 

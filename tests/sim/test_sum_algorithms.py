@@ -46,7 +46,7 @@ S_NS = S * 400  # at 20 Mbit/s
 def test_the_same_model_as_any_other_sum(algorithm, rounds, moved, port_ns) -> None:
     flat, ran = simulated(*BASE), simulated(*BASE, f"topology.algorithm={algorithm}")
     assert ran.sha256 == flat.sha256
-    ledgers = [record for record in ran.of("time_totals") if record["rank"] < 6]
+    ledgers = [record for record in ran.of("TimeTotals") if record["rank"] < 6]
     sent = [record["bytes_up"] for record in ledgers]
     assert sent == pytest.approx([2 * bytes_of_one for bytes_of_one in moved], abs=10)
     if rounds is None:
@@ -68,7 +68,7 @@ def test_terngrad_through_a_server_is_terngrad() -> None:
     )
     ran = simulated(*BASE, *ternary, "topology.algorithm=star")
     assert ran.sha256 == simulated(*BASE, *ternary).sha256
-    sent, (d, n, bits) = [record["bytes_up"] for record in ran.of("time_totals")], (S // 4, 6, 4)
+    sent, (d, n, bits) = [record["bytes_up"] for record in ran.of("TimeTotals")], (S // 4, 6, 4)
     words = 2 * 4 * -(-d * bits // 32)
     assert sent[0] - sent[1] == (n - 2) * words
     assert words < sent[1] < 1.3 * words, "and four scales, which are gathered"

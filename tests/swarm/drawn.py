@@ -183,16 +183,16 @@ def check_books(
     Only the round before the last may have been recorded as longer than the run, since the worker
     did not know the end yet.
     """
-    for ledger in seen.of("time_totals"):
+    for ledger in seen.of("TimeTotals"):
         assert sum(ledger["totals_ns"].values()) == end_ns, ledger
         assert min(ledger["totals_ns"].values()) >= 0
     cursor, following = dict.fromkeys(range(n), 0), dict.fromkeys(range(n), 0)
-    failures = len(seen.of("worker_failed")) if goes_back else 0
+    failures = len(seen.of("WorkerFailed")) if goes_back else 0
     repeats = dict.fromkeys(range(n), failures)
     returns = Counter(
-        rank for record in seen.of("worker_rejoined") for rank in [record["rank"]] * missing
+        rank for record in seen.of("WorkerRejoined") for rank in [record["rank"]] * missing
     )
-    for record in seen.of("round"):
+    for record in seen.of("Round"):
         ahead = record["round"] - following[record["rank"]]
         if ahead == -1 and repeats[record["rank"]]:
             repeats[record["rank"]] -= 1

@@ -131,7 +131,7 @@ def check_counts(seen: Seen, stage: StageConfig, end: dict) -> None:
     assert end["samples"] == sum(samples)
     assert sum(end["commits"]) == end["merges"] * (stage.quorum if stage.topology.has_server else n)
     done = Counter()
-    for record in seen.of("round"):
+    for record in seen.of("Round"):
         done[record["rank"]] += record["steps"]
     for rank in range(n):
         assert end["steps_by"][rank] + end["dropped_by"][rank] <= done[rank]
@@ -185,7 +185,7 @@ def messages_bytes(stage: StageConfig) -> list[int]:
 def check_bytes(seen: Seen, stage: StageConfig, end: dict) -> None:
     """Every exchange moves the dense model, and what one end sends the other end gets."""
     n, dense = stage.num_workers, stage.trainer.dense_bytes
-    ledgers = {record["rank"]: record for record in seen.of("time_totals")}
+    ledgers = {record["rank"]: record for record in seen.of("TimeTotals")}
     if not stage.topology.has_server:
         each = messages_bytes(stage)
         moved = end["merges"] * sum(each)
@@ -207,7 +207,7 @@ def check_bytes(seen: Seen, stage: StageConfig, end: dict) -> None:
 
 def check(seed: int) -> None:
     sim, seen, stage = played(seed)
-    (end,) = seen.of("stage")
+    (end,) = seen.of("StageEnd")
     check_mail(sim)
     assert end["end_ns"] <= sim.now_ns
     if end["reason"] == "seconds":
@@ -322,4 +322,4 @@ def test_a_message_that_nobody_receives_is_found() -> None:
 def test_seconds_end_an_all_reduce() -> None:
     cluster, stage = plain(BSP(exchange="gradient"), AllReduce(), replace(WITHOUT, seconds=0.5))
     _, seen = run(cluster, (stage,))
-    assert seen.of("stage")[0]["reason"] == "seconds"
+    assert seen.of("StageEnd")[0]["reason"] == "seconds"

@@ -56,7 +56,7 @@ def check(seed: int) -> None:
     cluster, stages = chosen
     unpaused, whole = Seen(), Seen()
     play(cluster, stages, unpaused, math.inf)
-    moment = random.Random(seed).uniform(0, unpaused.of("stage")[-1]["end_ns"])
+    moment = random.Random(seed).uniform(0, unpaused.of("StageEnd")[-1]["end_ns"])
     for file, since, said in play(cluster, stages, whole, moment):
         again = Seen()
         again.records = whole.records[:said]

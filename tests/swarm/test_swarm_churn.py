@@ -153,11 +153,11 @@ def check(seed: int) -> None:
             if "fewer than runtime.min_workers" not in str(error):
                 raise
             return
-    end = seen.of("stage")[-1]
+    end = seen.of("StageEnd")[-1]
     check_books(seen, n, end["end_ns"])
     assert end["steps"] == sum(end["steps_by"])
     for rank in range(n):
-        incarnations = 1 + sum(record["rank"] == rank for record in seen.of("worker_rejoined"))
+        incarnations = 1 + sum(record["rank"] == rank for record in seen.of("WorkerRejoined"))
         assert counted.came[rank] <= counted.settled[rank] <= counted.came[rank] + incarnations, (
             "a push under way at the end"
         )

@@ -112,9 +112,9 @@ def drawn(seed: int) -> tuple[Cluster, list[StageConfig]] | None:
 
 def check_counts(seen: Seen, stages: list[StageConfig]) -> None:
     """Computed work was merged or dropped; every sent message was received."""
-    end, n = seen.of("stage")[-1], stages[0].num_workers
+    end, n = seen.of("StageEnd")[-1], stages[0].num_workers
     done, applied = Counter(), Counter()
-    for record in seen.of("round"):
+    for record in seen.of("Round"):
         done[record["rank"]] += record["steps"]
         applied[record["rank"]] += 0 if record["dropped"] else record["steps"]
     assert end["steps"] == sum(end["steps_by"])
@@ -140,9 +140,9 @@ def check_counts(seen: Seen, stages: list[StageConfig]) -> None:
         )
     if end["reason"] == "steps":
         assert end["steps"] >= stages[0].limits.steps
-    ledgers = [record for record in seen.of("time_totals") if record["rank"] < n]
+    ledgers = [record for record in seen.of("TimeTotals") if record["rank"] < n]
     assert sum(r["bytes_up"] for r in ledgers) == sum(r["bytes_down"] for r in ledgers)
-    assert [r["bytes_up"] for r in seen.of("time_totals") if r["rank"] == n] in ([], [0])
+    assert [r["bytes_up"] for r in seen.of("TimeTotals") if r["rank"] == n] in ([], [0])
 
 
 def check(seed: int) -> None:
@@ -150,7 +150,7 @@ def check(seed: int) -> None:
         return
     cluster, stages = chosen
     sim, seen = run(cluster, stages, seed)
-    end = seen.of("stage")[-1]
+    end = seen.of("StageEnd")[-1]
     check_mail(sim)
     check_time(seen, cluster.num_workers, end["end_ns"])
     check_counts(seen, stages)
@@ -197,7 +197,7 @@ def test_a_stage_ends_by_what_rank_0_alone_knows() -> None:
     plan = replace(stage.plan, workers=(stage.plan.workers[0],) * 7)
     stage = replace(stage, plan=plan, limits=replace(WITHOUT, seconds=0.5, eval_every_s=0.125))
     _, seen = run(cluster, (stage,))
-    end = seen.of("stage")[-1]
+    end = seen.of("StageEnd")[-1]
     assert end["reason"] == "seconds"
     assert (
         end["commits"] == [50] * 7

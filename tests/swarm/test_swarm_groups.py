@@ -82,7 +82,7 @@ def check_counts(seen: Seen, stage: StageConfig, end: dict) -> None:
     assert end["steps"] == sum(end["steps_by"])
     assert end["steps_by"] == [c * h for c, h in zip(end["commits"], steps_each, strict=True)]
     done, met = Counter(), Counter()
-    for record in seen.of("round"):
+    for record in seen.of("Round"):
         done[record["rank"]] += record["steps"]
         met[record["rank"]] += len(record["group"]) > 1 and not record["dropped"]
     for rank in range(n):
@@ -95,7 +95,7 @@ def check_counts(seen: Seen, stage: StageConfig, end: dict) -> None:
 def check_groups(seen: Seen, stage: StageConfig) -> None:
     """Every member of a group was in it, and at the same point of the order."""
     meetings = Counter()
-    for record in seen.of("round"):
+    for record in seen.of("Round"):
         if len(record["group"]) > 1 and not record["dropped"]:
             assert record["rank"] in record["group"]
             meetings[tuple(record["group"])] += 1
@@ -107,12 +107,12 @@ def check_groups(seen: Seen, stage: StageConfig) -> None:
 
 def check(seed: int) -> None:
     sim, seen, stage = played(seed)
-    (end,) = seen.of("stage")
+    (end,) = seen.of("StageEnd")
     check_mail(sim)
     check_time(seen, stage.num_workers, end["end_ns"])
     check_counts(seen, stage, end)
     check_groups(seen, stage)
-    ledgers = [record for record in seen.of("time_totals") if record["rank"] < stage.num_workers]
+    ledgers = [record for record in seen.of("TimeTotals") if record["rank"] < stage.num_workers]
     assert sum(r["bytes_up"] for r in ledgers) == sum(r["bytes_down"] for r in ledgers)
     _, again, _ = played(seed)
     assert again.records == seen.records
@@ -139,13 +139,13 @@ def check_stages(seed: int) -> None:
     cluster, stages = drawn_stages(seed)
     n = cluster.num_workers
     sim, seen = run(cluster, stages, seed)
-    ends = seen.of("stage")
+    ends = seen.of("StageEnd")
     check_mail(sim)
     check_borders(seen, stages, n)
     check_time(seen, n, ends[-1]["end_ns"])
     check_counts(seen, stages[0], ends[-1])
     assert not any(
-        record["dropped"] for record in seen.of("round") if record["stage"] + 1 < len(ends)
+        record["dropped"] for record in seen.of("Round") if record["stage"] + 1 < len(ends)
     )
     for end, stage in zip(ends[:-1], stages, strict=False):
         assert end["reason"] == "commits"

@@ -62,7 +62,7 @@ def drawn(seed: int) -> tuple[Cluster, StageConfig]:
 def check(seed: int) -> None:
     cluster, stage = drawn(seed)
     sim, seen = run(cluster, (stage,), seed)
-    (end,) = seen.of("stage")
+    (end,) = seen.of("StageEnd")
     check_mail(sim)
     assert end["end_ns"] <= sim.now_ns
     check_time(seen, stage.num_workers, end["end_ns"])
@@ -71,7 +71,9 @@ def check(seed: int) -> None:
     _, again = run(cluster, (stage,), seed)
     assert (again.records, again.commits) == (seen.records, seen.commits)
     if stage.limits.seconds is None:
-        (serial,) = run(cluster, (replace(stage, overlap=Serial(), parts=()),), seed)[1].of("stage")
+        (serial,) = run(cluster, (replace(stage, overlap=Serial(), parts=()),), seed)[1].of(
+            "StageEnd"
+        )
         assert [end[name] for name in ("steps_by", "commits", "reason")] == [
             serial[name] for name in ("steps_by", "commits", "reason")
         ]

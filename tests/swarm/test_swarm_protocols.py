@@ -68,12 +68,12 @@ def moved(name: str, n: int) -> int:
 def check(seed: int) -> None:
     cluster, stage, name = drawn(seed)
     sim, seen = run(cluster, (stage,), seed)
-    end, n = seen.of("stage")[-1], stage.num_workers
+    end, n = seen.of("StageEnd")[-1], stage.num_workers
     check_mail(sim)
     check_time(seen, n, end["end_ns"])
     assert len(set(end["commits"])) == 1
     assert end["stale_max"] == [0] * n
-    ledgers = seen.of("time_totals")
+    ledgers = seen.of("TimeTotals")
     up, down = sum(r["bytes_up"] for r in ledgers), sum(r["bytes_down"] for r in ledgers)
     seconds = stage.limits.seconds
     if seconds is not None and end["end_ns"] == round(

@@ -147,7 +147,7 @@ def check_borders(seen: Seen, stages: list[StageConfig], n: int) -> None:
     """Stages follow each other; at each border every worker's time adds up to it; counts
     only grow.
     """
-    ends = seen.of("stage")
+    ends = seen.of("StageEnd")
     assert [end["stage"] for end in ends] == list(range(len(ends)))
     for before, after in pairwise(ends):
         assert before["end_ns"] <= after["end_ns"]
@@ -157,7 +157,7 @@ def check_borders(seen: Seen, stages: list[StageConfig], n: int) -> None:
             for a, b in zip(before[key], after[key], strict=True)
         )
         borders = [
-            record for record in seen.of("stage_boundary") if record["stage"] == before["stage"]
+            record for record in seen.of("StageBoundary") if record["stage"] == before["stage"]
         ]
         assert sorted(record["rank"] for record in borders) == list(range(n))
         assert all(sum(record["totals_ns"].values()) == before["end_ns"] for record in borders)
@@ -171,8 +171,8 @@ def check_leads(seen: Seen, stages: list[StageConfig]) -> None:
     """SSP's bound holds within its stage, after any earlier stage; at its end a waiting worker
     pushes its finished work.
     """
-    starts = [[0] * stages[0].num_workers, *(end["commits"] for end in seen.of("stage"))]
-    times = [end["merges"] for end in seen.of("stage")]
+    starts = [[0] * stages[0].num_workers, *(end["commits"] for end in seen.of("StageEnd"))]
+    times = [end["merges"] for end in seen.of("StageEnd")]
     for record in seen.commits:
         index = sum(merges < record["merges"] for merges in times)
         if (
@@ -190,7 +190,7 @@ def check_leads(seen: Seen, stages: list[StageConfig]) -> None:
 def check_bytes(seen: Seen, stages: list[StageConfig]) -> None:
     """One end receives all that the other end sends, under any compression."""
     n = stages[0].num_workers
-    ledgers = {record["rank"]: record for record in seen.of("time_totals")}
+    ledgers = {record["rank"]: record for record in seen.of("TimeTotals")}
     if n in ledgers:
         assert sum(ledgers[rank]["bytes_up"] for rank in range(n)) == ledgers[n]["bytes_down"]
         assert sum(ledgers[rank]["bytes_down"] for rank in range(n)) == ledgers[n]["bytes_up"]
@@ -205,7 +205,7 @@ def check(seed: int) -> None:
     sim, seen, stages = played(seed)
     check_mail(sim)
     check_borders(seen, stages, stages[0].num_workers)
-    check_time(seen, stages[0].num_workers, seen.of("stage")[-1]["end_ns"])
+    check_time(seen, stages[0].num_workers, seen.of("StageEnd")[-1]["end_ns"])
     check_leads(seen, stages)
     check_bytes(seen, stages)
     _, again, _ = played(seed)

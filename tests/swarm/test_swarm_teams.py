@@ -131,12 +131,12 @@ def over(
         if not any(words in str(error) for words in ENDS):
             raise
         return None
-    end = seen.of("stage")[-1]
+    end = seen.of("StageEnd")[-1]
     check_books(seen, cluster.num_workers, end["end_ns"], missing, goes_back)
     assert end["steps"] == sum(end["steps_by"])
     assert not sim.collective_queues.waiting()
-    merged, incarnations = Counter(), Counter(record["rank"] for record in seen.of("worker_failed"))
-    last = {(record["rank"], record["round"]): record for record in seen.of("round")}
+    merged, incarnations = Counter(), Counter(record["rank"] for record in seen.of("WorkerFailed"))
+    last = {(record["rank"], record["round"]): record for record in seen.of("Round")}
     for record in last.values():
         merged[record["rank"]] += 0 if record["dropped"] else record["steps"]
     return Over(
