@@ -60,6 +60,14 @@ class Contract:
     _strict: ClassVar[bool] = False
     _contract: ClassVar[bool] = True
 
+    @property
+    def needs(self) -> dict[str, str]:
+        """The capabilities of other options that this one needs, see `ashl.planning.capabilities`.
+
+        Each maps to the key of this option that needs it, "" = the option itself.
+        """
+        return {}
+
     def __init_subclass__(
         cls, *, group: str | None = None, contract: bool = False, strict: bool | None = None
     ) -> None:

@@ -266,12 +266,14 @@ def _paragraph(name: str, what: str) -> str:
 def _topologies(name: str) -> str:
     """Return the topologies that support a sync mode."""
     from ashl.config.construct import found
-    from ashl.planning.compatibility import TOPOLOGIES
 
-    rule = found(name, "sync", (name.partition(".")[0],))
+    rule: Any = found(name, "sync", (name.partition(".")[0],))
+    kinds = dict[str, Any]()
+    for topology, file in catalog()["topology"].items():
+        kinds[topology] = found(target(file), "topology", ())
     return ", ".join(
         topology
-        for topology, kind in TOPOLOGIES.items()
+        for topology, kind in kinds.items()
         if isinstance(rule, type) and issubclass(rule, kind.policy_type)
     )
 

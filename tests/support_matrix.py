@@ -182,6 +182,7 @@ def rows_of(topology: str, sync: str, number: Callable[[str], str]) -> list[tupl
 
     def note(sentence: str) -> str:
         """Return the note's number, with `…` for what the row is about."""
+        sentence = re.sub(r"(does not provide it); .*", r"\1", sentence)  # alternatives differ
         for name in (f"sync={sync}", f"topology={topology}"):
             kind = name.partition("=")[0]
             sentence = re.sub(rf"{re.escape(name)}\b", f"{kind}=…", sentence)

@@ -453,7 +453,7 @@ def test_a_topology_is_two_files(examples: Path, capsys: pytest.CaptureFixture[s
     )
     own = ["--config-dir", "options", "allow_targets=[mine]", "runtime=sim", "--dry-run"]
     assert main(["train", *own, *mode, "topology=broadcast", "compression=topk"]) == 2
-    assert "compression=topk: not supported" in capsys.readouterr().err
+    assert "compression=topk: needs compressed updates" in capsys.readouterr().err
 
 
 def test_shell_lines_are_read() -> None:

@@ -150,17 +150,17 @@ def test_stages_that_no_rank_can_go_through_are_refused(
         (
             "topology=gossip sync=d_psgd",
             {"compression": "topk"},
-            "stage d_psgd: compression=topk: not supported with",
+            "stage d_psgd: compression=topk: needs compressed updates",
         ),
         (
             "topology=gossip sync=d_psgd",
             {"aggregate": "uniform"},
-            "stage d_psgd: aggregate=uniform: not supported with topology=gossip",
+            "stage d_psgd: aggregate=uniform: needs a weighted merge of updates",
         ),
         (
             "sync=bsp",
             {"sync": "lb_bsp", "aggregate": "uniform"},
-            "stage bsp: aggregate=uniform: not supported",
+            "stage bsp: sync=lb_bsp: needs weights in proportion to the samples",
         ),
         (
             "sync=bsp",
@@ -183,7 +183,9 @@ def test_what_a_given_plan_says_is_checked_as_well(
 
 def test_a_topology_that_carries_no_pulls_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ParameterServer, "supports", ParameterServer.supports - {PULLS})
-    with pytest.raises(UsageError, match="topology=parameter_server has no compressed pulls"):
+    with pytest.raises(
+        UsageError, match="needs compressed pulls, and topology=parameter_server does not"
+    ):
         planned(*overrides("compression=topk", "topology.pull_ratio=0.1"))
 
 

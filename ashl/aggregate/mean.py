@@ -23,6 +23,13 @@ class Mean(Weighted):
 
     weights: Literal["samples", "data_share"]
 
+    @property
+    def needs(self) -> dict[str, str]:
+        guards = ("staleness_discount", "clip_norm", "max_staleness")
+        changed = [key for key in guards if getattr(self, key) is not None]
+        changed += ["scale"] if self.scale != 1 else []
+        return {"weights": changed[0]} if changed else {}
+
     def weigh(self, workers: Sequence[WorkerPlan]) -> list[float]:
         if self.weights == "samples":
             return [float(w.batch * w.local_steps) for w in workers]

@@ -47,6 +47,10 @@ class Weighted(Contract, group="aggregate", strict=True):
     clip_norm: Positive | None
     max_staleness: Count | None
 
+    @property
+    def needs(self) -> dict[str, str]:
+        return {"weights": ""}
+
     def accepts(self, staleness: int) -> bool:
         return self.max_staleness is None or staleness < self.max_staleness
 

@@ -199,6 +199,28 @@ class Codec(Contract, group="compression"):
     beta: ClassVar[float | None] = None
 
     @property
+    def needs(self) -> dict[str, str]:
+        traits, needs = self.traits, {}
+        if self.momentum is not None:
+            needs["no_momentum"] = "momentum"
+        if self.beta is not None:
+            needs |= {"no_momentum": "beta", "no_codec_momentum": "beta"}
+        if traits.lossless:
+            return needs
+        needs["codec"] = ""
+        if traits.scale_free or traits.full_gradient or self.estimator != "minibatch":
+            needs["gradients"] = ""
+        if traits.full_gradient:
+            needs["steps_of_sgd"] = ""
+        if self.estimator == "full":
+            needs["fixed_batches"] = "estimator"
+        if traits.reduces:
+            needs["joint_weights"] = ""
+        if self.critical_ratio is not None:
+            needs["own_densities"] = "critical_ratio"
+        return needs
+
+    @property
     def ratio(self) -> float | None:
         """The density, None for a codec without one."""
         return None

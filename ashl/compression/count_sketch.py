@@ -167,6 +167,15 @@ class CountSketch(Linear, Reduces):
     sketch_ratio: Ratio
     recovered_fraction: Ratio
 
+    @property
+    def needs(self) -> dict[str, str]:
+        # A server does not send the indices that were recovered, so a worker cannot know what is
+        # left. A recovered vector may be longer than the encoded one, so neighbours do not agree.
+        needs = super().needs | {"one_model": ""}
+        if self.error_feedback or self.momentum is not None:
+            needs["no_server"] = "error_feedback" if self.error_feedback else "momentum"
+        return needs
+
     def table(self, d: int, seed: int = 0) -> Table:
         """Return the shape of the sketch of d elements."""
         cols = max(1, round(self.sketch_ratio * d / self.sketch_rows))

@@ -54,6 +54,10 @@ class FetchSGD(CountSketch):
     masking: bool
     error: Literal["zero", "subtract"]
 
+    @property
+    def needs(self) -> dict[str, str]:
+        return super().needs | ({"no_momentum": "decay"} if self.decay else {})
+
     def reduce(
         self, memory: Sketches | None, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[Sketches, Tensor]:

@@ -51,6 +51,15 @@ class Sign(Reduces, Wrappable):
     per_layer: bool
 
     @property
+    def needs(self) -> dict[str, str]:
+        needs = super().needs
+        if self.vote == "majority":
+            needs["no_scale"] = "vote"
+        if self.per_layer:
+            needs["scale"] = "per_layer"
+        return needs
+
+    @property
     def traits(self) -> Traits:
         scaled, votes = self.scale == "mean", self.vote == "majority"
         return Traits(

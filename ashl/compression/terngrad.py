@@ -91,6 +91,10 @@ class TernGrad(Wrappable):
     entropy: EntropyCode
 
     @property
+    def needs(self) -> dict[str, str]:
+        return super().needs | ({"all_reduce": "shared_scale"} if self.shared_scale else {})
+
+    @property
     def traits(self) -> Traits:
         return Traits(unbiased=self.clip_sigmas is None, variable=self.entropy != "none")
 

@@ -25,6 +25,12 @@ class Optimizer(Contract, group="optimizer"):
     momentum: ClassVar[float] = 0.0
     weight_decay: ClassVar[float] = 0.0
 
+    @property
+    def needs(self) -> dict[str, str]:
+        if type(self).statistics is Optimizer.statistics:
+            return {}
+        return dict.fromkeys(("mlp", "closed_form", "statistics", "lossless", "plain_mean"), "")
+
     def for_layers(self, layers: Layers) -> Optimizer:
         """Return the optimizer of this model, for an optimizer that has to know the layers."""
         return self

@@ -24,6 +24,10 @@ class Average(Outer):
 
     linear: ClassVar[bool] = True
 
+    @property
+    def needs(self) -> dict[str, str]:
+        return {}
+
     def step(
         self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float
     ) -> tuple[Moments | None, Tensor]:

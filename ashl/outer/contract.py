@@ -23,6 +23,10 @@ class Outer(Contract, group="outer", strict=True):
     # True if steps on parts of an update add up to the step on the whole update
     linear: ClassVar[bool] = False
 
+    @property
+    def needs(self) -> dict[str, str]:
+        return {"outer": ""}
+
     def for_layers(self, layers: Layers) -> Outer:
         """Return this optimizer for a model with these layers."""
         return self

@@ -36,6 +36,24 @@ class Overlap(Contract, group="overlap", strict=True):
     untimed: ClassVar[str] = "plan=bytes"
 
     @property
+    def needs(self) -> dict[str, str]:
+        needs = dict.fromkeys(("overlap", "own_loop", "gradients", "plain_messages"), "")
+        one_way = self.compresses or self.reduce_scatter_all_gather
+        codec = "codec_by_message" if self.compresses else "lossless"
+        needs |= {"no_server": ""} if one_way else {}
+        needs |= {"server": ""} if self.pulls else {}
+        needs |= {"merges_of_slices": ""} if self.by_slice else {}
+        needs |= dict.fromkeys((codec, "gradient_steps"), "")
+        if self.overlaps_next_forward:
+            needs["fixed_rounds"] = ""
+        needs["no_clipping"] = ""
+        if self.by_slice or (self.overlaps_next_forward and not self.pulls):
+            needs["elementwise"] = ""
+        if self.ratio is not None:
+            needs["density"] = "ratio"
+        return needs
+
+    @property
     def timed(self) -> bool:
         """True if the plan follows from costs, which then have to be known."""
         return False
@@ -79,6 +97,20 @@ class Delayed(Overlap, contract=True):
 
     # local steps of the next piece that workers take before an exchange is applied
     delay: ClassVar[float] = ALL_STEPS
+
+    @property
+    def needs(self) -> dict[str, str]:
+        basic = ("delay", "own_loop", "plain_messages", "fixed_rounds", "gradient_steps")
+        needs = dict.fromkeys((*basic, "even_staleness"), "")
+        if self.needs_steps:
+            needs["differences"] = ""
+        if self.steps_ahead:
+            needs |= dict.fromkeys(("rounds", "linear_outer"), "")
+        if self.fragments:
+            needs["merges_of_fragments"] = ""
+        if self.share is not None:
+            needs |= dict.fromkeys(("lossless", "average"), "share")
+        return needs
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         return (len(timeline.ready_ns),)

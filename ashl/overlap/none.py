@@ -25,5 +25,9 @@ class Serial(Overlap):
 
     serial: ClassVar[bool] = True
 
+    @property
+    def needs(self) -> dict[str, str]:
+        return {}
+
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         return (len(timeline.ready_ns),)

@@ -62,6 +62,10 @@ class Priority(Crossing):
     credit: Count | Literal["auto"]
 
     @property
+    def needs(self) -> dict[str, str]:
+        return super().needs | {"merges_of_slices": ""}
+
+    @property
     def timed(self) -> bool:
         return self.plan == "tuned" or "auto" in (self.slice, self.credit)
 

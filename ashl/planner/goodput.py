@@ -92,6 +92,10 @@ class Goodput(Online):
             )
         return replace(state, noise=now)
 
+    @property
+    def needs(self) -> dict[str, str]:
+        return {"single_updates": ""}
+
     def presets(self, state: Averages, h_preset: int) -> Iterable[int]:
         return (h_preset,) if self._noise(state) is None else candidates(self.h_max)
 

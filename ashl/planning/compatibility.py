@@ -1,29 +1,19 @@
-"""Check that the chosen options work together.
+"""Check a plan, its stages, and the faults that it injects or survives.
 
-Each check takes options that are already constructed and raises UsageError. The message is one
-sentence, `key=value: problem; fix`, that names the incompatible options, the reason and an
-alternative.
-
-`ashl.planning.compile_plan` calls the checks in this order: single choices (`check_combination`,
-`check_compression`), stages (`check_stages`, `check_annealed_values`), faults (`check_faults`), and
-several servers (`check_sharded_server`). The predicates
-at the end of the module answer the same questions during a run: may the run continue without a
-failed worker, may a worker rejoin, may the run resume with another number of workers.
-
-Source: Xu et al., "GRACE", ICDCS 2021, and the papers of the methods name the incompatibilities of
-compression.
+`ashl.planning.capabilities` finds options that do not work together. The checks here need more than
+the options: the number of workers, the layers of the model, the order of stages, or faults. Each
+raises UsageError with one sentence, `key=value: problem; fix`. The predicates at the end of the
+module answer during a run: may the run continue without a failed worker, may a worker rejoin, may
+the run resume with another number of workers.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ashl.aggregate.fednova import FedNova
-from ashl.aggregate.weighted import Weighted
-from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL, Cluster, RealCluster
+from ashl.cluster.spec import FAIL, SERVER_FAIL, Cluster, RealCluster
 from ashl.compression.contract import (
     Codec,
     Collective,
@@ -33,65 +23,32 @@ from ashl.compression.contract import (
     Wrappable,
     size_of,
 )
-from ashl.compression.count_sketch import CountSketch
-from ashl.compression.fetch_sgd import FetchSGD
-from ashl.compression.sign import Sign
-from ashl.compression.terngrad import TernGrad
 from ashl.compression.wrappers import innermost, wrap_codec
 from ashl.config.override import key_of
 from ashl.errors import NoEffectError, UnusedKeyError, UsageError
 from ashl.learn.device import HOST
-from ashl.model.mlp import MLP
-from ashl.optimizer.adam import Adam
 from ashl.optimizer.contract import Optimizer
-from ashl.optimizer.sgd import SGD
-from ashl.outer.contract import Outer
 from ashl.overlap.contract import Delayed
-from ashl.plan.plan import AVERAGE, TARGETS, Limits, Plan, Spec, StagePlan, WorkerPlan
-from ashl.planner.goodput import Goodput
+from ashl.plan.plan import TARGETS, Limits, Plan, Spec, StagePlan
+from ashl.planning.capabilities import (
+    Choice,
+    can_encode_pulls,
+    capabilities_of,
+    check_choice,
+    has_plain_messages,
+    is_adam,
+)
 from ashl.planning.device import device_of, uses_nccl
 from ashl.planning.instantiate import Parts, StageParts, layout_of
 from ashl.planning.settings import STAGE_GROUPS
-from ashl.stage.contract import (
-    CAPABILITIES,
-    CODEC,
-    FAULT_TOLERANT,
-    OUTER,
-    PULLS,
-    STATISTICS,
-    WEIGHTS,
-    Rule,
-    Topology,
-    extra_ranks,
-)
+from ashl.stage.contract import FAULT_TOLERANT, PULLS, Rule, Topology, extra_ranks
 from ashl.sync.profiling import Profiling
-from ashl.sync.zero_one_adam import ZeroOneAdam
-from ashl.task.classification import Classification
 from ashl.task.contract import ACCURACY, Task
-from ashl.task.regression import Regression
-from ashl.topology.all_reduce import AllReduce, StepRule
-from ashl.topology.gossip import Gossip
-from ashl.topology.halos import Halos
-from ashl.topology.parameter_server import (
-    UPDATES,
-    BarrierRule,
-    ParameterServer,
-    ServerRule,
-    Updates,
-)
+from ashl.topology.all_reduce import AllReduce
+from ashl.topology.parameter_server import ParameterServer, ServerRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from ashl.topology.sharded_server import ShardedServer
 
-TOPOLOGIES = {  # by the name of the option
-    "parameter_server": ParameterServer,
-    "all_reduce": AllReduce,
-    "gossip": Gossip,
-    "partial_all_reduce": PartialAllReduce,
-}
-# topologies that no error message recommends
-RELATED_TOPOLOGIES = {"halos": Halos, "sharded_server": ShardedServer}
-# a sync mode that the topology supports
-INSTEAD = {Gossip: "sync=d_psgd", PartialAllReduce: "sync=ripples_smart"}
 # ends of a stage that depend on the loss or the accuracy
 NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "rises", "plateau"}
 # wire codes of codecs outside this package
@@ -148,233 +105,32 @@ def check_plan_overrides(
             )
 
 
-def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None:
-    """Refuse options that are incompatible before the model is built.
-
-    Args: `parts` maps each group to its option; `choices` maps each group to the option's name.
-    Raises: UsageError.
-    """
-    sync, topology, runtime, cluster = (
-        parts[key] for key in ("sync", "topology", "runtime", "cluster")
-    )
-    topology_name, sync_name = choices["topology"], choices.get("sync", "")
-    for key, part in (("topology", topology), ("sync", sync)):
-        if unknown := sorted(
-            (part.supports if part is not None and part.supports is not None else CAPABILITIES)
-            - CAPABILITIES
-        ):
-            raise UsageError(
-                f"{key}={choices[key]}: {unknown[0]!r} in `supports` is not a capability; take one"
-                f" of: {', '.join(sorted(CAPABILITIES))}"
-            )
-    if sync is not None and not isinstance(sync, topology.policy_type):
-        barrier = isinstance(sync, BarrierRule)
-        why = {
-            AllReduce: (
-                "it decides at a server when to merge pushes"
-                if barrier
-                else "an all-reduce waits for all workers, so no worker can be ahead"
-            ),
-            Gossip: "its workers have no shared model to wait for",
-        }.get(type(topology), "it has no rule for this topology")
-        other = INSTEAD.get(type(topology), "sync=bsp or sync=local_sgd")
-        raise UsageError(
-            f"sync={sync_name}: not supported with topology={topology_name}, {why}; take"
-            f" topology={' or '.join(list_compatible_topologies(sync))}, or {other}"
-        )
-    if type(parts["optimizer"]).statistics is not Optimizer.statistics:
-        check_closed_form_optimizer(parts, choices)
-    if sync is not None:
-        check_stage_options(sync, parts, choices)
-    if runtime.name == "sim":
-        if isinstance(cluster, RealCluster):
-            raise UsageError(
-                "cluster=real: declares no costs, which runtime=sim needs; take another cluster,"
-                " add the profile=FILE that was measured on this one, or take runtime=local"
-            )
-        if missing := cluster.missing():
-            raise UsageError(
-                f"cluster.{missing[0]}: not declared, and runtime=sim needs it (a missing cost is"
-                " not zero); set a value, or measure with runtime=local"
-            )
-    else:
-        uses_nccl(runtime, topology, cluster)
-
-
-def list_compatible_topologies(sync: Rule) -> list[str]:
-    """Return the names of the topologies that support this type of sync mode."""
-    return [name for name, topology in TOPOLOGIES.items() if isinstance(sync, topology.policy_type)]
-
-
-def check_stage_options(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """Check a stage's sync mode against the other options of the stage.
+def check_costs(parts: Mapping[str, Any]) -> None:
+    """Refuse a cluster without costs in virtual time, and a backend that the run cannot use.
 
     Raises: UsageError.
     """
-    if sync.resizes and not weighs_by_samples(parts["aggregate"]):
+    runtime, cluster = parts["runtime"], parts["cluster"]
+    if runtime.name != "sim":
+        uses_nccl(runtime, parts["topology"], cluster)
+    elif isinstance(cluster, RealCluster):
         raise UsageError(
-            f"aggregate={choices['aggregate']}: not supported with sync={choices['sync']}, where"
-            " workers have different batch sizes and only weights by samples give the mean"
-            " gradient; take aggregate=samples"
+            "cluster=real: declares no costs, which runtime=sim needs; take another cluster,"
+            " add the profile=FILE that was measured on this one, or take runtime=local"
         )
-    if sync.momentum_travels and not (
-        isinstance(parts["optimizer"], SGD) and parts["optimizer"].momentum
-    ):
+    elif missing := cluster.missing():
         raise UsageError(
-            f"sync={choices['sync']}: averages the momentum of SGD, and"
-            f" optimizer={choices['optimizer']} has none here; take optimizer=sgd"
-            " optimizer.momentum=0.9, or sync=local_sgd"
+            f"cluster.{missing[0]}: not declared, and runtime=sim needs it (a missing cost is"
+            " not zero); set a value, or measure with runtime=local"
         )
-    if isinstance(sync, ZeroOneAdam) and not is_adam(parts["optimizer"]):
-        raise UsageError(
-            f"sync={choices['sync']}: needs Adam, and the optimizer is"
-            f" optimizer={choices['optimizer']}; take optimizer=adam or optimizer=adamw"
-        )
-    check_capabilities(sync, parts, choices)
-    if isinstance(sync, ServerRule) and sync.messages() is not UPDATES:
-        check_message_protocol(sync.messages(), parts, choices)
-    topology: Topology = parts["topology"]
-    if topology.pull_ratio is not None and PULLS not in topology.supports:
-        raise UsageError(
-            f"topology.pull_ratio: topology={choices['topology']} has no compressed pulls; remove"
-            " topology.pull_ratio"
-        )
-    if topology.pull_ratio is not None and parts["compression"].traits.lossless:
-        text = (
-            "topology.pull_ratio: no effect without a compression; take compression=topk, or remove"
-            " topology.pull_ratio"
-        )
-        raise NoEffectError(text, "topology.pull_ratio")
 
 
-def is_adam(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer applies Adam to every parameter."""
-    return isinstance(optimizer, Adam) and optimizer.elementwise
-
-
-def capabilities_of(topology: Topology, sync: Rule) -> frozenset[str]:
-    """Return the capabilities of the sync mode if it defines some, else those of the topology.
-
-    A sync mode with its own message protocol defines its own capabilities.
-    """
-    return topology.supports if sync.supports is None else sync.supports
-
-
-def check_capabilities(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """Refuse a codec, or weights of updates, that neither topology nor sync mode supports.
+def check_stages(parts: Parts, plan: Plan) -> None:
+    """Refuse stages whose options do not work together, and stages that cannot follow one another.
 
     Raises: UsageError.
     """
-    topology: Topology = parts["topology"]
-    supported = capabilities_of(topology, sync)
-    if CODEC not in supported and not parts["compression"].traits.lossless:
-        named = f"compression={choices['compression']}"
-        if sync.supports is None and not topology.replicas:
-            raise UsageError(
-                f"{named}: not supported with topology={choices['topology']}; take"
-                " compression=none, or topology=parameter_server"
-            )
-        why = "whose messages are not updates"
-        fix = "take compression=none"
-        if topology.replicas:
-            why = "which sends whole models: most of a compressed model would be zero"
-            fix += ", or sync=choco, which sends differences"
-        raise UsageError(f"{named}: not supported with sync={choices['sync']}, {why}; {fix}")
-    if WEIGHTS not in supported and (
-        changed := describe_changed_weights(parts["aggregate"], choices["aggregate"])
-    ):
-        why = f"sync={choices['sync']}, which has its own rule to merge pushes"
-        if topology.replicas:
-            why = f"topology={choices['topology']}, where no server merges updates"
-        raise UsageError(
-            f"{changed}: not supported with {why}; take aggregate=mean with its defaults, and a"
-            " schedule that does not scale updates"
-        )
-
-
-def check_closed_form_optimizer(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """Refuse an optimizer with closed-form steps where the run cannot provide its sums.
-
-    It needs means over all samples from one all-reduce, and a model and a loss with a closed-form
-    minimum.
-    Raises: UsageError.
-    """
-    name, sync, aggregate = f"optimizer={choices['optimizer']}", parts["sync"], parts["aggregate"]
-    if not isinstance(parts["model"], MLP):
-        raise UsageError(f"{name}: supports only multi-layer perceptrons; take model=mlp")
-    if not isinstance(parts["task"], Classification | Regression):
-        raise UsageError(
-            f"{name}: supports only classification and regression; take task=classification or"
-            " task=regression"
-        )
-    if (
-        not isinstance(sync, StepRule)
-        or sync.exchange != "gradient"
-        or STATISTICS not in parts["topology"].supports
-    ):
-        raise UsageError(
-            f"{name}: needs an all-reduce over all workers at every step; take sync=bsp"
-            " topology=all_reduce"
-        )
-    if not parts["compression"].traits.lossless:
-        raise UsageError(
-            f"{name}: exchanges no updates, so a codec is not supported; take compression=none"
-        )
-    if (
-        choices["aggregate"] != "mean"
-        or aggregate.weights != "samples"
-        or aggregate.clip_norm
-        or aggregate.scale != 1
-    ):
-        raise UsageError(
-            f"{name}: needs unweighted means over all samples; take aggregate=mean with its"
-            " defaults"
-        )
-
-
-def check_message_protocol(
-    messages: Updates, parts: Mapping[str, Any], choices: Mapping[str, str]
-) -> None:
-    """Refuse options that the message protocol of a sync mode does not support.
-
-    Raises: UsageError.
-    """
-    sync, optimizer = f"sync={choices['sync']}", parts["optimizer"]
-    if parts["topology"].pull_ratio is not None:
-        raise UsageError(
-            f"topology.pull_ratio: not supported with {sync}, which has its own pulls; remove"
-            " topology.pull_ratio"
-        )
-    if messages.unbiased and not parts["compression"].traits.unbiased:
-        raise UsageError(
-            f"{sync}: needs an unbiased codec, and compression={choices['compression']} is biased;"
-            " take compression=grid or compression=none"
-        )
-    plain = choices["optimizer"] == "sgd" and not optimizer.momentum and not optimizer.weight_decay
-    if messages.plain and not plain:
-        raise UsageError(
-            f"{sync}: needs plain SGD steps; take optimizer=sgd optimizer.momentum=0"
-            " optimizer.weight_decay=0"
-        )
-
-
-def describe_changed_weights(aggregate: Weighted, name: str) -> str | None:
-    """Return the first setting of the aggregation rule that is not its default, or None."""
-    if name != "mean":
-        return f"aggregate={name}"
-    guards = [
-        key
-        for key in ("staleness_discount", "clip_norm", "max_staleness")
-        if getattr(aggregate, key) is not None
-    ]
-    return f"aggregate.{(guards or ['scale'])[0]}" if guards or aggregate.scale != 1 else None
-
-
-def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
-    """Refuse stages that their topology cannot run, and stages that cannot follow one another.
-
-    Raises: UsageError.
-    """
+    stages = plan.stages
     check_one_topology(stages, parts.stages)
     check_online_costs(parts, stages)
     extra = {extra_ranks(own.topology, own.sync, parts.cluster.node) for own in parts.stages}
@@ -383,16 +139,61 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
             "schedule: some stages need a coordinator process and others do not, and a run keeps"
             " its processes; take stages of one kind"
         )
+    for stage, own in zip(stages, parts.stages, strict=True):
+        check_quorum(own.sync, len(stage.workers))
+        check_stage_end(stage, parts)
+        check_choice(stage_choice(plan, stage, own, parts), stage.name)
     for before, stage, own in zip((None, *parts.stages), stages, parts.stages, strict=False):
-        check_one_stage(before, stage, own, parts)
-    for (previous, before), (stage, own) in pairwise(zip(stages, parts.stages, strict=True)):
-        if stage.handover.get("momentum") != "reset":
+        continues = before is not None and stage.handover.get("momentum") != "reset"
+        if own.sync.after_adam and not (before and continues and is_adam(own.optimizer)):
+            raise UsageError(
+                f"stage {stage.name}: sync={option_name(own.sync)} needs the moments of a stage"
+                " with Adam; take schedule=one_bit_adam optimizer=adam"
+            )
+        if before is not None and continues:
             check_momentum_handover(stage.name, before, own)
+    check_order(parts, stages)
+
+
+def check_order(parts: Parts, stages: Sequence[StagePlan]) -> None:
+    """Refuse a stage that never ends, and a server learning rate that cannot change.
+
+    Raises: UsageError.
+    """
+    rows = zip(pairwise(stages), parts.stages, parts.stages[1:], strict=False)
+    for (previous, stage), before, own in rows:
         if not previous.until and type(before.sync).loop is Rule.loop:
             raise UsageError(
                 f"stage {previous.name}: until is empty, so stage {stage.name} would never begin;"
                 ' set until, for example {"commits": 100}'
             )
+        changes = stage.aggregate["scale"] != previous.aggregate["scale"]
+        if changes and own.sync.exchange != "difference":
+            raise UsageError(
+                f"stage {stage.name}: the server learning rate (aggregate.scale) changes, and"
+                f" sync={option_name(own.sync)} has none, as it merges gradients; take a mode that"
+                " merges updates, for example sync=local_sgd sync.local_steps=1, or"
+                " optimizer.schedule=cosine"
+            )
+
+
+def stage_choice(plan: Plan, stage: StagePlan, own: StageParts, parts: Parts) -> Choice:
+    """Return the options of a stage, as `check_choice` judges them."""
+    planner = parts.planner if stage.h_preset is not None else None
+    names = {group: option_name(option) for group, option in vars(own).items()}
+    of_run = {group: plan.choices.get(group, "") for group in ("model", "task", "cluster")}
+    return Choice(
+        **vars(own),
+        planner=planner,
+        model=parts.model,
+        task=parts.task,
+        cluster=parts.cluster,
+        gradients=parts.runtime.gradients,
+        num_workers=plan.num_workers,
+        layout=layout_of(plan.layers),
+        names={**names, **of_run, "planner": option_name(parts.planner)},
+        scheduled="sync" not in plan.choices,
+    )
 
 
 def check_online_costs(parts: Parts, stages: Sequence[StagePlan]) -> None:
@@ -409,47 +210,6 @@ def check_online_costs(parts: Parts, stages: Sequence[StagePlan]) -> None:
             " there are none; take planner=balanced, or remove profile=FILE and take a schedule"
             " that profiles, for example schedule=ashl_next"
         )
-
-
-def check_one_stage(
-    before: StageParts | None, stage: StagePlan, own: StageParts, parts: Parts
-) -> None:
-    """Refuse a stage whose options are incompatible.
-
-    Args: `before` has the options of the stage before, or None.
-    Raises: UsageError.
-    """
-    sync, topology = own.sync, own.topology
-    if sync.after_adam and not (
-        before and is_adam(own.optimizer) and stage.handover.get("momentum") != "reset"
-    ):
-        raise UsageError(
-            f"stage {stage.name}: sync={option_name(sync)} needs the moments of a stage with Adam;"
-            " take schedule=one_bit_adam optimizer=adam"
-        )
-    check_quorum(sync, len(stage.workers))
-    check_stage_end(stage, parts)
-    if not isinstance(sync, topology.policy_type):
-        raise UsageError(
-            f"stage {stage.name}: sync={option_name(sync)} is not supported with"
-            f" topology={topology_name(topology)}; take"
-            f" topology={' or '.join(list_compatible_topologies(sync))}, or one sync mode for the"
-            f" whole run, for example {INSTEAD.get(type(topology), 'sync=bsp')}"
-        )
-    if isinstance(topology, Halos):
-        topology.check_tree(
-            sync, parts.cluster.node, stage.h_preset is not None and parts.planner.follows
-        )
-    try:
-        check_stage_options(
-            sync, vars(own), {group: option_name(option) for group, option in vars(own).items()}
-        )
-    except NoEffectError:
-        raise
-    except UsageError as error:
-        raise UsageError(f"stage {stage.name}: {error}") from error
-    if stage.outer != AVERAGE:
-        check_outer_optimizer(stage.name, sync, topology)
 
 
 def check_stage_end(stage: StagePlan, parts: Parts) -> None:
@@ -472,11 +232,7 @@ def check_stage_end(stage: StagePlan, parts: Parts) -> None:
 
 def option_name(option: Any) -> str:
     """Return an option's name as a user types it: the name of its file."""
-    return (
-        topology_name(option)
-        if isinstance(option, Topology)
-        else type(option).__module__.rpartition(".")[2]
-    )
+    return type(option).__module__.rpartition(".")[2]
 
 
 def check_momentum_handover(stage: str, before: StageParts, own: StageParts) -> None:
@@ -499,25 +255,6 @@ def check_momentum_handover(stage: str, before: StageParts, own: StageParts) -> 
     )
 
 
-def check_outer_optimizer(stage: str, sync: Rule, topology: Topology) -> None:
-    """Refuse an outer optimizer where no updates are merged, or another optimizer steps on them.
-
-    Raises: UsageError.
-    """
-    supported = capabilities_of(topology, sync)
-    if OUTER in supported and sync.exchange == "difference":
-        return
-    why = f"sync={option_name(sync)} does not push updates"
-    if topology.replicas:
-        why = "workers average their models, and no server merges updates"
-    elif OUTER in supported:
-        why = "gradients are merged, and `optimizer` steps on them"
-    raise UsageError(
-        f"outer: an outer optimizer has no effect in stage {stage}, {why}; take outer=average, or a"
-        " mode that merges updates, for example sync=local_sgd"
-    )
-
-
 def check_one_topology(stages: Sequence[StagePlan], parts: Sequence[StageParts]) -> None:
     """Refuse stages of different topologies: a rank's state depends on the topology.
 
@@ -526,31 +263,10 @@ def check_one_topology(stages: Sequence[StagePlan], parts: Sequence[StageParts])
     for stage, own in zip(stages, parts, strict=True):
         if type(own.topology) is not type(parts[0].topology):
             raise UsageError(
-                f"stage {stage.name}: topology={topology_name(own.topology)} differs from"
-                f" topology={topology_name(parts[0].topology)} of stage {stages[0].name}, and a"
+                f"stage {stage.name}: topology={option_name(own.topology)} differs from"
+                f" topology={option_name(parts[0].topology)} of stage {stages[0].name}, and a"
                 " worker's state cannot be converted; take one topology for the whole run"
             )
-
-
-def topology_name(topology: Topology) -> str:
-    """Return the topology's name as a user types it."""
-    return next(
-        (
-            name
-            for name, kind in (TOPOLOGIES | RELATED_TOPOLOGIES).items()
-            if isinstance(topology, kind)
-        ),
-        type(topology).__name__,
-    )
-
-
-def weighs_by_samples(aggregate: Weighted) -> bool:
-    """Return True if the weight of a worker is in proportion to its samples."""
-    one = WorkerPlan(
-        local_steps=1, batch=1, data_share=0.5, compression_ratio=1.0, predicted_cycle_s=None
-    )
-    few, many = aggregate.weigh([one, replace(one, batch=3)])
-    return many == 3 * few
 
 
 def check_worker_count(sync: Rule | None, topology: Topology, num_workers: int, seed: int) -> None:
@@ -690,80 +406,36 @@ def check_compression(
     layout: Layout,
     num_workers: int,
 ) -> list[str]:
-    """Check the codec against the other options.
+    """Check the values of the codec for this model.
 
     Args: `layout` has the name and shape of each layer of the model.
-    Returns: notes on a codec that is accepted, one sentence each.
+    Returns: notes on the codec, one sentence each.
     Raises: UsageError.
     """
-    option, topology, sync = parts["compression"], parts["topology"], parts["sync"]
+    option, topology, d = parts["compression"], parts["topology"], size_of(layout)
     name = f"compression={choices['compression']}"
-    check_signs(name, option, parts["optimizer"])
     codec = wrap_codec(option, layout)
     if codec.traits.lossless:
         return []
     check_codec_roles(name, innermost(codec))
-    check_wrappers(name, option, parts["optimizer"], layout)
-    if sync is not None:
-        check_codec_exchange(name, option, sync, choices["sync"], parts["optimizer"])
-    elif codec.estimator != "minibatch" or codec.traits.full_gradient:
+    shares = {
+        "compression.ratio": option.ratio,
+        "compression.critical_ratio": option.critical_ratio,
+        "topology.pull_ratio": topology.pull_ratio if topology.has_server else None,
+    }
+    for key, share in shares.items():
+        if share is not None and share * d < 1:
+            raise UsageError(
+                f"{key}={share:g}: sends less than one of the model's {d} elements; take at least"
+                f" 1/{d}"
+            )
+    if option.critical_ratio and option.ratio and option.critical_ratio < option.ratio:
         raise UsageError(
-            f"{name}: compresses gradients, and the stages of schedule={choices['schedule']}"
-            " exchange differences of models; take schedule=single sync=bsp"
+            f"compression.critical_ratio={option.critical_ratio:g}: the density while gradients"
+            f" change fast is less than compression.ratio={option.ratio:g}, the density otherwise;"
+            " exchange the two values"
         )
-    if codec.traits.reduces:
-        check_merged_aggregate(name, parts["aggregate"], choices["aggregate"])
-    if isinstance(option, CountSketch):
-        check_sketch(name, option, topology, parts["optimizer"])
-    d = size_of(layout)
-    check_pull_codec(name, option, topology, d)
-    check_codec_topology(name, option, codec, choices["topology"], topology, d)
     return note_compression(name, option, codec, parts, d, num_workers)
-
-
-def check_pull_codec(name: str, option: Codec, topology: Topology, d: int) -> None:
-    """Refuse compressed pulls with a codec that cannot encode them.
-
-    Raises: UsageError.
-    """
-    if not topology.has_server or topology.pull_ratio is None:
-        return
-    pulled = option.for_pulls()
-    if not (pulled.decodes_alone and pulled.traits.contraction and not pulled.traits.reduces):
-        raise UsageError(
-            f"topology.pull_ratio: not supported with {name}, a pull needs a contraction without"
-            " state, for example compression=topk; remove topology.pull_ratio, or take another"
-            " compression"
-        )
-    check_density("topology.pull_ratio", topology.pull_ratio, d)
-
-
-def check_codec_topology(
-    name: str, option: Codec, codec: Codec, topology_name: str, topology: Topology, d: int
-) -> None:
-    """Refuse a codec whose payloads the topology cannot merge.
-
-    Raises: UsageError.
-    """
-    all_reduce = topology_name == "all_reduce"
-    if isinstance(option, TernGrad) and option.shared_scale and not all_reduce:
-        raise UsageError(
-            f"compression.shared_scale=true: {name} agrees on a scale before each all-reduce, and"
-            f" topology={topology_name} has none; take topology=all_reduce, or"
-            " compression.shared_scale=false"
-        )
-    if topology.replicas and not (option.decodes_alone and shrinks_differences(option, d)):
-        raise UsageError(
-            f"{name}: not supported with topology={topology_name}, neighbours need a contraction"
-            " without state; take another compression, for example compression=topk"
-        )
-    adaptive = option.critical_ratio is not None  # each worker decides how many elements it sends
-    if adaptive and codec.traits.linear and all_reduce:
-        raise UsageError(
-            "compression.critical_ratio: each worker chooses its own density, and the all-reduce"
-            f" of {name} needs the same density on all; remove it, or take"
-            " topology=parameter_server"
-        )
 
 
 def check_codec_roles(name: str, codec: Codec) -> None:
@@ -793,167 +465,12 @@ def check_codec_roles(name: str, codec: Codec) -> None:
         )
 
 
-def shrinks_differences(option: Codec, d: int) -> bool:
-    """Return True if repeated encoding of the remaining difference makes it tend to zero."""
-    traits = option.traits
-    return not traits.scale_free and (
-        traits.contraction or traits.drains or option.bound(None, d) < 1
-    )
-
-
-def check_wrappers(name: str, option: Codec, optimizer: Optimizer, layout: Layout) -> None:
-    """Refuse momentum in two places, and densities of less than one element.
-
-    Raises: UsageError.
-    """
-    if option.momentum is not None:
-        if momentum := optimizer.momentum:
-            raise UsageError(
-                f"compression.momentum={option.momentum:g}: with optimizer.momentum={momentum:g}"
-                " momentum is applied twice; set optimizer.momentum=0"
-            )
-        if option.error_feedback and not (option.traits.contraction or option.traits.drains):
-            raise UsageError(
-                f"compression.momentum={option.momentum:g}: {name} is not a contraction, so it has"
-                " no residual to correct; remove compression.momentum"
-            )
-    d = size_of(layout)
-    ratio, critical = option.ratio, option.critical_ratio
-    for key, share in {"ratio": ratio, "critical_ratio": critical}.items():
-        if share is not None:
-            check_density(f"compression.{key}", share, d)
-    if critical is not None and ratio is not None and critical < ratio:
-        raise UsageError(
-            f"compression.critical_ratio={critical:g}: the density while gradients change fast is"
-            f" less than compression.ratio={ratio:g}, the density otherwise; exchange the two"
-            " values"
-        )
-
-
-def check_density(key: str, share: float, d: int) -> None:
-    """Refuse a density that sends less than one of `d` elements.
-
-    Raises: UsageError.
-    """
-    if share * d < 1:
-        raise UsageError(
-            f"{key}={share:g}: sends less than one of the model's {d} elements; take at least 1/{d}"
-        )
-
-
-def is_plain_sgd(optimizer: Optimizer) -> bool:
-    """Return True if a step is lr · gradient, except for weight decay."""
-    return isinstance(optimizer, SGD) and not optimizer.momentum
-
-
-def check_codec_exchange(
-    name: str, codec: Codec, sync: Rule, sync_name: str, optimizer: Optimizer
-) -> None:
-    """Refuse a codec that is not made for the vectors that the sync mode exchanges.
-
-    Raises: UsageError.
-    """
-    gradients = "sync=bsp" + (", or compression.scale=mean" if isinstance(codec, Sign) else "")
-    if codec.traits.scale_free and sync.exchange != "gradient":
-        raise UsageError(
-            f"{name}: loses the length of an update, so it is for gradients, and sync={sync_name}"
-            f" exchanges differences of models; take {gradients}"
-        )
-    estimator = codec.estimator
-    curved = codec.traits.full_gradient and not is_plain_sgd(optimizer)
-    if (codec.traits.full_gradient or estimator != "minibatch") and sync.exchange != "gradient":
-        raise UsageError(
-            f"{name}: compresses gradients, and sync={sync_name} exchanges differences of models;"
-            f" take sync=bsp{' optimizer=sgd optimizer.momentum=0' if curved else ''}"
-        )
-    if curved:
-        raise UsageError(
-            f"{name}: compares changes of gradients with the steps of plain SGD; take optimizer=sgd"
-            " optimizer.momentum=0"
-        )
-    if estimator == "full" and sync.resizes:
-        raise UsageError(
-            f"compression.estimator=full: uses all samples of a worker at once, so sync={sync_name}"
-            " has no batch sizes to choose; take sync=bsp, or compression.estimator=minibatch"
-        )
-
-
-def check_signs(name: str, option: Codec, optimizer: Optimizer) -> None:
-    """Refuse settings of sign codecs that contradict each other, and momentum in two places.
-
-    Raises: UsageError.
-    """
-    if isinstance(option, Sign) and option.vote == "majority" and option.scale != "none":
-        fix = "compression.scale=none" + (
-            " compression.error_feedback=false" if option.error_feedback else ""
-        )
-        raise UsageError(
-            f"compression.scale={option.scale}: compression.vote=majority applies signs without a"
-            f" scale; set {fix}"
-        )
-    if isinstance(option, Sign) and option.scale == "none" and option.per_layer:
-        raise UsageError(
-            "compression.per_layer: no effect, compression.scale=none has no scale per layer;"
-            " remove compression.per_layer"
-        )
-    if option.beta is not None:
-        for key, momentum in (("compression", option.momentum), ("optimizer", optimizer.momentum)):
-            if momentum:
-                raise UsageError(
-                    f"compression.beta={option.beta:g}: {name} sends a momentum, so with"
-                    f" {key}.momentum={momentum:g} momentum is applied twice; set"
-                    f" {key}.momentum={'null' if key == 'compression' else 0}, or"
-                    " compression.beta=null"
-                )
-
-
-def check_sketch(name: str, option: CountSketch, topology: Topology, optimizer: Optimizer) -> None:
-    """Refuse a sketch where a worker cannot know which part of the sum was recovered.
-
-    Raises: UsageError.
-    """
-    if topology.has_server and (option.error_feedback or option.momentum is not None):
-        raise UsageError(
-            f"{name}: a worker keeps the elements that were not recovered, and a server does not"
-            " send their indices; take topology=all_reduce, compression=fetch_sgd, or"
-            " compression.error_feedback=false without compression.momentum"
-        )
-    if topology.replicas:
-        raise UsageError(
-            f"{name}: not supported with averages of neighbours, a recovered vector may be longer"
-            " than the encoded one; take compression=topk, or topology=all_reduce"
-        )
-    momentum = optimizer.momentum
-    if isinstance(option, FetchSGD) and option.decay and momentum:
-        raise UsageError(
-            f"compression.decay={option.decay:g}: {name} keeps momentum in the sketch, so with"
-            f" optimizer.momentum={momentum:g} momentum is applied twice; set optimizer.momentum=0"
-        )
-
-
-def check_merged_aggregate(name: str, aggregate: Weighted, aggregate_name: str) -> None:
-    """Refuse weights of single payloads where all payloads are decoded together.
-
-    Raises: UsageError.
-    """
-    if isinstance(aggregate, FedNova):
-        raise UsageError(
-            f"aggregate={aggregate_name}: weighs each payload, and {name} merges all payloads at"
-            " once; take aggregate=mean"
-        )
-    if aggregate.staleness_discount is not None:
-        raise UsageError(
-            f"aggregate.staleness_discount: weighs each payload, and {name} merges all payloads at"
-            " once; remove it"
-        )
-
-
 def note_dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
     """Return a note on `topology.pull_ratio` where pushes are compressed and pulls could be."""
     d = plan.num_params
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         topology, codec, sync = own.topology, own.compression, own.sync
-        plain = isinstance(sync, ServerRule) and sync.messages() is UPDATES
+        plain = isinstance(sync, ServerRule) and has_plain_messages(sync)
         if (
             not plain
             or codec.traits.lossless
@@ -962,13 +479,7 @@ def note_dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
         ):
             continue
         sent = max(worker.message_bytes or 0 for worker in stage.workers)
-        pulled = codec.for_pulls()
-        if (
-            sent < 4 * d
-            and pulled.decodes_alone
-            and pulled.traits.contraction
-            and not pulled.traits.reduces
-        ):
+        if sent < 4 * d and can_encode_pulls(codec):
             return (
                 (
                     f"pushes are compressed and pulls are not ({4 * d / 1e6:.3g} MB each);"
@@ -1052,115 +563,22 @@ def note_gathered_payloads(
     ]
 
 
-def check_annealed_values(parts: Parts, stages: Sequence[StagePlan]) -> None:
-    """Refuse a server learning rate that cannot change between stages, and an H by gradient noise
-    that cannot be planned.
-
-    Raises: UsageError.
-    """
-    for (before, stage), own in zip(pairwise(stages), parts.stages[1:], strict=True):
-        if (
-            stage.aggregate["scale"] != before.aggregate["scale"]
-            and own.sync.exchange != "difference"
-        ):
-            raise UsageError(
-                f"stage {stage.name}: the server learning rate (aggregate.scale) changes, and"
-                f" sync={option_name(own.sync)} has none, as it merges gradients; take a mode that"
-                " merges updates, for example sync=local_sgd sync.local_steps=1, or"
-                " optimizer.schedule=cosine"
-            )
-    if isinstance(parts.planner, Goodput):
-        for stage, own in zip(stages, parts.stages, strict=True):
-            if stage.h_preset is not None and (why := explain_unseen_updates(own, parts)):
-                raise UsageError(
-                    f"planner=goodput: compares whole updates of workers, and in stage {stage.name}"
-                    f" {why}; take planner=online"
-                )
-
-
-def explain_unseen_updates(own: StageParts, parts: Parts) -> str | None:
-    """Return why no server receives whole updates of single workers, or None if one does."""
-    if not parts.runtime.gradients:
-        return "runtime.gradients=false computes none"
-    if not own.topology.has_server or isinstance(own.topology, Halos):
-        return f"topology={option_name(own.topology)} has no server that receives them"
-    if own.compression.traits.reduces:
-        return f"compression={option_name(own.compression)} decodes only all payloads together"
-    if own.overlap.fragments:
-        return f"overlap={option_name(own.overlap)} sends single fragments"
-    plain = (
-        isinstance(own.sync, ServerRule)
-        and own.sync.messages() is UPDATES
-        and not own.sync.momentum_travels
-    )
-    if not plain or own.sync.exchange != "difference":
-        return f"sync={option_name(own.sync)} does not push updates"
-    return None
-
-
 def check_sharded_server(plan: Plan, parts: Parts) -> None:
-    """Refuse several servers where the model cannot be merged shard by shard.
+    """Refuse more servers than the model has shards, and shards that change between stages.
 
     Raises: UsageError.
     """
-    topology, cluster = parts.stages[0].topology, parts.cluster
+    topology = parts.stages[0].topology
     if not isinstance(topology, ShardedServer):
         return
-    name = f"topology={option_name(topology)}"
     topology.bounds([layer.size for layer in layout_of(plan.layers)])
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         if own.topology != topology:
             raise UsageError(
-                f"{name}: stage {stage.name} has other shards than stage {plan.stages[0].name}, and"
-                " servers cannot exchange shards; take the same topology.servers and"
-                " topology.partition_by in all stages"
+                f"topology={option_name(topology)}: stage {stage.name} has other shards than stage"
+                f" {plan.stages[0].name}, and servers cannot exchange shards; take the same"
+                " topology.servers and topology.partition_by in all stages"
             )
-        check_sharded_stage(name, stage, own, parts)
-    if isinstance(cluster, Cluster) and cluster.exchange_s is not None:
-        raise UsageError(
-            f"{name}: no effect with cluster.exchange_s, where no NIC is ever busy; set"
-            " cluster.exchange_s=null with cluster.bandwidth_mbit_s and cluster.latency_s, or take"
-            f" {ONE_SERVER}"
-        )
-    if isinstance(cluster, Cluster) and cluster.node is not None:
-        raise UsageError(
-            f"{name}: not supported with cluster.node, which does not place several servers; take"
-            f" cluster.node=null, or {ONE_SERVER}"
-        )
-
-
-def check_sharded_stage(name: str, stage: StagePlan, own: StageParts, parts: Parts) -> None:
-    """Refuse a stage that needs the whole model at one server.
-
-    Raises: UsageError.
-    """
-    sync, outer = own.sync, own.outer
-    plain = type(sync).loop is Rule.loop and type(sync).step is Rule.step
-    if (
-        not isinstance(sync, ServerRule)
-        or not plain
-        or sync.messages() is not UPDATES
-        or sync.takes_all
-    ):
-        raise UsageError(
-            f"{name}: merges updates shard by shard, and sync={option_name(sync)} has its own loop,"
-            f" messages or step; take sync=bsp, local_sgd, asp or ssp, or {ONE_SERVER}"
-        )
-    if stage.h_preset is not None and parts.planner.follows:
-        raise UsageError(
-            f"{name}: not supported with a planner that replans, no server receives whole pushes;"
-            f" take planner=balanced, or {ONE_SERVER}"
-        )
-    if sync.exchange == "gradient" and not own.optimizer.elementwise:
-        raise UsageError(
-            f"{name}: not supported with optimizer={option_name(own.optimizer)}, which steps on"
-            f" whole layers, and a server has a shard; take optimizer=sgd, or {ONE_SERVER}"
-        )
-    if type(outer).for_layers is not Outer.for_layers:
-        raise UsageError(
-            f"{name}: not supported with outer={option_name(outer)}, which steps on whole layers;"
-            f" take outer=nesterov, or {ONE_SERVER}"
-        )
 
 
 def overlaps_steps(own: StageParts) -> bool:
@@ -1181,40 +599,54 @@ def blocks_on_failure(own: StageParts) -> bool:
     return overlaps_steps(own) and not (whole or own.topology.regroups)
 
 
-def survives_only_in_sim(own: StageParts, parts: Parts) -> bool:
-    """Return True if the stage survives a failed worker only in virtual time.
-
-    Real processes cannot abort collectives of NCCL.
-    """
-    return (
-        exchanges_by_collectives(own)
-        and parts.runtime.backend != "gloo"
-        and device_of(parts.runtime) != HOST
-    )
-
-
-def exchanges_by_collectives(own: StageParts) -> bool:
-    """Return True if workers exchange by all-reduce."""
-    return isinstance(own.topology, AllReduce | PartialAllReduce)
-
-
-def forbids_rejoin(own: StageParts) -> bool:
-    """Return True if a failed worker cannot rejoin."""
-    return isinstance(own.topology, ShardedServer)
-
-
 def has_failure_protocol(own: StageParts) -> bool:
     """Return True if the topology and the sync mode have a protocol for failed workers."""
     tolerant = FAULT_TOLERANT in capabilities_of(own.topology, own.sync)
     return tolerant and not own.topology.has_fixed_size
 
 
-def survives_failure(parts: Parts) -> bool:
-    """Return True if a run on real processes continues without a failed worker in every stage."""
-    return not sends_messages_by_nccl(parts) and all(
-        has_failure_protocol(own)
-        and not (blocks_on_failure(own) or survives_only_in_sim(own, parts))
-        for own in parts.stages
+def explain_intolerance(own: StageParts, runtime: Any, *, real: bool, rejoin: bool) -> str | None:
+    """Return why a stage cannot continue without a failed worker, and with `rejoin` why this worker
+    cannot rejoin; None if it can.
+
+    Args: real: True on processes, which cannot abort collectives of NCCL.
+    """
+    if not has_failure_protocol(own):
+        mode = (
+            f"sync={option_name(own.sync)}"
+            if FAULT_TOLERANT in own.topology.supports
+            else f"topology={option_name(own.topology)}"
+        )
+        return (
+            f"{mode} cannot continue without a failed worker; remove these faults, or"
+            f" {TOLERANT_INSTEAD}"
+        )
+    if rejoin and isinstance(own.topology, ShardedServer):
+        return (
+            f"with topology={option_name(own.topology)} a failed worker cannot rejoin; take"
+            f" {ONE_SERVER}, or only faults of kind fail"
+        )
+    collective = isinstance(own.topology, AllReduce | PartialAllReduce)
+    if real and collective and runtime.backend != "gloo" and device_of(runtime) != HOST:
+        return (
+            "NCCL reduces, and real processes survive a failed worker only with gloo; take"
+            " runtime.backend=gloo, or runtime=sim"
+        )
+    if blocks_on_failure(own):
+        return (
+            f"overlap={option_name(own.overlap)} has an exchange that blocks when a worker fails;"
+            " take overlap=none"
+        )
+    return None
+
+
+def survives_failure(parts: Parts, *, rejoin: bool = False) -> bool:
+    """Return True if a run on real processes continues without a failed worker in every stage.
+
+    Args: rejoin: True to ask also for the rejoin of this worker.
+    """
+    return not sends_messages_by_nccl(parts) and not any(
+        explain_intolerance(own, parts.runtime, real=True, rejoin=rejoin) for own in parts.stages
     )
 
 
@@ -1229,11 +661,6 @@ def can_block_forever(parts: Parts) -> bool:
 def sends_messages_by_nccl(parts: Parts) -> bool:
     """Return True if NCCL carries the messages of a server, which cannot be aborted."""
     return parts.runtime.backend == "nccl" and parts.stages[0].topology.has_server
-
-
-def admits_rejoin(parts: Parts) -> bool:
-    """Return True if a failed worker, or its replacement, can rejoin a run on real processes."""
-    return survives_failure(parts) and not any(map(forbids_rejoin, parts.stages))
 
 
 def describe_modes(parts: Parts) -> str:
@@ -1252,8 +679,8 @@ def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
     """
     for own in parts.stages:
         shared_state = isinstance(own.topology, ParameterServer | AllReduce)
-        plain = not isinstance(own.sync, ServerRule) or own.sync.messages() is UPDATES
-        if overlaps_steps(own) or not (shared_state and plain) or not has_failure_protocol(own):
+        kept = shared_state and has_plain_messages(own.sync)
+        if overlaps_steps(own) or not kept or not has_failure_protocol(own):
             raise UsageError(
                 f"cluster.num_workers: a run with {describe_modes(parts)} cannot resume with"
                 " another number of workers, its checkpoint has state of each worker; start a new"
@@ -1279,7 +706,7 @@ def check_max_restarts(parts: Parts, checkpoint_s: float | None) -> None:
         raise UsageError(
             f"{named}: a run with run.checkpoint_s does not support rejoins; remove one of the two"
         )
-    if not admits_rejoin(parts):
+    if not survives_failure(parts, rejoin=True):
         raise UsageError(
             f"{named}: a run with {describe_modes(parts)} does not support rejoins; remove it, or"
             " take topology=parameter_server or all_reduce with sync=bsp overlap=none, or restart"
@@ -1337,46 +764,13 @@ def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float 
             f"cluster.events: topology={option_name(parts.stages[0].topology)} has no server that"
             " could fail; remove server_fail, or take topology=parameter_server"
         )
-    for stage, own in zip(stages, parts.stages, strict=True):
-        check_stage_faults(stage.name, own, parts, fault_kinds)
-
-
-def check_stage_faults(name: str, own: StageParts, parts: Parts, fault_kinds: set[str]) -> None:
-    """Refuse faults that a stage cannot handle.
-
-    Raises: UsageError.
-    """
-    named = ", ".join(sorted(fault_kinds))
+    if not fault_kinds & MEMBERSHIP_KINDS:
+        return
     where = f"cluster.{'churn' if 'churn' in fault_kinds else 'events'} ({named})"
-    if fault_kinds & MEMBERSHIP_KINDS and not has_failure_protocol(own):
-        mode = (
-            f"sync={option_name(own.sync)}"
-            if FAULT_TOLERANT in own.topology.supports
-            else f"topology={option_name(own.topology)}"
-        )
-        raise UsageError(
-            f"{where}: stage {name} has {mode}, which cannot continue without a failed worker;"
-            f" remove these faults, or {TOLERANT_INSTEAD}"
-        )
-    if fault_kinds & REJOIN_KINDS and forbids_rejoin(own):
-        raise UsageError(
-            f"{where}: stage {name} has topology={option_name(own.topology)}, where a failed worker"
-            " cannot rejoin; take topology=parameter_server, or only faults of kind fail"
-        )
-    if (
-        fault_kinds & MEMBERSHIP_KINDS
-        and parts.runtime.name != "sim"
-        and survives_only_in_sim(own, parts)
-    ):
-        raise UsageError(
-            f"{where}: stage {name} reduces by NCCL, and real processes survive a failed worker"
-            " only with gloo; take runtime.backend=gloo, or runtime=sim"
-        )
-    if blocks_on_failure(own) and fault_kinds - {LINK_DOWN, SERVER_FAIL}:
-        raise UsageError(
-            f"{where}: not supported with overlap={option_name(own.overlap)}, an overlapped"
-            " exchange blocks when a worker fails; take overlap=none"
-        )
+    real, rejoin = parts.runtime.name != "sim", bool(fault_kinds & REJOIN_KINDS)
+    for stage, own in zip(stages, parts.stages, strict=True):
+        if why := explain_intolerance(own, parts.runtime, real=real, rejoin=rejoin):
+            raise UsageError(f"{where}: not supported in stage {stage.name}, {why}")
 
 
 def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:

@@ -27,10 +27,10 @@ from ashl.plan.files import read_plan, read_profile
 from ashl.plan.plan import SCHEMA, Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
 from ashl.planning import uncontended_link_note
+from ashl.planning.capabilities import Choice, check_choice
 from ashl.planning.compatibility import (
-    check_annealed_values,
-    check_combination,
     check_compression,
+    check_costs,
     check_faults,
     check_plan_overrides,
     check_sharded_server,
@@ -137,7 +137,9 @@ def _prepare_plan(
     if parts["schedule"].names_sync:
         check_sync_overrides(config["choices"]["schedule"], overrides)
         parts["sync"] = None
-    check_combination(parts, config["choices"])
+    choice = run_choice(parts, config["choices"])
+    check_choice(choice)
+    check_costs(parts)
     num_workers = count_workers(parts, world_size)
     check_worker_count(parts["sync"], parts["topology"], num_workers, settings.seed)
     data, limits = (
@@ -149,6 +151,7 @@ def _prepare_plan(
     device_of(parts["runtime"])
     learner = make_learner(parts, data, settings)
     num_params, layout = learner.num_params, layout_of(learner.layers)
+    check_choice(replace(choice, num_workers=num_workers, layout=layout))
     found = check_compression(parts, config["choices"], layout, num_workers)
     batch = parts["dataset"].batch_size
     if known is not None:
@@ -217,6 +220,22 @@ def _prepare_plan(
     return PreparedPlan(plan, resolved, data)
 
 
+def run_choice(parts: Mapping[str, Any], names: Mapping[str, str]) -> Choice:
+    """Return the options of a run with one stage, as `check_choice` judges them, before its workers
+    and its model are known.
+    """
+    groups = (*STAGE_GROUPS, "model", "task", "cluster")
+    return Choice(
+        **{group: parts[group] for group in groups},
+        planner=None,
+        gradients=parts["runtime"].gradients,
+        num_workers=None,
+        layout=None,
+        names={"sync": "", **names},
+        scheduled=parts["sync"] is None,
+    )
+
+
 def load_data_set(dataset: Any, seed: int) -> Data:
     """Return the loaded data set.
 
@@ -256,8 +275,7 @@ def resolve_plan(plan: Plan, options: OptionFactory, path: str | None) -> Parts:
     """
     try:
         resolved = parts_of(plan, options)
-        check_stages(resolved, plan.stages)
-        check_annealed_values(resolved, plan.stages)
+        check_stages(resolved, plan)
         extra = max(
             extra_ranks(own.topology, own.sync, resolved.cluster.node) for own in resolved.stages
         )

@@ -29,7 +29,7 @@ from ashl.learn.device import HOST
 from ashl.overlap.contract import Delayed
 from ashl.overlap.timeline import merge_buckets, untimed_timeline
 from ashl.plan.plan import TARGETS, Plan, StagePlan
-from ashl.planning.compatibility import capabilities_of
+from ashl.planning.capabilities import capabilities_of
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import Parts, StageParts, layer_groups
 from ashl.stage.contract import WEIGHTS
@@ -573,6 +573,11 @@ CONDITIONS = (
         ("aggregate.momentum",),
         "different numbers of local steps, for example sync.local_steps=plan schedule.h_preset=[8]",
         work_differs,
+    ),
+    Condition(
+        ("topology.pull_ratio",),
+        "a compression, for example compression=topk",
+        lambda context: context.lossy,
     ),
     Condition(
         ("topology.degree",),

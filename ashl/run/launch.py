@@ -26,7 +26,7 @@ from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
-from ashl.planning.compatibility import admits_rejoin, survives_failure
+from ashl.planning.compatibility import survives_failure
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
 from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
 from ashl.run.checkpoints import Checkpoint, CheckpointManager, publish_restore_points
@@ -159,7 +159,7 @@ def run_controller(
                 {settings.rank: settings for settings in rank_settings},
                 start,
                 survives_failure(parts),
-                admits_rejoin(parts),
+                survives_failure(parts, rejoin=True),
                 parts.stages[0].topology.regroups,
             )
             pace = supervise(liveness, run_dir, monitor, checkpoint_manager)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
-from ashl.planning.compatibility import admits_rejoin, can_block_forever, describe_modes
+from ashl.planning.compatibility import can_block_forever, describe_modes, survives_failure
 from ashl.run.checkpoints import CheckpointManager
 from ashl.run.control_channel import (
     PATIENCE_S,
@@ -686,7 +686,7 @@ def join_refusal(
     None; None if one can.
     """
     parts, num_workers = monitor.job.parts, liveness.plan.num_workers
-    if not admits_rejoin(parts):
+    if not survives_failure(parts, rejoin=True):
         return (
             f"a run with {describe_modes(parts)} admits no joining process; start a new run with"
             " run.checkpoint_s, which can be resumed"

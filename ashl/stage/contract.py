@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import ContentionCosts
@@ -36,15 +36,17 @@ Loop = Callable[[RankContext, "StageConfig", Any], Coroutine[Any, Any, int]]
 Ranks = tuple[int, ...]  # sorted ranks
 
 # capabilities of a topology
-CODEC = "codec"  # compressed pushes
-WEIGHTS = "weights"  # weights of workers
-PULLS = "pulls"  # compressed pulls
-STATISTICS = "statistics"  # models fitted by statistics instead of gradients
-OVERLAP = "overlap"  # gradients that travel in parts
-DELAY = "delay"  # work that travels while the next is computed
-OUTER = "outer"  # merged updates, on which an outer optimizer may step
-FAULT_TOLERANT = "fault_tolerant"  # failing and rejoining workers
-CAPABILITIES = frozenset({CODEC, WEIGHTS, PULLS, STATISTICS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT})
+Supported = Literal[
+    "codec", "weights", "pulls", "statistics", "overlap", "delay", "outer", "fault_tolerant"
+]
+CODEC: Final = "codec"  # compressed pushes
+WEIGHTS: Final = "weights"  # weights of workers
+PULLS: Final = "pulls"  # compressed pulls
+STATISTICS: Final = "statistics"  # models fitted by statistics instead of gradients
+OVERLAP: Final = "overlap"  # gradients that travel in parts
+DELAY: Final = "delay"  # work that travels while the next is computed
+OUTER: Final = "outer"  # merged updates, on which an outer optimizer may step
+FAULT_TOLERANT: Final = "fault_tolerant"  # failing and rejoining workers
 
 
 class Network(Protocol):
@@ -88,7 +90,16 @@ class Rule(Contract, group="sync", strict=True):
     # True: it measures costs by layer group, of large messages and of all-reduces
     per_layer_group: ClassVar[bool] = False
     # capabilities that it uses; None = all of the topology
-    supports: ClassVar[frozenset[str] | None] = None
+    supports: ClassVar[frozenset[Supported] | None] = None
+
+    @property
+    def needs(self) -> dict[str, str]:
+        needs = {"loop": ""}
+        if self.resizes:
+            needs["sample_weights"] = ""
+        if self.momentum_travels:
+            needs["momentum"] = ""
+        return needs
 
     def quorum(self, num_workers: int) -> int:
         """Return the number of workers whose pushes make a merge. Raises UsageError if there are
@@ -129,7 +140,7 @@ class Topology(Contract, group="topology"):
     # types of sync modes that its loops accept
     policy_type: ClassVar[type[Rule] | tuple[type[Rule], ...]]
     # capabilities beside plain updates; an option that needs another one is not supported
-    supports: ClassVar[frozenset[str]]
+    supports: ClassVar[frozenset[Supported]]
     has_server: ClassVar[bool] = False  # True: rank n is a server that holds the model
     coordinated: ClassVar[bool] = False  # True: a coordinator runs as rank n
     # True: every worker has its own model, and their mean is evaluated
@@ -138,6 +149,13 @@ class Topology(Contract, group="topology"):
     servers: ClassVar[int] = 1  # number of servers that hold the model together
     # all-reduce algorithm, if one is set, see `ashl.cluster.all_reduce_rounds`
     algorithm: ClassVar[str | None] = None
+
+    @property
+    def needs(self) -> dict[str, str]:
+        needs = {"shrinking_codec": ""} if self.replicas else {}
+        if self.pull_ratio is not None:
+            needs |= dict.fromkeys((PULLS, "plain_messages", "pull_codec"), "pull_ratio")
+        return needs
 
     def check(self, sync: Rule, num_workers: int, seed: int) -> None:
         """Raise UsageError if it does not work with so many workers or with this sync mode."""

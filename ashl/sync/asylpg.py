@@ -122,6 +122,10 @@ class AsyLPG(ServerRule):
     mu: Positive | None
     l1: NonNegative
 
+    @property
+    def needs(self) -> dict[str, str]:
+        return super().needs | {"unbiased": ""}
+
     def may_proceed(self, state: Epoch | None, progress: Progress) -> Iterable[int]:
         return progress.waiting if state is not None and state.admits(progress) else ()
 
@@ -135,7 +139,6 @@ class Snapshots(Updates):
     pulls.
     """
 
-    unbiased: ClassVar[bool] = True
     whole: ClassVar[bool] = True
     rule: AsyLPG
 

@@ -73,6 +73,10 @@ class SPY(ServerRule):
     share: Ratio
     estimator: Literal["full", "minibatch"]
 
+    @property
+    def needs(self) -> dict[str, str]:
+        return super().needs | {"plain_steps": ""}
+
     def messages(self) -> SparseModels:
         return SparseModels(self)
 
@@ -84,7 +88,6 @@ class SparseModels(Updates):
     The rule state is x̄ at the server, and x_i at a worker.
     """
 
-    plain: ClassVar[bool] = True
     rule: SPY
 
     async def make_push(

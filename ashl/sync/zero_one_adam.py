@@ -62,6 +62,10 @@ class ZeroOneAdam(StepRule):
     local_step_scaler: Count
     local_step_clipper: Count
 
+    @property
+    def needs(self) -> dict[str, str]:
+        return super().needs | {"adam": ""}
+
     def work(self) -> Callable[[RankContext, StageConfig, WorkerState], Awaitable[Work]]:
         return momenta
 

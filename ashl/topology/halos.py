@@ -75,7 +75,6 @@ from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import (
     ServerRule,
     ServerState,
-    Updates,
     admit,
     apply_merge,
     check_min_workers,
@@ -106,6 +105,10 @@ class Halos(Topology):
     lr: Rate
     beta: Decay
     buffer: Count
+
+    @property
+    def needs(self) -> dict[str, str]:
+        return super().needs | {"merges_by_region": "", "fixed_plan": ""}
 
     def members(self, nodes: tuple[int, ...] | None) -> tuple[Ranks, ...]:
         """Return the workers of each region. Raises: UsageError if no key assigns workers to
@@ -139,26 +142,6 @@ class Halos(Topology):
             raise UsageError(
                 f"topology.regions has {len(self.regions)} entries for {num_workers} workers; give"
                 " the region of each worker"
-            )
-
-    def check_tree(self, sync: Rule, nodes: tuple[int, ...] | None, follows: bool) -> None:
-        """Raise UsageError for options that require a single server.
-
-        Args: follows: True if the plan follows online measurements.
-        """
-        if len(self.members(nodes)) == 1 or not isinstance(sync, ServerRule):
-            return
-        if follows:
-            raise UsageError(
-                "topology=halos: no server sees all workers, and a planner that replans needs one;"
-                " take another planner"
-            )
-        waits = sync.in_rounds or type(sync).closes_s is not ServerRule.closes_s
-        if waits or type(sync).loop is not Rule.loop or type(sync.messages()) is not Updates:
-            raise UsageError(
-                "with topology=halos the server of a region merges updates as they arrive, and this"
-                " sync mode requires rounds or messages of its own; take sync=async_local_sgd,"
-                " sync=asp or sync=ssp, or topology=parameter_server"
             )
 
     def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:

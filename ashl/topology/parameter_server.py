@@ -201,13 +201,10 @@ def follow(state: WorkerState, header: Pull | Admission) -> None:
 class Updates:
     """Messages between worker and server: updates in pushes, the model in pulls.
 
-    Requirements that planning checks: with `plain`, the optimizer is SGD without momentum and
-    weight decay. With `unbiased`, the codec is unbiased. With `whole`, some pushes hold the
-    gradient over all data of a worker, and `runtime.on_worker_failure=reshard` is not supported.
+    With `whole`, some pushes hold the gradient over all data of a worker, and
+    `runtime.on_worker_failure=reshard` is not supported.
     """
 
-    plain: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = False
     whole: ClassVar[bool] = False
 
     async def make_push(

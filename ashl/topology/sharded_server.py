@@ -106,6 +106,11 @@ class ShardedServer(Topology):
     servers: Count
     partition_by: Literal["bytes", "layers"]
 
+    @property
+    def needs(self) -> dict[str, str]:
+        whole = ("merges_by_shard", "fixed_plan", "elementwise", "elementwise_outer")
+        return super().needs | dict.fromkeys((*whole, "nics", "no_nodes"), "")
+
     def bounds(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """Return the shard [start, stop) of each server, for layers of these sizes.
 

@@ -27,7 +27,6 @@ from ashl.config.catalog import catalog
         ),
         ("compression.critical_ratio=0.01", "is less than compression.ratio=0.05"),
         ("topology.pull_ratio=1e-7 sync=bsp", "topology.pull_ratio=1e-07: sends less than one"),
-        ("compression.momentum=0.9 optimizer.momentum=0.9", "set optimizer.momentum=0"),
         (
             "compression=qsgd compression.error_feedback=true",
             "compression=qsgd may exceed it with these settings; set compression.error_feedback=",
@@ -40,16 +39,8 @@ from ashl.config.catalog import catalog
             "compression=sign compression.vote=majority sync=bsp",
             "compression.scale=none compression.error_feedback=false",
         ),
-        ("compression=laq sync=asp", "take sync=bsp optimizer=sgd optimizer.momentum=0"),
-        (
-            "compression=terngrad compression.shared_scale=true sync=bsp",
-            "compression.shared_scale=false",
-        ),
-        ("compression=gtopk sync=bsp aggregate.staleness_discount=1", "remove it"),
         ("compression.values=fp8", "compression.values=fp8 is not possible"),
-        ("topology=gossip sync=d_psgd", "take compression=none, or sync=choco"),
-        ("topology=partial_all_reduce sync=ripples_static", "which sends whole models"),
-        ("compression=none topology.pull_ratio=0.1", "no effect without a compression"),
+        ("compression=none topology.pull_ratio=0.1", "no effect here, it needs a compression"),
     ],
 )
 def test_one_sentence(

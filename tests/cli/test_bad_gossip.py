@@ -62,21 +62,6 @@ def gossips(workplace, said):
             "sync=d_admm sync.barrier=3",
             "sync.barrier=3: more than the 2 neighbours of a worker; take at most 2",
         ),
-        ("sync=d_psgd compression=topk", "take compression=none, or sync=choco"),
-        ("sync=ad_psgd aggregate=fednova", "aggregate=fednova: not supported with topology=gossip"),
-        ("sync=d_psgd aggregate.scale=2", "aggregate.scale: not supported with topology=gossip"),
-        (
-            "sync=noloco outer=nesterov",
-            "no effect in stage noloco, workers average their models",
-        ),
-        (
-            "sync=asp",
-            (
-                "its workers have no shared model to wait for; take"
-                " topology=parameter_server, or sync=d_psgd"
-            ),
-        ),
-        ("schedule=ashl", "one sync mode for the whole run, for example sync=d_psgd"),
         ("sync=d_psgd topology=all_reduce", "take topology=gossip"),
     ],
 )

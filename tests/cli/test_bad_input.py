@@ -78,38 +78,12 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         # checkpoints
         ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
         # combinations
-        (
-            "topology=all_reduce sync=backup",
-            "it decides at a server when to merge pushes; take topology=parameter",
-        ),
-        (
-            "topology=all_reduce sync=qsr overlap=delayed",
-            "a merge decides the length of the next round, which has begun by then; take topology",
-        ),
-        (
-            "topology=all_reduce sync=lb_bsp overlap=dear",
-            "a merge decides the next batch sizes, and the next step has begun by then; take",
-        ),
-        (
-            "topology=all_reduce sync=asp",
-            "no worker can be ahead; take topology=parameter_server, or sync=bsp",
-        ),
         ("topology=all_reduce sync=backup", "take topology=parameter_server"),
         (
             "sync=backup sync.backups=4",
             "leaves no worker to wait for among 4 workers; take at most 3",
         ),
         ("sync.local_steps=plan", "needs a schedule that plans H per worker; give a number"),
-        (
-            "sync=lb_bsp aggregate=uniform",
-            "aggregate=uniform: not supported with sync=lb_bsp, where workers have different",
-        ),
-        ("sync=lb_bsp aggregate=data_share", "take aggregate=samples"),
-        ("sync=cr_psgd aggregate=data_share", "take aggregate=samples"),
-        (
-            "topology=partial_all_reduce sync=bsp",
-            "take topology=parameter_server or all_reduce, or sync=ripples_smart",
-        ),
         (
             "topology=partial_all_reduce sync=ripples_smart sync.group_size=5",
             "the run has only 4 workers; set it to at most 4",
@@ -122,39 +96,7 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
             "topology=partial_all_reduce sync=ripples_smart sync.threshold=0",
             "should be greater than or equal to 1",
         ),
-        (
-            "topology=partial_all_reduce sync=ripples_static compression=topk",
-            "take compression=none, or sync=choco",
-        ),
-        (
-            "topology=partial_all_reduce sync=ripples_static aggregate=fednova",
-            "aggregate=fednova: not supported with topology=partial_all_reduce",
-        ),
-        (
-            "topology=partial_all_reduce sync=ripples_static outer=slowmo",
-            "has no effect in stage ripples_static, workers",
-        ),
         ("topology=halos sync=asp", "and cluster.node is null; set cluster.node"),
-        (
-            "topology=halos sync=bsp topology.regions=[0,0,1,1]",
-            "requires rounds or messages of its own; take sync=async",
-        ),
-        (
-            "sync=bsp outer=nesterov",
-            "in stage bsp, gradients are merged, and `optimizer` steps on them",
-        ),
-        (
-            "sync=bsp topology=all_reduce outer=adam",
-            "take outer=average, or a mode that merges updates, for example sync=local_sgd",
-        ),
-        (
-            "sync=spy outer=nesterov optimizer.momentum=0 optimizer.weight_decay=0",
-            "in stage spy, sync=spy does not push updates",
-        ),
-        (
-            "sync=asylpg outer=adam optimizer.momentum=0 optimizer.weight_decay=0",
-            "in stage asylpg, sync=asylpg does not push updates",
-        ),
         (
             "sync=local_sgd outer=nesterov outer.lr=0",
             "outer.lr=0 is not possible: should be greater than 0",

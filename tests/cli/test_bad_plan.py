@@ -64,7 +64,7 @@ def edited(said, workplace):
         ),
         (
             {"sync": {"_target_": "ashl.sync.d_psgd.DPSGD", "local_steps": 1, "order": "awc"}},
-            "stage shl: sync=d_psgd is not supported with topology=parameter_server",
+            "stage shl: sync=d_psgd: needs a loop for this kind of sync mode",
         ),
     ],
 )

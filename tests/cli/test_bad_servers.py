@@ -16,29 +16,11 @@ PORTS = (
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (
-            "sync=bsp topology=sharded_server",
-            "no effect with cluster.exchange_s, where no NIC is ever busy; set",
-        ),
         (f"sync=bsp {PORTS} topology.servers=0", "topology.servers"),
         (
             f"sync=bsp {PORTS} topology.servers=9 topology.partition_by=layers",
             "take at most as many servers, or topology.partition_by",
         ),
-        (
-            f"sync=bsp {PORTS} optimizer=muon",
-            "steps on whole layers, and a server has a shard",
-        ),
-        (f"sync=easgd {PORTS}", "has its own loop, messages or step; take sync=bsp"),
-        (
-            f"sync=local_sgd {PORTS} outer=heloco",
-            "outer=heloco, which steps on whole layers; take outer=nesterov",
-        ),
-        (
-            f"sync=bsp {PORTS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=9",
-            "take cluster.node=null, or",
-        ),
-        (f"sync=bsp {PORTS} overlap=wfbp", "overlap=wfbp: not supported"),
         (
             f"sync=bsp {PORTS} cluster.churn={{mtbf_s:9,mttr_s:1}}",
             "a failed worker cannot rejoin; take topology=parameter_server",

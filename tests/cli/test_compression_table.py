@@ -2,6 +2,7 @@
 `python -m tests.pages` writes it.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from ashl.compression.contract import Collective, Layer
 from ashl.compression.wrappers import innermost, wrap_codec
 from ashl.config.catalog import catalog
 from ashl.errors import UsageError
-from ashl.planning.compatibility import check_combination, check_compression
+from ashl.planning.capabilities import check_choice
+from ashl.planning.compatibility import check_compression
+from ashl.planning.compile_plan import run_choice
 from tests.conf_option import conf_option
 from tests.pages import DOCS
 
@@ -23,6 +26,10 @@ CODECS = sorted(set(catalog()["compression"]) - {"none"})
 COMMON = {
     "optimizer": conf_option("optimizer", "sgd", momentum=0.0),
     "aggregate": conf_option("aggregate", "mean"),
+    "outer": conf_option("outer", "average"),
+    "overlap": conf_option("overlap", "none"),
+    "model": conf_option("model", "mlp"),
+    "task": conf_option("task", "classification"),
     "runtime": conf_option("runtime", "sim"),
     "cluster": conf_option("cluster", "homogeneous"),
 }
@@ -35,7 +42,7 @@ def allowed(name: str, topology: str, sync: str, **fields: Any) -> bool:
     parts["topology"] = conf_option("topology", topology, **fields)
     choices = chosen | {"aggregate": "mean", "optimizer": "sgd", "schedule": "single"}
     try:
-        check_combination(parts, choices)
+        check_choice(replace(run_choice(parts, choices), num_workers=4, layout=LAYOUT))
         check_compression(parts, choices, LAYOUT, 4)
     except UsageError:
         return False

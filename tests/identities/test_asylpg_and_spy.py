@@ -166,8 +166,11 @@ def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -
         (("sync=spy",), "optimizer=sgd optimizer.momentum=0"),
         (("sync=spy", "compression=topk"), "compression=none"),
         (("sync=asylpg", "compression=topk"), "compression=grid"),
-        (("sync=asylpg", "aggregate=uniform"), "aggregate=uniform: not supported"),
-        (("sync=asylpg", "aggregate.max_staleness=3"), r"aggregate\.max_staleness: not supported"),
+        (("sync=asylpg", "aggregate=uniform"), "aggregate=uniform: needs a weighted merge"),
+        (
+            ("sync=asylpg", "aggregate.max_staleness=3"),
+            r"aggregate\.max_staleness=3: needs a weighted merge",
+        ),
         (("sync=asylpg", "topology=all_reduce"), "topology=parameter_server"),
         (("sync=asylpg", "compression=grid", "topology.pull_ratio=0.1"), r"topology\.pull_ratio"),
     ],

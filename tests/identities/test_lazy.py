@@ -91,7 +91,7 @@ def test_minibatches_are_noted_and_never_skipped() -> None:
     assert sent(simulated(*chosen)) > 0.95
     assert not any("minibatch" in note for note in planned(*DIGITS, *LAG).notes)
     for wrong, why in (
-        (("sync=asp",), "take sync=bsp"),
+        (("sync=asp",), "needs an exchange of gradients"),
         (("optimizer.momentum=0.9",), "optimizer.momentum=0"),
     ):
         with pytest.raises(UsageError, match=why):

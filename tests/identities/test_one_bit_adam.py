@@ -167,21 +167,3 @@ def test_the_variance_is_learned_ever_less_often():
         6,
         6,
     ]
-
-
-def test_0_1_adam_without_adam_is_refused():
-    with pytest.raises(
-        UsageError,
-        match="needs Adam, and the optimizer is optimizer=muon; take optimizer=adam",
-    ):
-        planned(*ZERO_ONE, "optimizer=muon")
-    with pytest.raises(
-        UsageError,
-        match=r"overlap=delayed: not supported .* its messages cannot be applied one round",
-    ):
-        planned(*ZERO_ONE, "overlap=delayed")
-    with pytest.raises(
-        UsageError,
-        match=r"overlap=wfbp: not supported .* it does not exchange the plain gradient",
-    ):
-        planned(*MODE, "compression=none", "overlap=wfbp")

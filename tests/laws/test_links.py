@@ -29,6 +29,7 @@ D = 200
 # what a wrapper has not: fields of the option, which `wrap_codec` reads, and the option's other
 # forms
 OWN = {
+    "needs",  # planning asks the option
     "beta", "clip_norm", "code", "critical_ratio", "decodes_alone", "error_feedback", "feedback_decay", "feedback_gain",
     "for_layout", "for_pulls", "masking", "momentum", "pack", "parts", "per_layer", "unpack", "warmup_epochs",
 }  # fmt: skip

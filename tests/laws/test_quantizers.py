@@ -37,8 +37,6 @@ from ashl.compression.wrappers import (
     convert_sender,
     wrap_codec,
 )
-from ashl.errors import UsageError
-from ashl.planning.compatibility import check_signs
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.conf_option import conf_option
@@ -284,25 +282,6 @@ def test_a_residual_continues_behind_a_running_mean() -> None:
     assert torch.equal(after.error, sender.error)
     later, _ = averaged.encode(after, torch.zeros(50))
     assert convert_sender(later, plain).error is later.error
-
-
-@pytest.mark.parametrize(
-    ("fields", "momentum", "why"),
-    [
-        ({"vote": "majority"}, 0.0, r"compression\.scale=none"),
-        ({"scale": "none", "per_layer": True}, 0.0, r"remove compression\.per_layer"),
-        ({"beta": 0.9}, 0.9, r"optimizer\.momentum=0\.9"),
-        ({"beta": 0.9, "momentum": 0.5}, 0.0, r"compression\.momentum=0\.5"),
-    ],
-)
-def test_signs_that_make_no_sense(fields: dict[str, Any], momentum: float, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        check_signs(
-            "compression=sign",
-            option("sign", **fields),
-            conf_option("optimizer", "sgd", momentum=momentum),
-        )
-    check_signs("compression=sign", option("sign"), conf_option("optimizer", "sgd", momentum=0.9))
 
 
 # --- sums of payloads ---

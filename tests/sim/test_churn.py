@@ -378,11 +378,11 @@ def test_unsupported_resumes_name_an_alternative() -> None:
             check_faults(changed, plan.stages, checkpoint_s)
 
     refused(
-        "sync=spy, which cannot continue without a failed worker; remove",
+        "sync=spy cannot continue without a failed worker; remove",
         sync=conf_option("sync", "spy"),
     )
     refused(
-        "not supported with overlap=wfbp, .* take overlap=none",
+        "overlap=wfbp has an exchange that blocks .* take overlap=none",
         overlap=conf_option("overlap", "wfbp"),
     )
     refused("not supported together with injected faults", 1.0)
