@@ -12,8 +12,8 @@ stored with the profile.
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from ashl.cluster.spec import Cluster
-from ashl.config.compose import alternatives, compose, specs_of
+from ashl.config.compose import compose, specs_of
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
@@ -62,35 +61,9 @@ DEFAULTS = ("schedule=single", "optimizer.lr=0.01", "eval.every_commits=10000000
 REAL_CLUSTER = ("cluster=real", "cluster.num_workers=2")
 LEAST_ROUNDS = 12  # rounds of every worker in one run
 MOST_STEPS = 50_000  # steps of one run, unless `LEAST_ROUNDS` needs more
-TOO_MANY = (
-    "its {ranks} ranks are more than this host's {cores} cores, so that its times are not those of"
-    " a cluster"
-)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A combination as a real run and as a run in virtual time."""
-
-    name: str
-    real: Job
-    virtual: Job
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The predicted and the measured times of a combination."""
-
-    name: str
-    steps: int
-    predicted_s: float
-    measured_s: float
-    predicted_wait_share: float
-    measured_wait_share: float
-
-    @property
-    def error(self) -> float:
-        return self.measured_s / self.predicted_s - 1
+Row = dict[str, Any]  # the predicted and the measured times of a combination, and the error
 
 
 @dataclass(frozen=True)
@@ -104,29 +77,43 @@ class Calibrated:
     lines: dict[str, str]
     left_out: dict[str, str]
     folder: Path
-    rows: Sequence[Compared] = ()
+    rows: Sequence[Row] = ()
     count: int = 0
     profile: Path | None = None
+
+    @property
+    def errors(self) -> list[float]:
+        return [abs(row["error"]) for row in self.rows]
 
     def show(self, console: Console) -> None:
         """Print the errors of the predictions, or the combinations."""
         if self.rows:
-            show(console, self.rows, self.left_out, self.count, self.folder)
-            return
-        for name, line in self.lines.items():
+            console.print(table_of(self.rows))
+        for name, line in () if self.rows else self.lines.items():
             console.print(f"{name}: {line}", markup=False)
-        show_left_out(console, self.left_out)
+        for name, reason in self.left_out.items():
+            console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
+        if not self.rows:
+            return
+        low, high = interval(self.errors)
+        worst = max(self.rows, key=lambda row: abs(row["error"]))
+        console.print(
+            f"Predicted times are off by {percent(median(self.errors))} in the median (95 %"
+            f" interval {percent(low)} to {percent(high)} over {len(self.rows)} combinations), by"
+            f" {percent(max(self.errors))} at worst ({worst['name']}).",
+            soft_wrap=True,
+        )
+        if len(self.rows) < self.count:
+            missing = self.count - len(self.rows)
+            console.print(f"{missing} of {self.count} are missing: the same command runs them.")
+        console.print(f"folder  {self.folder}", soft_wrap=True, markup=False)
 
     def document(self) -> dict[str, Any]:
         """Return the record that calibration.json holds; of a dry run, the combinations."""
-        if not self.rows:
-            return {"combinations": self.lines, "left_out": self.left_out}
-        return {
-            "combinations": [{**asdict(row), "error": row.error} for row in self.rows],
-            "left_out": self.left_out,
-            "median_error": median_error(self.rows),
-            "interval": interval(self.rows),
-        }
+        document = {"combinations": self.rows or self.lines, "left_out": self.left_out}
+        if self.rows:
+            document |= {"median_error": median(self.errors), "interval": interval(self.errors)}
+        return document
 
 
 def calibrate(
@@ -166,9 +153,12 @@ def calibrate(
             " host with a core for each rank, or declare a cluster (its workers are throttled)"
         )
     profile = profile_for(base, chosen, typed, config_dir, folder)
-    pairs = [*pairs_of(chosen, typed, config_dir, folder, profile, run_s)]
-    run_pairs(pairs, console, deadline, quiet=quiet)
-    rows = [row for pair in pairs if (row := compared(pair)) is not None]
+    pairs = {
+        name: jobs_of((*typed, *line.split()), config_dir, folder, profile, run_s)
+        for name, line in chosen.items()
+    }
+    run_missing(pairs, console, deadline, quiet=quiet)
+    rows = [row for name, pair in pairs.items() if (row := compared(name, *pair)) is not None]
     if len(rows) < 2:
         raise AshlError(
             f"fewer than two combinations have ended in {budget_s:g} s; give --budget more: the"
@@ -182,14 +172,10 @@ def calibrate(
 def checked(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
     """Return the overrides of all runs, with defaults for keys that were not typed.
 
-    Raises: UsageError for several values, for stop.* and for virtual time.
+    Raises: UsageError for stop.* and for virtual time.
     """
     typed = {key_of(text): text for text in overrides}
     for key, text in typed.items():
-        if len(alternatives(text, config_dir)) > 1:
-            raise UsageError(
-                f"{text} gives several values, and all runs of a calibration have one; give one"
-            )
         if key == "stop" or key.startswith("stop."):
             raise UsageError(f"{text}: how long runs are follows from --seconds; drop it")
     if not any(key == "cluster" or key.startswith("cluster.") for key in typed):
@@ -240,16 +226,17 @@ def within_cores(
             left_out[name] = str(error)
             continue
         if ranks > cores and not is_paced(config):
-            left_out[name] = TOO_MANY.format(ranks=ranks, cores=cores)
+            left_out[name] = (
+                f"its {ranks} ranks are more than this host's {cores} cores, so that its times are"
+                " not those of a cluster"
+            )
         else:
             found[name] = line
     return found, left_out
 
 
-def is_paced(config: dict[str, Any]) -> bool:
-    return isinstance(
-        OptionFactory(config["allow_targets"]).of("cluster", config["cluster"]), Cluster
-    )
+def is_paced(config: Mapping[str, Any]) -> bool:
+    return OptionFactory(config["allow_targets"]).of("cluster", config["cluster"]).paced
 
 
 def profile_for(
@@ -268,9 +255,7 @@ def profile_for(
         return None
     path = folder / "profile" / "profile.json"
     if not path.exists():
-        names = dict.fromkeys(
-            text.partition("=")[2] for line in chosen.values() for text in line.split()[-1:]
-        )
+        names = dict.fromkeys(line.rpartition("compression=")[2] for line in chosen.values())
         codecs = specs_of("compression", [*names], typed, config_dir)
         measure(
             {**base, "run": {**base["run"], "dir": str(path.parent)}}, [], quiet=True, codecs=codecs
@@ -278,49 +263,37 @@ def profile_for(
     return path
 
 
-def pairs_of(
-    chosen: dict[str, str],
-    typed: Sequence[str],
-    config_dir: Path | None,
-    folder: Path,
-    profile: Path | None,
-    run_s: float,
-) -> Iterator[Pair]:
-    """Yield each combination as a pair of runs that should take about `run_s` seconds each."""
-    for name, line in chosen.items():
-        texts = [text for text in (*typed, *line.split()) if key_of(text) != "profile"]
-        virtual = [
-            text for text in texts if profile is None or key_of(text).partition(".")[0] != "cluster"
-        ]
-        virtual = [text for text in virtual if key_of(text).partition(".")[0] != "runtime"]
-        virtual += ["runtime=sim", "runtime.gradients=false"]
-        virtual += [] if profile is None else ["cluster=profile", f"profile={profile}"]
-        plan = compile_plan(compose(virtual, config_dir))
-        rate = plan.stages[0].predicted_steps_per_s or 1.0
-        a_round = sum(worker.local_steps for worker in plan.stages[0].workers)
-        steps = a_round * max(LEAST_ROUNDS, min(MOST_STEPS, round(rate * run_s)) // a_round)
-        yield Pair(
-            name,
-            real=job(texts, steps, config_dir, folder / "real"),
-            virtual=job(virtual, steps, config_dir, folder / "virtual"),
-        )
+def jobs_of(
+    texts: Sequence[str], config_dir: Path | None, folder: Path, profile: Path | None, run_s: float
+) -> tuple[Job, Job]:
+    """Return a run in virtual time and on processes, which should take about `run_s` seconds."""
+    texts = [text for text in texts if key_of(text) != "profile"]
+    replaced = {"runtime"} if profile is None else {"runtime", "cluster"}
+    virtual = [text for text in texts if key_of(text).partition(".")[0] not in replaced]
+    virtual += ["runtime=sim", "runtime.gradients=false"]
+    virtual += [] if profile is None else ["cluster=profile", f"profile={profile}"]
+    stage = compile_plan(compose(virtual, config_dir)).stages[0]
+    a_round = sum(worker.local_steps for worker in stage.workers)
+    wanted = min(MOST_STEPS, round((stage.predicted_steps_per_s or 1.0) * run_s))
+    limits = (f"stop.steps={a_round * max(LEAST_ROUNDS, wanted // a_round)}", "tracking=none")
+
+    def job(own: Sequence[str], place: Path) -> Job:
+        config = compose([*own, *limits], config_dir)
+        path = place / config_hash(config)
+        run = {**config["run"], "dir": str(path), "save_weights": False}
+        return Job(path, {**config, "run": run}, (*own, *limits))
+
+    return job(virtual, folder / "virtual"), job(texts, folder / "real")
 
 
-def job(texts: Sequence[str], steps: int, config_dir: Path | None, folder: Path) -> Job:
-    overrides = (*texts, f"stop.steps={steps}", "tracking=none")
-    config = compose(overrides, config_dir)
-    place = folder / config_hash(config)
-    return Job(
-        place,
-        {**config, "run": {**config["run"], "dir": str(place), "save_weights": False}},
-        overrides,
-    )
-
-
-def run_pairs(pairs: Sequence[Pair], console: Console, deadline: Deadline, *, quiet: bool) -> None:
+def run_missing(
+    pairs: Mapping[str, tuple[Job, Job]], console: Console, deadline: Deadline, *, quiet: bool
+) -> None:
     """Run the jobs that have not ended yet, one at a time, until the budget is spent."""
-    names = {own.folder: f"{pair.name}, {way}" for pair in pairs for way, own in sides(pair)}
-    waiting = [own for pair in pairs for _, own in sides(pair) if read_summary(own.folder) is None]
+    names = dict[Path, str]()
+    for name, (virtual, real) in pairs.items():
+        names |= {virtual.folder: f"{name}, virtual", real.folder: f"{name}, real"}
+    waiting = [own for pair in pairs.values() for own in pair if read_summary(own.folder) is None]
     progress = SweepProgress(console, len(waiting), quiet=quiet, deadline=deadline)
     try:
         for done in run_all(
@@ -335,67 +308,41 @@ def run_pairs(pairs: Sequence[Pair], console: Console, deadline: Deadline, *, qu
         progress.close()
 
 
-def sides(pair: Pair) -> tuple[tuple[str, Job], tuple[str, Job]]:
-    return ("virtual", pair.virtual), ("real", pair.real)
-
-
-def compared(pair: Pair) -> Compared | None:
+def compared(name: str, virtual: Job, real: Job) -> Row | None:
     """Return the times of a combination; None unless both runs have finished."""
-    real, virtual = (read_summary(own.folder) for own in (pair.real, pair.virtual))
-    if any(own is None or own["status"] != "finished" for own in (real, virtual)):
+    predicted, measured = (read_summary(own.folder) for own in (virtual, real))
+    if predicted is None or measured is None:
         return None
-    assert real is not None
-    assert virtual is not None
-    return Compared(
-        pair.name,
-        real["steps"],
-        predicted_s=virtual["time_s"] / virtual["steps"] * real["steps"],
-        measured_s=real["time_s"],
-        predicted_wait_share=virtual["wait_share"],
-        measured_wait_share=real["wait_share"],
-    )
+    if predicted["status"] != "finished" or measured["status"] != "finished":
+        return None
+    predicted_s = predicted["time_s"] / predicted["steps"] * measured["steps"]
+    return {
+        "name": name,
+        "steps": measured["steps"],
+        "predicted_s": predicted_s,
+        "measured_s": measured["time_s"],
+        "predicted_wait_share": predicted["wait_share"],
+        "measured_wait_share": measured["wait_share"],
+        "error": measured["time_s"] / predicted_s - 1,
+    }
 
 
-def median_error(rows: Sequence[Compared]) -> float:
-    return median(abs(row.error) for row in rows)
-
-
-def interval(rows: Sequence[Compared]) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of the median error; equal rows give equal
+def interval(errors: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of the median error; equal errors give equal
     intervals.
     """
-    errors = [abs(row.error) for row in rows]
     found = stats.bootstrap((errors,), np.median, method="percentile", rng=np.random.default_rng(0))
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
-def show_left_out(console: Console, left_out: dict[str, str]) -> None:
-    for name, reason in left_out.items():
-        console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
-
-
-def show(
-    console: Console, rows: Sequence[Compared], left_out: dict[str, str], count: int, folder: Path
-) -> None:
-    """Print predicted and measured times, the errors, and the interval of their median."""
+def table_of(rows: Sequence[Row]) -> Table:
+    """Return predicted beside measured times, the largest error first."""
     columns = ("steps", "predicted", "measured", "error", "waiting predicted", "measured")
     table = Table("combination", box=None, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, justify="right")
-    for row in sorted(rows, key=lambda row: -abs(row.error)):
-        waits = percent(row.predicted_wait_share), percent(row.measured_wait_share)
-        times = seconds(row.predicted_s), seconds(row.measured_s)
-        table.add_row(row.name, number(row.steps), *times, f"{row.error:+.1%}", *waits)
-    console.print(table)
-    show_left_out(console, left_out)
-    low, high = interval(rows)
-    worst = max(rows, key=lambda row: abs(row.error))
-    console.print(
-        f"Predicted times are off by {percent(median_error(rows))} in the median (95 % interval"
-        f" {percent(low)} to {percent(high)} over {len(rows)} combinations), by"
-        f" {percent(abs(worst.error))} at worst ({worst.name}).",
-        soft_wrap=True,
-    )
-    if len(rows) < count:
-        console.print(f"{count - len(rows)} of {count} are missing: the same command runs them.")
-    console.print(f"folder  {folder}", soft_wrap=True, markup=False)
+    for row in sorted(rows, key=lambda row: -abs(row["error"])):
+        waits = percent(row["predicted_wait_share"]), percent(row["measured_wait_share"])
+        times = seconds(row["predicted_s"]), seconds(row["measured_s"])
+        table.add_row(row["name"], number(row["steps"]), *times, f"{row['error']:+.1%}", *waits)
+    return table

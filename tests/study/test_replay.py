@@ -52,8 +52,8 @@ def test_a_run_is_replayed_as_it_was_and_changed(folder: Path, capsys) -> None:
         ("run model=cnn", {}, "model=cnn is not replayed: a run measured its own model"),
         ("run compression=topk", {}, "compression=topk is not replayed"),
         ("run topology=gossip", {}, "topology=gossip is not replayed"),
-        ("run", {"status": "failed"}, "ended as failed"),
-        ("run", {"runtime": "sim"}, "was in virtual time; run it with the change, by `ashl train`"),
+        ("run", {"status": "failed"}, "has not finished on processes"),
+        ("run", {"runtime": "sim"}, "change a run in virtual time by `ashl train`"),
         ("none", {}, "none"),
     ],
 )
