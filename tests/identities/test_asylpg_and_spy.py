@@ -164,8 +164,8 @@ def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -
     ("overrides", "why"),
     [
         (("sync=spy",), "optimizer=sgd optimizer.momentum=0"),
-        (("sync=spy", "compression=topk"), "compression=none"),
-        (("sync=asylpg", "compression=topk"), "compression=grid"),
+        (("sync=spy", "compression=topk", "optimizer.momentum=0"), "take compression=none"),
+        (("sync=asylpg", "compression=topk"), "take compression=none"),
         (("sync=asylpg", "aggregate=uniform"), "aggregate=uniform: needs a weighted merge"),
         (
             ("sync=asylpg", "aggregate.max_staleness=3"),
