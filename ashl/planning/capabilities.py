@@ -99,7 +99,7 @@ class Choice:
 
 
 class Capability(NamedTuple):
-    """What an option may need: a noun, the groups whose options give it, and a condition.
+    """A need of an option: a noun, the groups whose options provide it, and a condition.
 
     `fix` has settings that give it.
     """
@@ -497,7 +497,7 @@ def can_encode_pulls(option: Codec) -> bool:
 def find_conflicts(choice: Choice) -> list[Conflict]:
     """Return what the options need from each other and do not get.
 
-    What depends on the sync mode is not judged before it is known.
+    Capabilities that depend on the sync mode are not judged before it is known.
     """
     found = list[Conflict]()
     for group in ASKED:
