@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +35,7 @@ from ashl.runtime import rank_checkpoint
 from ashl.runtime.plain_state import decode, encode, to_plain
 from ashl.runtime.rank_checkpoint import MANIFEST, list_checkpoints
 from ashl.runtime.records import CheckpointPartSaved
+from ashl.runtime.rendezvous import await_key
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
 
@@ -50,7 +50,6 @@ MAY_CHANGE = "only stop.*, runtime and the number of workers may change when a r
 LEAVE = "a run takes checkpoints with run.checkpoint_s=SECONDS"
 WHOLE = 2  # checkpoints that are kept
 RESTORE = "restore"  # key of a rank's restore point in the job's store
-POLL_S = 0.02  # seconds between two looks for it
 
 
 @dataclass
@@ -216,11 +215,10 @@ def await_restore_point(
 ) -> RestorePoint | None:
     """Wait at a rank for its restore point; return None if the run is `over` before."""
     key = f"{RESTORE}/{rank}"
-    while not store.check([key]):
-        if over():
-            return None
-        time.sleep(POLL_S)
-    line, _, content = store.get(key).partition(b"\n")
+    found = await_key(store, key, over)
+    if found is None:
+        return None
+    line, _, content = found.partition(b"\n")
     store.delete_key(key)  # it may be large
     return RestorePoint(*json.loads(line), content)
 

@@ -26,7 +26,7 @@ from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.control_channel import POLL_S
 from ashl.run.membership_listener import AwakeTime
 from ashl.runtime.records import Text, parse_json, validate
-from ashl.runtime.rendezvous import machine
+from ashl.runtime.rendezvous import await_key, machine
 
 OWN = {"interface", "device", "threads", "share_gpu", "root"}  # keys that may differ by node
 SAME = "same"  # key of the fingerprint that all processes must share
@@ -182,11 +182,8 @@ def compare_fingerprint(
 
     Raises: AshlError if this process has built another model or other data.
     """
-    while not store.check([SAME]):
-        if over():
-            return
-        time.sleep(POLL_S)
-    if (name := differing(own, json.loads(store.get(SAME)))) is not None:
+    found = await_key(store, SAME, over)
+    if found is not None and (name := differing(own, json.loads(found))) is not None:
         raise AshlError(
             f"{name} differ between this process and the controller; draw from the global"
             " generators of torch, numpy or random, which have the run's seed everywhere, or seed"

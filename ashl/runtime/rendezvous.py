@@ -181,6 +181,17 @@ def call_unless_failed(call: Callable[[], T], hopeless: Callable[[], bool]) -> T
     return outcome.result()
 
 
+def await_key(store: dist.Store, key: str, is_over: Callable[[], bool]) -> bytes | None:
+    """Return the value of a key of the job's store once it is there; None once `is_over()` is
+    true.
+    """
+    while not store.check([key]):
+        if is_over():
+            return None
+        time.sleep(POLL_S)
+    return store.get(key)
+
+
 def pair_key(server: int, worker: int, incarnation: int) -> str:
     return f"pair/{server}/{worker}/{incarnation}"
 
@@ -212,11 +223,9 @@ def join_servers(
     store = shared.another()
     for server in servers:
         name = pair_key(server, worker, incarnation)
-        while not store.check([name]):
-            if is_over():
-                return None
-            time.sleep(POLL_S)
-        zero_ns = zero_of(store.get(name))
+        if (clock := await_key(store, name, is_over)) is None:
+            return None
+        zero_ns = zero_of(clock)
         meet = partial(make_group, name, shared.another(), JOINER)
         group = call_unless_failed(meet, is_over)
         if group is None:

@@ -34,7 +34,7 @@ MODES = {
     "ssp": "sync=ssp",
     "all_reduce": "topology=all_reduce sync=bsp",
 }
-GOSSIP = {"ad_psgd": "topology=gossip sync=ad_psgd"}  # which ends without a worker
+GOSSIP = {"ad_psgd": "topology=gossip sync=ad_psgd"}
 APART = {
     f"{name}, its server apart": f"{mode} cluster.server_host={{last}}"
     for name, mode in (MODES | GOSSIP).items()
@@ -212,15 +212,14 @@ def test_the_link_of_the_store_is_cut(job: Job) -> None:
     """The link of the store, or of the controller on the same machine, is cut: the other machines
     name it.
     """
-    home, said = job.home(), ended(job, lambda: cut(job.names[0]))
-    store = f"the job's store at {address(job.names[0])}:29500 did not answer for {TIMEOUT_S:g} s"
-    assert all(store in sentence for sentence in said[1:]), said
-    missed = (
-        "no heartbeat from any other node"
-        if home == 0
-        else f"the controller, on {job.names[home]},"
+    said = ended(job, lambda: cut(job.names[0]))
+    # beside an agent of torchrun, which has the port 29500, the store has another one
+    store = (
+        rf"the job's store at {re.escape(address(job.names[0]))}:\d+ did not answer for"
+        rf" {TIMEOUT_S:g} s"
     )
-    assert missed in said[0]
+    assert all(re.search(store, sentence) for sentence in said[1:]), said
+    assert "no heartbeat from any other node" in said[0]
 
 
 @pytest.mark.parametrize("job", APART, indirect=True)
@@ -235,9 +234,9 @@ def test_the_link_of_a_server_is_cut_that_is_neither_at_home_nor_at_the_store(jo
     assert "the job's store at " in said[2]
 
 
-@pytest.mark.parametrize("job", ["groups", *GOSSIP], indirect=True)
+@pytest.mark.parametrize("job", ["groups"], indirect=True)
 def test_the_link_of_a_worker_is_cut_whom_others_may_wait_for(job: Job) -> None:
-    """In groups in a sum, which cannot be broken off, and in gossip for its model: the run ends."""
+    """Groups may wait for it in a sum, which cannot be aborted: the run ends."""
     said = ended(job, lambda: cut(job.names[1]))
     assert f"on {job.names[1]} sent no heartbeat for {TIMEOUT_S:g} s" in said[0]
 
@@ -255,17 +254,10 @@ def test_a_link_is_cut_for_a_while(job: Job) -> None:
     assert [process.poll() for process in job.processes] == [None] * 3
 
 
-@pytest.mark.parametrize("job", MODES, indirect=True)
+@pytest.mark.parametrize("job", [*MODES, *GOSSIP], indirect=True)
 def test_a_process_is_killed(job: Job) -> None:
     who = next(k for k in (1, 2) if k != job.home())
     assert goes_on(job, who, job.processes[who].kill) == ("disconnected", -9, "")
-
-
-@pytest.mark.parametrize("job", GOSSIP, indirect=True)
-def test_a_process_of_gossip_is_killed(job: Job) -> None:
-    who = next(k for k in (1, 2) if k != job.home())
-    said = ended(job, job.processes[who].kill, but=(who,))
-    assert all(f"on {job.names[who]} disconnected" in sentence for sentence in said), said
 
 
 @pytest.mark.parametrize("job", ["ssp", "all_reduce"], indirect=True)
