@@ -4,7 +4,6 @@ import os
 import platform
 import socket
 import sqlite3
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,6 +17,7 @@ import typer
 
 from ashl import __version__
 from ashl.config.catalog import catalog, values
+from ashl.config.cores import usable_cores
 from ashl.config.override import command_text
 from ashl.errors import UsageError
 
@@ -150,7 +150,7 @@ def _versions() -> Iterator[Row]:
 
 
 def _machine() -> Iterator[Row]:
-    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    allowed = usable_cores()
     yield "cores", f"{allowed} of {os.cpu_count()} may be used"
 
 

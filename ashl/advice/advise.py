@@ -10,7 +10,6 @@ The steps of the command, each in the module of that name:
 """
 
 import hashlib
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -36,6 +35,7 @@ from ashl.advice.contest import Place, final, judged, race_grid, tuned
 from ashl.advice.evidence import enough_s, evidence
 from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
+from ashl.config.cores import usable_cores
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
@@ -121,7 +121,7 @@ def advise(
         folder,
         command,
         wanted.fixed,
-        slots or len(os.sched_getaffinity(0)),
+        slots or usable_cores(),
         deadline,
         console,
         quiet,

@@ -15,6 +15,7 @@ from ashl.cluster.spec import Cluster, ProfileCluster, note_implied_bandwidth
 from ashl.cluster.trace import with_trace_events
 from ashl.compression.contract import Codec, Layout, size_of
 from ashl.config.construct import own_faults
+from ashl.config.cores import usable_cores
 from ashl.config.override import key_of
 from ashl.data.dataset import Data
 from ashl.data.rng import Purpose, stream
@@ -494,7 +495,7 @@ def note_shared_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:
     cluster.
     """
     here = num_ranks if runtime.name == "local" else int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if cluster.paced or runtime.name == "sim" or here <= cores:
         return []
     return [

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ashl.config.construct import own_faults
+from ashl.config.cores import usable_cores
 from ashl.data.dataset import Data
 from ashl.errors import AshlError
 from ashl.learn.device import HOST, claim_generators, numbers
@@ -299,7 +300,7 @@ def train_rank(
 
     parts = parts_of(plan)
     is_worker = settings.rank < plan.num_workers
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     reporter.emit(Placed(settings.rank, platform.node(), use_device(settings.device), cores))
     torch.set_num_threads(parts.runtime.threads)
     stages = build_stages(settings, plan, parts)

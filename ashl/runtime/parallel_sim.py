@@ -8,7 +8,6 @@ same bits on any number of cores.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import statistics
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from ashl.config.cores import usable_cores
 from ashl.learn.device import HOST
 from ashl.learn.learner import Learner
 from ashl.runtime.effects import Compute
@@ -64,7 +64,7 @@ def count_cores(asked: int | Literal["auto"], num_workers: int) -> int:
     if multiprocessing.parent_process() is not None:
         return 1
     return min(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        usable_cores(),
         num_workers,
     )
 

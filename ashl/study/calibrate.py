@@ -11,7 +11,6 @@ stored with the profile.
 """
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.table import Table
 from scipy import stats
 
 from ashl.config.compose import compose, specs_of
+from ashl.config.cores import usable_cores
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
@@ -217,7 +217,7 @@ def within_cores(
 
     Ranks of a declared cluster are throttled and mostly sleep, so they need no core each.
     """
-    found, left_out, cores = dict[str, str](), dict[str, str](), len(os.sched_getaffinity(0))
+    found, left_out, cores = dict[str, str](), dict[str, str](), usable_cores()
     for name, line in chosen.items():
         config = compose([*typed, *line.split()], config_dir)
         try:

@@ -6,7 +6,6 @@ The same grid finds the same folder again and runs only what is missing there.
 import fcntl
 import hashlib
 import math
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ashl.config.construct import construct
+from ashl.config.cores import usable_cores
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
@@ -326,7 +326,7 @@ def slots_for(grid: Grid) -> int:
         not setting.config["runtime"]["_target_"].endswith("SimRuntime")
         for setting in grid.settings
     )
-    return 1 if real else len(os.sched_getaffinity(0))
+    return 1 if real else usable_cores()
 
 
 def document(
