@@ -403,7 +403,7 @@ def written(text: str, slow: bool = False) -> str:
 
 
 if __name__ == "__main__":
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in PAGES:
         before = page.read_text(encoding="utf-8")
         if (after := written(before, slow=True)) != before:
             page.write_text(after, encoding="utf-8")

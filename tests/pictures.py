@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,13 +24,11 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from ashl.cli.app import main as ashl
+from ashl.cli.demo import SCENES
 from ashl.tracking.console import Frame, Progress
 
 DOCS = Path(__file__).parents[1] / "docs"
-CLUSTER = ["runtime=sim", "cluster=one_slow"]
-TRAIN = ["train", *CLUSTER]
-GRID = ["sync=bsp,ssp,asp,local_sgd", "seed=0,1,2"]
-SWEEP = ["sweep", *GRID, *CLUSTER, "stop.target_accuracy=0.95", "eval.every_s=0.2"]
+TRAIN, SWEEP = (shlex.split(scene.command)[1:] for scene in SCENES[1:])  # the README's own
 WITHOUT_MLFLOW = "tracking=none"
 HALFWAY, WIDTH = 0.5, 72
 CHROMIUM = (

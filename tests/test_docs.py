@@ -1,5 +1,6 @@
 """The pages are true: links, anchors, commands, keys, options and pictures exist, and examples run."""
 
+import csv
 import json
 import re
 import shlex
@@ -22,6 +23,7 @@ from ashl.errors import DataMissingError
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import declared_profile
 from ashl.study.grid import checked, grid_lines
+from tests.first_screen import FILE, answer, rows
 from tests.pages import (
     DATA,
     DOCS,
@@ -154,6 +156,33 @@ def test_the_readme_is_short_and_keeps_its_lines() -> None:
     )
     assert all(scene.command in text for scene in SCENES)
     assert {"-m slow -n 0", "-m gpu -n 0"} <= set(re.findall(r"-m \w+ -n 0", text))
+
+
+def test_the_number_of_the_readme_is_in_its_table() -> None:
+    first, *others = read_csv(FILE)[1:]
+    (claim,) = re.findall(
+        r"\*\*.*`(\w+)` reaches 95 % .* ([\d.]+) times as fast .*\*\*\n\(`(\w+)`; 95 % interval ([\d.]+ to [\d.]+)",
+        TEXTS[README],
+    )
+    slower = next(row for row in others if row[0] == claim[2])
+    assert claim == (first[0], slower[3], slower[0], slower[4])
+    assert TEXTS[README].count(SCENES[-1].command) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_readmes_command_prints_its_table() -> None:
+    """Sums of floats differ between machines, so numbers are compared within 10 %."""
+    made, kept = rows(answer()), read_csv(FILE)
+    assert [row[0] for row in made] == [row[0] for row in kept]
+    for ours, theirs in zip(made[1:], kept[1:], strict=True):
+        for place in (1, 3):
+            assert float(ours[place]) == pytest.approx(float(theirs[place]), rel=0.1)
+
+
+def read_csv(file: Path) -> list[list[str]]:
+    with file.open(encoding="utf-8", newline="") as text:
+        return list(csv.reader(text))
 
 
 def test_the_page_of_gpus_lists_their_tests() -> None:
