@@ -26,7 +26,7 @@ def test_samples_depend_on_the_seed_alone() -> None:
 def test_grey_levels_are_normalised_at_the_defaults() -> None:
     inputs, _ = load().train.batch(torch.arange(3000))
     assert abs(float(inputs.mean())) < 0.03
-    assert abs(float(inputs.std()) - 1) < 0.03
+    assert abs(float(inputs.std()) - 1) < 0.05
 
 
 @pytest.mark.parametrize("side", [8, 40])

@@ -1,14 +1,29 @@
 """The wheel has all files: it trains, sweeps and compares from an empty folder, without the checkout."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import ashl
+
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_all_files_have_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == ashl.__version__
+    citation = (ROOT / "CITATION.cff").read_text()
+    version, day = (
+        re.search(rf"^{key}: (\S+)$", citation, re.M)[1] for key in ("version", "date-released")
+    )
+    assert version == ashl.__version__
+    assert f"## [{version}] - {day}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def said(*command: object, folder: Path) -> str:
@@ -42,9 +57,9 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path: Path) -> None:
     (site / "others.pth").write_text(sysconfig.get_paths()["purelib"])  # torch and the rest
     where = said(python, "-c", "import ashl; print(ashl.__file__)", folder=place)
     assert Path(where.strip()).is_relative_to(tmp_path / "venv")
-    ashl = tmp_path / "venv/bin/ashl"
-    said(ashl, "train", "runtime=sim", "stop.steps=40", "run.dir=run", folder=place)
+    command = tmp_path / "venv/bin/ashl"
+    said(command, "train", "runtime=sim", "stop.steps=40", "run.dir=run", folder=place)
     said(
         ashl, "sweep", "sync=bsp,asp", "runtime=sim", "stop.steps=40", "run.dir=study", folder=place
     )
-    assert "next: " in said(ashl, "compare", "study", folder=place)
+    assert "next: " in said(command, "compare", "study", folder=place)
