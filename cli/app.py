@@ -36,6 +36,7 @@ from .replay import replay
 from .sweep import sweep
 from .train import train
 from .ui import ui
+from .watch import watch
 
 
 @runtime_checkable
@@ -95,6 +96,7 @@ COMMANDS = {
     "calibrate": calibrate,
     "backtest": backtest,
     "join": join,
+    "watch": watch,
     "advise": advise,
     "replay": replay,
     "compare": compare,

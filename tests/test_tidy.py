@@ -33,7 +33,7 @@ LEVELS = (
     {"planning"},
     {"tracking", "report"},
     {"launch"},
-    {"run", "export"},
+    {"run", "export", "watch"},
     {"study"},
     {"advice"},
     {"cli", "__init__", "__main__"},  # the entry points
@@ -95,12 +95,14 @@ HOMES = {
         "ashl/export/ddp_hook.py",
         "cli/doctor.py",
     ),
+    "psutil": ("ashl/run/interface.py",),
     "safetensors": ("ashl/runtime/plain_state.py",),
     "typer": ("cli/",),
     "time": (
         "ashl/runtime/",
         "ashl/tracking/",
         "ashl/run/",
+        "ashl/watch/",
     ),  # the experiment's clock, host seconds
     "datetime": ("ashl/runtime/", "ashl/tracking/", "ashl/run/"),
     "random": ("ashl/learn/device.py",),
@@ -111,6 +113,7 @@ HOMES = {
         "ashl/study/",
         "ashl/run/",
         "ashl/advice/",
+        "ashl/watch/",
         "cli/answer.py",
         "cli/ui.py",
     ),
