@@ -746,6 +746,8 @@ def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float 
     check_failure_keys(parts)
     if parts.runtime.on_worker_failure == "reshard":
         check_reshard(parts, stages)
+    if parts.runtime.on_worker_failure == "keep_batch":
+        check_keep_batch(parts, stages)
     if not fault_kinds:
         return
     named = ", ".join(sorted(fault_kinds))
@@ -771,6 +773,33 @@ def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float 
     for stage, own in zip(stages, parts.stages, strict=True):
         if why := explain_intolerance(own, parts.runtime, real=real, rejoin=rejoin):
             raise UsageError(f"{where}: not supported in stage {stage.name}, {why}")
+
+
+def check_keep_batch(parts: Parts, stages: Sequence[StagePlan]) -> None:
+    """Refuse to hold the global batch where a round is not one gradient of every worker.
+
+    Raises: UsageError.
+    """
+    for stage, own in zip(stages, parts.stages, strict=True):
+        sync, n = own.sync, len(stage.workers)
+        if isinstance(sync, Profiling):
+            continue
+        why = None
+        if not sync.in_rounds or sync.exchange != "gradient" or sync.quorum(n) < n:
+            why = f"sync={option_name(sync)} does not merge one gradient of every worker at once"
+        elif sync.resizes:
+            why = f"sync={option_name(sync)} sets the batches itself"
+        elif (sync.estimator or own.compression.estimator) != "minibatch":
+            why = f"stage {stage.name} exchanges more than the gradient of a minibatch"
+        elif not own.overlap.serial:
+            why = f"overlap={option_name(own.overlap)} sends a gradient before it is accumulated"
+        elif type(own.topology) not in (ParameterServer, AllReduce):
+            why = f"topology={option_name(own.topology)} does not set the batches of its workers"
+        if why is not None:
+            raise UsageError(
+                f"runtime.on_worker_failure=keep_batch: {why}; take sync=bsp overlap=none with"
+                " topology=parameter_server or all_reduce, or runtime.on_worker_failure=skip"
+            )
 
 
 def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:

@@ -359,6 +359,7 @@ def bind_stages(
                 answer_block=answer_block(parts.cluster, fragments),
                 min_workers=parts.runtime.min_workers,
                 reshards=parts.runtime.on_worker_failure == "reshard",
+                keeps_batch=parts.runtime.on_worker_failure == "keep_batch",
                 joins=parts.cluster.workers_rejoin or parts.runtime.name != "sim",
                 elastic=parts.cluster.workers_fail,
                 payload=payload_of(own.compression, layout),

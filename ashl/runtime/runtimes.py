@@ -11,7 +11,8 @@ from ashl.option import Count, Natural, Span, option
 # upper bound, because torch starts every thread that it is asked for
 Threads = Annotated[Count, Field(le=1024)]
 Device = Literal["auto", "cpu", "cuda"]
-OnWorkerFailure = Literal["skip", "reshard"]  # use of a failed worker's data
+# what the survivors take over of a failed worker: nothing, its data, or its share of the batch
+OnWorkerFailure = Literal["skip", "reshard", "keep_batch"]
 # CUDA graphs of steps, see ashl.learn.graphs; auto = off until they have run on a device
 Graphs = Literal["auto", "off", "on"]
 # precision of matrix products and convolutions; vectors are float32

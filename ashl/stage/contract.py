@@ -306,6 +306,7 @@ class StageConfig:
     answer_block: int = 1
     min_workers: int = 1  # the run ends with fewer workers than this
     reshards: bool = False  # True: survivors use the data of failed workers
+    keeps_batch: bool = False  # True: survivors' batches add up to those of all workers
     joins: bool = False  # True: workers may join during the run
     elastic: bool = False  # True: the run tolerates failures of workers
     # bytes on the wire / dense bytes, by compression ratio

@@ -47,6 +47,9 @@ def assign(
 ) -> Assignments:
     """Return the work of all workers as assignments, with the weights of the members `ranks`."""
     workers = redistribute_shares(stage, ranks, workers)
+    if stage.keeps_batch:
+        planned = [worker.batch for worker in stage.plan.workers]
+        workers = with_batches(workers, hold_batch(planned, ranks))
     one_gradient = stage.sync.exchange == "gradient"
     steps = tuple(1 if one_gradient else worker.local_steps for worker in workers)
     batches = [own.batch for own in with_gradient_samples(stage, workers)]
@@ -78,6 +81,21 @@ def redistribute_shares(
         replace(worker, data_share=shares[rank] + part * (rank not in failed))
         for rank, worker in enumerate(workers)
     )
+
+
+def hold_batch(planned: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Return the batch of each worker; those of the members `ranks` add up to all planned ones.
+
+    Each member takes over samples of the failed workers in proportion to its own batch. Samples
+    that do not divide evenly go to the lowest ranks.
+    """
+    total, of_members = sum(planned), sum(planned[rank] for rank in ranks)
+    batches = [*planned]
+    for rank in ranks:
+        batches[rank] = planned[rank] * total // of_members
+    for rank in ranks[: total - sum(batches[rank] for rank in ranks)]:
+        batches[rank] += 1
+    return batches
 
 
 def with_local_steps(workers: Iterable[WorkerPlan], steps: Iterable[int]) -> tuple[WorkerPlan, ...]:

@@ -357,10 +357,40 @@ async def estimate_gradient(
         work = partial(trainer.spread_gradient, params, rank, step, span, stage.codec.parts)
         loss, gradient, state.squares = await ctx.compute(work, work=state.batch)
         return loss, gradient, state.batch
+    planned = stage.worker(rank).batch
+    if stage.keeps_batch and state.batch > planned:
+        sizes = split_batch(state.batch, planned)
+        return *await sum_minibatches(ctx, stage, state, step, span.start, sizes), state.batch
     loss, gradient = await ctx.compute(
         partial(trainer.gradient, params, rank, step, span), state.batch
     )
     return numbers([loss])[0], gradient, state.batch
+
+
+def split_batch(batch: int, planned: int) -> list[int]:
+    """Return the sizes of minibatches of nearly equal size, none larger than `planned`."""
+    count = -(-batch // planned)
+    return [batch // count + (place < batch % count) for place in range(count)]
+
+
+async def sum_minibatches(
+    ctx: RankContext, stage: StageConfig, state: Any, step: int, first: int, sizes: list[int]
+) -> tuple[float, Any]:
+    """Return (mean loss, gradient) of the samples from `first` on, in minibatches of these sizes.
+
+    Rule: g = Σ_k b_k/b · ∇f(w; minibatch k), with b = Σ_k b_k.
+    """
+    losses, total = [], None
+    for size in sizes:
+        span = range(first, first + size)
+        work = partial(stage.trainer.gradient, state.params, ctx.rank, step, span)
+        loss, gradient = await ctx.compute(work, size)
+        gradient = gradient * (size / state.batch)
+        total = gradient if total is None else total + gradient
+        losses.append(loss)
+        first += size
+    loss = sum(size * own for size, own in zip(sizes, numbers(losses), strict=True))
+    return loss / state.batch, total
 
 
 async def average_over_shard(

@@ -20,7 +20,9 @@ PAUSE, as GO, but save first. Before NEXT the server waits for pushes in flight 
 STOP it drops them. Before PAUSE it answers no worker until all of them wait.
 
 With `runtime.on_worker_failure=reshard` each surviving worker also trains on its part of a failed
-worker's data. It begins in the first round after the reply that reports the failure.
+worker's data. It begins in the first round after the reply that reports the failure. With
+`keep_batch` each reply sets the worker's batch, so that the batches of the survivors add up to the
+global batch.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
@@ -851,7 +853,8 @@ def assignment_of(
     rest = None if planned == 1 else rounds_ahead(stage, state)
     local_steps = cap_local_steps(state.members.planned, rank, rest, planned)
     ratio = plan.compression_ratio if assignment.ratio is None else assignment.ratio
-    return local_steps, ratio, assignment.interval_s, assignment.batch
+    kept = plan.batch if stage.keeps_batch else 0
+    return local_steps, ratio, assignment.interval_s, assignment.batch or kept
 
 
 def rounds_ahead(stage: StageConfig, state: ServerState) -> Remaining:

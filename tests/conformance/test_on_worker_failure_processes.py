@@ -1,5 +1,5 @@
-"""A real run that continues with the data of a failed worker has the bits of virtual time with the
-same failure.
+"""A real run that continues with the data or the batch of a failed worker has the bits of virtual
+time with the same failure.
 """
 
 import json
@@ -14,15 +14,17 @@ from tests.support import planned, run
 LINE = (
     "cluster.compute=[1,1.5,2] cluster.link=null cluster.step_s=0.01 cluster.exchange_s=0.002"
     " aggregate=data_share eval.every_commits=100000 stop.steps=300"
-    " runtime.on_worker_failure=reshard model.hidden=[8]"
+    " model.hidden=[8]"
 )
 LOST = 2
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("taken_over", ["reshard", "keep_batch"])
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
-def test_the_survivors_continue_with_its_data(topology: str, workplace: Path) -> None:
+def test_the_survivors_take_over_its_work(topology: str, taken_over: str, workplace: Path) -> None:
     line = [*LINE.split(), f"topology={topology}", "sync=bsp", "optimizer.momentum=0.9"]
+    line += [f"runtime.on_worker_failure={taken_over}"]
     fails = f"cluster.events=[{{time_s: 1.0, worker: {LOST}, fail: true}}]"
     assert main(["train", *line, fails, "runtime=local", "run.dir=run", "tracking=none", "-q"]) == 0
     summary = json.loads(Path("run/summary.json").read_text())
