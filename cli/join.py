@@ -18,9 +18,10 @@ def join(
     ] = None,
     debug: Debug = False,
 ) -> int:
-    """Rejoin a run on this machine in place of a failed worker (runtime=local).
+    """Rejoin a run in place of a failed worker.
 
-    The command ends with the run. Ctrl-C leaves the run, which continues.
+    A run of runtime=local is joined on its machine, a job on several nodes on any node that has the
+    run folder. The command ends with the run. Ctrl-C leaves the run, which continues.
     """
     with starting():
         from ashl.run.join import join as run_as_rank

@@ -14,7 +14,7 @@ from ashl.config.compose import compose
 from ashl.errors import AshlError, DataMissingError, UsageError
 from ashl.launch.environment import read_membership
 from ashl.launch.membership import JobMembership
-from ashl.launch.slurm import expand_nodelist
+from ashl.launch.slurm import first_host
 from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
@@ -36,6 +36,9 @@ from ashl.run.handshake import (
     settings_in_common,
 )
 from ashl.run.interface import Chosen
+from ashl.run.job import take_place
+from ashl.run.join import JoinAnswer
+from ashl.run.rank import RankSettings
 from tests.conf_option import conf_option
 from tests.support import planned
 
@@ -121,7 +124,6 @@ def test_what_starters_say(env: dict[str, str], found: JobMembership | None) -> 
         ({k: v for k, v in MPIRUN.items() if "SIZE" not in k}, "OMPI_COMM_WORLD_SIZE is not"),
         (SRUN, "srun does not say SLURM_JOB_ID"),
         (SRUN | {"SLURM_JOB_NODELIST": "n[7-"}, "SLURM_JOB_NODELIST='n.7-' is no list of nodes"),
-        (SRUN | {"SLURM_JOB_NODELIST": "n[9-7]"}, "the range '9-7' is invalid; set MASTER_ADDR"),
         (SRUN | {"SLURM_JOB_NODELIST": ""}, "srun does not say SLURM_JOB_NODELIST"),
     ],
 )
@@ -130,18 +132,17 @@ def test_an_environment_that_makes_no_sense(env: dict[str, str], said: str) -> N
         read_membership(env)
 
 
-def test_lists_of_nodes() -> None:
-    assert list(expand_nodelist("a,b[1-3,07]c,gpu-[08-10]")) == [
-        "a",
-        "b1c",
-        "b2c",
-        "b3c",
-        "b07c",
-        "gpu-08",
-        "gpu-09",
-        "gpu-10",
-    ]
-    assert list(expand_nodelist("r[1-2]n[01-02].x")) == ["r1n01.x", "r1n02.x", "r2n01.x", "r2n02.x"]
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a,b[1-3,07]c", "a"),
+        ("b[1-3,07]c,a", "b1c"),
+        ("gpu-[08-10]", "gpu-08"),
+        ("r[1-2]n[01-02].x", "r1n01.x"),
+    ],
+)
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_host({"SLURM_JOB_NODELIST": nodes}) == first
 
 
 # --- who plays which rank
@@ -450,14 +451,24 @@ def test_who_did_not_come_is_named() -> None:
         gather(*JOB[:2], size=4)
 
 
-def test_a_rank_that_is_there_twice() -> None:
+def test_a_second_process_of_a_rank_is_told_apart() -> None:
     store = AuthenticatedStore(StoreServer(new_secret()))
-    publish_hello(store, JOB[2])
-    with pytest.raises(
-        AshlError,
-        match=r"a process of rank 2 is there already, on b.lan; give every process a rank",
-    ):
-        publish_hello(store, JOB[2]._replace(host="x"))
+    assert publish_hello(store, JOB[2], "{}")
+    assert not publish_hello(store, JOB[2]._replace(host="x"), "other")
+    assert store.get("plan/2") == b"{}"
+
+
+def test_a_second_process_is_refused_while_the_first_one_runs() -> None:
+    server = StoreServer(new_secret())
+    refusal = JoinAnswer(refused="worker 2 has not failed", may_change=True)
+    asked = list[str]()
+    server.handlers["join"] = lambda worker: asked.append(worker) or refusal.dumps()
+    settings = RankSettings(2, "h", 1, new_secret(), "h", ".", "none", log=False)
+    said = "rank 2 is there already, on b.lan, .*: worker 2 has not failed; give"
+    with pytest.raises(AshlError, match=said):
+        take_place(AuthenticatedStore(server), settings, JOB[2], 0.5)
+    assert asked == ["2"] * len(asked)
+    assert len(asked) > 1, "the run may notice the failure a little later"
 
 
 @pytest.mark.parametrize(

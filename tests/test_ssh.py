@@ -64,7 +64,7 @@ def where(tmp_path: Path) -> Launch:
 def run(
     where: Launch, code: str, monkeypatch: pytest.MonkeyPatch, tolerates_failures: bool = False
 ) -> int:
-    monkeypatch.setattr(ssh, "RANK", ("-c",))
+    monkeypatch.setattr("ashl.launch.job.RANK", ("-c",))
     job = replace(where, argv=("import os, sys; r = int(os.environ['RANK'])\n" + code,))
     return ssh.run(job, ssh.tasks(job), tolerates_failures)
 
@@ -114,7 +114,7 @@ def test_an_interrupt_ends_all_hosts_in_order(
 def test_a_process_ends_with_its_connection(how: str, where: Launch) -> None:
     """If the launcher is killed, the input of each connection ends."""
     job = replace(where, size=1)
-    task = ssh.tasks(job)[0]._replace(argv=("-c", "import os, sys\n" + LINGERING))
+    task = ssh.tasks(job)[0]._replace(argv=(job.python, "-c", "import os, sys\n" + LINGERING))
     with subprocess.Popen(
         ssh.task_command(job, task), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

@@ -27,6 +27,21 @@ LOCAL = "localhost"
 SECRET = "ASHL_JOB_SECRET"  # environment variable with the secret of a job
 PORTS = range(12000, 32000)  # below the ports that Linux assigns itself
 RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
+EVICTED = 78  # exit code of a worker that the run goes without
+GUARD_GRACE_S = 14  # seconds between SIGTERM and SIGKILL to a guarded rank; ssh kills after 15
+# A shell around a rank. It passes signals on, and starts the rank again if it was killed or
+# evicted. Rank 0 is not started again: it serves the job's store.
+GUARD = (
+    "rank=${{RANK:-${{SLURM_PROCID:-${{OMPI_COMM_WORLD_RANK:-${{PMI_RANK:-0}}}}}}}}; "
+    "n={restarts}; stop=; pid=; trap 'stop=1; kill -TERM $pid; "
+    "(sleep {grace_s}; kill -KILL $pid) >/dev/null 2>&1 &' TERM HUP INT; "
+    'while :; do "$@" & pid=$!; wait $pid; code=$?; '
+    "while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done; "
+    '[ -z "$stop" ] && [ "$rank" != 0 ] && [ $n -gt 0 ] || break; '
+    "[ $code -gt 128 ] || [ $code -eq {evicted} ] || break; "
+    'echo "ashl: rank $rank ended with exit code $code and is started again" >&2; '
+    "n=$((n - 1)); done; {after}exit $code"
+)
 
 
 class Machine(NamedTuple):
@@ -58,7 +73,7 @@ class Task(NamedTuple):
 
     machine: Machine
     rank: int
-    argv: tuple[str, ...]  # arguments of Python; `$NAME` is a variable of the shell
+    argv: tuple[str, ...]
     env: dict[str, str]  # variables of this task, beside those of the job
 
 
@@ -77,6 +92,7 @@ class Launch:
     options: tuple[str, ...] = ()  # options of the engine's own command
     ssh: tuple[str, ...] = ("ssh",)  # command of ssh and the user's options
     verbose: bool = False  # True: show the output of all ranks
+    restarts: int = 0  # of each rank that was killed
 
     @property
     def slots(self) -> int:
@@ -95,7 +111,18 @@ class Launch:
     @property
     def rank_command(self) -> list[str]:
         """Return the command of one rank."""
-        return [self.python, *RANK, *self.argv]
+        return self.guarded([self.python, *RANK, *self.argv])
+
+    def guarded(self, command: list[str], after: str = "") -> list[str]:
+        """Return a command that starts a rank again after it was killed, `restarts` times.
+
+        Args: after, statements of the shell that follow the last end, with its exit code in `code`.
+        """
+        if not self.restarts and not after:
+            return command
+        known = {"restarts": self.restarts, "evicted": EVICTED, "grace_s": GUARD_GRACE_S}
+        script = GUARD.format(**known, after=after)
+        return ["sh", "-c", script, "ashl", *command]
 
     @property
     def hosts(self) -> tuple[HostRanks, ...]:

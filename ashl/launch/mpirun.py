@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from ashl.errors import UsageError
 from ashl.launch import slurm
-from ashl.launch.job import Launch, random_port
+from ashl.launch.job import RANK, Launch, random_port
 from ashl.launch.membership import JobMembership, read_local_rank, read_place, read_port
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 # Hydra ends all ranks after one that was killed; its `-disable-auto-cleanup` does so, too.
-GUARD = '"$@"; code=$?; [ $code -gt 128 ] && exit 0; exit $code'
+HIDE_KILL = "[ $code -gt 128 ] && exit 0; "
 
 
 class Names(NamedTuple):
@@ -66,8 +66,9 @@ def command(launch: Launch, flavor: str, program: str = "mpirun") -> list[str]:
         words = [program, "-n", str(launch.size), "-wdir", launch.folder]
         words += ["-hosts", hosts] if shares else []
         words += ["-genvlist", ",".join(["PATH", "HOME", *names])]
-    guard = [] if flavor == OPEN_MPI else ["sh", "-c", GUARD, "ashl"]
-    return [*words, *launch.options, *guard, *launch.rank_command]
+    after = "" if flavor == OPEN_MPI else HIDE_KILL
+    rank = launch.guarded([launch.python, *RANK, *launch.argv], after)
+    return [*words, *launch.options, *rank]
 
 
 def environment(launch: Launch) -> dict[str, str]:

@@ -5,7 +5,7 @@ Unequal machines are heterogeneous components: one for each line of the hosts fi
 
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from shlex import join, quote
 
 from ashl.errors import UsageError
@@ -89,46 +89,22 @@ def node_list(env: Mapping[str, str]) -> str:
 
 
 def first_host(env: Mapping[str, str]) -> str:
-    """Return the node of rank 0. Raises UsageError if the list of nodes is missing or invalid."""
+    """Return the node of rank 0. Raises UsageError if the list of nodes is missing or invalid.
+
+    In Slurm's list `a[07-09,12]b,c` the first one is a07b.
+    """
     name = node_list(env)
     if not name:
         raise UsageError(
             "srun does not say SLURM_JOB_NODELIST, in which the master is first; set MASTER_ADDR"
         )
-    try:
-        return next(expand_nodelist(env[name]))
-    except ValueError as error:
+    found = re.fullmatch(r"([\w.-]+(?:\[\d[\d,-]*\][\w.-]*)*)(?:,.*)?", env[name])
+    if not found:
         raise UsageError(
-            f"{name}={env[name]!r} is no list of nodes: {error}; set MASTER_ADDR"
-        ) from error
-
-
-def expand_nodelist(nodes: str) -> Iterator[str]:
-    """Yield the nodes of Slurm's list: `a,b[1-3,07]c` is a, b1c, b2c, b3c and b07c.
-
-    Raises: ValueError if the list is invalid.
-    """
-    word = r"[\w.-]+(\[[\d,-]+\][\w.-]*)*"
-    if not re.fullmatch(rf"{word}(,{word})*", nodes):
-        raise ValueError("names and ranges in brackets are expected")
-    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        yield from expand_name(word)
-
-
-def expand_name(word: str) -> Iterator[str]:
-    """Yield the names that the ranges in brackets make of a name."""
-    before, bracket, rest = word.partition("[")
-    if not bracket:
-        yield word
-        return
-    ranges, _, after = rest.partition("]")
-    for part in ranges.split(","):
-        first, dash, last = part.partition("-")
-        if not first or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ValueError(f"the range {part!r} is invalid")
-        for number in range(int(first), int(last or first) + 1):
-            for tail in expand_name(after):
-                yield f"{before}{number:0{len(first)}d}{tail}"
+            f"{name}={env[name]!r} is no list of nodes: names and ranges in brackets are expected;"
+            " set MASTER_ADDR"
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[1])
 
 
 def node_address(name: str) -> str | None:

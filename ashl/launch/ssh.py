@@ -20,7 +20,7 @@ from shlex import join, quote
 from typing import Any
 
 from ashl.errors import AshlError, UsageError, plain
-from ashl.launch.job import RANK, Launch, Machine, Task, is_loopback, random_port
+from ashl.launch.job import EVICTED, Launch, Machine, Task, is_loopback, random_port
 
 SCRIPT = (
     'exec 3<&0; {python} -P -c "import ashl" || exit; echo "ashl is there $SSH_CONNECTION"; '
@@ -46,7 +46,7 @@ OPTIONS = (
     "ServerAliveInterval=5",
     "ServerAliveCountMax=3",
 )
-DISCONNECTED, EVICTED = 255, 78  # exit codes: of ssh itself; of a worker that the run goes without
+DISCONNECTED = 255  # exit code of ssh itself
 CODES = (1, 2, 3, 130)  # exit codes of an ashl command that did not succeed
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -84,7 +84,7 @@ def tasks(launch: Launch) -> list[Task]:
             own = {"RANK": rank, "WORLD_SIZE": launch.size, "GROUP_RANK": group}
             own |= {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": len(share.ranks)}
             env = {name: str(value) for name, value in own.items()}
-            found.append(Task(share.machine, rank, (*RANK, *launch.argv), env))
+            found.append(Task(share.machine, rank, tuple(launch.rank_command), env))
     return found
 
 
@@ -106,7 +106,7 @@ def task_command(launch: Launch, task: Task) -> list[str]:
     script = SCRIPT.format(
         python=quote(launch.python),
         folder=quote(launch.folder),
-        command=join([*words, launch.python, *task.argv]),
+        command=join([*words, *task.argv]),
         grace_s=int(GRACE_S),
     )
     return command(launch, task.machine, script)

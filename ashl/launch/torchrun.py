@@ -17,7 +17,7 @@ def tasks(launch: Launch) -> list[Task]:
         place = [f"--nnodes={len(shares)}", f"--node-rank={node}"]
         place += [f"--nproc-per-node={len(share.ranks)}", *launch.options]
         # torchrun starts a module by `-m`
-        argv = ("-m", "torch.distributed.run", *place, *RANK[1:], *launch.argv)
+        argv = (launch.python, "-m", "torch.distributed.run", *place, *RANK[1:], *launch.argv)
         found.append(Task(share.machine, share.ranks.start, argv, {}))
     return found
 

@@ -69,20 +69,16 @@ def hello_key(rank: int) -> str:
     return f"hello/{rank}"
 
 
-def publish_hello(store: AuthenticatedStore, own: Hello, plan: str = "") -> None:
+def publish_hello(store: AuthenticatedStore, own: Hello, plan: str = "") -> bool:
     """Publish the hello of this process and its settings.
 
-    Raises: AshlError if another process has published a hello with the same rank.
+    Returns: False if another process has published a hello with the same rank before.
     """
+    if store.check([hello_key(own.rank)]):
+        return False
     text = json.dumps(own._asdict())
     store.set(f"plan/{own.rank}", plan)
-    there = store.compare_set(hello_key(own.rank), "", text).decode(errors="replace")
-    if there != text:
-        host = parse_hello(there, own.rank).host
-        raise AshlError(
-            f"a process of rank {own.rank} is there already, on {host}; give every process a "
-            "rank of its own, and every job a MASTER_PORT of its own"
-        )
+    return store.compare_set(hello_key(own.rank), "", text).decode(errors="replace") == text
 
 
 def parse_hello(text: str | bytes, rank: int) -> Hello:

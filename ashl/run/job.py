@@ -3,6 +3,9 @@
 Process i is the process with RANK=i in the launcher's environment. Its rank in the plan may differ:
 placement assigns the ranks of the plan to processes.
 
+A process that an engine has restarted finds the hello of the earlier process of its rank. It asks
+the controller for the place of that failed worker (`take_place`), and rejoins as `ashl join` does.
+
 States of a process: it joins the store and runs the handshake (`join_job`, `ashl.run.handshake`),
 which assigns its rank of the plan. Process 0 then runs the controller, with its rank as a child
 process (`run_as_controller`); every other process runs its rank itself (`run_as_rank`).
@@ -16,7 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -61,6 +64,7 @@ from ashl.run.handshake import (
     settings_in_common,
     shares_a_node,
 )
+from ashl.run.join import publish_join_endpoint, request_place
 from ashl.run.launch import run_controller
 from ashl.run.membership_listener import call_within, exit_process
 from ashl.run.monitor import Monitor
@@ -104,7 +108,7 @@ def join_job(
         address=chosen and chosen.address,
         interface_by=chosen and chosen.by,
     )
-    store, hellos = meet_processes(job, own, text, runtime.heartbeat_timeout_s)
+    store, hellos, is_first = meet_processes(job, own, text, runtime.heartbeat_timeout_s)
     try:
         check_interfaces(hellos)
         processes, note = assign_processes(plan, parts, config["profile"], hellos)
@@ -136,6 +140,8 @@ def join_job(
         have_own_gpus=apart,
         checkpoint_s=config["run"]["checkpoint_s"],
     )
+    if not is_first:
+        settings = take_place(store, settings, hellos[job.rank], runtime.heartbeat_timeout_s)
     colocated = [
         settings._replace(rank=other)
         for other in range(rank + 1, plan.num_ranks)
@@ -145,6 +151,24 @@ def join_job(
         # the worker of this process uses the GPU
         colocated = [other._replace(device=HOST) for other in colocated]
     return ProcessAssignment(job, store, settings, note, tuple(colocated))
+
+
+def take_place(
+    store: AuthenticatedStore, settings: RankSettings, earlier: Hello, timeout_s: float
+) -> RankSettings:
+    """Return the settings of a restarted process: those of the next incarnation of its worker.
+
+    Waits until the controller has noticed that the earlier process has failed.
+    Raises: AshlError if it has not within `timeout_s`, or the run admits no process.
+    """
+    answer = request_place(store, settings.rank, again_s=timeout_s)
+    if answer.refused is not None:
+        raise AshlError(
+            f"a process of rank {earlier.rank} is there already, on {earlier.host}, and this one"
+            f" cannot take its place: {answer.refused}; give every process a rank of its own, and"
+            " every job a MASTER_PORT of its own"
+        )
+    return settings._replace(incarnation=answer.incarnation)
 
 
 def assign_processes(
@@ -223,19 +247,20 @@ def check_interfaces(hellos: tuple[Hello, ...]) -> None:
 
 def meet_processes(
     job: JobMembership, own: Hello, text: str, timeout_s: float
-) -> tuple[AuthenticatedStore, tuple[Hello, ...]]:
-    """Return (store of the job, hellos of all processes by process).
+) -> tuple[AuthenticatedStore, tuple[Hello, ...], bool]:
+    """Return (store of the job, hellos of all processes by process, True if this process is the
+    first one of its rank).
 
     Args: own and text, this process's hello and the settings that must be equal in all processes;
     timeout_s, in seconds, for the master and again for the hellos.
     Raises: AshlError if the master does not answer, or the processes do not fit together.
     """
 
-    def meet() -> tuple[AuthenticatedStore, tuple[Hello, ...]]:
+    def meet() -> tuple[AuthenticatedStore, tuple[Hello, ...], bool]:
         store = connect_store(job, timeout_s)
         try:
-            publish_hello(store, own, text)
-            return store, gather_hellos(store, job, timeout_s)
+            is_first = publish_hello(store, own, text)
+            return store, gather_hellos(store, job, timeout_s), is_first
         except AshlError:
             leave_job(store, job)
             raise
@@ -382,15 +407,19 @@ def run_as_controller(
         settings._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
         for settings in (assignment.settings, *assignment.colocated)
     ]
-    return run_controller(
-        plan,
-        run_dir,
-        monitor,
-        assignment.store.another(),
-        rank_settings,
-        checkpoint_manager,
-        saved,
-    )
+    own = assignment.settings
+    with ExitStack() as stack:
+        with aborting_job_on_error(plan, assignment):
+            stack.enter_context(publish_join_endpoint(run_dir, own.host, own.port, own.secret))
+        return run_controller(
+            plan,
+            run_dir,
+            monitor,
+            assignment.store.another(),
+            rank_settings,
+            checkpoint_manager,
+            saved,
+        )
 
 
 def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:

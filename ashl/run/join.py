@@ -1,4 +1,4 @@
-"""`ashl join`: this process takes the place of a failed worker of a run on this machine.
+"""`ashl join`: this process takes the place of a failed worker of a run.
 
 A run publishes its join endpoint in its folder while it can be joined (`publish_join_endpoint`). A
 joining process reads it, asks the controller for a place, and trains as that worker until the run
@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,16 +21,20 @@ import torch
 
 from ashl import __version__
 from ashl.errors import AshlError, UsageError, parsed
+from ashl.launch.job import is_loopback
 from ashl.plan.plan import Plan
+from ashl.planning.device import device_of
+from ashl.planning.instantiate import parts_of
 from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreClient
 from ashl.run.control_channel import PATIENCE_S
-from ashl.run.interface import LOOPBACK, Chosen, named
+from ashl.run.interface import named, towards
 from ashl.run.membership_listener import call_within
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import End, Rounds, Text, validate
 from ashl.runtime.rendezvous import machine
 
 FILE = "job.json"  # in the run folder while the run can be joined
+AGAIN_S = 0.3  # seconds between two join requests of a process
 AGAIN = ("-P", "-m", "ashl.cli", "join")  # arguments of Python that start this command again
 
 
@@ -60,6 +65,7 @@ class JoinAnswer(NamedTuple):
     rounds: Rounds = "none"
     device: Text = ""
     have_own_gpus: bool = False
+    may_change: bool = False  # True if a later request may be admitted
 
     def dumps(self) -> str:
         return json.dumps(self._asdict())
@@ -74,11 +80,11 @@ def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[st
     """
     run_dir = run_dir or newest_joinable_run(runs)
     endpoint = read_join_endpoint(run_dir)
-    answer = request_place(run_dir, endpoint, worker)
+    answer = request_place_in(run_dir, endpoint, worker)
     if answer.refused is not None:
         raise UsageError(f"{run_dir}: {answer.refused}")
     say(f"joins {run_dir} as worker {answer.worker}, which {answer.how}")
-    interface = named(Plan.from_json(answer.plan).runtime["interface"])
+    runtime = parts_of(Plan.from_json(answer.plan)).runtime
     settings = RankSettings(
         rank=answer.worker,
         host=endpoint.host,
@@ -88,8 +94,8 @@ def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[st
         run_dir=str(run_dir),
         rounds=answer.rounds,
         log=False,
-        interface=interface or Chosen(LOOPBACK, "127.0.0.1"),
-        device=answer.device,
+        interface=named(runtime.interface) or towards(endpoint.host, endpoint.port),
+        device=answer.device or device_of(runtime),
         have_own_gpus=answer.have_own_gpus,
         incarnation=answer.incarnation,
     )
@@ -108,24 +114,43 @@ def job_secret(endpoint: JoinEndpoint) -> Secret:
         raise UsageError(f"{FILE} holds no valid secret; join another run") from None
 
 
-def request_place(run_dir: Path, endpoint: JoinEndpoint, worker: int | None) -> JoinAnswer:
-    """Return the controller's answer to a join request.
+def request_place(
+    store: AuthenticatedStore, worker: int | None, again_s: float = 0.0
+) -> JoinAnswer:
+    """Ask the controller for the place of a failed worker, and return its answer.
+
+    Args: again_s, seconds in which a rejected request is repeated if a later one may be admitted.
+    Raises: AshlError if the controller does not answer.
+    """
+    until_s = time.monotonic() + again_s
+    while True:
+        text = store.call("join", json.dumps(worker))
+        if text is not None:
+            answer = validate(JoinAnswer, json.loads(text), "a join answer")
+            if not answer.may_change or time.monotonic() > until_s:
+                return answer
+        elif time.monotonic() > until_s:
+            raise AshlError("the run did not answer a join request; try again")
+        time.sleep(AGAIN_S)
+
+
+def request_place_in(run_dir: Path, endpoint: JoinEndpoint, worker: int | None) -> JoinAnswer:
+    """Return the controller's answer to a join request for the run in this folder.
 
     Raises: UsageError if the run has ended, AshlError if it does not answer within `PATIENCE_S`.
     """
     secret = job_secret(endpoint)
     late = f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try again"
 
-    def send_request() -> str:
+    def send_request() -> JoinAnswer:
         store = AuthenticatedStore(StoreClient(endpoint.host, endpoint.port, secret, 0.0))
-        return store.call("join", json.dumps(worker))
+        return request_place(store, worker)
 
     try:
         # the store of a run that is stopped, for example by Ctrl-Z, never answers
-        answer = call_within(2 * PATIENCE_S, send_request, late)
+        return call_within(2 * PATIENCE_S, send_request, late)
     except (RuntimeError, OSError):
         raise UsageError(f"{run_dir}: the run has ended; its store does not answer") from None
-    return validate(JoinAnswer, json.loads(answer), "a join answer")
 
 
 def join_again(end: End, run_dir: Path, worker: int | None) -> NoReturn:
@@ -173,7 +198,7 @@ def publish_join_endpoint(run_dir: Path, host: str, port: int, secret: Secret) -
 
 
 def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
-    """Return the join endpoint of a run on this machine.
+    """Return the join endpoint of a run.
 
     Raises: UsageError if this process cannot join a run in this folder.
     """
@@ -190,7 +215,7 @@ def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
         raise UsageError(
             f"{path}: not a valid join endpoint ({error}); join another run"
         ) from error
-    if endpoint.machine != machine():
+    if endpoint.machine != machine() and is_loopback(endpoint.host):
         raise UsageError(
             f"{run_dir}: the run is on the loopback of {endpoint.name}; join it on that machine"
         )
@@ -211,10 +236,7 @@ def why_not_joinable(run_dir: Path) -> str:
         return "the run is over"
     if not (run_dir / "config.yaml").exists():
         return "there is no run; name the folder of one that is running"
-    return (
-        "this run cannot be joined: it is in virtual time, was started by another launcher, or was"
-        " killed"
-    )
+    return "this run cannot be joined: it is in virtual time, or was killed"
 
 
 def newest_joinable_run(runs: Path) -> Path:

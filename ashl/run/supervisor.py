@@ -660,12 +660,13 @@ def answer_join_request(
     """Admit a joining process in the place of `worker`, or of any failed worker if None; or return
     the reason against it.
     """
-    if reason := join_refusal(liveness, monitor, worker, takes_checkpoints):
-        return JoinAnswer(refused=reason)
+    if refusal := join_refusal(liveness, monitor, worker, takes_checkpoints):
+        return refusal
     rank = min(liveness.failed.keys() - liveness.rejoining.keys()) if worker is None else worker
     liveness.expect_rejoin(monitor, rank)
     liveness.processes.pop(rank, None)
-    settings = liveness.rank_settings[rank]
+    settings = next(iter(liveness.rank_settings.values()))
+    on_this_node = liveness.rank_settings.get(rank)
     return JoinAnswer(
         refused=None,
         worker=rank,
@@ -674,38 +675,41 @@ def answer_join_request(
         plan=liveness.plan.to_json(),
         controller_host=settings.controller_host,
         rounds=settings.rounds,
-        device=settings.device,
+        device=on_this_node.device if on_this_node else "",
         have_own_gpus=settings.have_own_gpus,
     )
 
 
 def join_refusal(
     liveness: LivenessMonitor, monitor: Monitor, worker: int | None, takes_checkpoints: bool
-) -> str | None:
-    """Return the reason why no process can join now in the place of `worker`, or of any worker if
-    None; None if one can.
+) -> JoinAnswer | None:
+    """Return a rejection with its reason, if no process can join now in the place of `worker`, or
+    of any worker if None; None if one can.
     """
-    parts, num_workers = monitor.job.parts, liveness.plan.num_workers
+    plan, parts, failed = liveness.plan, monitor.job.parts, liveness.failed
+    reason = None
     if not survives_failure(parts, rejoin=True):
-        return (
+        reason = (
             f"a run with {describe_modes(parts)} admits no joining process; start a new run with"
             " run.checkpoint_s, which can be resumed"
         )
-    if takes_checkpoints:
-        return "a run that takes checkpoints (run.checkpoint_s) admits no joining process"
-    if monitor.final is not None or monitor.stopping:
-        return "the run is over"
+    elif takes_checkpoints:
+        reason = "a run that takes checkpoints (run.checkpoint_s) admits no joining process"
+    elif monitor.final is not None or monitor.stopping:
+        reason = "the run is over"
+    elif worker is not None and worker >= plan.num_workers:
+        reason = f"there is no worker {worker}; the run has workers 0 to {plan.num_workers - 1}"
+    if reason is not None:
+        return JoinAnswer(refused=reason)
     if monitor.counts() is None:
-        return "the run has not begun"
-    if worker is not None and worker >= num_workers:
-        return f"there is no worker {worker}; the run has workers 0 to {num_workers - 1}"
-    if worker is not None and worker not in liveness.failed:
-        return f"worker {worker} has not failed"
-    if not liveness.failed:
-        return "no worker of this run has failed"
-    if liveness.rejoining.keys() >= ({*liveness.failed} if worker is None else {worker}):
-        return "every failed worker is already rejoining"
-    return None
+        reason = "the run has not begun"
+    elif worker is not None and worker not in failed:
+        reason = f"worker {worker} has not failed"
+    elif not failed:
+        reason = "no worker of this run has failed"
+    elif liveness.rejoining.keys() >= ({*failed} if worker is None else {worker}):
+        reason = "every failed worker is already rejoining"
+    return None if reason is None else JoinAnswer(refused=reason, may_change=True)
 
 
 def empty_totals(rank: int) -> Heartbeat:
