@@ -714,8 +714,8 @@ def check_max_restarts(parts: Parts, checkpoint_s: float | None) -> None:
         )
 
 
-def check_failure_keys(parts: Parts) -> None:
-    """Refuse settings of failure handling in a run that ends at the first failure.
+def check_failure_keys(parts: Parts, stages: Sequence[StagePlan]) -> None:
+    """Refuse settings of failure handling that a run does not support.
 
     Raises: UsageError.
     """
@@ -729,6 +729,10 @@ def check_failure_keys(parts: Parts) -> None:
             f"{', '.join(named)}: a run with {describe_modes(parts)} ends when a worker fails;"
             f" remove it, or {TOLERANT_INSTEAD}"
         )
+    if runtime.on_worker_failure == "reshard":
+        check_reshard(parts, stages)
+    if runtime.on_worker_failure == "keep_batch":
+        check_keep_batch(parts, stages)
 
 
 def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
@@ -743,11 +747,7 @@ def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float 
             f"runtime.min_workers={parts.runtime.min_workers}: the run has {n} workers; take at"
             f" most {n}"
         )
-    check_failure_keys(parts)
-    if parts.runtime.on_worker_failure == "reshard":
-        check_reshard(parts, stages)
-    if parts.runtime.on_worker_failure == "keep_batch":
-        check_keep_batch(parts, stages)
+    check_failure_keys(parts, stages)
     if not fault_kinds:
         return
     named = ", ".join(sorted(fault_kinds))
