@@ -10,6 +10,9 @@ server accepts further pushes for `grace_s` seconds, or until all have pushed. T
 outer step on Σ w_i·Δ_i over these pushes, with Σ w_i = 1. `aggregate=mean` weighs by samples, and
 so by tokens. A later push is part of the next merge, although it was computed on an older model.
 The paper's outer step is `outer=nesterov`.
+With `grace_mads` = k the window follows the arrivals: it ends median + k·MAD seconds after the last
+merge, over the seconds between a learner's merge and its next push, of the last 64 pushes. MAD is
+the median absolute deviation from the median. Until each learner has pushed twice, it is `grace_s`.
 Waiting: a learner waits for the merge that contains its push. With `overlap=delayed` it computes
 meanwhile. If fewer than K learners are running, a merge waits for all of them.
 
@@ -19,8 +22,8 @@ with all others that have arrived by then.
 Source: Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv
 2604.21428, 2026, by its abstract and descriptions of its rule.
 Differs: in the paper the model travels in fragments, and the grace window adapts by a rule that we
-could not read. Here the model is one fragment and the window is constant. The paper's weights,
-tokens times tokens per step, equal weights by tokens if all batches are equal.
+could not read. Here the model is one fragment, and the window is constant or follows arrivals. The
+paper's weights, tokens times tokens per step, equal weights by tokens if all batches are equal.
 
 Family: local SGD.
 Status: situational.
@@ -28,14 +31,23 @@ Status: situational.
 
 import math
 from collections.abc import Iterable
+from statistics import median
 from typing import ClassVar, Literal, NamedTuple
 
 from ashl.aggregate.weighted import Push
 from ashl.errors import UsageError
-from ashl.option import Count, Duration, option
+from ashl.option import Count, Duration, NonNegative, option
 from ashl.stage.contract import StageConfig
 from ashl.stage.progress import Progress
 from ashl.topology.parameter_server import ServerRule
+
+ARRIVALS = 64  # pushes whose delays are kept
+
+
+def replaced(values: tuple[float, ...], indices: Iterable[int], value: float) -> tuple[float, ...]:
+    """Return the values with `value` at these indices."""
+    changed = set(indices)
+    return tuple(value if index in changed else own for index, own in enumerate(values))
 
 
 class Gathered(NamedTuple):
@@ -44,6 +56,11 @@ class Gathered(NamedTuple):
     version: int  # merges before this one
     learners: tuple[int, ...] = ()
     enough_s: float | None = None  # run time at which there was a quorum
+    started_s: float = 0.0  # run time of the merge before
+    last_s: float = 0.0  # run time of the last push
+    released_s: tuple[float, ...] = ()  # by learner: run time of its last merge
+    # seconds between a learner's merge and its next push, of the last pushes
+    delays_s: tuple[float, ...] = ()
 
 
 @option
@@ -55,6 +72,7 @@ class Decoupled(ServerRule):
     local_steps: Count | Literal["plan"]
     min_learners: Count
     grace_s: Duration
+    grace_mads: NonNegative | None
 
     def quorum(self, num_workers: int) -> int:
         if self.min_learners > num_workers:
@@ -65,18 +83,26 @@ class Decoupled(ServerRule):
         return num_workers + 1  # `closes_s` decides on a merge, and the number of pushes never does
 
     def begin(self, stage: StageConfig, progress: Progress) -> Gathered:
-        return Gathered(progress.version)
+        now_s = progress.now_s
+        released_s = (now_s,) * stage.num_workers if self.grace_mads is not None else ()
+        return Gathered(progress.version, started_s=now_s, released_s=released_s)
 
     def observe(
         self, stage: StageConfig, state: Gathered, progress: Progress, push: Push
     ) -> Gathered:
         now = self._held_pushes(state, progress)
+        if self.grace_mads is not None:
+            delay_s = progress.now_s - now.released_s[push.worker]
+            now = now._replace(delays_s=(*now.delays_s, delay_s)[-ARRIVALS:], last_s=progress.now_s)
         return self._note_quorum(now._replace(learners=(*now.learners, push.worker)), progress)
 
     def with_joined(
         self, stage: StageConfig, state: Gathered, progress: Progress, rank: int
     ) -> Gathered:
-        return self.without(stage, state, progress, rank)
+        now = self.without(stage, state, progress, rank)
+        if self.grace_mads is None:
+            return now
+        return now._replace(released_s=replaced(now.released_s, (rank,), progress.now_s))
 
     def without(
         self, stage: StageConfig, state: Gathered, progress: Progress, rank: int
@@ -94,11 +120,34 @@ class Decoupled(ServerRule):
         now = self._held_pushes(state, progress)
         if now.enough_s is None:
             return -math.inf
-        return now.enough_s + (self.grace_s if len(now.learners) < progress.present else 0.0)
+        if len(now.learners) >= progress.present:
+            return now.enough_s
+        return self._deadline_s(now, now.enough_s)
+
+    def _deadline_s(self, state: Gathered, enough_s: float) -> float:
+        """Return the end of the grace window of a merge that has a quorum since `enough_s`."""
+        if self.grace_mads is None or len(state.delays_s) < 2 * len(state.released_s):
+            return enough_s + self.grace_s
+        middle_s = median(state.delays_s)
+        mad_s = median(abs(delay_s - middle_s) for delay_s in state.delays_s)
+        return max(enough_s, state.started_s + middle_s + self.grace_mads * mad_s)
 
     def _held_pushes(self, state: Gathered, progress: Progress) -> Gathered:
         """Return the pushes held for the next merge: none directly after a merge."""
-        return state if state.version == progress.version else Gathered(progress.version)
+        if state.version == progress.version:
+            return state
+        if self.grace_mads is None:
+            return Gathered(progress.version)
+        merged_s = state.last_s
+        if state.enough_s is not None and len(state.learners) < progress.present:
+            merged_s = max(merged_s, min(progress.now_s, self._deadline_s(state, state.enough_s)))
+        return Gathered(
+            progress.version,
+            started_s=merged_s,
+            last_s=merged_s,
+            released_s=replaced(state.released_s, state.learners, merged_s),
+            delays_s=state.delays_s,
+        )
 
     def _note_quorum(self, state: Gathered, progress: Progress) -> Gathered:
         """Return `state` with the time at which the quorum was reached, or None without a

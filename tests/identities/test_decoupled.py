@@ -56,6 +56,33 @@ def test_a_merge_waits_for_its_quorum_and_as_long_as_it_may(
     assert ran.end["stale_max"] == [0, 0, 0, 2 if slow < merges else 0]
 
 
+def merged_together(*more: str) -> tuple[float, float]:
+    """Return the pushes of the three equal learners per merge, and those of the slow one."""
+    jitter = ("sync.min_learners=2", "cluster.jitter=0.2", "stop.seconds=8", "stop.epochs=null")
+    ran = decoupled(*TIMED, *jitter, *more)
+    commits = [count / ran.end["merges"] for count in ran.end["commits"]]
+    return sum(commits[:3]), commits[3]
+
+
+def test_a_grace_window_follows_the_arrivals() -> None:
+    """Two of three equal learners with jitter are a quorum. The window waits for the third one, and
+    not for the slow one; it does so after all have become four times slower, too.
+    """
+    slower = "{{time_s: 2, worker: {0}, compute: {1}}}".format
+    events = ",".join(slower(worker, 12 if worker == 3 else 4) for worker in range(4))
+    later = f"cluster.events=[{events}]"
+    fixed, _ = merged_together("sync.grace_s=0.002", later)
+    adaptive, slow = merged_together("sync.grace_s=0.002", "sync.grace_mads=4", later)
+    assert fixed < 2.5
+    assert adaptive > 2.8
+    assert slow < 0.5
+
+
+def test_a_long_grace_window_waits_for_all() -> None:
+    adaptive, slow = merged_together("sync.grace_mads=1000")
+    assert (adaptive, slow) == pytest.approx((3, 1), rel=0.1)
+
+
 def test_one_learner_is_enough_where_it_is_said_so() -> None:
     """Simultaneous pushes are merged at once, and no worker waits."""
     ran = decoupled(*TIMED, "sync.min_learners=1", "stop.steps=200")
