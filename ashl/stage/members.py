@@ -39,7 +39,7 @@ def shared_members(
 
 def survivors(stage: StageConfig, failed: Collection[int]) -> tuple[int, ...]:
     """Return the workers that are not in `failed`."""
-    return tuple(rank for rank in stage.workers if rank not in failed)
+    return tuple(rank for rank in stage.workers if rank not in failed) if failed else stage.workers
 
 
 def assign(

@@ -351,12 +351,8 @@ def reason_of(ahead: Ahead, state: PeerState) -> str | None:
 
 def reason_to_send(ctx: RankContext, stage: StageConfig, state: PeerState) -> str | None:
     """Return the lead rank's reason to end the stage or to pause, None elsewhere."""
-    return local_stop(ctx, stage, state.progress) if is_lead(ctx) else None
-
-
-def is_lead(ctx: RankContext) -> bool:
-    """Return True if this is the lead rank."""
-    return ctx.rank == ctx.members.lead_rank
+    is_lead = ctx.rank == ctx.members.lead_rank
+    return local_stop(ctx, stage, state.progress) if is_lead else None
 
 
 def plan_round(
@@ -398,7 +394,7 @@ def record_merge(ctx: RankContext, stage: StageConfig, state: PeerState, done: E
         stage.index, state.round, work.steps, done.staleness, dropped=late, loss=work.loss
     )
     state.round += 1
-    if is_lead(ctx) and not done.sums:
+    if ctx.rank == ctx.members.lead_rank and not done.sums:
         evaluate_if_due(ctx, stage, state)
 
 
@@ -410,7 +406,7 @@ def evaluate_if_due(ctx: RankContext, stage: StageConfig, state: PeerState) -> N
 
 def signal_to_send(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     """Return the number to piggyback: reason and `due` at the lead rank, 0 elsewhere."""
-    if not is_lead(ctx):
+    if ctx.rank != ctx.members.lead_rank:
         return 0
     due = stage.sync.due(state.rule_state, ctx.now)
     return REASONS.index(state.signal) + len(REASONS) * due
@@ -598,7 +594,7 @@ async def step_by_bucket(
         join = partial(stage.trainer.joined, made)
         moment = "model", stage.index, before.version
         state.moments, state.params = ctx.compute_once(team.ranks, moment, join)
-    if is_lead(ctx):
+    if ctx.rank == ctx.members.lead_rank:
         evaluate_if_due(ctx, stage, state)
     if stage.elastic:
         restart = replace(state, signal=None, coming=None, **position)

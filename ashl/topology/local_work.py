@@ -132,12 +132,12 @@ async def local_work(
     `state.params` meanwhile. The result stays relative to the model at the start.
     Args: trainer: computes the local steps instead of the stage's.
     """
-    trainer = trainer or trainer_of(stage, state)
     start, kind, version = ctx.now, stage.sync.exchange, state.version
-    params = start_of(state)
     if kind == "gradient":
         loss, grad, samples = await estimate_gradient(ctx, stage, state)
         return Work(grad, loss, 1, samples, ctx.now - start, version)
+    trainer = trainer or trainer_of(stage, state)
+    params = start_of(state)
     local, lr, losses, steps = params, trainer.rate(state.samples), [], 0
     start_ns, interval_ns, grads = ctx.now_ns, round(state.interval_s * 1e9), None
     while ctx.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
