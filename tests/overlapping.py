@@ -256,7 +256,7 @@ async def standing_still(ctx: RankContext) -> Any:
     await ctx.send(ctx.rank, first, torch.ones(1))
     found = await ctx.compute(work, 2, parts=((0.75, part),), needs=((0.0, first), (0.5, second)))
     await ctx.join(task)
-    return found, ctx.now, (await ctx.recv(part)).body.numel()
+    return found, ctx.now, (await ctx.recv(part)).payload.numel()
 
 
 async def in_halves(ctx: RankContext) -> Any:

@@ -27,7 +27,7 @@ class Push(NamedTuple):
     """A decoded push of a worker."""
 
     worker: int
-    body: Any
+    payload: Any
     steps: int
     samples: int
     staleness: int
@@ -66,7 +66,7 @@ class Weighted(Contract, group="aggregate", strict=True):
                 w * (1.0 + p.staleness) ** -self.staleness_discount
                 for p, w in zip(members, weights, strict=True)
             ]
-        return sum_in_rank_order([p.body * w for p, w in zip(members, weights, strict=True)])
+        return sum_in_rank_order([p.payload * w for p, w in zip(members, weights, strict=True)])
 
     def clip(self, body: Any) -> Any:
         """Return a worker's update, shortened to the norm `clip_norm` if it is longer."""

@@ -53,10 +53,10 @@ from ashl.planning.instantiate import (
     declared_profile,
     layout_of,
     link_of,
-    links_of,
     make_dealer,
     parts_of,
     payload_of,
+    pipelines_of,
     planner_for,
     size_only_trainer,
     with_shards,
@@ -309,7 +309,7 @@ def draw_compute_factors(cluster: Mapping[str, Any], seed: int) -> Spec:
 def with_message_bytes(plan: Plan, stage: StagePlan, own: StageParts) -> StagePlan:
     """Return the stage with the bytes of each worker's update, summed over its messages."""
     whole = link_of(own.compression, layout_of(plan.layers), 0, plan.num_params)
-    links = links_of(plan, own)
+    links = pipelines_of(plan, own)
     densities = [bucket.ratio for bucket in buckets_of(plan, own.overlap)] if links else []
     links = links or (whole,) * (1 + own.sync.momentum_travels)
 

@@ -189,7 +189,9 @@ def layer_groups(plan: Plan) -> tuple[Bucket, ...]:
     return tuple(part._replace(ready=at, needed=needed) for part, at, needed in measured)
 
 
-def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[CompressionPipeline, ...]:
+def pipelines_of(
+    plan: Plan, own: StageParts, device: str = HOST
+) -> tuple[CompressionPipeline, ...]:
     """Return the compression pipelines of a stage's messages; empty if no codec works on single
     messages.
     """
@@ -342,7 +344,7 @@ def bind_stages(
                     if own.overlap.serial and not own.sync.per_layer_group
                     else layer_groups(plan)
                 ),
-                links=links_of(plan, own, trainer.device),
+                pipelines=pipelines_of(plan, own, trainer.device),
                 timed=timed_of(own, layout, plan.allow_targets) if own.sync.per_layer_group else (),
                 trainer=trainer,
                 limits=plan.limits,

@@ -151,19 +151,25 @@ def bucketed_step_ns(stage: StageConfig, speed: Speed, costs: Uncontended) -> li
     """Return each worker's long-run duration of a step and its exchange, with messages sent during
     computing.
     """
-    links = {
-        (m.start, m.stop): link
-        for m, link in zip(stage.buckets, stage.links, strict=bool(stage.links))
+    pipelines = {
+        (m.start, m.stop): pipeline
+        for m, pipeline in zip(stage.buckets, stage.pipelines, strict=bool(stage.pipelines))
     }
 
-    def link_of(start: int, stop: int) -> CompressionPipeline:
-        return links.get((start, stop), stage.link)
+    def pipeline_of(start: int, stop: int) -> CompressionPipeline:
+        return pipelines.get((start, stop), stage.pipeline)
 
     cycles, known = [], dict[Hashable, int]()
     for rank in range(stage.num_workers):
         server = stage.topology.has_server
         timeline = make_group_timeline(
-            (rank,), stage.plan, speed, costs, stage.parts, link_of if links else None, server
+            (rank,),
+            stage.plan,
+            speed,
+            costs,
+            stage.parts,
+            pipeline_of if pipelines else None,
+            server,
         )
         # an all-reduce takes the same time for all workers, a push does not
         key = (timeline.ready_ns, timeline.needed_ns, rank if server else None)

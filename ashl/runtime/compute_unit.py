@@ -110,7 +110,7 @@ class ComputeUnit:
                 message = needed[k].result()
                 spans.extend([(kind, since), *self._stall_spans(message, since, now)])
                 began += now - since
-            return needed[k].result().body
+            return needed[k].result().payload
 
         value = effect.fn(*([emit] if effect.parts else []), *([take] if effect.needs else []))
         return Ran(value, [*spans, (kind, self._throttle.finish_compute(effect.kind, cost, began))])

@@ -205,7 +205,7 @@ class ContendedSim(Sim):
         cost = self._alone_ns(task.ctx.rank, effect)
         for share, tag in effect.needs:
             yield Segments((Segment("compute", cost * (share - done)),))
-            needed_payloads.append((yield Recv((tag,))).body)
+            needed_payloads.append((yield Recv((tag,))).payload)
             done = share
         value = effect.fn(payloads.__setitem__, needed_payloads.__getitem__)
         yield Segments(self._segments_of(task, effect, payloads, cost, done))

@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
     src: int
     tag: Tag
-    body: Any
+    payload: Any
     meta: tuple[float, ...]
     start_ns: int
 
@@ -88,7 +88,7 @@ class Send(NamedTuple):
 
     dst: int
     tag: Tag
-    body: Any = None
+    payload: Any = None
     meta: tuple[float, ...] = ()
 
     def __await__(self) -> Generator[Send, Any, None]:

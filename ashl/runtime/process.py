@@ -431,8 +431,8 @@ class TorchKernel:
         if pauses > self._pauses and message.tag != fx.JOIN:
             self._early.append(received)
             return
-        if message.body is not None:
-            self.ctx.time_accounting.record_traffic(message.start_ns, 0, message.body.nbytes)
+        if message.payload is not None:
+            self.ctx.time_accounting.record_traffic(message.start_ns, 0, message.payload.nbytes)
         if pauses < self._pauses and message.tag != fx.JOIN:
             return
         if not self._unit.deliver(message) and (task := self._mail.put(message)):
@@ -593,11 +593,11 @@ class TorchKernel:
         return outcome.value
 
     def _send(self, effect: fx.Send) -> None:
-        nbytes = 0 if effect.body is None else effect.body.nbytes
+        nbytes = 0 if effect.payload is None else effect.payload.nbytes
         now = self._paced_now()
         if effect.dst == self.ctx.rank:
             return self._deliver_to_self(
-                fx.Message(effect.dst, effect.tag, effect.body, effect.meta, now)
+                fx.Message(effect.dst, effect.tag, effect.payload, effect.meta, now)
             )
         header_ns, body_ns, busy_ns = self.throttle.schedule_departure(effect.dst, nbytes, now)
         if nbytes:
@@ -608,7 +608,7 @@ class TorchKernel:
         self._connections.post(
             effect.dst,
             effect.tag,
-            effect.body,
+            effect.payload,
             effect.meta,
             (header_ns, body_ns),
             sent,

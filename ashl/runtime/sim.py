@@ -270,7 +270,7 @@ class Sim:
                 if task.main:
                     task.ctx.time_accounting.attribute_until("compute", reached)
                 yield fx.Sleep((reached - self.now_ns) / 1e9)
-            needed_payloads.append((yield Recv((tag,))).body)
+            needed_payloads.append((yield Recv((tag,))).payload)
             start += max(0, self.now_ns - reached)  # delayed by the time that it was paused
         value = effect.fn(payloads.__setitem__, needed_payloads.__getitem__)
         end = self._post_parts(task, effect, payloads, start, cost)

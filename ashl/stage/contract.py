@@ -115,7 +115,7 @@ class Rule(Contract, group="sync", strict=True):
         """
         if self.exchange == "difference":
             return None, *stage.outer.step(state.outer_state, state.params, update, lr)
-        exact, place = stage.link.traits.lossless, f"at merge {state.version}"
+        exact, place = stage.pipeline.traits.lossless, f"at merge {state.version}"
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact, place)
         return moments, state.outer_state, params
 
@@ -293,7 +293,7 @@ class StageConfig:
     fragments: tuple[Fragment, ...] = ()  # fragments of the model, if each is exchanged separately
     size: int | None = None  # number of exchanged elements, if they are those of a fragment
     # pipeline of each message, if the codec encodes messages separately
-    links: tuple[CompressionPipeline, ...] = ()
+    pipelines: tuple[CompressionPipeline, ...] = ()
     # codecs to time: class name, and pipeline of the whole model
     timed: tuple[tuple[str, CompressionPipeline], ...] = ()
     # rounds between two measurements of compression errors; None = never
@@ -320,7 +320,7 @@ class StageConfig:
         return len(self.plan.workers)
 
     @cached_property
-    def link(self) -> CompressionPipeline:
+    def pipeline(self) -> CompressionPipeline:
         """Return the compression pipeline of pushes and pulls."""
         size = self.size or (1 + self.sync.momentum_travels) * self.trainer.num_params
         return CompressionPipeline(self.codec, size, device=self.trainer.device)
@@ -350,7 +350,7 @@ class StageConfig:
     def most_bytes(self) -> int:
         """Return an upper bound on the bytes of a message."""
         return max(
-            self.link.most_bytes,
+            self.pipeline.most_bytes,
             LARGE[-1] if self.sync.per_layer_group else 0,
             FAILURE_MESSAGE_BYTES if self.elastic else 0,
         )
@@ -385,7 +385,7 @@ class StageConfig:
         if self.overlap.serial or not self.parts:
             return ()
         found = tuple(self.overlap.plan_buckets(untimed_timeline(self.parts)))
-        needed = self.links or self.topology.has_server or found[0].needed < 1
+        needed = self.pipelines or self.topology.has_server or found[0].needed < 1
         return found if len(found) > 1 or needed else ()
 
     @cached_property
@@ -441,7 +441,7 @@ class StageConfig:
         whole push.
         """
         if self.overlap.fragments:
-            return self.link.d / self.trainer.num_params
+            return self.pipeline.d / self.trainer.num_params
         return 1 / self.topology.servers
 
     @property
@@ -470,13 +470,13 @@ class StageConfig:
         """
         return self.index > 0 and self.plan.handover.get("momentum") == "reset"
 
-    def carry_over_codec_state(self, ends: CodecState, samples: int) -> CodecState:
+    def carry_over_codec_state(self, codec_state: CodecState, samples: int) -> CodecState:
         """Return the codec state of a rank that enters this stage after `samples` applied
         samples.
         """
         keeps = Keeps(self.plan.handover.get("residual") != "drop", not self.resets)
-        return self.link.carry_over(
-            ends, keeps, self.sync.exchange != "difference", self.trainer.rate(samples)
+        return self.pipeline.carry_over(
+            codec_state, keeps, self.sync.exchange != "difference", self.trainer.rate(samples)
         )
 
     @property

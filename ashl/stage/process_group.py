@@ -150,7 +150,7 @@ class ProcessGroup:
         message = await self.ctx.recv(self.stage.tag(name), src=self.ranks[place])
         loss, signal, *numbers = message.meta
         self._record_sums(*((loss, signal) if final else (self.loss + loss, self.signal + signal)))
-        return message.body, tuple(numbers)
+        return message.payload, tuple(numbers)
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
         """Return the effect that encodes, at the cost of `work` dense vectors."""

@@ -78,7 +78,7 @@ def present_workers(
     is_worker = ctx.rank < stage.num_workers
     if epoch is None:
         resumes = is_worker and isinstance(getattr(state, "progress", None), RunProgress)
-        return survivors(stage, state.progress.gone) if resumes else stage.workers
+        return survivors(stage, state.progress.failed) if resumes else stage.workers
     if is_worker and stage.reshards:
         state.away = tuple(sorted({*stage.workers}.difference(epoch.workers)))
     return epoch.workers
@@ -89,7 +89,7 @@ def show_final_model(ctx: RankContext, first: StageConfig, state: Any) -> None:
     from now on this rank has nothing left to do.
     """
     if ctx.counter is not None:  # this is the lead rank, or replaces it
-        progress, without = state.progress, state.progress.gone if first.replicas else ()
+        progress, without = state.progress, state.progress.failed if first.replicas else ()
         ctx.snapshot(
             state.params,
             final=True,

@@ -65,7 +65,7 @@ class RunProgress:
     end_ns: int = 0  # ns: end of the last stage
     now_s: float = 0.0  # seconds: time at which queries are evaluated
     # failed workers: no merge waits for them, and no bound counts them
-    gone: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
 
     def copy(self) -> RunProgress:
         """Return a copy to continue counting with."""
@@ -161,14 +161,14 @@ class Progress(RunProgress):
     @property
     def present(self) -> int:
         """Return the number of workers that have not failed."""
-        return self.num_workers - len(self.gone)
+        return self.num_workers - len(self.failed)
 
     def copy(self) -> Progress:
         """Return a copy to continue counting with, for a rank without waiting workers."""
         copied = copy(self)  # called once per round; `replace` would visit all fields
         for name in BY_WORKER:
             setattr(copied, name, list(getattr(self, name)))
-        copied.gone = set(self.gone)
+        copied.failed = set(self.failed)
         copied._at_clock = dict(self._at_clock)
         copied.dropped_for = dict(self.dropped_for)
         return copied
@@ -212,7 +212,7 @@ class Progress(RunProgress):
         self.commits[worker] += 1
         self.steps_by[worker] += steps
         self.advance(steps, samples)
-        if worker in self.gone:
+        if worker in self.failed:
             return
         clock = self.clocks[worker]
         self.clocks[worker] = clock + 1
@@ -232,7 +232,7 @@ class Progress(RunProgress):
         all.
         """
         assert not self.waiting
-        if self.gone:
+        if self.failed:
             return self._commit_present(steps, samples)
         self.clocks = [clock + 1 for clock in self.clocks]
         self.commits = [count + 1 for count in self.commits]
@@ -243,7 +243,7 @@ class Progress(RunProgress):
 
     def _commit_present(self, steps: Sequence[int], samples: int) -> None:
         """Count a push of every worker that has not failed."""
-        for worker in [worker for worker in range(self.num_workers) if worker not in self.gone]:
+        for worker in [worker for worker in range(self.num_workers) if worker not in self.failed]:
             self.clocks[worker] += 1
             self.commits[worker] += 1
             self.steps_by[worker] += steps[worker]
@@ -284,7 +284,7 @@ class Progress(RunProgress):
         """Remove a failed worker; slowest and fastest are those of the survivors."""
         if worker in self.waiting:
             self.stop_waiting(worker)
-        self.gone.add(worker)
+        self.failed.add(worker)
         clock = self.clocks[worker]
         self._at_clock[clock] -= 1
         if not self._at_clock[clock]:
@@ -297,8 +297,8 @@ class Progress(RunProgress):
         slowest.
         """
         self.pulled[worker] = self.version
-        if worker in self.gone:
-            self.gone.remove(worker)
+        if worker in self.failed:
+            self.failed.remove(worker)
             self.clocks[worker] = self.slowest
             self._at_clock[self.slowest] = self._at_clock.get(self.slowest, 0) + 1
 

@@ -173,16 +173,16 @@ class Snapshots(Updates):
         epoch = state.rule_state
         if stepped := worker not in epoch.owing:
             progress.commit(worker, int(steps), int(samples))
-            zeta = stage.link.decode(state.ends, worker, message.body)
+            zeta = stage.pipeline.decode(state.codec_state, worker, message.payload)
             lr = stage.trainer.rate(progress.samples)
-            exact = stage.link.traits.lossless
+            exact = stage.pipeline.traits.lossless
             state.moments, x = stage.trainer.apply(
                 state.params, state.moments, zeta + epoch.gradient, lr, exact
             )
             state.params = shrink(x, lr * self.rule.l1)
             progress.merge()
             epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)
-        elif epoch.add_gradient(worker, message.body, int(samples)):
+        elif epoch.add_gradient(worker, message.payload, int(samples)):
             progress.commit(worker, int(steps), int(samples))
         else:
             progress.count_dropped(worker, int(steps), LATE)
@@ -240,14 +240,14 @@ class Snapshots(Updates):
             return body
         if isinstance(body, SizeOnly):
             return state.params
-        return stage.link.move_from_codec(read_model(body, stage.trainer.num_params))
+        return stage.pipeline.move_from_codec(read_model(body, stage.trainer.num_params))
 
     def open_epoch(self, stage: StageConfig, state: ServerState) -> Epoch:
         """Begin an epoch; without `epoch_steps` it takes as many minibatches as the data set
         has.
         """
         steps = self.rule.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
-        return Epoch(state.params, set(stage.workers) - state.progress.gone, steps)
+        return Epoch(state.params, set(stage.workers) - state.progress.failed, steps)
 
 
 def write_model(x: Any, anchor: Any, context: EncodeContext, mu: float | None) -> Any:

@@ -1,8 +1,8 @@
 """CHOCO: gossip with compressed messages, by which each worker updates replicas of its neighbours'
 models.
 
-Use when: gossip over slow links: neighbours exchange compressed differences.
-Avoid when: links are fast: the estimates of neighbours cost memory and slow the consensus.
+Use when: gossip over slow pipelines: neighbours exchange compressed differences.
+Avoid when: pipelines are fast: the estimates of neighbours cost memory and slow the consensus.
 Alternatives: `d_psgd` uncompressed; `swarm` with `sync.bits`.
 
 Rule: in each round x_i ← x_i + Δ_i. Worker i sends q_i = C(x_i − y_i) to all neighbours, where y_i
@@ -76,18 +76,20 @@ class Choco(RoundRule):
     async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
         state.params = state.params + delta
         stage, targets = now.stage, now.targets
-        link, (own, others, _) = stage.link, state.rule_state
+        pipeline, (own, others, _) = stage.pipeline, state.rule_state
         if own is None:
             state.rule_state = Replicas(state.params, None, state.params)
             return dict.fromkeys(targets, (state.params, ()))
         ahead = state.params - own
-        encode = partial(link.difference, ahead, context_of(stage, now.rank, state, state.round))
-        if link.innermost.traits.lossless:
+        encode = partial(
+            pipeline.difference, ahead, context_of(stage, now.rank, state, state.round)
+        )
+        if pipeline.innermost.traits.lossless:
             body = encode()
         else:
             body = await now.ctx.compute(encode, work=1, kind="compress")
-            report_health(now.ctx, stage, state, ahead, [(link, state.ends, body)])
-        state.rule_state = Replicas(link.add_payloads(own, [(body, 1.0)]), others, body)
+            report_health(now.ctx, stage, state, ahead, [(pipeline, state.codec_state, body)])
+        state.rule_state = Replicas(pipeline.add_payloads(own, [(body, 1.0)]), others, body)
         return dict.fromkeys(targets, (body, ()))
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
@@ -96,9 +98,9 @@ class Choco(RoundRule):
             after = mix(now.row, now.rank, own, received)
         else:
             bodies = [
-                (sent if j == now.rank else received[j].body, weight)
+                (sent if j == now.rank else received[j].payload, weight)
                 for j, weight in now.row.items()
             ]
-            after = now.stage.link.add_payloads(before, bodies)
+            after = now.stage.pipeline.add_payloads(before, bodies)
         state.rule_state = Replicas(own, after, sent)
         state.params = state.params + (after - own) * self.gamma

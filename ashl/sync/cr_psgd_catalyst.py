@@ -54,7 +54,7 @@ class CRPSGDCatalyst(CRPSGD):
 
     def _within_budget(self, stage: StageConfig, grown: Growth, progress: Progress) -> Growth:
         """Return the growth after a merge: that of this run, or the start of the next one."""
-        present = survivors(stage, progress.gone)
+        present = survivors(stage, progress.failed)
         following = sum(self._batch(stage, grown.t, rank) for rank in present)
         over = progress.samples - grown.since + following > self.budget
         return Growth(0, progress.version, progress.samples) if over else grown
@@ -63,6 +63,6 @@ class CRPSGDCatalyst(CRPSGD):
         """Take the optimizer step. The outer state, unused when gradients are merged, holds y."""
         y = state.outer_state if state.rule_state.t else state.params
         update = plus(update, (state.params - y) * self.theta)
-        exact = stage.link.traits.lossless
+        exact = stage.pipeline.traits.lossless
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact)
         return moments, y, params

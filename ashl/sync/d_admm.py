@@ -239,7 +239,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
         if state.signal == STOP:
             dropped = work.steps
             break
-        state.params = edges.own[edges.k] = state.params + work.body
+        state.params = edges.own[edges.k] = state.params + work.payload
         for peer in edges.heard:
             await ctx.send(peer, stage.tag("model"), state.params, (edges.k,))
         state.version += 1
@@ -248,7 +248,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
     await exchange_last_iterations(ctx, stage, state)
     edges.match(rule.rho)
     await report_done(ctx, stage, state, dropped)
-    while not state.gone:
+    while not state.may_leave:
         await on_message(ctx, stage, state)
     return close_worker(ctx, stage, state, dropped)
 
@@ -296,8 +296,8 @@ async def on_message(
         return False
     if message.tag == stage.tag("signal"):
         apply_signal(ctx, state, message)
-    elif message.body is None:
+    elif message.payload is None:
         edges.ends[message.src] = int(message.meta[0])
     else:
-        edges.heard[message.src][int(message.meta[0])] = message.body
+        edges.heard[message.src][int(message.meta[0])] = message.payload
     return True

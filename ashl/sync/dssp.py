@@ -90,7 +90,7 @@ class DSSP(ServerRule):
             slowest = next(
                 w
                 for w, c in enumerate(progress.clocks)
-                if c == progress.slowest and w not in progress.gone
+                if c == progress.slowest and w not in progress.failed
             )
             state.credit[worker] = grant(
                 state.times[worker], state.times[slowest], self.s_high - lead + 1

@@ -64,7 +64,7 @@ class Springs(Updates):
         self, ctx: RankContext, stage: StageConfig, state: WorkerState
     ) -> tuple[Work, Any, float]:
         work = await local_work(ctx, stage, state)
-        state.params = state.params + work.body
+        state.params = state.params + work.payload
         return work, state.params, work.loss
 
     async def apply_push(
@@ -74,7 +74,7 @@ class Springs(Updates):
 
     def pull_model(self, state: ServerState, message: Message) -> bool:
         steps, samples = message.meta[:2]
-        state.rule_state = (message.body - state.params) * self.alpha
+        state.rule_state = (message.payload - state.params) * self.alpha
         state.params = state.params + state.rule_state
         state.progress.commit(message.src, int(steps), int(samples))
         state.progress.merge()

@@ -164,7 +164,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
     if state.signal == PAUSE:
         await receive_in_flight(ctx, stage, state)
     await report_done(ctx, stage, state, dropped)
-    while not state.gone:
+    while not state.may_leave:
         await on_message(ctx, stage, state)
     await ctx.discard(stage.tag("model"))
     return close_worker(ctx, stage, state, dropped)
@@ -191,7 +191,7 @@ async def end_iteration(
     """Average by age, and drop models that are no longer needed."""
     known: Heard = state.rule_state
     k, heard = known.k, known.models
-    state.params = mix_by_age(rule, k, state.params, ctx.rank, heard) + work.body
+    state.params = mix_by_age(rule, k, state.params, ctx.rank, heard) + work.payload
     state.version = k + 1
     oldest = min(
         (max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k
@@ -229,9 +229,9 @@ async def on_message(
         return False
     if message.tag == stage.tag("signal"):
         apply_signal(ctx, state, message)
-    elif message.body is None:
+    elif message.payload is None:
         known.announced[message.src] = int(message.meta[0])
     else:
-        known.models[message.src][int(message.meta[0])] = message.body
+        known.models[message.src][int(message.meta[0])] = message.payload
         known.received[message.src] += 1
     return True

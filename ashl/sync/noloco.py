@@ -61,7 +61,7 @@ class NoLoCo(RoundRule):
             return
         mean_delta, mean_params = delta, state.params
         for message in received.values():
-            other_delta, other_params = halves(message.body)
+            other_delta, other_params = halves(message.payload)
             mean_delta = (delta + other_delta) * 0.5
             mean_params = (state.params + other_params) * 0.5
         apart = state.params - mean_params

@@ -74,8 +74,8 @@ def descend(
 async def momentum(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
     """Return this worker's local work with its momentum β1·m + (1 − β1)·g_i as the payload."""
     work = await local_work(ctx, stage, state)
-    if isinstance(work.body, SizeOnly):
+    if isinstance(work.payload, SizeOnly):
         return work
     return work._replace(
-        body=torch.lerp(state.moments[1], work.body, 1 - float(stage.plan.optimizer["beta1"]))
+        payload=torch.lerp(state.moments[1], work.payload, 1 - float(stage.plan.optimizer["beta1"]))
     )

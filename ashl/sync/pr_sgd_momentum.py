@@ -63,7 +63,7 @@ class WithMomentum(Updates):
         self, ctx: RankContext, stage: StageConfig, state: WorkerState
     ) -> tuple[Work, Any, float]:
         work = await with_momentum(ctx, stage, state)
-        return work, stage.aggregate.clip(work.body), work.loss
+        return work, stage.aggregate.clip(work.payload), work.loss
 
     async def answer(
         self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
@@ -92,6 +92,6 @@ async def with_momentum(ctx: RankContext, stage: StageConfig, state: WorkerState
     """
     before = state.moments
     work = await local_work(ctx, stage, state)
-    turned = state.moments[0] - before[0] if before else work.body
+    turned = state.moments[0] - before[0] if before else work.payload
     state.moments = before
-    return work._replace(body=joined(work.body, turned))
+    return work._replace(payload=joined(work.payload, turned))

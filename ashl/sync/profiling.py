@@ -122,7 +122,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
     except OverError as over:
         (order,) = over.order
         signal, end_ns, *_ = (int(value) for value in order.meta)
-    state.assigned = None if order.body is None else (stage.index + 1, order.body)
+    state.assigned = None if order.payload is None else (stage.index + 1, order.payload)
     stage.trainer.set_worker_state(ctx.rank, before)  # timed steps must leave no effect
     leave_stage(ctx, stage, signal, end_ns)
     ctx.record_round(stage.index, state.round, 0, 0, dropped=False, loss=None)
@@ -196,7 +196,7 @@ async def time_encoding(ctx: RankContext, stage: StageConfig, state: WorkerState
     )
     start = ctx.now
     await ctx.compute(
-        partial(stage.link.encode, CodecState(), state.params, context), work=1, kind="compress"
+        partial(stage.pipeline.encode, CodecState(), state.params, context), work=1, kind="compress"
     )
     return ctx.now - start
 

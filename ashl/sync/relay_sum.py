@@ -76,7 +76,8 @@ class RelaySum(RoundRule):
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         latest = {
-            j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in received.items()
+            j: Relayed(message.payload, int(numbers_of(message)[0]))
+            for j, message in received.items()
         }
         first = state.rule_state.first
         state.rule_state = Relay(first, latest)

@@ -72,7 +72,9 @@ class Table:
         sums = self.sums if worker in self.due else self.later
         if (own := sums.get(worker)) is not None:
             push = own._replace(
-                body=own.body + push.body, steps=own.steps + 1, samples=own.samples + push.samples
+                payload=own.payload + push.payload,
+                steps=own.steps + 1,
+                samples=own.samples + push.samples,
             )
         sums[worker] = push
         self.missing.discard(worker)
@@ -97,7 +99,7 @@ class Ringleader(ServerRule):
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, FAULT_TOLERANT})
 
     def begin(self, stage: StageConfig, progress: Progress) -> Table:
-        return Table().open_round(survivors(stage, progress.gone))
+        return Table().open_round(survivors(stage, progress.failed))
 
     def messages(self) -> Gradients:
         return GRADIENTS
@@ -121,15 +123,17 @@ class Gradients(Updates):
         steps, samples, loss, version, *_ = message.meta
         lr = stage.trainer.rate(progress.samples)
         progress.commit(worker, int(steps), int(samples))
-        body = stage.link.decode(state.ends, worker, message.body)
+        body = stage.pipeline.decode(state.codec_state, worker, message.payload)
         push = Push(
             worker, body, int(steps), int(samples), progress.version - int(version), loss, 0, 0, 0
         )
-        if not table.add_push(push._replace(body=stage.aggregate.fold([push], [1.0]))):
+        if not table.add_push(push._replace(payload=stage.aggregate.fold([push], [1.0]))):
             return False
         sums = [table.sums[rank] for rank in sorted(table.sums)]
         weights = member_weights(stage, sorted(table.sums), state.work.workers)
-        terms = [own.body * (weight / own.steps) for own, weight in zip(sums, weights, strict=True)]
+        terms = [
+            own.payload * (weight / own.steps) for own, weight in zip(sums, weights, strict=True)
+        ]
         state.moments, _, state.params = stage.sync.step(stage, state, sum_in_rank_order(terms), lr)
         table.due.remove(worker)
         self.renew(stage, state)
@@ -150,7 +154,7 @@ class Gradients(Updates):
     def renew(self, stage: StageConfig, state: ServerState) -> None:
         """Begin the next round once every worker has had its step."""
         if not state.rule_state.due:
-            state.rule_state = state.rule_state.open_round(survivors(stage, state.progress.gone))
+            state.rule_state = state.rule_state.open_round(survivors(stage, state.progress.failed))
 
     async def answer(
         self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool

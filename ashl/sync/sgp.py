@@ -72,6 +72,6 @@ class SGP(RoundRule):
         """
         x, w = state.rule_state
         for message in received.values():
-            x, w = x + message.body, w + numbers_of(message)[0]
+            x, w = x + message.payload, w + numbers_of(message)[0]
         state.rule_state = Mass(x, w)
         state.params = x if isinstance(x, SizeOnly) or w == 1.0 else x / w

@@ -122,11 +122,11 @@ class SparseModels(Updates):
         mean = state.params if state.rule_state is None else state.rule_state
         progress.commit(worker, int(steps), int(samples))
         progress.merge()
-        if isinstance(message.body, SizeOnly):
+        if isinstance(message.payload, SizeOnly):
             return True
         mean = state.rule_state = (
             mean
-            + stage.link.move_from_codec(read_sparse(message.body, mean.numel()))
+            + stage.pipeline.move_from_codec(read_sparse(message.payload, mean.numel()))
             * state.work.weights[worker]
         )
         state.params = shrink(mean, stage.trainer.rate(progress.samples) * self.rule.l1)
@@ -142,7 +142,7 @@ class SparseModels(Updates):
         if isinstance(body, SizeOnly):
             return state.params
         return (
-            stage.link.move_from_codec(read_sparse(body, stage.trainer.num_params))
+            stage.pipeline.move_from_codec(read_sparse(body, stage.trainer.num_params))
             if body.dtype == torch.uint8
             else body
         )

@@ -185,7 +185,7 @@ class AllReduce(Topology):
 
     def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         """Return the peers of point-to-point messages; none if the codec has no own protocol."""
-        return stage.link.peers(rank, stage.num_workers)
+        return stage.pipeline.peers(rank, stage.num_workers)
 
     def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
         """Return the time (ns) of one exchange: an all-reduce or an all-gather.
@@ -196,8 +196,10 @@ class AllReduce(Topology):
         if stage.fragments:
             parts = stage.fragment_stages
             return max(self.exchange_ns(part, network, rank) for part in parts)
-        if stage.link.adds_up:
-            nbytes = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
+        if stage.pipeline.adds_up:
+            nbytes = stage.codec.encoded_nbytes(
+                stage.worker(rank).compression_ratio, stage.pipeline.d
+            )
             return network.all_reduce_ns(stage.workers, nbytes, 0)
         return network.all_gather_ns(stage.workers, stage.num_workers * longest_payload(stage), 0)
 
@@ -224,7 +226,7 @@ class AllReduce(Topology):
 def longest_payload(stage: StageConfig) -> int:
     """Return the bytes of the longest payload that a worker sends."""
     shares = {worker.compression_ratio for worker in stage.plan.workers}
-    return max(stage.codec.encoded_nbytes(share, stage.link.d) for share in shares)
+    return max(stage.codec.encoded_nbytes(share, stage.pipeline.d) for share in shares)
 
 
 @dataclass
@@ -369,7 +371,7 @@ def group_of(ctx: RankContext, stage: StageConfig, part: Part, work: Assignments
     """Return the process group that exchanges a part of the model in rounds with this work."""
     team = ProcessGroup.of(ctx, part.stage, work)
     if part.fragment is not None:
-        team.share = part.stage.link.d / stage.link.d
+        team.share = part.stage.pipeline.d / stage.pipeline.d
     return team
 
 
@@ -464,7 +466,7 @@ async def exchange(
     ctx, version, steps = team.ctx, state.version, state.local_steps
     work = state.pending or await stage.sync.work()(ctx, stage, state)
     team.loss = work.loss / team.size
-    x = stage.aggregate.clip(work.body)
+    x = stage.aggregate.clip(work.payload)
     summing = exchange_update(team, part.stage, part.state, state.progress, version, x)
     if stage.delayed is None:
         update = await summing
@@ -484,13 +486,13 @@ async def exchange(
 async def exchange_by_bucket(team: ProcessGroup, stage: StageConfig, state: PeerState) -> Exchanged:
     """Compute one gradient and sum its buckets while backward continues."""
     ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready]
-    coding = BucketEncoder.of(team, stage, state, state.version) if stage.links else None
+    coding = BucketEncoder.of(team, stage, state, state.version) if stage.pipelines else None
     posting = ctx.spawn(sum_as_ready(team, stage, coding, tags[:-1]))
     encoding = None if coding is None else coding.encoding
     loss, _ = await compute_by_bucket(ctx, stage, state, encoding)
     work = Work(None, loss, 1, state.batch, ctx.now - start, state.version)
     sums = await ctx.join(posting)
-    body = (await ctx.recv(tags[-1], src=ctx.rank)).body
+    body = (await ctx.recv(tags[-1], src=ctx.rank)).payload
     is_finite = coding is None or coding.finish_encoding()
     team.loss = (loss if is_finite else math.nan) / team.size
     if stage.overlaps_next_forward:
@@ -521,7 +523,7 @@ async def sum_as_ready(
     """
     sums, others = Sums(), replace(team, piggybacked_sent=True)
     for k, tag in enumerate(tags):
-        body = (await team.ctx.recv(tag, src=team.ctx.rank)).body
+        body = (await team.ctx.recv(tag, src=team.ctx.rank)).payload
         found = list[Any]()
         for one in sums_of(others, stage, coding, k, body):
             found.append(team.ctx.spawn(one) if stage.overlaps_next_forward else await one)
@@ -579,7 +581,7 @@ async def step_by_bucket(
     Returns: True if there is a new model, False after divergence.
     """
     ctx, params, moments, made = team.ctx, state.params, state.moments, list[Any]()
-    rate, exact = stage.trainer.rate(before.samples), stage.link.traits.lossless
+    rate, exact = stage.trainer.rate(before.samples), stage.pipeline.traits.lossless
     for k in reversed(range(len(stage.segments))):
         start, stop = stage.slices[k]
         total = concatenate([await ctx.join(task) for task in sums[k]])
@@ -773,16 +775,16 @@ def continue_with(
     ctx: RankContext, stage: StageConfig, state: PeerState, epoch: Epoch, standing: Standing
 ) -> None:
     """Set the state for a stage with the members of this epoch."""
-    before = shared_members(ctx, stage, survivors(stage, state.progress.gone), epoch.number)
+    before = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
     planned = plan_round(stage, before, state.rule_state, state.progress)
     rest = state.rest if stage.delayed is None else state.pending_rest
     steps = truncate_round(stage, before, planned, rest).steps
     state.progress = with_members(state.progress, epoch, standing.joined, steps)
     for rank in {*before.ranks}.difference(epoch.workers).union(standing.joined):
-        state.ends.forget(rank)
-    if standing.behind and not memory_is_local(stage, state.ends):
-        state.ends = CodecState(gradients=state.ends.gradients)
-    members = shared_members(ctx, stage, survivors(stage, state.progress.gone), epoch.number)
+        state.codec_state.forget(rank)
+    if standing.behind and not memory_is_local(stage, state.codec_state):
+        state.codec_state = CodecState(gradients=state.codec_state.gradients)
+    members = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
     if state.pending is None and state.rest is not None and stage.delayed is not None:
         state.local_steps = cap_local_steps(members.planned, ctx.rank, state.rest)
     else:
@@ -797,7 +799,7 @@ def continue_with(
 
 def memory_is_local(stage: StageConfig, ends: CodecState) -> bool:
     """Return True if no codec holds state of another worker, or state in common with others."""
-    shared = isinstance(stage.link.innermost, Collective) or ends.memory is not None
+    shared = isinstance(stage.pipeline.innermost, Collective) or ends.memory is not None
     return not (shared or any(kept is not None for kept in ends.receivers.values()))
 
 
@@ -838,7 +840,7 @@ def take_over(
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
     stage = stages[known.index]
-    ranks = survivors(stage, known.progress.gone)
+    ranks = survivors(stage, known.progress.failed)
     known_members = shared_members(ctx, stage, ranks, epoch.number)
     state.enter(stage, known_members, ctx.rank)
     if known.moments is not None:

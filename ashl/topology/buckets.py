@@ -39,9 +39,11 @@ def part_of(stage: StageConfig, state: Any, version: int) -> Part:
     if not stage.fragments:
         return Part(stage, state)
     k, fragment = version % len(stage.fragments), fragment_at(stage, version)
-    state.fragment_ends = state.fragment_ends or tuple(CodecState() for _ in stage.fragments)
+    state.fragment_codec_states = state.fragment_codec_states or tuple(
+        CodecState() for _ in stage.fragments
+    )
     held = copy(state)
-    held.params, held.ends = fragment.of(state.params), state.fragment_ends[k]
+    held.params, held.codec_state = fragment.of(state.params), state.fragment_codec_states[k]
     held.outer_state = state.outer_state[k] if state.outer_state else None
     return Part(stage.fragment_stages[k], held, fragment, k)
 
@@ -111,7 +113,7 @@ async def finish_piece(
     work = begun
     if steps:
         if begun is not None:
-            state.start = start_of(state) + begun.body
+            state.start = start_of(state) + begun.payload
         if applied is not None and stage.fragments:
             state.start = mix_position(stage, state, *applied)
         state.local_steps = steps
@@ -119,7 +121,7 @@ async def finish_piece(
     assert work is not None
     work = at_round_boundary(ctx, stage, state, work)
     if stage.fragments:
-        work = work._replace(body=fragment_at(stage, state.version).of(work.body))
+        work = work._replace(payload=fragment_at(stage, state.version).of(work.payload))
     state.pending = work
 
 
@@ -127,7 +129,7 @@ def mix_position(stage: StageConfig, state: WorkerState, part: Part, exchanged: 
     """Return the worker's position amid a piece of work, after an exchange has changed a part."""
     assert stage.delayed is not None
     assert part.fragment is not None
-    fragment, sent = part.fragment, part.state.params + exchanged.body
+    fragment, sent = part.fragment, part.state.params + exchanged.payload
     own, landed = fragment.of(state.start), fragment.of(state.params)
     return fragment.put(state.start, stage.delayed.mix(own, landed, sent))
 
@@ -141,13 +143,15 @@ def at_round_boundary(ctx: RankContext, stage: StageConfig, state: WorkerState, 
         return work
 
     def ahead() -> Any:
-        own = stage.aggregate.clip(work.body) * ctx.members.planned.weights[ctx.rank]
+        own = stage.aggregate.clip(work.payload) * ctx.members.planned.weights[ctx.rank]
         rate = stage.trainer.rate(state.samples)
         state.own_moments, model = stage.outer.step(state.own_moments, state.params, own, rate)
         return model
 
-    body, state.start = stage.delayed.at_boundary(state.params, start_of(state), work.body, ahead)
-    return work._replace(body=body)
+    body, state.start = stage.delayed.at_boundary(
+        state.params, start_of(state), work.payload, ahead
+    )
+    return work._replace(payload=body)
 
 
 def join_work(begun: Work | None, last: Work) -> Work:
@@ -160,7 +164,7 @@ def join_work(begun: Work | None, last: Work) -> Work:
         for one, other in ((begun.loss, last.loss), (begun.step_s, last.step_s))
     )
     samples = begun.samples + last.samples
-    return Work(last.body, loss, total, samples, step_s, begun.version)
+    return Work(last.payload, loss, total, samples, step_s, begun.version)
 
 
 # A gradient by bucket: its buckets leave during the backward pass, and those of the model arrive

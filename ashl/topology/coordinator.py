@@ -107,8 +107,8 @@ class CoordinatorState:
         """Return the steps that this worker has reported and that are not counted yet."""
         return 0
 
-    def reopen(self, gone: set[int], origins: Mapping[int, int]) -> None:
-        """Prepare for an epoch in which the workers in `gone` are no members.
+    def reopen(self, failed: set[int], origins: Mapping[int, int]) -> None:
+        """Prepare for an epoch in which the workers in `failed` are no members.
 
         Args: origins: of each member's model, see `Member.origin`.
         """
@@ -154,7 +154,7 @@ class RoamingState(ReplicaState):
     signal: int = GO  # NEXT or STOP, once the coordinator has sent it
     end_ns: int = 0
     reported: bool = False  # True while a report has no answer yet
-    gone: bool = False  # True once it may leave
+    may_leave: bool = False  # True once it may leave
     asked: int | None = None  # the worker whose answer is still in flight
 
     def begin_epoch(self) -> None:
@@ -169,7 +169,7 @@ class RoamingState(ReplicaState):
         super().enter(stage, members, rank)
 
     def end_pass(self) -> None:
-        self.signal, self.reported, self.gone, self.asked = GO, False, False, None
+        self.signal, self.reported, self.may_leave, self.asked = GO, False, False, None
 
 
 async def coordinator(ctx: RankContext, stage: StageConfig, state: CoordinatorState) -> int:
@@ -212,7 +212,7 @@ async def ask_snapshots(ctx: RankContext, stage: StageConfig, state: Coordinator
     state.ticks += 1
     await broadcast_signal(ctx, stage, Signal(SNAPSHOT, state.ticks))
     progress = state.progress
-    ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.gone)
+    ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.failed)
 
 
 async def broadcast_signal(ctx: RankContext, stage: StageConfig, signal: Signal) -> None:
@@ -257,10 +257,10 @@ def apply_signal(ctx: RankContext, state: RoamingState, message: Message) -> boo
     if signal.signal == SNAPSHOT:
         ctx.snapshot(state.params, tick=int(signal.tick))
     elif signal.signal == BYE:
-        state.end_ns, state.gone = int(signal.end_ns), True
+        state.end_ns, state.may_leave = int(signal.end_ns), True
     else:
         state.signal = int(signal.signal)
-    return state.gone
+    return state.may_leave
 
 
 async def report_merge(
@@ -366,7 +366,7 @@ def count_members(
         if member.has_model and member.index < len(stages)
     }
     before = sum(progress.commits)
-    for rank in {*range(progress.num_workers)}.difference(progress.gone, found):
+    for rank in {*range(progress.num_workers)}.difference(progress.failed, found):
         progress.remove_worker(rank)
         progress.count_dropped(rank, state.uncounted_steps(rank), FAILURE)
     for rank, member in working.items():
@@ -416,7 +416,7 @@ async def rejoin_members(
         for rank in joining:
             await ctx.send(int(rank), model, state.params)
     elif saved is None and reply.donor != NO_DONOR:
-        state.params = (await ctx.recv(model, src=int(reply.donor))).body
+        state.params = (await ctx.recv(model, src=int(reply.donor))).payload
     index = int(reply.index)
     state.samples = int(reply.samples)
     if index >= len(stages):

@@ -81,11 +81,11 @@ async def receive_state(
     """Return (model, state) from the donor, see `send_state`."""
     first = await ctx.recv(state_tag(epoch, 0), src=donor)
     parts = [
-        (await ctx.recv(state_tag(epoch, k), src=donor)).body
+        (await ctx.recv(state_tag(epoch, k), src=donor)).payload
         for k in range(1, 1 + int(first.meta[0]))
     ]
     packages = "ashl", type(stage.outer).__module__.partition(".")[0]
-    return first.body, join_tensors(parts, packages, stage.trainer.device)
+    return first.payload, join_tensors(parts, packages, stage.trainer.device)
 
 
 def with_members(
@@ -99,13 +99,13 @@ def with_members(
     Args: steps: of the round in progress, by worker.
     """
     progress = progress.copy()
-    gone = {*range(progress.num_workers)}.difference(epoch.workers)
-    for rank in sorted((gone | {*joined}) - progress.gone):
+    failed = {*range(progress.num_workers)}.difference(epoch.workers)
+    for rank in sorted((failed | {*joined}) - progress.failed):
         progress.remove_worker(rank)
         if progress.changed_at[rank] <= progress.version:
             progress.count_dropped(rank, steps[rank], FAILURE)
             progress.changed_at[rank] = progress.version + 1
-    for rank in sorted(progress.gone - gone):
+    for rank in sorted(progress.failed - failed):
         progress.join(rank)
         progress.changed_at[rank] = progress.version + 1
     return progress

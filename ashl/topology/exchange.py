@@ -56,7 +56,7 @@ async def exchange_update(
     zeros and makes the mean loss NaN.
     """
     ctx = team.ctx
-    if stage.link.traits.lossless or stage.sync.sums_whole(stage, progress):
+    if stage.pipeline.traits.lossless or stage.sync.sums_whole(stage, progress):
         return await team.all_reduce(x, team.weight)
     if not isinstance(x, SizeOnly) and not_finite(ctx, stage, state, x):
         x, team.loss = torch.zeros_like(x), math.nan
@@ -73,17 +73,17 @@ async def exchange_compressed(
     team: ProcessGroup, stage: StageConfig, state: WorkerState, tick: int, x: Vector
 ) -> Vector:
     """Sum the updates as the codec requires: its own protocol, an all-reduce, or an all-gather."""
-    link, context = stage.link, context_of(stage, team.ctx.rank, state, tick)
-    if isinstance(link.innermost, Collective):
-        return await run_collective_codec(team, stage, state, link.innermost, x, context)
+    pipeline, context = stage.pipeline, context_of(stage, team.ctx.rank, state, tick)
+    if isinstance(pipeline.innermost, Collective):
+        return await run_collective_codec(team, stage, state, pipeline.innermost, x, context)
     # payloads that are added must have equal shapes, so all workers use one density
-    if link.traits.linear:
+    if pipeline.traits.linear:
         x, context = x * team.weight, context._replace(ratio=least_ratio(stage), weight=team.weight)
-    body = await team.compute(partial(link.encode, state.ends, x, context), work=1)
-    report_health(team.ctx, stage, state, x, [(link, state.ends, body)])
-    if link.traits.linear:
-        total = await team.all_reduce(link.summand(body, context))
-        return await team.decode(partial(link.decode_sum, state.ends, body, total), 1)
+    body = await team.compute(partial(pipeline.encode, state.codec_state, x, context), work=1)
+    report_health(team.ctx, stage, state, x, [(pipeline, state.codec_state, body)])
+    if pipeline.traits.linear:
+        total = await team.all_reduce(pipeline.summand(body, context))
+        return await team.decode(partial(pipeline.decode_sum, state.codec_state, body, total), 1)
     return await gather_payloads(team, stage, state, x, body)
 
 
@@ -96,12 +96,12 @@ async def run_collective_codec(
     context: EncodeContext,
 ) -> Vector:
     """Run the codec's own protocol over all workers."""
-    link = stage.link
+    pipeline = stage.pipeline
     if isinstance(x, SizeOnly):
-        await codec.simulate_collective(team, link.codec.share(context), link.d)
+        await codec.simulate_collective(team, pipeline.codec.share(context), pipeline.d)
         return x
-    outcome = await codec.collective(team, link.before(state.ends, x, context))
-    return await team.compute(partial(link.after, state.ends, x, context, outcome))
+    outcome = await codec.collective(team, pipeline.before(state.codec_state, x, context))
+    return await team.compute(partial(pipeline.after, state.codec_state, x, context, outcome))
 
 
 async def gather_payloads(
@@ -114,7 +114,8 @@ async def gather_payloads(
     if team.not_finite:
         return torch.zeros_like(x)
     return await team.decode(
-        partial(stage.link.merge, state.ends, bodies, team.weights, team.ranks), team.size
+        partial(stage.pipeline.merge, state.codec_state, bodies, team.weights, team.ranks),
+        team.size,
     )
 
 
@@ -143,7 +144,7 @@ class BucketEncoder:
     stage: StageConfig
     state: WorkerState
     version: int
-    ends: list[CodecState]  # by bucket
+    codec_states: list[CodecState]  # by bucket
     contexts: list[EncodeContext]
     vectors: dict[int, Vector] = field(default_factory=dict)  # gradient by bucket
     bodies: dict[int, Payload] = field(default_factory=dict)  # payload by bucket
@@ -154,25 +155,27 @@ class BucketEncoder:
         cls, team: ProcessGroup, stage: StageConfig, state: WorkerState, version: int
     ) -> BucketEncoder:
         """Prepare the encoding, before the gradient is computed."""
-        ends = [
-            replace(state.ends, sender=slice_state(state.ends.sender, m.start, m.stop))
+        codec_states = [
+            replace(
+                state.codec_state, sender=slice_state(state.codec_state.sender, m.start, m.stop)
+            )
             for m in stage.buckets
         ]
         context, contexts = context_of(stage, team.ctx.rank, state, version), []
         # payloads that are added must have equal shapes, so all workers use one density
-        if stage.link.traits.linear:
+        if stage.pipeline.traits.linear:
             context = context._replace(ratio=least_ratio(stage), weight=team.weight)
-        for k, link in enumerate(stage.links):
+        for k, pipeline in enumerate(stage.pipelines):
             ratio = stage.buckets[k].ratio or context.ratio
-            contexts.append(context._replace(ratio=ratio, layer=link.layer))
-        return cls(team, stage, state, version, ends, contexts)
+            contexts.append(context._replace(ratio=ratio, layer=pipeline.layer))
+        return cls(team, stage, state, version, codec_states, contexts)
 
     @property
     def encoding(self) -> Encoding:
         """Return the work of encoding as an effect: each bucket takes its part of the work of the
         whole.
         """
-        d, sizes = self.stage.link.d, (link.d for link in self.stage.links)
+        d, sizes = self.stage.pipeline.d, (pipeline.d for pipeline in self.stage.pipelines)
         return Encoding(self.encode, tuple(done / d for done in accumulate(sizes)))
 
     def encode(self, k: int, x: Vector) -> Payload:
@@ -180,12 +183,12 @@ class BucketEncoder:
 
         A bucket that is not finite is replaced by zeros, see `finish_encoding`.
         """
-        self.vectors[k], link = x, self.stage.links[k]
+        self.vectors[k], pipeline = x, self.stage.pipelines[k]
         if not isinstance(x, SizeOnly) and not all_finite(x):
             x, self.finite = torch.zeros_like(x), False
-        if link.traits.linear:
+        if pipeline.traits.linear:
             x = x * self.team.weight
-        self.bodies[k] = link.encode(self.ends[k], x, self.contexts[k])
+        self.bodies[k] = pipeline.encode(self.codec_states[k], x, self.contexts[k])
         return self.bodies[k]
 
     def finish_encoding(self) -> bool:
@@ -195,15 +198,20 @@ class BucketEncoder:
         """
         ctx, stage, state = self.team.ctx, self.stage, self.state
         every = stage.compression_stats_every
-        state.ends.sender = join_states([ends.sender for ends in reversed(self.ends)])
+        state.codec_state.sender = join_states(
+            [codec_states.sender for codec_states in reversed(self.codec_states)]
+        )
         if isinstance(self.vectors[0], SizeOnly):
             return True
         if not self.finite:
             not_finite(ctx, stage, state, join_slices(self.vectors))
         elif every is not None and not (state.round % every and self.version % every):
             x = join_slices(self.vectors)
-            weight = self.team.weight if stage.link.traits.linear else 1.0
-            sent = [(link, self.ends[k], self.bodies[k]) for k, link in enumerate(stage.links)]
+            weight = self.team.weight if stage.pipeline.traits.linear else 1.0
+            sent = [
+                (pipeline, self.codec_states[k], self.bodies[k])
+                for k, pipeline in enumerate(stage.pipelines)
+            ]
             report_health(ctx, stage, state, x * weight, sent[::-1])
             if reports_mean(stage, self.version):
                 ctx.show_update(x, of=ctx.rank, tick=self.version, weight=self.team.weight)
@@ -211,16 +219,16 @@ class BucketEncoder:
 
     async def exchange_bucket(self, team: ProcessGroup, k: int, body: Payload) -> Any:
         """Exchange bucket k. Returns: the sum of its payloads, or the gathered payloads."""
-        link = self.stage.links[k]
-        if link.traits.linear:
-            return await team.all_reduce(link.summand(body, self.contexts[k]))
+        pipeline = self.stage.pipelines[k]
+        if pipeline.traits.linear:
+            return await team.all_reduce(pipeline.summand(body, self.contexts[k]))
         return await team.all_gather(body)
 
     async def decode_buckets(self, results: Sequence[Any]) -> Vector:
         """Return the weighted sum of all gradients, from the results of `exchange_bucket`."""
         team, stage = self.team, self.stage
         if isinstance(self.vectors[0], SizeOnly):
-            return SizeOnly(4 * stage.link.d)
+            return SizeOnly(4 * stage.pipeline.d)
         if team.not_finite:
             return torch.zeros_like(join_slices(self.vectors))
         update = await team.compute(partial(self.sum, results))
@@ -230,11 +238,15 @@ class BucketEncoder:
 
     def sum(self, results: Sequence[Any]) -> Vector:
         sums = {}
-        for k, (link, ends) in enumerate(zip(self.stage.links, self.ends, strict=True)):
-            if link.traits.linear:
-                sums[k] = link.decode_sum(ends, self.bodies[k], results[k])
+        for k, (pipeline, codec_state) in enumerate(
+            zip(self.stage.pipelines, self.codec_states, strict=True)
+        ):
+            if pipeline.traits.linear:
+                sums[k] = pipeline.decode_sum(codec_state, self.bodies[k], results[k])
             else:
-                sums[k] = link.merge(ends, results[k], self.team.weights, self.team.ranks)
+                sums[k] = pipeline.merge(
+                    codec_state, results[k], self.team.weights, self.team.ranks
+                )
         return join_slices(sums)
 
 

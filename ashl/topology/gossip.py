@@ -121,7 +121,7 @@ def mix(row: Mapping[int, float], rank: int, own: Any, received: Mapping[int, Me
         return own
     total = None
     for j, weight in row.items():
-        body = own if j == rank else received[j].body
+        body = own if j == rank else received[j].payload
         total = body * weight if total is None else total.add_(body, alpha=weight)
     return total
 
@@ -363,9 +363,9 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
             await send(ctx, stage, state, await rule.outgoing(now, state, None))
         work = await local_work(ctx, stage, state)
         if not rule.early:
-            await send(ctx, stage, state, await rule.outgoing(now, state, work.body))
+            await send(ctx, stage, state, await rule.outgoing(now, state, work.payload))
         received = await receive_models(ctx, stage, graph, state, k - rule.lag)
-        rule.merge(now, state, work.body, received)
+        rule.merge(now, state, work.payload, received)
         merge_headers(state, rank, work.loss, received)
         late = keep_within_budget(ctx, stage, state, params)
         count_round(stage, state, members, counted)
@@ -383,7 +383,9 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
                 else None
             )
             progress = state.progress
-            ctx.snapshot(state.params, tick=progress.version, counts=counts, without=progress.gone)
+            ctx.snapshot(
+                state.params, tick=progress.version, counts=counts, without=progress.failed
+            )
         signal = await end_signal(ctx, stage, graph, state)
         ctx.record_round(
             stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss
@@ -566,7 +568,7 @@ async def reform_rounds(
         state.params = model if is_new else state.params
         index, state.progress, state.assigned = known.index, known.progress, known.assigned
         if index < len(stages):
-            ranks = survivors(stages[index], state.progress.gone)
+            ranks = survivors(stages[index], state.progress.failed)
             members = shared_members(ctx, stages[index], ranks, epoch.number)
             state.enter(stages[index], members, ctx.rank, ctx.now)
             state.progress, state.k = known.progress.copy(), known.k
@@ -576,11 +578,11 @@ async def reform_rounds(
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
     stage = stages[index]
-    before = shared_members(ctx, stage, survivors(stage, state.progress.gone), epoch.number)
+    before = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
     steps = truncate_round(stage, before, before.planned, state.rest).steps
     assert isinstance(state.progress, Progress)
     state.progress = with_members(state.progress, epoch, standing.joined, steps)
-    members = shared_members(ctx, stage, survivors(stage, state.progress.gone), epoch.number)
+    members = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
     count_as(state, state.progress)
     if is_new:
         state.round, state.step = state.progress.rounds_and_steps_of(ctx.rank)

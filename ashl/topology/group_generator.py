@@ -100,7 +100,7 @@ class Groups:
     conflicts: int = 0
     closed: bool = False  # if True, no groups are drawn; those in the buffers still run
     asks: int = 0  # requests of all workers so far
-    gone: set[int] = field(default_factory=set)  # failed workers, which are in no group
+    failed: set[int] = field(default_factory=set)  # failed workers, which are in no group
     # workers with an empty buffer, by their number of requests
     _free: dict[int, set[int]] = field(default_factory=dict)
     _idle: set[int] = field(default_factory=set)  # workers that have asked with an empty buffer
@@ -114,7 +114,7 @@ class Groups:
     @property
     def present(self) -> int:
         """Number of workers that have not failed."""
-        return len(self.nodes) - len(self.gone)
+        return len(self.nodes) - len(self.failed)
 
     @property
     def idle(self) -> list[int]:
@@ -145,7 +145,7 @@ def reopen(state: Groups) -> None:
     state.waiting = {}
     state._idle = set()
     state._missing = {}
-    state._free = {0: set(range(n)) - state.gone}
+    state._free = {0: set(range(n)) - state.failed}
 
 
 def request(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
@@ -239,9 +239,9 @@ def _make(state: Groups, groups: Sequence[Ranks], ordered: bool) -> None:
     if not groups:
         return
     state.draws += 1
-    if state.gone:
+    if state.failed:
         present = [
-            tuple(member for member in members if member not in state.gone) for members in groups
+            tuple(member for member in members if member not in state.failed) for members in groups
         ]
         groups = [members for members in present if members]
     if not ordered:

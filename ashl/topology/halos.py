@@ -163,9 +163,9 @@ class Halos(Topology):
     def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
         """Return the time (ns) of a push to the region's server and a pull, without contention."""
         near = self.server_of(stage, rank)
-        up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
+        up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.pipeline.d)
         return network.transfer_ns(rank, near, up) + network.transfer_ns(
-            near, rank, stage.link.pull_bytes(None)
+            near, rank, stage.pipeline.pull_bytes(None)
         )
 
     def begin(self, ctx: RankContext, stage: StageConfig) -> WorkerState | ServerState:
@@ -297,7 +297,7 @@ async def handle_message(
 def mix_global_model(stage: StageConfig, state: RegionState, message: Message) -> None:
     """Mix the global model into that of a region, and take over the global counts."""
     topology, progress = stage.topology, state.progress
-    state.params = state.params * (1 - topology.mixing) + message.body * topology.mixing
+    state.params = state.params * (1 - topology.mixing) + message.payload * topology.mixing
     state.sent, state.away, state.merges = state.params, False, progress.version
     _, global_steps, global_samples = map(int, message.meta)
     # the region's own work since its last push is not part of the global counts
@@ -317,7 +317,7 @@ async def close_region(ctx: RankContext, stage: StageConfig, state: RegionState)
     await push_to_global(ctx, stage, state, last=True)
     message = await ctx.recv(stage.tag("end"), src=stage.server)
     signal, end_ns, steps, samples = map(int, message.meta)
-    state.params = state.params if message.body is None else message.body
+    state.params = state.params if message.payload is None else message.payload
     state.progress.steps, state.progress.samples = steps, samples
     await finish_stage(ctx, stage, state, signal, end_ns)
     await ctx.send(stage.server, stage.tag("counts"), region_counts(state.progress))
@@ -382,16 +382,16 @@ async def merge_region_update(
 ) -> None:
     """Merge a region's difference, count it, decide for all, and answer that region."""
     progress = state.progress
-    counts = (await ctx.recv(stage.tag("counts"), src=message.src)).body
+    counts = (await ctx.recv(stage.tag("counts"), src=message.src)).payload
     last, loss, pushes, latest, samples, lead = message.meta
     if last:
         state.flush_requested += (message.src,)
     if last and state.signal == PAUSE:  # the time budget has ended in that region
         await change_signal(ctx, stage, state, STOP, "seconds")
-    if state.signal == STOP or message.body is None:
+    if state.signal == STOP or message.payload is None:
         return
     await ctx.compute(
-        partial(apply_region_update, stage, state, message.body), work=1, kind="apply"
+        partial(apply_region_update, stage, state, message.payload), work=1, kind="apply"
     )
     rows = counts.view(len(REPORTED), -1).tolist()
     adopt_counts(stage, state, message.src, rows, int(samples))
@@ -433,7 +433,7 @@ def count_member(
     rank, progress = message.src, state.progress
     if message.tag == JOIN:
         progress.join(rank)
-    elif rank not in progress.gone:
+    elif rank not in progress.failed:
         progress.remove_worker(rank)
         check_min_workers(ctx, stage, rank, progress.present)
 
@@ -483,7 +483,7 @@ async def end_regions(
         )
     for place, rank in enumerate(regions):
         counts = (
-            (await ctx.recv(stage.tag("counts"), src=rank)).body.view(len(REPORTED), -1).tolist()
+            (await ctx.recv(stage.tag("counts"), src=rank)).payload.view(len(REPORTED), -1).tolist()
         )
         found = dict(zip(REPORTED, counts, strict=True))
         for member in stage.topology.members(stage.nodes)[place]:

@@ -41,7 +41,7 @@ class WorkerState:
 
     params: Any
     moments: Any
-    ends: CodecState = field(default_factory=CodecState)  # the codec's state at this worker
+    codec_state: CodecState = field(default_factory=CodecState)  # the codec's state at this worker
     step: int = 0
     drawn: int = 0
     round: int = 0
@@ -63,7 +63,7 @@ class WorkerState:
     start: Any = None  # start of the next local steps, if it is not `params`
     pending: Any = None  # finished work to exchange next, with delayed exchanges
     pending_rest: Remaining = None  # `rest` when that work was begun
-    fragment_ends: tuple[CodecState, ...] = ()  # the codec's state of each fragment
+    fragment_codec_states: tuple[CodecState, ...] = ()  # the codec's state of each fragment
     outer_state: Any = None  # moments of the outer optimizer, if this worker takes its steps
     own_moments: Any = None  # of outer steps on its own work that is still in flight
     last: bool = False  # True if it computes nothing after this work
@@ -89,7 +89,7 @@ class WorkerState:
             self.own_moments = None
         if stage.resets:
             self.moments = stage.trainer.moments()
-        self.ends = stage.carry_over_codec_state(self.ends, self.samples)
+        self.codec_state = stage.carry_over_codec_state(self.codec_state, self.samples)
 
     def end_pass(self) -> None:
         """Reset what belongs to one pass of a loop, before this state is saved."""
@@ -97,8 +97,8 @@ class WorkerState:
     def copy_to_restart(self) -> Self:
         """Return a copy that later work does not change, see `RankContext.safe_point`."""
         before = copy.copy(self)
-        before.ends = self.ends.copy()
-        before.fragment_ends = tuple(ends.copy() for ends in self.fragment_ends)
+        before.codec_state = self.codec_state.copy()
+        before.fragment_codec_states = tuple(one.copy() for one in self.fragment_codec_states)
         return before
 
     def plan_round(self, stage: StageConfig, members: Members, rank: int, ahead: int = 0) -> None:
@@ -111,7 +111,7 @@ class WorkerState:
 class Work(NamedTuple):
     """Result of local work."""
 
-    body: Any  # the gradient or difference to exchange
+    payload: Any  # the gradient or difference to exchange
     loss: float  # mean over the samples
     steps: int
     samples: int
@@ -174,16 +174,19 @@ async def encode_update(
     An update that is not finite is not encoded, because it would reach every element. The returned
     loss is NaN then, which ends the run as diverged.
     """
-    x = stage.aggregate.clip(work.body)
-    if stage.link.traits.lossless:
+    x = stage.aggregate.clip(work.payload)
+    if stage.pipeline.traits.lossless:
         return x, work.loss
     if not_finite(ctx, stage, state, x):
         return x, math.nan
     encode = partial(
-        stage.link.encode, state.ends, x, context_of(stage, ctx.rank, state, state.version)
+        stage.pipeline.encode,
+        state.codec_state,
+        x,
+        context_of(stage, ctx.rank, state, state.version),
     )
     body = await ctx.compute(encode, work=1, kind="compress")
-    report_health(ctx, stage, state, x, [(stage.link, state.ends, body)])
+    report_health(ctx, stage, state, x, [(stage.pipeline, state.codec_state, body)])
     if reports_mean(stage, state.version):
         weight = ctx.members.planned.weights[ctx.rank]
         ctx.show_update(x, of=ctx.rank, tick=state.version, weight=weight)
@@ -199,21 +202,25 @@ def report_health(
 ) -> None:
     """Report the compression error of this round, every `compression_stats_every` rounds.
 
-    Args: x: the update; sent: (link, codec state, payload) of each part of x.
+    Args: x: the update; sent: (pipeline, codec state, payload) of each part of x.
     """
-    every, codec = stage.compression_stats_every, stage.link.innermost
+    every, codec = stage.compression_stats_every, stage.pipeline.innermost
     if every is None or state.round % every or isinstance(x, SizeOnly):
         return
     pieces = [
-        (link.innermost, link.d, to_host(body))
-        for link, _, body in sent
+        (pipeline.innermost, pipeline.d, to_host(body))
+        for pipeline, _, body in sent
         if isinstance(body, Tensor)
     ]
     if codec.traits.reduces or not (codec.decodes_alone or isinstance(codec, Layerwise)):
         # such payloads cannot be decoded one by one, so report their sizes only
         found = payload_sizes([body for _, _, body in pieces])
     else:
-        residuals = [rest for link, ends, _ in sent if (rest := link.residual(ends)) is not None]
+        residuals = [
+            rest
+            for pipeline, codec_state, _ in sent
+            if (rest := pipeline.residual(codec_state)) is not None
+        ]
         back = torch.cat([to_host(rest) for rest in residuals]) if residuals else None
         found = measure_compression_error(
             pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer

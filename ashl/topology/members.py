@@ -34,6 +34,6 @@ def as_members(numbers: Sequence[float]) -> Ranks:
     return tuple(members)
 
 
-def failed_as_numbers(stage: StageConfig, gone: Collection[int]) -> tuple[float, ...]:
+def failed_as_numbers(stage: StageConfig, failed: Collection[int]) -> tuple[float, ...]:
     """Encode the failed workers for a reply, if the survivors train on their data; else nothing."""
-    return as_numbers(tuple(sorted(gone))) if stage.reshards else ()
+    return as_numbers(tuple(sorted(failed))) if stage.reshards else ()

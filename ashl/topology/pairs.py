@@ -77,7 +77,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState) -> i
         if state.signal == STOP:  # the run ends, so this piece of work is dropped
             dropped = work.steps
             break
-        state.params = state.params + work.body
+        state.params = state.params + work.payload
         state.version += 1
         await report_merge(ctx, stage, state, work, staleness)
     await report_done(ctx, stage, state, dropped)
@@ -108,7 +108,7 @@ async def meet(ctx: RankContext, stage: StageConfig, state: RoamingState, sent: 
         return
     message = await ctx.recv(stage.tag("answer"), src=state.asked)
     state.asked = None
-    merge(stage.sync, state, message.body, sent)
+    merge(stage.sync, state, message.payload, sent)
 
 
 def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
@@ -128,4 +128,4 @@ async def answer(ctx: RankContext, stage: StageConfig, state: RoamingState) -> N
         else:
             body = rule.encode_model(stage, state, ctx.rank, False)
             await ctx.send(message.src, stage.tag("answer"), body)
-            merge(rule, state, message.body, state.params)
+            merge(rule, state, message.payload, state.params)

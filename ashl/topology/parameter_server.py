@@ -256,14 +256,16 @@ class Updates:
         context = EncodeContext(
             stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version
         )
-        pull = partial(part.stage.link.encode_pull, part.state.ends, rank, model, context)
+        pull = partial(
+            part.stage.pipeline.encode_pull, part.state.codec_state, rank, model, context
+        )
         return await ctx.compute(pull, work=1, kind="compress")
 
     def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
         """Return the model that a worker continues with after a pull; not called at a stage
         boundary.
         """
-        return stage.link.apply_pull(state.params, body)
+        return stage.pipeline.apply_pull(state.params, body)
 
 
 class ServerRule(Rule, contract=True):
@@ -379,8 +381,8 @@ class ParameterServer(Topology):
         if stage.fragments:
             parts = stage.fragment_stages
             return max(self.exchange_ns(part, network, rank) for part in parts)
-        up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
-        down = stage.link.pull_bytes(self.pull_ratio)
+        up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.pipeline.d)
+        down = stage.pipeline.pull_bytes(self.pull_ratio)
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(
             stage.server, rank, down
         )
@@ -415,8 +417,8 @@ class ServerState:
     slices: dict[int, list[Push]] = field(default_factory=dict)
     # merged slices of this step, by slice number: (moments, elements of the model)
     made: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    ends: CodecState = field(default_factory=CodecState)  # the codec's state at the server
-    fragment_ends: tuple[CodecState, ...] = ()  # the codec's state of each fragment
+    codec_state: CodecState = field(default_factory=CodecState)  # the codec's state at the server
+    fragment_codec_states: tuple[CodecState, ...] = ()  # the codec's state of each fragment
     outer_state: Any = None  # moments of the outer optimizer
     profile: Profile | None = None  # measured by a profiling stage
     # (first stage, assignments of the workers) as planned after profiling
@@ -467,7 +469,7 @@ class ServerState:
         self.rule_state = stage.sync.begin(stage, self.progress)
         self.set_members(stage)
         self.work = self.members.planned
-        self.ends = stage.carry_over_codec_state(self.ends, self.progress.samples)
+        self.codec_state = stage.carry_over_codec_state(self.codec_state, self.progress.samples)
         self.pulls = [stage.tag("pull", self.incarnations.get(rank, 0)) for rank in stage.workers]
         if stage.resets:
             self.moments = stage.trainer.moments()
@@ -475,7 +477,7 @@ class ServerState:
 
     def set_members(self, stage: StageConfig) -> None:
         """Set the members and the quorum after a failure or a rejoin."""
-        self.members = members_of(stage, survivors(stage, self.progress.gone))
+        self.members = members_of(stage, survivors(stage, self.progress.failed))
         self.quorum = stage.quorum_of(self.progress.present)
 
     def assign(self, stage: StageConfig, workers: tuple[WorkerPlan, ...]) -> None:
@@ -532,10 +534,10 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         if stage.reshards:
             state.away = as_members(message.meta[PULL_FIELDS:])
         if reply.dropped and not stage.codec.traits.lossless and not math.isnan(loss):
-            stage.link.restore_dropped(state.ends, body)
-        if message.body is not None:
-            apply_reply(stage, state, part, signal, message.body)
-        seen = message.body is not None and (begun is None or ctx.now - asked > AT_ONCE_S)
+            stage.pipeline.restore_dropped(state.codec_state, body)
+        if message.payload is not None:
+            apply_reply(stage, state, part, signal, message.payload)
+        seen = message.payload is not None and (begun is None or ctx.now - asked > AT_ONCE_S)
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
         follow(state, reply)
         state.last = signal == LAST
@@ -546,7 +548,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         state.pending = None
         if stage.delayed is not None and signal not in (NEXT, STOP):
             after = state.local_steps  # H of the piece that follows the present one
-            applied = (part, work) if message.body is not None else None
+            applied = (part, work) if message.payload is not None else None
             await finish_piece(ctx, stage, state, remaining, begun, applied)
             state.local_steps = after
     await settle_model(ctx, stage, state, signal == PAUSE)
@@ -715,7 +717,7 @@ async def merge_push(
     Returns: True if the model changed.
     """
     progress, part = state.progress, part_of(stage, state, state.progress.version)
-    body = part.stage.link.receive_payload(part.state.ends, message.src, message.body)
+    body = part.stage.pipeline.receive_payload(part.state.codec_state, message.src, message.payload)
     push = push_of(ctx, state, message, body)
     work = part.stage.push_share
     update = await ctx.compute(partial(apply_merge, stage, state, push), work, "apply")
@@ -763,8 +765,8 @@ def apply_merge(stage: StageConfig, state: ServerState, push: Push | None) -> An
     weights = merge_weights(stage, state.work, members)
     part = part_of(stage, state, progress.version)
     if stage.codec.traits.reduces:
-        bodies = [member.body for member in members]
-        update: Any = part.stage.link.reduce(part.state.ends, bodies, weights)
+        bodies = [member.payload for member in members]
+        update: Any = part.stage.pipeline.reduce(part.state.codec_state, bodies, weights)
     else:
         update = stage.aggregate.fold(members, weights)
     state.buffer = []
@@ -795,7 +797,7 @@ def replan(
     averages = planner.observe(
         state.averages, push.worker, push.step_s, push.push_s, push.pull_s, payload
     )
-    averages = planner.hear(averages, push.worker, push.body, push.steps, push.samples)
+    averages = planner.hear(averages, push.worker, push.payload, push.steps, push.samples)
     assert stage.plan.h_preset is not None
     presets = (stage.plan.h_preset, stage.plan.r_preset)
     present = state.members.ranks
@@ -834,7 +836,7 @@ async def reply(
     counts = progress.version, progress.steps, progress.samples
     meta = Pull(signal, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
     if stage.reshards:
-        meta = (*meta, *failed_as_numbers(stage, progress.gone))
+        meta = (*meta, *failed_as_numbers(stage, progress.failed))
     await ctx.send(rank, state.pulls[rank], body, meta)
     return changed
 
@@ -941,12 +943,12 @@ async def remove_failed(
     """
     progress, rule = state.progress, stage.sync
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
-    if rank in progress.gone:
+    if rank in progress.failed:
         return False
     progress.remove_worker(rank)
     state.set_members(stage)
     state.assign(stage, state.work.workers)
-    state.ends.forget(rank)
+    state.codec_state.forget(rank)
     if ctx.rank == stage.server:  # the server of a region does not know all workers
         check_min_workers(ctx, stage, rank, progress.present + len(state.newcomers))
     progress.now_s = ctx.now
@@ -974,7 +976,7 @@ async def admit(ctx: RankContext, stage: StageConfig, state: ServerState, rank: 
     progress.now_s = ctx.now
     messages = stage.messages
     messages.with_joined(stage, state, rank)
-    stage.link.record_full_pull(state.ends, rank, state.params)
+    stage.pipeline.record_full_pull(state.codec_state, rank, state.params)
     planned, rows = state.assigned or (0, None)
     applied = (progress.version, progress.steps, progress.samples)
     assignment = assignment_of(stage, state, rank)
@@ -984,7 +986,7 @@ async def admit(ctx: RankContext, stage: StageConfig, state: ServerState, rank: 
     pushed = (rounds + len(buffered), done + sum(buffered))
     admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *assignment)
     body = messages.admission_payload(stage, state)
-    meta = (*admission, *failed_as_numbers(stage, progress.gone))
+    meta = (*admission, *failed_as_numbers(stage, progress.failed))
     await ctx.send(rank, admission_tag(state.incarnations[rank]), body, meta)
     if rows is not None:
         await ctx.send(rank, PLANNED, rows)
@@ -1023,14 +1025,14 @@ async def join(ctx: RankContext, stages: Sequence[StageConfig]) -> tuple[int, Wo
     state = WorkerState(params, moments)
     state.steps, state.samples = admission.steps, admission.samples
     if admission.planned:
-        state.assigned = admission.planned, (await ctx.recv(PLANNED)).body
+        state.assigned = admission.planned, (await ctx.recv(PLANNED)).payload
         stages = apply_assignments(stages, *state.assigned)
     stage = stages[admission.stage]
     state.incarnation = incarnation
     state.away = as_members(message.meta[ADMISSION_FIELDS:])
     state.enter(stage, members_of(stage), ctx.rank)
-    if message.body is not None:
-        stage.messages.apply_admission(state, message.body)
+    if message.payload is not None:
+        stage.messages.apply_admission(state, message.payload)
     follow(state, admission)
     state.round, state.step = admission.rounds, admission.done
     state.drawn = state.step * state.batch
@@ -1085,13 +1087,13 @@ async def finish_stage(
     for push in state.buffer:
         progress.count_dropped(push.worker, push.steps, drop_reason(signal))
     state.buffer = []
-    working = set(stage.workers) - set(progress.waiting) - progress.gone
+    working = set(stage.workers) - set(progress.waiting) - progress.failed
     for rank in sorted(progress.waiting):
         staleness, late = progress.stop_waiting(rank)
-        stage.link.record_full_pull(state.ends, rank, state.params)
+        stage.pipeline.record_full_pull(state.codec_state, rank, state.params)
         meta = (
             *Pull(signal, *applied, staleness, late or rank in unmerged, end_ns),
-            *failed_as_numbers(stage, progress.gone),
+            *failed_as_numbers(stage, progress.failed),
         )
         await ctx.send(rank, state.pulls[rank], state.params if signal == NEXT else None, meta)
     while working:
@@ -1161,7 +1163,7 @@ async def compute_and_push(ctx: RankContext, stage: StageConfig, state: WorkerSt
     step_s, body, state.coming = ctx.now - start, None, task
     if not stage.merges_buckets:
         await ctx.join(task)
-        body, state.coming = (await ctx.recv(tags[-1])).body, None
+        body, state.coming = (await ctx.recv(tags[-1])).payload, None
     return Work(body, loss, 1, state.batch, step_s, state.version)
 
 
@@ -1169,7 +1171,7 @@ async def forward_buckets(ctx: RankContext, server: int, tags: Sequence[Tag]) ->
     """Send each bucket of the gradient to the server as soon as backward has computed it."""
     for tag in tags:
         bucket = await ctx.recv(tag, src=ctx.rank)
-        await ctx.send(server, tag, bucket.body)
+        await ctx.send(server, tag, bucket.payload)
 
 
 async def exchange_buckets(
@@ -1192,7 +1194,7 @@ async def exchange_buckets(
             in_flight -= 1
         elif message.tag == back:
             number = int(message.meta[0])
-            arrived[number] = message.body
+            arrived[number] = message.payload
             if stage.overlaps_next_forward:
                 await pass_on_segment(ctx, stage, arrived, number)
         else:
@@ -1200,7 +1202,7 @@ async def exchange_buckets(
             for number in segment.buckets:
                 own = stage.buckets[number]
                 body = slice_vector(
-                    message.body, own.start - segment.start, own.stop - segment.start
+                    message.payload, own.start - segment.start, own.stop - segment.start
                 )
                 heappush(queue, (own.priority, number, body))
         while queue and (not (credit := stage.buckets[0].credit) or in_flight < credit):
@@ -1236,7 +1238,7 @@ async def settle_model(
     else:
         await ctx.send(ctx.rank, stage.needs[0][1], state.coming)
     if stage.overlaps_next_forward:
-        parts = [(await ctx.recv(tag)).body for _, tag in stage.needs]
+        parts = [(await ctx.recv(tag)).payload for _, tag in stage.needs]
     else:
         parts = [arrived[k] for k in sorted(arrived, key=lambda k: stage.buckets[k].start)]
     state.params = concatenate(parts)
@@ -1268,7 +1270,7 @@ async def assemble_push(ctx: RankContext, stage: StageConfig, push: Message) -> 
     before = [await ctx.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
     parts = (push, *reversed(before))  # in forward order
     return push._replace(
-        body=concatenate([part.body for part in parts]),
+        payload=concatenate([part.payload for part in parts]),
         start_ns=min(part.start_ns for part in parts),
     )
 
@@ -1305,7 +1307,7 @@ async def on_bucket(
     bucket = stage.buckets[number]
     if bucket.credit:
         await ctx.send(message.src, stage.tag("ack"), None, (number,))
-    push = Push(message.src, message.body, 1, samples, 0, math.nan, 0.0, 0.0, 0.0)
+    push = Push(message.src, message.payload, 1, samples, 0, math.nan, 0.0, 0.0, 0.0)
     share = (bucket.stop - bucket.start) / stage.trainer.num_params
     await ctx.compute(partial(merge_bucket, stage, state, number, push), work=share, kind="apply")
     if number in state.made:
@@ -1328,7 +1330,7 @@ def merge_bucket(stage: StageConfig, state: ServerState, number: int, push: Push
     weights = merge_weights(stage, state.work, members)
     scale = stage.sync.lr_scale(state.rule_state)
     lr = stage.trainer.rate(state.progress.samples - state.counted) * scale
-    bucket, exact = stage.buckets[number], stage.link.traits.lossless
+    bucket, exact = stage.buckets[number], stage.pipeline.traits.lossless
     update = stage.aggregate.fold(members, weights)
     state.made[number] = stage.trainer.apply_slice(
         state.params, state.moments, bucket.start, bucket.stop, update, lr, exact

@@ -146,8 +146,8 @@ class GroupCoordinatorState(CoordinatorState):
             work |= dict(zip(group.members, each, strict=False))
         return work[worker][0] if worker in work else 0
 
-    def reopen(self, gone: set[int], origins: Mapping[int, int]) -> None:
-        self.groups.gone = gone
+    def reopen(self, failed: set[int], origins: Mapping[int, int]) -> None:
+        self.groups.failed = failed
         generator.reopen(self.groups)
         self.asked, self.running, self.held = {}, {}, []
         self.last = [origins.get(rank, OWN - rank) for rank in range(len(self.last))]
@@ -221,7 +221,7 @@ async def meet(
     members wait for it. With NEXT its work is part of the first of them, with STOP of none.
     Returns: (last reply, members of the first group).
     """
-    body, meta, first_members = work.body, (work.steps, work.samples, work.loss), None
+    body, meta, first_members = work.payload, (work.steps, work.samples, work.loss), None
     while True:
         if not state.has_asked:
             await ctx.send(stage.lead_rank, stage.tag("ask"), meta=meta)
@@ -425,7 +425,7 @@ def commit(
             progress.groups[member] += len(members) > 1
     if state.signal != STOP and stage.stop_criteria.take_evaluation(state, ctx.now):
         state.ticks += 1
-        ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.gone)
+        ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.failed)
 
 
 async def drain(
@@ -447,7 +447,7 @@ async def drain(
     generator.close(state.groups)
     await begin_held(ctx, stage, state)
     released = {*await release_expected(ctx, stage, state)}
-    while len(released | progress.gone) < stage.num_workers:
+    while len(released | progress.failed) < stage.num_workers:
         is_judged = message is not None
         if message is None:
             message = await ctx.recv(*coordinator_tags(stage))
@@ -461,7 +461,7 @@ async def drain(
         released.update(await release_expected(ctx, stage, state))
     if not is_stop:
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
-        present = [worker for worker in stage.workers if worker not in progress.gone]
+        present = [worker for worker in stage.workers if worker not in progress.failed]
         await release_workers(ctx, stage, state, present)
 
 

@@ -52,7 +52,7 @@ def rescale_server(
     server.entered = stage.index
     server.set_members(stage)
     server.work = server.members.planned
-    server.ends = stage.carry_over_codec_state(CodecState(), progress.samples)
+    server.codec_state = stage.carry_over_codec_state(CodecState(), progress.samples)
     server.pulls = [stage.tag("pull")] * n
     server.rule_state = stage.sync.on_rescale(stage, before.rule_state, progress)
     states = list[WorkerState | ServerState]()
@@ -62,7 +62,7 @@ def rescale_server(
         state.local_steps, state.ratio, state.interval_s, batch = assignment_of(stage, server, rank)
         state.batch = batch or state.batch
         if stage.topology.pull_ratio is not None:
-            stage.link.record_full_pull(server.ends, rank, before.params)
+            stage.pipeline.record_full_pull(server.codec_state, rank, before.params)
         states.append(state)
     return [*states, server]
 

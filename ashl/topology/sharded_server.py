@@ -149,7 +149,7 @@ class ShardedServer(Topology):
         all shards.
         """
         ratio, down = stage.worker(rank).compression_ratio, stage.trainer.dense_bytes
-        up = sum(part.codec.encoded_nbytes(ratio, part.link.d) for part in parts(stage))
+        up = sum(part.codec.encoded_nbytes(ratio, part.pipeline.d) for part in parts(stage))
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(
             stage.server, rank, down
         )
@@ -157,8 +157,10 @@ class ShardedServer(Topology):
     def begin(self, ctx: RankContext, stage: StageConfig) -> ShardedWorker | ShardState:
         params, moments = stage.trainer.init()
         if ctx.rank < stage.server:
-            ends = [CodecState() for _ in range(self.servers)]
-            return ShardedWorker(params, moments, versions=[0] * self.servers, shard_ends=ends)
+            states = [CodecState() for _ in range(self.servers)]
+            return ShardedWorker(
+                params, moments, versions=[0] * self.servers, shard_codec_states=states
+            )
         held = stage.fragments[ctx.rank - stage.server]
         return ShardState(held.of(params), moments_of(stage, ctx.rank), Progress(stage.num_workers))
 
@@ -174,7 +176,7 @@ class ShardedWorker(WorkerState):
 
     versions: list[int] = field(default_factory=list)  # version of each shard
     # the codec's state of each shard at this worker
-    shard_ends: list[CodecState] = field(default_factory=list)
+    shard_codec_states: list[CodecState] = field(default_factory=list)
 
 
 @dataclass
@@ -239,8 +241,10 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
     Returns: the final signal, NEXT or STOP.
     """
     if state.entered != stage.index:
-        both = zip(parts(stage), state.shard_ends, strict=True)
-        state.shard_ends = [part.carry_over_codec_state(ends, state.samples) for part, ends in both]
+        both = zip(parts(stage), state.shard_codec_states, strict=True)
+        state.shard_codec_states = [
+            part.carry_over_codec_state(one, state.samples) for part, one in both
+        ]
     state.enter(stage, ctx.members, ctx.rank)
     servers, push = all_servers(stage), stage.tag("push")
     pull = stage.tag("pull", state.incarnation)
@@ -263,12 +267,12 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
             await ctx.send(servers[k], push, None, (0, 0, 0.0, replies[k].version, 0.0, 0.0))
             final = await ctx.recv(pull, src=servers[k])
             replies[k] = parse_reply(Pull, final.meta)
-            if final.body is not None:  # else the shard has not changed since the first answer
+            if final.payload is not None:  # else the shard has not changed since the first answer
                 answers[k] = final
-        if any(answer.body is not None for answer in answers):
+        if any(answer.payload is not None for answer in answers):
             both = zip(answers, stage.fragments, strict=True)
             state.params = concatenate(
-                [held.of(state.params) if m.body is None else m.body for m, held in both]
+                [held.of(state.params) if m.payload is None else m.payload for m, held in both]
             )
         follow(state, reply)
         state.versions = [one.version for one in replies]
@@ -285,17 +289,19 @@ async def make_pushes(
 ) -> tuple[Work, list[Payload], float]:
     """Compute a worker's next pushes. Returns: (work, payload for each server, loss)."""
     work = await local_work(ctx, stage, state)
-    x = stage.aggregate.clip(work.body)
+    x = stage.aggregate.clip(work.payload)
     shards = [held.of(x) for held in stage.fragments]
-    if stage.link.traits.lossless:
+    if stage.pipeline.traits.lossless:
         return work, shards, work.loss
     if not_finite(ctx, stage, state, x):
         return work, shards, math.nan
     bodies = await ctx.compute(
         partial(encode_shards, stage, state, ctx.rank, shards), work=1, kind="compress"
     )
-    links = [part.link for part in parts(stage)]
-    report_health(ctx, stage, state, x, list(zip(links, state.shard_ends, bodies, strict=True)))
+    pipelines = [part.pipeline for part in parts(stage)]
+    report_health(
+        ctx, stage, state, x, list(zip(pipelines, state.shard_codec_states, bodies, strict=True))
+    )
     return work, bodies, work.loss
 
 
@@ -312,7 +318,7 @@ def encode_shards(
             params=held.of(state.params),
             squares=squares,
         )
-        bodies.append(part.link.encode(state.shard_ends[k], x, own))
+        bodies.append(part.pipeline.encode(state.shard_codec_states[k], x, own))
     return bodies
 
 
@@ -320,12 +326,12 @@ def restore_shards(
     stage: StageConfig, state: ShardedWorker, bodies: Sequence[Payload], dropped: Sequence[bool]
 ) -> None:
     """Return the updates that a server has dropped to the codec's residual."""
-    if stage.link.traits.lossless:
+    if stage.pipeline.traits.lossless:
         return
-    shards = zip(parts(stage), state.shard_ends, bodies, dropped, strict=True)
-    for part, ends, body, was_dropped in shards:
+    shards = zip(parts(stage), state.shard_codec_states, bodies, dropped, strict=True)
+    for part, codec_state, body, was_dropped in shards:
         if was_dropped:
-            part.link.restore_dropped(ends, body)
+            part.pipeline.restore_dropped(codec_state, body)
 
 
 async def answer(

@@ -109,7 +109,7 @@ def test_fedpaq_sends_quantized_differences():
     stage = assemble(ran.plan, "cpu").stages[0]
     rounds = 80 // (4 * 10)
     sent = [ledger["bytes_up"] for ledger in ran.of("TimeTotals") if ledger["rank"] < 4]
-    assert sent == [rounds * stage.codec.encoded_nbytes(None, stage.link.d)] * 4
+    assert sent == [rounds * stage.codec.encoded_nbytes(None, stage.pipeline.d)] * 4
     assert sent[0] < rounds * stage.trainer.dense_bytes / 6
 
 
@@ -139,7 +139,7 @@ def test_a_ringleader_steps_once_for_each_in_a_round():
     table, stepped, used = Table().open_round(range(3)), [], []
     for k, worker in enumerate([0, 0, 1, 2, 1, 0, 0, 2, 1, 1, 0]):
         if table.add_push(pushed(worker, float(k))):
-            used.append({rank: own.body / own.steps for rank, own in table.sums.items()})
+            used.append({rank: own.payload / own.steps for rank, own in table.sums.items()})
             stepped.append(worker)
             table.due.remove(worker)
             table = table if table.due else table.open_round(range(3))

@@ -81,20 +81,24 @@ async def worker(
     weights: Sequence[float],
     came: list[list[Any]],
 ) -> None:
-    state, rank, link = WorkerState(None, None), ctx.rank, stage.link
+    state, rank, pipeline = WorkerState(None, None), ctx.rank, stage.pipeline
     team = ProcessGroup(ctx, stage, stage.workers, list(weights), members_of(stage).planned)
     for number, vectors in enumerate(rounds):
         x, context = vectors[rank], EncodeContext(seed=3, worker=rank, round=number)
-        x_sent = None if isinstance(x, SizeOnly) else link.before(state.ends, x, context).x
+        x_sent = (
+            None if isinstance(x, SizeOnly) else pipeline.before(state.codec_state, x, context).x
+        )
         team.begin(rank + 1.0, 5 if rank == 0 else 0)
-        if isinstance(link.innermost, Collective):
-            update = await run_collective_codec(team, stage, state, link.innermost, x, context)
+        if isinstance(pipeline.innermost, Collective):
+            update = await run_collective_codec(team, stage, state, pipeline.innermost, x, context)
         else:
-            body = link.encode(CodecState(), x * weights[rank], context)
-            update = link.decode_sum(
-                state.ends, body, await team.all_reduce(link.summand(body, context))
+            body = pipeline.encode(CodecState(), x * weights[rank], context)
+            update = pipeline.decode_sum(
+                state.codec_state, body, await team.all_reduce(pipeline.summand(body, context))
             )
-        came[number][rank] = Round(x_sent, update, state.ends.sender, team.loss, int(team.signal))
+        came[number][rank] = Round(
+            x_sent, update, state.codec_state.sender, team.loss, int(team.signal)
+        )
 
 
 def whole(d: int, n: int, seed: int = 0) -> list[Tensor]:

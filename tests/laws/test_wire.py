@@ -179,7 +179,7 @@ def test_more_numbers_than_a_header_holds_arrive_and_what_comes_after_them_too()
         for _ in metas
     ]
     assert [(message.tag[2], message.meta) for message in came] == list(enumerate(metas))
-    assert all(torch.equal(message.body, body) for message in came)
+    assert all(torch.equal(message.payload, body) for message in came)
     links.close(5.0)
 
 

@@ -74,9 +74,11 @@ class Alone:
                     local, worker.moments, rank, step, rate, span
                 )
                 x = local - self.params
-        if not stage.link.traits.lossless:
+        if not stage.pipeline.traits.lossless:
             context = context_of(stage, rank, worker, self.version)
-            x = stage.link.decode(self.server, rank, stage.link.encode(worker.ends, x, context))
+            x = stage.pipeline.decode(
+                self.server, rank, stage.pipeline.encode(worker.codec_state, x, context)
+            )
         worker.round += 1
         return x
 

@@ -135,7 +135,7 @@ def test_a_round_continues_without_the_awaited_worker() -> None:
     assert not any(table.add_push(pushed(rank, 1.0)) for rank in (0, 1, 0))
     assert table.forget(2) == []
     assert table.add_push(pushed(1, 3.0)), "the next push of any other makes the step"
-    assert {rank: own.body / own.steps for rank, own in table.sums.items()} == {0: 1.0, 1: 2.0}
+    assert {rank: own.payload / own.steps for rank, own in table.sums.items()} == {0: 1.0, 1: 2.0}
     assert table.stepped == 1
 
 
@@ -150,7 +150,7 @@ def test_a_round_is_over_with_the_loss_of_the_last_that_had_no_step() -> None:
     assert not table.due
     table = table.open_round([1, 2])
     assert (table.sums.keys(), table.missing) == ({1}, {2})
-    assert [own.body for own in table.forget(1)] == [5.0], "that was in none"
+    assert [own.payload for own in table.forget(1)] == [5.0], "that was in none"
 
 
 def test_who_comes_has_its_first_step_in_the_round_after() -> None:
@@ -182,7 +182,7 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
     without, with_joined = Gradients.without, Gradients.with_joined
 
     def taking(table: Table, push: Push) -> bool:
-        came.append((push.worker, push.body))
+        came.append((push.worker, push.payload))
         return take(table, push)
 
     def failing(messages: Gradients, stage: StageConfig, state: ServerState, rank: int) -> None:

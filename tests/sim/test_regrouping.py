@@ -64,17 +64,17 @@ class Alone:
 
     def round(self, members: Sequence[int]) -> Tensor:
         """The model after a round of these."""
-        stage, link = self.stage, self.stage.link
+        stage, pipeline = self.stage, self.stage.pipeline
         updates = [self.update(rank) for rank in members]
-        if link.traits.lossless:
+        if pipeline.traits.lossless:
             total = sum_in_rank_order([x * (1 / len(members)) for x in updates])
-        elif stage.links:
+        elif stage.pipelines:
             total = self.by_message(members, updates)
-        elif isinstance(link.innermost, GTopK):
+        elif isinstance(pipeline.innermost, GTopK):
             total = self.by_tree(members, updates)
         else:
             total = self.coded(
-                link, [self.workers[rank].ends for rank in members], updates, members
+                pipeline, [self.workers[rank].codec_state for rank in members], updates, members
             )
         for rank in members:
             self.workers[rank].round += 1
@@ -89,13 +89,13 @@ class Alone:
 
     def by_tree(self, members: Sequence[int], updates: list[Tensor]) -> Tensor:
         """Compute gTop-k along the tree of these ranks."""
-        link, n, d = self.stage.link, len(members), self.stage.link.d
-        codec, ends = link.innermost, [self.workers[rank].ends for rank in members]
+        pipeline, n, d = self.stage.pipeline, len(members), self.stage.pipeline.d
+        codec, ends = pipeline.innermost, [self.workers[rank].codec_state for rank in members]
         assert isinstance(codec, GTopK)
         contexts = [
             context_of(self.stage, rank, self.workers[rank], self.version) for rank in members
         ]
-        sources = [link.before(*each) for each in zip(ends, updates, contexts, strict=True)]
+        sources = [pipeline.before(*each) for each in zip(ends, updates, contexts, strict=True)]
         sets = [[codec.select(source, 1 / n)] for source in sources]
         for place in reversed(range(n)):
             for child in tree_neighbours(place, n)[1]:
@@ -115,12 +115,14 @@ class Alone:
         outcomes = [
             codec.finish_sum(sources[place], sets[place][0], finals[place]) for place in range(n)
         ]
-        merged = [link.after(*each) for each in zip(ends, updates, contexts, outcomes, strict=True)]
+        merged = [
+            pipeline.after(*each) for each in zip(ends, updates, contexts, outcomes, strict=True)
+        ]
         return merged[0]
 
     def coded(
         self,
-        link: CompressionPipeline,
+        pipeline: CompressionPipeline,
         ends: list[CodecState],
         updates: list[Tensor],
         members: Sequence[int],
@@ -128,15 +130,17 @@ class Alone:
         contexts = [
             context_of(self.stage, rank, self.workers[rank], self.version) for rank in members
         ]
-        contexts = [context._replace(layer=link.layer) for context in contexts]
-        bodies = [link.encode(*both) for both in zip(ends, updates, contexts, strict=True)]
-        return link.merge(ends[0], bodies, [1 / len(members)] * len(members), members)
+        contexts = [context._replace(layer=pipeline.layer) for context in contexts]
+        bodies = [pipeline.encode(*both) for both in zip(ends, updates, contexts, strict=True)]
+        return pipeline.merge(ends[0], bodies, [1 / len(members)] * len(members), members)
 
     def by_message(self, members: Sequence[int], updates: list[Tensor]) -> Tensor:
         """Each of a gradient's messages by itself, with what is kept of it."""
-        kept, sums = [self.workers[rank].ends for rank in members], list[Tensor]()
+        kept, sums = [self.workers[rank].codec_state for rank in members], list[Tensor]()
         pieces = list[list[CodecState]]()
-        for part, link in zip(self.stage.buckets[::-1], self.stage.links[::-1], strict=True):
+        for part, pipeline in zip(
+            self.stage.buckets[::-1], self.stage.pipelines[::-1], strict=True
+        ):
             pieces.append(
                 [
                     replace(ends, sender=slice_state(ends.sender, part.start, part.stop))
@@ -144,7 +148,9 @@ class Alone:
                 ]
             )
             sums.append(
-                self.coded(link, pieces[-1], [x[part.start : part.stop] for x in updates], members)
+                self.coded(
+                    pipeline, pieces[-1], [x[part.start : part.stop] for x in updates], members
+                )
             )
         for ends, own in zip(kept, zip(*pieces, strict=True), strict=True):
             ends.sender = join_states([piece.sender for piece in own])

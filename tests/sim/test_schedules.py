@@ -270,13 +270,15 @@ def enter(state, stage):
 
 
 def test_what_a_worker_takes_over():
-    state = WorkerState(params=None, moments=("old",), ends=CodecState(sender=Residual("error")))
+    state = WorkerState(
+        params=None, moments=("old",), codec_state=CodecState(sender=Residual("error"))
+    )
     enter(state, entering(1, Codec()))
     assert (state.moments, state.local_steps, state.ratio) == (("old",), 4, 0.5)
-    assert state.ends == CodecState()  # this codec keeps no residual
+    assert state.codec_state == CodecState()  # this codec keeps no residual
     state.entered = None  # a stage is entered once, also by a run that resumes from a checkpoint
     enter(state, entering(1, Codec(), momentum="reset", residual="drop"))
-    assert (state.moments, state.ends) == (("zero",), CodecState())
+    assert (state.moments, state.codec_state) == (("zero",), CodecState())
     state.moments = ("old",)
     enter(state, entering(0, Codec(), momentum="reset"))
     assert state.moments == ("old",)  # nothing came before the first stage
@@ -287,11 +289,15 @@ def test_what_a_server_takes_over():
         None,
         ("old",),
         Progress(1),
-        ends=CodecState(receivers={0: "state of a codec"}),
+        codec_state=CodecState(receivers={0: "state of a codec"}),
         outer_state="momentum",
     )
     state.enter(entering(1, Codec(), momentum="keep"), 0.0)
-    assert (state.moments, state.outer_state, state.ends) == (("old",), "momentum", CodecState())
+    assert (state.moments, state.outer_state, state.codec_state) == (
+        ("old",),
+        "momentum",
+        CodecState(),
+    )
     state.entered = None
     state.enter(entering(1, Codec(), momentum="reset"), 0.0)
     assert (state.moments, state.outer_state) == (("zero",), None)

@@ -163,21 +163,21 @@ def check_bounds(seen: Seen, stage: StageConfig, end: dict) -> None:
 
 def messages_bytes(stage: StageConfig) -> list[int]:
     """Return the bytes of each message of a collective, in each direction."""
-    n, link = stage.num_workers, stage.link
+    n, link = stage.num_workers, stage.pipeline
     if not stage.buckets:
         return [2 * (n - 1) * 4 * link.d // n]
-    if not stage.links:
+    if not stage.pipelines:
         return [2 * (n - 1) * 4 * (part.stop - part.start) // n for part in stage.buckets]
     contexts = [EncodeContext(ratio=bucket.ratio) for bucket in stage.buckets]
     bodies = [
         own.encode(CodecState(), SizeOnly(0), context)
-        for own, context in zip(stage.links, contexts, strict=True)
+        for own, context in zip(stage.pipelines, contexts, strict=True)
     ]
     if not link.traits.linear:
         return [(n - 1) * body.nbytes for body in bodies]
     summed = [
         own.summand(*coded).nbytes
-        for own, *coded in zip(stage.links, bodies, contexts, strict=True)
+        for own, *coded in zip(stage.pipelines, bodies, contexts, strict=True)
     ]
     return [2 * (n - 1) * nbytes // n for nbytes in summed]
 

@@ -104,7 +104,10 @@ async def collect_answers(
             raise OverError
         what, *values = message.meta
         if what == RESULT:
-            found[message.src] = (*values, *(() if message.body is None else message.body.tolist()))
+            found[message.src] = (
+                *values,
+                *(() if message.payload is None else message.payload.tolist()),
+            )
         else:
             body = empty_payload(stage, int(values[0])) if what in (DOWN, BOTH) else None
             await ctx.send(message.src, stage.tag("answer"), body)
