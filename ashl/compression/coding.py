@@ -94,7 +94,9 @@ def index_bytes(code: IndexCode, k: int, d: int) -> int:
         b = low_bits(k, d) if k else 0
         # The unary numbers are k ends, and gaps that sum to at most d − k.
         return 1 + packed_bytes(k, b) + packed_bytes(k + ((d - k) >> b), 1) if k else 0
-    return {"int32": 4 * k, "packed": packed_bytes(k, index_width(d)), "bitmap": -(-d // 8)}[code]
+    if code == "packed":
+        return packed_bytes(k, index_width(d))
+    return 4 * k if code == "int32" else -(-d // 8)
 
 
 def max_index_bytes(code: IndexCode, k: int, d: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ashl.data.counter_rng import CounterRng
-from ashl.learn.device import at_home, numbers, to_device, to_host
+from ashl.learn.device import HERE, at_home, numbers, to_device, to_host
 
 # --- arrays in host memory, tensors on a device
 
@@ -47,7 +47,7 @@ def quiet() -> np.errstate:
 
 def native(x: Array) -> Array:
     """Return a tensor in host memory as an array; anything else as it is."""
-    return x.numpy() if isinstance(x, Tensor) and at_home(x) else x
+    return x.numpy() if isinstance(x, Tensor) and x.device == HERE else x
 
 
 def tensor(x: Array) -> Tensor:

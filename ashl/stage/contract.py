@@ -115,7 +115,7 @@ class Rule(Contract, group="sync", strict=True):
         """
         if self.exchange == "difference":
             return None, *stage.outer.step(state.outer_state, state.params, update, lr)
-        exact, place = stage.pipeline.traits.lossless, f"at merge {state.version}"
+        exact, place = stage.pipeline.traits.lossless, f"at merge {state.progress.version}"
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact, place)
         return moments, state.outer_state, params
 
@@ -315,7 +315,7 @@ class StageConfig:
     # seconds per step and bytes per second, all-reduce costs, contention, codec costs.
     replan: Replan | None = None
 
-    @property
+    @cached_property
     def num_workers(self) -> int:
         return len(self.plan.workers)
 

@@ -75,15 +75,6 @@ from ashl.stage.members import (
 from ashl.stage.process_group import ProcessGroup
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import RUN_START, Progress, ProgressMark
-from ashl.topology.buckets import (
-    Part,
-    begin_piece,
-    begins_next_piece,
-    compute_by_bucket,
-    finish_piece,
-    part_of,
-    with_part,
-)
 from ashl.topology.ending import (
     CHECKPOINT,
     REASONS,
@@ -101,7 +92,18 @@ from ashl.topology.epochs import (
     with_members,
 )
 from ashl.topology.exchange import BucketEncoder, exchange_update
-from ashl.topology.local_work import Work, WorkerState, local_work
+from ashl.topology.local_work import (
+    Part,
+    Work,
+    WorkerState,
+    begin_piece,
+    begins_next_piece,
+    compute_by_bucket,
+    finish_piece,
+    local_work,
+    part_of,
+    with_part,
+)
 
 ComputeWork = Callable[[RankContext, StageConfig, WorkerState], Awaitable[Work]]
 
@@ -321,8 +323,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
         if stage.delayed is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.pending_rest = state.rest
-            done = state.steps, state.samples
-            state.rest = remaining_rounds(stage, ctx.members, planned, done, ahead=1)
+            so_far = state.steps, state.samples
+            state.rest = remaining_rounds(stage, ctx.members, planned, so_far, ahead=1)
             continue
         part = part_of(stage, state, state.version)
         if team is None or team.stage is not part.stage or team.work is not exchanged:

@@ -113,11 +113,6 @@ class CoordinatorState:
         Args: origins: of each member's model, see `Member.origin`.
         """
 
-    @property
-    def version(self) -> int:
-        """Merges of the foremost worker."""
-        return max(self.progress.commits)
-
     def enter(self, stage: StageConfig, now_s: float) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
         if self.entered != stage.index:

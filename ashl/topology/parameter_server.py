@@ -81,14 +81,6 @@ from ashl.stage.members import (
 )
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
-from ashl.topology.buckets import (
-    Part,
-    begin_piece,
-    compute_by_bucket,
-    finish_piece,
-    part_of,
-    with_part,
-)
 from ashl.topology.ending import (
     decide,
     drop_reason,
@@ -98,11 +90,17 @@ from ashl.topology.ending import (
 )
 from ashl.topology.local_work import (
     AT_ONCE_S,
+    Part,
     Work,
     WorkerState,
+    begin_piece,
+    compute_by_bucket,
     encode_update,
+    finish_piece,
     local_work,
+    part_of,
     reports_mean,
+    with_part,
 )
 from ashl.topology.members import as_members, failed_as_numbers
 
@@ -249,7 +247,7 @@ class Updates:
         """Return the payload of a reply: the model, or its compressed difference; None if the model
         did not change.
         """
-        part = part_of(stage, state, state.version - 1)
+        part = part_of(stage, state, state.progress.version - 1)
         model = part.state.params
         if not changed or stage.topology.pull_ratio is None:
             return model if changed else None
@@ -440,11 +438,6 @@ class ServerState:
     members: Any = None  # `Members`: the workers that have not failed
     work: Any = None  # `Assignments`: their present work
 
-    @property
-    def version(self) -> int:
-        """Version of the model."""
-        return self.progress.version
-
     def end_pass(self) -> None:
         """Reset what belongs to one pass of the server's loop, before this state is saved."""
         self.signal = GO
@@ -533,7 +526,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         signal = reply.signal
         if stage.reshards:
             state.away = as_members(message.meta[PULL_FIELDS:])
-        if reply.dropped and not stage.codec.traits.lossless and not math.isnan(loss):
+        if reply.dropped and not stage.pipeline.traits.lossless and not math.isnan(loss):
             stage.pipeline.restore_dropped(state.codec_state, body)
         if message.payload is not None:
             apply_reply(stage, state, part, signal, message.payload)
@@ -723,7 +716,7 @@ async def merge_push(
     update = await ctx.compute(partial(apply_merge, stage, state, push), work, "apply")
     if (
         update is not None
-        and not stage.codec.traits.lossless
+        and not stage.pipeline.traits.lossless
         and reports_mean(stage, progress.version - 1)
     ):
         ctx.show_update(update, of=None, tick=progress.version - 1)
@@ -734,7 +727,8 @@ async def merge_push(
 def push_of(ctx: RankContext, state: ServerState, message: Message, body: Any) -> Push:
     """Return a push with this decoded payload, as weights and sync modes see it."""
     steps, samples, loss, version, step_s, pull_s = message.meta
-    staleness, push_s = state.version - int(version), ctx.now - message.start_ns / 1e9
+    staleness = state.progress.version - int(version)
+    push_s = ctx.now - message.start_ns / 1e9
     costs = step_s, push_s, pull_s
     return Push(message.src, body, int(steps), int(samples), staleness, loss, *costs)
 
@@ -764,7 +758,7 @@ def apply_merge(stage: StageConfig, state: ServerState, push: Push | None) -> An
         members.sort(key=attrgetter("worker"))
     weights = merge_weights(stage, state.work, members)
     part = part_of(stage, state, progress.version)
-    if stage.codec.traits.reduces:
+    if stage.pipeline.traits.reduces:
         bodies = [member.payload for member in members]
         update: Any = part.stage.pipeline.reduce(part.state.codec_state, bodies, weights)
     else:
