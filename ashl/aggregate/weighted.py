@@ -68,9 +68,9 @@ class Weighted(Contract, group="aggregate", strict=True):
             ]
         return sum_in_rank_order([p.payload * w for p, w in zip(members, weights, strict=True)])
 
-    def clip(self, body: Any) -> Any:
+    def clip(self, payload: Any) -> Any:
         """Return a worker's update, shortened to the norm `clip_norm` if it is longer."""
-        if self.clip_norm is None or isinstance(body, SizeOnly):
-            return body
-        (length,) = numbers([torch.linalg.vector_norm(body, dtype=torch.float64)])
-        return body if length <= self.clip_norm else body * (self.clip_norm / length)
+        if self.clip_norm is None or isinstance(payload, SizeOnly):
+            return payload
+        (length,) = numbers([torch.linalg.vector_norm(payload, dtype=torch.float64)])
+        return payload if length <= self.clip_norm else payload * (self.clip_norm / length)

@@ -82,8 +82,8 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Post `body` (a flat tensor that no task changes any more, or None) and a few numbers; return
-    at once. A send to the rank itself costs nothing.
+    """Post `payload` (a flat tensor that no task changes any more, or None) and a few numbers;
+    return at once. A send to the rank itself costs nothing.
     """
 
     dst: int

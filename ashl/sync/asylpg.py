@@ -233,14 +233,14 @@ class Snapshots(Updates):
         )
         return write_model(state.params, epoch.anchor, context, self.rule.mu)
 
-    def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
         """Return the model after a pull; a dense payload is a snapshot."""
-        if body.nbytes == stage.trainer.dense_bytes and not is_encoded(body):
+        if payload.nbytes == stage.trainer.dense_bytes and not is_encoded(payload):
             state.anchor = None
-            return body
-        if isinstance(body, SizeOnly):
+            return payload
+        if isinstance(payload, SizeOnly):
             return state.params
-        return stage.pipeline.move_from_codec(read_model(body, stage.trainer.num_params))
+        return stage.pipeline.move_from_codec(read_model(payload, stage.trainer.num_params))
 
     def open_epoch(self, stage: StageConfig, state: ServerState) -> Epoch:
         """Begin an epoch; without `epoch_steps` it takes as many minibatches as the data set
@@ -275,10 +275,10 @@ def bits_of(x: Any, anchor: Any, mu: float | None) -> int | None:
     return bits if bits <= MOST else None
 
 
-def is_encoded(body: Vector) -> bool:
-    return not isinstance(body, SizeOnly) and body.dtype == torch.uint8
+def is_encoded(payload: Vector) -> bool:
+    return not isinstance(payload, SizeOnly) and payload.dtype == torch.uint8
 
 
-def read_model(body: Any, d: int) -> Any:
+def read_model(payload: Any, d: int) -> Any:
     """Decode Q(x), as a vector of length d. Raises: PayloadError."""
-    return read_grid(read_payload(body, Grid.code, d), d)
+    return read_grid(read_payload(payload, Grid.code, d), d)

@@ -85,22 +85,22 @@ class Choco(RoundRule):
             pipeline.difference, ahead, context_of(stage, now.rank, state, state.round)
         )
         if pipeline.innermost.traits.lossless:
-            body = encode()
+            payload = encode()
         else:
-            body = await now.ctx.compute(encode, work=1, kind="compress")
-            report_health(now.ctx, stage, state, ahead, [(pipeline, state.codec_state, body)])
-        state.rule_state = Replicas(pipeline.add_payloads(own, [(body, 1.0)]), others, body)
-        return dict.fromkeys(targets, (body, ()))
+            payload = await now.ctx.compute(encode, work=1, kind="compress")
+            report_health(now.ctx, stage, state, ahead, [(pipeline, state.codec_state, payload)])
+        state.rule_state = Replicas(pipeline.add_payloads(own, [(payload, 1.0)]), others, payload)
+        return dict.fromkeys(targets, (payload, ()))
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         own, before, sent = state.rule_state
         if before is None:
             after = mix(now.row, now.rank, own, received)
         else:
-            bodies = [
+            payloads = [
                 (sent if j == now.rank else received[j].payload, weight)
                 for j, weight in now.row.items()
             ]
-            after = now.stage.pipeline.add_payloads(before, bodies)
+            after = now.stage.pipeline.add_payloads(before, payloads)
         state.rule_state = Replicas(own, after, sent)
         state.params = state.params + (after - own) * self.gamma

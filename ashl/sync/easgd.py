@@ -85,5 +85,5 @@ class Springs(Updates):
     ) -> Any:
         return state.rule_state
 
-    def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
-        return state.params - body
+    def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
+        return state.params - payload

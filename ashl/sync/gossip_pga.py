@@ -36,12 +36,12 @@ class GossipPGA(RoundRule):
 
     async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
         state.params = state.params + delta
-        body = state.params
+        payload = state.params
         if self._all_meet(now.k):
             share = state.params * (1 / len(now.graph.ranks))
             state.params = await now.ctx.all_reduce(share, now.graph.ranks)
-            body = None
-        return {rank: (body, ()) for rank in now.targets}
+            payload = None
+        return {rank: (payload, ()) for rank in now.targets}
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         if not self._all_meet(now.k):

@@ -73,12 +73,12 @@ class WithMomentum(Updates):
     def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
         return joined(state.params, state.moments[0] if state.moments else state.params)
 
-    def apply_admission(self, state: WorkerState, body: Any) -> None:
-        params, momentum = halves(body)
+    def apply_admission(self, state: WorkerState, payload: Any) -> None:
+        params, momentum = halves(payload)
         state.params, state.moments = params, state.moments and (momentum,)
 
-    def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
-        self.apply_admission(state, body)
+    def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
+        self.apply_admission(state, payload)
         return state.params
 
 

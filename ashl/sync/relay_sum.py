@@ -72,7 +72,7 @@ class RelaySum(RoundRule):
             j: relay_sum(state.params, state.rule_state.received, j)
             for j in self.sources(now.graph, now.rank, now.k)
         }
-        return {j: (body, (count,)) for j, (body, count) in outgoing.items()}
+        return {j: (payload, (count,)) for j, (payload, count) in outgoing.items()}
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         latest = {

@@ -59,9 +59,9 @@ class SGP(RoundRule):
         x, w = state.rule_state.x + delta, state.rule_state.w
         shares = {j: rows[j][rank] for j in (rank, *now.targets)}
         # most often all shares are equal, and one product serves all targets
-        bodies = {share: x * share for share in set(shares.values())}
-        state.rule_state = Mass(bodies[shares[rank]], w * shares[rank])
-        return {j: (bodies[shares[j]], (w * shares[j],)) for j in now.targets}
+        payloads = {share: x * share for share in set(shares.values())}
+        state.rule_state = Mass(payloads[shares[rank]], w * shares[rank])
+        return {j: (payloads[shares[j]], (w * shares[j],)) for j in now.targets}
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         self.settle(state, received)

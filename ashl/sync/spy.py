@@ -105,8 +105,8 @@ class SparseModels(Updates):
             lr=stage.trainer.rate(state.samples),
         )
         move = partial(model_and_push, state.params, gradient, point, context, self.rule.share)
-        state.rule_state, body = await ctx.compute(move, work=1, kind="compress")
-        return work, body, loss
+        state.rule_state, payload = await ctx.compute(move, work=1, kind="compress")
+        return work, payload, loss
 
     async def apply_push(
         self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
@@ -138,13 +138,13 @@ class SparseModels(Updates):
         """Return the model, encoded by its non-zero elements."""
         return await ctx.compute(partial(whole_model, state.params), work=1, kind="compress")
 
-    def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
-        if isinstance(body, SizeOnly):
+    def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
+        if isinstance(payload, SizeOnly):
             return state.params
         return (
-            stage.pipeline.move_from_codec(read_sparse(body, stage.trainer.num_params))
-            if body.dtype == torch.uint8
-            else body
+            stage.pipeline.move_from_codec(read_sparse(payload, stage.trainer.num_params))
+            if payload.dtype == torch.uint8
+            else payload
         )
 
 
@@ -186,9 +186,9 @@ def write_sparse(x: Tensor) -> Tensor:
     return write_payload(CODE, d, Parts(len(nonzero), x[nonzero], indices))
 
 
-def read_sparse(body: Tensor, d: int) -> Tensor:
+def read_sparse(payload: Tensor, d: int) -> Tensor:
     """Decode a vector of length d. Raises: PayloadError."""
-    parts = read_payload(body, CODE, d)
+    parts = read_payload(payload, CODE, d)
     typed_part(parts.scales, torch.float32, 0, "scales")
     if parts.form == WHOLE and parts.count == d and not len(parts.indices):
         return typed_part(parts.values, torch.float32, d, "values").clone()

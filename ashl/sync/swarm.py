@@ -75,14 +75,14 @@ class Swarm(PairRule):
         model = as_float32(to_host(x))
         return write_payload(CODE, len(model), residues(model, step, self.bits, context))
 
-    def decode_model(self, state: RoamingState, body: Any, near: Vector) -> Any:
-        if self.bits is None or isinstance(body, SizeOnly) or isinstance(near, SizeOnly):
-            return near if isinstance(near, SizeOnly) else body
+    def decode_model(self, state: RoamingState, payload: Any, near: Vector) -> Any:
+        if self.bits is None or isinstance(payload, SizeOnly) or isinstance(near, SizeOnly):
+            return near if isinstance(near, SizeOnly) else payload
         y = to_host(near)
-        if body.dtype == torch.uint8:
-            found = nearest(read_payload(to_host(body), CODE, y.numel()), as_float32(y))
+        if payload.dtype == torch.uint8:
+            found = nearest(read_payload(to_host(payload), CODE, y.numel()), as_float32(y))
             x = y if found is None else found
         else:
-            x = to_host(body)
+            x = to_host(payload)
         state.rule_state = float((x - y).abs().max())
         return to_device(x, str(near.device))

@@ -120,9 +120,9 @@ async def momenta(ctx: RankContext, stage: StageConfig, state: WorkerState) -> W
     for last in range(1 - state.local_steps, 1):
         batch = (ctx.rank, *next_batch(state))
         work = partial(momentum, stage, trainer, params, moments, whole, bool(last), batch, lr)
-        loss, params, moments, body = await ctx.compute(work, work=state.batch)
+        loss, params, moments, payload = await ctx.compute(work, work=state.batch)
         losses.append(loss)
-        total = body if total is None else total + body
+        total = payload if total is None else total + payload
     steps = len(losses)
     loss = sum(numbers(losses)) / steps
     return Work(total, loss, steps, steps * state.batch, (ctx.now - start) / steps, state.version)
@@ -142,10 +142,10 @@ def momentum(
 
     The model moves only if another step follows before the exchange (`goes_on`).
     """
-    loss, body = trainer.gradient(params, *batch)
-    if whole or isinstance(body, SizeOnly):
-        return loss, params, moments, body
-    body = torch.lerp(moments[1], body, 1 - float(stage.plan.optimizer["beta1"]))
+    loss, payload = trainer.gradient(params, *batch)
+    if whole or isinstance(payload, SizeOnly):
+        return loss, params, moments, payload
+    payload = torch.lerp(moments[1], payload, 1 - float(stage.plan.optimizer["beta1"]))
     if goes_on:
-        params = descend(stage, params, moments, body, lr)
-    return loss, params, (moments[0], body, moments[2]), body
+        params = descend(stage, params, moments, payload, lr)
+    return loss, params, (moments[0], payload, moments[2]), payload

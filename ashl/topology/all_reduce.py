@@ -494,18 +494,18 @@ async def exchange_by_bucket(team: ProcessGroup, stage: StageConfig, state: Peer
     loss, _ = await compute_by_bucket(ctx, stage, state, encoding)
     work = Work(None, loss, 1, state.batch, ctx.now - start, state.version)
     sums = await ctx.join(posting)
-    body = (await ctx.recv(tags[-1], src=ctx.rank)).payload
+    payload = (await ctx.recv(tags[-1], src=ctx.rank)).payload
     is_finite = coding is None or coding.finish_encoding()
     team.loss = (loss if is_finite else math.nan) / team.size
     if stage.overlaps_next_forward:
-        sums.append([ctx.spawn(one) for one in sums_of(team, stage, coding, len(sums), body)])
+        sums.append([ctx.spawn(one) for one in sums_of(team, stage, coding, len(sums), payload)])
         if stage.buckets[0].halves:
             sums = await gather_sums(team, sums)
         for task in sums[-1]:
             await ctx.join(task)
         return Exchanged(work, 0, None, sums)
     found = list[Any]()
-    for one in sums_of(team, stage, coding, len(sums), body):
+    for one in sums_of(team, stage, coding, len(sums), payload):
         found.append(await one)
     sums.append(found)
     step_s = await exchange_step_times(team, work) if stage.sync.tells else ()
@@ -525,31 +525,31 @@ async def sum_as_ready(
     """
     sums, others = Sums(), replace(team, piggybacked_sent=True)
     for k, tag in enumerate(tags):
-        body = (await team.ctx.recv(tag, src=team.ctx.rank)).payload
+        payload = (await team.ctx.recv(tag, src=team.ctx.rank)).payload
         found = list[Any]()
-        for one in sums_of(others, stage, coding, k, body):
+        for one in sums_of(others, stage, coding, k, payload):
             found.append(team.ctx.spawn(one) if stage.overlaps_next_forward else await one)
         sums.append(found)
     return sums
 
 
 def sums_of(
-    team: ProcessGroup, stage: StageConfig, coding: BucketEncoder | None, k: int, body: Any
+    team: ProcessGroup, stage: StageConfig, coding: BucketEncoder | None, k: int, payload: Any
 ) -> list[Coroutine]:
     """Return the collectives of segment k, one a bucket, in the order in which all ranks post them.
 
     The scalars of `team` are piggybacked on the last one.
     """
     if coding is not None:
-        return [coding.exchange_bucket(team, k, body)]
+        return [coding.exchange_bucket(team, k, payload)]
     segment, sums = stage.segments[k], []
     last, others = segment.buckets[-1], team
     if len(segment.buckets) > 1:
         others = replace(team, piggybacked_sent=True)
     for number in segment.buckets:
-        bucket, own, x = stage.buckets[number], others, body
+        bucket, own, x = stage.buckets[number], others, payload
         if others is not team:
-            x = slice_vector(body, bucket.start - segment.start, bucket.stop - segment.start)
+            x = slice_vector(payload, bucket.start - segment.start, bucket.stop - segment.start)
             own = team if number == last else others
         if bucket.halves:
             sums.append(own.scatter(x * team.weight))

@@ -71,8 +71,8 @@ def state_tag(epoch: Epoch, k: int) -> Tag:
 async def send_state(ctx: RankContext, rank: int, epoch: Epoch, model: Any, known: Any) -> None:
     """Send a model, or None, and the state in `known` to a member that is behind."""
     parts = split_tensors(known)
-    for k, body in enumerate((model, *parts)):
-        await ctx.send(rank, state_tag(epoch, k), body, (len(parts),))
+    for k, payload in enumerate((model, *parts)):
+        await ctx.send(rank, state_tag(epoch, k), payload, (len(parts),))
 
 
 async def receive_state(

@@ -79,12 +79,12 @@ async def exchange_compressed(
     # payloads that are added must have equal shapes, so all workers use one density
     if pipeline.traits.linear:
         x, context = x * team.weight, context._replace(ratio=least_ratio(stage), weight=team.weight)
-    body = await team.compute(partial(pipeline.encode, state.codec_state, x, context), work=1)
-    report_health(team.ctx, stage, state, x, [(pipeline, state.codec_state, body)])
+    payload = await team.compute(partial(pipeline.encode, state.codec_state, x, context), work=1)
+    report_health(team.ctx, stage, state, x, [(pipeline, state.codec_state, payload)])
     if pipeline.traits.linear:
-        total = await team.all_reduce(pipeline.summand(body, context))
-        return await team.decode(partial(pipeline.decode_sum, state.codec_state, body, total), 1)
-    return await gather_payloads(team, stage, state, x, body)
+        total = await team.all_reduce(pipeline.summand(payload, context))
+        return await team.decode(partial(pipeline.decode_sum, state.codec_state, payload, total), 1)
+    return await gather_payloads(team, stage, state, x, payload)
 
 
 async def run_collective_codec(
@@ -105,16 +105,16 @@ async def run_collective_codec(
 
 
 async def gather_payloads(
-    team: ProcessGroup, stage: StageConfig, state: WorkerState, x: Vector, body: Payload
+    team: ProcessGroup, stage: StageConfig, state: WorkerState, x: Vector, payload: Payload
 ) -> Vector:
     """Gather the payloads of all workers, decode and sum them."""
-    bodies = await team.all_gather(body)
+    payloads = await team.all_gather(payload)
     if isinstance(x, SizeOnly):
         return await team.decode(lambda: x, team.size)
     if team.not_finite:
         return torch.zeros_like(x)
     return await team.decode(
-        partial(stage.pipeline.merge, state.codec_state, bodies, team.weights, team.ranks),
+        partial(stage.pipeline.merge, state.codec_state, payloads, team.weights, team.ranks),
         team.size,
     )
 
@@ -217,12 +217,12 @@ class BucketEncoder:
                 ctx.show_update(x, of=ctx.rank, tick=self.version, weight=self.team.weight)
         return self.finite
 
-    async def exchange_bucket(self, team: ProcessGroup, k: int, body: Payload) -> Any:
+    async def exchange_bucket(self, team: ProcessGroup, k: int, payload: Payload) -> Any:
         """Exchange bucket k. Returns: the sum of its payloads, or the gathered payloads."""
         pipeline = self.stage.pipelines[k]
         if pipeline.traits.linear:
-            return await team.all_reduce(pipeline.summand(body, self.contexts[k]))
-        return await team.all_gather(body)
+            return await team.all_reduce(pipeline.summand(payload, self.contexts[k]))
+        return await team.all_gather(payload)
 
     async def decode_buckets(self, results: Sequence[Any]) -> Vector:
         """Return the weighted sum of all gradients, from the results of `exchange_bucket`."""

@@ -121,8 +121,8 @@ def mix(row: Mapping[int, float], rank: int, own: Any, received: Mapping[int, Me
         return own
     total = None
     for j, weight in row.items():
-        body = own if j == rank else received[j].payload
-        total = body * weight if total is None else total.add_(body, alpha=weight)
+        payload = own if j == rank else received[j].payload
+        total = payload * weight if total is None else total.add_(payload, alpha=weight)
     return total
 
 
@@ -432,8 +432,8 @@ def stop_reason(stage: StageConfig, state: RoundState) -> str | None:
 
 async def send(ctx: RankContext, stage: StageConfig, state: RoundState, messages: Outgoing) -> None:
     """Send the messages of this round with the header."""
-    for rank, (body, numbers) in messages.items():
-        await ctx.send(rank, stage.tag("gossip", state.k), body, (*state.header, *numbers))
+    for rank, (payload, numbers) in messages.items():
+        await ctx.send(rank, stage.tag("gossip", state.k), payload, (*state.header, *numbers))
 
 
 async def receive_models(

@@ -332,12 +332,12 @@ async def push_to_global(
     Args: last: True for the last push of a stage, which has no difference if the run is over.
     """
     progress, (total, pushes) = state.progress, state.losses
-    body = None if last and state.signal == STOP else state.params - state.sent
+    payload = None if last and state.signal == STOP else state.params - state.sent
     mean_loss = total / max(1, pushes)
     meta = (last, mean_loss, pushes, progress.latest, state.samples, progress.max_lead)
     state.sent, state.away, state.losses = state.params, True, (0.0, 0)
     state.behind = sum(progress.steps_by), state.samples
-    await ctx.send(stage.server, stage.tag("update"), body, meta)
+    await ctx.send(stage.server, stage.tag("update"), payload, meta)
     await ctx.send(stage.server, stage.tag("counts"), region_counts(progress))
 
 
@@ -476,10 +476,13 @@ async def end_regions(
     """
     progress, end_ns = state.progress, end_time_ns(stage, ctx.now_ns)
     progress.end_ns = end_ns
-    body = state.params if state.signal == NEXT else None
+    payload = state.params if state.signal == NEXT else None
     for rank in regions:
         await ctx.send(
-            rank, stage.tag("end"), body, (state.signal, end_ns, progress.steps, progress.samples)
+            rank,
+            stage.tag("end"),
+            payload,
+            (state.signal, end_ns, progress.steps, progress.samples),
         )
     for place, rank in enumerate(regions):
         counts = (

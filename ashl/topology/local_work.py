@@ -156,13 +156,15 @@ async def local_work(
             loss, state.moments, local = await ctx.compute(work, state.batch)
         steps += 1
         losses.append(loss)
-    total, body = 0.0, local - params if grads is None else grads
+    total, payload = 0.0, local - params if grads is None else grads
     for loss in numbers(losses):
         total += loss
     if trainer.weighs and kind == "difference" and WEIGHTS in stage.topology.supports:
         share = share_of(ctx, trainer, range(state.step - steps, state.step))
-        body, total = body * share, total * share
-    return Work(body, total / steps, steps, steps * state.batch, (ctx.now - start) / steps, version)
+        payload, total = payload * share, total * share
+    return Work(
+        payload, total / steps, steps, steps * state.batch, (ctx.now - start) / steps, version
+    )
 
 
 def share_of(ctx: RankContext, trainer: Any, steps: range) -> float:
@@ -191,12 +193,12 @@ async def encode_update(
         x,
         context_of(stage, ctx.rank, state, state.version),
     )
-    body = await ctx.compute(encode, work=1, kind="compress")
-    report_health(ctx, stage, state, x, [(stage.pipeline, state.codec_state, body)])
+    payload = await ctx.compute(encode, work=1, kind="compress")
+    report_health(ctx, stage, state, x, [(stage.pipeline, state.codec_state, payload)])
     if reports_mean(stage, state.version):
         weight = ctx.members.planned.weights[ctx.rank]
         ctx.show_update(x, of=ctx.rank, tick=state.version, weight=weight)
-    return body, work.loss
+    return payload, work.loss
 
 
 def report_health(
@@ -214,13 +216,13 @@ def report_health(
     if every is None or state.round % every or isinstance(x, SizeOnly):
         return
     pieces = [
-        (pipeline.innermost, pipeline.d, to_host(body))
-        for pipeline, _, body in sent
-        if isinstance(body, Tensor)
+        (pipeline.innermost, pipeline.d, to_host(payload))
+        for pipeline, _, payload in sent
+        if isinstance(payload, Tensor)
     ]
     if codec.traits.reduces or not (codec.decodes_alone or isinstance(codec, Layerwise)):
         # such payloads cannot be decoded one by one, so report their sizes only
-        found = payload_sizes([body for _, _, body in pieces])
+        found = payload_sizes([payload for _, _, payload in pieces])
     else:
         residuals = [
             rest

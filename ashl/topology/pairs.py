@@ -48,9 +48,9 @@ class PairRule(RoamingRule, contract=True):
         """Return the worker's model as it is sent, with a request (`asks`) or an answer."""
         return state.params
 
-    def decode_model(self, state: RoamingState, body: Any, near: Vector) -> Any:
+    def decode_model(self, state: RoamingState, payload: Any, near: Vector) -> Any:
         """Decode the model of another worker; `near` is a model close to it."""
-        return body
+        return payload
 
 
 async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState) -> int:
@@ -98,8 +98,8 @@ async def ask(
     """Ask one of these peers to average."""
     state.asked = draw_partner(peers, stage.seed, ctx.rank, state.round)
     if state.asked is not None:
-        body = stage.sync.encode_model(stage, state, ctx.rank, True)
-        await ctx.send(state.asked, stage.tag("ask"), body)
+        payload = stage.sync.encode_model(stage, state, ctx.rank, True)
+        await ctx.send(state.asked, stage.tag("ask"), payload)
 
 
 async def meet(ctx: RankContext, stage: StageConfig, state: RoamingState, sent: Vector) -> None:
@@ -111,9 +111,9 @@ async def meet(ctx: RankContext, stage: StageConfig, state: RoamingState, sent: 
     merge(stage.sync, state, message.payload, sent)
 
 
-def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
+def merge(rule: PairRule, state: RoamingState, payload: Any, sent: Vector) -> None:
     """Update the model: x ← x + (y − x')/2."""
-    state.params = state.params + (rule.decode_model(state, body, sent) - sent) * 0.5
+    state.params = state.params + (rule.decode_model(state, payload, sent) - sent) * 0.5
     state.version += 1
 
 
@@ -126,6 +126,6 @@ async def answer(ctx: RankContext, stage: StageConfig, state: RoamingState) -> N
             if apply_signal(ctx, state, message):
                 return
         else:
-            body = rule.encode_model(stage, state, ctx.rank, False)
-            await ctx.send(message.src, stage.tag("answer"), body)
+            payload = rule.encode_model(stage, state, ctx.rank, False)
+            await ctx.send(message.src, stage.tag("answer"), payload)
             merge(rule, state, message.payload, state.params)

@@ -214,16 +214,16 @@ class Updates:
         work = state.pending
         if work is None:
             work = await (compute_and_push if stage.buckets else local_work)(ctx, stage, state)
-        body, loss = await encode_update(ctx, stage, state, work)
-        return work, body, loss
+        payload, loss = await encode_update(ctx, stage, state, work)
+        return work, payload, loss
 
     def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
         """Return the payload that a joining worker starts from: the server's model."""
         return state.params
 
-    def apply_admission(self, state: WorkerState, body: Any) -> None:
-        """Start a joining worker from the payload `body` of the answer to its join request."""
-        state.params = body
+    def apply_admission(self, state: WorkerState, payload: Any) -> None:
+        """Start a joining worker from the payload `payload` of the answer to its join request."""
+        state.params = payload
 
     def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         """Update the server's state after this worker has failed."""
@@ -259,11 +259,11 @@ class Updates:
         )
         return await ctx.compute(pull, work=1, kind="compress")
 
-    def apply_pull(self, stage: StageConfig, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
         """Return the model that a worker continues with after a pull; not called at a stage
         boundary.
         """
-        return stage.pipeline.apply_pull(state.params, body)
+        return stage.pipeline.apply_pull(state.params, payload)
 
 
 class ServerRule(Rule, contract=True):
@@ -514,9 +514,9 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
             await finish_piece(ctx, stage, state, state.local_steps)
             state.plan_round(stage, ctx.members, ctx.rank, ahead=1)
         part = part_of(stage, state, state.version)
-        work, body, loss = await messages.make_push(ctx, part.stage, part.state)
+        work, payload, loss = await messages.make_push(ctx, part.stage, part.state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
-        await ctx.send(server, push, body, meta)
+        await ctx.send(server, push, payload, meta)
         begun, remaining = None, 0
         if stage.delayed is not None:
             begun, remaining = await begin_piece(ctx, stage, state)
@@ -527,7 +527,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         if stage.reshards:
             state.away = as_members(message.meta[PULL_FIELDS:])
         if reply.dropped and not stage.pipeline.traits.lossless and not math.isnan(loss):
-            stage.pipeline.restore_dropped(state.codec_state, body)
+            stage.pipeline.restore_dropped(state.codec_state, payload)
         if message.payload is not None:
             apply_reply(stage, state, part, signal, message.payload)
         seen = message.payload is not None and (begun is None or ctx.now - asked > AT_ONCE_S)
@@ -548,14 +548,16 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
     return signal
 
 
-def apply_reply(stage: StageConfig, state: WorkerState, part: Part, signal: int, body: Any) -> None:
+def apply_reply(
+    stage: StageConfig, state: WorkerState, part: Part, signal: int, payload: Any
+) -> None:
     """Apply the payload of a reply: the model's first bucket, the model, or its difference."""
     if stage.overlaps_next_forward and signal in (GO, PAUSE):
-        state.coming = body
+        state.coming = payload
     elif signal == NEXT:
-        state.params = body
+        state.params = payload
     else:
-        params = stage.messages.apply_pull(part.stage, part.state, body)
+        params = stage.messages.apply_pull(part.stage, part.state, payload)
         state.params = part.put(state.params, params)
 
 
@@ -710,8 +712,10 @@ async def merge_push(
     Returns: True if the model changed.
     """
     progress, part = state.progress, part_of(stage, state, state.progress.version)
-    body = part.stage.pipeline.receive_payload(part.state.codec_state, message.src, message.payload)
-    push = push_of(ctx, state, message, body)
+    payload = part.stage.pipeline.receive_payload(
+        part.state.codec_state, message.src, message.payload
+    )
+    push = push_of(ctx, state, message, payload)
     work = part.stage.push_share
     update = await ctx.compute(partial(apply_merge, stage, state, push), work, "apply")
     if (
@@ -724,13 +728,13 @@ async def merge_push(
     return update is not None
 
 
-def push_of(ctx: RankContext, state: ServerState, message: Message, body: Any) -> Push:
+def push_of(ctx: RankContext, state: ServerState, message: Message, payload: Any) -> Push:
     """Return a push with this decoded payload, as weights and sync modes see it."""
     steps, samples, loss, version, step_s, pull_s = message.meta
     staleness = state.progress.version - int(version)
     push_s = ctx.now - message.start_ns / 1e9
     costs = step_s, push_s, pull_s
-    return Push(message.src, body, int(steps), int(samples), staleness, loss, *costs)
+    return Push(message.src, payload, int(steps), int(samples), staleness, loss, *costs)
 
 
 def observe_push(ctx: RankContext, stage: StageConfig, state: ServerState, push: Push) -> None:
@@ -759,8 +763,8 @@ def apply_merge(stage: StageConfig, state: ServerState, push: Push | None) -> An
     weights = merge_weights(stage, state.work, members)
     part = part_of(stage, state, progress.version)
     if stage.pipeline.traits.reduces:
-        bodies = [member.payload for member in members]
-        update: Any = part.stage.pipeline.reduce(part.state.codec_state, bodies, weights)
+        payloads = [member.payload for member in members]
+        update: Any = part.stage.pipeline.reduce(part.state.codec_state, payloads, weights)
     else:
         update = stage.aggregate.fold(members, weights)
     state.buffer = []
@@ -825,13 +829,13 @@ async def reply(
     staleness, late = progress.release(rank)
     progress.now_s = ctx.now
     local_steps, ratio, interval_s, batch = assignment_of(stage, state, rank)
-    body = await stage.messages.answer(ctx, stage, state, rank, changed)
-    body = first_bucket(stage, body) if stage.buckets and changed else body
+    payload = await stage.messages.answer(ctx, stage, state, rank, changed)
+    payload = first_bucket(stage, payload) if stage.buckets and changed else payload
     counts = progress.version, progress.steps, progress.samples
     meta = Pull(signal, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
     if stage.reshards:
         meta = (*meta, *failed_as_numbers(stage, progress.failed))
-    await ctx.send(rank, state.pulls[rank], body, meta)
+    await ctx.send(rank, state.pulls[rank], payload, meta)
     return changed
 
 
@@ -979,9 +983,9 @@ async def admit(ctx: RankContext, stage: StageConfig, state: ServerState, rank: 
     buffered = [push.steps for push in state.buffer if push.worker == rank]
     pushed = (rounds + len(buffered), done + sum(buffered))
     admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *assignment)
-    body = messages.admission_payload(stage, state)
+    payload = messages.admission_payload(stage, state)
     meta = (*admission, *failed_as_numbers(stage, progress.failed))
-    await ctx.send(rank, admission_tag(state.incarnations[rank]), body, meta)
+    await ctx.send(rank, admission_tag(state.incarnations[rank]), payload, meta)
     if rows is not None:
         await ctx.send(rank, PLANNED, rows)
 
@@ -1154,11 +1158,11 @@ async def compute_and_push(ctx: RankContext, stage: StageConfig, state: WorkerSt
     loss, arrived = await compute_by_bucket(ctx, stage, state)
     if in_flight is not None:
         state.params = concatenate(arrived)
-    step_s, body, state.coming = ctx.now - start, None, task
+    step_s, payload, state.coming = ctx.now - start, None, task
     if not stage.merges_buckets:
         await ctx.join(task)
-        body, state.coming = (await ctx.recv(tags[-1])).payload, None
-    return Work(body, loss, 1, state.batch, step_s, state.version)
+        payload, state.coming = (await ctx.recv(tags[-1])).payload, None
+    return Work(payload, loss, 1, state.batch, step_s, state.version)
 
 
 async def forward_buckets(ctx: RankContext, server: int, tags: Sequence[Tag]) -> None:
@@ -1195,14 +1199,14 @@ async def exchange_buckets(
             segment = stage.segments[parts.index(message.tag)]
             for number in segment.buckets:
                 own = stage.buckets[number]
-                body = slice_vector(
+                payload = slice_vector(
                     message.payload, own.start - segment.start, own.stop - segment.start
                 )
-                heappush(queue, (own.priority, number, body))
+                heappush(queue, (own.priority, number, payload))
         while queue and (not (credit := stage.buckets[0].credit) or in_flight < credit):
-            _, number, body = heappop(queue)
+            _, number, payload = heappop(queue)
             in_flight += bool(credit)
-            await ctx.send(stage.server, stage.tag("bucket"), body, (number, samples))
+            await ctx.send(stage.server, stage.tag("bucket"), payload, (number, samples))
     return arrived
 
 
@@ -1285,9 +1289,9 @@ async def send_remaining_buckets(
 ) -> None:
     """Send the other buckets of the model to these workers, in the order of the forward pass."""
     for k in reversed(range(len(stage.segments) - 1)):
-        body = slice_vector(model, *stage.slices[k])
+        payload = slice_vector(model, *stage.slices[k])
         for rank in ranks:
-            await ctx.send(rank, stage.tag("group", k), body)
+            await ctx.send(rank, stage.tag("group", k), payload)
 
 
 async def on_bucket(
@@ -1305,11 +1309,11 @@ async def on_bucket(
     share = (bucket.stop - bucket.start) / stage.trainer.num_params
     await ctx.compute(partial(merge_bucket, stage, state, number, push), work=share, kind="apply")
     if number in state.made:
-        body = state.made[number][1]
+        payload = state.made[number][1]
         for rank in stage.workers:
             # a worker that waits for the end of the stage needs no buckets
             if state.signal in (GO, PAUSE) or rank not in state.progress.waiting:
-                await ctx.send(rank, stage.tag("back"), body, (number,))
+                await ctx.send(rank, stage.tag("back"), payload, (number,))
     return finish_if_complete(stage, state)
 
 

@@ -221,7 +221,7 @@ async def meet(
     members wait for it. With NEXT its work is part of the first of them, with STOP of none.
     Returns: (last reply, members of the first group).
     """
-    body, meta, first_members = work.payload, (work.steps, work.samples, work.loss), None
+    payload, meta, first_members = work.payload, (work.steps, work.samples, work.loss), None
     while True:
         if not state.has_asked:
             await ctx.send(stage.lead_rank, stage.tag("ask"), meta=meta)
@@ -232,13 +232,13 @@ async def meet(
         if reply.signal == PAUSE:
             return reply, members
         if reply.signal == STOP:
-            body = None
+            payload = None
         first_members = first_members or members
-        state.params = await average_group(ctx, state.params, body, members, bool(reply.common))
+        state.params = await average_group(ctx, state.params, payload, members, bool(reply.common))
         state.samples = int(reply.samples)
         if members:
             state.origin = int(reply.group)
-        elif body is not None:
+        elif payload is not None:
             state.origin = OWN - ctx.rank
         if len(members) > 1 and ctx.rank == members[0]:
             await ctx.send(stage.lead_rank, stage.tag("done"), meta=(reply.group,))
@@ -248,22 +248,22 @@ async def meet(
             ctx.snapshot(state.params, tick=state.tick)
         if reply.signal == GO or not members:
             return reply, first_members
-        body, meta = None, (0, 0, 0.0)
+        payload, meta = None, (0, 0, 0.0)
 
 
 async def average_group(
-    ctx: RankContext, params: Any, body: Any, members: Ranks, common: bool
+    ctx: RankContext, params: Any, payload: Any, members: Ranks, common: bool
 ) -> Any:
     """Return (1/g)·Σ_j (x_j + Δ_j), summed in rank order.
 
     Members with a common x exchange Δ only, which equals the sum of an all-reduce, bit for bit.
     """
-    mine = params if body is None else params + body
+    mine = params if payload is None else params + payload
     if len(members) < 2:
         return mine
     if not common:
         return await ctx.all_reduce(mine * (1 / len(members)), members)
-    return params + await ctx.all_reduce(body * (1 / len(members)), members)
+    return params + await ctx.all_reduce(payload * (1 / len(members)), members)
 
 
 async def coordinator(ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState) -> int:

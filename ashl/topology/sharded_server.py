@@ -252,15 +252,15 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
     order = [(ctx.rank + k) % len(servers) for k in range(len(servers))]
     while signal == GO:
         ctx.safe_point(stage.index, state)
-        work, bodies, loss = await make_pushes(ctx, stage, state)
+        work, payloads, loss = await make_pushes(ctx, stage, state)
         for k in order:
             meta = (work.steps, work.samples, loss, state.versions[k], work.step_s, state.pull_s)
-            await ctx.send(servers[k], push, bodies[k], meta)
+            await ctx.send(servers[k], push, payloads[k], meta)
         asked, answers = ctx.now, [await ctx.recv(pull, src=server) for server in servers]
         state.pull_s = ctx.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
         replies = [parse_reply(Pull, answer.meta) for answer in answers]
         dropped = [bool(reply.dropped) and not math.isnan(loss) for reply in replies]
-        restore_shards(stage, state, bodies, dropped)
+        restore_shards(stage, state, payloads, dropped)
         signal, reply = max(reply.signal for reply in replies), replies[0]
         # tell servers that have not been notified of the end, and wait for their final answers
         for k in [k for k, one in enumerate(replies) if one.signal < signal]:
@@ -295,21 +295,21 @@ async def make_pushes(
         return work, shards, work.loss
     if not_finite(ctx, stage, state, x):
         return work, shards, math.nan
-    bodies = await ctx.compute(
+    payloads = await ctx.compute(
         partial(encode_shards, stage, state, ctx.rank, shards), work=1, kind="compress"
     )
     pipelines = [part.pipeline for part in parts(stage)]
     report_health(
-        ctx, stage, state, x, list(zip(pipelines, state.shard_codec_states, bodies, strict=True))
+        ctx, stage, state, x, list(zip(pipelines, state.shard_codec_states, payloads, strict=True))
     )
-    return work, bodies, work.loss
+    return work, payloads, work.loss
 
 
 def encode_shards(
     stage: StageConfig, state: ShardedWorker, rank: int, shards: Sequence[Any]
 ) -> list[Payload]:
     """Encode each shard, which the codec treats as a model of its own. Returns: the payloads."""
-    context, bodies = context_of(stage, rank, state, state.version), []
+    context, payloads = context_of(stage, rank, state, state.version), []
     for k, (held, part, x) in enumerate(zip(stage.fragments, parts(stage), shards, strict=True)):
         squares = None if context.squares is None else held.of(context.squares)
         own = context._replace(
@@ -318,20 +318,20 @@ def encode_shards(
             params=held.of(state.params),
             squares=squares,
         )
-        bodies.append(part.pipeline.encode(state.shard_codec_states[k], x, own))
-    return bodies
+        payloads.append(part.pipeline.encode(state.shard_codec_states[k], x, own))
+    return payloads
 
 
 def restore_shards(
-    stage: StageConfig, state: ShardedWorker, bodies: Sequence[Payload], dropped: Sequence[bool]
+    stage: StageConfig, state: ShardedWorker, payloads: Sequence[Payload], dropped: Sequence[bool]
 ) -> None:
     """Return the updates that a server has dropped to the codec's residual."""
     if stage.pipeline.traits.lossless:
         return
-    shards = zip(parts(stage), state.shard_codec_states, bodies, dropped, strict=True)
-    for part, codec_state, body, was_dropped in shards:
+    shards = zip(parts(stage), state.shard_codec_states, payloads, dropped, strict=True)
+    for part, codec_state, payload, was_dropped in shards:
         if was_dropped:
-            part.pipeline.restore_dropped(codec_state, body)
+            part.pipeline.restore_dropped(codec_state, payload)
 
 
 async def answer(

@@ -40,7 +40,7 @@ async def time_beside(
 
     Args: `count` sums of `nbytes` bytes in a row.
     """
-    batch, body = stage.worker(ctx.rank).batch, empty_payload(stage, nbytes)
+    batch, payload = stage.worker(ctx.rank).batch, empty_payload(stage, nbytes)
     step, begun = partial(time_step, ctx, stage, state, 0, batch), math.inf
 
     async def sums() -> float:
@@ -49,7 +49,7 @@ async def time_beside(
         nonlocal begun
         begun = ctx.now
         for _ in range(count):
-            await ctx.all_reduce(body, stage.workers)
+            await ctx.all_reduce(payload, stage.workers)
         return (ctx.now - begun) / count
 
     alone_s = await sums()

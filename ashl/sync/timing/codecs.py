@@ -45,11 +45,11 @@ async def time_codec(
         await ctx.compute(partial(time_step, ctx, stage, state, len(rows), batch), work=batch)
         await time_exchange(ctx, stage, BOTH)
         start = ctx.now
-        body = await ctx.compute(
+        payload = await ctx.compute(
             partial(link.encode, sender, vector, context), work=1, kind="compress"
         )
         encoded = ctx.now
-        decode = partial(link.merge, receiver, [body], [1.0], (ctx.rank,))
+        decode = partial(link.merge, receiver, [payload], [1.0], (ctx.rank,))
         await ctx.compute(decode, work=1, kind="decode")
         rows.append((encoded - start, ctx.now - encoded))
         if ctx.stopping or ctx.now_ns >= stage.stop_criteria.deadline_ns:

@@ -72,8 +72,8 @@ async def time_exchange(
     Args: `nbytes` defaults to those of the dense model. Raises: OverError.
     """
     nbytes = stage.trainer.dense_bytes if nbytes is None else nbytes
-    body, start = empty_payload(stage, nbytes) if what in (UP, BOTH) else None, ctx.now
-    await ctx.send(stage.server, stage.tag("ask"), body, (what, nbytes))
+    payload, start = empty_payload(stage, nbytes) if what in (UP, BOTH) else None, ctx.now
+    await ctx.send(stage.server, stage.tag("ask"), payload, (what, nbytes))
     answer = await ctx.recv(stage.tag("answer"), stage.tag("order"))
     if answer.tag == stage.tag("order"):
         raise OverError(answer)
@@ -109,8 +109,8 @@ async def collect_answers(
                 *(() if message.payload is None else message.payload.tolist()),
             )
         else:
-            body = empty_payload(stage, int(values[0])) if what in (DOWN, BOTH) else None
-            await ctx.send(message.src, stage.tag("answer"), body)
+            payload = empty_payload(stage, int(values[0])) if what in (DOWN, BOTH) else None
+            await ctx.send(message.src, stage.tag("answer"), payload)
     return found
 
 
