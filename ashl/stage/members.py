@@ -124,11 +124,11 @@ def remaining_rounds(
 
     Args: planned: the work of a whole round; done: steps and samples applied so far; ahead: rounds
     that count as done, too.
-    Returns: None if no count ends the run, or without synchronous rounds.
+    Returns: None if no count ends the run, without synchronous rounds, or without members.
     """
-    if not stage.sync.in_rounds:
-        return None
     present = len(members.ranks)
+    if not (stage.sync.in_rounds and present):
+        return None
     quorum = stage.quorum_of(present)
     merged = (
         planned.total_steps * quorum // present,
