@@ -53,7 +53,7 @@ def by_groups(stage: StageConfig) -> StageConfig:
     )
     if isinstance(stage.codec, WrappedCodec):
         codec = replace(stage.codec, codec=codec)
-    return replace(stage, overlap=Serial(), parts=(), links=(), codec=codec)
+    return replace(stage, overlap=Serial(), parts=(), pipelines=(), codec=codec)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_random_chains_take_their_closed_form(drawn, latency_s, cut, ratio) -> N
         BOUND,
         overlap=option,
         parts=groups,
-        links=tuple(link(part.start, part.stop) for part in merge_buckets(groups, option.plan)),
+        pipelines=tuple(link(part.start, part.stop) for part in merge_buckets(groups, option.plan)),
         layout=layout,
         codec=wrap_codec(codec, layout),
         trainer=SizeOnlyTrainer(sum(sizes), 100),

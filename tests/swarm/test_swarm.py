@@ -91,7 +91,7 @@ def drawn_in_parts(rng: random.Random, n: int) -> StageConfig:
         stage,
         overlap=overlap,
         parts=parts,
-        links=links,
+        pipelines=links,
         layout=layout,
         codec=wrap_codec(codec, layout),
     )

@@ -97,7 +97,11 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[StageConfig]]:
                 elastic=cluster.workers_fail,
             )
         )
-        if other.random() < 0.4 and sync.exchange == "gradient" and stages[-1].link.traits.lossless:
+        if (
+            other.random() < 0.4
+            and sync.exchange == "gradient"
+            and stages[-1].pipeline.traits.lossless
+        ):
             parts = drawn_parts(other, stage.trainer.num_params)
             stages[-1] = replace(stages[-1], overlap=WFBP(), parts=parts)
     stages[-1] = replace(stages[-1], plan=replace(stages[-1].plan, until={}))
