@@ -100,7 +100,7 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
     )
     plan = SimpleNamespace(num_workers=2, num_ranks=3, lead_rank=2)
     return (
-        LivenessMonitor(plan, channel, {}, {}, lambda *_: None, True, True, **known),
+        LivenessMonitor(plan, monitor, channel, {}, {}, lambda *_: None, True, True, **known),
         monitor,
         emitted,
     )
@@ -113,12 +113,12 @@ def test_late_messages_of_a_failed_worker_count_once() -> None:
     liveness, monitor, emitted = liveness_monitor()
     beat = empty_totals(1)._replace(time_ns=5, steps=7)
     monitor.beats[1] = beat
-    liveness.continue_without(monitor, 1, "was killed by SIGKILL")
-    liveness.handle_record(monitor, beat, None)
+    liveness.continue_without(1, "was killed by SIGKILL")
+    liveness.handle_record(beat, None)
     assert emitted[1:] == [beat]
-    liveness.expect_rejoin(monitor, 1)
-    liveness.handle_record(monitor, WorkerRejoined(1, 9), None)
-    liveness.handle_record(monitor, beat, None)
+    liveness.expect_rejoin(1)
+    liveness.handle_record(WorkerRejoined(1, 9), None)
+    liveness.handle_record(beat, None)
     assert emitted[-1].steps == 14
 
 
@@ -130,11 +130,11 @@ def test_a_worker_fails_when_its_last_messages_are_read() -> None:
     liveness.processes[1] = SimpleNamespace(exitcode=-9)
     liveness.clock_zero_ns = time.monotonic_ns()
     monitor.beats[1] = empty_totals(1)._replace(steps=7)
-    liveness.detect_failures(monitor, 60.0, [], time.monotonic())
+    liveness.detect_failures(60.0, [], time.monotonic())
     assert not emitted, "what it had said by then may be unheard"
-    liveness.handle_record(monitor, said := empty_totals(1)._replace(time_ns=10**15, steps=8), None)
+    liveness.handle_record(said := empty_totals(1)._replace(time_ns=10**15, steps=8), None)
     monitor.beats[1] = said
-    liveness.detect_failures(monitor, 60.0, [], time.monotonic())
+    liveness.detect_failures(60.0, [], time.monotonic())
     assert [type(record) for record in emitted] == [type(said), WorkerFailed]
     assert emitted[1].time_ns >= 10**15
 
@@ -145,11 +145,11 @@ def test_a_closed_connection_is_the_end_of_a_process_on_another_node() -> None:
     liveness.channel.is_closed = lambda rank: rank == 1
     assert liveness.unexpected_exits() == {1: "disconnected"}
     for _ in range(2):
-        liveness.detect_failures(monitor, 60.0, [], time.monotonic())
+        liveness.detect_failures(60.0, [], time.monotonic())
     assert [record.why for record in emitted] == ["disconnected"]
     liveness, monitor, emitted = liveness_monitor(errors=[RankError(1, "a bug", False)])
     monitor.beats[1] = empty_totals(1)._replace(steps=7)
     liveness.channel.is_closed = lambda rank: rank == 1
     for _ in range(2):
-        liveness.detect_failures(monitor, 60.0, [], time.monotonic())
+        liveness.detect_failures(60.0, [], time.monotonic())
     assert not emitted, "a worker that fails with an error of its own ends the run"

@@ -154,6 +154,7 @@ def run_controller(
             parts = monitor.job.parts
             liveness = LivenessMonitor(
                 plan,
+                monitor,
                 channel,
                 processes,
                 {settings.rank: settings for settings in rank_settings},
@@ -162,7 +163,7 @@ def run_controller(
                 survives_failure(parts, rejoin=True),
                 parts.stages[0].topology.regroups,
             )
-            pace = supervise(liveness, run_dir, monitor, checkpoint_manager)
+            pace = supervise(liveness, run_dir, checkpoint_manager)
         if pace is not None:
             end = End(0)
         stages = monitor.run_state.stages

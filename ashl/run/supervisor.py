@@ -94,6 +94,7 @@ class LivenessMonitor:
     """
 
     plan: Plan
+    monitor: Monitor
     channel: ControlChannel
     processes: dict[int, BaseProcess]  # ranks on this node
     # ranks on this node, in their first incarnation
@@ -121,7 +122,7 @@ class LivenessMonitor:
     errors: list[RankError] = field(default_factory=list)
     pace: list[PacingStats] = field(default_factory=list)
 
-    def handle_record(self, monitor: Monitor, record: Record, content: Content | None) -> None:
+    def handle_record(self, record: Record, content: Content | None) -> None:
         """Apply a rank's record, with the model or module state that belongs to it.
 
         Raises: AshlError if the record names a stage that the plan does not have.
@@ -132,26 +133,26 @@ class LivenessMonitor:
             case Alive() | CheckpointPartSaved():
                 pass
             case ProcessExited() | Ready() | WorkerRejoined() | WorkerFailed() | RankError():
-                self.handle_membership_record(monitor, record)
+                self.handle_membership_record(record)
             case StopAsked():
-                monitor.stopping = monitor.stopping or record.reason
+                self.monitor.stopping = self.monitor.stopping or record.reason
             case PacingStats():
                 self.pace.append(record)
             case Snapshot() | UpdateShown():
                 assert not isinstance(content, bytes)
-                monitor.snapshot(record, content)
+                self.monitor.snapshot(record, content)
             case ModuleState():
                 assert isinstance(content, bytes)
                 state = decode(content, ("ashl", *self.plan.allow_targets))
-                monitor.set_module_state(record.rank, state)
+                self.monitor.set_module_state(record.rank, state)
             case Heartbeat() | TimeTotals() | StageBoundary() if record.rank in self.prior_totals:
                 self.adjust_clock_zero(record)
-                monitor.emit(add_prior_totals(self.prior_totals[record.rank], record))
+                self.monitor.emit(add_prior_totals(self.prior_totals[record.rank], record))
             case _:
                 self.adjust_clock_zero(record)
-                monitor.emit(record)
+                self.monitor.emit(record)
 
-    def handle_membership_record(self, monitor: Monitor, record: Record) -> None:
+    def handle_membership_record(self, record: Record) -> None:
         """Apply a record that says that a rank exited, rejoins or failed."""
         match record:
             case ProcessExited():
@@ -163,15 +164,15 @@ class LivenessMonitor:
                 self.prior_totals[rank] = outage_until(self.prior_totals[rank], time_ns)
                 del self.rejoining[rank], self.failed[rank]
                 self.publish_membership()
-                monitor.emit(record)
+                self.monitor.emit(record)
             case WorkerFailed(rank, why=cause) if rank not in self.processes:
-                self.continue_without(monitor, rank, cause)
+                self.continue_without(rank, cause)
             case RankError(rank) if rank in self.failed:
                 self.abandon_rejoin(rank)
             case RankError():
                 self.errors.append(record)
             case _:
-                monitor.emit(record)
+                self.monitor.emit(record)
 
     def check_stage(self, record: Record) -> None:
         """Raise AshlError if the record names a stage that the plan does not have."""
@@ -203,9 +204,7 @@ class LivenessMonitor:
                 found[rank] = describe_exit(code)
         return found
 
-    def detect_failures(
-        self, monitor: Monitor, timeout_s: float, late: Sequence[int], read_s: float
-    ) -> None:
+    def detect_failures(self, timeout_s: float, late: Sequence[int], read_s: float) -> None:
         """Continue without workers that were killed, failed as declared, or miss heartbeats while
         others do not.
 
@@ -215,17 +214,17 @@ class LivenessMonitor:
         records are read.
         """
         if not self.survives_failure or not any(
-            beat.steps or beat.counts for beat in monitor.beats.values()
+            beat.steps or beat.counts for beat in self.monitor.beats.values()
         ):
             return
-        self.detect_exits(monitor, read_s)
+        self.detect_exits(read_s)
         self.abandon_silent_rejoins(timeout_s)
         same_cause = {*self.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))}
-        if late and self.can_continue_without(monitor, same_cause):
+        if late and self.can_continue_without(same_cause):
             for rank in late:
-                self.evict_silent(monitor, rank, timeout_s)
+                self.evict_silent(rank, timeout_s)
 
-    def detect_exits(self, monitor: Monitor, read_s: float) -> None:
+    def detect_exits(self, read_s: float) -> None:
         """Continue without workers that were killed or failed as declared."""
         reported = {error.rank for error in self.errors}
         for rank, cause in self.unexpected_exits().items():
@@ -234,7 +233,7 @@ class LivenessMonitor:
                 cause in (DECLARED, DISCONNECTED) and rank not in reported
             )
             if read_s > noticed_s and rank < self.plan.num_workers and tolerated:
-                self.continue_without(monitor, rank, cause)
+                self.continue_without(rank, cause)
 
     def abandon_silent_rejoins(self, timeout_s: float) -> None:
         """Stop waiting for rejoining workers that ended or miss heartbeats; kill the latter."""
@@ -246,7 +245,7 @@ class LivenessMonitor:
             elif rank not in self.processes and self.channel.is_closed(rank):
                 self.abandon_rejoin(rank)
 
-    def evict_silent(self, monitor: Monitor, rank: int, timeout_s: float) -> None:
+    def evict_silent(self, rank: int, timeout_s: float) -> None:
         """Evict a worker that missed heartbeats for `timeout_s`; the run continues without it."""
         logger.warning(
             "evicts worker %d, incarnation %d: it missed heartbeats for %g s",
@@ -260,14 +259,14 @@ class LivenessMonitor:
         )
         self.channel.evict(rank, End(EXIT_EVICTED, sentence))
         if rank in self.processes and (
-            not self.admits_rejoin or can_block_forever(monitor.job.parts)
+            not self.admits_rejoin or can_block_forever(self.monitor.job.parts)
         ):
             # the other workers may be blocked in a collective with it
             self.processes[rank].kill()
             self.killed_as_silent.add(rank)
-        self.continue_without(monitor, rank, cause)
+        self.continue_without(rank, cause)
 
-    def can_continue_without(self, monitor: Monitor, silent: set[int]) -> bool:
+    def can_continue_without(self, silent: set[int]) -> bool:
         """Return True if the run can continue without these ranks, which became silent at about the
         same time.
 
@@ -280,11 +279,11 @@ class LivenessMonitor:
         has_server = self.plan.lead_rank >= self.plan.num_workers
         if has_server and self.plan.lead_rank in silent:
             return False
-        if not silent < running or is_cut_off(self, monitor, silent):
+        if not silent < running or is_cut_off(self, silent):
             return False
-        return not silent - self.processes.keys() or not can_block_forever(monitor.job.parts)
+        return not silent - self.processes.keys() or not can_block_forever(self.monitor.job.parts)
 
-    def continue_without(self, monitor: Monitor, rank: int, cause: str) -> None:
+    def continue_without(self, rank: int, cause: str) -> None:
         """Record a worker failure; the run continues without the worker."""
         self.rejoining.pop(rank, None)
         self.exit_noticed_s.pop(rank, None)
@@ -296,12 +295,12 @@ class LivenessMonitor:
         if cause == DECLARED:
             declared = [
                 round(event.time_s * 1e9)
-                for event in monitor.job.parts.cluster.events
+                for event in self.monitor.job.parts.cluster.events
                 if event.fail and event.worker == rank
             ]
             # the controller's estimate of the run's clock may be a little behind
             now_ns = min(declared, key=lambda time_ns: abs(time_ns - now_ns), default=now_ns)
-        monitor.emit(WorkerFailed(rank, now_ns, "declared" if cause == DECLARED else cause))
+        self.monitor.emit(WorkerFailed(rank, now_ns, "declared" if cause == DECLARED else cause))
         incarnation = self.channel.incarnations[rank]
         logger.warning(
             "worker %d, incarnation %d, failed: %s; the run continues without it",
@@ -322,7 +321,7 @@ class LivenessMonitor:
             )
         self.publish_membership()
 
-    def restart_workers(self, monitor: Monitor, max_restarts: int) -> None:
+    def restart_workers(self, max_restarts: int) -> None:
         """Restart evicted workers on this node, and killed ones up to `max_restarts` times each.
 
         The controller stops waiting for a worker whose process ends while it rejoins.
@@ -337,7 +336,7 @@ class LivenessMonitor:
             if evicted or (code < 0 and self.restarts[rank] < max_restarts):
                 self.restarts[rank] += not evicted
                 self.killed_as_silent.discard(rank)
-                self.expect_rejoin(monitor, rank)
+                self.expect_rejoin(rank)
                 incarnation = self.channel.incarnations[rank]
                 logger.info(
                     "restarts worker %d as incarnation %d: it %s",
@@ -347,9 +346,9 @@ class LivenessMonitor:
                 )
                 self.start(rank, incarnation)
 
-    def expect_rejoin(self, monitor: Monitor, rank: int) -> None:
+    def expect_rejoin(self, rank: int) -> None:
         """Expect the next incarnation of a failed worker."""
-        self.prior_totals[rank] = monitor.beats.get(rank) or empty_totals(rank)
+        self.prior_totals[rank] = self.monitor.beats.get(rank) or empty_totals(rank)
         self.channel.incarnations[rank] += 1
         self.channel.last_heard_s[rank] = self.channel.awake_s
         self.rejoining[rank] = False
@@ -406,7 +405,6 @@ class LoopTimes:
 def supervise(
     liveness: LivenessMonitor,
     run_dir: Path,
-    monitor: Monitor,
     checkpoint_manager: CheckpointManager,
 ) -> dict | None:
     """Read records and react to them until all ranks have exited or failed.
@@ -414,34 +412,34 @@ def supervise(
     Returns and raises as `ashl.run.launch.run_controller`.
     """
     plan, channel = liveness.plan, liveness.channel
-    runtime = monitor.job.parts.runtime
+    runtime = liveness.monitor.job.parts.runtime
     timeout_s = runtime.heartbeat_timeout_s
     # the ranks on this node have only just been started
     channel.last_heard_s |= dict.fromkeys(liveness.processes, channel.awake_s)
     # a resumed run has evaluations already
-    channel.control_update = channel.control_update._replace(scores=monitor.scores)
+    channel.control_update = channel.control_update._replace(scores=liveness.monitor.scores)
     times = LoopTimes()
     takes_checkpoints = checkpoint_manager.every_s is not None
     while len(liveness.exited.union(liveness.failed)) < plan.num_ranks:
         now_s = time.monotonic()  # the records that were received before are applied next
-        read_records(liveness, monitor, checkpoint_manager)
-        publish_stop(channel, monitor, times, now_s)
+        read_records(liveness, checkpoint_manager)
+        publish_stop(liveness, times, now_s)
         late = liveness.silent_ranks(timeout_s)
         if not takes_checkpoints:  # else a failed run is resumed from a checkpoint
-            liveness.detect_failures(monitor, timeout_s, late, now_s)
-            if not times.announced and monitor.final is None:
-                liveness.restart_workers(monitor, runtime.max_restarts)
-        answer_join_requests(liveness, monitor, takes_checkpoints)
-        raise_settled_failure(liveness, run_dir, monitor, times, now_s)
+            liveness.detect_failures(timeout_s, late, now_s)
+            if not times.announced and liveness.monitor.final is None:
+                liveness.restart_workers(runtime.max_restarts)
+        answer_join_requests(liveness, takes_checkpoints)
+        raise_settled_failure(liveness, run_dir, times, now_s)
         if times.interrupted_s is not None and now_s - times.interrupted_s > PATIENCE_S:
-            check_disconnected(liveness, monitor)
-            monitor.evaluate_pending()
+            check_disconnected(liveness)
+            liveness.monitor.evaluate_pending()
             return None
-        check_liveness(plan, monitor, liveness, timeout_s, bool({*late} - liveness.failed.keys()))
-        monitor.draw_progress()
+        check_liveness(liveness, timeout_s, bool({*late} - liveness.failed.keys()))
+        liveness.monitor.draw_progress()
         time.sleep(POLL_S)
-    monitor.evaluate_pending()
-    if monitor.final is None and liveness.failed:
+    liveness.monitor.evaluate_pending()
+    if liveness.monitor.final is None and liveness.failed:
         rank, cause = [*liveness.failed.items()][-1]
         raise AshlError(
             f"worker {rank} {cause} when the others had exited, and the last model with it"
@@ -452,26 +450,25 @@ def supervise(
     return pacing_summary(liveness.pace, plan.num_workers)
 
 
-def read_records(
-    liveness: LivenessMonitor, monitor: Monitor, checkpoint_manager: CheckpointManager
-) -> None:
+def read_records(liveness: LivenessMonitor, checkpoint_manager: CheckpointManager) -> None:
     """Apply all records that the control channel has received."""
     channel = liveness.channel
     for record, content in channel.receive_records():
-        liveness.handle_record(monitor, record, content)
+        liveness.handle_record(record, content)
         if isinstance(record, Snapshot):
-            channel.control_update = channel.control_update._replace(scores=monitor.scores)
+            channel.control_update = channel.control_update._replace(scores=liveness.monitor.scores)
         elif isinstance(record, CheckpointPartSaved):
             assert not isinstance(content, Tensor)
-            checkpoint_manager.add_part(record, monitor, content)
+            checkpoint_manager.add_part(record, liveness.monitor, content)
 
 
-def publish_stop(channel: ControlChannel, monitor: Monitor, times: LoopTimes, now_s: float) -> None:
+def publish_stop(liveness: LivenessMonitor, times: LoopTimes, now_s: float) -> None:
     """Ask all ranks to stop, once, if the run is to stop."""
-    if not monitor.stopping or times.announced:
+    channel, reason = liveness.channel, liveness.monitor.stopping
+    if not reason or times.announced:
         return
-    times.announced = monitor.stopping
-    if monitor.stopping == "interrupted":
+    times.announced = reason
+    if reason == "interrupted":
         times.interrupted_s = now_s
     logger.info("asks all ranks to stop: %s", times.announced)
     channel.control_update = channel.control_update._replace(stopping=times.announced)
@@ -480,7 +477,6 @@ def publish_stop(channel: ControlChannel, monitor: Monitor, times: LoopTimes, no
 def raise_settled_failure(
     liveness: LivenessMonitor,
     run_dir: Path,
-    monitor: Monitor,
     times: LoopTimes,
     now_s: float,
 ) -> None:
@@ -494,14 +490,14 @@ def raise_settled_failure(
         times.failed_s = now_s
         logger.warning("a rank failed; waits %g s for records that name the cause", SETTLE_S)
     if times.failed_s is not None and now_s - times.failed_s > SETTLE_S:
-        raise run_failure(liveness, run_dir, monitor)
+        raise run_failure(liveness, run_dir)
 
 
-def check_disconnected(liveness: LivenessMonitor, monitor: Monitor) -> None:
+def check_disconnected(liveness: LivenessMonitor) -> None:
     """Raise AshlError if a rank on another node is silent after the run was interrupted."""
     for rank in liveness.silent_ranks(PATIENCE_S - SETTLE_S):
         if rank not in liveness.processes:
-            name = rank_name(liveness.plan, monitor, rank)
+            name = rank_name(liveness, rank)
             raise AshlError(f"{name} disconnected, and the run was interrupted")
 
 
@@ -528,7 +524,7 @@ def log_record(record: Record) -> None:
         logger.log(level, "rank %d %s: %s", record.rank, text, described(record)[:300])
 
 
-def run_failure(liveness: LivenessMonitor, run_dir: Path, monitor: Monitor) -> AshlError:
+def run_failure(liveness: LivenessMonitor, run_dir: Path) -> AshlError:
     """Return the error that names the rank at fault, the cause and the rank's log."""
     rank, cause = find_culprit(
         liveness.errors,
@@ -537,8 +533,7 @@ def run_failure(liveness: LivenessMonitor, run_dir: Path, monitor: Monitor) -> A
     )
     log = run_dir / f"rank{rank}.log"
     return AshlError(
-        f"{rank_name(liveness.plan, monitor, rank)}{cause}"
-        + (f"; its log is {log}" if log.exists() else "")
+        f"{rank_name(liveness, rank)}{cause}" + (f"; its log is {log}" if log.exists() else "")
     )
 
 
@@ -582,17 +577,19 @@ def find_culprit(
     return errors[0].rank, f": {errors[0].error}"
 
 
-def rank_name(plan: Plan, monitor: Monitor, rank: int) -> str:
+def rank_name(liveness: LivenessMonitor, rank: int) -> str:
     """Return a rank by its role and, if the run has several nodes, its node."""
-    hosts = {place.host for place in monitor.hosts.values()}
-    place = monitor.hosts.get(rank)
-    return role_name(plan, rank) + (f" on {place.host}" if place and len(hosts) > 1 else "")
+    hosts = {place.host for place in liveness.monitor.hosts.values()}
+    place = liveness.monitor.hosts.get(rank)
+    return role_name(liveness.plan, rank) + (
+        f" on {place.host}" if place and len(hosts) > 1 else ""
+    )
 
 
-def is_cut_off(liveness: LivenessMonitor, monitor: Monitor, late: set[int]) -> bool:
+def is_cut_off(liveness: LivenessMonitor, late: set[int]) -> bool:
     """Return True if all ranks on several other nodes are silent, and none on this node is."""
     here = {*liveness.processes}
-    elsewhere = {place.host for rank, place in monitor.hosts.items() if rank not in here}
+    elsewhere = {place.host for rank, place in liveness.monitor.hosts.items() if rank not in here}
     away = liveness.exited.union(liveness.failed)
     return (
         len(elsewhere) > 1
@@ -601,9 +598,7 @@ def is_cut_off(liveness: LivenessMonitor, monitor: Monitor, late: set[int]) -> b
     )
 
 
-def check_liveness(
-    plan: Plan, monitor: Monitor, liveness: LivenessMonitor, timeout_s: float, missing: bool
-) -> None:
+def check_liveness(liveness: LivenessMonitor, timeout_s: float, missing: bool) -> None:
     """Raise AshlError, which names the ranks, if one misses heartbeats or all wait for each other.
 
     Args: missing, True if a rank that has not failed sent no heartbeat for `timeout_s`.
@@ -613,16 +608,16 @@ def check_liveness(
     if missing:
         # with the ranks that became silent at about the same time
         late = liveness.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))
-        if is_cut_off(liveness, monitor, {*late}):
-            own_host = monitor.hosts[min(liveness.processes)].host
+        if is_cut_off(liveness, {*late}):
+            own_host = liveness.monitor.hosts[min(liveness.processes)].host
             raise AshlError(
                 f"no heartbeat from any other node {for_so_long}; has {own_host}, "
                 "the controller's node, lost its network?"
             )
-        names = ", ".join(rank_name(plan, monitor, rank) for rank in sorted(late))
+        names = ", ".join(rank_name(liveness, rank) for rank in sorted(late))
         raise AshlError(f"{names} sent no heartbeat {for_so_long} and is late; the run ends here")
-    running = [rank for rank in range(plan.num_ranks) if rank not in liveness.failed]
-    beats = [monitor.beats.get(rank) for rank in running]
+    running = {*range(liveness.plan.num_ranks)} - liveness.failed.keys()
+    beats = [liveness.monitor.beats.get(rank) for rank in sorted(running)]
     stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
     # a failure, or a stop of this process, may have held up all ranks
     since_s = channel.awake_s - max(liveness.last_failure_s, channel.resumed_s)
@@ -634,9 +629,7 @@ def check_liveness(
 # --- join requests
 
 
-def answer_join_requests(
-    liveness: LivenessMonitor, monitor: Monitor, takes_checkpoints: bool
-) -> None:
+def answer_join_requests(liveness: LivenessMonitor, takes_checkpoints: bool) -> None:
     """Answer every join request that the control channel has received."""
     channel = liveness.channel
     while channel.join_requests:
@@ -644,7 +637,7 @@ def answer_join_requests(
         worker = json.loads(request)
         if not isinstance(worker, int | None):  # of another version of ashl; it times out
             continue
-        answer = answer_join_request(liveness, monitor, worker, takes_checkpoints)
+        answer = answer_join_request(liveness, worker, takes_checkpoints)
         if answer.refused is None:
             logger.info(
                 "admits a process as worker %d, incarnation %d", answer.worker, answer.incarnation
@@ -655,15 +648,15 @@ def answer_join_requests(
 
 
 def answer_join_request(
-    liveness: LivenessMonitor, monitor: Monitor, worker: int | None, takes_checkpoints: bool
+    liveness: LivenessMonitor, worker: int | None, takes_checkpoints: bool
 ) -> JoinAnswer:
     """Admit a joining process in the place of `worker`, or of any failed worker if None; or return
     the reason against it.
     """
-    if refusal := join_refusal(liveness, monitor, worker, takes_checkpoints):
+    if refusal := join_refusal(liveness, worker, takes_checkpoints):
         return refusal
     rank = min(liveness.failed.keys() - liveness.rejoining.keys()) if worker is None else worker
-    liveness.expect_rejoin(monitor, rank)
+    liveness.expect_rejoin(rank)
     liveness.processes.pop(rank, None)
     settings = next(iter(liveness.rank_settings.values()))
     on_this_node = liveness.rank_settings.get(rank)
@@ -681,12 +674,13 @@ def answer_join_request(
 
 
 def join_refusal(
-    liveness: LivenessMonitor, monitor: Monitor, worker: int | None, takes_checkpoints: bool
+    liveness: LivenessMonitor, worker: int | None, takes_checkpoints: bool
 ) -> JoinAnswer | None:
     """Return a rejection with its reason, if no process can join now in the place of `worker`, or
     of any worker if None; None if one can.
     """
-    plan, parts, failed = liveness.plan, monitor.job.parts, liveness.failed
+    plan, monitor, failed = liveness.plan, liveness.monitor, liveness.failed
+    parts = monitor.job.parts
     reason = None
     if not survives_failure(parts, rejoin=True):
         reason = (
