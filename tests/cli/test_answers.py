@@ -49,7 +49,8 @@ ANSWERS = {
     },
 }
 HEAVY = ("doctor compression", "backtest")
-WITHOUT = ("ui", "join")  # they serve a page and run a rank; neither has an answer
+# they serve a page, run a rank, and pass on the output of a foreign command
+WITHOUT = ("ui", "join", "watch")
 LONG = ("demo",)  # its test is below
 
 
