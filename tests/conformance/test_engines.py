@@ -153,12 +153,16 @@ def test_the_same_bits_as_on_one_machine(
     assert summary(tmp_path)["params_sha256"] == local[topology]
 
 
+SHELLS = ("sh", "dash", "bash", "env")
+
+
 def process_of(variable: str, rank: int, folder: Path) -> psutil.Process | None:
     """The process of a rank that works in this folder."""
     for process in psutil.process_iter(["cwd", "cmdline"]):
         with suppress(psutil.Error):
             command = process.info["cmdline"] or [""]
-            is_rank = "python" in Path(command[0]).name and "ashl.cli" in command
+            # a rank changes its title; a shell may be around it
+            is_rank = "ashl" in " ".join(command[:4]) and Path(command[0]).name not in SHELLS
             if (
                 is_rank
                 and process.info["cwd"] == str(folder)
