@@ -120,7 +120,7 @@ def test_what_is_missing_is_said_and_each_alternative_works(capability: str, lin
     sentence = refusal(words)
     assert sentence is not None
     assert CAPABILITIES[capability].noun in sentence
-    for fix in re.split(r",? or ", sentence.rpartition("; ")[2].removeprefix("take ")):
+    for fix in re.split(r",? or |, ", sentence.rpartition("; ")[2].removeprefix("take ")):
         if fix.startswith("remove ") or fix.endswith("with its defaults"):
             continue
         after = refusal([*words, *re.findall(r"\S+=\S+", fix)])

@@ -46,7 +46,7 @@ PHRASES = (  # wording of pydantic, and the wording of ashl's messages
     ),
     (r"^(Input|String|List|Tuple) should", "should"),
     (r"should have at least 1 character", "should not be empty"),
-    (r"should be a valid (tuple|list)", "should be a list"),
+    (r"should be a valid (tuple|list|array)", "should be a list"),
     (
         r"should be a valid string",
         "should be text; write a number as text like \"'3'\"",
@@ -54,7 +54,10 @@ PHRASES = (  # wording of pydantic, and the wording of ashl's messages
     (r"should be a valid integer", "should be a whole number"),
     (r"should be a valid number", "should be a number"),
     (r"should be a valid boolean", "should be true or false"),
-    (r"should be a (valid )?dictionary.*", "should be keys and values, for example {key: value}"),
+    (
+        r"should be (a (valid )?dictionary|an object).*",
+        "should be keys and values, for example {key: value}",
+    ),
     (r", (unable to|got a number with).*", ""),
 )
 # prefixes of pydantic's names for alternatives, in the path of an error
@@ -260,9 +263,12 @@ def explain(error: ValidationError, where: str, cls: Maker) -> str:
     """Return one sentence about the first error."""
     first, word = of_a_choice(error.errors())
     path = [str(part) for part in first["loc"] if not str(part).startswith(BRANCHES)]
+    path = [part for part in path if part != "[key]"]
     key = ".".join([*([where] if where else []), *path])
-    known = list(getattr(cls, "__dataclass_fields__", {}))
+    known = [name for name in getattr(cls, "__dataclass_fields__", {}) if name[0] != "_"]
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        if len(path) > 1:
+            return f"{key} is not a key; remove it"
         near = difflib.get_close_matches(path[-1], known, n=1)
         there = f"there are: {', '.join(known)}" if known else f"{cls.__name__} takes none"
         return f"{key} is not a key; " + (f"did you mean {near[0]!r}?" if near else there)
@@ -279,6 +285,8 @@ def explain(error: ValidationError, where: str, cls: Maker) -> str:
         message = re.sub(said, meant, message)
     if message == "should be a list" and not word and isinstance(first["input"], str | int | float):
         message += f", for example '{key}=[{as_typed(first['input'])}]'"
+    if isinstance(first["input"], dict) and first["type"] == "value_error":
+        return f"{key}: {message}"
     if word:
         message = f"{word.removeprefix('Input ')}, or {message.removeprefix('should be ')}"
     return f"{key}={as_typed(first['input'])} is not possible: {message}"
@@ -314,6 +322,6 @@ def of_a_choice(errors: list[ErrorDetails]) -> tuple[ErrorDetails, str]:
 
 def as_typed(value: Any) -> str:
     """Return a value as a user types it on the command line."""
-    if isinstance(value, str | float):
+    if isinstance(value, float) or (isinstance(value, str) and value.isprintable()):
         return str(value) or "''"
     return json.dumps(value, default=str)

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
+from typing import ClassVar
+
+from ashl.plan.checks import FILE, Seconds
 
 SMALL = (2**10, 2**12, 2**14)  # bytes of the messages that are timed
 LARGE = (2**20, 2**21, 2**22, 2**23)
@@ -22,8 +25,9 @@ LARGE = (2**20, 2**21, 2**22, 2**23)
 class AlphaBeta:
     """Cost of a link in one direction, or of an all-reduce over all workers."""
 
-    latency_s: float
-    s_per_byte: float
+    __pydantic_config__: ClassVar = FILE
+    latency_s: Seconds
+    s_per_byte: Seconds
 
     def seconds(self, nbytes: float) -> float:
         return self.latency_s + self.s_per_byte * nbytes

@@ -1,50 +1,61 @@
-"""Checks of values in plan and profile files; each raises ValueError with one sentence."""
+"""Types of the values in plan and profile files, and the reader of such a file."""
 
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, TypeVar
 
-from ashl.plan.alpha_beta import AlphaBeta
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-LARGEST = sys.float_info.max  # a whole number may be larger
-LONGEST_S = 1e9  # about 30 years, which a clock of nanoseconds can hold
+from ashl.config.construct import explain
+from ashl.errors import parsed
 
-
-def check_names(*names: object) -> None:
-    for name in names:
-        if name is not None and not (isinstance(name, str) and name.isprintable()):
-            raise ValueError(f"{name!r} is not a name; give printable text")
-
-
-def check_line(line: AlphaBeta | None, what: str) -> None:
-    if line is not None and not all(map(is_seconds, (line.latency_s, line.s_per_byte))):
-        raise ValueError(f"{what} is {asdict(line)}, where seconds from 0 up are expected")
+T = TypeVar("T")
+FILE = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+# A clock of nanoseconds holds about 30 years.
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Rate = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-def require_keys(data: Any, names: Sequence[str], what: str) -> None:
-    """Check that `data` is a mapping with exactly these keys. Raises: ValueError."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{what} is not a mapping; it needs {', '.join(names)}")
-    for name in names:
-        if name not in data:
-            raise ValueError(
-                f"{what} lacks {name}; profile again, or add it (a missing cost is not zero)"
-            )
-    for name in data:
-        if name not in names:
-            raise ValueError(
-                f"{what} has {name!r}, which is not a key; the keys are: {', '.join(names)}"
-            )
+def check_name(name: str) -> str:
+    """Return a name that can be printed. Raises: ValueError."""
+    if not name.isprintable():
+        raise ValueError("should be printable text")
+    return name
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+Name = Annotated[str, AfterValidator(check_name)]
 
 
-def is_seconds(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= LONGEST_S
+def one_of(*words: str) -> AfterValidator:
+    """Return the check that a value is one of these words."""
+
+    def check(word: str) -> str:
+        if word not in words:
+            raise ValueError(f"should be one of {', '.join(words)}")
+        return word
+
+    return AfterValidator(check)
 
 
-def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**63
+def read_json(cls: type[T], text: str, schema: int) -> T:
+    """Return the dataclass of a JSON text, with the type of each value checked.
+
+    Raises: ValueError, one sentence.
+    """
+    data: Any = parsed(text)
+    if not isinstance(data, dict) or data.get("schema", schema) != schema:
+        found = f"schema {data['schema']}" if isinstance(data, dict) else "no mapping of keys"
+        raise ValueError(f"{found} where schema {schema} was expected; make the file again")
+    try:
+        return adapter(cls).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = first["msg"].removeprefix("Value error, ")  # of the whole file
+        raise ValueError(explain(error, "", cls) if first["loc"] else reason) from error
+
+
+@cache
+def adapter(cls: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(cls)

@@ -4,17 +4,22 @@ runs.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, ClassVar
 
-from ashl.errors import parsed
+from pydantic import Field
 
-T = TypeVar("T")
+from ashl.plan.checks import FILE, Count, Name, Natural, Share, one_of, read_json
+
 SCHEMA = 1
+ENDS = ("loss", "evaluated_loss", "accuracy", "rises", "plateau", "epochs", "commits", "seconds")
+Until = Annotated[str, one_of(*ENDS)]
+# at the boundary to a stage
+Kept = Annotated[str, one_of("momentum", "residual")]
+Handover = Annotated[str, one_of("keep", "reset", "drop")]
 Spec = dict[str, Any]  # `_target_` and its parameters
 # defaults of keys that older plan files lack
 AVERAGE: Spec = {"_target_": "ashl.outer.average.Average"}
@@ -26,10 +31,11 @@ CLASSES: Spec = {"_target_": "ashl.task.classification.Classification"}
 class WorkerPlan:
     """The work of one worker in one stage."""
 
-    local_steps: int  # H, steps between two merges
-    batch: int  # samples per step
-    data_share: float  # n_i / n, the size of the worker's shard over the training set
-    compression_ratio: float  # density of the update; 1 = dense
+    __pydantic_config__: ClassVar = FILE
+    local_steps: Count  # H, steps between two merges
+    batch: Count  # samples per step
+    data_share: Share  # n_i / n, the size of the worker's shard over the training set
+    compression_ratio: Share  # density of the update; 1 = dense
     predicted_cycle_s: float | None  # seconds of H steps, push and pull; null = costs not declared
     # upper bound on the bytes of one compressed update; null after the density was replanned
     message_bytes: int | None = None
@@ -39,7 +45,8 @@ class WorkerPlan:
 class StagePlan:
     """One stage: its options as specs, its end, and the work of each worker."""
 
-    name: str
+    __pydantic_config__: ClassVar = FILE
+    name: Name
     sync: Spec
     topology: Spec
     aggregate: Spec
@@ -47,12 +54,12 @@ class StagePlan:
     compression: Spec
     overlap: Spec = field(default_factory=SERIAL.copy)  # with the layer groups of its messages
     optimizer: Spec
-    until: dict[str, float]  # rule → bound, see Stage.reached; empty = until the run's stop rule
+    until: dict[Until, float]  # rule → bound, see Stage.reached; empty = until the run's stop rule
     workers: tuple[WorkerPlan, ...]
     # at the boundary to this stage: momentum (keep or reset), residual (keep or drop)
-    handover: dict[str, str] = field(default_factory=dict)
-    h_preset: int | None = None  # the slowest worker's H, if H is planned
-    r_preset: float | None = None  # preset density, if densities are planned; null = the codec's
+    handover: dict[Kept, Handover] = field(default_factory=dict)
+    h_preset: Count | None = None  # the slowest worker's H, if H is planned
+    r_preset: Share | None = None  # preset density, if densities are planned; null = the codec's
     predicted_steps_per_s: float | None = None
     predicted_wait_share: float | None = None
 
@@ -86,6 +93,7 @@ PATIENCE = "patience"  # exit reason of a run that stop.patience ended
 class Limits:
     """End of a run (the first limit or target that is reached) and times of its evaluations."""
 
+    __pydantic_config__: ClassVar = FILE
     epochs: float | None
     steps: int | None
     seconds: float | None
@@ -104,10 +112,11 @@ class Plan:
     `ashl.planning.instantiate`.
     """
 
+    __pydantic_config__: ClassVar = FILE
     schema: int
     name: str
-    seed: int
-    num_workers: int
+    seed: Natural
+    num_workers: Count
     num_ranks: int  # workers and servers or coordinator
     num_params: int
     sample_shape: tuple[int, ...] = ()  # shape of one sample
@@ -127,7 +136,7 @@ class Plan:
     runtime: Spec
     planner: Spec
     limits: Limits
-    stages: tuple[StagePlan, ...]
+    stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
     predicted_s: float | None = None  # seconds of the whole run if no target ends it earlier
     allow_targets: tuple[str, ...] = ()
     start_from: str | None = None  # path of the initial weights; None = random, from the seed
@@ -165,82 +174,6 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Return the plan of a JSON text.
 
-        Raises: ValueError, KeyError or TypeError if it is not a plan of this schema.
+        Raises: ValueError, one sentence, if it is not a plan of this schema.
         """
-        data: Any = parsed(text)
-        if not isinstance(data, dict) or data.get("schema", SCHEMA) != SCHEMA:
-            found = f"schema {data['schema']}" if isinstance(data, dict) else "no mapping of keys"
-            raise ValueError(f"{found} where schema {SCHEMA} was expected")
-        data["stages"] = tuple(
-            _stage(stage, f"stage {i}") for i, stage in enumerate(_list(data["stages"], "stages"))
-        )
-        data["limits"] = _made(Limits, data["limits"], "limits")
-        data["layers"] = tuple(_layer(layer) for layer in _list(data.get("layers", []), "layers"))
-        for key in ("allow_targets", "notes", "work", "shares", "needed", "sample_shape"):
-            data[key] = tuple(_list(data.get(key, []), key))
-        for key in ("model", "dataset", "task", "cluster", "runtime", "planner", "choices"):
-            _mapping(data.get(key, {}), key)
-        return _made(Plan, data, "the plan")
-
-
-def _stage(data: Any, where: str) -> StagePlan:
-    """Return a stage of a plan file. Raises: ValueError."""
-    where = f"stage {_mapping(data, where).get('name', where)}"
-    for key in (
-        "sync",
-        "topology",
-        "aggregate",
-        "outer",
-        "compression",
-        "overlap",
-        "optimizer",
-        "until",
-        "handover",
-    ):
-        _mapping(data.get(key, {}), f"{where}: {key}")
-    workers = [
-        _made(WorkerPlan, worker, f"{where}, worker {rank}")
-        for rank, worker in enumerate(_list(data.get("workers", []), f"{where}: workers"))
-    ]
-    return _made(StagePlan, {**data, "workers": tuple(workers)}, where)
-
-
-def _layer(data: Any) -> tuple[str, tuple[int, ...]]:
-    if len(_list(data, "a layer")) != 2:
-        raise ValueError(f"a layer is {json.dumps(data)}, where a name and a shape are expected")
-    name, shape = data
-    return name, tuple(_list(shape, f"the shape of layer {name}"))
-
-
-def _mapping(data: Any, where: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ValueError(f"{where} is {json.dumps(data)}, where keys and values are expected")
-    return data
-
-
-def _list(data: Any, where: str) -> list[Any]:
-    if not isinstance(data, list):
-        raise ValueError(f"{where} is {json.dumps(data)}, where a list is expected")
-    return data
-
-
-def _made(cls: type[T], data: Any, where: str) -> T:
-    """Return a dataclass made from a mapping, which must have all required keys and no unknown one.
-
-    Raises: ValueError.
-    """
-    known = {field.name: field for field in fields(cls)}  # ty: ignore[invalid-argument-type]
-    for key in _mapping(data, where):
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
-            raise ValueError(f"{where} has no key {key!r}; {hint}")
-    needed = (
-        key
-        for key, own in known.items()
-        if own.default is MISSING and own.default_factory is MISSING
-    )
-    for key in needed:
-        if key not in data:
-            raise ValueError(f"{where} lacks {key!r}")
-    return cls(**data)
+        return read_json(Plan, text, SCHEMA)

@@ -11,27 +11,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ValidationError
+from pydantic import Field
 
 from ashl.cluster.spec import Cluster, ContentionCosts, Measured
 from ashl.cluster.speed import LEVELS
-from ashl.config.construct import explain
-from ashl.errors import UsageError, parsed
+from ashl.errors import UsageError
 from ashl.plan.alpha_beta import AlphaBeta
-from ashl.plan.checks import check_line, check_names, is_count, is_number, is_seconds, require_keys
+from ashl.plan.checks import FILE, Count, Name, Rate, Seconds, read_json
 from ashl.plan.plan import Spec
 
-T = TypeVar("T")
 SCHEMA = 5
-SOURCES = ("declared", "measured")
 TICK_S = 1e-9  # resolution of the experiment's clock, seconds
 # A link that reaches this share of the rate of the server's NIC may be faster than the NIC.
 PORT_SHARE = 0.9
 # cost → its noise
 NOISES = {"step_s": "step_noise_s", "push_s": "push_noise_s", "pull_s": "pull_noise_s"}
-LOADED = ("push_loaded_s", "pull_loaded_s")
 PASSES = ("forward_s", "backward_s")
 LINES = ("push_line", "pull_line")
 TIMES = "step_times_s"
@@ -40,78 +36,34 @@ MAX_JITTER = 10.0  # upper bound of `cluster.jitter`
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerProfile:
-    """Costs of one worker, in seconds.
+    """Costs of one worker, in seconds."""
 
-    Raises: ValueError on an invalid cost.
-    """
-
-    step_s: float  # one local step
-    step_spread_s: float  # standard deviation of a step
-    step_noise_s: float  # half of the 95 % interval of the median step; 0 = declared
-    batch: int  # samples of that step
-    push_s: float  # push of the dense model with its latency, without other traffic
-    push_noise_s: float
-    push_loaded_s: float | None  # the push while all workers push; None = not measured
-    pull_s: float  # pull of the dense model with its latency, without other traffic
-    pull_noise_s: float
-    pull_loaded_s: float | None
-    latency_s: float  # message without payload
-    push_bytes_s: float | None  # bytes per second beyond the latency; None = no cost per byte
-    pull_bytes_s: float | None
-    compress_s: float  # encoding of the dense vector
+    __pydantic_config__: ClassVar = FILE
+    step_s: Annotated[float, Field(ge=TICK_S, le=1e9)]  # one local step
+    step_spread_s: Seconds  # standard deviation of a step
+    step_noise_s: Seconds  # half of the 95 % interval of the median step; 0 = declared
+    batch: Count  # samples of that step
+    push_s: Seconds  # push of the dense model with its latency, without other traffic
+    push_noise_s: Seconds
+    push_loaded_s: Seconds | None  # the push while all workers push; None = not measured
+    pull_s: Seconds  # pull of the dense model with its latency, without other traffic
+    pull_noise_s: Seconds
+    pull_loaded_s: Seconds | None
+    latency_s: Seconds  # message without payload
+    push_bytes_s: Rate | None  # bytes per second beyond the latency; None = no cost per byte
+    pull_bytes_s: Rate | None
+    compress_s: Seconds  # encoding of the dense vector
     # by layer group, the last layers first; empty = not measured
-    forward_s: tuple[float, ...] = ()
-    backward_s: tuple[float, ...] = ()
+    forward_s: tuple[Seconds, ...] = ()
+    backward_s: tuple[Seconds, ...] = ()
     push_line: AlphaBeta | None = None  # messages to the server by bytes; None = not measured
     pull_line: AlphaBeta | None = None
-    host: str | None = None  # host of the measurement; None = not known
-    device: str | None = None  # device of the measurement; None = not known
+    host: Name | None = None  # host of the measurement; None = not known
+    device: Name | None = None  # device of the measurement; None = not known
     # quantiles of a step at `ashl.cluster.speed.LEVELS`; empty = not measured
-    step_times_s: tuple[float, ...] = ()
+    step_times_s: tuple[Annotated[float, Field(gt=0, le=1e9)], ...] = ()
 
     def __post_init__(self) -> None:
-        self._check_seconds()
-        self._check_rates()
-        self._check_step_times()
-        for name in LINES:
-            check_line(getattr(self, name), name)
-        check_names(self.host, self.device)
-        if not is_count(self.batch):
-            raise ValueError(f"batch is {self.batch!r}, where a whole number from 1 up is expected")
-
-    def _check_seconds(self) -> None:
-        seconds = (*NOISES, *NOISES.values(), "step_spread_s", "latency_s", "compress_s", *LOADED)
-        for name in seconds:
-            if name in LOADED and getattr(self, name) is None:
-                continue
-            if not is_seconds(getattr(self, name)):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, where seconds from 0 up are expected"
-                )
-        if self.step_s < TICK_S:
-            raise ValueError(
-                f"step_s is {self.step_s!r}, but a step takes at least the clock's nanosecond"
-            )
-        for name in PASSES:
-            if not all(map(is_seconds, getattr(self, name))):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, where seconds of each layer group are"
-                    " expected"
-                )
-
-    def _check_rates(self) -> None:
-        for name in ("push_bytes_s", "pull_bytes_s"):
-            rate = getattr(self, name)
-            if rate is not None and not (is_number(rate) and rate > 0):
-                raise ValueError(
-                    f"{name} is {rate!r}, where bytes per second above 0, or null, are expected"
-                )
-
-    def _check_step_times(self) -> None:
-        if not all(is_seconds(time_s) and time_s > 0 for time_s in self.step_times_s):
-            raise ValueError(
-                f"step_times_s is {self.step_times_s!r}, where seconds above 0 are expected"
-            )
         if len(self.step_times_s) not in (0, len(LEVELS)):
             raise ValueError(
                 f"step_times_s has {len(self.step_times_s)} quantiles, where {len(LEVELS)} are"
@@ -128,96 +80,50 @@ class WorkerProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecCost:
-    """Costs of one codec for the dense vector, in seconds.
+    """Costs of one codec for the dense vector, in seconds."""
 
-    Raises: ValueError on an invalid cost.
-    """
-
-    codec: str  # dotted name of the codec's class
-    encode_s: tuple[float, ...]  # by worker
-    decode_s: float  # one payload, on the server
-
-    def __post_init__(self) -> None:
-        check_names(self.codec)
-        if not all(map(is_seconds, (*self.encode_s, self.decode_s))):
-            raise ValueError(
-                f"the costs of {self.codec} are {self.encode_s!r} and {self.decode_s!r}, not"
-                " seconds"
-            )
+    __pydantic_config__: ClassVar = FILE
+    codec: Name  # dotted name of the codec's class
+    encode_s: tuple[Seconds, ...]  # by worker
+    decode_s: Seconds  # one payload, on the server
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """Costs of all workers of a cluster, in rank order, of its server and of its collectives."""
 
+    __pydantic_config__: ClassVar = FILE
     schema: int
-    model: str
-    num_params: int
-    dense_bytes: int
-    device: str
-    source: str  # "declared" | "measured"
-    server_step_s: float | None  # seconds to apply one push; None = not known
-    server_bytes_s: float | None  # bytes/s of the server's NIC; None = never the bottleneck
+    model: Name
+    num_params: Count
+    dense_bytes: Count
+    device: Name
+    source: Literal["declared", "measured"]
+    server_step_s: Seconds | None  # seconds to apply one push; None = not known
+    server_bytes_s: Rate | None  # bytes/s of the server's NIC; None = never the bottleneck
     ports: bool  # True if a transfer occupies the NICs of both ends
-    workers: tuple[WorkerProfile, ...]
+    workers: Annotated[tuple[WorkerProfile, ...], Field(min_length=1)]
     # bytes of each layer group, the last layers first; empty = not measured
-    group_bytes: tuple[int, ...] = ()
+    group_bytes: tuple[Count, ...] = ()
     all_reduce: AlphaBeta | None = None  # over all workers, by bytes; None = not measured
     contention: ContentionCosts | None = None  # of collectives and computing; None = not measured
-    server_host: str | None = None
+    server_host: Name | None = None
     codecs: tuple[CodecCost, ...] = ()  # one for each codec that was timed
 
     def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(
-                f"the profile's schema is {self.schema!r} where {SCHEMA} was expected; profile"
-                " again"
-            )
-        if self.source not in SOURCES:
-            raise ValueError(
-                f"the profile's source is {self.source!r}; it may be {' or '.join(SOURCES)}"
-            )
-        for name in ("num_params", "dense_bytes"):
-            if not is_count(getattr(self, name)):
+        for rank, worker in enumerate(self.workers) if self.source == "measured" else ():
+            if not (worker.push_s and worker.pull_s):
                 raise ValueError(
-                    f"the profile's {name} is {getattr(self, name)!r}, where a whole number is"
-                    " expected"
+                    f"worker {rank} of the profile: a push or a pull takes 0 s, which no"
+                    " measurement gives; profile again, or declare the costs"
                 )
-        if not isinstance(self.ports, bool):
-            raise ValueError(
-                f"the profile's ports is {self.ports!r}, where true or false is expected"
-            )
-        if not self.workers:
-            raise ValueError("the profile has no workers; it needs one entry for each")
-        check_line(self.all_reduce, "the profile's all_reduce")
-        check_names(self.server_host, self.model, self.device)
-        self._check_server()
-        self._check_lengths()
-
-    def _check_server(self) -> None:
-        if self.server_step_s is not None and not is_seconds(self.server_step_s):
-            raise ValueError(
-                f"the profile's server_step_s is {self.server_step_s!r}, where seconds are expected"
-            )
-        if self.server_bytes_s is not None and not (
-            is_number(self.server_bytes_s) and self.server_bytes_s > 0
-        ):
-            raise ValueError(
-                f"the profile's server_bytes_s is {self.server_bytes_s!r}, where bytes/s are"
-                " expected"
-            )
-
-    def _check_lengths(self) -> None:
         groups = len(self.group_bytes)
         if any(len(getattr(worker, name)) != groups for worker in self.workers for name in PASSES):
             raise ValueError(
                 f"the profile has {groups} layer groups, and a worker with costs of another number"
                 " of them; profile again"
             )
-        if not all(map(is_count, self.group_bytes)) or sum(self.group_bytes) not in (
-            0,
-            self.dense_bytes,
-        ):
+        if sum(self.group_bytes) not in (0, self.dense_bytes):
             raise ValueError(
                 f"the profile's group_bytes do not add up to the model's {self.dense_bytes}"
             )
@@ -414,28 +320,7 @@ class Profile:
 
         Raises: ValueError, one sentence, if it is not a profile of this schema with valid costs.
         """
-        data: Any = parsed(text)
-        if isinstance(data, dict) and data.get("schema", SCHEMA) != SCHEMA:
-            raise ValueError(
-                f"the profile's schema is {data['schema']!r} where {SCHEMA} was expected; profile"
-                " again"
-            )
-        require_keys(data, [field.name for field in fields(Profile)], "the profile")
-        data["all_reduce"] = _line(data["all_reduce"], "the profile's all_reduce")
-        data["contention"] = _option(
-            ContentionCosts, data["contention"], "the profile's contention"
-        )
-        data["codecs"] = tuple(map(_codec, _list(data["codecs"], "the profile's codecs")))
-        data["group_bytes"] = _list(data["group_bytes"], "the profile's group_bytes")
-        if not isinstance(data["workers"], list):
-            raise ValueError(
-                "the profile's workers are no list; it needs one entry for each worker"
-            )
-        data["workers"] = tuple(
-            _worker(entry, rank, data["source"] == "measured")
-            for rank, entry in enumerate(data["workers"])
-        )
-        return Profile(**data)
+        return read_json(Profile, text, SCHEMA)
 
 
 def ready_shares(workers: Sequence[WorkerProfile]) -> tuple[float, ...]:
@@ -447,54 +332,6 @@ def ready_shares(workers: Sequence[WorkerProfile]) -> tuple[float, ...]:
         _, *there_s = accumulate(worker.backward_s, initial=math.fsum(worker.forward_s))
         ready.append([at_s / there_s[-1] if there_s[-1] else 1.0 for at_s in there_s])
     return tuple(math.fsum(column) / len(ready) for column in zip(*ready, strict=True))
-
-
-def _worker(entry: Any, rank: int, measured: bool) -> WorkerProfile:
-    where = f"worker {rank} of the profile"
-    require_keys(entry, [field.name for field in fields(WorkerProfile)], where)
-    entry |= {name: _list(entry[name], f"{where}: {name}") for name in (*PASSES, TIMES)}
-    entry |= {name: _line(entry[name], f"{where}: {name}") for name in LINES}
-    try:
-        worker = WorkerProfile(**entry)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    for name in ("push_s", "pull_s"):
-        if measured and not entry[name]:
-            raise ValueError(
-                f"{where}: {name} is 0, which no measurement gives; profile again, or declare the"
-                " costs"
-            )
-    return worker
-
-
-def _codec(entry: Any) -> CodecCost:
-    require_keys(entry, [field.name for field in fields(CodecCost)], "a codec of the profile")
-    encode_s = _list(entry["encode_s"], "encode_s of a codec of the profile")
-    return CodecCost(codec=entry["codec"], encode_s=encode_s, decode_s=entry["decode_s"])
-
-
-def _option(cls: type[T], entry: Any, what: str) -> T | None:
-    if entry is None:
-        return None
-    if not isinstance(entry, dict):
-        raise ValueError(f"{what} is {entry!r}, where keys and values are expected")
-    try:
-        return cls(**entry)
-    except ValidationError as error:
-        raise ValueError(explain(error, what, cls)) from error
-
-
-def _list(values: Any, what: str) -> tuple[Any, ...]:
-    if not isinstance(values, list):
-        raise ValueError(f"{what} is {values!r}, where a list is expected")
-    return tuple(values)
-
-
-def _line(entry: Any, what: str) -> AlphaBeta | None:
-    if entry is None:
-        return None
-    require_keys(entry, [field.name for field in fields(AlphaBeta)], what)
-    return AlphaBeta(**entry)
 
 
 def rate_of(seconds: float, dense_bytes: int) -> float | None:

@@ -534,7 +534,8 @@ def explain(choice: Choice, conflict: Conflict) -> str:
         fixes = [f"schedule=single {fix}" if fix.startswith("sync=") else fix for fix in fixes]
     if not key:
         fixes = fixes or [f"another {giver} or {group}"]
-    do = [f"take {' or '.join(fixes)}"] if fixes else []
+    *others, last = fixes or [""]
+    do = [f"take {', '.join(others)} or {last}" if others else f"take {last}"] if fixes else []
     do += [f"remove {group}.{key}"] if key else []
     return (
         f"{asking}: needs {capability.noun}, and {choice.name(giver)} does not provide it;"

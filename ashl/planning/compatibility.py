@@ -317,35 +317,21 @@ def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
             "runtime=torchrun: this process is not part of a job; start it as `torchrun … -m"
             " ashl.cli train …`"
         )
+    found = world_size - extra if num_workers is None else num_workers
+    shared = int(extra == 1)  # a server or coordinator may share a worker's node
+    if num_workers is None and (not extra or found > 1):
+        return found
+    if num_workers is not None and world_size - found in (extra, extra - shared):
+        return found
+    asked = num_workers or 2
     other = "server" if topology.has_server else "coordinator"
-    shared = 1 if extra == 1 else 0  # servers or coordinators that may share a worker's node
-    if num_workers is None and extra and world_size - extra <= 1:
-        alone = max(0, world_size - extra)
-        fixes = [f"start {2 + extra} processes"]
-        if shared and world_size > 1:
-            fixes += [
-                f"set cluster.num_workers={world_size} (the {other} then shares the node of process"
-                " 0)"
-            ]
-        if alone:
-            fixes += ["set cluster.num_workers=1 for one worker"]
-        fixes += [f"take a topology without a {other}"]
-        raise UsageError(
-            f"runtime=torchrun: {pluralize(world_size, 'process gives', 'processes give')}"
-            f" {pluralize(alone, 'worker', 'workers')} and {pluralize(extra, other, other + 's')},"
-            f" and a run needs two workers; {', or '.join(fixes)}"
-        )
-    if num_workers is None:
-        return world_size - extra
-    if world_size - num_workers not in (extra, extra - shared):
-        beside = f" and {pluralize(extra, other, other + 's')}" if extra else ""
-        less = f", or {num_workers} if the {other} shares a node" if shared else ""
-        raise UsageError(
-            f"runtime=torchrun: the job has {pluralize(world_size, 'process', 'processes')}, and"
-            f" {pluralize(num_workers, 'worker', 'workers')}{beside} need"
-            f" {num_workers + extra}{less}; change --nproc-per-node or the cluster"
-        )
-    return num_workers
+    beside = f" and {pluralize(extra, other, other + 's')}" if extra else ""
+    less = f", or {asked} if the {other} shares a node" if extra == 1 else ""
+    raise UsageError(
+        f"runtime=torchrun: the job has {pluralize(world_size, 'process', 'processes')}, and"
+        f" {pluralize(asked, 'worker', 'workers')}{beside} need {asked + extra}{less}; change"
+        " --nproc-per-node, or set cluster.num_workers"
+    )
 
 
 def pluralize(number: int, one: str, several: str) -> str:

@@ -28,12 +28,12 @@ def edited(said, workplace):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"sync": "bsp"}, 'stage shl: sync is "bsp", where keys and values are expected'),
-        ({"sync": ...}, "stage shl lacks 'sync'"),
-        ({"snyc": {}}, "stage shl has no key 'snyc'; did you mean 'sync'?"),
-        ({"handover": 3}, "stage shl: handover is 3, where keys and values are expected"),
-        ({"workers": {}}, "stage shl: workers is {}, where a list is expected"),
-        ({"workers": [3]}, "stage shl, worker 0 is 3, where keys and values are expected"),
+        ({"sync": "bsp"}, "stages.2.sync=bsp is not possible: should be keys and values"),
+        ({"sync": ...}, "stages.2.sync is missing; give it a value"),
+        ({"snyc": {}}, "stages.2.snyc is not a key; remove it"),
+        ({"handover": 3}, "stages.2.handover=3 is not possible: should be keys and values"),
+        ({"workers": {}}, "stages.2.workers={} is not possible: should be a list"),
+        ({"workers": [3]}, "stages.2.workers.0=3 is not possible: should be keys and values"),
         (
             {"sync": {}},
             (
@@ -45,22 +45,25 @@ def edited(said, workplace):
             {"sync": {"_target_": "ashl.sync.asp.ASP"}},
             "stage shl: sync.local_steps is missing; give it a value",
         ),
-        ({"name": "\x1b[2J"}, "'\\x1b[2J' is not a name; give printable text"),
+        (
+            {"name": "\x1b[2J"},
+            'stages.2.name="\\u001b[2J" is not possible: should be printable text',
+        ),
         (
             {"handover": {"momentum": "eat"}},
-            "stage shl: handover.momentum='eat' is not possible; take one of: momentum (keep or",
+            "stages.2.handover.momentum=eat is not possible: should be one of keep, reset, drop",
         ),
         (
             {"h_preset": "x"},
-            "stage shl: h_preset is 'x', where a whole number from 1 up is expected",
+            "stages.2.h_preset=x is not possible: should be a whole number",
         ),
         (
             {"r_preset": -2},
-            "stage shl: r_preset is -2, where a share above 0 and at most 1 is expected",
+            "stages.2.r_preset=-2 is not possible: should be greater than 0",
         ),
         (
             {"predicted_wait_share": "x"},
-            "stage shl.predicted_wait_share=x is not possible: should be a number",
+            "stages.2.predicted_wait_share=x is not possible: should be a number",
         ),
         (
             {"sync": {"_target_": "ashl.sync.d_psgd.DPSGD", "local_steps": 1, "order": "awc"}},
@@ -77,14 +80,14 @@ def test_a_plan_edited_by_hand(changes, says, said, edited) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"seed": -5}, "seed is -5, where a whole number from 0 up is expected"),
+        ({"seed": -5}, "seed=-5 is not possible: should be greater than or equal to 0"),
         ({"seed": "x"}, "seed=x is not possible: should be a whole number"),
         ({"num_ranks": 77}, "num_ranks is 77, and its workers and servers are 5"),
         (
             {"predicted_s": float("nan")},
             "predicted_s=nan is not possible: should be a finite number",
         ),
-        ({"layers": [["a"]]}, 'a layer is ["a"], where a name and a shape are expected'),
+        ({"layers": [["a"]]}, "layers.0.1 is missing; give it a value"),
         ({"notes": "[" * 100_000}, "its brackets are nested too deep"),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -
     ("overrides", "why"),
     [
         (("sync=spy",), "optimizer=sgd optimizer.momentum=0"),
-        (("sync=spy", "compression=topk", *PLAIN), "take compression=none"),
+        (("sync=spy", "compression=topk", *PLAIN), "or compression=none"),
         (("sync=asylpg", "compression=topk"), "take compression=none"),
         (("sync=asylpg", "aggregate=uniform"), "aggregate=uniform: needs a weighted merge"),
         (
