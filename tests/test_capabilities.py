@@ -10,6 +10,7 @@ from ashl.config.compose import compose
 from ashl.errors import UsageError
 from ashl.planning.capabilities import CAPABILITIES
 from ashl.planning.compile_plan import prepare_plan
+from ashl.sync.bsp import BSP
 from tests.support_matrix import only_checks
 
 LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002"
@@ -130,3 +131,10 @@ def test_what_is_missing_is_said_and_each_alternative_works(capability: str, lin
 def test_every_capability_has_a_case() -> None:
     """Only a topology of the user's own can lack compressed pulls, see tests/test_planning.py."""
     assert {capability for capability, _ in CASES} == CAPABILITIES.keys() - {"pulls"}
+
+
+def test_an_unknown_capability_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BSP, "needs", {"wings": ""})
+    sentence = refusal(["runtime=sim", "tracking=none", "sync=bsp"])
+    assert sentence is not None
+    assert sentence.startswith("sync=bsp: its `needs` has 'wings', which is no capability; take")

@@ -503,7 +503,12 @@ def find_conflicts(choice: Choice) -> list[Conflict]:
     for group in ASKED:
         option = getattr(choice, group)
         for name, key in option.needs.items() if option is not None else ():
-            capability = CAPABILITIES[name]
+            capability = CAPABILITIES.get(name)
+            if capability is None:
+                raise UsageError(
+                    f"{choice.name(group)}: its `needs` has {name!r}, which is no capability; take"
+                    f" one of {', '.join(CAPABILITIES)}"
+                )
             unknown = choice.sync is None and "sync" in capability.groups
             if not unknown and not capability.is_given(choice):
                 found.append(Conflict(group, key, name))
