@@ -131,6 +131,9 @@ class Exchange:
         """Return the moment when a collective begins: now, as no NIC is ever busy."""
         return now_ns
 
+    def release(self) -> None:
+        """Do nothing, as no NIC is ever busy."""
+
 
 class Ports:
     """Network model with latency, bandwidth, and the occupancy of the NICs of both ends."""
@@ -307,6 +310,11 @@ class Ports:
         start = max(now_ns, self.free_ns(group))
         self._free.update(dict.fromkeys(self.ring(group).ports, start + cost_ns))
         return start
+
+    def release(self) -> None:
+        """Free all NICs, because no message is in flight, and aborted transfers count as ended."""
+        self._free.clear()
+        self._coming.clear()
 
     def ring(self, group: tuple[int, ...]) -> Ring:
         """Return the ring of a group, ordered node by node."""

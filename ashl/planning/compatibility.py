@@ -663,6 +663,12 @@ def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
 
     Raises: UsageError.
     """
+    if parts.cluster.fault_kinds:
+        raise UsageError(
+            "cluster.num_workers: a run with injected faults (cluster.events, cluster.churn) cannot"
+            " resume with another number of workers; start a new run from its weights with"
+            f" run.start_from={run_dir}"
+        )
     for own in parts.stages:
         shared_state = isinstance(own.topology, ParameterServer | AllReduce)
         kept = shared_state and has_plain_messages(own.sync)
@@ -742,10 +748,10 @@ def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float 
             f"cluster.events, cluster.churn ({named}): supported in virtual time only, except fail"
             " with runtime=local; take runtime=sim"
         )
-    if checkpoint_s is not None:
+    if checkpoint_s is not None and parts.runtime.name != "sim":
         raise UsageError(
-            f"run.checkpoint_s: not supported together with injected faults ({named}); remove"
-            " run.checkpoint_s, or the faults"
+            f"run.checkpoint_s: not supported together with injected faults ({named}) on"
+            " processes; remove run.checkpoint_s, or the faults, or take runtime=sim"
         )
     if SERVER_FAIL in fault_kinds and not parts.stages[0].topology.has_server:
         raise UsageError(

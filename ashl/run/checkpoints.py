@@ -41,7 +41,7 @@ from ashl.tracking.recorder import METRICS, writing
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 12
+SCHEMA = 13
 CUT_BACK = "cut_back"  # manifest key: True once later records than the checkpoint are removed
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns")  # manifest keys
 VIRTUAL, PROCESSES, RESCALED = "virtual", "processes", "rescaled"

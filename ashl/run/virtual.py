@@ -18,11 +18,13 @@ from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import PeerFailedError, Save
 from ashl.runtime.parallel_sim import use_cores
-from ashl.runtime.plain_state import encode, to_plain
+from ashl.runtime.plain_state import decode, encode, to_plain
 from ashl.runtime.rank_checkpoint import RANKS, next_due_ns, saved_rank
 from ashl.runtime.rank_context import Observer
 from ashl.runtime.sim import Begin, Sim, restore_ranks
 from ashl.stage.program import program, ranks_to_notify
+
+FAULTS = "faults.safetensors"  # file of the injected faults of a checkpoint
 
 
 class Saving(NamedTuple):
@@ -54,10 +56,15 @@ def simulate(
         folder = rank_checkpoint.folder_of(monitor.recorder.run_dir, number)
         times = {"time_ns": sim.now_ns, "home_ns": sim.now_ns}
         about = {"how": VIRTUAL, **times, "ranks_ns": [sim.now_ns] * plan.num_ranks}
-        ranks = [saved_rank(sim.contexts[rank], save, sim.speed) for rank, save in saves.items()]
+        ranks = [saved_rank(ctx, saves.get(ctx.rank), sim.speed) for ctx in sim.contexts]
+        contents = {RANKS: encode(to_plain(ranks))}
+        if churn is not None:
+            contents[FAULTS] = encode(to_plain(churn.saved()))
         try:
-            content = encode(to_plain(ranks))
-            files = {RANKS: rank_checkpoint.write(folder / RANKS, content)}
+            files = {
+                name: rank_checkpoint.write(folder / name, content)
+                for name, content in contents.items()
+            }
             number += checkpoints.complete(folder, saving.identity, monitor, files, about)
         except (OSError, RuntimeError) as error:
             text = (
@@ -70,17 +77,11 @@ def simulate(
         monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
     sim.save = save
     sim.checkpoint_due_ns = next_due_ns(saved.time_ns if saved else 0, saving.every_s)
-    play = partial(program, stages=job.stages)
+    play, churn = partial(program, stages=job.stages), None
     if cluster.fault_kinds:
-        Churn(
-            sim,
-            cluster,
-            plan.seed,
-            stage.min_workers,
-            partial(ranks_to_notify, job.stages),
-            play,
-            stage.topology.regroups,
-        )
+        peers, least = partial(ranks_to_notify, job.stages), stage.min_workers
+        regroups = stage.topology.regroups
+        churn = Churn(sim, cluster, plan.seed, least, peers, play, regroups)
     try:
         runtime = job.parts.runtime
         cores = runtime.cores if runtime.gradients else 1
@@ -88,7 +89,7 @@ def simulate(
             use_cores(sim, cores, plan.num_workers, job.learner),
             claim_generators(job.learner.device),
         ):
-            sim.run(play, monitor.draw_progress, saved and beginning(plan, job, saved))
+            sim.run(play, monitor.draw_progress, saved and beginning(plan, job, saved, churn))
     except PeerFailedError as loss:
         raise AshlError(
             f"worker {loss.rank} failed ({loss.why}), and the stage needs all workers, as profiling"
@@ -124,8 +125,11 @@ def simulation(
     )
 
 
-def beginning(plan: Plan, job: Job, saved: Checkpoint) -> Begin:
+def beginning(plan: Plan, job: Job, saved: Checkpoint, churn: Churn | None) -> Begin:
     """Return the function that sets a simulation to a checkpoint."""
     packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
     ranks = rank_checkpoint.read_ranks(saved.folder, plan.num_ranks, packages, device)
-    return partial(restore_ranks, ranks=ranks, time_ns=saved.time_ns)
+    epoch = None
+    if churn is not None:
+        epoch = churn.restore(decode((saved.folder / FAULTS).read_bytes()))
+    return partial(restore_ranks, ranks=ranks, time_ns=saved.time_ns, epoch=epoch)

@@ -19,16 +19,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from heapq import heappush
-from itertools import count
-from typing import Any
-
-import numpy as np
+from heapq import heapify, heappush
+from typing import Any, NamedTuple
 
 from ashl.cluster.spec import Cluster, Event
 from ashl.data.rng import Purpose, stream
 from ashl.errors import AshlError
-from ashl.runtime.effects import Epoch, PeerFailedError
+from ashl.runtime.effects import Epoch, Message, PeerFailedError
 from ashl.runtime.records import WorkerFailed, WorkerRejoined
 from ashl.runtime.sim import Sim
 
@@ -36,6 +33,23 @@ FIRST = -(2**60)  # places of events before all others of an instant
 # number of time budgets after which no worker fails at random: later work does not count, and the
 # run is about to end
 LAST_BUDGETS = 2
+
+
+class SavedFaults(NamedTuple):
+    """State of the faults at a pause, for a checkpoint."""
+
+    epoch: Epoch
+    failures: dict[int, int]
+    gone: tuple[int, ...]
+    uninformed: tuple[tuple[int, int, int, str], ...]
+    # events to come: time in ns, place in the order of events, name of the method, its argument
+    pending: tuple[tuple[int, int, str, Any], ...]
+    places: int  # place of the next event
+    draws: dict[int, int]  # random numbers that each worker has drawn
+    # by rank: failed peers that it was notified of, with cause and earlier failures
+    failed_peers: dict[int, tuple[tuple[int, str, int], ...]]
+    # by rank: notifications that no receive has taken yet
+    notifications: dict[int, tuple[Message, ...]]
 
 
 class Churn:
@@ -61,7 +75,8 @@ class Churn:
         self.start = start
         # True if there is a server, so that the run tolerates the failure of all workers
         self.has_server = len(sim.contexts) > len(cluster.compute)
-        self._places = count(FIRST)
+        self._place = FIRST
+        self._draws = Counter[int]()
         self.regroups = regroups
         self.failures = Counter[int]()  # failures of each worker so far
         self.epoch = Epoch(0, tuple(range(len(cluster.compute))))
@@ -71,19 +86,15 @@ class Churn:
                 ctx.tolerates_failures = True
         # (peer, failed worker, time of the failure in ns, reason): not notified yet
         self._uninformed: set[tuple[int, int, int, str]] = set()
-        for event in cluster.events:
-            if event.server_fail:
-                self._at(event.time_s, self._server_fails, event)
-            elif event.fail or event.rejoin:
-                self._at(event.time_s, self._apply_event, event)
+        self._streams = {
+            rank: stream(seed, Purpose.CHURN, rank) for rank in range(len(cluster.compute))
+        }
+        for number, event in enumerate(cluster.events):
+            if event.server_fail or event.fail or event.rejoin:
+                self._at(event.time_s, self._apply_event, number)
         if cluster.churn is not None:
             for rank in range(len(cluster.compute)):
-                self._draw(
-                    rank,
-                    stream(seed, Purpose.CHURN, rank),
-                    cluster.churn.mtbf_s,
-                    self._random_failure,
-                )
+                self._draw(rank, cluster.churn.mtbf_s, self._random_failure)
 
     @property
     def over(self) -> bool:
@@ -94,10 +105,14 @@ class Churn:
         self._at_ns(round(time_s * 1e9), target, value)
 
     def _at_ns(self, time_ns: int, target: Any, value: Any) -> None:
-        heappush(self.sim._heap, (time_ns, next(self._places), target, value))
+        heappush(self.sim._heap, (time_ns, self._place, target, value))
+        self._place += 1
 
-    def _apply_event(self, event: Event) -> None:
+    def _apply_event(self, number: int) -> None:
         """Apply a declared failure or rejoin."""
+        event = self.cluster.events[number]
+        if event.server_fail:
+            return self._server_fails(event)
         assert event.worker is not None
         if event.fail:
             self.fail(event.worker, "declared")
@@ -113,11 +128,11 @@ class Churn:
 
     # --- at random
 
-    def _draw(self, rank: int, rng: np.random.Generator, mean_s: float, what: Any) -> None:
-        self._at(self.sim.now_ns / 1e9 + rng.exponential(mean_s), what, (rank, rng))
+    def _draw(self, rank: int, mean_s: float, what: Callable[[int], None]) -> None:
+        self._draws[rank] += 1
+        self._at(self.sim.now_ns / 1e9 + self._streams[rank].exponential(mean_s), what, rank)
 
-    def _random_failure(self, item: tuple[int, np.random.Generator]) -> None:
-        rank, rng = item
+    def _random_failure(self, rank: int) -> None:
         churn = self.cluster.churn
         limit_ns = min(ctx.time_accounting.limit_ns for ctx in self.sim.contexts)
         if self.over or churn is None or self.sim.now_ns > LAST_BUDGETS * limit_ns:
@@ -129,16 +144,64 @@ class Churn:
         )
         if rank in self.sim.gone or remaining > self.min_workers:
             self.fail(rank, "random")
-            self._draw(rank, rng, churn.mttr_s, self._random_rejoin)
+            self._draw(rank, churn.mttr_s, self._random_rejoin)
         else:
-            self._draw(rank, rng, churn.mtbf_s, self._random_failure)
+            self._draw(rank, churn.mtbf_s, self._random_failure)
 
-    def _random_rejoin(self, item: tuple[int, np.random.Generator]) -> None:
-        rank, rng = item
+    def _random_rejoin(self, rank: int) -> None:
         churn = self.cluster.churn
         if not self.over and churn is not None:
             self.rejoin(rank)
-            self._draw(rank, rng, churn.mtbf_s, self._random_failure)
+            self._draw(rank, churn.mtbf_s, self._random_failure)
+
+    # --- checkpoints
+
+    def saved(self) -> SavedFaults:
+        """Return the state of the faults at a pause."""
+        mail, events = self.sim._mail, self._pending()
+        return SavedFaults(
+            self.epoch,
+            dict(self.failures),
+            tuple(sorted(self.sim.gone)),
+            tuple(sorted(self._uninformed)),
+            tuple((time_ns, place, what.__name__, own) for time_ns, place, what, own in events),
+            self._place,
+            dict(self._draws),
+            {
+                rank: tuple((peer, of.why, of.incarnation) for peer, of in box.failed_peers.items())
+                for rank, box in enumerate(mail)
+            },
+            {rank: tuple(box.undelivered()) for rank, box in enumerate(mail)},
+        )
+
+    def _pending(self) -> list[tuple[int, int, Any, Any]]:
+        """Return the events of faults that are to come."""
+        return [item for item in self.sim._heap if getattr(item[2], "__self__", None) is self]
+
+    def restore(self, saved: SavedFaults) -> Epoch | None:
+        """Continue with the faults of a checkpoint. Returns: the present epoch, or None if none has
+        begun.
+        """
+        sim = self.sim
+        self.epoch, self.failures, self._place = saved.epoch, Counter(saved.failures), saved.places
+        self._uninformed = set(saved.uninformed)
+        sim.gone.update(saved.gone)
+        for rank, draws in saved.draws.items():
+            self._streams[rank].exponential(size=draws - self._draws[rank])
+            self._draws[rank] = draws
+        own = self._pending()
+        events = [item for item in sim._heap if item not in own]
+        events += [(at, place, getattr(self, name), of) for at, place, name, of in saved.pending]
+        sim._heap[:] = events
+        heapify(sim._heap)
+        for rank, known in saved.failed_peers.items():
+            found = {peer: PeerFailedError(peer, why, before) for peer, why, before in known}
+            sim._mail[rank].failed_peers.update(found)
+            for message in saved.notifications[rank]:
+                sim._mail[rank].put(message)
+        for rank, failures in self.failures.items():
+            sim.contexts[rank].incarnation = 0 if self.regroups else failures
+        return self.epoch if self.regroups and self.epoch.number else None
 
     # --- a failure and a rejoin
 
@@ -174,6 +237,7 @@ class Churn:
                 f"worker {rank} failed at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)}"
                 " workers remain that have the model: the run ends here"
             )
+        sim._check_pause()
         for peer in () if self.regroups else self.peers_of(rank):
             self._uninformed.add(item := (peer, rank, now, why))
             self._at_ns(noticed_ns, self._inform, item)
@@ -223,4 +287,4 @@ class Churn:
             return self._begin_epoch()
         ctx.incarnation = self.failures[rank]
         sim.stop_ranks([rank])
-        sim._mains[rank] = sim.spawn(ctx, self.start(ctx, joins=True), main=True)
+        sim.start_joining(rank, partial(self.start, ctx, joins=True))

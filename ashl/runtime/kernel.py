@@ -201,10 +201,19 @@ class Mailbox:
         """Forget all messages and all that wait for one."""
         self.__init__()  # type: ignore[misc]
 
-    def close_pass(self, save: Save) -> None:
-        """Accept discarded tags again, because the loop begins again after this pause."""
-        kept = {message.tag for message in self.undelivered()} - {PEER_FAILED, JOIN}
-        assert not kept, f"stage {save.stage} pauses before the messages {kept} are received"
+    def close_pass(self, save: Save, is_strict: bool) -> None:
+        """Accept discarded tags again, because the loop begins again after this pause. Messages to
+        an earlier incarnation of this rank are deleted, as are requests to join, which are sent
+        again.
+
+        Args: is_strict: True if no rank has failed, so that no message may remain.
+        """
+        remaining = self.messages.keys() - {PEER_FAILED, JOIN}
+        assert not (remaining and is_strict), (
+            f"stage {save.stage} pauses before the messages {remaining} are received"
+        )
+        for tag in (*remaining, JOIN):
+            self.messages.pop(tag, None)
         self.dropped.clear()
 
     def discard(self, tags: tuple[Tag, ...]) -> None:

@@ -23,6 +23,7 @@ from ashl.runtime.transport import first_line
 
 MANIFEST = "manifest.json"
 RANKS = "ranks.safetensors"  # file of all ranks, in virtual time
+ABSENT = -1  # stage of a rank that has failed, or that waits to be admitted
 
 
 def next_due_ns(now_ns: int, every_s: float | None) -> float:
@@ -122,8 +123,9 @@ class SavedRank(NamedTuple):
     own: Any = None  # state of its module beside the parameters
 
 
-def saved_rank(ctx: RankContext, save: Save, speed: Speed | None) -> SavedRank:
-    """Return a rank as it is now."""
+def saved_rank(ctx: RankContext, save: Save | None, speed: Speed | None) -> SavedRank:
+    """Return a rank as it is now, None = an absent one."""
+    save = save or Save(ABSENT, None)
     drawn = speed.drawn(ctx.rank) if speed else 0
     return SavedRank(save.stage, save.state, counters_of(ctx), ctx.now_ns, drawn, ctx.own_state)
 

@@ -25,7 +25,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from heapq import heappop, heappush
+from functools import partial
+from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
 from ashl.cluster.all_reduce_costs import AllReduceCost
@@ -35,9 +36,9 @@ from ashl.errors import AshlError
 from ashl.learn.allocator import collecting_seldom
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import Collective, CollectiveQueue, CollectiveQueues
-from ashl.runtime.effects import COLLECTIVES, AllReduce, Compute, Message, Recv, Save, Send
+from ashl.runtime.effects import COLLECTIVES, AllReduce, Compute, Epoch, Message, Recv, Save, Send
 from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resume_task
-from ashl.runtime.rank_checkpoint import SavedRank, restore_rank
+from ashl.runtime.rank_checkpoint import ABSENT, SavedRank, restore_rank
 from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.sums import PHASES_OF_A_SUM, chunk, concatenate, sum_in_rank_order
 from ashl.size_only import SizeOnly
@@ -75,6 +76,8 @@ class Sim:
         # saves all ranks, and returns when the next checkpoint is due (ns)
         self.save: Callable[[Mapping[int, Save]], float] = lambda saves: math.inf
         self.gone: set[int] = set()  # failed ranks
+        # rejoining workers that wait to be admitted, with the function that starts them
+        self.joining: dict[int, Callable[[], Coroutine]] = {}
         # how often each rank has failed or begun an epoch: a message is dropped when it arrives if
         # its sender or receiver has done so since it was sent
         self.restarts = [0] * num_ranks
@@ -99,27 +102,58 @@ class Sim:
     def _pause(self, task: Task, effect: Save) -> None:
         """Let a rank wait until all ranks pause."""
         self._pausing[task.ctx.rank] = task, effect
-        self._at_last(self._quiet_ns(), self._save_all, None)
+        self.joining.pop(task.ctx.rank, None)
+        self._check_pause()
+
+    def _check_pause(self) -> None:
+        """Save all ranks once nothing is in flight, if all of them pause."""
+        if self._pausing:
+            self._at_last(self._quiet_ns(), self._save_all, None)
 
     def _quiet_ns(self) -> int:
         """Return the moment from which on nothing is in flight, if all ranks pause until then."""
-        messages = (self._deliver, self._arrive)
-        in_flight = [time_ns for time_ns, _, target, _ in self._heap if target in messages]
+        in_flight = [
+            item[0] for item in self._heap if self._is_message(item) and self._counts(*item[3][:3])
+        ]
         return max(self.now_ns, *self._unit_free, *in_flight)
 
+    def _is_message(self, item: tuple[int, int, Any, Any]) -> bool:
+        """Return True if this event is the arrival of a message."""
+        return item[2] in (self._deliver, self._arrive)
+
+    def _abort_transfers(self) -> None:
+        """End the transfers of messages that are dropped when they arrive, and free all NICs."""
+        self._heap[:] = [item for item in self._heap if not self._is_message(item)]
+        heapify(self._heap)
+        self.network.release()
+        self._push_end = [min(end_ns, self.now_ns) for end_ns in self._push_end]
+
     def _save_all(self, _: None) -> None:
-        """Save all ranks and let them continue, if all of them pause and nothing is in flight."""
-        if len(self._pausing) < len(self.contexts) - len(self.gone) or not self._pausing:
+        """Save all ranks and let them continue, if all of them pause and nothing is in flight.
+
+        Failed workers are no part of it. Workers that wait to be admitted begin to join again.
+        """
+        present = len(self.contexts) - len(self.gone) - len(self.joining)
+        if len(self._pausing) < present or not self._pausing:
             return None
         if (later_ns := self._quiet_ns()) > self.now_ns:
             return self._at_last(later_ns, self._save_all, None)
+        self._abort_transfers()
         pausing, self._pausing = sorted(self._pausing.items()), {}
         for rank, (task, effect) in pausing:
-            self._mail[rank].close_pass(effect)
+            self._mail[rank].close_pass(effect, not any(self.restarts))
             task.ctx.time_accounting.attribute_idle(self.now_ns)
             self._at(self.now_ns, task, None)
+        for rank, start in sorted(self.joining.items()):
+            self.stop_ranks([rank])
+            self.start_joining(rank, start)
         self.checkpoint_due_ns = self.save({rank: effect for rank, (_, effect) in pausing})
         return None
+
+    def start_joining(self, rank: int, start: Callable[[], Coroutine]) -> None:
+        """Let a worker ask to be admitted; `start` returns its coroutine."""
+        self.joining[rank] = start
+        self._mains[rank] = self.spawn(self.contexts[rank], start(), main=True)
 
     def run(
         self, main: Callable[..., Coroutine], tick: Callable[[], None], begin: Begin | None = None
@@ -460,6 +494,8 @@ class Sim:
             self._unit_free[rank] = self._push_end[rank] = now
             self._mail[rank] = Mailbox()
             self.restarts[rank] += 1
+            self._pausing.pop(rank, None)
+            self.joining.pop(rank, None)
 
     def begin_epoch(self, ranks: Sequence[int], start: Callable[..., Coroutine]) -> None:
         """End the tasks of all ranks, and start these ones by `start(ctx, saved=...)`, with their
@@ -585,10 +621,30 @@ def price_collective(
 
 
 def restore_ranks(
-    sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[SavedRank], time_ns: int
+    sim: Sim,
+    start: Callable[..., Coroutine],
+    ranks: Sequence[SavedRank],
+    time_ns: int,
+    epoch: Epoch | None = None,
 ) -> None:
-    """Bring a fresh simulation to the moment of a checkpoint, at which nothing was in flight."""
+    """Bring a fresh simulation to the moment of a checkpoint, at which nothing was in flight.
+
+    Args: epoch: the members then, if a failure or a rejoin had begun another epoch.
+    """
     sim.now_ns = time_ns
+    resumed = {} if epoch is None else {"epoch": epoch, "resumes": True}
     for ctx, known in zip(sim.contexts, ranks, strict=True):
-        restore_rank(ctx, known, time_ns, sim.speed, sim.worker_states)
-        sim._mains.append(sim.spawn(ctx, start(ctx, saved=(known.stage, known.state)), main=True))
+        until_ns = 0 if ctx.rank in sim.gone else time_ns
+        restore_rank(ctx, known, until_ns, sim.speed, sim.worker_states)
+        if known.stage != ABSENT:
+            saved = known.stage, known.state
+            ctx.safe_point(known.stage, known.state)
+            task = sim.spawn(ctx, start(ctx, saved=saved, **resumed), main=True)
+        else:
+            task = Task(ctx, start(ctx, joins=True), main=True)
+            task.coro.close()
+            task.done = True
+        sim._mains.append(task)
+    for rank, known in enumerate(ranks):
+        if known.stage == ABSENT and rank not in sim.gone:
+            sim.start_joining(rank, partial(start, sim.contexts[rank], joins=True))

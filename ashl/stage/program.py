@@ -31,18 +31,20 @@ async def program(
     saved: tuple[int, Any] | None = None,
     joins: bool = False,
     epoch: Epoch | None = None,
+    resumes: bool = False,
 ) -> None:
     """Run this rank's role in every stage, until a stage ends the run.
 
     Args: `saved`, (stage, state) to continue with: of a checkpoint, or of the last safe point
     before this epoch. `joins`, True for a worker that joins while others run: it begins in their
-    stage. `epoch`, the members since the latest failure or rejoin.
+    stage. `epoch`, the members since the latest failure or rejoin. `resumes`, True if the members
+    of `epoch` had come together before the checkpoint.
     """
     first = stages[0]
     ctx.time_accounting.limit_ns = first.stop_criteria.deadline_ns
     if (joins or epoch) and saved is None and ctx.rank < first.num_workers:
         first.trainer.set_worker_state(ctx.rank, None)
-    if epoch is not None:
+    if epoch is not None and not resumes:
         check_min_workers(ctx, first, epoch)
         saved = await first.topology.reform(ctx, stages, saved, epoch)
     elif joins and (saved := await first.topology.join(ctx, stages)) is None:
@@ -58,6 +60,7 @@ async def program(
         loop = select_loop(stage, ctx.rank)
         while (signal := await loop(ctx, stage, state)) == PAUSE:
             state.end_pass()
+            ctx.safe_point(stage.index, state)
             await ctx.save(stage.index, state)
         if signal == STOP:
             break

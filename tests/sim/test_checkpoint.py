@@ -2,6 +2,7 @@
 for bit.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -18,13 +19,14 @@ from ashl.errors import UsageError
 from ashl.learn.device import HOST
 from ashl.planning.instantiate import assemble
 from ashl.run.evaluation import make_model_set
+from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import Save
 from ashl.runtime.plain_state import decode, encode, from_plain, to_plain
 from ashl.runtime.rank_checkpoint import next_due_ns, saved_rank
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import restore_ranks
-from ashl.stage.program import program
+from ashl.stage.program import program, ranks_to_notify
 from tests.support import Ran, planned, simulated
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
@@ -212,6 +214,7 @@ class Kept(NamedTuple):
     records: int
     snapshots: int
     parts: Any
+    faults: bytes
 
 
 def run(ran: Ran, saved: Kept | None = None, device: str = HOST) -> list[Kept]:
@@ -222,11 +225,14 @@ def run(ran: Ran, saved: Kept | None = None, device: str = HOST) -> list[Kept]:
     costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
     sim = simulator(ran.plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside)
     sim.worker_states = job.learner
+    start, peers = partial(program, stages=job.stages), partial(ranks_to_notify, job.stages)
+    churn = Churn(sim, cluster, ran.plan.seed, 1, peers, start, stage.topology.regroups)
 
     def keep(saves: Mapping[int, Save]) -> float:
-        ranks = [saved_rank(sim.contexts[rank], save, speed) for rank, save in saves.items()]
+        ranks = [saved_rank(ctx, saves.get(ctx.rank), speed) for ctx in sim.contexts]
         said = len(ran.records), len(ran.snapshots), to_plain(ran.parts)
-        kept.append(Kept(encode(to_plain(ranks)), sim.now_ns, *said))
+        faults = encode(to_plain(churn.saved()))
+        kept.append(Kept(encode(to_plain(ranks)), sim.now_ns, *said, faults))
         return next_due_ns(sim.now_ns, EVERY_S)
 
     sim.save = keep
@@ -234,8 +240,9 @@ def run(ran: Ran, saved: Kept | None = None, device: str = HOST) -> list[Kept]:
     begin = None
     if saved is not None:
         ranks = decode(saved.content, ("ashl",), device)
-        begin = partial(restore_ranks, ranks=ranks, time_ns=saved.time_ns)
-    sim.run(partial(program, stages=job.stages), tick=lambda: None, begin=begin)
+        epoch = churn.restore(decode(saved.faults))
+        begin = partial(restore_ranks, ranks=ranks, time_ns=saved.time_ns, epoch=epoch)
+    sim.run(start, tick=lambda: None, begin=begin)
     return kept
 
 
@@ -275,6 +282,44 @@ LIKE_OTHERS = (  # other cases have the kinds of their states, too
 )
 def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
     check_resumes((*SHORT, *CASES[case]))
+
+
+FAIL = "{time_s: 0.31, worker: 0, fail: true}, {time_s: 1.3, worker: 2, fail: true}"
+REJOIN = "{time_s: 0.8, worker: 0, rejoin: true}, {time_s: 1.38, worker: 2, rejoin: true}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "asp",
+        "bsp",
+        "late",
+        "overlap",
+        "nesterov-sum",
+        "choco",
+        "ad_psgd",
+        "smart",
+        "sharded",
+        "halos",
+    ],
+)
+def test_a_run_whose_workers_fail_and_rejoin_resumes(case: str) -> None:
+    events = FAIL if case == "sharded" else f"{FAIL}, {REJOIN}"
+    ran = check_resumes((*SHORT, *CASES[case], f"cluster.events=[{events}]"))
+    assert len(ran.of("WorkerFailed")) == 2
+    assert len(ran.of("WorkerRejoined")) == (0 if case == "sharded" else 2)
+
+
+def test_the_command_resumes_a_run_whose_workers_fail(workplace: Path) -> None:
+    events = f"cluster.events=[{FAIL}, {REJOIN}]"
+    line = ["-q", "runtime=sim", "tracking=none", "topology=all_reduce", "sync=bsp", events]
+    assert main(["train", *line, "run.dir=whole", "stop.steps=600", "run.checkpoint_s=0.25"]) == 0
+    assert main(["train", *line, "run.dir=run", "stop.steps=150", "run.checkpoint_s=0.25"]) == 0
+    assert main(["train", "--resume", "run", "stop.steps=600", "-q"]) == 0
+    whole, run = (json.loads(Path(name, "summary.json").read_text()) for name in ("whole", "run"))
+    assert len(run["failed_workers"]) == 2
+    for key in ("params_sha256", "steps", "time_s", "failed_workers"):
+        assert run[key] == whole[key]
 
 
 @pytest.mark.parametrize(
@@ -370,7 +415,7 @@ def test_measures_continue_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_checkpoint_names_no_foreign_code() -> None:
     state = to_plain({"a": (1, [2.0, None]), ("k", True): {3}})
     assert from_plain(state) == {"a": (1, [2.0, None]), ("k", True): {3}}
-    for name in ("os:system", "ashl.runtime.sim:Sim", "ashl.run.train:train"):
+    for name in ("os:system", "ashl.runtime.sim:Sim", "ashl.run.train:run"):
         with pytest.raises(ValueError, match="checkpoint names"):
             from_plain({"kind": "dataclass", "name": name, "items": {}})
 

@@ -387,7 +387,6 @@ def test_unsupported_resumes_name_an_alternative() -> None:
         "overlap=wfbp has an exchange that blocks .* take overlap=none",
         overlap=conf_option("overlap", "wfbp"),
     )
-    refused("not supported together with injected faults", 1.0)
     server = Event(time_s=1.0, server_fail=True)
     refused(
         "no server that could fail",

@@ -1,11 +1,11 @@
-"""Random gossip runs are resumed from a checkpoint at a random moment.
+"""Random runs are resumed from checkpoints at random moments, also with workers that fail and rejoin.
 
-A resumed run has the same messages to the end, for every graph and mode.
+A resumed run has the same records to the end: of every topology, graph and mode.
 """
 
-import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,62 +13,114 @@ import pytest
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
+from ashl.errors import AshlError, UsageError
+from ashl.runtime.churn import Churn
 from ashl.runtime.effects import Save
 from ashl.runtime.plain_state import decode, encode, to_plain
-from ashl.runtime.rank_checkpoint import saved_rank
+from ashl.runtime.rank_checkpoint import next_due_ns, saved_rank
 from ashl.runtime.sim import Sim, restore_ranks
 from ashl.stage.contract import StageConfig, extra_ranks
-from ashl.stage.program import program
+from ashl.stage.program import program, ranks_to_notify
+from tests.swarm import test_swarm_churn, test_swarm_teams
 from tests.swarm.drawn import BATCH, Seen, each
-from tests.swarm.test_swarm_gossip import drawn
+from tests.swarm.test_swarm_gossip import drawn, drawn_stages
 
-Checkpoints = list[tuple[bytes, int, int]]  # each with its moment, and how much had been said
+Checkpoints = list[tuple[tuple[bytes, bytes], int, int]]  # files, its moment, records until then
+Drawn = Callable[[int], tuple[Cluster, list[StageConfig]] | None]
 
 
 def play(
-    cluster: Cluster,
-    stages: list[StageConfig],
+    drawn_run: tuple[Cluster, list[StageConfig]],
+    seed: int,
     seen: Seen,
-    at_ns: float,
-    file: bytes = b"",
+    every_s: float | None,
+    files: tuple[bytes, bytes] | None = None,
     since: int = 0,
-) -> Checkpoints:
-    """Run from the beginning or from a checkpoint; return the checkpoint that it makes."""
+) -> tuple[Checkpoints, str]:
+    """Run from the beginning or from a checkpoint; return the checkpoints, and why it failed."""
+    cluster, stages = drawn_run
     first, kept = stages[0], Checkpoints()
     num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync, first.nodes)
     speed = Speed(cluster, BATCH, 0)
     sim = Sim(num_ranks, speed, network(cluster, first.trainer.dense_bytes), seen)
+    start, peers = partial(program, stages=tuple(stages)), partial(ranks_to_notify, stages)
+    churn = Churn(sim, cluster, seed, first.min_workers, peers, start, first.topology.regroups)
 
     def keep(saves: Mapping[int, Save]) -> float:
-        ranks = [saved_rank(sim.contexts[rank], save, speed) for rank, save in saves.items()]
-        kept.append((encode(to_plain(ranks)), sim.now_ns, len(seen.records)))
-        return math.inf
+        ranks = [saved_rank(ctx, saves.get(ctx.rank), speed) for ctx in sim.contexts]
+        content = encode(to_plain(ranks)), encode(to_plain(churn.saved()))
+        kept.append((content, sim.now_ns, len(seen.records)))
+        return next_due_ns(sim.now_ns, every_s)
 
-    sim.save, sim.checkpoint_due_ns = keep, at_ns
-    begin = file and partial(restore_ranks, ranks=decode(file), time_ns=since)
-    sim.run(partial(program, stages=tuple(stages)), lambda: None, begin or None)
-    return kept
+    sim.save, sim.checkpoint_due_ns, begin = keep, next_due_ns(since, every_s), None
+    if files is not None:
+        ranks, epoch = decode(files[0]), churn.restore(decode(files[1]))
+        begin = partial(restore_ranks, ranks=ranks, time_ns=since, epoch=epoch)
+    try:
+        sim.run(start, lambda: None, begin)
+    except AshlError as error:
+        if "deadlock" in str(error):
+            raise
+        return kept, str(error)
+    return kept, ""
 
 
-def check(seed: int) -> None:
-    if (chosen := drawn(seed)) is None:
+def check_resumed(drawn_by: Drawn, seed: int) -> None:
+    if (chosen := drawn_by(seed)) is None:
         return
-    cluster, stages = chosen
     unpaused, whole = Seen(), Seen()
-    play(cluster, stages, unpaused, math.inf)
-    moment = random.Random(seed).uniform(0, unpaused.of("StageEnd")[-1]["end_ns"])
-    for file, since, said in play(cluster, stages, whole, moment):
+    play(chosen, seed, unpaused, None)
+    times_ns = [0, *(record.get("end_ns", 0) for record in unpaused.records)]
+    every_s = max(1e-6, random.Random(seed).uniform(0.3, 1) * max(times_ns) / 1e9)
+    checkpoints, failure = play(chosen, seed, whole, every_s)
+    for files, since, said in checkpoints:
         again = Seen()
         again.records = whole.records[:said]
-        play(cluster, stages, again, math.inf, file, since)
+        assert play(chosen, seed, again, every_s, files, since)[1] == failure
         assert repr(again.records) == repr(whole.records)
 
 
+def drawn_gossip(seed: int) -> tuple[Cluster, list[StageConfig]] | None:
+    """Gossip with failures; None where the mode cannot keep to the graph."""
+    rng = random.Random(seed)
+    cluster = test_swarm_teams.befallen_cluster(rng)
+    stages = drawn_stages(rng, cluster.num_workers)
+    try:
+        for stage in stages:
+            stage.topology.check(stage.sync, cluster.num_workers, stage.seed)
+    except UsageError:
+        return None
+    if any(stage.topology.has_fixed_size for stage in stages):
+        return None
+    return cluster, [replace(stage, elastic=True, joins=True) for stage in stages]
+
+
+FAILING = {
+    "server": test_swarm_churn.drawn,
+    "all-reduce": test_swarm_teams.drawn_rings,
+    "groups": test_swarm_teams.drawn_groups,
+    "gossip": drawn_gossip,
+}
+
+
 def test_a_swarm() -> None:
-    each(range(16), check, drawn)
+    each(range(16), partial(check_resumed, drawn), drawn)
+
+
+@pytest.mark.parametrize("topology", FAILING)
+def test_a_swarm_with_failures(topology: str) -> None:
+    each(range(40), partial(check_resumed, FAILING[topology]), FAILING[topology])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 1000, 250))
+@pytest.mark.parametrize("topology", FAILING)
+def test_a_large_swarm_with_failures(first: int, topology: str) -> None:
+    by = FAILING[topology]
+    each(range(first, first + 250), partial(check_resumed, by), by)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 1000, 250))
 def test_a_large_swarm(first: int) -> None:
-    each(range(first, first + 250), check, drawn)
+    each(range(first, first + 250), partial(check_resumed, drawn), drawn)
