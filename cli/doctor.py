@@ -93,11 +93,11 @@ def _compression() -> Answer:
         name: laws(construct(values(file), "compression", ()))
         for name, file in catalog()["compression"].items()
     }
-    stated = [(name, law) for name, held in found.items() for law in held if law.kept is not None]
+    stated = [(name, law) for name, held in found.items() for law in held if law.passes is not None]
     broken = [
         (name, law.name, law.stated, law.measured, law.verdict)
         for name, law in stated
-        if not law.kept
+        if not law.passes
     ]
     last = f"{len(stated) - len(broken)} of {len(stated)} laws pass for {len(found)} codecs"
 
@@ -122,12 +122,12 @@ def _compression() -> Answer:
 
 def law_document(law: "Law") -> dict[str, object]:
     """Return a law of a codec as plain values; `pass` is null for a measurement without a law."""
-    return {"law": law.name, "stated": law.stated, "measured": law.measured, "pass": law.kept}
+    return {"law": law.name, "stated": law.stated, "measured": law.measured, "pass": law.passes}
 
 
 def _rows(found: Mapping[str, Sequence["Law"]]) -> Iterator[tuple[str, ...]]:
     for name, laws in found.items():
-        kept = [law.kept for law in laws if law.kept is not None]
+        kept = [law.passes for law in laws if law.passes is not None]
         shown = [law for law in laws if law.name.startswith(("bits", "relative error"))]
         cells = (
             f"{law.measured} ({law.stated})" if law.stated != "-" else law.measured for law in shown

@@ -334,7 +334,7 @@ class Codec(Contract, group="compression"):
         """Return the codec for pulls, which are differences between models."""
         return self
 
-    def share(self, context: EncodeContext) -> float | None:
+    def density(self, context: EncodeContext) -> float | None:
         """Return the density of a message, after all schedules around the codec."""
         return context.ratio
 

@@ -33,11 +33,11 @@ class Law(NamedTuple):
     name: str
     stated: str
     measured: str
-    kept: bool | None
+    passes: bool | None
 
     @property
     def verdict(self) -> str:
-        return "" if self.kept is None else "pass" if self.kept else "FAIL"
+        return "" if self.passes is None else "pass" if self.passes else "FAIL"
 
 
 def laws(option: Codec) -> list[Law]:

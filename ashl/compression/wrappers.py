@@ -184,7 +184,7 @@ class WrappedCodec(Codec):
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.codec.encoded_nbytes(ratio, d)
 
-    def share(self, context: EncodeContext) -> float | None:
+    def density(self, context: EncodeContext) -> float | None:
         for step in self.steps:
             context = step.schedule(context)
         return context.ratio

@@ -167,7 +167,7 @@ class CompressionPipeline:
     def encode(self, state: CodecState, x: Vector, context: EncodeContext) -> Payload:
         """Encode an update, and update the sender's state."""
         if isinstance(x, SizeOnly):
-            return SizeOnly(self.codec.encoded_nbytes(self.codec.share(context), self.d))
+            return SizeOnly(self.codec.encoded_nbytes(self.codec.density(context), self.d))
         state.sender, payload = self.codec.encode(
             state.sender, self.move_to_codec(self.codec, x), context
         )
@@ -190,7 +190,7 @@ class CompressionPipeline:
         and timed by it. Raises UsageError.
         """
         size, most = (
-            self.codec.encoded_nbytes(self.codec.share(context), self.d),
+            self.codec.encoded_nbytes(self.codec.density(context), self.d),
             self.traits.variable,
         )
         if payload.nbytes > size or (payload.nbytes < size and not most):
@@ -266,7 +266,7 @@ class CompressionPipeline:
         """Return the part of a payload that an all-reduce sums, for codecs with `traits.linear`."""
         assert isinstance(self.innermost, Linear), "a codec that is linear is derived from Linear"
         if isinstance(payload, SizeOnly):
-            return SizeOnly(self.innermost.summed_bytes(self.codec.share(context), self.d))
+            return SizeOnly(self.innermost.summed_bytes(self.codec.density(context), self.d))
         return self.innermost.summand(payload)
 
     def decode_sum(self, state: CodecState, payload: Payload, total: Payload) -> Vector:

@@ -98,7 +98,7 @@ async def run_collective_codec(
     """Run the codec's own protocol over all workers."""
     pipeline = stage.pipeline
     if isinstance(x, SizeOnly):
-        await codec.simulate_collective(team, pipeline.codec.share(context), pipeline.d)
+        await codec.simulate_collective(team, pipeline.codec.density(context), pipeline.d)
         return x
     outcome = await codec.collective(team, pipeline.before(state.codec_state, x, context))
     return await team.compute(partial(pipeline.after, state.codec_state, x, context, outcome))
