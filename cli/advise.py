@@ -1,5 +1,6 @@
 """`ashl advise`: recommend a combination of methods for a cluster and a task."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,6 +37,13 @@ def advise(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; default: all cores.")
     ] = None,
+    probe: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="HOSTS",
+            help="Measure the hosts of this file, and answer only H and its utilisation.",
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     json: Json = False,
     debug: Debug = False,
@@ -46,6 +54,8 @@ def advise(
     Races the candidates in virtual time. Typed settings hold for every candidate. The same command
     resumes the race.
     """
+    if probe is not None:
+        return probed(probe, overrides or [])
     with starting(quiet):
         from ashl.advice.advise import advise as asked
 
@@ -63,4 +73,15 @@ def advise(
             quiet=quiet,
         )
     following = str(typed(ctx)) if found.result is None else found.result.record["command"]
+    return Answer(found.document(), lambda: found.show(console()), following)
+
+
+def probed(hosts: Path, overrides: list[str]) -> Answer:
+    """Answer H from the links of hosts."""
+    from ashl.advice.probe import probe
+    from ashl.config.override import command_text
+
+    found = probe(hosts, overrides)
+    profiled = ("cluster=profile", f"profile={found.profile}", "runtime=sim")
+    following = command_text("advise", *overrides, *profiled)
     return Answer(found.document(), lambda: found.show(console()), following)
