@@ -10,7 +10,7 @@ An exact sum of two members needs no fixed order, because a + b = b + a. Up to `
 elements each of them gathers both vectors, which takes one message. Longer vectors use the
 all-reduce of the backend, except those of 16-bit floats, which are always gathered.
 
-`all_reduce_subset` sums over some of the ranks by tagged point-to-point messages. It needs no
+`Subset` sums over some of the ranks by tagged point-to-point messages. It needs no
 process group, because creating one is a collective of all ranks. Member j receives chunk j of every
 vector, sums it in rank order and sends the sum to the others. The sum has the bits of an exact sum,
 and moves as many bytes. A subset has one sum at a time, and its messages carry a tag of the subset.
@@ -160,90 +160,69 @@ FIRST, MAX_GROUPS = 16, 2**29
 Routes = Mapping[int, tuple[dist.ProcessGroup, int]]
 
 
-def all_reduce_subset_max(
-    numbers: Tensor,
-    group: Group,
-    rank: int,
-    group_tag: int,
-    routes: Routes,
-    run: Run | None = None,
-) -> Tensor:
-    """Return the element-wise maximum of short vectors over the group; it is also a barrier.
+class Subset(NamedTuple):
+    """Some of the ranks, whose sums go by messages between them."""
 
-    Args: group_tag, the group's number, from which the tags of its messages follow; run, a function
-    that calls the blocking part. A receive with a timeout would close the connections of its group.
-    Raises: RuntimeError if a member has failed.
-    """
-    g, me = len(group), group.index(rank)
-    from_all = [numbers if i == me else torch.empty_like(numbers) for i in range(g)]
-    tag = subset_tag(group_tag, BARRIER)
-    _exchange([numbers] * g, from_all, group, rank, tag, routes, run)
-    return torch.stack(from_all).amax(0)
+    group: Group
+    rank: int  # this rank, a member
+    number: int  # of the group, below MAX_GROUPS; the tags of its messages follow from it
+    routes: Routes
+    # calls the blocking part; a receive with a timeout would close the connections of its group
+    run: Run | None = None
 
+    def maximum(self, numbers: Tensor) -> Tensor:
+        """Return the element-wise maximum of short vectors over the group; it is also a barrier.
 
-def all_reduce_subset(
-    tensor: Tensor,
-    group: Group,
-    rank: int,
-    group_tag: int,
-    routes: Routes,
-    run: Run | None = None,
-) -> Tensor:
-    """Return a new vector [d] with the sum over the group, of which `rank` is a member.
+        Raises: RuntimeError if a member has failed.
+        """
+        return torch.stack(self._gather(numbers, BARRIER)).amax(0)
 
-    Args: as of `all_reduce_subset_max`.
-    Raises: RuntimeError if a member has failed.
-    """
-    g, me = len(group), group.index(rank)
-    tag = subset_tag(group_tag, CHUNKS)
-    if g == 2:  # one message of d elements instead of two messages of d/2
-        both = [tensor if i == me else torch.empty_like(tensor) for i in range(2)]
-        _exchange([tensor, tensor], both, group, rank, tag, routes, run)
-        return sum_in_rank_order(both)
-    d = tensor.numel()
-    padded = torch.nn.functional.pad(tensor, (0, -d % g))
-    mine = list(padded.chunk(g))
-    parts = [mine[me] if i == me else torch.empty_like(mine[me]) for i in range(g)]
-    _exchange(mine, parts, group, rank, tag, routes, run)
-    total = torch.empty_like(padded)
-    sums = list(total.chunk(g))
-    sums[me].copy_(sum_in_rank_order(parts))
-    _exchange([sums[me]] * g, sums, group, rank, subset_tag(group_tag, SUMS), routes, run)
-    return total[:d]
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return a new vector [d] with the sum over the group. Raises: RuntimeError if a member has
+        failed.
+        """
+        g, me = len(self.group), self.group.index(self.rank)
+        if g == 2:  # one message of d elements instead of two messages of d/2
+            return sum_in_rank_order(self._gather(tensor, CHUNKS))
+        d = tensor.numel()
+        padded = torch.nn.functional.pad(tensor, (0, -d % g))
+        mine = list(padded.chunk(g))
+        parts = [mine[me] if i == me else torch.empty_like(mine[me]) for i in range(g)]
+        self._exchange(mine, parts, CHUNKS)
+        total = torch.empty_like(padded)
+        sums = list(total.chunk(g))
+        sums[me].copy_(sum_in_rank_order(parts))
+        self._exchange([sums[me]] * g, sums, SUMS)
+        return total[:d]
 
+    def _gather(self, tensor: Tensor, purpose: int) -> list[Tensor]:
+        """Return the tensors of all members, in rank order."""
+        found = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in self.group]
+        self._exchange([tensor] * len(found), found, purpose)
+        return found
 
-def subset_tag(group_tag: int, purpose: int) -> int:
-    """Return the message tag of a group for a purpose: BARRIER, CHUNKS or SUMS."""
-    return FIRST + 3 * (group_tag % MAX_GROUPS) + purpose
+    def _exchange(self, out: Sequence[Tensor], into: Sequence[Tensor], purpose: int) -> None:
+        """Send `out[i]` to the i-th member and receive `into[i]` from it, except for this rank."""
+        tag = FIRST + 3 * self.number + purpose
+        peers = [
+            (i, *(self.routes.get(peer) or (world(), peer)))
+            for i, peer in enumerate(self.group)
+            if peer != self.rank
+        ]
+        work = [
+            (pg.send if sends else pg.recv)([boxes[i]], place, tag)
+            for sends, boxes in ((False, into), (True, out))
+            for i, pg, place in peers
+        ]
 
+        def finish() -> None:
+            for item in work:
+                item.wait()
 
-def _exchange(
-    out: Sequence[Tensor],
-    into: Sequence[Tensor],
-    group: Group,
-    rank: int,
-    tag: int,
-    routes: Routes,
-    run: Run | None,
-) -> None:
-    """Send `out[i]` to the i-th member and receive `into[i]` from it, except for this rank."""
-    peers = [
-        (i, *(routes.get(peer) or (world(), peer))) for i, peer in enumerate(group) if peer != rank
-    ]
-    work = [
-        (pg.send if sends else pg.recv)([boxes[i]], place, tag)
-        for sends, boxes in ((False, into), (True, out))
-        for i, pg, place in peers
-    ]
-
-    def finish() -> None:
-        for item in work:
-            item.wait()
-
-    if run is None:
-        finish()
-    else:
-        run(finish)
+        if self.run is None:
+            finish()
+        else:
+            self.run(finish)
 
 
 # --- by node

@@ -30,7 +30,7 @@ from ashl.learn.device import to_device, to_host
 from ashl.learn.staging import in_host
 from ashl.runtime import collectives
 from ashl.runtime.collective_queue import Collective, choose_committed
-from ashl.runtime.collectives import Hierarchy
+from ashl.runtime.collectives import Hierarchy, Subset
 from ashl.runtime.effects import AllReduce
 from ashl.runtime.kernel import describe_wait
 from ashl.runtime.rendezvous import CHECK_S, call_unless_failed, world
@@ -311,7 +311,7 @@ class Communicator:
         """
         group, numbers = queue.group, torch.tensor([-queue.posted, free_ns])
         if self._without_process_group(group):
-            numbers = collectives.all_reduce_subset_max(numbers, *self._subset_arguments(group))
+            numbers = self._subset(group).maximum(numbers)
         else:
             numbers = self._all_reduce_max(numbers, group)
         return -int(numbers[0]), int(numbers[1])
@@ -387,7 +387,7 @@ class Communicator:
                 )
             elif loose and g > 1:
                 assert effect.op == "sum"
-                value = collectives.all_reduce_subset(tensor, *self._subset_arguments(group))
+                value = self._subset(group).sum(tensor)
             else:
                 value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact, wait)
             return value, moved, begin, cost
@@ -427,24 +427,18 @@ class Communicator:
         """Return True if no process group exists for these ranks."""
         return len(group) != len(self._all) and group not in self._groups
 
-    def _subset_arguments(
-        self, group: Ranks
-    ) -> tuple[Ranks, int, int, collectives.Routes, collectives.Run | None]:
-        """Return the arguments of a sum without a process group, except the tensor."""
-        run = None if self._is_over is None else self._run_in_epoch
-        return group, self._rank, self._tag(group), self._routes, run
-
-    def _tag(self, group: Ranks) -> int:
-        """Return the number that marks the messages of a group without a process group. Raises
-        AshlError if two groups have the same number.
+    def _subset(self, group: Ranks) -> Subset:
+        """Return a group without a process group. Raises AshlError if two groups have the same
+        number.
         """
-        tag = zlib.crc32(repr(group).encode()) % collectives.MAX_GROUPS
-        if self._tags.setdefault(tag, group) != group:
+        number = zlib.crc32(repr(group).encode()) % collectives.MAX_GROUPS
+        if self._tags.setdefault(number, group) != group:
             raise AshlError(
-                f"the groups {group} and {self._tags[tag]} cannot be told apart; list one of them"
-                " in the plan"
+                f"the groups {group} and {self._tags[number]} cannot be told apart; list one of"
+                " them in the plan"
             )
-        return tag
+        run = None if self._is_over is None else self._run_in_epoch
+        return Subset(group, self._rank, number, self._routes, run)
 
     def _measure_waiting(self) -> list[int]:
         """Exchange the begins of recent unpaced collectives; return in ns how long each collective
