@@ -267,9 +267,7 @@ def test_a_full_disk_under_a_ranks_log(server, channel, tmp_path, monkeypatch) -
     monkeypatch.setattr("sys.stderr", Full())
     monkeypatch.setattr("ashl.run.rank.train_rank", lambda *_: 1 / 0)
     plan = planned("cluster=homogeneous", "sync=asp", "runtime=local")
-    settings = RankSettings(
-        1, "127.0.0.1", server.port, SECRET, "here", str(tmp_path), "all", log=True
-    )
+    settings = RankSettings(1, "127.0.0.1", server.port, SECRET, str(tmp_path), "all", log=True)
     monkeypatch.setattr("ashl.run.rank.redirect", lambda path: None)
     assert run_rank(settings, plan.to_json()).code == 1
     errors = [record for record, _ in received(channel) if isinstance(record, RankError)]

@@ -131,7 +131,6 @@ def join_job(
         host=job.host,
         port=store.port,
         secret=job_secret(job),
-        controller_host=hellos[0].host,
         run_dir=".",
         rounds=config["tracking"]["events"],
         log=False,

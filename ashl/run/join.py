@@ -61,7 +61,6 @@ class JoinAnswer(NamedTuple):
     incarnation: int = 0
     how: Text = ""  # the cause of the worker's failure
     plan: str = ""
-    controller_host: Text = ""
     rounds: Rounds = "none"
     device: Text = ""
     have_own_gpus: bool = False
@@ -90,7 +89,6 @@ def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[st
         host=endpoint.host,
         port=endpoint.port,
         secret=job_secret(endpoint),
-        controller_host=answer.controller_host,
         run_dir=str(run_dir),
         rounds=answer.rounds,
         log=False,

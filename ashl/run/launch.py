@@ -87,7 +87,6 @@ def launch(
             host=server.host,
             port=server.port,
             secret=secret,
-            controller_host=platform.node(),
             run_dir=str(run_dir),
             rounds=monitor.rounds,
             log=True,

@@ -106,7 +106,6 @@ class RankSettings(NamedTuple):
     host: str  # host of the job's store
     port: int
     secret: Secret  # of the job
-    controller_host: str
     run_dir: str
     rounds: Rounds
     log: bool  # True for a child of the controller, which logs to rank<r>.log in the run folder
@@ -204,15 +203,13 @@ def begin_log(settings: RankSettings, plan: Plan) -> None:
     title = title_of(plan, settings.rank)
     set_title(f"ashl {title}")
     logger.info(
-        "starts as %s, incarnation %d, process %d on %s; the job's store is at %s:%d, the"
-        " controller on %s",
+        "starts as %s, incarnation %d, process %d on %s; the job's store is at %s:%d",
         title,
         settings.incarnation,
         os.getpid(),
         platform.node(),
         settings.host,
         settings.port,
-        settings.controller_host,
     )
 
 

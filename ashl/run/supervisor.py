@@ -666,7 +666,6 @@ def answer_join_request(
         incarnation=liveness.channel.incarnations[rank],
         how=liveness.failed[rank],
         plan=liveness.plan.to_json(),
-        controller_host=settings.controller_host,
         rounds=settings.rounds,
         device=on_this_node.device if on_this_node else "",
         have_own_gpus=settings.have_own_gpus,
