@@ -73,24 +73,6 @@ class Observer(Protocol):
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None: ...
 
 
-class NullObserver:
-    """An observer that discards all records and has fixed answers."""
-
-    rounds: Rounds = "none"
-
-    def __init__(
-        self, stopping: str | None = None, scores: Mapping[str, float | None] | None = None
-    ) -> None:
-        self.stopping = stopping
-        self.scores = scores
-
-    def emit(self, record: Record) -> None:
-        pass
-
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        pass
-
-
 class ReportsProgress(Protocol):
     """The progress of a run, as counts."""
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, Event
 from ashl.cluster.speed import Speed
-from ashl.runtime.rank_context import NullObserver, RankContext
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.size_only import SizeOnly
+from tests.kernels import Quiet
 from tests.laws.machines import MS, cluster
 
 NBYTES = 125_000  # a second at 1 Mbit/s
@@ -35,7 +36,7 @@ def arrivals(
             message = await ctx.recv(TAG)
             seen.append((message.src, ctx.now_ns))
 
-    sim = Sim(ranks, Speed(machines, 1, 0), network(machines, 4 * 1000), NullObserver())
+    sim = Sim(ranks, Speed(machines, 1, 0), network(machines, 4 * 1000), Quiet())
     sim.run(main, tick=lambda: None)
     return seen
 
@@ -187,7 +188,7 @@ def test_groups_whose_rings_leave_the_same_machine_go_one_after_the_other() -> N
 
     for places, end_s in (((0, 0, 1, 1), 2.0), ((0, 1, 2, 3), 1.001)):
         machines = cluster(4, **TWO_BY_TWO | {"node": places})
-        Sim(5, Speed(machines, 1, 0), network(machines, 4000), NullObserver()).run(
+        Sim(5, Speed(machines, 1, 0), network(machines, 4000), Quiet()).run(
             pushing, tick=lambda: None
         )
         assert ends == {
@@ -257,9 +258,7 @@ def message_by_message(machines: Cluster, group: tuple[int, ...], nbytes: int, r
                 await ctx.recv(("chunk", 0, step), src=before)
             ends.append(ctx.now_ns)
 
-    machine = Sim(
-        machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), NullObserver()
-    )
+    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), Quiet())
     machine.run(main, tick=lambda: None)
     return max(ends)
 
@@ -276,9 +275,7 @@ def collected(machines: Cluster, group: tuple[int, ...], nbytes: int, gather: bo
                 await ctx.all_reduce(SizeOnly(nbytes), group)
             ends.add(ctx.now_ns)
 
-    machine = Sim(
-        machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), NullObserver()
-    )
+    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), Quiet())
     machine.run(main, tick=lambda: None)
     return ends
 
@@ -293,7 +290,7 @@ def test_bodies_of_many_lengths_travel_as_long_as_the_longest() -> None:
             assert [part.nbytes for part in parts] == list(sizes)
             return ctx.now_ns
 
-        machine = Sim(3, Speed(cluster(3), 1, 0), network(cluster(3), 4000), NullObserver())
+        machine = Sim(3, Speed(cluster(3), 1, 0), network(cluster(3), 4000), Quiet())
         ends = machine.run(main, tick=lambda: None)
         spent.append((ends, [ctx.time_accounting.bytes_up for ctx in machine.contexts]))
     assert spent[0] == spent[1]
