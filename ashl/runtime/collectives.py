@@ -161,7 +161,7 @@ Routes = Mapping[int, tuple[dist.ProcessGroup, int]]
 
 
 class Subset(NamedTuple):
-    """Some of the ranks, whose sums go by messages between them."""
+    """A group without a process group: its members send each other the parts of sums."""
 
     group: Group
     rank: int  # this rank, a member
