@@ -1,8 +1,8 @@
 """CHOCO: gossip with compressed messages, by which each worker updates replicas of its neighbours'
 models.
 
-Use when: gossip over slow pipelines: neighbours exchange compressed differences.
-Avoid when: pipelines are fast: the estimates of neighbours cost memory and slow the consensus.
+Use when: gossip over slow links: neighbours exchange compressed differences.
+Avoid when: links are fast: the estimates of neighbours cost memory and slow the consensus.
 Alternatives: `d_psgd` uncompressed; `swarm` with `sync.bits`.
 
 Rule: in each round x_i ← x_i + Δ_i. Worker i sends q_i = C(x_i − y_i) to all neighbours, where y_i
