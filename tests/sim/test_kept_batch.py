@@ -50,7 +50,7 @@ def test_every_round_has_the_global_batch(topology: str) -> None:
     beyond = [record["samples"] - 48 * record["merges"] for record in counts]
     assert {*beyond} == ({0} if topology == "all_reduce" else {0, -16})
     assert beyond[-1] == 0
-    rounds = ran.of("round")
+    rounds = ran.of("Round")
     fewer = [r for r in rounds if r["rank"] == 2]
     assert len(fewer) < len([r for r in rounds if r["rank"] == 0]) - 3
     assert len(fewer) > 8, "it has rejoined"
@@ -93,7 +93,8 @@ def test_the_gradient_is_that_of_all_samples(topology: str) -> None:
         "sync=bsp overlap=wfbp",
         "topology=all_reduce sync=local_sgd",
         "topology=gossip sync=d_psgd",
-        "topology=sharded_server sync=bsp",
+        "topology=sharded_server sync=bsp cluster.exchange_s=null cluster.bandwidth_mbit_s=100"
+        " cluster.latency_s=0.001",
         "schedule=ashl",
     ],
 )
