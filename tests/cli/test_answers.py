@@ -174,6 +174,7 @@ def test_the_demo_runs_its_commands(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_demo_takes_less_than_a_minute(workplace: Path) -> None:
     start_s = time.monotonic()
     assert main(["demo"]) == 0
