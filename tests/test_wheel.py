@@ -60,6 +60,12 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path: Path) -> None:
     command = tmp_path / "venv/bin/ashl"
     said(command, "train", "runtime=sim", "stop.steps=40", "run.dir=run", folder=place)
     said(
-        ashl, "sweep", "sync=bsp,asp", "runtime=sim", "stop.steps=40", "run.dir=study", folder=place
+        command,
+        "sweep",
+        "sync=bsp,asp",
+        "runtime=sim",
+        "stop.steps=40",
+        "run.dir=study",
+        folder=place,
     )
     assert "next: " in said(command, "compare", "study", folder=place)
