@@ -111,12 +111,6 @@ class Profile:
     codecs: tuple[CodecCost, ...] = ()  # one for each codec that was timed
 
     def __post_init__(self) -> None:
-        for rank, worker in enumerate(self.workers) if self.source == "measured" else ():
-            if not (worker.push_s and worker.pull_s):
-                raise ValueError(
-                    f"worker {rank} of the profile: a push or a pull takes 0 s, which no"
-                    " measurement gives; profile again, or declare the costs"
-                )
         groups = len(self.group_bytes)
         if any(len(getattr(worker, name)) != groups for worker in self.workers for name in PASSES):
             raise ValueError(
@@ -320,7 +314,14 @@ class Profile:
 
         Raises: ValueError, one sentence, if it is not a profile of this schema with valid costs.
         """
-        return read_json(Profile, text, SCHEMA)
+        profile = read_json(Profile, text, SCHEMA)
+        for rank, worker in enumerate(profile.workers) if profile.source == "measured" else ():
+            if not (worker.push_s and worker.pull_s):
+                raise ValueError(
+                    f"worker {rank} of the profile: a push or a pull takes 0 s, which no"
+                    " measurement gives; profile again, or declare the costs"
+                )
+        return profile
 
 
 def ready_shares(workers: Sequence[WorkerProfile]) -> tuple[float, ...]:

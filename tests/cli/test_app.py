@@ -205,7 +205,7 @@ def test_the_page_of_all_options_has_each_with_its_limits_its_tables_and_its_sou
         (group, option) for group, options in catalog.catalog().items() for option in options
     }
     assert "Ho et al." in rows["sync", "ssp"]
-    assert "| parameter_server, all_reduce |" in rows["sync", "local_sgd"]
+    assert "| all_reduce, halos, parameter_server, sharded_server |" in rows["sync", "local_sgd"]
     assert "| e = 0 is BSP. |" in rows["sync", "backup"]
     assert (
         "`tests/identities/test_limits.py::test_backup_without_backups_is_bsp`"

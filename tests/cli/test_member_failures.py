@@ -231,7 +231,7 @@ def test_a_group_with_a_rejoined_worker_averages_all_models(
     bit.
 
     Steps take so much longer than averages that the worker is killed between two averages. If it
-    is killed during one, some members may have it and others repeat it (docs/limits.md).
+    is killed during one, some members may have it and others repeat it (docs/reference/limits.md).
     """
     own = (
         "sync=ripples_first_come",
