@@ -597,6 +597,11 @@ def explain_intolerance(own: StageParts, runtime: Any, *, real: bool, rejoin: bo
 
     Args: real: True on processes, which cannot abort collectives of NCCL.
     """
+    if own.topology.has_fixed_size:
+        return (
+            f"the graph of topology={option_name(own.topology)} does not exist for every number of"
+            " workers; take topology.graph=ring, or remove these faults"
+        )
     if not has_failure_protocol(own):
         mode = (
             f"sync={option_name(own.sync)}"

@@ -34,12 +34,18 @@ SIM = (
 )
 FAILS = "{time_s: 1, worker: 1, fail: true}"
 FAILURES = {
-    "a failure": (f"cluster.events=[{FAILS}]", "cluster.events (fail): stage"),
+    "a failure": (
+        f"cluster.events=[{FAILS}]",
+        "cluster.events (fail): not supported in stage d_psgd, the graph of",
+    ),
     "a rejoin": (
         f"cluster.events=[{FAILS}, {{time_s: 2, worker: 1, rejoin: true}}]",
         "cluster.events (",
     ),
-    "churn": ("cluster.churn={mtbf_s: 9, mttr_s: 1}", "cluster.churn (churn): stage"),
+    "churn": (
+        "cluster.churn={mtbf_s: 9, mttr_s: 1}",
+        "cluster.churn (churn): not supported in stage d_psgd, the graph of",
+    ),
     "fewest workers": ("runtime.min_workers=2", "runtime.min_workers=2: a run with"),
     "data of the failed": (
         "runtime.on_worker_failure=reshard",
