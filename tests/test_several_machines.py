@@ -460,7 +460,7 @@ def test_a_second_process_is_refused_while_the_first_one_runs() -> None:
     refusal = JoinAnswer(refused="worker 2 has not failed", may_change=True)
     asked = list[str]()
     server.handlers["join"] = lambda worker: asked.append(worker) or refusal.dumps()
-    settings = RankSettings(2, "h", 1, new_secret(), "h", ".", "none", log=False)
+    settings = RankSettings(2, "h", 1, new_secret(), ".", "none", log=False)
     said = "rank 2 is there already, on b.lan, .*: worker 2 has not failed; give"
     with pytest.raises(AshlError, match=said):
         take_place(AuthenticatedStore(server), settings, JOB[2], 0.5)
