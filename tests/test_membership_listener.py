@@ -11,7 +11,7 @@ import pytest
 
 from ashl.run.membership_listener import MembershipListener
 from ashl.runtime import rendezvous
-from ashl.runtime.effects import PEER_FAILED
+from ashl.runtime.effects import PEER_FAILED, Epoch
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import ControlUpdate
 from ashl.runtime.rendezvous import JOINER, SERVER, admit_worker, join_servers
@@ -54,9 +54,9 @@ class Silent:
         self._over.get()
 
 
-def kernel_of(seen: Quiet, peers: tuple[int, ...] = ()) -> TorchKernel:
+def kernel_of(seen: Quiet, peers: tuple[int, ...] = (), **options: Any) -> TorchKernel:
     pace: Any = SimpleNamespace(schedule_arrival=lambda *_: 0, speed=None)
-    return TorchKernel(0, seen, lambda _: pace, peers, 1000, exact=True, groups={})
+    return TorchKernel(0, seen, lambda _: pace, peers, 1000, exact=True, groups={}, **options)
 
 
 def test_a_failure_before_a_rank_has_its_connections_arrives_afterwards() -> None:
@@ -71,6 +71,23 @@ def test_a_failure_before_a_rank_has_its_connections_arrives_afterwards() -> Non
         return (await ctx.recv(PEER_FAILED, before_s=5.0)).tag[0]
 
     assert kernel.run(main) == "lost"
+
+
+def test_a_joining_worker_begins_its_first_epoch_once() -> None:
+    kernel = kernel_of(Quiet(), meet=lambda *_: None)
+    listener = MembershipListener(kernel, 0, 1, [], cast("Any", Store()), regroups=True)
+    update = ControlUpdate(epoch=Epoch(2, (0,), (1,)))
+    begun: list[int] = []
+
+    async def main(ctx: Any, saved: Any, epoch: Epoch) -> None:
+        begun.append(epoch.number)
+        listener.on_membership(ControlUpdate.loads(update.dumps()))  # every answer repeats it
+        await ctx.sleep(0.0)
+
+    kernel.join_running({}, time.monotonic_ns())
+    kernel.begin_epoch(cast("Epoch", update.epoch))
+    kernel.run(main)
+    assert begun == [2]
 
 
 def test_a_joining_worker_is_connected_to_its_server_with_the_clock_of_the_run(

@@ -50,7 +50,6 @@ class MembershipListener:
         self._store = store
         self._regroups = regroups
         self._is_worker = is_worker
-        self._epoch = 0  # number of the latest epoch
         # the latest incarnation of each peer that this rank has connected or is connecting
         self._incarnations = dict.fromkeys(peers, 0)
         self._failed: dict[int, int] = {}  # the latest failed incarnation of each failed peer
@@ -97,15 +96,13 @@ class MembershipListener:
                 ).start()
 
     def _on_epoch(self, update: ControlUpdate) -> None:
-        """Begin the epoch of this update, if it is new and this incarnation is a member."""
+        """Begin the epoch of this update, if this incarnation is a member."""
         with self._lock:
             self._failed = dict(update.lost)
-        epoch = update.epoch
-        if epoch is None or epoch.number <= self._epoch:
+        if (epoch := update.epoch) is None:
             return
         known = dict(zip(epoch.workers, epoch.incarnations, strict=True))
         if not self._is_worker or known.get(self._rank) == self._incarnation:
-            self._epoch = epoch.number
             self._kernel.begin_epoch(epoch)
 
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:

@@ -214,9 +214,12 @@ class TorchKernel:
         self.ctx.time_accounting.start_at(self.now_ns)
 
     def begin_epoch(self, epoch: Epoch) -> None:
-        """Begin an epoch that the controller has published. Another thread may call it."""
-        self._published = epoch
-        self._inbox.put(lambda: None)  # wakes the main thread
+        """Begin an epoch that the controller has published, unless this rank knows it already.
+        Another thread may call it.
+        """
+        if epoch.number > self._published.number:
+            self._published = epoch
+            self._inbox.put(lambda: None)  # wakes the main thread
 
     def _end_of_epoch(self, number: int) -> Callable[[], bool] | None:
         """Return a function that returns True once a later epoch has been published; None if the
