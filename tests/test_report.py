@@ -541,6 +541,19 @@ def test_what_a_race_has_dropped_is_shown_with_how_far_it_came(tmp_path) -> None
     )
 
 
+def test_a_dropped_setting_cannot_win_by_a_target_that_nobody_asked_for(tmp_path) -> None:
+    """A race dropped it for its loss, and the accuracy that all others reach was at chance level."""
+    runs = [
+        ({"sync": name}, reach_s) for name, reach_s in (("bsp", 4.0), ("ssp", 2.0), ("asp", 1.0))
+    ]
+    drop = {"hash": "00000002", "at_s": 1.0, "reason": "loss higher by 0.7"}
+    folder = write_sweep(tmp_path / "sweep", runs, {"target": None}, dropped=[drop])
+    assert ranked(folder).rows[0].label == "asp", "it has finished, so it counts"
+    file = folder / "00000002" / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"status": "interrupted"}))
+    assert [row.label for row in ranked(folder).rows] == ["ssp", "bsp", "asp"]
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_a_narrow_terminal_loses_columns_and_no_names(tmp_path, width: int) -> None:
     file = StringIO()

@@ -67,6 +67,11 @@ class Row:
         return self.means.get("best.test_accuracy")
 
     @property
+    def dropped(self) -> bool:
+        """True if a race dropped one of its runs."""
+        return any(run.dropped for run in self.runs)
+
+    @property
     def late(self) -> float | None:
         """The share by which the slowest run was slower than declared; None if at most `LATE`."""
         paces = [(run.summary.get("pace") or {}).get("slower_by") or 0.0 for run in self.runs]
@@ -216,13 +221,16 @@ def rank(
         if not counted:
             where = f"{unreadable[0].name}: {unreadable[0].reason}"
             raise UsageError(f"There are no evaluations to compare; the first: {where}.")
-    if asked is None:
+    unasked = asked is None
+    if unasked:
         usable = [[run for run in s.by_seed().values() if run in counted] for s in settings]
         if own := best_that_all_reach(usable):
             (asked, behind), recomputed = own, True
             notes += [_target_note(study, asked, behind)] if own_target else []
     measure = time_to(asked, recomputed) if asked else at_equal_time(counted)
-    rows = _with_baseline(_rows(axes, settings, set(counted), measure), measure, baseline)
+    # What a race dropped has no part in a target that was not asked for, and cannot win by it.
+    found = _rows(axes, settings, set(counted), measure)
+    rows = _with_baseline(found, measure, baseline, dropped_last=unasked)
     notes += [
         *_race_note(study),
         *_clock_note(counted),
@@ -272,17 +280,20 @@ def _rows(
     return [replace(row, environment=row.environment or "elsewhere" * several) for row in rows]
 
 
-def _with_baseline(grid: Sequence[Row], measure: Measure, name: str | None) -> tuple[Row, ...]:
+def _with_baseline(
+    grid: Sequence[Row], measure: Measure, name: str | None, dropped_last: bool
+) -> tuple[Row, ...]:
     """Return the rows ranked by environment, each compared with the baseline of its environment.
 
     The baseline is the requested one, else the grid's first BSP, preferably uncompressed. Without
     BSP it is the slowest setting of the first environment that reached the target.
     """
 
-    def order(row: Row) -> tuple[bool, float, float, float]:
+    def order(row: Row) -> tuple[bool, bool, float, float, float]:
         best = row.best or 0.0
         middle = measure.order(row.spread.middle)
-        return row.late is not None, middle, -row.reached / len(row.values), -best
+        last = dropped_last and row.dropped
+        return row.late is not None, last, middle, -row.reached / len(row.values), -best
 
     ranked = sorted(grid, key=order)
     place = usual_baseline([row.setting.runs[0].config for row in grid])
