@@ -50,9 +50,10 @@ def intrude(run: Path) -> None:
     ranks = ranks_of(run)
     mine = ports(os.getpid())
     attacks = [b"", b"hello" * 1000, bytes(64), b"\xff" * 64, os.urandom(96)]
-    for port in (*mine, *(port for pid in ranks.values() for port in ports(pid))):
+    for port in mine:
         with suppress(OSError):
             StoreClient("127.0.0.1", port, new_secret(), 0.0)
+    for port in (*mine, *(port for pid in ranks.values() for port in ports(pid))):
         for garbage in attacks:
             with (
                 suppress(OSError),
