@@ -228,7 +228,8 @@ def rank(
             (asked, behind), recomputed = own, True
             notes += [_target_note(study, asked, behind)] if own_target else []
     measure = time_to(asked, recomputed) if asked else at_equal_time(counted)
-    # What a race dropped has no part in a target that was not asked for, and cannot win by it.
+    # Settings that a race dropped have no part in a target that the user did not name, and cannot
+    # win by it.
     found = _rows(axes, settings, set(counted), measure)
     rows = _with_baseline(found, measure, baseline, dropped_last=unasked)
     notes += [
