@@ -591,10 +591,11 @@ async def compute_by_bucket(
     """
     trainer = trainer_of(stage, state)
     step, span = next_batch(state)
-    arrived, in_flight = list[Any](), state.coming is not None
+    in_flight = state.coming is not None
+    arrived = dict[int, Any]()  # a model may use its parameters in another order than it has them
 
     def bring(take: Callable[[int], Any], k: int) -> Any:
-        arrived.append(take(k))
+        arrived[k] = take(k)
         return arrived[k]
 
     def compute(
@@ -609,4 +610,4 @@ async def compute_by_bucket(
     loss = await ctx.compute(
         compute, state.batch, parts=stage.ready, encoding=encoding, needs=needs
     )
-    return loss, arrived
+    return loss, [arrived[k] for k in sorted(arrived)]
