@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from ashl.cluster.spec import RealCluster
+from ashl.config.parent import end_with_parent
 from ashl.errors import AshlError, UsageError, plain
 from ashl.launch.environment import resolve
 from ashl.launch.job import SECRET
@@ -99,6 +100,8 @@ def join_job(
     with reporting_error_to_job(job):
         chosen = interface.named(runtime.interface) or interface.towards(job.host, job.port)
         device = device_of(runtime, job.local_rank or 0)
+    if job.agent_store:  # torchrun's agent may be killed, and ranks have sessions of their own
+        end_with_parent()
     text = settings_in_common(config, plan.to_json())
     own = make_hello(
         job,

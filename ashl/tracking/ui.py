@@ -1,6 +1,5 @@
 """Serve MLflow's page on the store of the runs, as a process that cannot outlive ours."""
 
-import ctypes
 import errno
 import os
 import signal
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ashl.config.parent import end_with_parent
 from ashl.config.recorded import CONFIG, read
 from ashl.errors import AshlError, UsageError
 from ashl.tracking import jsonl, view
@@ -33,7 +33,6 @@ from ashl.tracking.tracker import TrackedRun
 
 PATIENCE_S = 90.0  # the first start creates the schema and compiles MLflow's modules
 GRACE_S = 5.0
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def serve(
             stdout=log,
             stderr=log,
             start_new_session=True,  # Ctrl-C reaches only us; we then end MLflow in order
-            preexec_fn=end_with_parent,
+            preexec_fn=end_with_parent,  # MLflow then ends its own processes
         )
         try:
             link = link_of(store, address, folder)
@@ -93,11 +92,6 @@ def serve(
                 raise
             raise AshlError(f"MLflow's page did not start ({gist(str(error))}).") from error
     return Server(link, process)
-
-
-def end_with_parent() -> None:
-    """Make Linux send SIGTERM to this process when its parent ends; MLflow then ends its own."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def link_of(store: Path, address: str, folder: Path | None) -> str:
