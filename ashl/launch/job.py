@@ -29,13 +29,16 @@ PORTS = range(12000, 32000)  # below the ports that Linux assigns itself
 RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
 EVICTED = 78  # exit code of a worker that the run goes without
 GUARD_GRACE_S = 14  # seconds between SIGTERM and SIGKILL to a guarded rank; ssh kills after 15
-# A shell around a rank. It passes signals on, and starts the rank again if it was killed or
-# evicted. Rank 0 is not started again: it serves the job's store.
+# A shell around a rank. It passes a signal on, also one that arrives before the rank's number is
+# known, and starts the rank again if it was killed or evicted. Rank 0 is not started again: it
+# serves the job's store.
 GUARD = (
     "rank=${{RANK:-${{SLURM_PROCID:-${{OMPI_COMM_WORLD_RANK:-${{PMI_RANK:-0}}}}}}}}; "
-    "n={restarts}; stop=; pid=; trap 'stop=1; kill -TERM $pid; "
-    "(sleep {grace_s}; kill -KILL $pid) >/dev/null 2>&1 &' TERM HUP INT; "
-    'while :; do "$@" & pid=$!; wait $pid; code=$?; '
+    "n={restarts}; stop=; pid=; told=; "
+    'end() {{ [ -n "$pid" ] && [ -z "$told" ] || return 0; told=1; kill -TERM $pid; '
+    "(sleep {grace_s}; kill -KILL $pid) >/dev/null 2>&1 & }}; "
+    "trap 'stop=1; end' TERM HUP INT; "
+    'while :; do pid=; told=; "$@" & pid=$!; [ -z "$stop" ] || end; wait $pid; code=$?; '
     "while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done; "
     '[ -z "$stop" ] && [ "$rank" != 0 ] && [ $n -gt 0 ] || break; '
     "[ $code -gt 128 ] || [ $code -eq {evicted} ] || break; "
