@@ -139,15 +139,16 @@ JOIN = [sys.executable, "-m", "ashl.cli", "join"]
 
 def check_titles(run: Path) -> None:
     """Lists of processes show what each process of a run is."""
-    titles = {
-        rank: Path(f"/proc/{pid}/cmdline").read_bytes() for rank, pid in ranks_of(run).items()
-    }
-    assert {rank: title.rstrip(b"\0") for rank, title in titles.items()} == {
+    assert {rank: title_of(pid) for rank, pid in ranks_of(run).items()} == {
         0: b"ashl worker 0",
         1: b"ashl worker 1",
         2: b"ashl server",
     }
-    assert Path("/proc/self/cmdline").read_bytes().rstrip(b"\0") == b"ashl controller"
+    assert title_of(os.getpid()) == b"ashl controller"
+
+
+def title_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0")
 
 
 def check_logs(run: Path) -> None:
@@ -241,6 +242,8 @@ def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(
 
     def join(run: Path) -> None:
         assert stat.S_IMODE((run / "job.json").stat().st_mode) == 0o600
+        # A command puts back the title that it found, and these run in the controller's process.
+        wait_for(lambda: title_of(os.getpid()) == b"ashl controller")
         wait_for(
             lambda: main(["join", str(run)]) == 2 and "has not begun" not in capsys.readouterr().err
         )
