@@ -88,7 +88,14 @@ def test_the_papers_table_can_be_planned(tmp_path: Path) -> None:
     assert "predicted total" in run(["sh", "-c", f"{line} --dry-run"], tmp_path)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda n: n.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        pytest.param(file, marks=pytest.mark.slow if "pandas" in file.stem else ())
+        for file in NOTEBOOKS
+    ],
+    ids=lambda notebook: notebook.stem,
+)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     cells = nbformat.read(notebook, as_version=4)
     NotebookClient(cells, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()

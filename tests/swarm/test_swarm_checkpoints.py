@@ -109,7 +109,7 @@ def test_a_swarm() -> None:
 
 @pytest.mark.parametrize("topology", FAILING)
 def test_a_swarm_with_failures(topology: str) -> None:
-    each(range(40), partial(check_resumed, FAILING[topology]), FAILING[topology])
+    each(range(20), partial(check_resumed, FAILING[topology]), FAILING[topology])
 
 
 @pytest.mark.slow
