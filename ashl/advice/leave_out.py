@@ -21,7 +21,7 @@ from ashl.tracking.console import seconds
 
 # The break-even speed is searched from the median's speed down to this share of it.
 SLOWEST = 1 / 64
-HALVINGS = 7  # of the logarithmic interval, which leaves 3 % of the break-even speed
+HALVINGS = 7  # halvings of the logarithmic interval; they leave 3 % of the break-even speed
 
 
 class LeaveOut(NamedTuple):

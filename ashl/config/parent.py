@@ -3,7 +3,7 @@
 import ctypes
 import signal
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 
 
 def end_with_parent() -> None:

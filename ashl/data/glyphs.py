@@ -41,7 +41,8 @@ TURN, SHEAR, SHIFT = 0.35, 0.25, 0.12  # largest angle (radians), shear, and shi
 SCALE = (0.75, 1.15)  # range of the factors of width and height, drawn separately
 CONTRAST = (0.45, 1.0)  # range of the factor of all grey levels
 BATCH = 2048  # samples that are distorted at once
-MEAN, STD = 0.11, 0.20  # of the grey levels in 0 … 1 at the defaults
+# mean and deviation of the grey levels, in 0 … 1, at the defaults
+MEAN, STD = 0.11, 0.20
 
 
 @option

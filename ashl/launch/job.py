@@ -95,7 +95,7 @@ class Launch:
     options: tuple[str, ...] = ()  # options of the engine's own command
     ssh: tuple[str, ...] = ("ssh",)  # command of ssh and the user's options
     verbose: bool = False  # True: show the output of all ranks
-    restarts: int = 0  # of each rank that was killed
+    restarts: int = 0  # how often each rank is started again after it was killed
 
     @property
     def slots(self) -> int:

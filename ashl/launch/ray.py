@@ -17,7 +17,8 @@ COMMAND = {command!r}
 FOLDER = {folder!r}
 PORT = "{port}"
 NAMES = {names!r}  # variables of this process that every rank gets
-RESTARTS = {restarts}  # of the actor of each rank but 0, for example after its node has failed
+# restarts of the actor of each rank but 0, for example after its node has failed
+RESTARTS = {restarts}
 
 
 @ray.remote

@@ -14,8 +14,8 @@ class Assignments:
     workers: tuple[WorkerPlan, ...]  # by rank
     steps: tuple[int, ...]  # by rank: steps between two merges
     samples: tuple[int, ...]  # by rank: samples in these steps
-    total_steps: int  # of all members
-    total_samples: int  # of all members
+    total_steps: int  # sum over all members
+    total_samples: int  # sum over all members
     weights: tuple[float, ...]  # by rank: scale · w_i, 0 for a failed worker
 
 

@@ -52,7 +52,8 @@ def read_json(cls: type[T], text: str, schema: int) -> T:
         return adapter(cls).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        reason = first["msg"].removeprefix("Value error, ")  # of the whole file
+        # an error without a key concerns the whole file
+        reason = first["msg"].removeprefix("Value error, ")
         raise ValueError(explain(error, "", cls) if first["loc"] else reason) from error
 
 

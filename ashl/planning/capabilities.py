@@ -91,7 +91,7 @@ class Choice:
     gradients: bool
     num_workers: int | None
     layout: Layout | None
-    names: Mapping[str, str]  # of the options, by group
+    names: Mapping[str, str]  # names of the options, by group
     scheduled: bool  # True if a schedule sets the sync mode
 
     def name(self, group: str) -> str:
@@ -106,7 +106,7 @@ class Capability(NamedTuple):
 
     noun: str
     groups: tuple[str, ...]
-    is_given: Callable[[Any], bool]  # of a Choice
+    is_given: Callable[[Any], bool]  # takes a Choice
     fix: str = ""
 
 

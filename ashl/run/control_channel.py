@@ -279,7 +279,7 @@ class Reporter:
         self._broken = False  # True if records cannot be sent any more
         self._outbox: deque[tuple[Record, Any]] = deque()  # each with its content or None
         self._posted: Counter[str] = Counter()  # records with a content, by kind
-        self._used: dict[str, int] = {}  # those that the controller has used
+        self._used: dict[str, int] = {}  # records with a content that the controller has used
         self._lock = threading.Lock()
         self._flush_lock = threading.Lock()
         self._closed = threading.Event()

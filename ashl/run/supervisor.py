@@ -635,7 +635,8 @@ def answer_join_requests(liveness: LivenessMonitor, takes_checkpoints: bool) -> 
     while channel.join_requests:
         request, future = channel.join_requests.popleft()
         worker = json.loads(request)
-        if not isinstance(worker, int | None):  # of another version of ashl; it times out
+        # another version of ashl has sent the request; it times out
+        if not isinstance(worker, int | None):
             continue
         answer = answer_join_request(liveness, worker, takes_checkpoints)
         if answer.refused is None:

@@ -38,7 +38,7 @@ class ProcessGroup:
     stage: StageConfig
     ranks: tuple[int, ...]
     weights: Sequence[float]  # c_j
-    work: Assignments  # of the round, from which the weights follow
+    work: Assignments  # work of the round; the weights follow from it
     loss: float = 0.0
     signal: float = 0
     piggybacked_sent: bool = False  # True if loss and signal have been sent in this merge

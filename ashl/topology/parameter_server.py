@@ -130,10 +130,10 @@ class Pull(NamedTuple):
     """
 
     signal: int  # GO, LAST, NEXT or STOP
-    version: int  # of the model
+    version: int  # version of the model
     steps: int  # steps applied so far, of all workers
     samples: int  # samples applied so far, which the learning rate follows
-    staleness: int  # of the push that this answers
+    staleness: int  # staleness of the push that this reply answers
     dropped: bool  # True if that push was dropped
     end_ns: int  # end time of the stage, with NEXT and STOP; else 0
     # next work, with GO; units as in `Assignment`

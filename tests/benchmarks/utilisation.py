@@ -144,10 +144,8 @@ def show_cells(cells: list[Cell]) -> None:
         rows.append(
             [f"{cell.workers}", f"{cell.mbit_s:g}", f"{cell.local_steps}", *shares, *errors]
         )
-    ours, theirs = (
-        sorted(abs(100 * cell.error(value(cell))) for cell in cells)
-        for value in (lambda cell: cell.predicted, lambda cell: cell.formula)
-    )
+    ours = sorted(abs(100 * cell.error(cell.predicted)) for cell in cells)
+    theirs = sorted(abs(100 * cell.error(cell.formula)) for cell in cells)
     show(
         f"compute utilisation in %, steps of {1000 * STEP_S:g} ms, local SGD by all-reduce",
         ["workers", "Mbit/s", "H", "measured", "predicted", "formula", "error", "of formula"],
