@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ashl.errors import AshlError, UsageError
-from ashl.launch.membership import JobMembership
+from ashl.launch.environment import JobMembership
 from ashl.planning.predict import WITHOUT
 from ashl.run import checkpoints
 from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret

@@ -12,9 +12,7 @@ import pytest
 from ashl.cluster.spec import RealCluster
 from ashl.config.compose import compose
 from ashl.errors import AshlError, DataMissingError, UsageError
-from ashl.launch.environment import read_membership
-from ashl.launch.membership import JobMembership
-from ashl.launch.slurm import first_host
+from ashl.launch.environment import JobMembership, first_host, read_membership
 from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
@@ -106,25 +104,27 @@ def test_what_starters_say(env: dict[str, str], found: JobMembership | None) -> 
     ("env", "said"),
     [
         (TORCHRUN | {"RANK": "x"}, "RANK='x' in the environment, where a whole number"),
-        (TORCHRUN | {"RANK": "4"}, "RANK=4, but WORLD_SIZE=4 counts ranks from 0 to 3"),
+        (TORCHRUN | {"RANK": "4"}, "RANK: rank 4, but WORLD_SIZE=4 counts ranks from 0 to 3"),
         (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' in the environment"),
         (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
-        (TORCHRUN | {"MASTER_ADDR": ""}, "RANK is set and MASTER_ADDR is not"),
+        (
+            TORCHRUN | {"MASTER_ADDR": ""},
+            "RANK is set, and nothing says where .* set MASTER_ADDR and MASTER_PORT for every process",
+        ),
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
-        (MPICH, "mpirun does not say where the process of rank 0 is"),
+        (MPICH, "PMI_RANK is set, and nothing says where the process of rank 0 is"),
         (
             KUBEFLOW | {"PET_NPROC_PER_NODE": "2"},
             "this pod has several ranks; start them by torchrun",
         ),
         (KUBEFLOW | {"PET_NNODES": "1:4"}, "PET_NNODES='1:4' in the environment"),
-        (POD | {"MASTER_ADDR": ""}, "the pod does not say where rank 0 is; set MASTER_ADDR"),
-        (POD | {"ASHL_RANK_OFFSET": "3"}, "rank 4 of a pod, but 4 processes"),
+        (POD | {"MASTER_ADDR": ""}, "nothing says where the process of rank 0 is; set MASTER_ADDR"),
+        (POD | {"ASHL_RANK_OFFSET": "3"}, "JOB_COMPLETION_INDEX: rank 4, but WORLD_SIZE=4"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
-        (MPIRUN, "mpirun does not say where the process of rank 0 is; .* -x MASTER_ADDR="),
-        ({k: v for k, v in MPIRUN.items() if "SIZE" not in k}, "OMPI_COMM_WORLD_SIZE is not"),
+        (MPIRUN, "nothing says where the process of rank 0 is; .* -x MASTER_ADDR="),
         (SRUN, "srun does not say SLURM_JOB_ID"),
         (SRUN | {"SLURM_JOB_NODELIST": "n[7-"}, "SLURM_JOB_NODELIST='n.7-' is no list of nodes"),
-        (SRUN | {"SLURM_JOB_NODELIST": ""}, "srun does not say SLURM_JOB_NODELIST"),
+        (SRUN | {"SLURM_JOB_NODELIST": ""}, "SLURM_PROCID is set, and nothing says where"),
     ],
 )
 def test_an_environment_that_makes_no_sense(env: dict[str, str], said: str) -> None:
@@ -142,7 +142,7 @@ def test_an_environment_that_makes_no_sense(env: dict[str, str], said: str) -> N
     ],
 )
 def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
-    assert first_host({"SLURM_JOB_NODELIST": nodes}) == first
+    assert first_host("SLURM_JOB_NODELIST", nodes) == first
 
 
 # --- who plays which rank

@@ -1,21 +1,17 @@
-"""Kubernetes: a JobSet manifest with one ReplicatedJob per machine kind, and what a pod is told.
+"""Kubernetes: a JobSet manifest with one ReplicatedJob per machine kind.
 
 Limits: the manifest was checked against the fields of JobSet v1alpha2, and was not run.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from ashl.errors import UsageError
+from ashl.launch.environment import PORT, RANK_OFFSET
 from ashl.launch.job import SECRET, HostRanks, Launch, Machine
-from ashl.launch.membership import PORT, JobMembership, read_natural, read_place, read_port
 
 NAME = "ashl"
 IMAGE = "ashl"  # without `--option image=…`
-OFFSET = "ASHL_RANK_OFFSET"  # the first rank of a ReplicatedJob
-VARIABLES = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK", "PET_NNODES")
 
 
 def manifest(launch: Launch) -> str:
@@ -46,7 +42,7 @@ def replicated_job(launch: Launch, number: int, share: HostRanks, image: str) ->
     count, kind = len(share.ranks), share.machine.kind
     known = {
         "WORLD_SIZE": str(launch.size),
-        OFFSET: str(share.ranks.start),
+        RANK_OFFSET: str(share.ranks.start),
         "MASTER_ADDR": f"{NAME}-ranks-0-0-0.{NAME}",  # the pod of rank 0
         "MASTER_PORT": str(launch.port or PORT),
         **{name: value for name, value in launch.env.items() if name != SECRET},
@@ -71,34 +67,3 @@ def replicated_job(launch: Launch, number: int, share: HostRanks, image: str) ->
         "template": {"spec": pod},
     }
     return {"name": f"ranks-{number}", "replicas": 1, "template": {"spec": job}}
-
-
-def read(env: Mapping[str, str]) -> JobMembership | None:
-    """Return the job of a pod of an indexed Job, or of one that Kubeflow Trainer made; None if the
-    environment says no number of processes.
-
-    Raises: UsageError if the variables contradict each other or name no master.
-    """
-    if "PET_NODE_RANK" in env and "PET_NNODES" in env:
-        if env.get("PET_NPROC_PER_NODE", "1") not in ("1", "auto", "cpu", "gpu"):
-            raise UsageError(
-                f"PET_NPROC_PER_NODE={env['PET_NPROC_PER_NODE']}: this pod has several ranks; start"
-                " them by torchrun, or set it to 1"
-            )
-        rank, size = read_place(env, "Kubeflow", "PET_NODE_RANK", "PET_NNODES")
-        host, port = env.get("PET_MASTER_ADDR"), read_port(env, "PET_MASTER_PORT")
-    elif "JOB_COMPLETION_INDEX" in env and "WORLD_SIZE" in env:
-        size = read_natural(env, "WORLD_SIZE")
-        rank = read_natural(env, "JOB_COMPLETION_INDEX") + int(env.get(OFFSET, "0"))
-        host, port = env.get("MASTER_ADDR"), read_port(env)
-    else:
-        return None
-    if rank >= size:
-        raise UsageError(f"rank {rank} of a pod, but {size} processes count ranks from 0")
-    if size == 1:
-        return None
-    if not host:
-        raise UsageError(
-            "the pod does not say where rank 0 is; set MASTER_ADDR to the DNS name of its pod"
-        )
-    return JobMembership(rank, size, host, port, None)

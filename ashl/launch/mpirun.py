@@ -1,37 +1,11 @@
 """Start by mpirun of Open MPI or of MPICH (Hydra); the ranks do not use MPI."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
 from ashl.errors import UsageError
-from ashl.launch import slurm
 from ashl.launch.job import RANK, Launch, random_port
-from ashl.launch.membership import JobMembership, read_local_rank, read_place, read_port
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 # Hydra ends all ranks after one that was killed; its `-disable-auto-cleanup` does so, too.
 HIDE_KILL = "[ $code -gt 128 ] && exit 0; "
-
-
-class Names(NamedTuple):
-    """The environment variables of one implementation."""
-
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-
-
-NAMES = (
-    Names(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-VARIABLES = tuple(name for names in NAMES for name in names)
 
 
 def flavor_of(version: str) -> str:
@@ -77,27 +51,3 @@ def environment(launch: Launch) -> dict[str, str]:
     if launch.machines:
         own["MASTER_ADDR"] = launch.machines[0].name
     return {**own, **launch.env}
-
-
-def read(env: Mapping[str, str]) -> JobMembership | None:
-    """Return the job of mpirun; None if there is none, or if it has one process.
-
-    Raises: UsageError if the variables contradict each other or name no master.
-    """
-    names = next((names for names in NAMES if names.rank in env), None)
-    if names is None:
-        return None
-    rank, size = read_place(env, "mpirun", names.rank, names.size)
-    if size == 1:
-        return None
-    host = env.get("MASTER_ADDR")
-    if not host and env.get(names.local_size) == env[names.size]:
-        host = "127.0.0.1"
-    if not host and slurm.node_list(env):
-        host = slurm.first_host(env)
-    if not host:
-        raise UsageError(
-            "mpirun does not say where the process of rank 0 is; give every process its address,"
-            " for example `mpirun -x MASTER_ADDR=10.0.0.1 -x MASTER_PORT=29500`"
-        )
-    return JobMembership(rank, size, host, read_port(env), read_local_rank(env, names.local_rank))

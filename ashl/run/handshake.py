@@ -19,7 +19,7 @@ import torch
 
 from ashl import __version__
 from ashl.errors import AshlError, DataMissingError, UsageError, plain
-from ashl.launch.membership import JobMembership
+from ashl.launch.environment import JobMembership
 from ashl.learn.fingerprint import Fingerprint, differing
 from ashl.plan.profile import Profile
 from ashl.run.authenticated_store import AuthenticatedStore

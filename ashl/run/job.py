@@ -29,9 +29,8 @@ import torch.distributed as dist
 from ashl.cluster.spec import RealCluster
 from ashl.config.parent import end_with_parent
 from ashl.errors import AshlError, UsageError, plain
-from ashl.launch.environment import resolve
+from ashl.launch.environment import JobMembership, resolve
 from ashl.launch.job import SECRET
-from ashl.launch.membership import JobMembership
 from ashl.learn.device import HOST
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan

@@ -24,8 +24,7 @@ from ashl.config.construct import construct, own_faults
 from ashl.config.identity import config_hash
 from ashl.config.recorded import config_of
 from ashl.errors import AshlError, UsageError
-from ashl.launch.environment import read_membership
-from ashl.launch.membership import JobMembership
+from ashl.launch.environment import JobMembership, read_membership
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.device import device_of

@@ -223,7 +223,7 @@ def test_without_loopback(job, tmp_path) -> None:
 def test_what_is_left_over_of_a_job(monkeypatch) -> None:
     """A run of a sweep belongs to no job, with any variables of one in the shell."""
     for engine in ENGINES:
-        for name in engine.VARIABLES:
+        for name in (engine.rank, *engine.sizes):
             monkeypatch.setenv(name, "1")
     clear_launcher_env()
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK"} & os.environ.keys()
