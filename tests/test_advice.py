@@ -15,26 +15,15 @@ from typing import Any
 
 import pytest
 
-from ashl.advice import advise, candidates, flips
+from ashl.advice import advise, candidates, leave_out
 from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origins, thinned
 from ashl.advice.contest import Tuned, front, ranked, run_count, steadier
-from ashl.advice.flips import (
-    Racer,
-    Way,
-    axis_of,
-    described,
-    faster_links,
-    terrain_of,
-    with_slowest,
-    with_workers,
-)
-from ashl.advice.leave_out import considered, leave_out_of, without_worker
+from ashl.advice.leave_out import Racer, considered, leave_out_of, without_worker
 from ashl.advice.rules import RULES, Rule, Situation
 from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
 from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
 from ashl.errors import UsageError
-from ashl.report.measure import Target, time_to
 from ashl.run.host_time import START_S
 from ashl.study import sweep
 from ashl.study.jobs import Job
@@ -306,8 +295,8 @@ def test_a_resumed_race_keeps_its_size_unless_the_budget_allows_more(
     assert [advise.scaled(load, wanted, place).length for _ in range(3)] == [0.25, 0.25, 1.0]
 
 
-# --- what would flip it
-# -----------------------------------------------------------------------------------------------
+# --- leaving a worker out
+# ---------------------------------------------------------------------------------------------
 
 SPEC = {
     "compute": [1.0, 1.0, 4.0],
@@ -317,63 +306,6 @@ SPEC = {
     "events": [],
 }
 SPEC |= {"bandwidth_mbit_s": 10.0, "server_bandwidth_mbit_s": None, "num_workers": 3}
-
-
-def test_the_cluster_is_changed_in_one_number() -> None:
-    faster = faster_links(SPEC, 2.0)
-    assert (
-        faster["exchange_s"],
-        faster["bandwidth_mbit_s"],
-        faster["server_bandwidth_mbit_s"],
-    ) == (0.05, 20.0, None)
-    measured = {
-        **SPEC,
-        "up_bytes_s": [1.0, None],
-        "all_reduce": {"latency_s": 1.0, "s_per_byte": 4.0},
-    }
-    faster = faster_links(measured, 2.0)
-    assert (faster["up_bytes_s"], faster["all_reduce"]) == (
-        [2.0, None],
-        {"latency_s": 1.0, "s_per_byte": 2.0},
-    )
-    assert with_slowest(SPEC, 2, 8.0)["compute"] == [1.0, 1.0, 8.0]
-    more = with_workers(SPEC, 5)
-    assert (more["compute"], more["num_workers"]) == ([1.0, 1.0, 4.0, 1.0, 1.0], 5)
-    whole = {**measured, "steps": [[1], [2], [3]], "empty_s": []}
-    assert with_workers(whole, 5)["empty_s"] == []
-    assert (with_workers(whole, 5)["steps"], with_workers(whole, 5)["all_reduce"]) == (
-        [[1], [2], [3], [1], [2]],
-        None,
-    )
-    assert {way.axis.key: way.axis.values[way.axis.first] for way in flips.ways(SPEC)} == {
-        "bandwidth": 1.0,
-        "slowness": 4.0,
-        "workers": 3.0,
-    }
-
-
-def test_where_two_predicted_times_cross(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A takes 1 + 1/f and B always 4, so they cross at f = 1/3: near it on straight lines between
-    1/4 and 1/2.
-    """
-    a, b = Racer(made("A", 1), 2.0, ((1.0, 1.0),)), Racer(made("B", 1), 4.0, ((1.0, 1.0),))
-    times = {"A": lambda spec: 1 + spec["exchange_s"] / 0.1, "B": lambda spec: 4.0}
-    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: times[own.candidate.name](spec))
-    axis = axis_of("bandwidth", "the bandwidth", flips.FACTORS, 1.0)
-    way = Way(axis, lambda factor: faster_links(SPEC, factor))
-    ground = terrain_of([a, b], way, time_to(Target(0.9), False), lambda: False)
-    assert ground is not None
-    text, record = described(ground)
-    assert record["flip"] == pytest.approx(1 / 3, rel=0.03)
-    assert (record["winner"], text) == (
-        "B",
-        f"the bandwidth: from 1 to about {record['flip']:.3g}, and B wins",
-    )
-    alone = terrain_of(
-        [a, b], Way(axis, lambda factor: SPEC), time_to(Target(0.9), False), lambda: False
-    )
-    assert alone is not None
-    assert described(alone)[0] == "the bandwidth: no other candidate wins from 0.0625 to 16"
 
 
 def racer(sync: str, compute: str, time_s: float) -> Racer:
@@ -535,7 +467,7 @@ def test_the_answer_of_a_race_and_the_same_command_again(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K"))
     )
     monkeypatch.setattr(sweep, "run_all", written)
-    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)  # anywhere
+    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)  # anywhere
     command = ["advise", *TINY, "--target", "0.9", "-q", "--explain"]
     assert main(command) == 0
     out = capsys.readouterr().out
@@ -553,7 +485,6 @@ def test_the_answer_of_a_race_and_the_same_command_again(
         True,
     )
     assert record["probability"] > 0.99
-    assert {flip["axis"] for flip in record["flips"]} == {"bandwidth", "slowness", "workers"}
     assert record["leave_out"]["worker"] == 3
     assert "worker 3: with it 1.02 s, without it 1.02 s" in out
     assert {own["name"] for own in record["candidates"]} == {"BSP", "ASP"}
@@ -590,7 +521,7 @@ def test_a_dry_run_says_what_the_race_takes_here(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
     )
     monkeypatch.setattr(sweep, "run_all", written)
-    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
+    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)
     command = ["advise", *TINY, "--target", "0.9", "-q", "--jobs", "2"]
     assert main([*command, "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -624,7 +555,7 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K"))
     )
     monkeypatch.setattr(sweep, "run_all", written)
-    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
+    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)
     stale, nowhere = "aggregate.staleness_discount=0.5", "cluster.bandwidth_mbit_s=20"
     command = ["advise", *TINY, "--target", "0.9", stale, nowhere]
     assert main(command) == 0
@@ -698,7 +629,7 @@ def advised(
     )
     monkeypatch.setattr(advise, "scale_of", lambda *args: scale)
     monkeypatch.setattr(sweep, "run_all", run_all)
-    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
+    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)
     assert main(["advise", *TINY, *args, "-q", "--debug"]) == 0
     record = jsonl.whole(Path("study/advice.json"))
     assert record is not None

@@ -5,7 +5,7 @@ The steps of the command, each in the module of that name:
 - `scale`: choose the size of the race from the budget,
 - `contest`: tune learning rates and race the best candidates in virtual time,
 - `evidence`: judge whether enough runs ended,
-- `flips`: predict what would change the winner,
+- `leave_out`: predict whether training is faster without the slowest worker,
 - `answer`: print and save the answer.
 """
 

@@ -15,8 +15,7 @@ from rich.text import Text
 from ashl.advice.candidates import Candidate, Field, dropped_notes
 from ashl.advice.contest import Place, Tuned, run_count
 from ashl.advice.evidence import Evidence
-from ashl.advice.flips import Racer, flips_of
-from ashl.advice.leave_out import leave_out_of
+from ashl.advice.leave_out import Racer, leave_out_of
 from ashl.advice.scale import Load, Scale
 from ashl.config.catalog import own_folder
 from ashl.config.compose import compose
@@ -33,11 +32,11 @@ from ashl.tracking.console import megabytes, number, percent, seconds
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.recorder import SUMMARY
 
-FLIPPED = 5  # at most so many candidates have their times predicted for other clusters
+PREDICTED = 5  # at most so many candidates have their times predicted without a worker
 HOSTS = "hosts.txt"
 OWN = ("optimizer.lr", "seed", "run.dir")  # keys that the answer sets, or that belong to one run
 WORDS = ("candidate", "rule", "because")  # columns of text, which are aligned to the left
-# Predicting flips ends when this many seconds of the budget remain, or a twentieth of the budget.
+# Predicting ends when this many seconds of the budget remain, or a twentieth of the budget.
 LEAST_S = 3.0
 
 
@@ -243,15 +242,14 @@ def answered(
         return deadline.left_s < max(LEAST_S, deadline.budget_s / 20)
 
     without = leave_out_of(racers, over) if racers else None
-    flips = flips_of(racers, board.measure, over) if racers else []
     notes = [*notes_of(scale), *dropped_notes(field.candidates), *known.notes(field)]
     words, sure = in_words(board, known, notes), board.second.probability if board.second else None
     up, down = (first.means.get(key) for key in ("bytes_up", "bytes_down"))
     value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"
-    lines = [("flips", text) for text, _ in flips]
-    lines += [("workers", without.sentence())] if without else []
-    if flips or without:
-        lines += [("", "if learning needs the same number of steps there as here")]
+    lines = list[tuple[str, str]]()
+    if without:
+        lines += [("workers", without.sentence())]
+        lines += [("", "if learning needs the same number of steps without the worker")]
     lines += [
         ("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")
     ]
@@ -275,7 +273,6 @@ def answered(
         "never_ran": list(known.never_ran),
         "needed_budget_s": known.budget_s,
         "probability": sure,
-        "flips": [each for _, each in flips],
         "leave_out": without and without.record(),
         "notes": notes,
         "command": command,
@@ -314,7 +311,7 @@ def racers_of(field: Field, board: Leaderboard) -> list[Racer]:
         return []
     racers = [racer for row in board.ranked if (racer := racer_of(row, named(field, row), board))]
     base = [racer for racer in racers if racer.candidate is field.candidates[0]]
-    return list(dict.fromkeys([*racers[:FLIPPED], *base]))
+    return list(dict.fromkeys([*racers[:PREDICTED], *base]))
 
 
 def row_record(row: Row) -> dict[str, Any]:

@@ -4,8 +4,9 @@ Rule: the workers considered are the one with the longest steps and the one with
 worker should be left out if the best predicted time without it is shorter than the time with it.
 Its break-even speed is the speed at which both are equal, in times of the median of the others.
 
-Times are predicted as in `ashl.advice.flips`: they assume that learning needs the same number of
-steps in total with and without the worker.
+The predicted time is the number of steps to the target divided by the predicted steps per second.
+It is scaled so that the prediction for the whole cluster equals the measured time. It assumes that
+learning needs the same number of steps in total with and without the worker.
 Limits: one worker at a time; the break-even speed is that of its steps, and its link stays.
 """
 
@@ -14,14 +15,40 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from ashl.advice import flips
-from ashl.advice.flips import MEASURED, Racer, Spec
+from ashl.advice.candidates import Candidate
 from ashl.config.workers import LISTS
+from ashl.errors import AshlError
+from ashl.planning.compile_plan import compile_plan
 from ashl.tracking.console import seconds
 
+# Lists of a measured cluster with one entry per worker; the last three are written by
+# `ashl profile`.
+MEASURED = (
+    "jitters",
+    "encode_s",
+    "latencies",
+    "up_bytes_s",
+    "down_bytes_s",
+    "steps",
+    "pull_latencies",
+    "empty_s",
+)
 # The break-even speed is searched from the median's speed down to this share of it.
 SLOWEST = 1 / 64
 HALVINGS = 7  # halvings of the logarithmic interval; they leave 3 % of the break-even speed
+
+Spec = dict[str, Any]
+
+
+class Racer(NamedTuple):
+    """A candidate, its time to the target [s], and for each stage its steps and seconds until then.
+
+    The steps are None for a stage whose speed is not predicted.
+    """
+
+    candidate: Candidate
+    time_s: float
+    stages: tuple[tuple[float | None, float], ...]
 
 
 class LeaveOut(NamedTuple):
@@ -61,7 +88,7 @@ def leave_out_of(racers: Sequence[Racer], over: Callable[[], bool]) -> LeaveOut 
     spec: Spec = {**plan.cluster, "num_workers": plan.num_workers}
     if plan.num_workers < 3 or spec["events"] or over():
         return None
-    base_s = {own: flips.predicted_s(own, spec) for own in racers}
+    base_s = {own: predicted_s(own, spec) for own in racers}
 
     def best_s(changed: Spec, among: Sequence[Racer] = racers) -> tuple[float, Racer]:
         """Return the shortest time on a changed cluster, and its racer."""
@@ -82,9 +109,29 @@ def leave_out_of(racers: Sequence[Racer], over: Callable[[], bool]) -> LeaveOut 
     return LeaveOut(worker, racers[0].time_s, without_s, pays_from)
 
 
+def predicted_s(own: Racer, spec: Spec) -> float | None:
+    """Return the predicted seconds of its steps on another cluster; None if no prediction is
+    possible.
+    """
+    config = {**own.candidate.config, "cluster": spec, "profile": None}
+    try:
+        plan = compile_plan(config, None, [])
+    except AshlError:
+        return None
+    total_s = 0.0
+    for stage, (steps, spent_s) in zip(plan.stages, own.stages, strict=False):
+        if steps is None:
+            total_s += spent_s
+        elif not stage.predicted_steps_per_s:
+            return None
+        else:
+            total_s += steps / stage.predicted_steps_per_s
+    return total_s or None
+
+
 def scaled_s(own: Racer, base_s: float | None, spec: Spec) -> float:
     """Return the time of a racer on another cluster; infinity if it cannot be predicted."""
-    there_s = flips.predicted_s(own, spec)
+    there_s = predicted_s(own, spec)
     return own.time_s * there_s / base_s if there_s and base_s else math.inf
 
 

@@ -2,7 +2,7 @@
 
 Data flow: `records` reads run folders into a `Study`; `settings` groups its runs; `leaderboard`
 ranks the settings by a `measure` with `statistics`; `answer` puts the result into sentences, and
-`sensitivity` finds where the winner changes; `tables` prints it, `figures` and `page` write
+`sensitivity` finds the winner on each cluster; `tables` prints it, `figures` and `page` write
 `report.html`, `export` makes tables of records. It reads run folders only, so that it works without
 MLflow.
 """

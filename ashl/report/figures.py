@@ -31,7 +31,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodF
 from ashl.report.leaderboard import KINDS, Leaderboard, Row
 from ashl.report.measure import Measure, Target, measurable, reached_at
 from ashl.report.records import Run
-from ashl.report.sensitivity import Cell, Terrain, flip, lead, letters, terrain
+from ashl.report.sensitivity import Cell, Terrain, lead, letters, terrain
 from ashl.tracking import timeline
 from ashl.tracking.console import seconds
 
@@ -715,7 +715,7 @@ def lead_text(ground: Terrain, cell: Cell) -> str:
 
 
 def winners_lines(ground: Terrain) -> Drawing:
-    """Draw each contestant's outcome over one property, and where the first winner changes."""
+    """Draw each contestant's outcome over one property."""
     axis, measure = ground.axes[0], ground.measure
     factor, unit = unit_of(measure)
     sign = factor if measure.lower_is_better else -factor
@@ -730,13 +730,10 @@ def winners_lines(ground: Terrain) -> Drawing:
     low, high = costs.min(axis=None), costs.max(axis=None)
     # Lines cross more visibly on a logarithmic axis, so a factor of 5 is enough here.
     scale(axes, "y", low if measure.ratio else 0, 4 * high, measure.title + unit)
-    axes.set(xlabel=axis.name + ", logarithmic" * axis.log, xscale="log" if axis.log else "linear")
+    log = axis.values[0] > 0
+    axes.set(xlabel=axis.name + ", logarithmic" * log, xscale="log" if log else "linear")
     axes.set_xticks(axis.values, [f"{value:g}" for value in axis.values])
     axes.minorticks_off()
-    if ground.base and (change := flip(ground, ground.base)):
-        place = change.changes[axis][1]
-        axes.axvline(place, color=INK, dashes=(4, 3), linewidth=1.2)
-        write_beside(axes, f"{place:.3g}", (place, 1), (4, -8), xycoords=axes.get_xaxis_transform())
     axes.legend(loc="upper left", bbox_to_anchor=(1.03, 1.03))
     return drawing
 

@@ -1,16 +1,9 @@
-"""Find where the winner changes over one or two properties of the cluster.
-
-The functions are pure: from a leaderboard to cells, from cells to the smallest change that has
-another winner (a flip), from a flip to a sentence. Distances on an axis are logarithms of ratios:
-doubling a bandwidth is as far as halving it. On an axis that contains zero, distances are shares of
-its range.
-"""
+"""Find the winner on each cluster of a study that varies one or two properties of the cluster."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ashl.report.leaderboard import ENVIRONMENT, Leaderboard
 from ashl.report.measure import Measure
@@ -29,24 +22,6 @@ class Axis:
     name: str
     values: tuple[float, ...]  # in increasing order
     first: int  # index of the value that was written first: by convention the user's cluster
-
-    @property
-    def log(self) -> bool:
-        return self.values[0] > 0
-
-    def place(self, value: float) -> float:
-        return (
-            math.log(value)
-            if self.log
-            else (value - self.values[0]) / (self.values[-1] - self.values[0])
-        )
-
-    def value(self, place: float) -> float:
-        return (
-            math.exp(place)
-            if self.log
-            else self.values[0] + place * (self.values[-1] - self.values[0])
-        )
 
 
 @dataclass(frozen=True)
@@ -81,22 +56,6 @@ class Terrain:
         """The position of the values that were written first; None if no setting won there."""
         point = tuple(axis.first for axis in self.axes)
         return point if point in self.cells else None
-
-
-@dataclass(frozen=True)
-class Flip:
-    """The smallest change of the cluster that has another winner.
-
-    `changes` maps each axis that changes to its old and new value. If `exact`, the new value is
-    where two curves cross, by interpolation between cells. Else it is that of the nearest cell with
-    another winner.
-    """
-
-    changes: Mapping[Axis, tuple[float, float]]  # from, to
-    old: str
-    new: str
-    distance: float
-    exact: bool
 
 
 def terrain(board: Leaderboard) -> Terrain | None:
@@ -152,91 +111,22 @@ def as_number(written: str) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def flip(ground: Terrain, base: Point) -> Flip | None:
-    """Return the nearest change from the base cell that has another winner; None if the grid has
-    none.
-    """
-    old, found = ground.cells[base].winner, list[Flip]()
-    for along in range(len(ground.axes)):
-        rest = base[:along] + base[along + 1 :]
-        line = sorted(p for p in ground.cells if p[:along] + p[along + 1 :] == rest)
-        place = line.index(base)
-        for way in (line[place:], line[place::-1]):
-            pairs = (pair for pair in pairwise(way) if ground.cells[pair[1]].winner != old)
-            found += [_crossing(ground, along, base, *pair) for pair in list(pairs)[:1]]
-    if len(ground.axes) == 2 and all(axis.log for axis in ground.axes):
-        found += [_diagonal(ground, base, point) for point in ground.cells]
-    changed = (change for change in found if change.new != old)
-    return min(changed, key=lambda change: change.distance, default=None)
-
-
-def _crossing(ground: Terrain, along: int, base: Point, before: Point, after: Point) -> Flip:
-    """Return where the first curve crosses that of the base's winner, on straight lines.
-
-    It is the farther cell if one of the curves has no number at the nearer one.
-    """
-    axis, old, cell = ground.axes[along], ground.cells[base].winner, ground.cells[after]
-    first = axis.values[base[along]]
-    start, near, far = (axis.place(axis.values[p[along]]) for p in (base, before, after))
-    crossings = []
-    for new in (name for name, cost in cell.ranking if cost < cell.of(old)):
-        gaps = [_cost(ground, p, new) - _cost(ground, p, old) for p in (before, after)]
-        exact = all(map(math.isfinite, gaps)) and gaps[0] > gaps[1]
-        place = near + gaps[0] / (gaps[0] - gaps[1]) * (far - near) if exact else far
-        crossings.append((abs(place - start), place, exact, new))
-    distance, place, exact, new = min(crossings, key=lambda crossing: crossing[0])
-    return Flip({axis: (first, axis.value(place))}, old, new, distance, exact)
-
-
-def _cost(ground: Terrain, point: Point, name: str) -> float:
-    cost = ground.cells[point].of(name)
-    return math.log(cost) if ground.measure.lower_is_better and 0 < cost < math.inf else cost
-
-
-def _diagonal(ground: Terrain, base: Point, point: Point) -> Flip:
-    """Return the change from the base cell to another one."""
-    changes = {
-        axis: (axis.values[b], axis.values[p])
-        for axis, b, p in zip(ground.axes, base, point, strict=True)
-        if b != p
-    }
-    steps = (axis.place(to) - axis.place(start) for axis, (start, to) in changes.items())
-    winners = (ground.cells[base].winner, ground.cells[point].winner)
-    return Flip(changes, *winners, math.hypot(*steps), False)
-
-
 def statement(ground: Terrain) -> tuple[str, ...]:
-    """Return sentences: the wins of each contestant, the winner at the base, and the smallest
-    flip.
-    """
+    """Return sentences: the wins of each contestant, and the winner at the base."""
     winners = [cell.winner for cell in ground.cells.values()]
     wins = [f"{name} wins {winners.count(name)}" for name in ground.contestants if name in winners]
     unsure = sum(not cell.sure for cell in ground.cells.values())
     more = f"; in {unsure} of them the first is not separated from all others" if unsure else ""
     by = f"by {ground.measure.title}{more}."
     sentences = [f"Of {len(ground.cells)} clusters, {', '.join(wins)}, {by}"]
-    base = ground.base
-    if base is None:
-        return tuple(sentences)
-    pairs = zip(ground.axes, base, strict=True)
-    where = " and ".join(f"{axis.name} = {axis.values[index]:g}" for axis, index in pairs)
-    cell, change = ground.cells[base], flip(ground, base)
-    sure = "" if cell.sure else " (not separated)"
-    won = f"{cell.winner} wins{margin_text(ground, cell)}{sure}"
-    sentences.append(f"At {where} (written first) {won}.")
-    if change is None:
-        return (*sentences, "No change inside this grid flips that.")
-    about, why = "at the latest ", "the nearest cell with another winner"
-    if change.exact:
-        about, why = "about ", "where the two curves cross, by interpolation"
-    steps = [_step(axis, start, about, to) for axis, (start, to) in change.changes.items()]
-    smallest = f"{' and '.join(steps)} ({why}); then {change.new} wins."
-    return (*sentences, f"The smallest change that flips it: {smallest}")
-
-
-def _step(axis: Axis, start: float, about: str, to: float) -> str:
-    factor = f", a factor of {to / start:.3g}" if axis.log else ""
-    return f"{axis.name} from {start:g} to {about}{to:.3g}{factor}"
+    if (base := ground.base) is not None:
+        pairs = zip(ground.axes, base, strict=True)
+        where = " and ".join(f"{axis.name} = {axis.values[index]:g}" for axis, index in pairs)
+        cell = ground.cells[base]
+        sure = "" if cell.sure else " (not separated)"
+        won = f"{cell.winner} wins{margin_text(ground, cell)}{sure}"
+        sentences.append(f"At {where} (written first) {won}.")
+    return tuple(sentences)
 
 
 def lead(ground: Terrain, cell: Cell) -> float | None:

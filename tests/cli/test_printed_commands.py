@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from ashl import sweep
-from ashl.advice import candidates, flips
+from ashl.advice import candidates, leave_out
 from ashl.advice.candidates import BSP
 from ashl.advice.rules import RULES
 from ashl.cli.app import COMMANDS, app, main
@@ -147,7 +147,7 @@ def test_advice(place: Path, capsys, monkeypatch) -> None:
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
     )
     monkeypatch.setattr(study_sweep, "run_all", written)
-    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
+    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)
     line = [
         "--config-dir",
         OWN,
