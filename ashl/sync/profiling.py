@@ -9,9 +9,9 @@ Rule: all workers time local steps at the same time, `steps` of them after a war
 does not change. Then they exchange with the server one by one: an empty message, the dense model
 up, the dense model down. At last all exchange at once, which measures the server's NIC. A transfer
 is timed until its receipt has arrived, minus the time of the receipt. Each cost is a median; it is
-repeated until its 95 % interval is narrow, up to a limit. Workers with overlapping intervals get
-equal costs. The server makes the profile, plans the stages that follow, and sends the plan to all
-workers.
+repeated until its 95 % interval is narrow, up to a limit of repetitions and of time. Workers with
+overlapping intervals get equal costs. The server makes the profile, plans the stages that follow,
+and sends the plan to all workers.
 
 With `per_layer_group` the workers also time both passes by layer group, and messages of several
 sizes. Each worker exchanges them with the server alone; then all workers sum them, timed from the
@@ -78,6 +78,9 @@ from ashl.topology.parameter_server import BarrierRule, ServerState
 
 REPEATS = 3  # smallest number of repetitions of an exchange
 MOST = 20  # largest number of repetitions, as a multiple of the smallest
+# Seconds after which no further repetition begins, beyond the smallest number: of steps, and of
+# exchanges of all workers one by one.
+REPEATS_S = 60.0
 SLOWED = 1.1  # factor by which concurrent pushes must be slower to reveal the server's NIC
 DISTRIBUTION = 2_000  # largest number of steps for a distribution
 DISTRIBUTION_S = 4.0  # seconds after which no further step for a distribution begins
@@ -168,9 +171,13 @@ async def time_steps(
     trainer, batch = stage.trainer, stage.worker(ctx.rank).batch
     count = 0
 
+    repeats_end_s = ctx.now + REPEATS_S
+
     async def step() -> float | None:
         nonlocal count
         if count > 1 and (ctx.stopping or ctx.now_ns >= stage.stop_criteria.deadline_ns):
+            return None
+        if count > steps and ctx.now >= repeats_end_s:
             return None
         start = ctx.now
         args = (state.params, state.moments, ctx.rank, state.step + count, 0.0)
@@ -271,7 +278,8 @@ async def measure_all(
     members = stage.workers
     times: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in members}
     steps = await collect_answers(ctx, stage, members)
-    while not all(timed_enough(rows) for rows in times.values()):
+    end_s = ctx.now + REPEATS_S
+    while not all(timed_enough(rows, over=ctx.now >= end_s) for rows in times.values()):
         for rank in members:  # interleaved, so that other load affects all workers equally
             await instruct(ctx, stage, (rank,), GO)
             times[rank].append((await collect_answers(ctx, stage, (rank,)))[rank])
@@ -345,12 +353,12 @@ async def measure_line(
     ]
 
 
-def timed_enough(rows: Sequence[Sequence[float]]) -> bool:
-    """Return True if each kind of exchange has a narrow interval, or the largest number of
-    repetitions.
+def timed_enough(rows: Sequence[Sequence[float]], *, over: bool = False) -> bool:
+    """Return True if each kind of exchange has a narrow interval or the largest number of
+    repetitions; if the time is over, the smallest number is enough.
     """
     return len(rows) >= REPEATS and (
-        len(rows) >= MOST * REPEATS or all(map(is_narrow, zip(*rows, strict=True)))
+        over or len(rows) >= MOST * REPEATS or all(map(is_narrow, zip(*rows, strict=True)))
     )
 
 

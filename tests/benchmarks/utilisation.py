@@ -73,9 +73,9 @@ def main() -> None:
     for workers in asked.workers:
         for mbit_s in asked.mbit_s:
             cells += measure_row(workers, mbit_s, asked.local_steps)
+            if asked.csv:
+                write_cells(asked.csv, cells)
     show_cells(cells)
-    if asked.csv:
-        write_cells(asked.csv, cells)
 
 
 def measure_row(workers: int, mbit_s: float, local_steps: list[int]) -> list[Cell]:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from ashl.sync.profiling import REPEATS_S
 from tests.support import simulated
 
 LINKS = (
@@ -57,3 +58,12 @@ def test_jitter_is_measured_until_it_is_known() -> None:
             for worker in json.loads(ran.of("ProfileMeasured")[0]["profile"])["workers"]
         ]
         assert max(steps) == pytest.approx(min(steps), rel=0.02)
+
+
+def test_long_noisy_steps_end_with_their_time() -> None:
+    """Steps of 10 s with jitter are not repeated until the interval is narrow, but for a minute."""
+    ran = simulated(
+        *PROFILING, "schedule.profile_steps=2", "cluster.step_s=10", "cluster.jitter=0.5"
+    )
+    assert ran.time_ns / 1e9 < REPEATS_S + 40
+    assert ran.of("ProfileMeasured")
