@@ -61,7 +61,7 @@ def test_jitter_is_measured_until_it_is_known() -> None:
 
 
 def test_long_noisy_steps_end_with_their_time() -> None:
-    """Steps of 10 s with jitter are not repeated until the interval is narrow, but for a minute."""
+    """Steps of 10 s with jitter are repeated for at most a minute, however wide the interval is."""
     ran = simulated(
         *PROFILING, "schedule.profile_steps=2", "cluster.step_s=10", "cluster.jitter=0.5"
     )
