@@ -25,6 +25,7 @@ from ashl.compression.kernels import (
     block_rows,
     blocks,
     concatenate,
+    convert,
     empty,
     flip_signs,
     is_true,
@@ -51,7 +52,7 @@ from ashl.compression.kernels import (
 )
 from ashl.compression.payload import EMPTY, PayloadError, tensor_of_bytes, typed_part
 from ashl.data.counter_rng import CounterRng
-from ashl.learn.device import at_home, to_host
+from ashl.learn.device import at_home, numbers, to_host
 
 # --- indices: k ascending indices below d
 #
@@ -164,34 +165,36 @@ def _write_golomb(indices: Tensor, d: int) -> Tensor:
     if not len(indices):
         return EMPTY
     b = low_bits(len(indices), d)
-    gaps = indices.clone()
-    gaps[1:] -= indices[:-1]
+    gaps = native(indices.clone())
+    gaps[1:] -= native(indices)[:-1]
     gaps[1:] -= 1
     low = [pack(gaps, b)] if b else []
     gaps >>= b
     gaps += 1
     ends = gaps.cumsum(0)
-    unary = _bitmap(ends - 1, int(to_host(ends[-1:])[0]))
+    unary = _bitmap(tensor(ends - 1), int(numbers([ends[-1]])[0]))
     return torch.cat([beside(unary, torch.tensor([b], dtype=torch.uint8)), *low, unary])
 
 
 def _read_golomb(buffer: Tensor, k: int, d: int) -> Tensor:
     if not k:
         return EMPTY
-    b = int(to_host(buffer[:1])[0]) if len(buffer) else -1
+    b = int(numbers([buffer[0]])[0]) if len(buffer) else -1
     if b != low_bits(k, d) or len(buffer) < (first := 1 + packed_bytes(k, b)):
         raise PayloadError(
             f"received {k} golomb indices below {d} with {b} low bits in {len(buffer)} bytes"
         )
-    ends = where_true(unpack_truths(buffer[first:], 8 * (len(buffer) - first)))
+    ends = native(where_true(unpack_truths(buffer[first:], 8 * (len(buffer) - first))))
     if len(ends) != k or not is_true(ends[-1] // 8 == len(buffer) - first - 1):
         raise PayloadError(f"expected {k} golomb indices below {d}; received {len(ends)}")
     # The bits below an end are the ends before it and the high bits of all gaps up to it.
-    before = torch.arange(k, device=str(ends.device))
+    before = native(torch.arange(k, device=str(buffer.device)))
     indices = ends - before
     indices <<= b
     indices += before
-    return indices + tensor(unpack(buffer[1:first], b, k)).cumsum(0) if b else indices
+    if b:
+        indices += convert(unpack(buffer[1:first], b, k), torch.int64).cumsum(0)
+    return tensor(indices)
 
 
 def new_seed(rng: np.random.Generator) -> Tensor:

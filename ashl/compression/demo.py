@@ -139,26 +139,31 @@ class Grid(NamedTuple):
         rotated = rotate_blocks(beside(x, cosines(height)), blocks, beside(x, cosines(width)).T)
         return tensor(rotated.reshape(-1, self.size))
 
-    def backward(self, coefficients: Tensor, indices: Tensor, x: Tensor, strip: slice) -> Array:
-        """Write the inverse transform of a strip into x and return its rows.
+    def backward(self, coefficients: Tensor, indices: Tensor, x: Tensor, top: float) -> None:
+        """Write the inverse transform, times `top`, into the elements of x in this layer.
 
         Args: coefficients and indices [blocks, kept], the indices within each block.
         """
-        rows = native(self.rows_of_strip(x, strip))
         height, width = self.block
         across = self.block_counts[1]
         whole, unit = to_integers(coefficients, BITS)
         places = look_up(interleave(height, width), indices)
-        spread = x.new_zeros((len(whole), self.size), dtype=torch.float64)
-        blocks = native(spread.scatter_(1, places, tensor(whole))).reshape(-1, width, height)
-        half = multiply_mirrored(*half_cosines(x, width, -SCALE), blocks).round().swapaxes(1, 2)
-        blocks = multiply_mirrored(*half_cosines(x, height, 0), half)
-        blocks *= (unit * 2.0**-SCALE)[:, :, None]
-        filled = (
-            blocks.reshape(-1, across, height, width).swapaxes(1, 2).reshape(-1, across * width)
-        )
-        rows[:] = filled[: len(rows), : self.columns]
-        return rows
+        along, down = half_cosines(x, width, -SCALE), half_cosines(x, height, 0)
+        unit = (unit * 2.0**-SCALE)[:, :, None]
+        for strip in self.strips(x):
+            part = slice(strip.start * across, strip.stop * across)
+            spread = x.new_zeros((part.stop - part.start, self.size), dtype=torch.float64)
+            spread.scatter_(1, places[part], tensor(whole[part]))
+            blocks = native(spread).reshape(-1, width, height)
+            half = multiply_mirrored(*along, blocks).round().swapaxes(1, 2)
+            blocks = multiply_mirrored(*down, half)
+            blocks *= unit[part]
+            filled = blocks.reshape(-1, across, height, width).swapaxes(1, 2)
+            rows = native(self.rows_of_strip(x, strip))
+            rows[:] = filled.reshape(-1, across * width)[: len(rows), : self.columns]
+            rows *= top
+            if LARGEST / SIDE**2 < top < math.inf:
+                rows[:] = rows.clip(-LARGEST, LARGEST)
 
     def rows_of_strip(self, x: Tensor, strip: slice) -> Tensor:
         """Return the rows of the layer in the flat vector x that a strip covers."""
@@ -282,13 +287,7 @@ class DeMo(WithDensity):
                 raise PayloadError(
                     f"the received indices are not {grid.kept} ascending numbers below {grid.size}"
                 )
-            content = values[value : value + grid.sent].view(inside.shape)
-            for strip in grid.strips(x):
-                part = slice(strip.start * grid.block_counts[1], strip.stop * grid.block_counts[1])
-                rows = grid.backward(content[part], inside[part], x, strip)
-                rows *= top
-                if LARGEST / SIDE**2 < top < math.inf:
-                    rows[:] = rows.clip(-LARGEST, LARGEST)
+            grid.backward(values[value : value + grid.sent].view(inside.shape), inside, x, top)
             value, start = value + grid.sent, start + size
         return x
 

@@ -128,6 +128,15 @@ def is_true(condition: Array) -> bool:
     return bool(numbers([condition])[0])
 
 
+def shift_down(words: Array, bits: int) -> Array:
+    """Return int32 words shifted to lower bits, with zeros as their upper bits; arrays in place."""
+    if isinstance(words, Tensor):
+        return words >> bits & (1 << 32 - bits) - 1
+    unsigned = words.view(np.uint32)
+    unsigned >>= bits
+    return words
+
+
 def divide(x: Array, number: float) -> Array:
     """Return x/number, rounded once per element."""
     if isinstance(x, Tensor):
@@ -137,10 +146,12 @@ def divide(x: Array, number: float) -> Array:
 
 def where_true(condition: Array) -> Tensor:
     """Return the ascending indices of the elements that are true, int64."""
-    condition = native(condition)
-    if isinstance(condition, Tensor):
-        return condition.nonzero().view(-1)
-    return torch.from_numpy(np.flatnonzero(condition))
+    return tensor(flat_nonzero(native(condition)))
+
+
+def flat_nonzero(x: Array) -> Array:
+    """Return the ascending indices of the elements of a vector that are not 0, int64."""
+    return x.nonzero().view(-1) if isinstance(x, Tensor) else x.nonzero()[0]
 
 
 def sparse_vector(indices: Any, values: Tensor, d: int) -> Tensor:
@@ -156,7 +167,7 @@ def sparse_vector(indices: Any, values: Tensor, d: int) -> Tensor:
 EIGHT_BITS = 0x0102040810204080  # as a factor: gathers the lowest bits of 8 bytes in the top byte
 HALVES = (2, 4)  # widths that are packed by joining pairs
 LANES = (16, 32, 64)  # bits of a pair of bytes, of two pairs, of four pairs
-GROUP = 32  # so many numbers of w bits fill w words of 32 bits
+GROUP = 8  # so many numbers of w bits fill w bytes
 INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
@@ -249,31 +260,34 @@ def _halves(lane: int, width: int) -> tuple[int, int, int]:
 
 
 def _pack_words(values: Array, width: int) -> Array:
-    """Pack numbers of 9 to 31 bits: 32 of them fill as many words of 32 bits as a number has."""
+    """Pack numbers of 9 to 31 bits: 8 of them fill as many bytes as a number has bits."""
     size = packed_bytes(len(values), width)
-    columns = pad_to(convert(values, torch.int32) & (1 << width) - 1, GROUP).reshape(-1, GROUP)
-    words = empty(columns, len(columns), width, dtype=torch.int32)
+    columns = pad_to(convert(values, torch.int64) & (1 << width) - 1, GROUP).reshape(-1, GROUP)
+    words = empty(columns, len(columns), -(-width // GROUP), dtype=torch.int64)
     words[:] = 0
     for j in range(GROUP):
-        word, shift = divmod(j * width, 32)
+        word, shift = divmod(j * width, 64)
         words[:, word] |= columns[:, j] << shift
-        if shift + width > 32:
-            words[:, word + 1] |= columns[:, j] >> 32 - shift
-    return bits_as(words.reshape(-1), torch.uint8)[:size]
+        if shift + width > 64:
+            words[:, word + 1] |= columns[:, j] >> 64 - shift
+    return bits_as(words, torch.uint8)[:, :width].reshape(-1)[:size]
 
 
 def _unpack_words(stream: Array, width: int, count: int) -> Array:
-    part = pad_to(stream[: packed_bytes(count, width)], 4 * width)
-    words = view_as(part, torch.int32).reshape(-1, width)
+    rows = pad_to(stream[: packed_bytes(count, width)], width).reshape(-1, width)
+    spread = empty(stream, len(rows), -(-width // GROUP) * 8, dtype=torch.uint8)
+    spread[:, width:] = 0
+    spread[:, :width] = rows
+    words = bits_as(spread, torch.int64)
     columns = empty(stream, len(words), GROUP, dtype=torch.int32)
     for j in range(GROUP):
-        word, shift = divmod(j * width, 32)
+        word, shift = divmod(j * width, 64)
         found = words[:, word] >> shift
-        if shift + width > 32:
-            found &= (1 << 32 - shift) - 1  # without copies of the sign
-            found |= words[:, word + 1] << 32 - shift
+        if shift + width > 64:
+            found &= (1 << 64 - shift) - 1  # without copies of the sign
+            found |= words[:, word + 1] << 64 - shift
+        found &= (1 << width) - 1
         columns[:, j] = found
-    columns &= (1 << width) - 1
     return columns.reshape(-1)[:count]
 
 
@@ -369,7 +383,10 @@ def largest(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
     rank = _sure_rank(len(sample), k, len(x))
     if rank is not None:
         # In a sparse vector, all elements reach 0.
-        indices, keys = _reaching(bits, _kth_largest(sample, rank).clip(min=1), order)
+        bound = _kth_largest(sample, rank).clip(min=1)
+        blocks_found = _reaching(bits, bound, order)
+        found = [(inside + start, keys[inside]) for start, inside, keys in blocks_found]
+        indices, keys = (native(concatenate(pieces, x)) for pieces in zip(*found, strict=True))
         if len(keys) >= k:
             return tensor(indices[_choose(keys, k)])
     return tensor(_choose(order(bits), k))
@@ -380,7 +397,8 @@ def indices_reaching(x: Tensor, bound: float) -> Tensor:
     bound.
     """
     least = native(beside(x, torch.tensor([bound]).view(torch.int32).clamp(min=1)))
-    return tensor(_reaching(native(x.view(torch.int32)), least, magnitudes)[0])
+    found = _reaching(native(x.view(torch.int32)), least, magnitudes)
+    return concatenate([inside + start for start, inside, _ in found], x)
 
 
 def magnitudes_above(x: Tensor, bound: float) -> Tensor:
@@ -401,21 +419,25 @@ def estimate_threshold(x: Tensor, k: int) -> float:
 
 def largest_of_rows(x: Tensor, k: int) -> Tensor:
     """Return the ascending column indices, int64 [rows, k], of the k largest |x| in each row."""
-    rows, columns = x.shape
-    found = torch.empty((rows, k), dtype=torch.int64, device=str(x.device))
-    for where in blocks(x, max(1, BLOCK // columns)):
-        keys = magnitudes(x[where].view(torch.int32))
-        if at_home(x):
-            least = np.partition(keys.numpy(), -k, axis=1)[:, -k, None]
-            reached = np.flatnonzero(keys.numpy() >= least)
-            if reached.size == len(keys) * k:
-                found[where] = torch.from_numpy(reached % columns).view(-1, k)
-                continue
-        least = keys.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
-        above, equal = keys > least, keys == least
-        chosen = above | equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True))
-        found[where] = chosen.nonzero()[:, 1].view(-1, k)
-    return found
+    bits = native(x.view(torch.int32))
+    found = empty(bits, len(bits), k, dtype=torch.int64)
+    for where in blocks(bits, max(1, BLOCK // x.shape[1])):
+        found[where] = _largest_columns(magnitudes(bits[where]), k)
+    return tensor(found)
+
+
+def _largest_columns(keys: Array, k: int) -> Array:
+    """Return the columns of the k largest keys of each row; of equal keys the first ones."""
+    if isinstance(keys, np.ndarray):
+        rows, columns = keys.shape
+        reached = np.flatnonzero(keys >= np.partition(keys, -k, axis=1)[:, -k, None])
+        if reached.size == rows * k:
+            return reached.reshape(rows, k) - np.arange(0, keys.size, columns)[:, None]
+        return _largest_columns(torch.from_numpy(keys), k).numpy()
+    least = keys.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
+    above, equal = keys > least, keys == least
+    chosen = above | equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True))
+    return chosen.nonzero()[:, 1].view(-1, k)
 
 
 def _spread_out(d: int) -> slice:
@@ -445,19 +467,11 @@ def _kth_largest(keys: Array, k: int) -> Array:
     return np.partition(keys, place)[place : place + 1]
 
 
-def _reaching(bits: Array, bound: Array, order: Order) -> tuple[Array, Array]:
-    """Return the indices and keys of all elements whose key is at least `bound`."""
-    if isinstance(bits, Tensor):
-        keys = order(bits)
-        indices = where_true(keys >= bound)
-        return indices, keys[indices]
-    indices, found = [], []
+def _reaching(bits: Array, bound: Array, order: Order) -> Iterator[tuple[int, Array, Array]]:
+    """Yield (start, indices of all elements whose key is at least `bound`, keys) of each block."""
     for where in blocks(bits):
         keys = order(bits[where])
-        reached = np.flatnonzero(keys >= bound)
-        found.append(keys[reached])
-        indices.append(reached + where.start)
-    return np.concatenate(indices), np.concatenate(found)
+        yield where.start, flat_nonzero(keys >= bound), keys
 
 
 def _choose(keys: Array, k: int) -> Array:
@@ -638,18 +652,19 @@ def write_natural(x: Tensor, words: CounterRng) -> Tensor:
     The rule is in `ashl.compression.natural`.
     """
     bits = native(x.view(torch.int32))
-    exponents = empty(bits, len(bits), dtype=torch.uint8)
+    stream = empty(bits, natural_bytes(len(bits)), dtype=torch.uint8)
     for where in blocks(bits):
         size = magnitudes(bits[where])
         drawn = words.words(x, where.start // 2, -(-len(size) // 2)).view(torch.int32)[: len(size)]
-        noise = native(drawn) >> 32 - MANTISSA & (1 << MANTISSA) - 1
+        noise = shift_down(native(drawn), 32 - MANTISSA)
         if isinstance(size, Tensor) or size.max() > TOP:
             infinite = convert(size >= INFINITE, torch.int32)
             size = infinite * INFINITE + (1 - infinite) * size.clip(max=TOP)
         noise += size
         noise >>= MANTISSA
-        exponents[where] = noise
-    return torch.cat([tensor(exponents), pack_signs(x)])
+        stream[where] = noise
+    stream[len(bits) :] = native(pack_signs(x))
+    return tensor(stream)
 
 
 def read_natural(stream: Tensor, d: int) -> Tensor:
@@ -660,7 +675,7 @@ def read_natural(stream: Tensor, d: int) -> Tensor:
         part = bits[where]
         part[:] = native(unpack_truths(stream[d + where.start // 8 :], len(part)))
         part <<= 8
-        part |= stream[where]
+        part |= convert(stream[where], torch.int32)
         part <<= MANTISSA
     return tensor(bits).view(torch.float32)
 
@@ -670,16 +685,26 @@ def read_natural(stream: Tensor, d: int) -> Tensor:
 LEAF, ACCUMULATORS = 128, 8  # NumPy adds 128 elements in 8 accumulators before it adds pairwise
 
 
+@quiet()
 def block_sums(x: Tensor, of: Callable[[Any], Any] = abs) -> list[float]:
     """Return the sum of of(x) [d] for each block, in the order of additions of NumPy's sum.
 
     `of` is a function of tensors and of arrays. The host adds the incomplete last block, and each
-    block whose sum overflows float32.
+    block whose sum overflows float32, that one in float64.
     """
-    if at_home(x):
-        array = x.numpy()
-        return [_sum(of(array[where])) for where in blocks(array)]
-    x = of(x)
+    sums = _sums_of_arrays(x.numpy(), of) if at_home(x) else _sums_of_tensors(of(x))
+    for i, total in enumerate(sums):
+        if not math.isfinite(total):
+            block = to_host(x[i * BLOCK : (i + 1) * BLOCK]).numpy()
+            sums[i] = float(of(block).sum(dtype=np.float64))
+    return sums
+
+
+def _sums_of_arrays(x: np.ndarray, of: Callable[[Any], Any]) -> list[float]:
+    return [float(of(x[where]).sum()) for where in blocks(x)]
+
+
+def _sums_of_tensors(x: Tensor) -> list[float]:
     whole = len(x) // BLOCK * BLOCK
     sums = x[:whole].view(-1, LEAF // ACCUMULATORS, ACCUMULATORS)
     total = sums[:, 0]
@@ -690,17 +715,7 @@ def block_sums(x: Tensor, of: Callable[[Any], Any] = abs) -> list[float]:
         total = total[:, ::2] + total[:, 1::2]
     found = to_host(torch.cat([total.view(-1), x[whole:]]))
     each, rest = found[: whole // BLOCK].tolist(), found[whole // BLOCK :]
-    for i, one in enumerate(each):
-        if not math.isfinite(one):
-            each[i] = _sum(to_host(x[i * BLOCK : (i + 1) * BLOCK]).numpy())
-    return [*each, _sum(rest.numpy())] if len(rest) else each
-
-
-@quiet()
-def _sum(x: np.ndarray) -> float:
-    """Return the sum of an array, in float64 only if float32 overflows."""
-    total = x.sum()
-    return float(total if np.isfinite(total) else x.sum(dtype=np.float64))
+    return [*each, float(rest.numpy().sum())] if len(rest) else each
 
 
 def count_negative(x: Tensor) -> int:

@@ -70,7 +70,8 @@ def write_payload(code: int, d: int, parts: Parts) -> Tensor:
         )
     fields = VERSION, code, form, FLOAT32, d, count, scales.nbytes, values.nbytes
     header = tensor_of_bytes(HEADER.pack(*fields))
-    return torch.cat([as_bytes(beside(values, part)) for part in (header, scales, values, indices)])
+    content = [part for part in (header, scales, values, indices) if part.numel()]
+    return torch.cat([as_bytes(beside(values, part)) for part in content])
 
 
 def tensor_of_bytes(content: bytes) -> Tensor:
@@ -82,7 +83,7 @@ def as_bytes(part: Tensor) -> Tensor:
     """Return the bytes of a tensor, uint8."""
     if not part.numel():
         return part.new_empty(0, dtype=torch.uint8)
-    return part.contiguous().view(-1).view(torch.uint8)
+    return part.reshape(-1).view(torch.uint8)
 
 
 def read_payload(payload: Any, code: int, d: int) -> Parts:

@@ -20,6 +20,7 @@ Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Comp
 2015; dense form: MXNet's 2-bit gradient compression, 2017.
 """
 
+import math
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -30,6 +31,8 @@ from ashl.compression.coding import check_ascending, index_bytes, read_indices, 
 from ashl.compression.contract import Elements, EncodeContext, Traits, Wrappable
 from ashl.compression.kernels import (
     beside,
+    convert,
+    empty,
     flip_signs,
     is_true,
     look_up,
@@ -61,19 +64,20 @@ class Strom(Wrappable):
     dense: bool
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        indices = magnitudes_above(x, float(np.float32(self.threshold)))
-        sent = tensor(native(x)[native(indices)])
-        finite = is_true((abs(native(sent)) < float("inf")).all())
-        scales = torch.tensor([self.threshold if finite else float("nan")])
-        negative = tensor(native(sent) < 0)
-        k, d = len(indices), len(x)
+        found = magnitudes_above(x, float(np.float32(self.threshold)))
+        k, d, indices = len(found), len(x), native(found)
+        sent = native(x)[indices]
+        finite = is_true((abs(sent) < math.inf).all())
+        scales = torch.tensor([self.threshold if finite else math.nan])
+        negative = sent < 0
         if self.dense or self._sparse_bytes(k, d) >= packed_bytes(d, 2):
-            codes = native(torch.zeros(d, dtype=torch.uint8, device=str(x.device)))
-            codes[native(indices)] = native(negative.to(torch.uint8) + 1)
+            codes = empty(sent, d, dtype=torch.uint8)
+            codes[:] = 0
+            codes[indices] = convert(negative, torch.uint8) + 1
             return Parts(d, pack(codes, 2), scales=scales, form=DENSE)
         if self.indices == "words":
             return Parts(k, pack(indices | negative * SIGN, 32), scales=scales, form=WORDS)
-        coded = write_indices(self.indices, indices, d)
+        coded = write_indices(self.indices, found, d)
         return Parts(k, pack_truths(negative), coded, scales, INDICES)
 
     def unpack(self, parts: Parts, d: int) -> Elements:

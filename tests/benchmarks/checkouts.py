@@ -1,13 +1,14 @@
 """Compare the codecs of two checkouts: `python -m tests.benchmarks.checkouts FOLDER [CODEC...]`.
 
 FOLDER is the other checkout, an older or a newer one; this checkout is the second. Each has a
-process of its own with `THREADS` torch threads. It encodes and decodes a vector on request, while
-the other process waits. The order alternates from turn to turn.
+process of its own with one thread. It encodes and decodes a vector on request, while the other
+process waits. The order alternates from turn to turn. Times are CPU times, and the least of all
+turns counts, so that other load on the machine disturbs little.
 """
 
 import argparse
+import csv
 import os
-import statistics
 import subprocess
 import sys
 from functools import partial
@@ -15,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.table import alternate, ratio, show
+from tests.benchmarks.table import alternate, show
 
-TURNS = 5
-THREADS = 2  # torch threads of each process
+TURNS = 7
+CALLS = 2_000_000  # elements that one measurement encodes, at least, in several calls
 HOME = Path(__file__).parents[2]
 
 # Program of a checkout's process. Lines of stdin are `begin CODEC`, `encode` or `decode`; each has
@@ -48,6 +49,7 @@ def is_reduced(codec):
 Context = find("contract:EncodeContext", "contract:Turn")
 Layer = find("contract:Layer", "wrappers.layers:Layer", "around.layers:Layer")
 codec_for_layers = find(
+    "wrappers:codec_for_layers",
     "wrappers.compose:codec_for_layers",
     "wrappers.compose:for_layers",
     "around.wrapped:for_layers",
@@ -67,7 +69,8 @@ def prepare(name, x):
         task()
     return tasks, payload.nbytes
 
-torch.set_num_threads(int(sys.argv[2]))
+torch.set_num_threads(1)
+calls = int(sys.argv[2])
 keep_pages()
 vector = np.random.default_rng(0).standard_normal(int(sys.argv[1]), dtype=np.float32)
 x = torch.from_numpy(vector)
@@ -79,9 +82,10 @@ for line in sys.stdin:
         tasks = {}  # release the memory of the codec before
         tasks, answer = prepare(*names, x)
     else:
-        start = time.perf_counter()
-        tasks[word]()
-        answer = 1e3 * (time.perf_counter() - start)
+        start = time.process_time()
+        for _ in range(calls):
+            tasks[word]()
+        answer = 1e3 / calls * (time.process_time() - start)
     print(answer, flush=True)
 """
 
@@ -92,7 +96,7 @@ class Checkout:
     def __init__(self, folder: Path, d: int) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(d), str(THREADS)],
+            [sys.executable, "-c", SERVE, str(d), str(-(-CALLS // d))],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(folder)},
             stdin=subprocess.PIPE,
@@ -124,15 +128,15 @@ class Checkout:
 
 
 def compare_codec(name: str, before: Checkout, now: Checkout, turns: int) -> list[str] | None:
-    """Return a table row with the milliseconds of a codec; None if the codec sends nothing."""
+    """Return a table row with the CPU milliseconds of a codec; None if it sends nothing."""
     if "none" in [side.request("begin", name) for side in (before, now)]:
         return None
     cells = [name]
     for word in ("encode", "decode"):
         sides = {"before": partial(before.measure, word), "now": partial(now.measure, word)}
         taken = alternate(sides, turns)
-        cells += [f"{statistics.median(taken[side]):.1f}" for side in sides]
-        cells.append(ratio(taken["now"], taken["before"]))
+        before_ms, now_ms = (min(taken[side]) for side in sides)
+        cells += [f"{before_ms:.3g}", f"{now_ms:.3g}", f"{now_ms / before_ms:.2f}"]
     return cells
 
 
@@ -150,10 +154,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the other checkout")
     parser.add_argument("names", nargs="*", help="codecs to compare; default: all common ones")
     parser.add_argument("--turns", type=int, default=TURNS, help="measurements of each side")
-    parser.add_argument("--elements", type=int, default=25_600_000, help="elements of the vector")
+    parser.add_argument("--elements", type=int, default=25_600_000, help="a multiple of 1024")
+    parser.add_argument("--csv", type=Path, help="file to which the rows are written, too")
     asked = parser.parse_args()
     folder = asked.folder.resolve()
-    torch.set_num_threads(THREADS)  # `show` reports the number
+    torch.set_num_threads(1)  # `show` reports the number
     before, now = Checkout(folder, asked.elements), Checkout(HOME, asked.elements)
     rows = []
     for name in asked.names or common_codecs(folder):
@@ -175,8 +180,11 @@ def main() -> None:
         f"codecs of two checkouts, {asked.elements:,} elements",
         columns,
         rows,
-        f"ms: median of {asked.turns} turns",
+        f"ms: CPU time, the least of {asked.turns} turns",
     )
+    if asked.csv:
+        with asked.csv.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
 
 
 if __name__ == "__main__":
