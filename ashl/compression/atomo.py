@@ -27,22 +27,15 @@ Source: Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsif
 2018, as stated in the paper; the authors' code draws differently.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from math import ceil, inf, isfinite, isqrt, prod, sqrt
+from itertools import accumulate
+from math import ceil, inf, isfinite, isqrt, sqrt
 from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.coding import (
-    IndexCode,
-    index_bytes,
-    max_index_bytes,
-    read_indices,
-    write_indices,
-)
+from ashl.compression.coding import IndexCode
 from ashl.compression.contract import (
     Codec,
     Elements,
@@ -50,100 +43,52 @@ from ashl.compression.contract import (
     Layout,
     Traits,
     WithDensity,
+    with_layout,
 )
 from ashl.compression.kernels import blocks, largest, outer_sum
-from ashl.compression.payload import EMPTY, HEADER, Parts, PayloadError, typed_part
+from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
+from ashl.compression.sparse import Coded, SparseFormat, max_nbytes
 from ashl.option import option
 
-ENTRIES, SINGULAR, DENSE = 0, 1, 2  # forms of a payload
+SINGULAR = 1  # form of a payload of singular triples
 ELEMENTS = 2**32 - 1  # in place of a number of triples: all elements of the matrix follow
-
-Shapes = tuple[tuple[int, int], ...]
 
 
 @option
 class Atomo(WithDensity):
-    """Atomic sparsification."""
+    """Atomic sparsification.
+
+    With `atoms=singular`, the vector is split into matrices, row by row. The last matrix may exceed
+    the rest of the vector, which is then padded with zeros.
+    """
 
     code: ClassVar[int] = 32
     traits: ClassVar[Traits] = Traits(unbiased=True, variable=True)
+    layout: ClassVar[Layout | None] = None
     atoms: Literal["entries", "singular"]
     indices: IndexCode
 
     def for_layout(self, layout: Layout) -> Codec:
-        """Return the codec for the matrices of a model."""
-        if self.atoms == "entries" or not layout:
-            return self
-        shapes = (
-            (layer.shape[0], prod(layer.shape[1:])) if layer.shape else (1, 1) for layer in layout
-        )
-        return Spectral(self, tuple(shapes))
-
-    def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        d = len(x)
-        if self.atoms == "singular":
-            return Spectral(self, (square(d),)).pack(x, context)
-        indices, values = draw_components(x, self.kept(context.ratio, d), context.stream())
-        k = len(indices)
-        if 4 * k + index_bytes(self.indices, k, d) >= 4 * d:
-            return Parts(d, Elements(indices, values).dense(d), form=DENSE)
-        coded = write_indices(self.indices, indices, d) if k else EMPTY
-        return Parts(k, values, coded, form=ENTRIES)
-
-    def unpack(self, parts: Parts, d: int) -> Tensor | Elements:
-        if self.atoms == "singular":
-            return Spectral(self, (square(d),)).unpack(parts, d)
-        if len(parts.scales) or parts.form not in (ENTRIES, DENSE):
-            raise PayloadError(
-                f"expected entries; received form {parts.form} with {len(parts.scales)} bytes of"
-                " scales"
-            )
-        values = typed_part(parts.values, torch.float32, parts.count, "values")
-        if parts.form == DENSE:
-            if parts.count != d or len(parts.indices):
-                raise PayloadError(f"a whole vector of {d} elements declares {parts.count} values")
-            return values.clone()
-        if not (parts.count or len(parts.indices)):
-            return Elements(slice(0), values)
-        return Elements(read_indices(self.indices, parts.indices, parts.count, d), values)
-
-    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        if self.atoms == "singular":
-            return Spectral(self, (square(d),)).encoded_nbytes(ratio, d)
-        k = most_components(self.kept(ratio, d), d)
-        return HEADER.size + min(4 * d, 4 * k + max_index_bytes(self.indices, k, d))
-
-    def bound(self, ratio: float | None, d: int) -> float:
-        if self.atoms == "singular":
-            return Spectral(self, (square(d),)).bound(ratio, d)
-        return d / self.kept(ratio, d) - 1
-
-
-@dataclass(frozen=True)
-class Spectral(Codec):
-    """Singular triples of the matrices into which a vector is split, row by row.
-
-    The last matrix may exceed the rest of the vector, which is then padded with zeros.
-    """
-
-    code: ClassVar[int] = Atomo.code
-    traits: ClassVar[Traits] = Atomo.traits
-    option: Atomo
-    shapes: Shapes
+        return with_layout(self, layout) if layout else self
 
     @property
-    def ratio(self) -> float:
-        return self.option.ratio
+    def format(self) -> SparseFormat:
+        """The format of payloads with entries."""
+        return SparseFormat("fp32", Coded(self.indices))
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        rng, counts, pieces = context.stream(), [], []
-        for start, (rows, columns) in self._matrices():
+        d, rng = len(x), context.stream()
+        if self.atoms == "entries":
+            drawn = draw_components(x, self.kept(context.ratio, d), rng)
+            return self.format.pack_elements(drawn, d, context)
+        counts, pieces = [], []
+        for start, rows, columns in self.matrices(d):
             part = x[start : start + rows * columns]
             matrix = torch.zeros(rows * columns)
             matrix[: len(part)] = part
             triples = None
             if min(rows, columns) > 1:
-                budget = self._budget(rows, columns, context.ratio)
+                budget = self.budget(rows, columns, context.ratio)
                 triples = decompose(matrix.view(rows, columns), budget, rng)
             if triples is None:
                 counts.append(ELEMENTS)
@@ -157,8 +102,11 @@ class Spectral(Codec):
         scales = torch.tensor(counts).to(torch.int32)
         return Parts(0, torch.cat(pieces), scales=scales, form=SINGULAR)
 
-    def unpack(self, parts: Parts, d: int) -> Tensor:
-        counts = typed_part(parts.scales, torch.int32, len(self.shapes), "numbers of triples")
+    def unpack(self, parts: Parts, d: int) -> Tensor | Elements:
+        if self.atoms == "entries":
+            return self.format.unpack(parts, d, may_be_empty=True)
+        matrices = self.matrices(d)
+        counts = typed_part(parts.scales, torch.int32, len(matrices), "numbers of triples")
         values = typed_part(parts.values, torch.float32, len(parts.values) // 4, "triples")
         if parts.form != SINGULAR or parts.count or len(parts.indices):
             raise PayloadError(
@@ -166,7 +114,7 @@ class Spectral(Codec):
             )
         x, at = torch.zeros(d), 0
         unsigned = (counts.long() & ELEMENTS).tolist()
-        for (start, (rows, columns)), count in zip(self._matrices(), unsigned, strict=True):
+        for (start, rows, columns), count in zip(matrices, unsigned, strict=True):
             out = x[start : start + rows * columns]
             size = len(out) if count == ELEMENTS else count * (rows + columns)
             if (count != ELEMENTS and size > len(out)) or at + size > len(values):
@@ -184,42 +132,44 @@ class Spectral(Codec):
         return x
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        total, remaining = HEADER.size + 4 * len(self.shapes), d
-        for rows, columns in self.shapes:
-            size = min(rows * columns, remaining)
-            triples = size
+        if self.atoms == "entries":
+            return max_nbytes("fp32", self.indices, most_components(self.kept(ratio, d), d), d)
+        matrices = self.matrices(d)
+        total = HEADER.size + 4 * len(matrices)
+        for start, rows, columns in matrices:
+            size = triples = min(rows * columns, d - start)
             if min(rows, columns) > 1:
-                budget = self._budget(rows, columns, ratio)
+                budget = self.budget(rows, columns, ratio)
                 triples = most_components(budget, min(rows, columns)) * (rows + columns)
             total += 4 * min(size, triples)
-            remaining -= size
         return total
 
     def bound(self, ratio: float | None, d: int) -> float:
-        matrices = [shape for shape in self.shapes if min(shape) > 1]
-        return max(
-            (min(shape) / self._budget(*shape, ratio) - 1 for shape in matrices), default=0.0
-        )
+        if self.atoms == "entries":
+            return d / self.kept(ratio, d) - 1
+        shapes = [shape for _, *shape in self.matrices(d) if min(shape) > 1]
+        return max((min(shape) / self.budget(*shape, ratio) - 1 for shape in shapes), default=0.0)
 
-    def _budget(self, rows: int, columns: int, ratio: float | None) -> float:
+    def budget(self, rows: int, columns: int, ratio: float | None) -> float:
         """Return s, the expected number of triples."""
         return max(1.0, (self.ratio if ratio is None else ratio) * min(rows, columns))
 
-    def _matrices(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Yield the start and the shape of each matrix."""
-        start = 0
-        for rows, columns in self.shapes:
-            yield start, (rows, columns)
-            start += rows * columns
+    def matrices(self, d: int) -> list[tuple[int, int, int]]:
+        """Return (start, rows, columns) of each matrix; without layers, one is nearly square."""
+        if self.layout is None:
+            rows = isqrt(d)
+            return [(0, rows, ceil(d / rows))]
+        starts = accumulate((layer.size for layer in self.layout), initial=0)
+        return [(start, *layer.matrix) for start, layer in zip(starts, self.layout, strict=False)]
 
 
-def draw_components(x: Tensor, budget: float, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Draw atoms with factors x and return (ascending indices, values λ/p float32)."""
+def draw_components(x: Tensor, budget: float, rng: np.random.Generator) -> Elements:
+    """Draw atoms with factors x and return their ascending indices and values λ/p, float32."""
     slope = find_slope(x, budget)
     if not isfinite(slope):
         indices = largest(x, min(len(x), int(budget)))
         indices = indices[x[indices] != 0]
-        return indices, x[indices]
+        return Elements(indices, x[indices])
     found = []
     for where in blocks(x):
         share = np.abs(x[where].numpy()).astype(np.float64)
@@ -232,7 +182,7 @@ def draw_components(x: Tensor, budget: float, rng: np.random.Generator) -> tuple
     values = x[indices]
     heavy = values.abs().double() * slope >= 1
     light = torch.copysign(torch.tensor(1 / slope, dtype=torch.float64), values)
-    return indices, torch.where(heavy, values.double(), light).float()
+    return Elements(indices, torch.where(heavy, values.double(), light).float())
 
 
 def most_components(budget: float, count: int) -> int:
@@ -287,9 +237,3 @@ def compose(triples: Tensor, rows: int, columns: int) -> Tensor:
     wide, total = triples.double(), torch.empty((rows, columns), dtype=torch.float64)
     outer_sum(wide[:, :rows], wide[:, rows:], total)
     return total.float()
-
-
-def square(d: int) -> tuple[int, int]:
-    """Return the shape of a nearly square matrix that d elements almost fill."""
-    rows = isqrt(d)
-    return rows, ceil(d / rows)

@@ -41,12 +41,16 @@ class Cast(Linear, Wrappable):
     def traits(self) -> Traits:
         return Traits(contraction=self.dtype == "bf16", linear=True)
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return TYPES[self.dtype]
+
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        return Parts(len(x), x.to(TYPES[self.dtype]))
+        return Parts(len(x), x.to(self.sum_dtype))
 
     def unpack(self, parts: Parts, d: int) -> Tensor:
         typed_part(parts.scales, torch.uint8, 0, "scales")
-        return typed_part(all_values(parts, d), TYPES[self.dtype], d, "values").float()
+        return typed_part(all_values(parts, d), self.sum_dtype, d, "values").float()
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 2 * d
@@ -57,12 +61,3 @@ class Cast(Linear, Wrappable):
 
     def bound(self, ratio: float | None, d: int) -> float:
         return 2.0**-16 if self.dtype == "bf16" else 1.0
-
-    def summand(self, payload: Tensor) -> Tensor:
-        """Return the 16-bit values of a payload."""
-        return payload[HEADER.size :].view(TYPES[self.dtype])
-
-    def summed(self, payload: Tensor, total: Tensor) -> Tensor:
-        """Return a copy of the payload with these values."""
-        values = total.to(TYPES[self.dtype]).contiguous()
-        return torch.cat([payload[: HEADER.size], values.view(torch.uint8)])

@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
@@ -64,6 +65,11 @@ class Layer(NamedTuple):
     @property
     def size(self) -> int:
         return prod(self.shape)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the layer as the matrix of its first dimension by all others."""
+        return (self.shape[0], prod(self.shape[1:])) if self.shape else (1, 1)
 
 
 Layout = tuple[Layer, ...]
@@ -339,6 +345,46 @@ class Codec(Contract, group="compression"):
         return context.ratio
 
 
+@dataclass(frozen=True)
+class OuterCodec(Codec):
+    """A codec around another one, which does all that this one does not override."""
+
+    codec: Codec
+
+    @property
+    def traits(self) -> Traits:
+        return self.codec.traits
+
+    @property
+    def on_host(self) -> bool:
+        return self.codec.on_host
+
+    @property
+    def ratio(self) -> float | None:
+        return self.codec.ratio
+
+    @property
+    def estimator(self) -> str:
+        return self.codec.estimator
+
+    def encode(
+        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[State, Tensor]:
+        return self.codec.encode(sender, x, context)
+
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        return self.codec.decode(receiver, payload, d)
+
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
+        return self.codec.encoded_nbytes(ratio, d)
+
+    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
+        self.codec.add(out, payload, scale)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return self.codec.bound(ratio, d)
+
+
 C = TypeVar("C", bound=Codec)
 
 
@@ -380,19 +426,25 @@ class Reduces(Codec, contract=True):
 class Linear(Codec, contract=True):
     """Codec with `traits.linear`: an all-reduce may sum the summands of the payloads.
 
-    By default, payloads of one round differ in their float32 values only, which are the summand.
+    Payloads of one round differ in their values only, which are the summand.
     Source: sums of masked updates as in Konečný et al., "Federated Learning: Strategies for
     Improving Communication Efficiency", 2016.
     """
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The type of the values."""
+        return torch.float32
+
     def summand(self, payload: Tensor) -> Tensor:
         """Return the flat tensor of a payload that the all-reduce sums."""
-        return payload[values_of(payload)].view(torch.float32)
+        return payload[values_of(payload)].view(self.sum_dtype)
 
     def summed(self, payload: Tensor, total: Tensor) -> Tensor:
         """Return a payload whose summand is `total`."""
         whole = payload.clone()
-        whole[values_of(payload)] = as_float32(total).view(torch.uint8)
+        values = total.detach().to(self.sum_dtype).contiguous()
+        whole[values_of(payload)] = values.view(torch.uint8)
         return whole
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:

@@ -46,13 +46,13 @@ from ashl.option import Fraction, Ratio, option
 class Known(NamedTuple):
     """The sender's state; None = 0.
 
-    `sum` is g, `error` is the sum of the errors of all messages; both also as before the last
+    `h` is g, `error` is the sum of the errors of all messages; both also as before the last
     message.
     """
 
-    sum: Tensor | None = None
+    h: Tensor | None = None
     error: Tensor | None = None
-    sum_before: Tensor | None = None
+    before: Tensor | None = None
     error_before: Tensor | None = None
 
 
@@ -111,7 +111,7 @@ class EF21(Codec):
         return after, after
 
     def restore_dropped(self, sender: Known | None, payload: Tensor) -> Known | None:
-        return sender and Known(sender.sum_before, sender.error_before)
+        return sender and Known(sender.before, sender.error_before)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return 4 * d if self._whole(ratio, d) else self.inner.encoded_nbytes(ratio, d)

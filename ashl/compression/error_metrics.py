@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ashl.compression.contract import Codec, Layout, slices
 from ashl.compression.payload import HEADER, Split
-from ashl.compression.wrappers import Layerwise
+from ashl.compression.wrappers import Layerwise, length
 
 
 def measure_compression_error(
@@ -67,7 +67,7 @@ def error_measures(x: Tensor, sent: Tensor, error: Tensor, kept: bool) -> dict[s
 
     The residual is None, too, if the sender does not keep the error.
     """
-    encoded_norm, error_norm, update_norm = norm(sent + error), norm(error), norm(x)
+    encoded_norm, error_norm, update_norm = length(sent + error), length(error), length(x)
     return {
         "relative_error": (error_norm / encoded_norm) ** 2 if encoded_norm else None,
         "residual": error_norm / update_norm if kept and update_norm else None,
@@ -76,14 +76,10 @@ def error_measures(x: Tensor, sent: Tensor, error: Tensor, kept: bool) -> dict[s
 
 
 def cosine(a: Tensor, b: Tensor) -> float | None:
-    lengths = norm(a) * norm(b)
+    lengths = length(a) * length(b)
     if lengths and math.isfinite(lengths):
         return float(torch.dot(a.double(), b.double())) / lengths
     return None
-
-
-def norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def split_bytes(payload: Tensor) -> Split:

@@ -24,22 +24,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ashl.compression.coding import read_levels, write_levels
 from ashl.compression.contract import Codec, EncodeContext, Traits
 from ashl.compression.kernels import (
-    BLOCK,
-    TOGETHER,
-    blocks,
-    concatenate,
-    convert,
+    Array,
     divide,
     largest_magnitude,
     native,
-    pack,
     packed_bytes,
     round_levels,
     rounding_noise,
-    tensor,
-    unpack,
 )
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
 from ashl.option import Number, option
@@ -82,12 +76,15 @@ def quantize_to_grid(x: Tensor, bits: int, context: EncodeContext) -> Parts:
     if not 0 < top < math.inf:
         stream = x.new_zeros(packed_bytes(len(x), bits), dtype=torch.uint8)
         return Parts(len(x), stream, scales=scales, form=bits)
-    noise, pieces, array = rounding_noise(x, context.words(), steps), [], native(x)
-    for where in blocks(array, TOGETHER * BLOCK):
-        y = divide(array[where], top)
+    noise = rounding_noise(x, context.words(), steps)
+
+    def to_levels(where: slice, rows: Array) -> Array:
+        y = divide(rows, top)
         y *= steps * noise.unit
-        pieces.append(pack(round_levels(y, noise, where.start, steps), bits))
-    return Parts(len(x), concatenate(pieces, x), scales=scales, form=bits)
+        return round_levels(y, noise, where.start, steps)
+
+    stream = write_levels(x, 1, len(x), 2 * steps, "none", to_levels)
+    return Parts(len(x), stream, scales=scales, form=bits)
 
 
 def read_grid(parts: Parts, d: int) -> Tensor:
@@ -100,15 +97,11 @@ def read_grid(parts: Parts, d: int) -> Tensor:
     if bits == WHOLE:
         typed_part(parts.scales, torch.float32, 0, "scales")
         return typed_part(parts.values, torch.float32, d, "values").clone()
-    if len(parts.values) != packed_bytes(d, bits):
-        raise PayloadError(
-            f"received {len(parts.values)} bytes, which do not hold {d} numbers of {bits} bits"
-        )
     top, steps = typed_part(parts.scales, torch.float32, 1, "scales"), largest_level(bits)
-    x = convert(unpack(parts.values, bits, d), torch.float32)
-    for where in blocks(x):
-        part = x[where]
-        part -= steps
-        part[:] = divide(part, steps)
-        part *= native(top)
-    return tensor(x)
+
+    def to_values(_: slice, rows: Array) -> None:
+        rows -= steps
+        rows[:] = divide(rows, steps)
+        rows *= native(top)
+
+    return read_levels(parts.values, 1, d, 2 * steps, "none", to_values)

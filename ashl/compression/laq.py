@@ -38,6 +38,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ashl.compression.coding import read_levels, write_levels
 from ashl.compression.contract import (
     ENCODE_CONTEXT,
     Codec,
@@ -49,16 +50,13 @@ from ashl.compression.contract import (
 from ashl.compression.kernels import (
     Array,
     blocks,
-    concatenate,
     convert,
     divide,
     largest_magnitude,
     native,
-    pack,
     packed_bytes,
     quiet,
     tensor,
-    unpack,
 )
 from ashl.compression.payload import (
     HEADER,
@@ -150,15 +148,17 @@ class LAQ(Codec):
         if not math.isfinite(reach):
             stream = g.new_zeros(packed_bytes(d, self.bits), dtype=torch.uint8)
             return Parts(d, stream, scales=torch.tensor([math.nan]))
-        pieces = []
-        for where in blocks(new):
+
+        def to_levels(where: slice, rows: Array) -> Array:
             # Divide first: twice a large R would overflow float32.
-            change = divide(new[where] - old[where], reach or 1.0)
+            change = divide(rows.reshape(-1) - old[where], reach or 1.0)
             change += 1
             change *= top / 2
             change += 0.5
-            pieces.append(pack(convert(change.clip(0, top), torch.int32), self.bits))
-        return Parts(d, concatenate(pieces, g), scales=torch.tensor([reach]))
+            return convert(change.clip(0, top), torch.int32)
+
+        stream = write_levels(g, 1, d, top, "none", to_levels)
+        return Parts(d, stream, scales=torch.tensor([reach]))
 
     def _apply(self, parts: Parts, sent: Tensor) -> Tensor:
         """Return Q after a message, with the same bits at both ends."""
@@ -173,21 +173,16 @@ class LAQ(Codec):
             typed_part(scales, torch.float32, 0, "scales")
             return typed_part(values, torch.float32, d, "values").clone()
         reach = float(to_host(typed_part(scales, torch.float32, 1, "scales"))[0])
-        if len(values) != packed_bytes(d, self.bits):
-            raise PayloadError(
-                f"received {len(values)} bytes, which do not hold {d} levels of {self.bits} bits"
-            )
-        now, old = native(torch.empty_like(sent)), native(sent)
+        top, old = 2**self.bits - 1, native(sent)[:, None]
+
+        def to_values(where: slice, rows: Array) -> None:
+            rows *= 2 / top
+            rows -= 1
+            rows *= reach
+            rows += old[where]
+
         with quiet():
-            for where in blocks(now):
-                change = now[where]
-                part = values[where.start * self.bits // 8 :]
-                change[:] = unpack(part, self.bits, len(change))
-                change *= 2 / (2**self.bits - 1)
-                change -= 1
-                change *= reach
-                change += old[where]
-        return tensor(now)
+            return read_levels(values, 1, d, top, "none", to_values)
 
 
 def model_changes(state: Lazy, model: Tensor | None, memory: int) -> Lazy:

@@ -20,7 +20,6 @@ Distributed Training of Speech DNNs", Interspeech 2014.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -85,7 +84,7 @@ class OneBit(Wrappable):
         """Return the parts of a vector."""
         matrices = []
         for layer in self.layout or (Layer("all", (d,)),):
-            rows, columns = (*layer.shape[:1], prod(layer.shape[1:])) if layer.shape else (1, 1)
+            rows, columns = layer.matrix
             if self.per in ("vector", "layer") or len(layer.shape) < 2 or rows == 1:
                 matrices.append(Matrix(layer.size))
             else:

@@ -20,15 +20,14 @@ Optimization", NeurIPS 2018.
 """
 
 import math
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.coding import VALUES, value_bound, write_indices, write_values
-from ashl.compression.contract import EncodeContext, Traits
+from ashl.compression.coding import value_bound
+from ashl.compression.contract import Elements, EncodeContext, Traits
 from ashl.compression.kernels import blocks, largest, native, where_true
 from ashl.compression.payload import HEADER, Parts
 from ashl.compression.sparse import DENSE, SPARSE, Sparsifier, max_nbytes
@@ -64,13 +63,10 @@ class RandomDropping(Sparsifier):
         else:
             indices = draw_indices(x, top, slope, context.stream())
         indices = indices[: max_elements(k, d)]
-        if not len(indices):
-            return Parts(0, x[:0])
         kept = x[indices]
         least = float(np.float32(top) / np.float32(slope))
         kept = torch.copysign(kept.abs().clamp(min=least), kept)
-        values, scales = write_values(self.values, kept, partial(context.words, VALUES))
-        return Parts(len(indices), values, write_indices(self.indices, indices, d), scales)
+        return self.format.pack_elements(Elements(indices, kept), d, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         k = self.kept(ratio, d)

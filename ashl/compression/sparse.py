@@ -125,8 +125,18 @@ class SparseFormat(NamedTuple):
         indices = select()
         kept = tensor(native(x)[native(indices)])
         kept = kept if scale == 1 else kept * scale
-        values, scales = write_values(self.values, kept, partial(context.words, VALUES))
-        return Parts(k, values, self.indices.write(indices, d), scales, form)
+        return self.pack_elements(Elements(indices, kept), d, context)
+
+    def pack_elements(self, elements: Elements, d: int, context: EncodeContext) -> Parts:
+        """Return the parts of a payload with some of d elements, dense if that is not longer."""
+        indices, values = elements
+        k = len(indices)
+        if self._sparse_bytes(k, d) >= 4 * d:
+            return Parts(d, elements.dense(d), form=DENSE)
+        if not k:
+            return Parts(0, values)
+        values, scales = write_values(self.values, values, partial(context.words, VALUES))
+        return Parts(k, values, self.indices.write(indices, d), scales)
 
     def unpack(self, parts: Parts, d: int, may_be_empty: bool = False) -> Elements:
         """Decode the parts of a payload.   Raises: PayloadError if they are malformed."""

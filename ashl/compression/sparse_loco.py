@@ -27,8 +27,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.coding import ValueCode, check_ascending, index_width, value_bound
-from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity, kept_count
+from ashl.compression.coding import check_ascending, index_width, value_bound
+from ashl.compression.contract import EncodeContext, Traits, kept_count
 from ashl.compression.kernels import (
     beside,
     is_true,
@@ -39,7 +39,7 @@ from ashl.compression.kernels import (
     unpack,
 )
 from ashl.compression.payload import Parts, PayloadError, as_bytes
-from ashl.compression.sparse import DENSE, SparseFormat
+from ashl.compression.sparse import DENSE, SparseCodec, SparseFormat
 from ashl.learn.device import to_host
 from ashl.option import Count, option
 
@@ -85,15 +85,16 @@ def count_selected(chunk: int, each: int, d: int) -> int:
 
 
 @option
-class SparseLoCo(WithDensity):
+class SparseLoCo(SparseCodec):
     """Sends the largest elements of each chunk."""
 
     code: ClassVar[int] = 61
-    on_host: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(contraction=True)
-    values: ValueCode
     chunk: Annotated[Count, Field(le=2**20)]
-    per_layer: bool
+
+    @property
+    def format(self) -> SparseFormat:
+        return SparseFormat(self.values, ChunkIndices(self.chunk))
 
     def kept(self, ratio: float | None, d: int) -> int:
         return count_selected(self.chunk, self.chunk_count(ratio), d)
@@ -101,10 +102,6 @@ class SparseLoCo(WithDensity):
     def chunk_count(self, ratio: float | None) -> int:
         """Return k' of a full chunk."""
         return kept_count(self.ratio if ratio is None else ratio, self.chunk)
-
-    def format(self, each: int = 0) -> SparseFormat:
-        """Return the format of payloads; for writing, with k' of a full chunk."""
-        return SparseFormat(self.values, ChunkIndices(self.chunk, each))
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         each, k = self.chunk_count(context.ratio), self.kept(context.ratio, len(x))
@@ -119,17 +116,12 @@ class SparseLoCo(WithDensity):
                 pieces.append(largest_of_rows(x[None, whole:], k - full * each)[0] + whole)
             return torch.cat(pieces)
 
-        return self.format(each).pack(x, k, select, context)
-
-    def unpack(self, parts: Parts, d: int) -> Elements:
-        return self.format().unpack(parts, d)
-
-    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return self.format().nbytes(self.kept(ratio, d), d)
+        coded = self.format._replace(indices=ChunkIndices(self.chunk, each))
+        return coded.pack(x, k, select, context)
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)
-        if self.format().form(k, d) == DENSE:
+        if self.format.form(k, d) == DENSE:
             return 0.0
         share = 1.0 if k == d else self.chunk_count(ratio) / self.chunk
         return 1 - share * (1 - value_bound(self.values, k))

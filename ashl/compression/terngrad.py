@@ -41,14 +41,13 @@ from ashl.compression.coding import (
     write_ternary,
 )
 from ashl.compression.contract import (
-    ENCODE_CONTEXT,
     Codec,
     CodecInput,
     Collective,
     EncodeContext,
     Layout,
     Outcome,
-    State,
+    OuterCodec,
     Team,
     Traits,
     Wrappable,
@@ -153,30 +152,11 @@ class TernGrad(Wrappable):
 
 
 @dataclass(frozen=True)
-class SharedScale(Collective):
+class SharedScale(OuterCodec, Collective):
     """Protocol of an all-reduce in which all workers round to the same m."""
 
-    on_host: ClassVar[bool] = False
     codec: TernGrad
     sizes: tuple[int, ...]  # elements of each part with an m of its own
-
-    @property
-    def traits(self) -> Traits:
-        return self.codec.traits
-
-    def encode(
-        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
-    ) -> tuple[State, Tensor]:
-        return self.codec.encode(sender, x, context)
-
-    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
-        return self.codec.decode(receiver, payload, d)
-
-    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return self.codec.encoded_nbytes(ratio, d)
-
-    def bound(self, ratio: float | None, d: int) -> float:
-        return self.codec.bound(ratio, d)
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """Find the largest m of each part, then sum the ternary numbers."""

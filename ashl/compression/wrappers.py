@@ -26,6 +26,7 @@ from ashl.compression.contract import (
     EncodeContext,
     Layout,
     Outcome,
+    OuterCodec,
     State,
     Traits,
     slices,
@@ -103,10 +104,9 @@ class Sender(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WrappedCodec(Codec):
+class WrappedCodec(OuterCodec):
     """A codec with steps around it, from the outside in."""
 
-    codec: Codec
     steps: tuple[Step, ...]
 
     @property
@@ -115,18 +115,6 @@ class WrappedCodec(Codec):
         for step in self.steps:
             traits = step.traits(traits)
         return traits
-
-    @property
-    def on_host(self) -> bool:
-        return self.codec.on_host
-
-    @property
-    def ratio(self) -> float | None:
-        return self.codec.ratio
-
-    @property
-    def estimator(self) -> str:
-        return self.codec.estimator
 
     def encode(
         self, sender: Sender | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
@@ -154,12 +142,6 @@ class WrappedCodec(Codec):
         every = zip(self.steps, states, vectors, strict=True)
         return Sender(tuple(step.after(state, x, sent) for step, state, x in every), inner)
 
-    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
-        return self.codec.decode(receiver, payload, d)
-
-    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
-        self.codec.add(out, payload, scale)
-
     def restore_dropped(self, sender: Sender, payload: Tensor) -> Sender:
         sent = Sent(self.codec, payload)
         states = zip(self.steps, sender.steps, strict=True)
@@ -181,23 +163,15 @@ class WrappedCodec(Codec):
         inner = self.codec.import_state(kept)
         return None if inner is None else Sender((None,) * len(self.steps), inner)
 
-    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return self.codec.encoded_nbytes(ratio, d)
-
     def density(self, context: EncodeContext) -> float | None:
         for step in self.steps:
             context = step.schedule(context)
         return context.ratio
 
-    def bound(self, ratio: float | None, d: int) -> float:
-        return self.codec.bound(ratio, d)
 
-
-def with_step(codec: Codec, step: Step) -> WrappedCodec:
-    """Return the codec with one more step, outside of all others."""
-    if isinstance(codec, WrappedCodec):
-        return WrappedCodec(codec.codec, (step, *codec.steps))
-    return WrappedCodec(codec, (step,))
+def with_steps(codec: Codec, *steps: Step) -> Codec:
+    """Return the codec with these steps around it, from the outside in."""
+    return WrappedCodec(codec, steps) if steps else codec
 
 
 def innermost(codec: Codec) -> Codec:
@@ -242,17 +216,26 @@ def wrap_codec(option: Codec, layout: Layout) -> Codec:
             f" of compression={type(option).__module__.rpartition('.')[2]} may exceed it with"
             f" these settings; {fix}"
         )
-    if option.momentum is not None:
-        codec = with_momentum_correction(codec, option.momentum, option.masking)
-    elif option.error_feedback:
-        codec = with_error_feedback(codec, option.feedback_gain, option.feedback_decay)
-    if option.beta is not None:
-        codec = with_running_mean(codec, option.beta)
-    if option.warmup_epochs:
-        codec = with_warm_up(codec, option.warmup_epochs)
+    return with_steps(codec, *steps_of(option))
+
+
+def steps_of(option: Codec) -> list[Step]:
+    """Return the steps of an option's wrappers, from the outside in."""
+    steps: list[Step] = []
+    if option.clip_norm is not None:
+        steps.append(Clipping(option.clip_norm))
     if option.critical_ratio is not None:
-        codec = with_accordion(codec, option.critical_ratio)
-    return codec if option.clip_norm is None else with_clipping(codec, option.clip_norm)
+        steps.append(Accordion(option.critical_ratio))
+    if option.warmup_epochs:
+        assert option.ratio is not None, "a codec without a density has no warm-up"
+        steps.append(WarmUp(option.warmup_epochs, option.ratio))
+    if option.beta is not None:
+        steps.append(RunningMean(option.beta))
+    if option.momentum is not None:
+        steps.append(MomentumCorrection(option.momentum, option.masking))
+    elif option.error_feedback:
+        steps.append(ErrorFeedback(option.feedback_gain, option.feedback_decay))
+    return steps
 
 
 def codec_for_layers(option: Codec, layout: Layout) -> Codec:
@@ -315,12 +298,27 @@ class Residual(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Feedback(Step):
-    """Step of `with_error_feedback`."""
+class ErrorFeedback(Step):
+    """Add the compression error of earlier messages to the next message.
+
+    Rule: p = x + α·e, send C(p), e ← β·e + (x − C(p)), with e = 0 at first. α = β = 1 is plain
+    error feedback, e ← p − C(p): the sum of all x equals the sum of all messages plus e, so that
+    nothing is lost, only delayed. Smaller values are ECQ-SGD, which forgets old errors. If a
+    message is dropped, its content returns to e.
+
+    e has the unit of the model. If x is a gradient, e is rescaled when the learning rate changes.
+    It is also converted at a boundary between a stage of gradients and a stage of model
+    differences.
+
+    Limits: C has to be a contraction, or its residual has to stay bounded.
+    Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al.,
+    "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Wu et al.,
+    "Error Compensated Quantized SGD", ICML 2018.
+    """
 
     imports: ClassVar[type | None] = Residual
-    gain: float
-    decay: float
+    gain: float = 1.0
+    decay: float = 1.0
 
     def traits(self, traits: Traits) -> Traits:
         return traits._replace(unbiased=False)
@@ -345,26 +343,6 @@ class Feedback(Step):
 
     def restore_dropped(self, state: Residual, sent: Sent) -> Residual:
         return state._replace(error=add_content(state.error, sent))
-
-
-def with_error_feedback(codec: Codec, gain: float = 1.0, decay: float = 1.0) -> Codec:
-    """Add the compression error of earlier messages to the next message.
-
-    Rule: p = x + α·e, send C(p), e ← β·e + (x − C(p)), with e = 0 at first. α = β = 1 is plain
-    error feedback, e ← p − C(p): the sum of all x equals the sum of all messages plus e, so that
-    nothing is lost, only delayed. Smaller values are ECQ-SGD, which forgets old errors. If a
-    message is dropped, its content returns to e.
-
-    e has the unit of the model. If x is a gradient, e is rescaled when the learning rate changes.
-    It is also converted at a boundary between a stage of gradients and a stage of model
-    differences.
-
-    Limits: C has to be a contraction, or its residual has to stay bounded.
-    Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al.,
-    "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Wu et al.,
-    "Error Compensated Quantized SGD", ICML 2018.
-    """
-    return with_step(codec, Feedback(gain, decay))
 
 
 def restore_error(codec: Codec, error: Tensor | None, payload: Tensor) -> Tensor:
@@ -404,8 +382,16 @@ class Velocity(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Momentum(Step):
-    """Step of `with_momentum_correction`."""
+class MomentumCorrection(Step):
+    """Accumulate velocities at the sender before selection, instead of in the optimizer.
+
+    Rule: u ← m·u + x, v ← v + u, send C(v), v ← v − C(v). With factor masking, u ← 0 for each
+    element that was sent, so that an old velocity does not move an element again that has just
+    moved. If a message is dropped, its content returns to v, and u returns to its previous value.
+
+    Limits: C(v) = v without masking is momentum SGD.
+    Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
+    """
 
     imports: ClassVar[type | None] = Velocity
     decay: float
@@ -440,19 +426,6 @@ class Momentum(Step):
         return Velocity(velocity, add_content(state.error, sent), None, state.lr)
 
 
-def with_momentum_correction(codec: Codec, decay: float, masking: bool) -> Codec:
-    """Accumulate velocities at the sender before selection, instead of in the optimizer.
-
-    Rule: u ← m·u + x, v ← v + u, send C(v), v ← v − C(v). With factor masking, u ← 0 for each
-    element that was sent, so that an old velocity does not move an element again that has just
-    moved. If a message is dropped, its content returns to v, and u returns to its previous value.
-
-    Limits: C(v) = v without masking is momentum SGD.
-    Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
-    """
-    return with_step(codec, Momentum(decay, masking))
-
-
 # --- running mean
 
 
@@ -464,7 +437,14 @@ class Average(NamedTuple):
 
 @dataclass(frozen=True)
 class RunningMean(Step):
-    """Step of `with_running_mean`."""
+    """Encode a running mean of the updates, as in Signum.
+
+    Rule: u ← β·u + (1 − β)·x with u = 0 at first; send C(u). Sending takes nothing away from u,
+    unlike momentum correction. A dropped message does not change u either: u depends on the
+    worker's updates, not on its messages.
+
+    Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018.
+    """
 
     decay: float
 
@@ -478,24 +458,18 @@ class RunningMean(Step):
         return Average(mean), mean, context
 
 
-def with_running_mean(codec: Codec, decay: float) -> Codec:
-    """Encode a running mean of the updates, as in Signum.
-
-    Rule: u ← β·u + (1 − β)·x with u = 0 at first; send C(u). Sending takes nothing away from u,
-    unlike momentum correction. A dropped message does not change u either: u depends on the
-    worker's updates, not on its messages.
-
-    Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018.
-    """
-    return with_step(codec, RunningMean(decay))
-
-
 # --- schedules of the density
 
 
 @dataclass(frozen=True)
 class WarmUp(Step):
-    """Step of `with_warm_up`."""
+    """Begin with a high density.
+
+    Rule: in epoch e of E the density is ratio^((e + 1)/(E + 1)), then ratio. For ratio = 0.1 % and
+    E = 4 it is 25, 6.3, 1.6, 0.4 and 0.1 %.
+
+    Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
+    """
 
     epochs: int
     ratio: float
@@ -504,18 +478,6 @@ class WarmUp(Step):
         ratio = self.ratio if context.ratio is None else context.ratio
         passed = min(1.0, (int(context.epoch) + 1) / (self.epochs + 1))
         return context._replace(ratio=ratio**passed)
-
-
-def with_warm_up(codec: Codec, epochs: int) -> Codec:
-    """Begin with a high density.
-
-    Rule: in epoch e of E the density is ratio^((e + 1)/(E + 1)), then ratio. For ratio = 0.1 % and
-    E = 4 it is 25, 6.3, 1.6, 0.4 and 0.1 %.
-
-    Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
-    """
-    assert codec.ratio is not None, "a codec without a density has no warm-up"
-    return with_step(codec, WarmUp(epochs, codec.ratio))
 
 
 class Regime(NamedTuple):
@@ -533,7 +495,15 @@ class Regime(NamedTuple):
 
 @dataclass(frozen=True)
 class Accordion(Step):
-    """Step of `with_accordion`."""
+    """Send more while gradients change fast.
+
+    Rule: G is the sum of a worker's updates in an epoch. If |‖G_before‖ − ‖G‖| ≥ η·‖G_before‖, the
+    next epoch is critical and has the larger density. The first epoch is critical, too.
+
+    Source: Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime
+    Identification", MLSys 2021, with its η = 0.5. Differs: each worker decides for itself and for
+    the whole model; the paper decides for each layer.
+    """
 
     critical_ratio: float
 
@@ -555,25 +525,19 @@ class Accordion(Step):
         return old._replace(total=total), x, self.schedule(context) if old.critical else context
 
 
-def with_accordion(codec: Codec, critical_ratio: float) -> Codec:
-    """Send more while gradients change fast.
-
-    Rule: G is the sum of a worker's updates in an epoch. If |‖G_before‖ − ‖G‖| ≥ η·‖G_before‖, the
-    next epoch is critical and has the larger density. The first epoch is critical, too.
-
-    Source: Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime
-    Identification", MLSys 2021, with its η = 0.5. Differs: each worker decides for itself and for
-    the whole model; the paper decides for each layer.
-    """
-    return with_step(codec, Accordion(critical_ratio))
-
-
 # --- clipping
 
 
 @dataclass(frozen=True)
-class Clip(Step):
-    """Step of `with_clipping`."""
+class Clipping(Step):
+    """Shorten each worker's update before the other steps see it.
+
+    Rule: x ← x · min(1, θ·n^(−1/2) / ‖x‖) with n workers, which bounds the norm of their sum by
+    about θ. If x already contains the worker's weight, as in an all-reduce, the bound contains it,
+    too.
+
+    Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
+    """
 
     norm: float
 
@@ -584,18 +548,6 @@ class Clip(Step):
         return state, x if norm <= bound else x * (bound / norm), context
 
 
-def with_clipping(codec: Codec, norm: float) -> Codec:
-    """Shorten each worker's update before the other steps see it.
-
-    Rule: x ← x · min(1, θ·n^(−1/2) / ‖x‖) with n workers, which bounds the norm of their sum by
-    about θ. If x already contains the worker's weight, as in an all-reduce, the bound contains it,
-    too.
-
-    Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
-    """
-    return with_step(codec, Clip(norm))
-
-
 def length(x: Tensor) -> float:
     return numbers([torch.linalg.vector_norm(x, dtype=torch.float64)])[0]
 
@@ -604,7 +556,7 @@ def length(x: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Layerwise(Codec):
+class Layerwise(OuterCodec):
     """A stateless codec, applied to each layer.
 
     Rule: C(x) = (C(x_1), …, C(x_L)) with x_l the elements of layer l. Each layer has a scale and a
@@ -616,20 +568,11 @@ class Layerwise(Codec):
     """
 
     code: ClassVar[int] = 1
-    codec: Codec
     sizes: tuple[int, ...]
 
     @property
     def traits(self) -> Traits:
         return self.codec.traits._replace(linear=False, reduces=False)
-
-    @property
-    def on_host(self) -> bool:
-        return self.codec.on_host
-
-    @property
-    def ratio(self) -> float | None:
-        return self.codec.ratio
 
     def encode(
         self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT

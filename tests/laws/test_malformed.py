@@ -1,8 +1,4 @@
-"""Damaged payloads, for codecs with state, layers or codewords: d elements or an error, in little
-memory.
-
-The codecs that are a row of `codecs` are checked there.
-"""
+"""Damaged payloads of every codec: d elements or an error, in little memory."""
 
 import queue
 import random
@@ -21,11 +17,11 @@ from ashl.compression.wrappers import codec_for_layers
 from ashl.errors import AshlError, UsageError
 from ashl.runtime import collectives
 from ashl.runtime.transport import PeerConnections
-from tests.laws.codecs import codec, vector
+from tests.laws.codecs import ROWS, codec, vector
 
 LAYOUT = (Layer("weight", (10, 12)), Layer("bias", (10,)), Layer("conv", (4, 3, 3, 3)))
 D = size_of(LAYOUT)
-CODECS = {
+CODECS = {name: row for name, row in ROWS.items() if name != "none"} | {
     "laq": codec("laq", bits=11),
     "lag": codec("laq", bits=None),
     "diana": codec("diana", entropy="elias"),
@@ -46,18 +42,21 @@ CODECS = {
     "uniform-layers": codec("uniform", per_layer=True, entropy="pco"),
 }
 WORDS = (0, 1, D - 1, D, D + 1, 2**16, 2**31, 2**32 - 1)
+KINDS = ("bytes", "word", "header", "noise", "shorter", "longer", "gap")
 MOST = 2**24  # bytes: some payloads are read by tables of a fixed size
 
 
 def damaged(body: np.ndarray, rng: random.Random) -> Tensor:
     """Return the payload with a part changed, removed or added."""
-    body, kind = body.copy(), rng.choice(("bytes", "word", "noise", "shorter", "longer", "gap"))
+    body, kind = body.copy(), rng.choice(KINDS)
     at = rng.randrange(min(body.size, rng.choice((64, body.size))))
     if kind == "bytes":
         body[at : at + rng.randrange(1, 4)] = rng.randrange(256)
     elif kind == "word":
         piece = body[at : at + 4]
         piece[:] = np.frombuffer(rng.choice(WORDS).to_bytes(4, "little"), np.uint8)[: piece.size]
+    elif kind == "header":
+        body[4:20] = np.array(rng.choices(WORDS, k=4), "<u4").view(np.uint8)
     elif kind == "noise":
         body[20 + at :] = np.frombuffer(rng.randbytes(max(0, body.size - 20 - at)), np.uint8)
     elif kind == "shorter":
@@ -80,6 +79,18 @@ def messages(codec: Any) -> Iterator[tuple[Any, np.ndarray]]:
         receiver, _ = codec.decode(receiver, body, D)
 
 
+def check_add(whole: Any, wire: Tensor, refused: bool) -> None:
+    """`add` refuses the same payloads, and writes nothing beyond the vector."""
+    room = torch.zeros(D + 2)
+    if refused:
+        with pytest.raises(PayloadError):
+            whole.add(room[1:-1], wire)
+        assert not room.any()
+    else:
+        whole.add(room[1:-1], wire)
+        assert room[0] == room[-1] == 0
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_a_damaged_body_is_refused_or_read(name: str) -> None:
     whole, rng, refused = codec_for_layers(CODECS[name], LAYOUT), random.Random(name), 0
@@ -96,6 +107,9 @@ def test_a_damaged_body_is_refused_or_read(name: str) -> None:
                     assert got.shape == (D,)
                 except PayloadError:
                     refused += 1
+                    got = None
+                if whole.decodes_alone and not whole.traits.reduces:
+                    check_add(whole, wire, refused=got is None)
         assert tracemalloc.get_traced_memory()[1] < MOST
     finally:
         tracemalloc.stop()

@@ -1,8 +1,9 @@
-"""Laws of Strom's threshold, of adaptive quantization, ATOMO and DIANA that are not those of every
-codec.
+"""Laws of Strom's threshold, of adaptive quantization, ATOMO, DIANA, EF21 and EControl that are not
+those of every codec.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from ashl.compression.contract import EncodeContext, Layer
 from ashl.compression.dryden import learn_centroids
 from ashl.compression.payload import PayloadError
 from ashl.compression.wrappers import WrappedCodec, wrap_codec
-from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import bits, codec, decoded, length, vector
+from tests.support import simulated
 
 # --- Strom
 # --------------------------------------------------------------------------------------------------
@@ -192,52 +193,55 @@ def test_singular_triples_of_a_model() -> None:
         atomo.decode(None, codec("atomo", atoms="singular").encode(None, x)[1], x.numel())
 
 
-def test_unbiased_atoms_take_no_feedback() -> None:
-    with pytest.raises(UsageError, match=r"compression\.error_feedback=false"):
-        wrap_codec(codec("atomo", error_feedback=True), ())
-
-
-# --- DIANA
+# --- DIANA, EF21, EControl
 # --------------------------------------------------------------------------------------------------
 
 DIANAS = {
-    "l2": {"norm": "l2"},
-    "max": {"norm": "max"},
-    "qsgd": {"quantizer": "qsgd"},
-    "natural": {"quantizer": "natural"},
-    "alpha": {"alpha": 0.2},
+    "l2": codec("diana", norm="l2"),
+    "max": codec("diana", norm="max"),
+    "qsgd": codec("diana", quantizer="qsgd"),
+    "natural": codec("diana", quantizer="natural"),
+    "alpha": codec("diana", alpha=0.2),
+}
+EF21S = {
+    "ef21": codec("ef21", ratio=0.1),
+    "ef21-sign": codec("ef21", compressor="sign"),
+    "ef21-natural": codec("ef21", compressor="natural"),
+    "econtrol": codec("econtrol", ratio=0.1, eta=0.3),
+    "whole": codec("econtrol", ratio=1.0),
 }
 
 
-@pytest.mark.parametrize("fields", DIANAS.values(), ids=DIANAS)
-def test_both_ends_learn_the_same(fields: dict) -> None:
+@pytest.mark.parametrize("name", [*DIANAS, *EF21S])
+def test_both_ends_learn_the_same(name: str) -> None:
     """Both ends agree to the bit, also with dropped messages; nothing is changed in place, and
     sizes are as declared.
     """
-    diana = codec("diana", **fields)
+    kind: Any = (DIANAS | EF21S)[name]
     sender = receiver = None
     for context in range(12):
         x = vector("normal", 1000, context)
         before, old = bits(x), sender
-        sender, body = diana.encode(old, x, EncodeContext(seed=1, round=context))
+        sender, body = kind.encode(old, x, EncodeContext(seed=1, round=context))
         assert bits(x) == before
-        assert body.nbytes == diana.encoded_nbytes(None, 1000)
+        assert body.nbytes == kind.encoded_nbytes(None, 1000)
         if context % 3 == 1:
-            sender = diana.restore_dropped(sender, body)
-            assert (sender.h is None) if old is None else torch.equal(sender.h, old.h)
+            sender = kind.restore_dropped(sender, body)
+            kept, left = (None if old is None else old.h), sender.h
+            assert left is kept or torch.equal(left, kept)
             continue
         held = None if receiver is None else bits(receiver)
-        after, got = diana.decode(receiver, body, 1000)
+        after, got = kind.decode(receiver, body, 1000)
         assert held is None or bits(receiver) == held
         receiver = after
         assert bits(receiver) == bits(sender.h)
         assert got.isfinite().all()
 
 
-@pytest.mark.parametrize("fields", DIANAS.values(), ids=DIANAS)
-def test_what_is_learned_goes_to_what_stays(fields: dict) -> None:
+@pytest.mark.parametrize("diana", DIANAS.values(), ids=DIANAS)
+def test_what_is_learned_goes_to_what_stays(diana: Any) -> None:
     """The error of a constant vector falls geometrically: E‖x − h‖² by 1 − α each time or faster."""
-    diana, x = codec("diana", **fields), vector("heavy", 512)
+    x = vector("heavy", 512)
     alpha = diana.alpha or 1 / (1 + diana.bound(None, 512))
     sender = receiver = None
     for context in range(200):
@@ -288,3 +292,62 @@ def test_diana_without_content_and_malformed() -> None:
     x[3] = math.nan
     assert not diana.decode(None, diana.encode(None, x)[1], 100)[1].isfinite().all()
     assert not isinstance(wrap_codec(diana, ()), WrappedCodec)
+
+
+@pytest.mark.parametrize("name", ["ef21", "ef21-sign", "ef21-natural", "whole"])
+def test_a_vector_that_stays_is_learned(name: str) -> None:
+    kind, sender, x = EF21S[name], None, vector("normal", 300)
+    for context in range(200):
+        sender, body = kind.encode(sender, x, EncodeContext(round=context))
+    assert length(x - kind.decode(sender.before, body, 300)[1]) <= 1e-3 * length(x)
+
+
+@pytest.mark.limit("compression=econtrol")
+def test_econtrol_is_the_published_recursion_and_ef21_forgets() -> None:
+    """Δ = C(η·e + x − h), e ← e + x − h − Δ, h ← h + Δ."""
+    control, top = EF21S["econtrol"], codec("topk", ratio=0.1, error_feedback=False)
+    sender, h, e = None, torch.zeros(300), torch.zeros(300)
+    for context in range(6):
+        x = vector("normal", 300, context)
+        change = top.decode(None, top.encode(None, 0.3 * e + x - h)[1], 300)[1]
+        e, h = e + x - h - change, h + change
+        sender, _ = control.encode(sender, x)
+        torch.testing.assert_close(sender.h, h, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sender.error, e, rtol=1e-4, atol=1e-5)
+    forgets, _ = EF21S["ef21"].encode(None, vector("normal", 300))
+    assert forgets.error is None
+
+
+def test_a_body_of_another_length_is_refused() -> None:
+    for body in (torch.zeros(299), torch.zeros(1199, dtype=torch.uint8)):
+        with pytest.raises(PayloadError):
+            EF21S["whole"].decode(None, body, 300)
+
+
+STILL = (
+    "stop.steps=24",
+    "model.hidden=[16]",
+    "sync=bsp",
+    "cluster=homogeneous",
+    "optimizer.momentum=0",
+)
+
+
+@pytest.mark.limit("compression=ef21", "compression=econtrol")
+def test_without_loss_it_is_sgd() -> None:
+    dense, whole = (
+        simulated(*STILL, *more) for more in ((), ("compression=econtrol", "compression.ratio=1"))
+    )
+    assert whole.sha256 == dense.sha256
+
+
+@pytest.mark.slow
+def test_with_beta_and_without_loss_it_is_momentum_sgd() -> None:
+    moving = ("optimizer.momentum=0.9", "optimizer.lr=0.02", "optimizer.weight_decay=0")
+    plain = ("optimizer.weight_decay=0", "optimizer.lr=0.2", "topology=all_reduce")
+    mean = simulated(
+        *STILL, *plain, "compression=ef21", "compression.ratio=1", "compression.beta=0.9"
+    )
+    torch.testing.assert_close(
+        mean.params, simulated(*STILL[:-1], *moving).params, rtol=1e-3, atol=2e-5
+    )

@@ -15,7 +15,7 @@ from ashl.compression.contract import EncodeContext, Layer, size_of
 from ashl.compression.gtopk import bits_bytes, tree_neighbours
 from ashl.compression.payload import HEADER, PayloadError
 from ashl.compression.power_sgd import LowRank, orthonormalize
-from ashl.compression.wrappers import with_error_feedback, wrap_codec
+from ashl.compression.wrappers import ErrorFeedback, with_steps, wrap_codec
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
@@ -108,7 +108,7 @@ def test_columns_that_were_zero_come_back() -> None:
 
 
 def test_a_dropped_message_of_low_rank() -> None:
-    own = with_error_feedback(low_rank())
+    own = with_steps(low_rank(), ErrorFeedback())
     sender, _ = own.encode(None, vector("normal", D))
     after, body = own.encode(sender, vector("normal", D, 1), EncodeContext(round=1))
     back = own.restore_dropped(after, body)

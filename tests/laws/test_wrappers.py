@@ -7,8 +7,10 @@ from torch import Tensor
 from ashl.compression.contract import Codec, EncodeContext, Layer, layer_at
 from ashl.compression.payload import PayloadError
 from ashl.compression.wrappers import (
-    Clip,
+    Clipping,
+    ErrorFeedback,
     Layerwise,
+    MomentumCorrection,
     Regime,
     Residual,
     Velocity,
@@ -16,9 +18,7 @@ from ashl.compression.wrappers import (
     convert_sender,
     innermost,
     kept_state,
-    with_clipping,
-    with_error_feedback,
-    with_momentum_correction,
+    with_steps,
     wrap_codec,
 )
 from ashl.errors import UsageError
@@ -38,7 +38,7 @@ def updates(count: int, d: int = D) -> list[Tensor]:
 
 def test_ecq_is_the_recursion_of_its_paper() -> None:
     """Check g̃ = C(g + α·h), h ← β·h + (g − g̃)."""
-    codec, sender, h = with_error_feedback(TOPK, gain=0.5, decay=0.9), None, torch.zeros(D)
+    codec, sender, h = with_steps(TOPK, ErrorFeedback(gain=0.5, decay=0.9)), None, torch.zeros(D)
     for k, g in enumerate(updates(5)):
         sender, body = codec.encode(sender, g, EncodeContext(round=k))
         sent = decoded(codec, body, D)
@@ -48,7 +48,7 @@ def test_ecq_is_the_recursion_of_its_paper() -> None:
 
 
 def test_ecq_of_one_and_one_is_error_feedback() -> None:
-    plain, ecq = wrap_codec(TOPK, LAYOUT), with_error_feedback(TOPK, gain=1.0, decay=1.0)
+    plain, ecq = wrap_codec(TOPK, LAYOUT), with_steps(TOPK, ErrorFeedback(gain=1.0, decay=1.0))
     one = other = None
     for g in updates(4):
         one, body = plain.encode(one, g)
@@ -72,7 +72,7 @@ def test_what_is_kept_follows_the_learning_rate(momentum: float | None) -> None:
 
 
 def test_momentum_correction_is_the_recursion_of_its_paper() -> None:
-    codec, sender = with_momentum_correction(TOPK, decay=0.9, masking=True), None
+    codec, sender = with_steps(TOPK, MomentumCorrection(decay=0.9, masking=True)), None
     u, v = torch.zeros(D), torch.zeros(D)
     for g in updates(5):
         sender, body = codec.encode(sender, g)
@@ -89,7 +89,7 @@ def test_momentum_correction_is_the_recursion_of_its_paper() -> None:
 
 def test_momentum_correction_of_everything_is_momentum_sgd() -> None:
     codec, sender, buffer = (
-        with_momentum_correction(TOPK, decay=0.9, masking=False),
+        with_steps(TOPK, MomentumCorrection(decay=0.9, masking=False)),
         None,
         torch.zeros(D),
     )
@@ -101,7 +101,7 @@ def test_momentum_correction_of_everything_is_momentum_sgd() -> None:
 
 @pytest.mark.parametrize("masking", [True, False])
 def test_a_dropped_message_goes_back_where_it_came_from(masking: bool) -> None:
-    codec = with_momentum_correction(TOPK, decay=0.9, masking=masking)
+    codec = with_steps(TOPK, MomentumCorrection(decay=0.9, masking=masking))
     first, second, third = updates(3)
     sender, _ = codec.encode(None, first)
     dropped, body = codec.encode(sender, second)
@@ -128,14 +128,14 @@ def test_clipping_comes_before_anything_is_added() -> None:
 
 def test_what_is_huge_is_shortened_and_not_lost() -> None:
     """A long update is clipped although the sum of its squares exceeds float32."""
-    codec = with_clipping(TOPK, 2.0)
+    codec = with_steps(TOPK, Clipping(2.0))
     x = torch.full((D,), 3e38)
     _, body = codec.encode(None, x, EncodeContext(1.0))
     assert torch.allclose(decoded(codec, body, D), torch.full((D,), 2 / D**0.5))
 
 
 def test_what_is_weighed_already_is_clipped_as_if_it_were_not() -> None:
-    codec, x = with_clipping(TOPK, 2.0), vector("normal", D)
+    codec, x = with_steps(TOPK, Clipping(2.0)), vector("normal", D)
     plain, weighed = (
         codec.encode(None, x * w, EncodeContext(1.0, workers=4, weight=w))[1] for w in (1.0, 0.25)
     )
@@ -243,7 +243,7 @@ def test_where_an_element_lies() -> None:
 def test_everything_at_once_and_what_is_handed_over() -> None:
     fields = {"clip_norm": 1e9, "critical_ratio": 0.2, "warmup_epochs": 2, "per_layer": True}
     codec = wrap_codec(conf_option("compression", "topk", **fields), LAYOUT)
-    assert isinstance(codec.steps[0], Clip)
+    assert isinstance(codec.steps[0], Clipping)
     assert isinstance(innermost(codec), Layerwise)
     sender, total = None, torch.zeros(D)
     for k, x in enumerate(updates(5)):
