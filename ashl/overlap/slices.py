@@ -2,7 +2,7 @@
 all workers.
 
 Use when: a server with a barrier: the server returns slices while others are in flight.
-Avoid when: workers may fail, or the mode is asynchronous.
+Avoid when: the mode is asynchronous.
 Alternatives: `priority` with a server; `merged`.
 
 Rule: a gradient is sent in slices of `slice` parameters as the backward pass computes them, last

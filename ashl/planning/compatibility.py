@@ -57,7 +57,6 @@ OWN_CODES = range(128, 256)
 # share of an update in the residual.
 MUCH_MOMENTUM = 0.8
 MUCH_RESIDUAL = 0.7
-ONE_SERVER = "topology=parameter_server"
 # gradient estimators that compute on minibatches, not on the whole shard
 MINIBATCH_ESTIMATORS = ("minibatch", "moments")
 REJOIN_KINDS = {"rejoin", "churn"}  # faults with workers that join during the run
@@ -572,19 +571,6 @@ def overlaps_steps(own: StageParts) -> bool:
     return isinstance(own.overlap, Delayed) or not own.overlap.serial
 
 
-def blocks_on_failure(own: StageParts) -> bool:
-    """Return True if an overlapped exchange with a server blocks when a worker fails.
-
-    It does not where the server merges whole updates, or where workers regroup.
-    """
-    whole = (
-        isinstance(own.topology, ParameterServer)
-        and isinstance(own.overlap, Delayed)
-        and not own.overlap.fragments
-    )
-    return overlaps_steps(own) and not (whole or own.topology.regroups)
-
-
 def has_failure_protocol(own: StageParts) -> bool:
     """Return True if the topology and the sync mode have a protocol for failed workers."""
     tolerant = FAULT_TOLERANT in capabilities_of(own.topology, own.sync)
@@ -612,21 +598,11 @@ def explain_intolerance(own: StageParts, runtime: Any, *, real: bool, rejoin: bo
             f"{mode} cannot continue without a failed worker; remove these faults, or"
             f" {TOLERANT_INSTEAD}"
         )
-    if rejoin and isinstance(own.topology, ShardedServer):
-        return (
-            f"with topology={option_name(own.topology)} a failed worker cannot rejoin; take"
-            f" {ONE_SERVER}, or only faults of kind fail"
-        )
     collective = isinstance(own.topology, AllReduce | PartialAllReduce)
     if real and collective and runtime.backend != "gloo" and device_of(runtime) != HOST:
         return (
             "NCCL reduces, and real processes survive a failed worker only with gloo; take"
             " runtime.backend=gloo, or runtime=sim"
-        )
-    if blocks_on_failure(own):
-        return (
-            f"overlap={option_name(own.overlap)} has an exchange that blocks when a worker fails;"
-            " take overlap=none"
         )
     return None
 

@@ -197,6 +197,13 @@ class Mailbox:
         )
         return [*((task, loss) for task in stuck), *([(woken, message)] if woken else [])]
 
+    def has_unread_failure(self, peer: int) -> bool:
+        """Return True if no receive has taken the message that this peer has failed.
+
+        Until then, all messages to the peer are for its earlier incarnation.
+        """
+        return any(message.src == peer for _, message in self.messages.get(PEER_FAILED, ()))
+
     def clear(self) -> None:
         """Forget all messages and all that wait for one."""
         self.__init__()  # type: ignore[misc]

@@ -232,14 +232,19 @@ class TorchKernel:
         thread may call it.
         """
         assert self._connections is not None
-        self._connections.reconnect(
-            peer, incarnation, group, JOINER, lambda: self._mail.failed_peers.pop(peer, None)
-        )
+        connections = self._connections
+        connections.mark_failed(peer, "it has rejoined")
+
+        def connect() -> None:
+            self._mail.failed_peers.pop(peer, None)
+            connections.reconnect(peer, incarnation, group, JOINER)
+
+        self._inbox.put(connect)
 
     def mark_peer_failed(self, peer: int, why: str) -> None:
-        """Count a peer as failed. Another thread may call it."""
-        if self._connections is not None:
-            self._connections.mark_failed(peer, why)
+        """Count a peer as failed, once it is connected. Another thread may call it."""
+        if (connections := self._connections) is not None:
+            self._inbox.put(lambda: connections.mark_failed(peer, why))
 
     def run(self, main: Callable[..., Coroutine]) -> Any:
         """Run `main(ctx)` to its end. Other tasks end with it, once the collectives that this rank
@@ -602,6 +607,8 @@ class TorchKernel:
             return self._deliver_to_self(
                 fx.Message(effect.dst, effect.tag, effect.payload, effect.meta, now)
             )
+        if self._mail.has_unread_failure(effect.dst):
+            return
         header_ns, body_ns, busy_ns = self.throttle.schedule_departure(effect.dst, nbytes, now)
         if nbytes:
             self.ctx.time_accounting.record_traffic(now, nbytes, 0)

@@ -36,7 +36,17 @@ from ashl.errors import AshlError
 from ashl.learn.allocator import collecting_seldom
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import Collective, CollectiveQueue, CollectiveQueues
-from ashl.runtime.effects import COLLECTIVES, AllReduce, Compute, Epoch, Message, Recv, Save, Send
+from ashl.runtime.effects import (
+    COLLECTIVES,
+    PEER_FAILED,
+    AllReduce,
+    Compute,
+    Epoch,
+    Message,
+    Recv,
+    Save,
+    Send,
+)
 from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resume_task
 from ashl.runtime.rank_checkpoint import ABSENT, SavedRank, restore_rank
 from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
@@ -355,6 +365,8 @@ class Sim:
         nbytes = 0 if payload is None else payload.nbytes
         src, now = ctx.rank, self.now_ns
         restarts = self.restarts[src] + self.restarts[dst]
+        if PEER_FAILED in self._mail[src].messages and self._mail[src].has_unread_failure(dst):
+            restarts = -1  # for the incarnation that has failed
         if dst == src:
             message = Message(src, tag, payload, meta, now)
             return self._at(now, self._deliver, (dst, message, restarts))

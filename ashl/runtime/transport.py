@@ -287,18 +287,9 @@ class PeerConnections:
             self._pairs[peer].mark_failed(why)
 
     def reconnect(
-        self,
-        peer: int,
-        incarnation: int,
-        group: dist.ProcessGroup,
-        group_rank: int,
-        on_reconnect: Callable[[], object],
+        self, peer: int, incarnation: int, group: dist.ProcessGroup, group_rank: int
     ) -> None:
-        """Connect to a peer that rejoined, by this group. The inbox receives the peer's failure if
-        it is not known yet, then `on_reconnect`, then the peer's messages.
-        """
-        self.mark_failed(peer, "it has rejoined")
-        self.inbox.put(on_reconnect)
+        """Connect to a peer that rejoined, by this group."""
         self._pairs[peer] = PeerConnection(self, peer, group, group_rank, incarnation)
 
     def close(self, timeout_s: float) -> None:

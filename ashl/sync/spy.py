@@ -2,15 +2,17 @@
 ones.
 
 Use when: a sparse model is the aim, and its messages should be as sparse.
-Avoid when: workers may fail, or accuracy of a dense model is the aim.
+Avoid when: accuracy of a dense model is the aim; the server stores a model per worker.
 Alternatives: `asp` with `compression=topk`; `asylpg`.
 
-Rule: worker i keeps its last point x_i, at first the initial model. The server keeps the weighted
-mean x̄ = Σ w_i·x_i. On the model x that it pulled, the worker computes p = x − γ·∇f_i(x). It
-selects the coordinates S: all with x ≠ 0, and each other one with probability `share`. It sends Δ =
-(p − x_i)_S with their indices, and sets x_i ← x_i + Δ. At each arrival, in any order, x̄ ← x̄ +
-w_i·Δ. The reply is x = prox_{γ·l1·‖·‖₁}(x̄), each element of x̄ moved by γ·l1 towards zero; only
-its non-zero elements are sent.
+Rule: worker i keeps its last point x_i, at first the initial model. The server keeps all of them,
+and their weighted mean x̄ = Σ w_i·x_i. On the model x that it pulled, the worker computes p = x −
+γ·∇f_i(x). It selects the coordinates S: all with x ≠ 0, and each other one with probability
+`share`. It sends Δ = (p − x_i)_S with their indices, and sets x_i ← x_i + Δ. At each arrival, in
+any order, x̄ ← x̄ + w_i·Δ. The reply is x = prox_{γ·l1·‖·‖₁}(x̄), each element of x̄ moved by γ·l1
+towards zero; only its non-zero elements are sent.
+Failures: x_i of a failed worker leaves x̄, with Σ w_i = 1 over the others. x_i of a rejoining
+worker is the model that it receives.
 Payloads: (32 + ⌈log2 d⌉) bits per element of S up and per non-zero element down; 32·d bits if that
 is less.
 Waiting: no worker waits for another one.
@@ -29,7 +31,8 @@ Status: reproduction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -54,7 +57,7 @@ from ashl.option import NonNegative, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
-from ashl.stage.contract import StageConfig
+from ashl.stage.contract import FAULT_TOLERANT, StageConfig
 from ashl.sync.prox import shrink
 from ashl.topology.local_work import Work, WorkerState, estimate_gradient
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
@@ -68,7 +71,8 @@ class SPY(ServerRule):
     """Proximal steps on sparse messages."""
 
     exchange: ClassVar[str] = "gradient"
-    supports: ClassVar[frozenset[str]] = frozenset()  # messages are sparse without a codec
+    # messages are sparse without a codec
+    supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
     l1: NonNegative
     share: Ratio
     estimator: Literal["full", "minibatch"]
@@ -82,10 +86,33 @@ class SPY(ServerRule):
 
 
 @dataclass(frozen=True)
+class Points:
+    """The points of all workers, at the server. Limit: x̄ = Σ w_i·x_i if Σ w_i = 1."""
+
+    start: Any  # the model before the first push, from which each worker's point begins
+    mean: Any  # x̄
+    by_worker: dict[int, Any]  # x_i, if it differs from `start`
+
+    def move(self, worker: int, change: Any, weight: float) -> Points:
+        """Return the points after a worker's point has changed."""
+        point = self.by_worker.get(worker, self.start) + change
+        mean = self.mean + change * weight
+        return Points(self.start, mean, self.by_worker | {worker: point})
+
+    def weigh(self, weights: Sequence[float]) -> Points:
+        """Return the points with another weight of each worker, 0 for one that is no member."""
+        points = {rank: point for rank, point in self.by_worker.items() if weights[rank]}
+        mean = self.start
+        for rank in sorted(points):
+            mean = mean + (points[rank] - self.start) * weights[rank]
+        return Points(self.start, mean, points)
+
+
+@dataclass(frozen=True)
 class SparseModels(Updates):
     """Messages: changes of points in pushes, the non-zero elements of the model in pulls.
 
-    The rule state is x̄ at the server, and x_i at a worker.
+    The rule state is `Points` at the server, and x_i at a worker.
     """
 
     rule: SPY
@@ -119,18 +146,29 @@ class SparseModels(Updates):
     def fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
         """Update x̄ and x in the server's state. Returns: True."""
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
-        mean = state.params if state.rule_state is None else state.rule_state
         progress.commit(worker, int(steps), int(samples))
         progress.merge()
         if isinstance(message.payload, SizeOnly):
             return True
-        mean = state.rule_state = (
-            mean
-            + stage.pipeline.move_from_codec(read_sparse(message.payload, mean.numel()))
-            * state.work.weights[worker]
+        change = read_sparse(message.payload, stage.trainer.num_params)
+        points = state.rule_state or Points(state.params, state.params, {})
+        state.rule_state = points.move(
+            worker, stage.pipeline.move_from_codec(change), state.work.weights[worker]
         )
-        state.params = shrink(mean, stage.trainer.rate(progress.samples) * self.rule.l1)
+        threshold = stage.trainer.rate(progress.samples) * self.rule.l1
+        state.params = shrink(state.rule_state.mean, threshold)
         return True
+
+    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
+        if state.rule_state is not None and state.progress.present:
+            state.rule_state = state.rule_state.weigh(state.work.weights)
+
+    def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
+        """Let the worker's point be the model that it receives."""
+        if state.rule_state is not None:
+            points = state.rule_state.by_worker | {rank: state.params}
+            joined = replace(state.rule_state, by_worker=points)
+            state.rule_state = joined.weigh(state.work.weights)
 
     async def answer(
         self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool

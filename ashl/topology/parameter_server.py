@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from heapq import heappop, heappush
@@ -433,6 +434,7 @@ class ServerState:
     ahead: Message | None = None  # a received message to handle before waiting workers are answered
     newcomers: tuple[int, ...] = ()  # workers whose join request has no answer yet
     incarnations: dict[int, int] = field(default_factory=dict)  # of each rejoined worker
+    failures: dict[int, int] = field(default_factory=dict)  # earlier failures of these workers
     pulls: list[Tag] = field(default_factory=list)  # tag of the replies to each worker
     quorum: int = 1  # pushes of one merge
     members: Any = None  # `Members`: the workers that have not failed
@@ -574,8 +576,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
     handlers = {push: on_push, **buckets, CLOSE: merge_buffered}
     deadline_s = stage.stop_criteria.deadline_s
     endless = ctx.recv(*incoming) if math.isinf(deadline_s) else None
-    while state.newcomers:
-        await admit(ctx, stage, state, state.newcomers[0])
+    await admit_newcomers(ctx, stage, state)
     while True:
         ctx.safe_point(stage.index, state)
         message = state.ahead or await (endless or ctx.recv(*incoming, before_s=deadline_s))
@@ -589,6 +590,8 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
         if changed and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
         decide(ctx, stage, state)
+        if state.newcomers:
+            await admit_newcomers(ctx, stage, state)
         if state.signal == STOP or (state.signal == NEXT and await drain_pushes(ctx, stage, state)):
             break
         if state.signal == PAUSE and await pause(ctx, stage, state):
@@ -631,6 +634,9 @@ async def pause(ctx: RankContext, stage: StageConfig, state: ServerState) -> boo
     if state.buffer and not may_all_proceed(stage, state):
         await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     await drain_buckets(ctx, stage, state)
+    await admit_newcomers(ctx, stage, state)
+    if len(progress.waiting) < progress.present:
+        return False
     if is_last_round(stage, state):
         state.signal, state.reason = GO, None
         return False
@@ -665,6 +671,8 @@ async def on_push(
     progress, worker, rule = state.progress, message.src, stage.sync
     if stage.buckets:
         message = await assemble_push(ctx, stage, message)
+    if message.tag == PEER_FAILED:
+        return await remove_failed(ctx, stage, state, worker)
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = progress.version - version
     # with a barrier and delayed exchanges every push is stale by one round, which is not counted
@@ -878,6 +886,10 @@ def rounds_ahead(stage: StageConfig, state: ServerState) -> Remaining:
 # first round after the reply that reports the failure. So a pass visits each sample once, at one
 # worker. A rejoining worker has its own data again.
 #
+# Buckets: those of a push that is not complete are discarded. If buckets are merged alone, those
+# that were merged before contain the failed worker's part; the others are merged without it. A
+# joining worker is admitted between two steps.
+#
 # Rejoin: the worker receives the stage, the model and its assignment. Its count of rounds starts at
 # that of the slowest worker. Its optimizer and its codec start with an empty state. Its data
 # continue after the last position that the server knows. A worker that asks at a stage boundary
@@ -905,16 +917,24 @@ async def on_membership(
     if message.tag == PEER_FAILED:
         return await remove_failed(ctx, stage, state, message.src)
     record_join(state, message)
-    if state.signal != NEXT:
-        await admit(ctx, stage, state, message.src)
+    await admit_newcomers(ctx, stage, state)
     return False
+
+
+async def admit_newcomers(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
+    """Admit the workers that have asked to join.
+
+    They wait while a stage ends, and while some buckets of a step are merged and others are not.
+    """
+    while state.newcomers and state.signal in (GO, PAUSE) and not (state.made or state.counted):
+        await admit(ctx, stage, state, state.newcomers[0])
 
 
 def record_join(state: ServerState, message: Message) -> None:
     """Record a join request, which is answered later."""
-    (incarnation,) = message.meta
     state.newcomers += (message.src,)
-    state.incarnations[message.src] = int(incarnation)
+    state.incarnations[message.src] = int(message.meta[0])
+    state.failures[message.src] = int(message.meta[1])
 
 
 def check_min_workers(ctx: RankContext, stage: StageConfig, rank: int, remaining: int) -> None:
@@ -946,26 +966,42 @@ async def remove_failed(
     progress.remove_worker(rank)
     state.set_members(stage)
     state.assign(stage, state.work.workers)
-    state.codec_state.forget(rank)
+    for codec_state in (state.codec_state, *state.fragment_codec_states):
+        codec_state.forget(rank)
     if ctx.rank == stage.server:  # the server of a region does not know all workers
         check_min_workers(ctx, stage, rank, progress.present + len(state.newcomers))
     progress.now_s = ctx.now
     rule.messages().without(stage, state, rank)
+    await discard_parts(ctx, stage, rank)
     if not rule.in_rounds:
         return False
     for push in state.buffer:
         if push.worker == rank:
             progress.count_dropped(rank, push.steps, FAILURE)
     state.buffer = [push for push in state.buffer if push.worker != rank]
+    if stage.merges_buckets:
+        return await merge_without(ctx, stage, state, rank)
     if not state.buffer or len(state.buffer) < state.quorum:
         return False
     await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     return True
 
 
-async def admit(ctx: RankContext, stage: StageConfig, state: ServerState, rank: int) -> None:
-    """Admit a (re)joining worker, which continues from the present model."""
+async def admit(
+    ctx: RankContext,
+    stage: StageConfig,
+    state: ServerState,
+    rank: int,
+    of_first: int | None = None,
+) -> None:
+    """Admit a (re)joining worker, which continues from the present model.
+
+    The first of several servers tells the others. Args: of_first: its version.
+    """
     progress = state.progress
+    for k in range(1, stage.topology.servers) if of_first is None else ():
+        known = state.incarnations[rank], state.failures[rank]
+        await ctx.send(ctx.rank + k, stage.tag("joined"), None, (rank, *known, progress.version))
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
     progress.join(rank)
     state.set_members(stage)
@@ -976,7 +1012,10 @@ async def admit(ctx: RankContext, stage: StageConfig, state: ServerState, rank: 
     messages.with_joined(stage, state, rank)
     stage.pipeline.record_full_pull(state.codec_state, rank, state.params)
     planned, rows = state.assigned or (0, None)
-    applied = (progress.version, progress.steps, progress.samples)
+    version = progress.version
+    if of_first is not None and stage.sync.in_rounds:  # the round that the first server waits for
+        version = min(version, of_first)
+    applied = (version, progress.steps, progress.samples)
     assignment = assignment_of(stage, state, rank)
     rounds, done = progress.rounds_and_steps_of(rank)
     # steps of its earlier incarnation's pushes that are buffered
@@ -1011,26 +1050,49 @@ async def join(ctx: RankContext, stages: Sequence[StageConfig]) -> tuple[int, Wo
 
     Returns: (index of the present stage, state in it); None if the run is over.
     """
-    incarnation = int(float(ctx.now_ns))
-    for server in stages[0].topology.links(stages[0], ctx.rank):
-        await ctx.send(server, JOIN, None, (incarnation,))
-    message = await ctx.recv(admission_tag(incarnation))
-    admission = parse_reply(Admission, message.meta)
+    answers = await ask_to_join(ctx, stages[0])
+    if answers is None:
+        return None
+    return await enter_running_stage(ctx, stages, answers[0], answers[0].payload)
+
+
+async def ask_to_join(ctx: RankContext, stage: StageConfig) -> list[Message] | None:
+    """Ask to join. Returns: the answers of all servers of the model, by rank; None if the run is
+    over.
+    """
+    incarnation, topology = int(float(ctx.now_ns)), stage.topology
+    servers = topology.links(stage, ctx.rank)
+    for server in servers[:1] if topology.servers > 1 else servers:
+        await ctx.send(server, JOIN, None, (incarnation, ctx.incarnation))
+    answers = [await ctx.recv(admission_tag(incarnation))]
+    admission = parse_reply(Admission, answers[0].meta)
     if admission.signal == STOP:
         ctx.time_accounting.close_at(admission.end_ns)
         return None
-    params, moments = stages[0].trainer.init()
-    state = WorkerState(params, moments)
+    while len(answers) < topology.servers:
+        answers.append(await ctx.recv(admission_tag(incarnation)))
+    return sorted(answers, key=attrgetter("src"))
+
+
+async def enter_running_stage(
+    ctx: RankContext, stages: Sequence[StageConfig], message: Message, payload: Any
+) -> tuple[int, Any]:
+    """Begin as a worker that was admitted. Returns: (index of the present stage, state in it).
+
+    Args: message: the answer of the server; payload: what the worker starts from.
+    """
+    admission = parse_reply(Admission, message.meta)
+    state = stages[0].topology.begin(ctx, stages[0])
+    state.incarnation = int(message.tag[2])
     state.steps, state.samples = admission.steps, admission.samples
     if admission.planned:
         state.assigned = admission.planned, (await ctx.recv(PLANNED)).payload
         stages = apply_assignments(stages, *state.assigned)
     stage = stages[admission.stage]
-    state.incarnation = incarnation
     state.away = as_members(message.meta[ADMISSION_FIELDS:])
     state.enter(stage, members_of(stage), ctx.rank)
-    if message.payload is not None:
-        stage.messages.apply_admission(state, message.payload)
+    if payload is not None:
+        stage.messages.apply_admission(state, payload)
     follow(state, admission)
     state.round, state.step = admission.rounds, admission.done
     state.drawn = state.step * state.batch
@@ -1100,9 +1162,9 @@ async def finish_stage(
             record_join(state, message)
             continue
         working.discard(message.src)
+        message = await assemble_push(ctx, stage, message)
         if message.tag == PEER_FAILED:
             continue
-        message = await assemble_push(ctx, stage, message) if stage.buckets else message
         if message.start_ns <= end_ns:
             progress.count_dropped(message.src, int(message.meta[0]), drop_reason(signal))
         await ctx.send(
@@ -1262,15 +1324,38 @@ async def cancel_exchange(ctx: RankContext, stage: StageConfig, state: WorkerSta
 
 
 async def assemble_push(ctx: RankContext, stage: StageConfig, push: Message) -> Message:
-    """Join a push with the buckets that left before it. Its start time is that of the first one."""
-    if stage.merges_buckets:
+    """Join a push with the buckets that left before it. Its start time is that of the first one.
+
+    Returns: the failure of its worker, if the push is one or a bucket of it was lost.
+    """
+    before = list[Message]()
+    for tag in tags_before_push(stage):
+        if push.tag != PEER_FAILED:
+            part = await ctx.recv(tag, PEER_FAILED, src=push.src)
+            push = part if part.tag == PEER_FAILED else push
+            before.append(part)
+    if push.tag == PEER_FAILED:
+        await discard_parts(ctx, stage, push.src)
+    if push.tag == PEER_FAILED or not before:
         return push
-    before = [await ctx.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
     parts = (push, *reversed(before))  # in forward order
     return push._replace(
         payload=concatenate([part.payload for part in parts]),
         start_ns=min(part.start_ns for part in parts),
     )
+
+
+def tags_before_push(stage: StageConfig) -> list[Tag]:
+    """Return the tags of the buckets that leave before the push that they are a part of."""
+    return [] if stage.merges_buckets else [tag for _, tag in stage.ready[:-1]]
+
+
+async def discard_parts(ctx: RankContext, stage: StageConfig, rank: int) -> None:
+    """Discard the buckets of a failed worker that have arrived before its push."""
+    tags = tags_before_push(stage)
+    with suppress(PeerFailedError):  # none is left
+        while tags and await ctx.recv(*tags, src=rank, before_s=ctx.now) is not None:
+            pass
 
 
 def first_bucket(stage: StageConfig, model: Any) -> Any:
@@ -1302,37 +1387,71 @@ async def on_bucket(
     Returns: True if the bucket completes a model.
     """
     number, samples = map(int, message.meta)
-    bucket = stage.buckets[number]
-    if bucket.credit:
+    if stage.buckets[number].credit:
         await ctx.send(message.src, stage.tag("ack"), None, (number,))
     push = Push(message.src, message.payload, 1, samples, 0, math.nan, 0.0, 0.0, 0.0)
-    share = (bucket.stop - bucket.start) / stage.trainer.num_params
-    await ctx.compute(partial(merge_bucket, stage, state, number, push), work=share, kind="apply")
-    if number in state.made:
-        payload = state.made[number][1]
-        for rank in stage.workers:
-            # a worker that waits for the end of the stage needs no buckets
-            if state.signal in (GO, PAUSE) or rank not in state.progress.waiting:
-                await ctx.send(rank, stage.tag("back"), payload, (number,))
+    state.slices.setdefault(number, []).append(push)
+    await merge_and_return(ctx, stage, state, number)
     return finish_if_complete(stage, state)
 
 
-def merge_bucket(stage: StageConfig, state: ServerState, number: int, push: Push) -> None:
-    """Buffer a bucket, and step on its elements once it has arrived from all workers."""
-    members = state.slices.setdefault(number, [])
-    members.append(push)
+async def merge_and_return(
+    ctx: RankContext, stage: StageConfig, state: ServerState, number: int
+) -> None:
+    """Merge a bucket that has arrived from all workers, and send it to them."""
+    bucket = stage.buckets[number]
+    share = (bucket.stop - bucket.start) / stage.trainer.num_params
+    await ctx.compute(partial(merge_bucket, stage, state, number), work=share, kind="apply")
+    if number not in state.made:
+        return
+    payload = state.made[number][1]
+    for rank in state.members.ranks:
+        # a worker that waits for the end of the stage needs no buckets
+        if state.signal in (GO, PAUSE) or rank not in state.progress.waiting:
+            await ctx.send(rank, stage.tag("back"), payload, (number,))
+
+
+def merge_bucket(stage: StageConfig, state: ServerState, number: int) -> None:
+    """Step on the elements of a bucket once it has arrived from all workers."""
+    members = state.slices.get(number, [])
     if len(members) < state.quorum:
         return
-    del state.slices[number]
+    state.slices.pop(number, None)
     members.sort(key=attrgetter("worker"))
     weights = merge_weights(stage, state.work, members)
     scale = stage.sync.lr_scale(state.rule_state)
     lr = stage.trainer.rate(state.progress.samples - state.counted) * scale
     bucket, exact = stage.buckets[number], stage.pipeline.traits.lossless
-    update = stage.aggregate.fold(members, weights)
+    if members:
+        update = stage.aggregate.fold(members, weights)
+    else:
+        update = slice_vector(state.params, bucket.start, bucket.stop) * 0.0
     state.made[number] = stage.trainer.apply_slice(
         state.params, state.moments, bucket.start, bucket.stop, update, lr, exact
     )
+
+
+async def merge_without(
+    ctx: RankContext, stage: StageConfig, state: ServerState, rank: int
+) -> bool:
+    """Merge the buckets, and count the step, that waited for a failed worker alone.
+
+    If no worker remains, a step that is not counted is discarded. Of a counted one, buckets that
+    no worker sends any more are merged as zero.
+    Returns: True if that completes a model.
+    """
+    waited_for = [*state.slices]
+    for number, members in state.slices.items():
+        state.slices[number] = [push for push in members if push.worker != rank]
+    count_headers(state)
+    if not state.progress.present:
+        waited_for = [k for k in range(len(stage.buckets)) if state.counted and k not in state.made]
+        state.slices = {}
+        state.made = state.made if state.counted else {}
+    for number in waited_for:
+        if len(state.slices.get(number, ())) >= state.quorum:
+            await merge_and_return(ctx, stage, state, number)
+    return finish_if_complete(stage, state)
 
 
 def count_step(ctx: RankContext, stage: StageConfig, state: ServerState, message: Message) -> bool:
@@ -1342,14 +1461,20 @@ def count_step(ctx: RankContext, stage: StageConfig, state: ServerState, message
     """
     push = push_of(ctx, state, message, None)
     state.buffer.append(push)
-    if len(state.buffer) == state.quorum:
-        members, state.buffer = state.buffer, []
-        state.progress.merge()
-        for member in members:
-            state.progress.commit(member.worker, member.steps, member.samples)
-            state.counted += member.samples
+    count_headers(state)
     observe_push(ctx, stage, state, push)
     return finish_if_complete(stage, state)
+
+
+def count_headers(state: ServerState) -> None:
+    """Count a step whose headers have arrived from all workers."""
+    if not state.buffer or len(state.buffer) < state.quorum:
+        return
+    members, state.buffer = state.buffer, []
+    state.progress.merge()
+    for member in members:
+        state.progress.commit(member.worker, member.steps, member.samples)
+        state.counted += member.samples
 
 
 def finish_if_complete(stage: StageConfig, state: ServerState) -> bool:
@@ -1367,5 +1492,8 @@ def finish_if_complete(stage: StageConfig, state: ServerState) -> bool:
 
 async def drain_buckets(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
     """Merge buckets until the model contains every counted step."""
+    bucket = stage.tag("bucket")
     while state.counted:
-        await on_bucket(ctx, stage, state, await ctx.recv(stage.tag("bucket")))
+        message = await ctx.recv(bucket, PEER_FAILED, JOIN)
+        handle = on_bucket if message.tag == bucket else on_membership
+        await handle(ctx, stage, state, message)

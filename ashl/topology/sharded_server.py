@@ -1,7 +1,7 @@
 """Sharded server: several servers, each with a shard of the model behind a NIC of its own.
 
 Use when: many workers push at once and wait for one server's NIC.
-Avoid when: workers must rejoin, plans must change, or an overlap is needed.
+Avoid when: plans must change, or an overlap is needed.
 Alternatives: `parameter_server`; `all_reduce`.
 
 Rule: the model is partitioned into one shard per server. Each server is a parameter server for its
@@ -18,7 +18,9 @@ servers drain the pushes in flight. The codec treats each shard as a message of 
 own scale, density, residual and layers.
 
 Servers tolerate a worker failure, each from its own notification on. So they may differ by the
-failed worker's last push.
+failed worker's last push. A rejoining worker asks the first server alone. That one tells the others
+once it has admitted the worker, and the worker receives a shard from each. With a barrier, another
+server may have merged the round in which the worker begins; it drops the worker's first push.
 
 Limit: one server is the parameter server. With a barrier, several servers are, too, bit for bit, if
 the codec is elementwise (`cast`, `sign` without scale). That also holds for a layerwise codec with
@@ -42,7 +44,7 @@ from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, option
-from ashl.runtime.effects import PEER_FAILED, Message, Tag
+from ashl.runtime.effects import JOIN, PEER_FAILED, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate
 from ashl.stage.compression_pipeline import CodecState, Payload
@@ -79,10 +81,14 @@ from ashl.topology.local_work import (
 from ashl.topology.members import as_members
 from ashl.topology.parameter_server import (
     PULL_FIELDS,
+    Admission,
     Pull,
     ServerRule,
     ServerState,
+    admit,
     apply_merge,
+    ask_to_join,
+    enter_running_stage,
     finish_stage,
     follow,
     is_last_round,
@@ -163,6 +169,16 @@ class ShardedServer(Topology):
             )
         held = stage.fragments[ctx.rank - stage.server]
         return ShardState(held.of(params), moments_of(stage, ctx.rank), Progress(stage.num_workers))
+
+    async def join(
+        self, ctx: RankContext, stages: Sequence[StageConfig]
+    ) -> tuple[int, ShardedWorker] | None:
+        if (answers := await ask_to_join(ctx, stages[0])) is None:
+            return None
+        model = concatenate([answer.payload for answer in answers])
+        index, state = await enter_running_stage(ctx, stages, answers[0], model)
+        state.versions = [parse_reply(Admission, answer.meta).version for answer in answers]
+        return index, state
 
     def role(self, stage: StageConfig, rank: int) -> Loop:
         if rank < stage.server:
@@ -256,19 +272,18 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
         for k in order:
             meta = (work.steps, work.samples, loss, state.versions[k], work.step_s, state.pull_s)
             await ctx.send(servers[k], push, payloads[k], meta)
-        asked, answers = ctx.now, [await ctx.recv(pull, src=server) for server in servers]
+        asked = ctx.now
+        answers, finals = await receive_answers(ctx, stage, pull)
         state.pull_s = ctx.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
         replies = [parse_reply(Pull, answer.meta) for answer in answers]
         dropped = [bool(reply.dropped) and not math.isnan(loss) for reply in replies]
         restore_shards(stage, state, payloads, dropped)
-        signal, reply = max(reply.signal for reply in replies), replies[0]
-        # tell servers that have not been notified of the end, and wait for their final answers
-        for k in [k for k, one in enumerate(replies) if one.signal < signal]:
-            await ctx.send(servers[k], push, None, (0, 0, 0.0, replies[k].version, 0.0, 0.0))
-            final = await ctx.recv(pull, src=servers[k])
+        reply = replies[0]
+        for k, final in enumerate(finals):
             replies[k] = parse_reply(Pull, final.meta)
             if final.payload is not None:  # else the shard has not changed since the first answer
                 answers[k] = final
+        signal = replies[0].signal
         if any(answer.payload is not None for answer in answers):
             both = zip(answers, stage.fragments, strict=True)
             state.params = concatenate(
@@ -282,6 +297,44 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
             leave_stage(ctx, stage, signal, max(reply.end_ns for reply in replies))
         record_exchange(ctx, stage, state, work, reply, loss)
     return signal
+
+
+LEAVING = (0, 0, 0.0, 0, 0.0, 0.0)  # header of a push without work: its worker knows of the end
+
+
+async def receive_answers(
+    ctx: RankContext, stage: StageConfig, pull: Tag
+) -> tuple[list[Message], list[Message]]:
+    """Receive the answers of all servers to a push, by server.
+
+    Once an answer tells the end of the stage, the worker tells each server whose answer does not,
+    and such a server answers once more. It is told at once, because another server may wait for a
+    worker that waits for this one.
+    Returns: the answers, and the final answers; no final ones if the stage continues.
+    """
+    servers = all_servers(stage)
+    answers = [await ctx.recv(pull, src=servers[0])]
+    if not is_final(answers[0]):
+        answers += [await ctx.recv(pull, src=server) for server in servers[1:]]
+    found = {answer.src: answer for answer in answers}
+    finals = {answer.src: answer for answer in answers if is_final(answer)}
+    if not finals:
+        return answers, []
+    for server in [server for server in found if server not in finals]:
+        await ctx.send(server, stage.tag("push"), None, LEAVING)
+    while len(finals) < len(servers):
+        answer = await ctx.recv(pull)
+        found.setdefault(answer.src, answer)
+        if is_final(answer):
+            finals[answer.src] = answer
+        else:
+            await ctx.send(answer.src, stage.tag("push"), None, LEAVING)
+    return [found[server] for server in servers], [finals[server] for server in servers]
+
+
+def is_final(answer: Message) -> bool:
+    """Return True if an answer tells the end of the stage, or a pause."""
+    return parse_reply(Pull, answer.meta).signal != GO
 
 
 async def make_pushes(
@@ -370,9 +423,11 @@ async def run_first(ctx: RankContext, stage: StageConfig, state: ShardState) -> 
     """
     progress, push, others = state.progress, stage.tag("push"), all_servers(stage)[1:]
     stage = enter_shard(ctx, stage, state)
+    while state.newcomers:
+        await admit(ctx, stage, state, state.newcomers[0])
     while True:
         ctx.safe_point(stage.index, state)
-        message = await ctx.recv(push, PEER_FAILED, before_s=stage.stop_criteria.deadline_s)
+        message = await ctx.recv(push, PEER_FAILED, JOIN, before_s=stage.stop_criteria.deadline_s)
         ctx.time_accounting.end_round()
         if message is None:
             state.signal, state.reason = STOP, "seconds"
@@ -448,12 +503,16 @@ def has_caught_up(state: ShardState) -> bool:
 async def handle_message(
     ctx: RankContext, stage: StageConfig, state: ShardState, message: Message
 ) -> None:
-    """Handle a push, a worker failure or a decision of the first server."""
+    """Handle a push, a worker failure, or an admission or a decision of the first server."""
     progress, push = state.progress, stage.tag("push")
     if message.tag == push and not message.meta[0]:  # from a worker that knows of the end
         state.leaving.append(message.src)
         progress.start_waiting(message.src, 0, late=True)
+    elif message.tag == stage.tag("joined"):
+        await follow_admission(ctx, stage, state, message)
     elif message.tag in (push, PEER_FAILED):
+        if message.tag == PEER_FAILED:
+            state.failures[message.src] = 1 + int(message.meta[0])
         handle = on_push if message.tag == push else on_membership
         if await handle(ctx, stage, state, message):
             state.history[progress.version] = state.params
@@ -466,15 +525,26 @@ async def handle_message(
         state.last = version, signal, end_ns
 
 
+async def follow_admission(
+    ctx: RankContext, stage: StageConfig, state: ShardState, message: Message
+) -> None:
+    """Admit a worker that the first server has admitted, unless it has failed again since."""
+    rank, incarnation, failures, version = map(int, message.meta)
+    if state.failures.get(rank, 0) <= failures:
+        state.incarnations[rank] = incarnation
+        await admit(ctx, stage, state, rank, version)
+
+
 async def run_other(ctx: RankContext, stage: StageConfig, state: ShardState) -> int:
     """Run one of the other servers: merge and answer until the first one ends the stage.
 
     Returns: the final signal, NEXT or STOP.
     """
     stage = enter_shard(ctx, stage, state)
+    incoming = stage.tag("push"), signal_tag(stage), stage.tag("joined"), PEER_FAILED
     while not has_caught_up(state):
         ctx.safe_point(stage.index, state)
-        message: Message = await ctx.recv(stage.tag("push"), signal_tag(stage), PEER_FAILED)
+        message: Message = await ctx.recv(*incoming)
         ctx.time_accounting.end_round()
         await handle_message(ctx, stage, state, message)
         for version in [due for due in state.due if due <= state.progress.version]:

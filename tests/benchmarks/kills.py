@@ -16,7 +16,8 @@ All other outcomes are WRONG: another exit code, no summary, a failure that is n
 remaining process, more than one line, or 20 s after the kill.
 
 On processes the last line has the median time from a kill to the survivors' next merge. With
-`--rejoin` killed workers are restarted and rejoin.
+`--rejoin` killed workers are restarted and rejoin. With `--overlaps` each sync mode is tried with
+each overlap, behind NICs.
 """
 
 import argparse
@@ -63,6 +64,11 @@ SETTING = (
     "stop.seconds=1.5",
     "eval.every_s=0.5",
 )
+NICS = (
+    "cluster.exchange_s=null",
+    "cluster.bandwidth_mbit_s=20",
+    "cluster.latency_s=0.001",
+)
 TOPOLOGIES = ("parameter_server", "all_reduce", "partial_all_reduce", "gossip")
 MOMENTS = (
     "compute",
@@ -96,13 +102,22 @@ class Outcome(NamedTuple):
         return f"{self.what} (within {self.took_s:.1f} s)" if self.what == ENDS else self.what
 
 
-def modes(topologies: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """(topology, sync, file of a plan of two stages) of all that can be planned."""
+def words_of(topology: str, sync: str) -> list[str]:
+    """The settings of a mode; an overlap, if it has one, needs NICs."""
+    nics = NICS if "overlap=" in sync else ()
+    return [f"topology={topology}", *f"sync={sync}".split(), *nics]
+
+
+def modes(topologies: Sequence[str], overlaps: bool = False) -> Iterator[tuple[str, str, str]]:
+    """(topology, sync, file of a plan of two stages) of all that can be planned; with `overlaps`,
+    each sync mode with each overlap.
+    """
+    known = catalog(None)
+    choices = [f" overlap={name}" for name in known["overlap"]] if overlaps else [""]
     for topology in topologies:
-        for sync in catalog(None)["sync"]:
+        for sync in [sync + overlap for sync in known["sync"] for overlap in choices]:
             own = [word for word in SETTING if word != "-q"] + [
-                f"topology={topology}",
-                f"sync={sync}",
+                *words_of(topology, sync),
                 "runtime=sim",
             ]
             try:
@@ -110,7 +125,7 @@ def modes(topologies: Sequence[str]) -> Iterator[tuple[str, str, str]]:
             except AshlError:
                 continue
             (stage,) = plan.stages
-            path = Path(f"{topology}-{sync}.json")
+            path = Path(f"{topology}-{sync.replace(' ', '-')}.json")
             path.write_text(
                 replace(plan, stages=(replace(stage, until={"seconds": 0.7}), stage)).to_json()
             )
@@ -119,8 +134,7 @@ def modes(topologies: Sequence[str]) -> Iterator[tuple[str, str, str]]:
 
 def command(topology: str, sync: str, plan: str, runtime: str, folder: str) -> list[str]:
     mode = [
-        f"topology={topology}",
-        f"sync={sync}",
+        *words_of(topology, sync),
         f"plan={plan}",
         f"runtime={runtime}",
         f"run.dir={folder}",
@@ -138,8 +152,8 @@ def said(argv: list[str]) -> tuple[int, str]:
 
 def kills(mode: tuple[str, str, str], rng: random.Random) -> list[Kill]:
     """One for each moment that a run without failures has."""
-    topology, sync, _ = mode
-    folder = Path(f"whole-{topology}-{sync}")
+    plan = mode[2]
+    folder = Path(f"whole-{Path(plan).stem}")
     if not folder.exists() and said(command(*mode, "sim", str(folder)))[0] != 0:
         return []
     events = [*jsonl.read(folder / "events.jsonl")]
@@ -272,7 +286,7 @@ def each_moment(topologies: Sequence[str], sample: int | None, seed: int) -> str
     ):
         key = (str(seed), *kill[:2], kill.moment)
         if key not in found:
-            folder = Path(f"real-{kill.topology}-{kill.sync}-{kill.moment}")
+            folder = Path(f"real-{Path(kill.plan).stem}-{kill.moment}")
             shutil.rmtree(folder, ignore_errors=True)  # of one that was cut short
             found[key] = on_processes(kill, str(folder))
             with path.open("a") as file:
@@ -318,6 +332,7 @@ def main() -> None:
         "--only", default=",".join(TOPOLOGIES), help="of these topologies, separated by commas"
     )
     parser.add_argument("--processes", action="store_true", help="on processes alone")
+    parser.add_argument("--overlaps", action="store_true", help="each sync mode with each overlap")
     parser.add_argument("--rejoin", action="store_true", help="restart killed workers")
     parser.add_argument(
         "--moments", action="store_true", help="each moment of each mode, on processes, as Markdown"
@@ -340,7 +355,7 @@ def main() -> None:
     rng, wrong = random.Random(asked.seed), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        drawn = {mode: kills(mode, rng) for mode in modes(asked.only.split(","))}
+        drawn = {mode: kills(mode, rng) for mode in modes(asked.only.split(","), asked.overlaps)}
         everything = [kill for found in drawn.values() for kill in found]
         real = everything if asked.sample is None else rng.choices(everything, k=asked.sample)
         virtual, processes = defaultdict(list), defaultdict(list)

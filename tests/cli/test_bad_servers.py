@@ -21,10 +21,6 @@ PORTS = (
             f"sync=bsp {PORTS} topology.servers=9 topology.partition_by=layers",
             "take at most as many servers, or topology.partition_by",
         ),
-        (
-            f"sync=bsp {PORTS} cluster.churn={{mtbf_s:9,mttr_s:1}}",
-            "a failed worker cannot rejoin; take topology=parameter_server",
-        ),
     ],
 )
 def test_a_wrong_server(overrides, says, said) -> None:

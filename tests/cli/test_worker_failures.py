@@ -31,6 +31,17 @@ LATE = (
     "sync=local_sgd sync.local_steps=4 outer=nesterov overlap=eager optimizer.lr=0.005",
     "sync=local_sgd sync.local_steps=4 compression=topk overlap=overlap_local_sgd",
 )
+NICS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=50 cluster.latency_s=0.0005"
+IN_PARTS = (
+    f"sync=bsp overlap=wfbp {NICS}",
+    f"sync=rennala overlap=tictac overlap.plan=layers {NICS}",
+    f"sync=bsp overlap=slices overlap.slice=100 {NICS}",
+    f"sync=bsp overlap=priority overlap.plan=layers overlap.slice=100 overlap.credit=2 {NICS}",
+    f"sync=local_sgd sync.local_steps=4 overlap=streaming overlap.delay=2 optimizer.lr=0.005 {NICS}",
+    f"sync=bsp topology=sharded_server topology.servers=2 {NICS}",
+    f"sync=ssp topology=sharded_server topology.servers=3 {NICS}",
+    "sync=spy optimizer.momentum=0 optimizer.weight_decay=0",
+)
 FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
 
 
@@ -47,6 +58,7 @@ FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
         "sync=backup",
         *OWN,
         *LATE,
+        *IN_PARTS,
     ],
 )
 def test_a_run_continues_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
@@ -107,7 +119,7 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl", *OWN, *LATE])
+@pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl", *OWN, *LATE, *IN_PARTS])
 def test_a_killed_worker_is_restarted(mode: str, train, workplace) -> None:
     kill, own = (
         lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL),

@@ -304,10 +304,9 @@ REJOIN = "{time_s: 0.8, worker: 0, rejoin: true}, {time_s: 1.38, worker: 2, rejo
     ],
 )
 def test_a_run_whose_workers_fail_and_rejoin_resumes(case: str) -> None:
-    events = FAIL if case == "sharded" else f"{FAIL}, {REJOIN}"
-    ran = check_resumes((*SHORT, *CASES[case], f"cluster.events=[{events}]"))
+    ran = check_resumes((*SHORT, *CASES[case], f"cluster.events=[{FAIL}, {REJOIN}]"))
     assert len(ran.of("WorkerFailed")) == 2
-    assert len(ran.of("WorkerRejoined")) == (0 if case == "sharded" else 2)
+    assert len(ran.of("WorkerRejoined")) == 2
 
 
 def test_the_command_resumes_a_run_whose_workers_fail(workplace: Path) -> None:

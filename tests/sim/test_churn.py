@@ -3,17 +3,25 @@ a reference without a server, and to the nanosecond.
 """
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from ashl.cluster.spec import Churn, Event
+from ashl.cluster import spec
+from ashl.cluster.network import network
+from ashl.cluster.spec import Event
+from ashl.cluster.speed import Speed
 from ashl.errors import AshlError, UsageError
+from ashl.option import option
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import check_faults
 from ashl.planning.instantiate import assemble, parts_of
-from ashl.runtime.effects import PeerFailedError
+from ashl.runtime.churn import Churn
+from ashl.runtime.effects import PEER_FAILED, PeerFailedError
+from ashl.runtime.rank_context import RankContext
+from ashl.runtime.sim import Sim
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.contract import FAULT_TOLERANT, Rule, StageConfig
@@ -24,6 +32,7 @@ from ashl.topology.parameter_server import ParameterServer, ServerRule
 from tests.conf_option import CONF, conf_option
 from tests.laws.machines import cluster
 from tests.support import planned, run
+from tests.swarm.drawn import Seen
 
 DETECT_S = 0.02  # of the cluster below
 RUN = (
@@ -114,15 +123,32 @@ class AloneLate(Alone):
         return [pending[rank] for rank in members]
 
 
+PORTS = (
+    "cluster.exchange_s=null",
+    "cluster.bandwidth_mbit_s=200",
+    "cluster.latency_s=0.001",
+    "model.hidden=[16,16]",
+)
+IN_BUCKETS = (
+    (("overlap=wfbp",), 0.31),
+    (("overlap=merged", "overlap.plan=[1,2]"), 0.31),
+    (("overlap=tictac", "overlap.plan=layers"), 0.31),
+    (("overlap=slices", "overlap.slice=100"), 0.26),
+    (("overlap=priority", "overlap.plan=layers", "overlap.slice=100", "overlap.credit=2"), 0.28),
+)
+
+
 @pytest.mark.parametrize(
     ("mode", "fails_s"),
     [
         (("sync=bsp", "optimizer.momentum=0.9"), 0.31),  # the slowest, while it computes
         (("sync=bsp", "optimizer.momentum=0.9", "overlap=delayed"), 0.31),
         (("sync=bsp", "compression=topk", "compression.ratio=0.1"), 0.31),
+        # while it computes the forward pass, so that no bucket of the round has its part
+        *((("sync=bsp", "optimizer.momentum=0.9", *PORTS, *own), s) for own, s in IN_BUCKETS),
         (("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9"), 0.6),
     ],
-    ids=["momentum", "late", "topk", "local_sgd"],
+    ids=["momentum", "late", "topk", *(own[0] for own, _ in IN_BUCKETS), "local_sgd"],
 )
 def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], fails_s: float) -> None:
     plan = with_events(planned(*RUN, *mode, "stop.steps=40", "aggregate=uniform"), lost(2, fails_s))
@@ -318,20 +344,21 @@ def goes_on(name: str) -> bool:
     return FAULT_TOLERANT in (ParameterServer.supports if sync.supports is None else sync.supports)
 
 
-def test_every_mode_except_one_continues() -> None:
+def test_every_mode_continues() -> None:
     found = rules()
     assert len(found) > 15
-    assert [name for name in found if not goes_on(name)] == ["spy"]
+    assert all(map(goes_on, found))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in rules() if goes_on(name)])
+@pytest.mark.parametrize("name", rules())
 def test_a_loss_at_any_moment(name: str) -> None:
     """In compute, in push, while it waits, at the end: the run ends by its count, and the books
     balance.
     """
-    by_plan = ["schedule.h_preset=[2]"] if conf_option("sync", name).local_steps == "plan" else []
-    plan = planned(*RUN, "runtime.gradients=false", f"sync={name}", "stop.steps=60", *by_plan)
+    own = ["schedule.h_preset=[2]"] if conf_option("sync", name).local_steps == "plan" else []
+    own += ["optimizer.momentum=0", "optimizer.weight_decay=0"] if name == "spy" else []
+    plan = planned(*RUN, "runtime.gradients=false", f"sync={name}", "stop.steps=60", *own)
     end_s = run(plan).time_ns / 1e9
     for moment in (0.05, 0.11, 0.115, 0.125, 0.5 * end_s, 0.999 * end_s, end_s):
         for worker in range(3):
@@ -367,9 +394,16 @@ def test_events_that_cannot_be_are_refused(events: list[dict], said: str) -> Non
         cluster(3, events=tuple(Event(**event) for event in events))
 
 
+@option
+class Rigid(ServerRule):
+    """A sync mode of a user that needs all workers."""
+
+    supports: ClassVar[frozenset[str]] = frozenset()
+
+
 def test_unsupported_resumes_name_an_alternative() -> None:
     plan = planned(*RUN, "sync=bsp", "runtime.gradients=false")
-    parts, churn = parts_of(plan), Churn(mtbf_s=5.0, mttr_s=1.0)
+    parts, churn = parts_of(plan), spec.Churn(mtbf_s=5.0, mttr_s=1.0)
     (own,), random = parts.stages, replace(parts.cluster, churn=churn)
 
     def refused(
@@ -379,14 +413,7 @@ def test_unsupported_resumes_name_an_alternative() -> None:
         with pytest.raises(UsageError, match=said):
             check_faults(changed, plan.stages, checkpoint_s)
 
-    refused(
-        "sync=spy cannot continue without a failed worker; remove",
-        sync=conf_option("sync", "spy"),
-    )
-    refused(
-        "overlap=wfbp has an exchange that blocks .* take overlap=none",
-        overlap=conf_option("overlap", "wfbp"),
-    )
+    refused("cannot continue without a failed worker; remove", sync=Rigid())
     server = Event(time_s=1.0, server_fail=True)
     refused(
         "no server that could fail",
@@ -400,3 +427,27 @@ def test_unsupported_resumes_name_an_alternative() -> None:
     assert "failure_detection_s" in replace(random, failure_detection_s=None).missing(), (
         "a missing cost is never zero"
     )
+
+
+def test_a_message_from_before_the_notice_is_not_for_the_next_incarnation() -> None:
+    """The server sends it after the rejoin, and reads only then that the worker has failed."""
+    fails, rejoins = (
+        Event(time_s=1.0, worker=0, fail=True),
+        Event(time_s=2.0, worker=0, rejoin=True),
+    )
+    pair, tags, received = cluster(1, events=(fails, rejoins)), (("x", 0, 0), ("y", 0, 0)), []
+
+    async def play(ctx: RankContext, joins: bool = False) -> None:
+        if ctx.rank == 1:
+            await ctx.sleep(3.0)
+            await ctx.send(0, tags[0])
+            await ctx.recv(PEER_FAILED)
+            await ctx.send(0, tags[1])
+        else:
+            message = await ctx.recv(*tags)
+            received.append((message.tag[0], joins))
+
+    sim = Sim(2, Speed(pair, 8, 0), network(pair, 4), Seen())
+    Churn(sim, pair, 0, 0, lambda rank: (1,), play)
+    sim.run(play, lambda: None)
+    assert received == [("y", True)]
