@@ -19,6 +19,7 @@ OTHER = ("cluster.num_workers=2", "run.dir=two")
 # Of n workers the i-th has every n-th sample, in their order, so that a round of 4 batches of 16 is
 # one of 2 of 32
 DEALT = ("dataset.partition=interleaved", "eval.every_commits=8", "stop.epochs=0.8")
+NICS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=50 cluster.latency_s=0.001"
 MODES = {
     "momentum at the server": "sync=bsp optimizer.lr=0.2 optimizer.momentum=0.9",
     "momentum alike at all, a rate that falls": (
@@ -28,6 +29,13 @@ MODES = {
     "moments and their count": "sync=bsp optimizer=adam optimizer.lr=0.01",
     "an outer optimizer": (
         "sync=local_sgd sync.local_steps=1 outer=nesterov optimizer.lr=0.1 optimizer.momentum=0"
+    ),
+    "buckets, sums": (
+        "topology=all_reduce sync=bsp optimizer.lr=0.2 optimizer.momentum=0.9 overlap=priority"
+        f" overlap.plan=layers overlap.slice=100 overlap.credit=2 {NICS}"
+    ),
+    "buckets at the server": (
+        f"sync=bsp optimizer.lr=0.2 optimizer.momentum=0.9 overlap=slices overlap.slice=100 {NICS}"
     ),
     "an outer one, sums": (
         "topology=all_reduce sync=local_sgd sync.local_steps=1 outer=nesterov optimizer.momentum=0"
@@ -85,6 +93,29 @@ def test_rounds_of_the_same_samples_make_one_trajectory_whatever_the_workers(
     train("--resume", "four", *OTHER, "dataset.batch_size=32")
     assert (model("two") - model("whole")).abs().max() < 2e-6
     assert summary("two")["samples"] == summary("whole")["samples"]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "topology=all_reduce sync=bsp overlap=delayed",
+        pytest.param("sync=asp overlap=delayed", marks=SLOW),
+        pytest.param("sync=local_sgd overlap=eager outer=nesterov", marks=SLOW),
+        pytest.param(
+            "topology=all_reduce sync=local_sgd overlap=streaming outer=nesterov", marks=SLOW
+        ),
+        pytest.param("sync=local_sgd overlap=loscar outer=average", marks=SLOW),
+    ],
+)
+def test_work_that_was_not_exchanged_is_computed_again(mode: str, workplace: Path) -> None:
+    """Every step is counted once, and the end is that of the limit."""
+    own = (*mode.split(), *NICS.split(), "optimizer.lr=0.005")
+    train(*HALF, *own, "stop.steps=240")
+    train("--resume", "four", *OTHER, "stop.steps=480")
+    found = summary("two")
+    assert found["steps"] == sum(worker["steps"] for worker in found["workers"]) >= 480
+    assert found["steps"] < 480 + 2 * 16
+    assert found["status"] == "finished"
 
 
 @pytest.mark.slow
@@ -251,7 +282,6 @@ def test_what_cannot_be_is_refused(four: Path, capsys) -> None:
         pytest.param(
             "topology=parameter_server sync=pr_sgd_momentum", marks=SLOW
         ),  # no plain updates
-        pytest.param("topology=all_reduce sync=bsp overlap=merged", marks=SLOW),
         pytest.param("topology=sharded_server topology.servers=2 sync=bsp", marks=SLOW),
     ],
 )

@@ -653,7 +653,7 @@ def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
     for own in parts.stages:
         shared_state = isinstance(own.topology, ParameterServer | AllReduce)
         kept = shared_state and has_plain_messages(own.sync)
-        if overlaps_steps(own) or not kept or not has_failure_protocol(own):
+        if not kept or not has_failure_protocol(own):
             raise UsageError(
                 f"cluster.num_workers: a run with {describe_modes(parts)} cannot resume with"
                 " another number of workers, its checkpoint has state of each worker; start a new"

@@ -7,7 +7,8 @@ moments if it steps on merged gradients. The sync mode converts its own state
 the present workers. All workers begin at the top of their loops on that model. Each continues in
 its own data at the fraction that the run has covered of all data.
 Reset, as for a joining worker: state that each worker had alone. That is its own momentum, codec
-states at both ends, and a mode's state by worker.
+states at both ends, and a mode's state by worker. With delayed exchanges it is also the piece of
+work that the worker had not exchanged, which is in no count.
 
 Limit: if the samples of a round are the same for any number of workers, the run continues as with
 the old workers, up to rounding; with exact sums bit for bit.
