@@ -15,9 +15,7 @@ from ashl.config.catalog import (
     catalog,
     defaults,
     docstrings,
-    held,
     lacking,
-    load,
     parameters,
     parents,
     read,
@@ -28,7 +26,6 @@ from ashl.config.catalog import (
     values,
 )
 from ashl.config.override import command_text
-from ashl.errors import UsageError
 
 from .answer import Answer, Json
 from .table import folded, show
@@ -75,28 +72,12 @@ def show_options(
         str | None,
         typer.Argument(help="One of its options, for example ssp.", autocompletion=_options),
     ] = None,
-    markdown: Annotated[
-        bool, typer.Option(help="Print all options, or those of one group, as Markdown tables.")
-    ] = False,
-    places: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="DIR", help="With --markdown: the ranks of options in these runs."),
-    ] = None,
     config_dir: ConfigDir = None,
     json: Json = False,
     debug: Debug = False,
 ) -> Answer:
     """Show all groups, the options of one group, or the card of one option."""
     known = catalog(config_dir)
-    if places and (not markdown or option is not None):
-        raise UsageError(
-            "--places is a column of the page; ask for that: ashl list --markdown --places FOLDER."
-        )
-    if markdown and option is None:
-        if group is not None and group not in known:
-            raise lacking("group", group, known)
-        page = _page(known, [*known] if group is None else [group], places or ())
-        return Answer({"markdown": page}, lambda: print(page))
     if group is None:
         groups = {
             name: {"default": usual()[name], "options": [*options]}
@@ -176,106 +157,6 @@ def _show_entries(entries: Sequence[dict[str, Any]]) -> None:
     show("", rows)
     if len(families) > 1:
         print("\n" + "\n".join(f"{status}: {why}" for status, why in STATUSES.items()))
-
-
-def _page(
-    known: Mapping[str, Mapping[str, Path]], groups: Sequence[str], folders: Sequence[Path]
-) -> str:
-    """Return Markdown tables, one per group, with a row for each option.
-
-    Columns: summary, topologies (of a sync mode), limits, their tests, presets that compare the
-    option, its rank in each folder of runs, and its source. Empty columns are left out.
-    """
-    compared = _compared(known)
-    tests = held()
-    ranked = _ranked(known, folders)
-    parts: list[str] = []
-    for group in groups:
-        columns: dict[str, list[str]] = {
-            "option": [f"`{name}`" for name in known[group]],
-            "what it is": [summary(file) for file in known[group].values()],
-            "topology": [
-                _topologies(target(file)) if group == "sync" else ""
-                for file in known[group].values()
-            ],
-            "limits": [_paragraph(target(file), "Limit") for file in known[group].values()],
-            "held by": [
-                ", ".join(f"`{test}`" for test in tests.get(f"{group}={name}", ()))
-                for name in known[group]
-            ],
-            "compared in": [", ".join(compared.get((group, name), ())) for name in known[group]],
-            **{
-                f"place in {folder}": [found.get((group, name), "") for name in known[group]]
-                for folder, found in ranked.items()
-            },
-            "source": [_paragraph(target(file), "Source") for file in known[group].values()],
-        }
-        filled = {title: cells for title, cells in columns.items() if any(cells)}
-        rows = [tuple(filled), ("---",) * len(filled), *zip(*filled.values(), strict=True)]
-        table = [
-            "| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in row) + " |"
-            for row in rows
-        ]
-        parts.append("\n".join([f"## {group}", "", *table]))
-    return "\n\n".join(parts)
-
-
-def _ranked(
-    known: Collection[str], folders: Sequence[Path]
-) -> dict[str, dict[tuple[str, str], str]]:
-    """Return for each folder of runs the rank of each option, by group and option."""
-    from ashl.report.leaderboard import option_ranks, rank
-    from ashl.report.records import read
-
-    return {folder.resolve().name: option_ranks(rank(read([folder])), known) for folder in folders}
-
-
-def _compared(known: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, str], list[str]]:
-    """Return the presets whose grid has an option, by group and option."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for preset, file in known.get("experiment", {}).items():
-        lines = [line for line in load(file).get("sweep", ()) if isinstance(line, dict)]
-        chosen = [
-            (group, str(names)) for line in lines for group, names in line.items() if group in known
-        ]
-        if lines:
-            swept = {group for line in lines for group in line}
-            common = [entry for entry in load(file).get("defaults", ()) if isinstance(entry, dict)]
-            shared = [
-                (key.removeprefix("override /"), str(name))
-                for entry in common
-                for key, name in entry.items()
-            ]
-            chosen += [(group, name) for group, name in shared if group not in swept]
-        for place in sorted(
-            {(group, name.strip()) for group, names in chosen for name in names.split(",")}
-        ):
-            found.setdefault(place, []).append(preset)
-    return found
-
-
-def _paragraph(name: str, what: str) -> str:
-    """Return the paragraph of a card after "Limits:" or "Source:", up to the next such word."""
-    text = next((text for text in docstrings(name) if what in text), "") if name else ""
-    found = re.search(
-        rf"\b{what}s?:\s+(.+?)(?:\n\n|\s(?:Sources?:|Differs:|Departs from)|\Z)", text, re.DOTALL
-    )
-    return " ".join(found[1].split()) if found else ""
-
-
-def _topologies(name: str) -> str:
-    """Return the topologies that support a sync mode."""
-    from ashl.config.construct import found
-
-    rule: Any = found(name, "sync", (name.partition(".")[0],))
-    kinds = dict[str, Any]()
-    for topology, file in catalog()["topology"].items():
-        kinds[topology] = found(target(file), "topology", ())
-    return ", ".join(
-        topology
-        for topology, kind in kinds.items()
-        if isinstance(rule, type) and issubclass(rule, kind.policy_type)
-    )
 
 
 def _laws(file: Path) -> None:

@@ -141,22 +141,6 @@ def values(file: Path) -> dict:
     return found | {key: value for key, value in load(file).items() if key != "defaults"}
 
 
-def held() -> dict[str, list[str]]:
-    """Return the tests of options at their limits, by `GROUP=OPTION`; empty outside of a checkout.
-
-    Such a test has a mark like `@pytest.mark.limit("sync=ssp")`.
-    """
-    found: dict[str, list[str]] = {}
-    root = PACKAGE.parent
-    for file in sorted((root / "tests").rglob("test_*.py")) if root / "conf" == CONF else ():
-        for names, test in re.findall(
-            r"^@pytest\.mark\.limit\(([^)]*)\)$.*?^def (\w+)", read(file), re.M | re.S
-        ):
-            for option in re.findall(r'"([^"]*)"', names):
-                found.setdefault(option, []).append(f"{file.relative_to(root).as_posix()}::{test}")
-    return found
-
-
 def docstrings(name: str) -> tuple[str, str]:
     """Return the docstrings of the module and of the class that a `_target_` names, without
     importing them; "" for none.

@@ -375,31 +375,3 @@ def _stopped_note(runs: Sequence[Run], asked: Target | None) -> Iterable[str]:
             f"{len(early)} of {len(runs)} runs ended at their own target ({own}, for example"
             f" {early[0].name}), below {describe(once)}: they count as censored at their end."
         )
-
-
-def option_ranks(board: Leaderboard, groups: Iterable[str]) -> dict[tuple[str, str], str]:
-    """Return the rank of the best setting with each (group, option), for example `2 of 12`.
-
-    Over several environments it is the best and the worst rank. An option that all settings of an
-    environment share has no rank there.
-    """
-    found: dict[tuple[str, str], list[tuple[float, int]]] = {}
-    for part in board.environments:
-        options = [
-            {(group, str(option)) for group in groups if (option := row.runs[0].config.get(group))}
-            for row in part.ranked
-        ]
-        for option in set.union(*options) - set.intersection(*options):
-            place = next(place for place, chosen in enumerate(options) if option in chosen)
-            reached = part.ranked[place].reached
-            found.setdefault(option, []).append((place + 1 if reached else math.inf, len(options)))
-    return {option: _rank_text(ranks) for option, ranks in found.items()}
-
-
-def _rank_text(ranks: Sequence[tuple[float, int]]) -> str:
-    places = sorted({place for place, _ in ranks})
-    words = ["not reached" if math.isinf(place) else f"{place:g}" for place in places]
-    comma = "," if words[-1] == "not reached" else ""
-    sizes = sorted({size for _, size in ranks})
-    ends = (" to ".join(dict.fromkeys((each[0], each[-1]))) for each in (words, [*map(str, sizes)]))
-    return f"{comma} of ".join(ends)

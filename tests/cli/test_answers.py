@@ -39,7 +39,6 @@ ANSWERS = {
     "list": {"groups", "next"},
     "list sync": {"group", "options", "next"},
     "list sync ad_psgd": {"group", "option", "status", "card", "parameters", "next"},
-    "list sync --markdown": {"markdown"},
     "doctor": {"checks", "broken", "next"},
     "doctor compression": {"codecs", "passed", "laws", "next"},
     "launch --on torchrun --np 3 --dry-run -- train cluster.num_workers=2": {
