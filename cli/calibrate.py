@@ -21,10 +21,6 @@ def calibrate(
     seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=1e7, help="Time of each run.")
     ] = 3.0,
-    budget: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=1, max=1e7, help="Limit of the time on this machine."),
-    ] = 1200.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the combinations; run nothing.")
     ] = False,
@@ -47,7 +43,6 @@ def calibrate(
             config_dir,
             console(),
             run_s=seconds,
-            budget_s=budget,
             dry_run=dry_run,
             quiet=quiet,
         )

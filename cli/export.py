@@ -1,14 +1,13 @@
 """`ashl export`: write the records of finished runs, or a training script, for other tools."""
 
 import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ashl.errors import AshlError, UsageError
+from ashl.errors import UsageError
 
 from .answer import Answer, Json
 from .compare import Folders, show_left_out
@@ -61,15 +60,16 @@ def export(
             "Parquet is no text for the terminal; name a file, as in --out runs.parquet."
         )
     from ashl.report import export as exports
+    from ashl.report.compare import write
     from ashl.report.records import read
 
     study = read(folders)
     records, bad = exports.table(study, what)
     show_left_out((*study.left_out, *bad))
     if out is None:  # nothing follows the records on standard output
-        show = partial(exports.write, records, kind, sys.stdout)
+        show = partial(print, exports.as_file(records, kind), end="")
         return Answer({"what": what, "rows": exports.rows(records)}, show)
-    exports.write(records, kind, out)
+    write(out, exports.as_file(records, kind))
     read = f"print(pandas.read_{kind}({str(out)!r}))"
     following = shlex.join(["python", "-c", f"import pandas; {read}"])
     return Answer({"what": what, "out": str(out), "rows": exports.rows(records)}, next=following)
@@ -86,6 +86,7 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
             f"--to {to} is of one run, and {len(folders)} folders are named; name one."
         )
     from ashl.export.scripts import render_script
+    from ashl.report.compare import write
 
     if out is not None and out.stem == to == "torchft":
         raise UsageError(
@@ -95,11 +96,6 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
     written = render_script(folders[0], to, out.name if out else f"train_{to}.py")
     if out is None:
         return Answer({"to": to, "script": written}, lambda: print(written, end=""))
-    try:
-        out.write_text(written, encoding="utf-8")
-    except OSError as error:
-        raise AshlError(
-            f"{out} cannot be written ({error.strerror}); name another place with --out FILE."
-        ) from error
+    write(out, written)
     start = written.splitlines()[2].strip().replace(out.name, str(out))  # the head says how
     return Answer({"to": to, "script": written, "out": str(out)}, next=start)

@@ -1,6 +1,7 @@
 """`ashl ui`: serve MLflow's page on the records of `runs/`."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -29,10 +30,10 @@ def ui(
             f"There is no mlflow.db in {store.absolute()}; run `ashl train` first, or name its"
             " folder: --store DIR."
         )
-    with starting():  # MLflow takes seconds to import
-        from ashl.tracking.ui import serve
+    with ExitStack() as stack:
+        with starting():  # MLflow takes seconds to import
+            from ashl.tracking.ui import serve
 
-        page = serve(store, port, host, folder)
-    with page as server:
-        print(f"{server.link}\nCtrl-C ends it.")
+            link, server = stack.enter_context(serve(store, port, host, folder))
+        print(f"{link}\nCtrl-C ends it.")
         server.wait()

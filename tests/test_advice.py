@@ -694,7 +694,7 @@ def test_a_budget_that_is_used_up_leaves_time_to_copy_to_mlflow(
     """MLflow takes seconds to start; one second left the runs out."""
     waits: list[float] = []
     monkeypatch.setattr(advise.Deadline, "left_s", 0.0)
-    copier = SimpleNamespace(finish=lambda wait_s, outcome: waits.append(wait_s) or (None, None))
+    copier = SimpleNamespace(finish=lambda wait_s: waits.append(wait_s) or (None, None))
     monkeypatch.setattr(sweep, "Copier", lambda *_: copier)
     monkeypatch.setattr(sweep, "run_all", raced({}, only=lambda job: False))
     monkeypatch.setattr(

@@ -252,8 +252,9 @@ def test_a_record_of_another_s_runs_no_code(workplace: Path) -> None:
 
 def test_a_notebook_shows_a_table(workplace: Path) -> None:
     run = ashl.train(sync="bsp", runtime="sim", tracking="none", name="a<b", **{"stop.steps": 8})
-    assert "<caption>a&lt;b: " in run._repr_html_()
-    assert "<th>status</th><td>finished</td>" in run._repr_html_()
+    shown = run._repr_html_()
+    assert "<th>a&lt;b: " in shown
+    assert "<td>finished</td>" in shown
     shown = ashl.load("runs")._repr_html_()
-    assert shown.count("<tr>") == 2
+    assert shown.count("<tr") == 2
     assert "<td>a&lt;b</td>" in shown

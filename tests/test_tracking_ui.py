@@ -1,25 +1,21 @@
-"""MLflow's page: it serves, says why not, dies with us; and it opens on a view that this MLflow
-understands.
-"""
+"""MLflow's page: it serves, says why not, and dies with us."""
 
-import base64
-import importlib.util
-import json
 import re
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
-import zlib
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ashl.errors import AshlError, UsageError
-from ashl.tracking import copying, ui, view
+from ashl.tracking import copying, ui
 from ashl.tracking.copying import tracker_maker
+from ashl.tracking.mlflow import experiment_page
 from ashl.tracking.tracker import TrackedRun
 from tests.run_folders import empty_database, write_run, write_sweep
 
@@ -34,8 +30,8 @@ def free_port() -> int:
 def test_the_page_answers_and_dies_with_us(tmp_path):
     code = (
         "import sys; from pathlib import Path; from ashl.tracking import ui\n"
-        "with ui.serve(Path(sys.argv[1]), int(sys.argv[2])) as server:\n"
-        "    print(server.link, server.process.pid, flush=True); server.wait()\n"
+        "with ui.serve(Path(sys.argv[1]), int(sys.argv[2])) as (link, server):\n"
+        "    print(link, server.pid, flush=True); server.wait()\n"
     )
     port = free_port()
     command = [sys.executable, "-c", code, str(tmp_path), str(port)]
@@ -65,12 +61,12 @@ def test_a_taken_port_is_said_in_one_sentence(tmp_path):
         with pytest.raises(
             AshlError, match=rf"127.0.0.1:{port} \(address already in use\); choose another port"
         ):
-            ui.serve(tmp_path, port)
+            ExitStack().enter_context(ui.serve(tmp_path, port))
 
 
 def test_a_host_that_is_not_there_is_said_in_one_sentence(tmp_path):
     with pytest.raises(AshlError, match=r"Cannot listen on nowhere\.invalid:.* leave --host out"):
-        ui.serve(tmp_path, free_port(), "nowhere.invalid")
+        ExitStack().enter_context(ui.serve(tmp_path, free_port(), "nowhere.invalid"))
 
 
 def test_a_store_that_is_no_store_is_said_in_one_sentence(tmp_path):
@@ -80,13 +76,13 @@ def test_a_store_that_is_no_store_is_said_in_one_sentence(tmp_path):
     with pytest.raises(
         AshlError, match=r"MLflow's page did not start \(.*file is not a database\)"
     ):
-        ui.serve(tmp_path, free_port())
+        ExitStack().enter_context(ui.serve(tmp_path, free_port()))
 
 
 def test_a_tracking_server_has_its_own_page(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:secret@example.org/mlflow")
     with pytest.raises(AshlError, match=r"open https://example\.org/mlflow, or unset it"):
-        ui.serve(tmp_path)
+        ExitStack().enter_context(ui.serve(tmp_path))
 
 
 @pytest.fixture
@@ -105,7 +101,7 @@ def test_links_lead_to_what_ran(store: Path) -> None:
     own = TrackedRun(sweep, "study", "study", kind="sweep")
     copying.RunCopy(tracker_maker("mlflow", store)(), own).advance()
     link = ui.link_of(store, here, sweep)
-    assert link == view.link(here, link.split("/")[5])
+    assert link == experiment_page(here, link.split("/")[5])
     assert link == ui.link_of(store, here, None)
     run = write_run(store / "run")
     page = ui.link_of(store, here, run)  # MLflow did not have it
@@ -113,58 +109,3 @@ def test_links_lead_to_what_ran(store: Path) -> None:
         r"http://here/#/experiments/\d+/runs/\w+\?workflowType=machine_learning", page
     )
     assert ui.link_of(store, here, run) == page
-
-
-def state(**summary: object) -> dict:
-    envelope = json.loads(view.tag(summary))
-    packed = envelope["state"].removeprefix("deflate;")
-    return json.loads(zlib.decompress(base64.b64decode(packed)))
-
-
-def test_the_view_shows_what_it_should():
-    page = state()
-    lines = [chart for chart in page["compareRunCharts"] if chart["type"] == "LINE"]
-    assert [chart["metricKey"] for chart in lines[:3]] == ["test/acc", "wait/w0", "train/loss"]
-    assert {(chart["xAxisKey"], chart["selectedXAxisMetricKey"]) for chart in lines} == {
-        ("metric", "time/s")
-    }
-    assert lines[1]["selectedMetricKeys"] == [f"wait/w{rank}" for rank in range(16)]
-    bars = [chart["metricKey"] for chart in page["compareRunCharts"] if chart["type"] == "BAR"]
-    assert bars == [
-        "final/test_accuracy",
-        "final/time_to_target_s",
-        "final/wait_share",
-        "final/samples_per_s",
-    ]
-    assert page["selectedColumns"][:2] == ["params.`schedule`", "params.`sync`"]
-    assert "metrics.`final/time_to_target_s`" in page["selectedColumns"]
-    shown = [section["name"] for section in page["compareRunSections"] if section["display"]]
-    assert shown == ["Over time", "Outcome", "Settings that differ"]
-    assert {chart["metricSectionId"] for chart in page["compareRunCharts"]} == set(shown)
-    assert '"wait/w3"' in json.dumps(state(num_workers=4))
-    assert '"wait/w4"' not in json.dumps(state(num_workers=4))
-    swept = state(axes=["sync", "seed"])
-    assert swept["groupBy"]["groupByKeys"] == [{"mode": "param", "groupByData": "sync"}]
-    assert len(view.tag({"axes": ["sync", "seed"]})) < 5000  # MLflow's limit
-
-
-def test_the_installed_mlflow_still_knows_the_views_words():
-    """The format is internal to MLflow: if this fails, look at the page before mending it."""
-    spec = importlib.util.find_spec("mlflow")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    scripts = Path(spec.submodule_search_locations[0]).glob("server/js/build/static/js/*.js")
-    text = "\n".join(path.read_text(encoding="utf-8") for path in scripts)
-    page = state(axes=["sync", "seed"])
-    words = {
-        "mlflow.sharedViewState.",
-        "viewStateShareKey",
-        "compareRunsMode",
-        "workflowType",
-        "machine_learning",
-    }
-    words |= {"deflate;", "FIRST_20_RUNS", "LINE", "BAR", "DIFFERENCE", *page, *page["groupBy"]}
-    words |= {key for chart in page["compareRunCharts"] for key in chart} | set(
-        page["compareRunSections"][0]
-    )
-    assert not [word for word in sorted(words) if word not in text]

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from ashl.config.compose import compose
+from ashl.config.flat import flat_config
 from ashl.planning.uncontended_link_note import note_comparison
-from ashl.report.records import flat
 from ashl.study.grid import grid_lines, make_grid
 from ashl.study.sweep import announce
 from tests.support import planned
@@ -50,13 +50,13 @@ def test_a_plan_says_what_its_cluster_leaves_out(line: str, says: str | None) ->
 def test_a_comparison_says_what_its_cluster_leaves_out(
     lines: tuple[str, ...], says: str | None
 ) -> None:
-    configs = [flat(compose(["runtime=sim", *line.split()])) for line in lines]
+    configs = [flat_config(compose(["runtime=sim", *line.split()])) for line in lines]
     assert (
         [says in note for note in note_comparison(configs)] == [True]
         if says
         else not note_comparison(configs)
     )
-    assert not note_comparison(flat(compose([*line.split(), *PORTS])) for line in lines)
+    assert not note_comparison(flat_config(compose([*line.split(), *PORTS])) for line in lines)
 
 
 def test_a_sweep_says_it_before_it_runs(tmp_path) -> None:

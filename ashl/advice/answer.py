@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ashl.advice.candidates import Candidate, Field, dropped_notes
@@ -28,7 +27,7 @@ from ashl.report.compare import REPORT, Comparison, write_report
 from ashl.report.leaderboard import KINDS, Leaderboard, Row
 from ashl.report.measure import Target, describe
 from ashl.study.grid import checked
-from ashl.tracking.console import megabytes, number, percent, seconds
+from ashl.tracking.console import megabytes, number, percent, plain_table, seconds
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.recorder import SUMMARY
 
@@ -128,13 +127,8 @@ def field_tables(field: Field) -> list[SaidTable]:
 
 
 def show_table(console: Console, shown: SaidTable) -> None:
-    table = Table(*shown.columns, box=None, padding=(0, 2, 0, 0))
-    for column, title in zip(table.columns, shown.columns, strict=True):
-        column.justify = "left" if title in WORDS else "right"
-    for row in shown.rows:
-        table.add_row(*map(Text, row))
     console.print(Text(shown.title, style="bold"))
-    console.print(table)
+    console.print(plain_table(shown.columns, shown.rows, left=WORDS))
 
 
 def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None:

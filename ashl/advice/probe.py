@@ -19,14 +19,13 @@ from typing import Any
 from uuid import uuid4
 
 from rich.console import Console
-from rich.table import Table
 
 from ashl.config.compose import compose
 from ashl.errors import AshlError, DataMissingError
 from ashl.plan.files import read_profile
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
-from ashl.tracking.console import megabytes, percent
+from ashl.tracking.console import megabytes, percent, plain_table
 
 ADVICE = Path("runs/advice")
 LOCAL_STEPS = tuple(2**k for k in range(10))
@@ -105,14 +104,12 @@ class Probed:
             style="bold",
             soft_wrap=True,
         )
-        table = Table(
-            "H", "utilisation", "sent per worker and hour", box=None, padding=(0, 2, 0, 0)
-        )
-        for own in self.choices:
-            table.add_row(
-                str(own.local_steps), percent(own.utilisation), megabytes(own.bytes_per_hour)
-            )
-        console.print(table)
+        titles = ("H", "utilisation", "sent per worker and hour")
+        rows = [
+            (str(own.local_steps), percent(own.utilisation), megabytes(own.bytes_per_hour))
+            for own in self.choices
+        ]
+        console.print(plain_table(titles, rows, left=titles))
         for warning in self.warnings():
             console.print(f"warning: {warning}", soft_wrap=True)
 

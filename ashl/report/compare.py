@@ -1,9 +1,7 @@
 """Compare runs and write the report, for `ashl compare` and the end of `ashl sweep`."""
 
-import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING
 from ashl.errors import AshlError, UsageError
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import Study, read
+from ashl.tracking import jsonl
 
 if TYPE_CHECKING:
     from ashl.report.answer import Said
@@ -104,14 +103,10 @@ def marked(file: Path, word: str) -> Path:
 
 
 def write(file: Path, content: str | bytes) -> None:
-    """Write a file as a whole or not at all. Raises AshlError."""
-    part = file.parent / f"{file.name}.part"
+    """Write a file that the user asked for, as a whole or not at all. Raises AshlError."""
     try:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(part, file)
+        jsonl.write_bytes(file, content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        with suppress(OSError):  # a read-only file system raises here, too
-            part.unlink(missing_ok=True)
         reason = (error.strerror or str(error)).lower()
         raise AshlError(
             f"{file} cannot be written ({reason}); name another place with --out FILE."

@@ -1,13 +1,13 @@
 """Make tables of records for other tools: a row for each run, evaluation or event."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from ashl.errors import AshlError, UsageError
-from ashl.report.records import BrokenRecordError, LeftOut, Run, Study, leaves, written
+from ashl.config.flat import leaves, written
+from ashl.errors import UsageError
+from ashl.report.records import BrokenRecordError, LeftOut, Run, Study
 from ashl.report.settings import settings_of
 from ashl.tracking import jsonl
 
@@ -91,33 +91,18 @@ def _joined(run: Run, keys: Record, recorded: Mapping[str, Any]) -> Record:
     return row
 
 
-def write(records: "DataFrame", kind: str, out: Path | TextIO) -> None:
-    """Write records to a file, as a whole or not at all, or as text to a stream.
+def as_file(records: "DataFrame", kind: str) -> str | bytes:
+    """Return records as the content of a file: csv, json or parquet.
 
     Each column has one type that holds all its values: whole numbers stay whole where some are
     missing, and mixed values become text.
-
-    Raises: AshlError if the file cannot be written.
     """
     typed = records.apply(_of_one_type)
-    if not isinstance(out, Path):
-        _write_text(typed, kind, out)
-        return
-    part = out.parent / f"{out.name}.part"
-    try:
-        if kind == "parquet":
-            typed.to_parquet(part, index=False)
-        else:
-            with open(part, "w", encoding="utf-8", newline="") as file:
-                _write_text(typed, kind, file)
-        os.replace(part, out)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise AshlError(
-            f"{out} cannot be written ({reason}); name another place with --out FILE."
-        ) from error
-    finally:
-        part.unlink(missing_ok=True)
+    if kind == "parquet":
+        return typed.to_parquet(index=False)
+    if kind == "csv":
+        return typed.to_csv(index=False, lineterminator="\n")
+    return "[\n" + ",\n".join(map(jsonl.dumps, rows(records))) + "\n]\n"
 
 
 def rows(records: "DataFrame") -> list[Record]:
@@ -131,11 +116,3 @@ def _of_one_type(column: "Series") -> "Series":
         if kinds and kinds <= known:
             return column.astype(kind)
     return column.map(str, na_action="ignore").astype("string")
-
-
-def _write_text(records: "DataFrame", kind: str, file: TextIO) -> None:
-    if kind == "csv":
-        records.to_csv(file, index=False, lineterminator="\n")
-    else:
-        lines = (jsonl.dumps(row.dropna().to_dict()) for _, row in records.iterrows())
-        file.write("[\n" + ",\n".join(lines) + "\n]\n")

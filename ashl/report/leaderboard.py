@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
+from ashl.config.flat import leaves
 from ashl.config.override import command_text
 from ashl.errors import UsageError
 from ashl.planning import uncontended_link_note
@@ -23,7 +24,7 @@ from ashl.report.measure import (
     target_of,
     time_to,
 )
-from ashl.report.records import LeftOut, Run, Study, leaves
+from ashl.report.records import LeftOut, Run, Study
 from ashl.report.settings import Setting, common_to, label, label_named, settings_of, usual_baseline
 from ashl.report.statistics import LEVEL, Effect, Key, Spread, effect, holm, spread
 from ashl.tracking.console import percent

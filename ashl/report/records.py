@@ -1,6 +1,5 @@
 """Read run folders and sweep folders; what is missing, unfinished or broken is left out by name."""
 
-import json
 import math
 import os
 import shlex
@@ -18,6 +17,7 @@ try:
 except ImportError:
     from yaml import SafeLoader
 
+from ashl.config.flat import flat_config
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import UsageError, parsed
@@ -32,7 +32,6 @@ NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s
 NUMBERS += ("comm_hidden_share", "goodput", "bytes_up", "bytes_down", "num_workers")
 RESULTS = ("train_loss", "test_loss", "test_accuracy")  # of an evaluation, in summary.json
 SCORES = ("test/acc", "test/loss", "train/loss", "bytes_up", "bytes_down")
-PRESETS = ("experiment", "debug")  # the configuration itself contains what a preset sets
 
 Child = tuple[Path, str, dict[str, str], str]  # of a sweep: folder, hash, axes, label
 
@@ -277,7 +276,9 @@ def read_run(
         raise BrokenRecordError("is a profile, in which nothing was learned")
     try:
         config = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), SafeLoader)
-        return Run(folder, digest or config_hash(config), flat(config), summary, axes or {}, label)
+        return Run(
+            folder, digest or config_hash(config), flat_config(config), summary, axes or {}, label
+        )
     except (
         OSError,
         ValueError,
@@ -318,47 +319,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BrokenRecordError(f"{path.name} is broken")
     return content
-
-
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration under dotted keys, with lists as JSON text and each group's option by
-    name.
-
-    A group without effect is not in `choices`, for example the sync mode if the schedule names
-    those of its stages.
-    """
-    choices = dict(config.get("choices") or {})
-    if choices and "sync" not in choices:
-        config = {key: value for key, value in config.items() if key != "sync"}
-    for group, content in config.items():
-        if isinstance(content, dict) and "_target_" in content:
-            choices.setdefault(group, option_of(str(content["_target_"])))
-    found: dict[str, Any] = {
-        group: option for group, option in choices.items() if group not in PRESETS
-    }
-    rest = {key: value for key, value in config.items() if key not in ("choices", "sweep")}
-    values = {
-        key: value
-        for key, value in leaves(rest)
-        if not key.endswith("_target_") and key not in found
-    }
-    return found | values
-
-
-def written(value: Any) -> str:
-    """Return a value of a flat configuration as the command line writes it."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def option_of(target: str) -> str:
-    """Return an option's name from its class: `ashl.sync.bsp.BSP` is bsp."""
-    *_, module, name = ["", *target.split(".")]
-    return module if module not in ("option", "spec") else name.removesuffix("Runtime").lower()
-
-
-def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value) if isinstance(value, list | dict) else value

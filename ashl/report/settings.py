@@ -4,9 +4,10 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ashl.config.flat import written
 from ashl.config.override import key_of
 from ashl.errors import UsageError, plain
-from ashl.report.records import Run, Study, written
+from ashl.report.records import Run, Study
 
 # Keys that change no outcome, and the seed.
 NOT_AXES = ("seed", "name", "run", "tracking", "eval", "allow_targets")

@@ -11,8 +11,6 @@ Limits: a prediction is a rate, a share of time or the duration of an exchange. 
 times to a loss is compared with a ratio of rates.
 """
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -20,10 +18,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
+from pandas import DataFrame
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ashl.config.catalog import CONF, load
 from ashl.config.compose import compose
@@ -37,6 +34,7 @@ from ashl.report.figures import predicted_against_published
 from ashl.run.virtual import observe
 from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd, UpdateShown
 from ashl.size_only import Vector
+from ashl.tracking.console import plain_table
 
 FOLDER = CONF / "backtest"
 MODEL_BYTES = 1024  # dense bytes of the model of WORKLOAD
@@ -264,27 +262,19 @@ def as_row(point: Prediction) -> tuple[str, ...]:
 
 def show(points: Sequence[Prediction], console: Console) -> None:
     """Print all points, and the errors by source."""
-    table = Table(*HEAD, box=None, pad_edge=False)
-    for point in points:
-        table.add_row(*map(escape, as_row(point)))
-    console.print(table)
+    console.print(plain_table(HEAD, map(as_row, points), left=HEAD))
     console.print()
-    sources = {
-        point.source: [one for one in points if one.source == point.source] for point in points
-    }
     lines = {
         "all points": points,
         "kept back": [point for point in points if point.kept_back],
         "kept back, measured": [point for point in points if point.kept_back and point.measured],
-        **(sources if len(sources) > 1 else {}),
     }
-    table = Table(
-        "", "points", "median error", f"within {NEAR:.0%}", "formula", box=None, pad_edge=False
-    )
-    for name, found in lines.items():
-        if found:
-            table.add_row(escape(name), *summary_of(found))
-    console.print(table)
+    sources = dict.fromkeys(point.source for point in points)
+    if len(sources) > 1:
+        lines |= {name: [point for point in points if point.source == name] for name in sources}
+    titles = ("", "points", "median error", f"within {NEAR:.0%}", "formula")
+    rows = [(name, *summary_of(found)) for name, found in lines.items() if found]
+    console.print(plain_table(titles, rows, left=titles))
 
 
 def summary_of(points: Sequence[Prediction]) -> tuple[str, ...]:
@@ -313,6 +303,4 @@ def save(points: Sequence[Prediction], folder: Path) -> None:
 
 
 def as_csv(points: Sequence[Prediction]) -> str:
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows([HEAD, *map(as_row, points)])
-    return file.getvalue()
+    return DataFrame(map(as_row, points), columns=HEAD).to_csv(index=False, lineterminator="\n")

@@ -34,8 +34,7 @@ from ashl.run.profile import profile as measure
 from ashl.run.train import is_virtual
 from ashl.study.jobs import Job, local_pool, read_summary, run_all
 from ashl.tracking import jsonl
-from ashl.tracking.console import number, percent, seconds
-from ashl.tracking.deadline import Deadline
+from ashl.tracking.console import number, percent, plain_table, seconds
 from ashl.tracking.sweep_progress import Running, SweepProgress
 
 CALIBRATIONS = Path("runs/calibrations")
@@ -68,51 +67,47 @@ Row = dict[str, Any]  # the predicted and the measured times of a combination, a
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Predicted beside measured times; or, of a dry run, the combinations that would run.
+    """Predicted beside measured times; of a dry run, the combinations that would run.
 
-    `lines` are the settings of the chosen combinations and `left_out` why others are not run.
-    `rows` is empty in a dry run. `profile` is the file that predicted a real cluster.
+    `combinations` are their settings by name, and `left_out` why others are not run. `rows` is
+    empty in a dry run. `profile` is the file that predicted a real cluster.
     """
 
-    lines: dict[str, str]
+    combinations: dict[str, str]
     left_out: dict[str, str]
     folder: Path
     rows: Sequence[Row] = ()
-    count: int = 0
     profile: Path | None = None
-
-    @property
-    def errors(self) -> list[float]:
-        return [abs(row["error"]) for row in self.rows]
 
     def show(self, console: Console) -> None:
         """Print the errors of the predictions, or the combinations."""
         if self.rows:
             console.print(table_of(self.rows))
-        for name, line in () if self.rows else self.lines.items():
+        for name, line in () if self.rows else self.combinations.items():
             console.print(f"{name}: {line}", markup=False)
         for name, reason in self.left_out.items():
             console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
         if not self.rows:
             return
-        low, high = interval(self.errors)
-        worst = max(self.rows, key=lambda row: abs(row["error"]))
+        found, worst = self.document(), max(self.rows, key=lambda row: abs(row["error"]))
+        low, high = found["interval"]
         console.print(
-            f"Predicted times are off by {percent(median(self.errors))} in the median (95 %"
+            f"Predicted times are off by {percent(found['median_error'])} in the median (95 %"
             f" interval {percent(low)} to {percent(high)} over {len(self.rows)} combinations), by"
-            f" {percent(max(self.errors))} at worst ({worst['name']}).",
+            f" {percent(abs(worst['error']))} at worst ({worst['name']}).",
             soft_wrap=True,
         )
-        if len(self.rows) < self.count:
-            missing = self.count - len(self.rows)
-            console.print(f"{missing} of {self.count} are missing: the same command runs them.")
+        if missing := len(self.combinations) - len(self.rows):
+            total = len(self.combinations)
+            console.print(f"{missing} of {total} have not finished: the same command runs them.")
         console.print(f"folder  {self.folder}", soft_wrap=True, markup=False)
 
     def document(self) -> dict[str, Any]:
         """Return the record that calibration.json holds; of a dry run, the combinations."""
-        document = {"combinations": self.rows or self.lines, "left_out": self.left_out}
+        document = {"combinations": self.rows or self.combinations, "left_out": self.left_out}
         if self.rows:
-            document |= {"median_error": median(self.errors), "interval": interval(self.errors)}
+            errors = [abs(row["error"]) for row in self.rows]
+            document |= {"median_error": median(errors), "interval": interval(errors)}
         return document
 
 
@@ -122,25 +117,21 @@ def calibrate(
     console: Console,
     *,
     run_s: float,
-    budget_s: float,
     dry_run: bool,
     quiet: bool,
 ) -> Calibrated:
     """Run the combinations that are missing, write the errors of their predictions, and return
     them.
 
-    Args: console shows the progress; run_s is the seconds that each run should take; budget_s
-    limits all runs together.
+    Args: console shows the progress; run_s is the seconds that each run should take.
     Raises: UsageError if the request cannot be calibrated; AshlError if fewer than two combinations
-    ended.
+    finished.
     """
     typed = checked(overrides, config_dir)
-    chosen, deadline = combinations_of(typed), Deadline(budget_s)
+    chosen = combinations_of(typed)
     base = compose([*typed, *next(iter(chosen.values())).split()], config_dir)
-    folder = Path(
-        base["run"]["dir"]
-        or CALIBRATIONS / hashlib.sha256(config_hash(base).encode()).hexdigest()[:8]
-    )
+    digest = hashlib.sha256(config_hash(base).encode()).hexdigest()[:8]
+    folder = Path(base["run"]["dir"] or CALIBRATIONS / digest)
     if base["profile"]:
         read_profile(base["profile"])
     chosen, left_out = within_cores(chosen, typed, config_dir)
@@ -157,14 +148,11 @@ def calibrate(
         name: jobs_of((*typed, *line.split()), config_dir, folder, profile, run_s)
         for name, line in chosen.items()
     }
-    run_missing(pairs, console, deadline, quiet=quiet)
+    run_missing(pairs, console, quiet=quiet)
     rows = [row for name, pair in pairs.items() if (row := compared(name, *pair)) is not None]
     if len(rows) < 2:
-        raise AshlError(
-            f"fewer than two combinations have ended in {budget_s:g} s; give --budget more: the"
-            f" same command continues, and {folder} has the logs of what failed"
-        )
-    found = Calibrated(chosen, left_out, folder, rows, len(pairs), profile)
+        raise AshlError(f"fewer than two combinations have finished; {folder} has the logs")
+    found = Calibrated(chosen, left_out, folder, rows, profile)
     jsonl.write_json(folder / FILE, found.document())
     return found
 
@@ -286,22 +274,19 @@ def jobs_of(
     return job(virtual, folder / "virtual"), job(texts, folder / "real")
 
 
-def run_missing(
-    pairs: Mapping[str, tuple[Job, Job]], console: Console, deadline: Deadline, *, quiet: bool
-) -> None:
-    """Run the jobs that have not ended yet, one at a time, until the budget is spent."""
+def run_missing(pairs: Mapping[str, tuple[Job, Job]], console: Console, *, quiet: bool) -> None:
+    """Run the jobs that have not ended yet, one at a time."""
     names = dict[Path, str]()
     for name, (virtual, real) in pairs.items():
         names |= {virtual.folder: f"{name}, virtual", real.folder: f"{name}, real"}
     waiting = [own for pair in pairs.values() for own in pair if read_summary(own.folder) is None]
-    progress = SweepProgress(console, len(waiting), quiet=quiet, deadline=deadline)
+    progress = SweepProgress(console, len(waiting), quiet=quiet)
+
+    def show(running: Sequence[Job]) -> None:
+        progress.show([Running(names[own.folder]) for own in running])
+
     try:
-        for done in run_all(
-            local_pool(1),
-            iter(waiting),
-            lambda running: progress.show([Running(names[own.folder]) for own in running]),
-            unwanted=lambda _: deadline.left_s <= 0,
-        ):
+        for done in run_all(local_pool(1), iter(waiting), show):
             if (summary := read_summary(done.folder)) is not None:
                 progress.ended(names[done.folder], summary)
     finally:
@@ -337,12 +322,17 @@ def interval(errors: Sequence[float]) -> tuple[float, float]:
 
 def table_of(rows: Sequence[Row]) -> Table:
     """Return predicted beside measured times, the largest error first."""
-    columns = ("steps", "predicted", "measured", "error", "waiting predicted", "measured")
-    table = Table("combination", box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in sorted(rows, key=lambda row: -abs(row["error"])):
-        waits = percent(row["predicted_wait_share"]), percent(row["measured_wait_share"])
-        times = seconds(row["predicted_s"]), seconds(row["measured_s"])
-        table.add_row(row["name"], number(row["steps"]), *times, f"{row['error']:+.1%}", *waits)
-    return table
+    cells = [
+        (
+            row["name"],
+            number(row["steps"]),
+            seconds(row["predicted_s"]),
+            seconds(row["measured_s"]),
+            f"{row['error']:+.1%}",
+            percent(row["predicted_wait_share"]),
+            percent(row["measured_wait_share"]),
+        )
+        for row in sorted(rows, key=lambda row: -abs(row["error"]))
+    ]
+    titles = ("steps", "predicted", "measured", "error", "waiting predicted", "measured")
+    return plain_table(("combination", *titles), cells, left=("combination",))

@@ -97,23 +97,15 @@ class Run(Mapping[str, Any]):
         return f"<Run {name}, {status} after {time_s:.4g} s: {self.folder}>"
 
     def _repr_html_(self) -> str:
+        from pandas import Series
+
         if not self.summary:
             return escape(repr(self))
+        final = {f"final {key}": value for key, value in (self.get("final") or {}).items()}
         shown = ("status", "time_s", "steps", "wait_share", "bytes_up", "time_to_target_s")
-        rows = {key: self.summary.get(key) for key in shown}
-        rows |= {f"final {key}": value for key, value in (self.summary.get("final") or {}).items()}
-        cells = "".join(
-            f"<tr><th>{escape(key)}</th><td>{figure(value)}</td></tr>"
-            for key, value in rows.items()
-            if value is not None
-        )
-        name, folder = escape(str(self.summary["name"])), escape(str(self.folder))
-        return f"<table><caption>{name}: {folder}</caption>{cells}</table>"
-
-
-def figure(value: object) -> str:
-    """Return a value of a record as HTML."""
-    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+        values = Series({key: self.summary.get(key) for key in shown} | final, dtype=object)
+        table = values.dropna().to_frame(f"{self.summary['name']}: {self.folder}")
+        return table.to_html(border=0, float_format="{:.4g}".format)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -179,19 +171,10 @@ class Runs(Sequence[Run]):
         return f"<Runs: {len(self)}" + (f" of {self.study.folder}>" if self.study.folder else ">")
 
     def _repr_html_(self) -> str:
-        shown = ("name", "seed", "status", "time_s", "steps", "wait_share", "time_to_target_s")
-        head = "".join(f"<th>{key}</th>" for key in (*shown, "final test_accuracy"))
-        lines = []
-        for run in self:
-            values = [
-                *(run.summary.get(key) for key in shown),
-                (run.summary.get("final") or {}).get("test_accuracy"),
-            ]
-            lines.append(
-                "".join(f"<td>{'' if value is None else figure(value)}</td>" for value in values)
-            )
-        rows = "".join(f"<tr>{line}</tr>" for line in lines)
-        return f"<table><caption>{escape(repr(self)[1:-1])}</caption><tr>{head}</tr>{rows}</table>"
+        shown = ["name", "seed", "status", "time_s", "steps", "wait_share", "time_to_target_s"]
+        table = self.summary.reindex(columns=[*shown, "final_test_accuracy"])
+        text = table.to_html(border=0, na_rep="", float_format="{:.4g}".format)
+        return f"<p>{escape(repr(self)[1:-1])}</p>{text}"
 
 
 def load(path: Path) -> Run | Runs:

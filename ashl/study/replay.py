@@ -12,7 +12,6 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from ashl.config.compose import compose
 from ashl.config.override import key_of
@@ -25,7 +24,7 @@ from ashl.plan.profile import SCHEMA, TICK_S, Profile, WorkerProfile
 from ashl.planning.instantiate import OptionFactory
 from ashl.run.train import run
 from ashl.tracking import jsonl
-from ashl.tracking.console import number, percent, seconds
+from ashl.tracking.console import number, percent, plain_table, seconds
 from ashl.tracking.recorder import EVENTS, SUMMARY
 
 TOPOLOGIES = ("parameter_server", "all_reduce")  # topologies whose transfers are all of one kind
@@ -186,12 +185,12 @@ def least_s(rounds: Sequence[Rounds], kinds: Sequence[str]) -> float:
 
 def show(console: Console, rows: Mapping[str, Mapping[str, Any]], place: Path) -> None:
     """Print the run, its replay, and the replay with the change, each beside the one before."""
-    table = Table("", "time", "", "steps/s", "waiting", box=None, padding=(0, 2, 0, 0))
-    before_s = None
+    cells, before_s = list[tuple[str, ...]](), None
     for name, row in rows.items():
         change = "" if before_s is None else f"{row['time_s'] / before_s - 1:+.1%}"
         rate, wait = number(row["steps_per_s"]), percent(row["wait_share"])
-        table.add_row(name, seconds(row["time_s"]), change, rate, wait)
+        cells.append((name, seconds(row["time_s"]), change, rate, wait))
         before_s = row["time_s"]
-    console.print(table)
+    titles = ("run", "time", "change", "steps/s", "waiting")
+    console.print(plain_table(titles, cells, left=titles))
     console.print(f"folder  {place}", soft_wrap=True, markup=False)

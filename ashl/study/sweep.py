@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from ashl.config.construct import construct
 from ashl.config.cores import usable_cores
+from ashl.config.flat import flat_config
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
@@ -24,7 +24,6 @@ from ashl.planning import uncontended_link_note
 from ashl.planning.compile_plan import prepare_plan
 from ashl.report import tables
 from ashl.report.compare import Comparison, compare, write_report
-from ashl.report.records import flat
 from ashl.report.settings import label_named, usual_baseline
 from ashl.run.host_time import Costs, host_s, measured_costs
 from ashl.run.train import RUNS, is_virtual
@@ -43,7 +42,7 @@ from ashl.study.jobs import (
 )
 from ashl.study.race import Race
 from ashl.tracking import jsonl
-from ashl.tracking.console import seconds
+from ashl.tracking.console import plain_table, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
 from ashl.tracking.counting import Counting
 from ashl.tracking.option import TITLES
@@ -290,21 +289,15 @@ def copied_to_tracker(
         return
     own = TrackedRun(folder.absolute(), folder.name, folder.name, kind="sweep", note=f"`{command}`")
     copier = Copier(tracker_maker(sink, RUNS.absolute()), TITLES[sink], own)
-    judged: dict[str, Any] = {}  # metric of the task, and whether higher is better
 
     def to_tracker(setting: Setting) -> None:
-        run_dir = folder.absolute() / setting.hash
-        summary = read_summary(run_dir) or {}
-        judged.update({key: summary.get(key) for key in ("metric", "higher_is_better")})
-        params = params_of(setting.config)
+        run_dir, params = folder.absolute() / setting.hash, params_of(setting.config)
         copier.add(TrackedRun(run_dir, label(setting), folder.name, params))
 
     try:
         yield to_tracker
     finally:
-        shown, warning = copier.finish(
-            wait_s, {"status": "finished", "axes": list(grid.axes), **judged}
-        )
+        shown, warning = copier.finish(wait_s)
         if warning:
             Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True)
         elif shown:
@@ -399,7 +392,7 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
             soft_wrap=True,
         )
     for note in uncontended_link_note.note_comparison(
-        flat(setting.config) for setting in grid.settings
+        flat_config(setting.config) for setting in grid.settings
     ):
         console.print(f"note: {note}", soft_wrap=True)
     for skipped in grid.skipped[:MAX_ROWS]:
@@ -423,13 +416,12 @@ def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
     announce(console, grid, folder, len(missing))
     # Lines have keys of their own, so that columns by key would be mostly empty.
     named = any(setting.label for setting in grid.settings)
-    table = Table(
-        "run", *(["setting"] if named else grid.axes), "predicted", box=None, padding=(0, 2, 0, 0)
-    )
+    titles = ["run", *(["setting"] if named else grid.axes), "predicted"]
+    rows = []
     for setting in grid.settings[:MAX_ROWS]:
         values = [label(setting)] if named else [setting.axes.get(key, "-") for key in grid.axes]
-        table.add_row(setting.hash, *values, f"{seconds(setting.predicted_s)}")
-    console.print(table)
+        rows.append([setting.hash, *values, seconds(setting.predicted_s)])
+    console.print(plain_table(titles, rows, left=titles))
     if len(grid.settings) > MAX_ROWS:
         console.print(f"and {len(grid.settings) - MAX_ROWS} more")
     known = [setting.predicted_s for setting in grid.settings if setting.predicted_s is not None]

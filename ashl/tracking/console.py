@@ -3,7 +3,7 @@
 Only this module prints, and only in the process that leads the run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,6 +182,21 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for row in islice(zip(*columns.values(), strict=True), MAX_ROWS):
         table.add_row(*row)
+    return table
+
+
+def plain_table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]
+) -> Table:
+    """Return a table without lines.
+
+    Args: left has the titles of the columns that are aligned to the left.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="left" if title in left else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 

@@ -6,7 +6,6 @@ It never delays the run, except for a bounded time at its end.
 """
 
 import hashlib
-import json
 import os
 import re
 import threading
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ashl.config.flat import flat_config, written
 from ashl.tracking import jsonl
 from ashl.tracking.mlflow import MlflowTracker, set_environment
 from ashl.tracking.recorder import METRICS, SUMMARY, TRACE
@@ -35,6 +35,7 @@ ARTIFACTS = (
     *(SUMMARY, "config.yaml", "overrides.yaml", "profile.json", "plan.json", TRACE, "report.html"),
     *("sweep.json", "leaderboard.md", "figures"),
 )
+ENDED_SWEEP = {"status": "finished"}  # a sweep has no summary
 UNFINISHED = {"status": "failed", "exit_reason": "the run's process ended without a summary"}
 
 
@@ -73,12 +74,10 @@ class RunCopy:
         self.tracker.log_metrics([point for row in rows for point in points(row)])
         self._copied = end
 
-    def close(self, outcome: Mapping[str, Any] | None = None) -> str:
-        """Copy the outcome and the files; return the command or the address that shows the run.
-
-        Args: outcome stands in for the summary, which a sweep does not have.
-        """
-        summary = outcome or jsonl.whole(self.run.folder / SUMMARY) or UNFINISHED
+    def close(self) -> str:
+        """Copy the outcome and the files; return the command or the address that shows the run."""
+        absent = ENDED_SWEEP if self.run.kind == "sweep" else UNFINISHED
+        summary = jsonl.whole(self.run.folder / SUMMARY) or absent
         # Six digits, so that a cell of MLflow's table shows the whole number.
         ends = [(f"final/{name}", float(f"{value:.6g}")) for name, value in finals(summary)]
         self.tracker.log_metrics([Point(name, value, 0, 0.0) for name, value in ends])
@@ -109,7 +108,6 @@ class Copier:
         self._make = make
         self._children = deque[TrackedRun]()  # runs of a sweep that have ended
         self._over = threading.Event()
-        self._outcome: Mapping[str, Any] | None = None
         self._shown: str | None = None
         self._failure: str | None = None  # what the last attempt failed with
         self._thread = threading.Thread(target=self._follow, daemon=True, name="tracking")
@@ -119,14 +117,11 @@ class Copier:
         """Copy a run of this sweep, which has ended."""
         self._children.append(run)
 
-    def finish(
-        self, wait_s: float, outcome: Mapping[str, Any] | None = None
-    ) -> tuple[str | None, str | None]:
+    def finish(self, wait_s: float) -> tuple[str | None, str | None]:
         """Copy the end of the run; return what shows the copy and a warning, each may be None.
 
         Call it after `Recorder.close`: without a summary the run counts as failed.
         """
-        self._outcome = outcome
         self._over.set()
         self._thread.join(wait_s)
         reason = self._failure or (f"{wait_s:g} s were not enough" if self._shown is None else None)
@@ -157,7 +152,7 @@ class Copier:
                     self._copy_child(replace(self._children[0], parent=own.identifier))
                     self._children.popleft()
                 if over:
-                    self._shown = own.close(self._outcome)
+                    self._shown = own.close()
                 self._failure = None
             except Exception as error:  # trackers and their stores fail in too many ways
                 self._failure = gist(str(error) or type(error).__name__)
@@ -192,30 +187,13 @@ def gist(text: str) -> str:
     return line.split(". ")[0].rstrip(".")[:MAX_REASON]
 
 
-def params_of(config: Mapping, prefix: str = "") -> dict[str, str]:
+def params_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the configuration as trackers show it: dotted names, and each group with its option.
 
-    The name of an option is that in `choices`, else that of the class in `_target_`.
-
     >>> params_of({"choices": {"sync": "mine"}, "seed": 0, "sync": {"_target_": "a.b.C", "lag": 3}})
-    {'seed': '0', 'sync': 'mine', 'sync.lag': '3'}
+    {'sync': 'mine', 'seed': '0', 'sync.lag': '3'}
     """
-    params = dict[str, str]()
-    # Without a choice of sync, the schedule names the sync modes of its stages.
-    mute = "" if "sync" in config.get("choices", {"sync": ""}) else "sync"
-    for key, value in config.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if name in ("choices", mute):
-            continue
-        if isinstance(value, Mapping):
-            params |= params_of(value, name)
-        elif name.endswith("._target_"):
-            # The name of ashl's options is that of their module, of others that of their class.
-            parts = str(value).split(".")
-            params[name.removesuffix("._target_")] = parts[-2] if parts[0] == "ashl" else parts[-1]
-        else:
-            params[name] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return params if prefix else params | config.get("choices", {})
+    return {key: written(value) for key, value in flat_config(config).items()}
 
 
 def points(row: Mapping[str, Any]) -> Iterator[Point]:

@@ -1,22 +1,16 @@
 """Print what is known before a run: the workers' costs, their assignments, and the predictions."""
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
-from statistics import median
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ashl.cluster.speed import LEVELS
-from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.confidence import group_equal_workers
 from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import NOISES, Profile
 from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, seconds
 
-SHOWN_LEVELS = (0.05, 0.5, 0.95, 1.0)  # quantiles of step times that are printed
 # Columns of a profile in ms, by title.
 COSTS = {
     "step ms": "step_s",
@@ -29,7 +23,11 @@ PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and no dens
 
 
 def show_profile(console: Console, profile: Profile) -> None:
-    """Print the cost of a step, a push, a pull and an encoding for each worker."""
+    """Print the cost of a step, a push, a pull and an encoding for each worker.
+
+    Costs by layer group, quantiles of step times, loaded exchanges and contention are in
+    profile.json alone.
+    """
     size = f"{escape(profile.model)} with {profile.num_params:,} parameters"
     console.print(f"[bold]profile[/] {profile.source}, {size}")
     table = grid("worker", *COSTS, "up MB/s", "down MB/s", "encode ms", gap=1)
@@ -41,33 +39,17 @@ def show_profile(console: Console, profile: Profile) -> None:
         ]
         table.add_row(str(rank), *costs, *rates, milliseconds(worker.compress_s))
     console.print(table)
+    show_rest(console, profile.num_workers, "workers")
     show_hosts(console, profile)
-    show_parts(console, profile)
-    for way in ("push", "pull"):
-        loaded = [getattr(worker, f"{way}_loaded_s") or 0.0 for worker in profile.workers]
-        if any(worker.push_loaded_s for worker in profile.workers):
-            console.print(f"all at once: a {way} takes {span(loaded)} ms")
     for cost, noise in NOISES.items():
         for ranks in group_equal_workers(profile.workers, cost, noise):
             listed = listing(map(str, ranks))
             what = cost.removesuffix("_s")
             console.print(f"equal within their noise: {what} of workers {listed}")
-    show_distributions(console, profile)
-    show_rest(console, profile.num_workers, "workers")
-
-
-def show_distributions(console: Console, profile: Profile) -> None:
-    """Print quantiles of each worker's step times, and the cost of codecs for the whole model."""
-    table = grid("worker", *(f"step {level:.0%}" for level in SHOWN_LEVELS), "ms")
-    for rank, worker in enumerate(profile.workers):
-        if worker.step_times_s and table.row_count < MAX_ROWS:
-            quantiles = np.interp(SHOWN_LEVELS, LEVELS, worker.step_times_s)
-            table.add_row(str(rank), *(milliseconds(float(time_s)) for time_s in quantiles))
-    if table.row_count:
-        console.print(table)
-    for cost in profile.codecs:
-        name = cost.codec.rpartition(".")[2]
-        times = f"in {span(cost.encode_s)} ms and decodes it in {milliseconds(cost.decode_s)} ms"
+    show_links(console, profile)
+    for codec in profile.codecs:
+        name = codec.codec.rpartition(".")[2]
+        times = f"in {span(codec.encode_s)} ms and decodes it in {milliseconds(codec.decode_s)} ms"
         console.print(f"{name} encodes the model {times}")
 
 
@@ -86,49 +68,17 @@ def show_hosts(console: Console, profile: Profile) -> None:
         )
 
 
-def show_parts(console: Console, profile: Profile) -> None:
-    """Print the cost of both passes by layer group, and of messages by their bytes."""
-    if groups := profile.group_bytes:
-        console.print("layer groups, the last layers first: medians over the workers")
-        table = grid("group", "kB", "forward ms", "backward ms")
-        forward = zip(*(worker.forward_s for worker in profile.workers), strict=True)
-        backward = zip(*(worker.backward_s for worker in profile.workers), strict=True)
-        rows = zip(groups, forward, backward, strict=True)
-        for k, (nbytes, *costs) in enumerate(islice(rows, MAX_ROWS)):
-            times = [milliseconds(median(own)) for own in costs]
-            table.add_row(str(k), number(nbytes / 1e3), *times)
-        console.print(table)
-        show_rest(console, len(groups), "layer groups")
-    links = [
-        line
-        for worker in profile.workers
-        for line in (worker.push_line, worker.pull_line)
-        if line is not None
-    ]
-    show_lines(console, "a message to or from the server", links)
-    if profile.all_reduce is not None:
-        show_lines(console, "an all-reduce over all workers", [profile.all_reduce])
-    elif links:
-        console.print("all-reduce is not measured: there is one worker")
-    if (both := profile.contention) is not None:
-        console.print(
-            f"while a collective is active, computing is {100 * both.pace_reduction:.2g} % slower,"
-            f" and the collective takes {both.collective_slowdown:.3g} times as long"
-        )
-        if (parts := both.parts) is not None:
-            console.print(
-                f"a gradient in parts takes {milliseconds(parts.step_s)} ms more,"
-                f" {milliseconds(parts.part_s)} ms per part, and {milliseconds(parts.sum_s)} ms per"
-                " all-reduce"
-            )
-
-
-def show_lines(console: Console, what: str, lines: Sequence[AlphaBeta]) -> None:
-    """Print the latency and the time per MB of messages."""
-    if lines:
-        latency = span([line.latency_s for line in lines])
-        rate = span([1e6 * line.s_per_byte for line in lines])
-        console.print(f"{what}: {latency} ms, and {rate} ms per MB")
+def show_links(console: Console, profile: Profile) -> None:
+    """Print the latency and the time per MB of messages, and of an all-reduce."""
+    ways = [line for worker in profile.workers for line in (worker.push_line, worker.pull_line)]
+    messages = [line for line in ways if line is not None]
+    sums = [line for line in (profile.all_reduce,) if line is not None]
+    measured = {"a message to or from the server": messages, "an all-reduce": sums}
+    for what, lines in measured.items():
+        if lines:
+            latency = span([line.latency_s for line in lines])
+            rate = span([1e6 * line.s_per_byte for line in lines])
+            console.print(f"{what}: {latency} ms, and {rate} ms per MB")
 
 
 def show_rest(console: Console, count: int, what: str) -> None:

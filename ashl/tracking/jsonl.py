@@ -6,7 +6,7 @@ This also holds on a full disk and after a kill.
 import fcntl
 import os
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
 
@@ -149,15 +149,21 @@ def write_json(path: Path, value: dict) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it holds either its old or the whole new content. Raises OSError."""
-    part = path.with_name(path.name + ".part")
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file so that it holds either its old or the whole new content. Raises OSError."""
+    part = path.parent / f"{path.name}.part"
     try:
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(part, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system raises here, too
+            part.unlink(missing_ok=True)
         raise
 
 

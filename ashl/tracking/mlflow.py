@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ashl.tracking import jsonl, view
+from ashl.tracking import jsonl
 from ashl.tracking.killed import close_killed
 from ashl.tracking.recorder import METRICS, SUMMARY
 from ashl.tracking.tracker import Point, TrackedRun, shell_command
@@ -40,6 +40,8 @@ ENVIRONMENT = {  # settings of MLflow; the user's own take precedence
     "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",
 }
 SQLITE = "sqlite:///"
+# Opens the page about model training, because MLflow also has one about language models.
+TRAINING = "workflowType=machine_learning"
 FOLDER, OUTCOME = "ashl.folder", "ashl.outcome"  # tags: hashes of a run's folder and summary
 
 
@@ -124,17 +126,19 @@ class MlflowTracker:
         reason = str(summary.get("exit_reason"))[:MAX_TEXT]
         tags = {"ashl.status": summary["status"], "ashl.exit_reason": reason, OUTCOME: outcome}
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
-        if not self.tracked.parent:  # the view is that of the latest run, or of the whole sweep
-            with suppress(Exception):  # a page without the view is no reason to record nothing
-                experiment = self.run.info.experiment_id
-                self.client.set_experiment_tag(experiment, view.TAG, view.tag(summary))
         span = span_ms(self.tracked.folder)
         status = STATUS.get(summary["status"], "FAILED")
         self.client.set_terminated(run_id, status, span[1] if span else None)
         uri = tracking_uri(self.store)
         if uri.startswith("http"):
-            return view.link(public(uri), self.run.info.experiment_id)
+            return experiment_page(public(uri), self.run.info.experiment_id)
         return shell_command("ashl", "ui", self.tracked.folder)
+
+
+def experiment_page(address: str, experiment: str) -> str:
+    """Return the link to an experiment's runs and their charts."""
+    address = address.rstrip("/")
+    return f"{address}/#/experiments/{experiment}/runs?{TRAINING}&compareRunsMode=CHART"
 
 
 def tracking_uri(store: Path) -> str:

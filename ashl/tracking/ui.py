@@ -8,20 +8,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from ashl.config.parent import end_with_parent
 from ashl.config.recorded import CONFIG, read
 from ashl.errors import AshlError, UsageError
-from ashl.tracking import jsonl, view
+from ashl.tracking import jsonl
 from ashl.tracking.copying import copy_run, digest, gist, params_of
 from ashl.tracking.mlflow import (
     FOLDER,
+    TRAINING,
     MlflowTracker,
     client_of,
+    experiment_page,
     find,
     folder_tag,
     public,
@@ -35,31 +37,15 @@ PATIENCE_S = 90.0  # the first start creates the schema and compiles MLflow's mo
 GRACE_S = 5.0
 
 
-@dataclass(frozen=True)
-class Server:
-    """A running page, as a context manager; MLflow ends with the block, or with our process."""
-
-    link: str  # page to open: by default the saved view of the latest experiment
-    process: subprocess.Popen
-
-    def wait(self) -> int:
-        """Wait until the server ends, and return its exit code. Ctrl-C raises KeyboardInterrupt."""
-        return self.process.wait()
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        end(self.process)
-
-
+@contextmanager
 def serve(
     store: Path, port: int = 5000, host: str = "127.0.0.1", folder: Path | None = None
-) -> Server:
-    """Serve MLflow's page for the folder `store`, and return once it answers.
+) -> Generator[tuple[str, subprocess.Popen]]:
+    """Serve MLflow's page for the folder `store`; MLflow ends with the block, or with our process.
 
     Args: folder is the run or sweep to link to; None = the latest. A run that MLflow does not have
     is copied first.
+    Yields: once the page answers, its link and the process.
     Raises: UsageError if the folder is neither a run nor a known sweep; AshlError if the port is
     taken, MLflow does not start, or MLFLOW_TRACKING_URI names a server, which has a page.
     """
@@ -84,14 +70,16 @@ def serve(
             preexec_fn=end_with_parent,  # MLflow then ends its own processes
         )
         try:
-            link = link_of(store, address, folder)
-            wait_for_answer(process, host, port, log)
-        except BaseException as error:
-            end(process)
-            if isinstance(error, AshlError | KeyboardInterrupt):
+            try:
+                link = link_of(store, address, folder)
+                wait_for_answer(process, host, port, log)
+            except AshlError:
                 raise
-            raise AshlError(f"MLflow's page did not start ({gist(str(error))}).") from error
-    return Server(link, process)
+            except Exception as error:  # of MLflow, or of its store
+                raise AshlError(f"MLflow's page did not start ({gist(str(error))}).") from error
+            yield link, process
+        finally:
+            end(process)
 
 
 def link_of(store: Path, address: str, folder: Path | None) -> str:
@@ -110,8 +98,8 @@ def link_of(store: Path, address: str, folder: Path | None) -> str:
         )
     info = found[0].info
     if folder is None or (folder / "sweep.json").exists():
-        return view.link(address, info.experiment_id)
-    return f"{address}/#/experiments/{info.experiment_id}/runs/{info.run_id}?{view.TRAINING}"
+        return experiment_page(address, info.experiment_id)
+    return f"{address}/#/experiments/{info.experiment_id}/runs/{info.run_id}?{TRAINING}"
 
 
 def copy_missing(tracker: MlflowTracker, folder: Path) -> None:

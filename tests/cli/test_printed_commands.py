@@ -93,10 +93,12 @@ def runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ["--dry-run"] if words[1] in DRY else []
     with monkeypatch.context() as patched:
         opened: list[Path] = []
-        server = SimpleNamespace(link="http://127.0.0.1:5000", wait=lambda: None)
+        server = SimpleNamespace(wait=lambda: None)
         patched.setattr(
             "ashl.tracking.ui.serve",
-            lambda store, port, host, folder: opened.append(folder) or nullcontext(server),
+            lambda store, port, host, folder: (
+                opened.append(folder) or nullcontext(("http://127.0.0.1:5000", server))
+            ),
         )
         patched.setenv("MLFLOW_TRACKING_URI", "none")
         assert main([*words[1:], *more]) == 0, command

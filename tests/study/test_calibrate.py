@@ -1,7 +1,7 @@
 """`ashl calibrate`: predicted beside measured, what is left out, and what is refused."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ashl.config.compose import compose
 from ashl.run.train import run
 from ashl.study import calibrate
 from ashl.study.calibrate import interval
-from ashl.study.jobs import Job
+from ashl.study.jobs import Job, Pool
 from tests.test_profile import profile
 
 PACED = [
@@ -33,12 +33,7 @@ def test_the_interval_is_repeatable_and_holds_the_median() -> None:
     assert interval([0.1] * 3) == (pytest.approx(0.1), pytest.approx(0.1))
 
 
-def in_this_process(
-    slots: int,
-    jobs: Sequence[Job],
-    show: Callable[[list[Job]], None],
-    unwanted: Callable[[Job], bool],
-) -> Iterator[Job]:
+def in_this_process(pool: Pool, jobs: Iterator[Job], show: object) -> Iterator[Job]:
     """Run real runs in virtual time on the cluster that they declare."""
     for job in jobs:
         runtime = compose([*PACED, "runtime=sim", "runtime.gradients=false"], None)["runtime"]
@@ -63,7 +58,7 @@ def test_a_calibration_on_declared_costs_is_exact(workplace, capsys, monkeypatch
     found = json.loads(Path("here/calibration.json").read_text())
     assert [row["name"] for row in found["combinations"]] == ["BSP", "BSP ring"]
     assert found["interval"] == pytest.approx([0.0, 0.0], abs=1e-9)
-    monkeypatch.setattr(calibrate, "run_all", lambda slots, jobs, show, unwanted: iter(jobs))
+    monkeypatch.setattr(calibrate, "run_all", lambda pool, jobs, show: jobs)
     assert main(command) == 0, "what has ended is not run again"
 
 

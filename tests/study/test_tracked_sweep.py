@@ -39,7 +39,7 @@ def copy(sweep: Path, sink: str = "mlflow", wait_s: float = 100.0) -> tuple[str 
     for setting in json.loads((sweep / "sweep.json").read_text())["settings"]:
         name = " ".join(f"{key}={value}" for key, value in setting["axes"].items())
         copier.add(TrackedRun(sweep / setting["folder"], name, "study", setting["axes"]))
-    answer = copier.finish(wait_s, {"status": "finished", "axes": ["sync", "seed"]})
+    answer = copier.finish(wait_s)
     late.append(copier)
     return answer
 
