@@ -46,12 +46,6 @@ def compare(
     hold: Annotated[
         int | None, typer.Option(min=1, help="Evaluations in a row that must reach the target.")
     ] = None,
-    sort: Annotated[
-        str | None,
-        typer.Option(
-            help="Order of the table: setting, accuracy, best, loss, steps, wait, up or down."
-        ),
-    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 20,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file of the report.")
@@ -74,9 +68,8 @@ def compare(
     """
     from ashl.report.compare import check_kinds, write_report
     from ashl.report.compare import compare as compared
-    from ashl.report.tables import check_order, document, ordered, show
+    from ashl.report.tables import document, show
 
-    check_order(sort)
     kinds = figures.split(",") if figures else ()
     check_kinds(kinds)
     asked = {"target": target, "hold": hold}
@@ -87,7 +80,7 @@ def compare(
 
     def print_tables() -> None:
         screen = console()
-        show(screen, found.board, rows=ordered(found.board, sort), top=top)
+        show(screen, found.board, top=top)
         screen.print(f"report  {report}", soft_wrap=True, markup=False)
 
     following = command_text("export", *folders, "--out", "runs.csv")

@@ -4,29 +4,22 @@ import os
 import platform
 import socket
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-import typer
-
 from ashl import __version__
-from ashl.config.catalog import catalog, values
 from ashl.config.cores import usable_cores
 from ashl.config.override import command_text
-from ashl.errors import UsageError
 
 from .answer import Answer, Json
 from .table import show
 from .train import Debug
-
-if TYPE_CHECKING:
-    from ashl.compression.laws import Law
 
 PACKAGES = (
     "torch",
@@ -47,23 +40,11 @@ Row = tuple[str, str]
 T = TypeVar("T")
 
 
-def doctor(
-    what: Annotated[
-        str | None, typer.Argument(help="`compression` checks the guarantees of every codec.")
-    ] = None,
-    json: Json = False,
-    debug: Debug = False,
-) -> Answer:
+def doctor(json: Json = False, debug: Debug = False) -> Answer:
     """Show versions, backends, network interfaces, data and store.
 
     The exit code is 1 if something is broken.
     """
-    if what == "compression":
-        return _compression()
-    if what is not None:
-        raise UsageError(
-            f"doctor {what}: there is no such check; use `ashl doctor` or `ashl doctor compression`"
-        )
     rows: list[Row] = []
     for check in (_versions, _machine, _torch, _vision, _network, _data, _store):
         try:
@@ -82,61 +63,6 @@ def doctor(
         next="" if broken else command_text("train", "runtime=sim"),
         error=REPAIR if broken else "",
     )
-
-
-def _compression() -> Answer:
-    """Return the failed laws of codecs, and one line for each codec."""
-    from ashl.compression.laws import laws
-    from ashl.config.construct import construct
-
-    found = {
-        name: laws(construct(values(file), "compression", ()))
-        for name, file in catalog()["compression"].items()
-    }
-    stated = [(name, law) for name, held in found.items() for law in held if law.passes is not None]
-    broken = [
-        (name, law.name, law.stated, law.measured, law.verdict)
-        for name, law in stated
-        if not law.passes
-    ]
-    last = f"{len(stated) - len(broken)} of {len(stated)} laws pass for {len(found)} codecs"
-
-    def print_tables() -> None:
-        if broken:
-            show("codec, failed law, stated, measured", [*broken, ("",) * 5])
-        error = "‖C(x) − x‖²/‖x‖² of a normal and of a heavy-tailed x"
-        show(f"codec, laws passed, measured (stated): bits per element, {error}", _rows(found))
-        print("" if broken else f"\n{last}")
-
-    document = {name: [law_document(law) for law in held] for name, held in found.items()}
-    failing = (
-        f"{last}; those listed first fail on this machine; report them in an issue, with this table"
-    )
-    return Answer(
-        {"codecs": document, "passed": len(stated) - len(broken), "laws": len(stated)},
-        print_tables,
-        next="" if broken else command_text("list", "compression", next(iter(found))),
-        error=failing if broken else "",
-    )
-
-
-def law_document(law: "Law") -> dict[str, object]:
-    """Return a law of a codec as plain values; `pass` is null for a measurement without a law."""
-    return {"law": law.name, "stated": law.stated, "measured": law.measured, "pass": law.passes}
-
-
-def _rows(found: Mapping[str, Sequence["Law"]]) -> Iterator[tuple[str, ...]]:
-    for name, laws in found.items():
-        kept = [law.passes for law in laws if law.passes is not None]
-        shown = [law for law in laws if law.name.startswith(("bits", "relative error"))]
-        cells = (
-            f"{law.measured} ({law.stated})" if law.stated != "-" else law.measured for law in shown
-        )
-        yield (
-            name,
-            f"{sum(kept)} of {len(kept)}",
-            *(cell.replace("at most ", "≤ ") for cell in cells),
-        )
 
 
 def _versions() -> Iterator[Row]:

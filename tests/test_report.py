@@ -20,7 +20,7 @@ from ashl.report.compare import compare, write_report
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import read
 from ashl.report.statistics import effect, holm, logrank_chance, seeds_needed, spread
-from ashl.report.tables import check_order, columns_of, ordered, show
+from ashl.report.tables import columns_of, show
 from tests.run_folders import lines, write_run, write_sweep
 
 KEYS = [(seed, 0) for seed in range(10)]
@@ -434,15 +434,6 @@ def test_kinds_of_time_are_never_mixed_silently(tmp_path) -> None:
     board = ranked(real, write_run(tmp_path / "sim", choices={"runtime": "sim"}))
     assert "1 with wall time and 1 with virtual time" in board.notes[0]
     assert board.notes[0] in answer(board).sentences
-
-
-def test_other_orders(tmp_path) -> None:
-    board = ranked(sweep(tmp_path, bsp=(4.0,), ssp=(2.0,), asp=(None,)))
-    assert [row.label for row in ordered(board, "setting")] == ["asp", "bsp", "ssp"]
-    assert [row.label for row in ordered(board, "accuracy")][-1] == "asp"
-    assert [row.label for row in ordered(board, None)] == ["ssp", "bsp", "asp"]
-    with pytest.raises(UsageError, match="did you mean accuracy"):
-        check_order("acuracy")
 
 
 # --- records

@@ -1,9 +1,7 @@
 """Make tables of a leaderboard: for the terminal, Markdown and LaTeX."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from textwrap import fill
 from typing import Any
 
@@ -12,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ashl.errors import UsageError
 from ashl.report.answer import Answer, answer, number_of
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
@@ -26,39 +23,8 @@ TITLE, NAME = 14, 24  # characters: of a line of a title; of a name before it is
 RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "MB up")
 # Columns that are dropped last, after those that the runs measured themselves.
 USUAL = ("accuracy", "hidden", "goodput", "waiting", "reached", "seeds", "against")
-# Keys of the summary for `--sort`, and whether the largest value comes first.
-SORTS = {
-    "accuracy": ("final.test_accuracy", True),
-    "best": ("best.test_accuracy", True),
-    "loss": ("final.train_loss", False),
-    "steps": ("steps_per_s", True),
-    "wait": ("wait_share", False),
-    "goodput": ("goodput", True),
-    "up": ("bytes_up", False),
-    "down": ("bytes_down", False),
-}
 
 Column = tuple[str, Callable[[Row], str]]
-
-
-def ordered(board: Leaderboard, key: str | None) -> Sequence[Row]:
-    """Return the rows of a leaderboard in another order; None keeps their order."""
-    if key is None:
-        return board.rows
-    if key == "setting":
-        return sorted(board.rows, key=lambda row: row.label)
-    name, largest = SORTS[key]
-    sign = -1 if largest else 1
-    return sorted(board.rows, key=lambda row: sign * row.means.get(name, sign * math.inf))
-
-
-def check_order(key: str | None) -> None:
-    """Raise UsageError for an unknown key of `--sort`."""
-    known = ("setting", *SORTS)
-    if key is not None and key not in known:
-        near = get_close_matches(key, known, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
-        raise UsageError(f"--sort {key}: {fix}")
 
 
 def between(row: Row, measure: Measure) -> str:
@@ -184,12 +150,10 @@ def method(board: Leaderboard) -> str:
     return " ".join(sentences)
 
 
-def show(
-    console: Console, board: Leaderboard, *, rows: Sequence[Row] | None = None, top: int = 20
-) -> None:
+def show(console: Console, board: Leaderboard, *, top: int = 20) -> None:
     """Print the answer in words, the leaderboard and the runs that ended badly.
 
-    Args: rows is another order than the board's own; top is the number of rows printed.
+    Args: top is the number of rows printed.
     """
     answered = answer(board)
     console.print(Text(answered.headline, style="bold"))
@@ -197,9 +161,8 @@ def show(
         console.print(Text(sentence))
     if board.common:
         console.print(Text(f"All: {board.common}", style="dim"))
-    every = board.rows if rows is None else rows
-    shown = every[:top]
-    columns, absent = fitting(filled(board, every), shown, console.width)
+    shown, more = board.rows[:top], len(board.rows) - top
+    columns, absent = fitting(filled(board, board.rows), shown, console.width)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title, _ in columns:
         justify = "left" if title in WORDS else "right"
@@ -212,7 +175,7 @@ def show(
     console.print(table)
     notes = [
         f"no room for {', '.join(absent)}; the report has them" if absent else "",
-        f"and {len(every) - top} more settings; --top shows them" if len(every) > top else "",
+        f"and {more} more settings; --top shows them" if more > 0 else "",
         method(board),
     ]
     for note in filter(None, notes):
@@ -220,8 +183,8 @@ def show(
     for out in board.ended_badly[:MAX_NAMED]:
         console.print(Text(f"ended badly: {out.name} {out.reason}", "yellow"), soft_wrap=True)
     if len(board.ended_badly) > MAX_NAMED:
-        more = f"and {len(board.ended_badly) - MAX_NAMED} more"
-        console.print(Text(more, "yellow"))
+        others = f"and {len(board.ended_badly) - MAX_NAMED} more"
+        console.print(Text(others, "yellow"))
 
 
 def fitting(

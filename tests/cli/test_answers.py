@@ -40,14 +40,13 @@ ANSWERS = {
     "list sync": {"group", "options", "next"},
     "list sync ad_psgd": {"group", "option", "status", "card", "parameters", "next"},
     "doctor": {"checks", "broken", "next"},
-    "doctor compression": {"codecs", "passed", "laws", "next"},
     "launch --on torchrun --np 3 --dry-run -- train cluster.num_workers=2": {
         "plan",
         "starts",
         "next",
     },
 }
-HEAVY = ("doctor compression", "backtest")
+HEAVY = ("backtest",)
 # they serve a page, run a rank, and pass on the output of a foreign command
 WITHOUT = ("ui", "join", "watch")
 LONG = ("demo",)  # its test is below

@@ -69,24 +69,8 @@ def test_compare_of_loose_runs_writes_here_or_where_it_is_told(workplace, capsys
         write_run(workplace / name, choices={"sync": name})
     assert main(["compare", "a", "b"]) == 0
     assert (workplace / "report.html").is_file()
-    assert (
-        main(
-            [
-                "compare",
-                "a",
-                "b",
-                "--out",
-                "other.html",
-                "--baseline",
-                "b",
-                "--sort",
-                "wait",
-                "--top",
-                "1",
-            ]
-        )
-        == 0
-    )
+    options = ["--out", "other.html", "--baseline", "b", "--top", "1"]
+    assert main(["compare", "a", "b", *options]) == 0
     assert (workplace / "other.html").is_file()
     assert "and 1 more settings" in capsys.readouterr().out
     assert not (workplace / "figures").exists()
@@ -108,7 +92,6 @@ def test_a_broken_run_is_named_on_one_line_and_the_others_continue(sweep, capsys
         ("compare", 2, "Missing argument"),
         ("compare nowhere", 2, "nowhere is no folder"),
         ("compare empty", 2, "There is no finished run to read"),
-        ("compare study --sort speed", 2, "--sort speed"),
         ("compare study --target 90", 2, "as in --target 0.9"),
         ("compare study --baseline asp", 2, "name one of: bsp; ssp"),
         ("compare study --figures pdf,eps", 2, "--figures eps: there are svg, pdf, png."),
