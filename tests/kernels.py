@@ -15,7 +15,13 @@ import torch.distributed as dist
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, RealCluster
 from ashl.cluster.speed import Speed
-from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreClient, StoreServer
+from ashl.run.authenticated_store import (
+    AuthenticatedStore,
+    Secret,
+    StoreAddress,
+    StoreClient,
+    StoreServer,
+)
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Record, Rounds, Snapshot, TimeTotals, UpdateShown
@@ -131,7 +137,7 @@ def play(
     at = (
         StoreServer(SECRET, port=port)
         if rank == 0
-        else StoreClient("127.0.0.1", port, SECRET, 30.0)
+        else StoreClient(StoreAddress("127.0.0.1", port, SECRET), 30.0)
     )
     store = AuthenticatedStore(at)
     if rank == 0 and isinstance(machines, Cluster) and machines.bandwidth_mbit_s is not None:

@@ -17,6 +17,7 @@ from ashl.run.authenticated_store import (
     PENDING,
     AuthenticatedStore,
     Secret,
+    StoreAddress,
     StoreClient,
     StoreServer,
     new_secret,
@@ -35,14 +36,14 @@ def server() -> Iterator[StoreServer]:
 
 
 def client(server: StoreServer, secret: Secret = SECRET) -> AuthenticatedStore:
-    return AuthenticatedStore(StoreClient(server.host, server.port, secret, 0.0))
+    return AuthenticatedStore(StoreClient(StoreAddress(server.host, server.port, secret), 0.0))
 
 
 def test_keys_and_requests_are_the_same_for_all(server) -> None:
     one, two, own = client(server), client(server), AuthenticatedStore(server)
     one.set("key", "ä")
     own.set("bytes", b"\xff\x00")
-    assert (two.get("key").decode(), two.another().get("bytes")) == ("ä", b"\xff\x00")
+    assert (two.get("key").decode(), two.get("bytes")) == ("ä", b"\xff\x00")
     assert (two.check(["key"]), two.check(["key", "none"]), two.num_keys()) == (True, False, 2)
     assert [one.compare_set("c", "", "one"), two.compare_set("c", "", "two")] == [b"one"] * 2
     assert two.compare_set("c", "one", "two") == own.get("c") == b"two"
@@ -112,14 +113,14 @@ def test_another_secret_and_another_program(server) -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ConnectionError):
-            StoreClient("127.0.0.1", port, SECRET, 0.0)
+            StoreClient(StoreAddress("127.0.0.1", port, SECRET), 0.0)
         thread.join()
 
 
 def test_clients_that_wait_do_not_keep_others_out(server, monkeypatch) -> None:
     monkeypatch.setattr("ashl.run.authenticated_store.CHALLENGE_S", 0.2)
     idle = [socket.create_connection((server.host, server.port)) for _ in range(PENDING + 5)]
-    store = AuthenticatedStore(StoreClient(server.host, server.port, SECRET, 5.0))
+    store = AuthenticatedStore(StoreClient(StoreAddress(server.host, server.port, SECRET), 5.0))
     store.set("key", "here")
     assert store.get("key") == b"here"
     for connection in idle:

@@ -24,9 +24,6 @@ class Store:
     def __init__(self) -> None:
         self.known: dict[str, str] = {}
 
-    def another(self) -> Any:
-        return self
-
     def set(self, key: str, value: str) -> None:
         self.known[key] = value
 

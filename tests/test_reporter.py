@@ -17,6 +17,7 @@ from ashl.errors import AshlError
 from ashl.run import control_channel
 from ashl.run.authenticated_store import (
     AuthenticatedStore,
+    StoreAddress,
     StoreClient,
     StoreServer,
     new_secret,
@@ -49,7 +50,7 @@ def server() -> Iterator[StoreServer]:
 
 @pytest.fixture
 def store(server) -> AuthenticatedStore:
-    return AuthenticatedStore(StoreClient("127.0.0.1", server.port, SECRET, 0.0))
+    return AuthenticatedStore(StoreClient(StoreAddress("127.0.0.1", server.port, SECRET), 0.0))
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_a_store_that_no_longer_answers_does_not_hold_up_a_rank(line, channel, m
     monkeypatch.setattr("ashl.run.membership_listener.exit_process", ends.append)
     monkeypatch.setattr("ashl.run.control_channel.exit_process", ends.append)
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.01)
-    store = AuthenticatedStore(StoreClient("127.0.0.1", line.port, SECRET, 0.0))
+    store = AuthenticatedStore(StoreClient(StoreAddress("127.0.0.1", line.port, SECRET), 0.0))
     watchdog = Watchdog(0.4, "here", 1)
     made = Reporter(store, 3, rounds="all", watchdog=watchdog)
     for tick in range(2):
@@ -257,7 +258,7 @@ def test_records_that_cannot_be_sent_end_the_run_with_their_reason(
     assert error == RankError(3, said, consequence=False)
 
 
-def test_a_full_disk_under_a_ranks_log(server, channel, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_under_a_ranks_log(store, channel, tmp_path, monkeypatch) -> None:
     """Its own log cannot take the traceback: the reason reaches the monitor all the same."""
 
     class Full(io.StringIO):
@@ -267,8 +268,8 @@ def test_a_full_disk_under_a_ranks_log(server, channel, tmp_path, monkeypatch) -
     monkeypatch.setattr("sys.stderr", Full())
     monkeypatch.setattr("ashl.run.rank.train_rank", lambda *_: 1 / 0)
     plan = planned("cluster=homogeneous", "sync=asp", "runtime=local")
-    settings = RankSettings(1, "127.0.0.1", server.port, SECRET, str(tmp_path), "all", log=True)
+    settings = RankSettings(1, "all", tmp_path)
     monkeypatch.setattr("ashl.run.rank.redirect", lambda path: None)
-    assert run_rank(settings, plan.to_json()).code == 1
+    assert run_rank(settings, plan.to_json(), store).code == 1
     errors = [record for record, _ in received(channel) if isinstance(record, RankError)]
     assert errors == [RankError(1, "ZeroDivisionError: division by zero", consequence=False)]

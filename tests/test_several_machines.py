@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -27,16 +28,16 @@ from ashl.run.handshake import (
     check_profile,
     first_difference,
     gather_hellos,
+    hello_key,
     parse_hello,
     placement_by_profile,
-    publish_hello,
     server_note,
     settings_in_common,
 )
 from ashl.run.interface import Chosen
-from ashl.run.job import take_place
-from ashl.run.join import JoinAnswer
-from ashl.run.rank import RankSettings
+from ashl.run.job import await_place, place_key, refusing_on_error
+from ashl.run.join import Place
+from ashl.run.membership_listener import call_within
 from tests.conf_option import conf_option
 from tests.support import planned
 
@@ -401,11 +402,11 @@ def member(rank: int, size: int = 3) -> JobMembership:
     return JobMembership(rank, size, "127.0.0.1", 29500, None)
 
 
-def gather(*said: Hello, texts: tuple[str, ...] = (), size: int | None = None) -> tuple[Hello, ...]:
+def gather(*said: Hello, size: int | None = None) -> tuple[Hello, ...]:
     store = AuthenticatedStore(StoreServer(new_secret()))
-    for rank, own in enumerate(said):
-        publish_hello(store, own, texts[rank] if texts else "{}")
-    return gather_hellos(store, member(0, size or len(said)), 0.05)
+    for own in said[1:]:
+        store.set(hello_key(own.rank), own.dumps())
+    return gather_hellos(store, said[0], size or len(said), 0.05)
 
 
 def test_all_have_come() -> None:
@@ -423,7 +424,7 @@ def test_all_have_come() -> None:
         ({"ashl": "0.9"}, UsageError, "rank 1 on a has ashl 0.9 and rank 0 on a has ashl 1"),
         ({"error": "no data", "exit_code": 3}, DataMissingError, "rank 1 on a: no data"),
         (
-            {"plan": "other"},
+            {"settings": '{"limits": 1, "choices": {"sync": "ssp"}}'},
             UsageError,
             "rank 1 on a has sync=ssp and rank 0 on a has sync=bsp; give every process",
         ),
@@ -431,12 +432,10 @@ def test_all_have_come() -> None:
 )
 def test_what_does_not_fit_together(changed: dict, kind: type[AshlError], said: str) -> None:
     """It is told before all have come."""
-    texts = tuple(
-        json.dumps({"limits": rank, "choices": {"sync": sync}})
-        for rank, sync in enumerate(("bsp", "ssp"))
-    )
+    first = JOB[0]._replace(settings='{"limits": 0, "choices": {"sync": "bsp"}}')
+    second = JOB[1]._replace(settings=first.settings)._replace(**changed)
     with pytest.raises(kind, match=re.escape(said)):
-        gather(JOB[0], JOB[1]._replace(**changed), texts=texts, size=3)
+        gather(first, second, size=3)
 
 
 def test_who_did_not_come_is_named() -> None:
@@ -448,23 +447,38 @@ def test_who_did_not_come_is_named() -> None:
         gather(*JOB[:2], size=4)
 
 
-def test_a_second_process_of_a_rank_is_told_apart() -> None:
+def test_a_process_gets_its_place_or_the_error_of_process_0() -> None:
     store = AuthenticatedStore(StoreServer(new_secret()))
-    assert publish_hello(store, JOB[2], "{}")
-    assert not publish_hello(store, JOB[2]._replace(host="x"), "other")
-    assert store.get("plan/2") == b"{}"
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(await_place, store, JOB[2], 60.0)
+        said = store.get(hello_key(2))
+        with (
+            pytest.raises(DataMissingError, match="no data"),
+            refusing_on_error(store, member(0)),
+        ):
+            raise DataMissingError("no data")
+        with pytest.raises(DataMissingError, match="no data"):
+            answer.result(10)
+    assert parse_hello(said, 2) == JOB[2]
+    store = AuthenticatedStore(StoreServer(new_secret()))
+    store.set(place_key(2), Place(rank=1, device="cpu").dumps())
+    assert await_place(store, JOB[2], 60.0) == Place(rank=1, device="cpu")
 
 
 def test_a_second_process_is_refused_while_the_first_one_runs() -> None:
     server = StoreServer(new_secret())
-    refusal = JoinAnswer(refused="worker 2 has not failed", may_change=True)
-    asked = list[str]()
+    refusal = Place(refused="worker 1 has not failed", may_change=True)
+    asked = list[int]()
     server.handlers["join"] = lambda worker: asked.append(worker) or refusal.dumps()
-    settings = RankSettings(2, "h", 1, new_secret(), ".", "none", log=False)
-    said = "rank 2 is there already, on b.lan, .*: worker 2 has not failed; give"
+    store = AuthenticatedStore(server)
+    store.set(place_key(2), Place(rank=1).dumps())
+    assert await_place(store, JOB[2], 0.5) == Place(rank=1)
+    said = (
+        "rank 2 is there already, .* on b.lan cannot take its place: worker 1 has not failed; give"
+    )
     with pytest.raises(AshlError, match=said):
-        take_place(AuthenticatedStore(server), settings, JOB[2], 0.5)
-    assert asked == ["2"] * len(asked)
+        await_place(store, JOB[2], 0.5)
+    assert asked == [1] * len(asked)
     assert len(asked) > 1, "the run may notice the failure a little later"
 
 
@@ -509,10 +523,10 @@ def test_what_machines_may_have_each_its_own() -> None:
 
 def test_what_cannot_be_interrupted_is_bounded() -> None:
     with pytest.raises(AshlError, match="too late"):
-        jobs.call_within(0.01, lambda: time.sleep(0.2), "too late")
+        call_within(0.01, lambda: time.sleep(0.2), "too late")
     with pytest.raises(ZeroDivisionError):
-        jobs.call_within(1, lambda: 1 // 0, "too late")
-    assert jobs.call_within(1, lambda: 7, "too late") == 7
+        call_within(1, lambda: 1 // 0, "too late")
+    assert call_within(1, lambda: 7, "too late") == 7
 
 
 def test_a_master_that_does_not_answer() -> None:
@@ -532,7 +546,7 @@ def test_a_port_that_is_taken() -> None:
         with pytest.raises(
             UsageError, match=rf"the port {port} \(MASTER_PORT\) is taken on .*; choose another"
         ):
-            jobs.connect_store(JobMembership(0, 2, "127.0.0.1", port, None), 1)
+            jobs.serve_store(JobMembership(0, 2, "127.0.0.1", port, None), 1)
 
 
 # --- the interface

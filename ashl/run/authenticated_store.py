@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -55,6 +55,14 @@ class Secret(bytes):
 
     def __repr__(self) -> str:
         return "a secret"
+
+
+class StoreAddress(NamedTuple):
+    """Where a job's store is, and the secret that it asks for."""
+
+    host: str
+    port: int
+    secret: Secret
 
 
 def new_secret() -> Secret:
@@ -176,9 +184,6 @@ class StoreServer:
         self._pending = threading.BoundedSemaphore(PENDING)
         threading.Thread(target=self._accept, daemon=True, name="store").start()
 
-    def another(self) -> StoreServer:
-        return self
-
     def close(self) -> None:
         """Accept no more connections; open ones are served until their clients close them."""
         self._closed = True
@@ -229,20 +234,22 @@ class StoreServer:
 
 
 class StoreClient:
-    """A connection to a store."""
+    """The connection of a process to a store. All of its threads may use it."""
 
-    def __init__(self, host: str, port: int, secret: Secret, timeout_s: float) -> None:
+    def __init__(self, address: StoreAddress, timeout_s: float) -> None:
         """Connect, again and again for `timeout_s` seconds.
 
         Raises: OSError if no store with this secret answers.
         """
-        self.host, self.port, self.refused = host, port, Counter[str]()
-        self._known, self._lock = (secret, timeout_s), threading.Lock()
+        self.host, self.port, secret = address
+        self.refused = Counter[str]()
+        self._lock = threading.Lock()
         self._connection: Any = None
         end_s = time.monotonic() + timeout_s
         while True:
             try:
-                self._connection = socket.create_connection((host, port), timeout=CHALLENGE_S)
+                where = self.host, self.port
+                self._connection = socket.create_connection(where, timeout=CHALLENGE_S)
                 if prove(self._connection, secret, (CLIENT, SERVER)):
                     return
                 raise ConnectionError("another program uses the port")
@@ -256,9 +263,6 @@ class StoreClient:
     def __del__(self) -> None:
         if self._connection is not None:
             self._connection.close()
-
-    def another(self) -> StoreClient:
-        return StoreClient(self.host, self.port, *self._known)
 
     def call(self, name: str, *args: Any) -> Any:
         """Request an operation of the store. Raises RuntimeError if it fails, or the store ends."""
@@ -276,7 +280,7 @@ class StoreClient:
 class AuthenticatedStore(dist.Store):
     """The job's store as torch and gloo use it, with requests to the controller.
 
-    Each thread needs one of its own (`another`), because a call may wait. Args: where its calls go.
+    Args: where its calls go.
     """
 
     def __init__(self, at: StoreServer | StoreClient) -> None:
@@ -296,9 +300,6 @@ class AuthenticatedStore(dist.Store):
     def refused(self) -> int:
         """Return how many connections without the secret the store has refused, at its server."""
         return self._at.refused.total()
-
-    def another(self) -> AuthenticatedStore:
-        return AuthenticatedStore(self._at.another())
 
     def set(self, key: str, value: str | bytes) -> None:
         self._at.call("set", key, value)

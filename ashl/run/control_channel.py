@@ -97,8 +97,8 @@ class ControlChannel:
         self.incarnations = dict.fromkeys(range(num_ranks), 0)
         self.absent: set[int] = set()  # failed ranks for which no process is rejoining
         self.control_update = ControlUpdate()
-        # join requests, each with the future of its answer
-        self.join_requests: deque[tuple[str, Future[str]]] = deque()
+        # join requests: a worker, or None for any, with the future of the answer
+        self.join_requests: deque[tuple[int | None, Future[str]]] = deque()
         self._store = store
         self._sizes = dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {})
         self._inbox: deque[tuple[Record, Content | None, tuple[int, int]]] = deque()
@@ -229,10 +229,10 @@ class ControlChannel:
         if sender := self._senders.pop(threading.get_ident(), None):
             self._closed.add(sender)
 
-    def _receive_join(self, request: str) -> str | None:
+    def _receive_join(self, worker: int | None) -> str | None:
         """Wait for the answer to a join request; None if there is none in time."""
         answer = Future[str]()
-        self.join_requests.append((request, answer))
+        self.join_requests.append((worker, answer))
         with suppress(TimeoutError):
             return answer.result(PATIENCE_S)
         return None

@@ -1,18 +1,17 @@
-"""The handshake of a job's processes: they check that they fit together, and agree on which process
-runs which rank.
+"""The handshake of a job's processes: process 0 checks that they fit together, and decides which
+process runs which rank.
 
-Each process publishes a `Hello` in the job's store and waits for those of all others. A mismatch
-(versions, configurations, a process without work) ends all processes with the same sentence and
-exit code. Every hello is validated before it is used. Two numberings meet here: a process has a
-rank in the job, from its launcher; `assign_ranks` gives it a rank of the plan.
+Each process publishes a `Hello` in the job's store. A mismatch (versions, configurations, a process
+without work) ends all processes with the same sentence and exit code. Every hello is validated
+before it is used. Two numberings meet here: a process has a rank in the job, from its launcher;
+`assign_ranks` gives it a rank of the plan.
 """
 
-import hashlib
 import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +19,14 @@ import torch
 from ashl import __version__
 from ashl.errors import AshlError, DataMissingError, UsageError, plain
 from ashl.launch.environment import JobMembership
-from ashl.learn.fingerprint import Fingerprint, differing
 from ashl.plan.profile import Profile
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.control_channel import POLL_S
 from ashl.run.membership_listener import AwakeTime
 from ashl.runtime.records import Text, parse_json, validate
-from ashl.runtime.rendezvous import await_key, machine
+from ashl.runtime.rendezvous import machine
 
 OWN = {"interface", "device", "threads", "share_gpu", "root"}  # keys that may differ by node
-SAME = "same"  # key of the fingerprint that all processes must share
 # Groups that only the process of rank 0 reads. The plan holds all that a profile decides.
 RECORDING = {"run", "tracking", "sweep", "profile"}
 VERSIONS = ("ashl", "torch", "python")
@@ -46,13 +43,16 @@ class Hello(NamedTuple):
     ashl: Text
     torch: Text
     python: Text
-    plan: Text = ""  # hash of the settings that must be identical
+    settings: str = ""  # those that must be identical, as `settings_in_common` returns them
     device: Text = "cpu"
     gpu: Text | None = None  # the GPU of the machine that it uses
     address: Text | None = None  # address of the interface that it uses
     interface_by: Text | None = None  # the key or variable that names this interface
     error: Text | None = None  # why it cannot take part
     exit_code: int = 0
+
+    def dumps(self) -> str:
+        return json.dumps(self._asdict())
 
 
 def make_hello(job: JobMembership, **known: Any) -> Hello:
@@ -67,18 +67,6 @@ def make_hello(job: JobMembership, **known: Any) -> Hello:
 def hello_key(rank: int) -> str:
     """Return the key of a process's hello in the store."""
     return f"hello/{rank}"
-
-
-def publish_hello(store: AuthenticatedStore, own: Hello, plan: str = "") -> bool:
-    """Publish the hello of this process and its settings.
-
-    Returns: False if another process has published a hello with the same rank before.
-    """
-    if store.check([hello_key(own.rank)]):
-        return False
-    text = json.dumps(own._asdict())
-    store.set(f"plan/{own.rank}", plan)
-    return store.compare_set(hello_key(own.rank), "", text).decode(errors="replace") == text
 
 
 def parse_hello(text: str | bytes, rank: int) -> Hello:
@@ -96,26 +84,24 @@ def parse_hello(text: str | bytes, rank: int) -> Hello:
 
 
 def gather_hellos(
-    store: AuthenticatedStore, job: JobMembership, timeout_s: float
+    store: AuthenticatedStore, own: Hello, world_size: int, timeout_s: float
 ) -> tuple[Hello, ...]:
-    """Wait for the hellos of all processes, and return them by rank.
+    """Wait at process 0, whose hello is `own`, for those of all others, and return them by rank.
 
-    Raises: AshlError, the same in all processes, if they do not fit together; AshlError that names
-    the missing ones if a hello is missing after `timeout_s`.
+    Raises: AshlError if they do not fit together; AshlError that names the missing ones if a hello
+    is missing after `timeout_s`.
     """
-    hellos: dict[int, Hello] = {}
+    hellos = {0: own}
     awake = AwakeTime()
-    while len(hellos) < job.world_size:
-        late = [rank for rank in range(job.world_size) if rank not in hellos]
+    while late := [rank for rank in range(world_size) if rank not in hellos]:
         for rank in late:
             if store.check([hello_key(rank)]):
                 hellos[rank] = parse_hello(store.get(hello_key(rank)), rank)
-        check_hellos(store, hellos)
-        if len(hellos) < job.world_size:
-            if awake.passed_s() > timeout_s:
-                raise AshlError(explain_absence(hellos, job.world_size, timeout_s))
-            time.sleep(POLL_S)
-    return tuple(hellos[rank] for rank in range(job.world_size))
+                check_hello(hellos[rank], own)
+        if awake.passed_s() > timeout_s:
+            raise AshlError(explain_absence(hellos, world_size, timeout_s))
+        time.sleep(POLL_S)
+    return tuple(hellos[rank] for rank in range(world_size))
 
 
 def explain_absence(hellos: Mapping[int, Hello], world_size: int, timeout_s: float) -> str:
@@ -135,55 +121,23 @@ def explain_absence(hellos: Mapping[int, Hello], world_size: int, timeout_s: flo
     )
 
 
-def check_hellos(store: AuthenticatedStore, hellos: Mapping[int, Hello]) -> None:
-    """Raise AshlError if one of these processes cannot take part, or differs from that of rank
-    0.
-    """
-    for rank, greeting in sorted(hellos.items()):
-        if greeting.error is not None:
-            raise ERRORS.get(greeting.exit_code, AshlError)(
-                f"rank {rank} on {greeting.host}: {greeting.error}"
-            )
-    if 0 not in hellos:
-        return
-    first = hellos[0]
-    for rank, greeting in sorted(hellos.items()):
-        pairs = [
-            (f"{name} {getattr(greeting, name)}", f"{name} {getattr(first, name)}")
-            for name in VERSIONS
-        ]
-        own, other = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
-        fix = "install the same on both"
-        if own is None and greeting.plan != first.plan:
-            own, other = first_difference(
-                *(store.get(f"plan/{of}").decode(errors="replace") for of in (rank, 0))
-            )
-            fix = "give every process the same overrides"
-        if own is not None:
+def check_hello(hello: Hello, first: Hello) -> None:
+    """Raise AshlError if a process cannot take part, or differs from that of rank 0 (`first`)."""
+    who = f"rank {hello.rank} on {hello.host}"
+    if hello.error is not None:
+        raise ERRORS.get(hello.exit_code, AshlError)(f"{who}: {hello.error}")
+    for name in VERSIONS:
+        own, other = getattr(hello, name), getattr(first, name)
+        if own != other:
             raise UsageError(
-                f"rank {rank} on {greeting.host} has {own} and rank 0 on {first.host} has {other};"
-                f" {fix}"
+                f"{who} has {name} {own} and rank 0 on {first.host} has {name} {other}; install the"
+                " same on both"
             )
-
-
-def publish_fingerprint(store: AuthenticatedStore, found: Fingerprint) -> None:
-    """Publish the fingerprint of the controller's model and data."""
-    store.set(SAME, json.dumps(found))
-
-
-def compare_fingerprint(
-    store: AuthenticatedStore, own: Fingerprint, over: Callable[[], bool]
-) -> None:
-    """Wait for the controller's fingerprint, unless the run is `over`, and compare it.
-
-    Raises: AshlError if this process has built another model or other data.
-    """
-    found = await_key(store, SAME, over)
-    if found is not None and (name := differing(own, json.loads(found))) is not None:
-        raise AshlError(
-            f"{name} differ between this process and the controller; draw from the global"
-            " generators of torch, numpy or random, which have the run's seed everywhere, or seed"
-            " your own generator; read the same files everywhere"
+    if hello.settings != first.settings:
+        own, other = first_difference(hello.settings, first.settings)
+        raise UsageError(
+            f"{who} has {own} and rank 0 on {first.host} has {other}; give every process the same"
+            " overrides"
         )
 
 
@@ -204,11 +158,6 @@ def without_machine_settings(value: Any) -> Any:
             key: without_machine_settings(part) for key, part in value.items() if key not in OWN
         }
     return value
-
-
-def digest(text: str) -> str:
-    """Return 16 hexadecimal digits of a text's SHA-256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def first_difference(own: str, other: str) -> tuple[str, str]:

@@ -3,23 +3,21 @@
 Process i is the process with RANK=i in the launcher's environment. Its rank in the plan may differ:
 placement assigns the ranks of the plan to processes.
 
+Every process publishes a hello (`ashl.run.handshake`). Process 0 serves the job's store. It reads
+all hellos, checks that they fit together, and decides which process runs which rank (`lead_job`).
+It answers each process by a place once the run begins, or by the error for which it does not begin.
+Process 0 then runs the controller, with its rank as a child process; every other process runs its
+rank itself (`run_as_rank`).
+
 A process that an engine has restarted finds the hello of the earlier process of its rank. It asks
-the controller for the place of that failed worker (`take_place`), and rejoins as `ashl join` does.
-
-States of a process: it joins the store and runs the handshake (`join_job`, `ashl.run.handshake`),
-which assigns its rank of the plan. Process 0 then runs the controller, with its rank as a child
-process (`run_as_controller`); every other process runs its rank itself (`run_as_rank`).
-
-Failures: a process that cannot take part reports its error in the handshake
-(`reporting_error_to_job`), so that the others do not wait for it. After the handshake, process 0
-reports its errors through the control channel (`aborting_job_on_error`).
+the controller for the place of that failed worker, and rejoins as `ashl join` does.
 """
 
 import os
 import socket
 import time
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -32,6 +30,7 @@ from ashl.errors import AshlError, UsageError, plain
 from ashl.launch.environment import JobMembership, resolve
 from ashl.launch.job import SECRET
 from ashl.learn.device import HOST
+from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
@@ -41,135 +40,201 @@ from ashl.planning.instantiate import Parts
 from ashl.run import interface
 from ashl.run.authenticated_store import (
     AuthenticatedStore,
-    Secret,
+    StoreAddress,
     StoreClient,
     StoreServer,
     secret_file,
     shared_secret,
 )
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
-from ashl.run.control_channel import POLL_S, ControlChannel
+from ashl.run.control_channel import PATIENCE_S, POLL_S
 from ashl.run.handshake import (
+    ERRORS,
     Hello,
     PlacementRequest,
     assign_ranks,
     check_gpus,
     check_profile,
-    digest,
     gather_hellos,
+    hello_key,
     make_hello,
     placement_by_profile,
-    publish_hello,
     server_note,
     settings_in_common,
     shares_a_node,
 )
-from ashl.run.join import publish_join_endpoint, request_place
+from ashl.run.join import Place, parse_place, request_place
 from ashl.run.launch import run_controller
-from ashl.run.membership_listener import call_within, exit_process
+from ashl.run.membership_listener import Watchdog, exit_process
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, role_name, run_rank
-from ashl.run.supervisor import PATIENCE_S
 from ashl.runtime.records import End
 from ashl.runtime.transport import first_line
 
 
-class ProcessAssignment(NamedTuple):
-    """A process's place in a job, after the handshake."""
+class JobLead(NamedTuple):
+    """Process 0 of a job, after it has decided which process runs which rank."""
 
     job: JobMembership
     store: AuthenticatedStore
-    settings: RankSettings
+    places: tuple[Place, ...]  # by process
+    # the rank of process 0, and server or coordinator ranks without a process of their own
+    rank_settings: tuple[RankSettings, ...]
     notes: tuple[str, ...]  # about the placement of ranks, for the user
-    # at process 0: server or coordinator ranks without a process of their own, which it starts
-    colocated: tuple[RankSettings, ...] = ()
 
 
-def join_job(
+def describe_process(
     plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership
-) -> ProcessAssignment:
-    """Run the handshake with the other processes, and return this process's assignment.
+) -> tuple[Hello, interface.Chosen | None]:
+    """Return (hello of this process, network interface of its messages).
 
-    Raises: AshlError or UsageError, in all processes, if they cannot run this plan.
+    Raises: UsageError, in all processes of the job, if this one cannot run the plan.
     """
-    runtime = parts.runtime
-    job = job._replace(host=resolve_master(job, runtime.heartbeat_timeout_s))
-    if interface.is_loopback(job.host):
-        interface.check_loopback(f"MASTER_ADDR={job.host}")
     with reporting_error_to_job(job):
-        chosen = interface.named(runtime.interface) or interface.towards(job.host, job.port)
-        device = device_of(runtime, job.local_rank or 0)
+        if interface.is_loopback(job.host):
+            interface.check_loopback(f"MASTER_ADDR={job.host}")
+        chosen = interface.named(parts.runtime.interface) or interface.towards(job.host, job.port)
+        device = device_of(parts.runtime, job.local_rank or 0)
     if job.agent_store:  # torchrun's agent may be killed, and ranks have sessions of their own
         end_with_parent()
-    text = settings_in_common(config, plan.to_json())
-    own = make_hello(
+    hello = make_hello(
         job,
-        plan=digest(text),
+        settings=settings_in_common(config, plan.to_json()),
         device=device,
         gpu=gpu_index(device),
         address=chosen and chosen.address,
         interface_by=chosen and chosen.by,
     )
-    store, hellos, is_first = meet_processes(job, own, text, runtime.heartbeat_timeout_s)
-    try:
+    return hello, chosen
+
+
+def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> JobLead:
+    """Gather the hellos of all processes at process 0, and decide which process runs which rank.
+
+    Raises: AshlError or UsageError, in all processes, if they cannot run this plan.
+    """
+    timeout_s = parts.runtime.heartbeat_timeout_s
+    job = with_resolved_master(job, timeout_s)
+    own, chosen = describe_process(plan, parts, config, job)
+    store = serve_store(job, timeout_s)
+    with refusing_on_error(store, job):
+        hellos = gather_hellos(store, own, job.world_size, timeout_s)
         check_interfaces(hellos)
-        processes, note = assign_processes(plan, parts, config["profile"], hellos)
-        check_gpus(hellos, processes[: plan.num_workers], bool(runtime.share_gpu))
+        processes, notes = assign_processes(plan, parts, config["profile"], hellos)
+        check_gpus(hellos, processes[: plan.num_workers], bool(parts.runtime.share_gpu))
         gpus = [
             peer.gpu and (peer.machine, peer.gpu)
             for peer in (hellos[process] for process in processes)
         ]
-        apart = have_own_gpus(gpus, runtime)
-    except UsageError:
-        leave_job(store, job)
-        raise
-    elsewhere = [peer.address for peer in hellos if peer.machine != own.machine]
-    rank = processes.index(job.rank)
-    if rank >= plan.num_workers and gpus[rank] in gpus[:rank]:
-        device = HOST  # a worker uses the GPU
-    through = interface.reaching(chosen, elsewhere) if elsewhere else chosen
-    settings = RankSettings(
-        rank=rank,
-        host=job.host,
-        port=store.port,
-        secret=job_secret(job),
-        run_dir=".",
-        rounds=config["tracking"]["events"],
-        log=False,
-        interface=through,
-        device=device,
-        have_own_gpus=apart,
-        checkpoint_s=config["run"]["checkpoint_s"],
-    )
-    if not is_first:
-        settings = take_place(store, settings, hellos[job.rank], runtime.heartbeat_timeout_s)
-    colocated = [
-        settings._replace(rank=other)
-        for other in range(rank + 1, plan.num_ranks)
-        if processes[other] == job.rank
+        apart = have_own_gpus(gpus, parts.runtime)
+    places = [
+        Place(
+            rank=rank,
+            rounds=config["tracking"]["events"],
+            # a worker uses the GPU that it shares with a server
+            device=HOST
+            if rank >= plan.num_workers and gpus[rank] in gpus[:rank]
+            else hellos[process].device,
+            have_own_gpus=apart,
+            checkpoint_s=config["run"]["checkpoint_s"],
+            elsewhere=tuple(
+                peer.address
+                for peer in hellos
+                if peer.address and peer.machine != hellos[process].machine
+            ),
+        )
+        for rank, process in enumerate(processes)
     ]
-    if colocated and gpus[rank] is not None:
-        # the worker of this process uses the GPU
-        colocated = [other._replace(device=HOST) for other in colocated]
-    return ProcessAssignment(job, store, settings, note, tuple(colocated))
+    by_process = tuple(places[processes.index(process)] for process in range(job.world_size))
+    here = [place for place, process in zip(places, processes, strict=True) if process == 0]
+    rank_settings = tuple(place.settings(chosen) for place in here)
+    return JobLead(job, store, by_process, rank_settings, notes)
 
 
-def take_place(
-    store: AuthenticatedStore, settings: RankSettings, earlier: Hello, timeout_s: float
-) -> RankSettings:
-    """Return the settings of a restarted process: those of the next incarnation of its worker.
+@contextmanager
+def refusing_on_error(
+    store: AuthenticatedStore | None, job: JobMembership | None
+) -> Generator[None]:
+    """Answer the hellos of all processes by an AshlError of process 0 before the run, and raise it
+    again.
 
-    Waits until the controller has noticed that the earlier process has failed.
-    Raises: AshlError if it has not within `timeout_s`, or the run admits no process.
+    Waits for at most `PATIENCE_S` seconds until they have read it, because the store ends with this
+    process. Without a job nothing is answered.
     """
-    answer = request_place(store, settings.rank, again_s=timeout_s)
+    try:
+        yield
+    except AshlError as error:
+        if store is not None and job is not None and not store.check([place_key(0)]):
+            refusal = Place(refused=plain(str(error)), exit_code=error.exit_code).dumps()
+            for process in range(job.world_size):
+                store.set(place_key(process), refusal)
+            readers = [f"out/{process}" for process in range(1, job.world_size)]
+            end_s = time.monotonic() + PATIENCE_S
+            while readers and not store.check(readers) and time.monotonic() < end_s:
+                time.sleep(POLL_S)
+        raise
+
+
+@contextmanager
+def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
+    """Report an AshlError of this process before the handshake, and raise it again.
+
+    All other processes then end with this error instead of waiting for this process. Without a job
+    nothing is reported.
+    """
+    try:
+        yield
+    except AshlError as error:
+        with suppress(AshlError, RuntimeError):
+            if job is not None and job.rank == 0:
+                store = serve_store(job, PATIENCE_S)
+                with refusing_on_error(store, job):
+                    raise
+            elif job is not None:
+                hello = make_hello(job, error=plain(str(error)), exit_code=error.exit_code)
+                store = connect_store(job, PATIENCE_S)
+                store.compare_set(hello_key(job.rank), "", hello.dumps())
+        raise
+
+
+def place_key(process: int) -> str:
+    """Return the key of the answer to a process's hello in the store."""
+    return f"place/{process}"
+
+
+def await_place(store: AuthenticatedStore, own: Hello, timeout_s: float) -> Place:
+    """Publish the hello of a process other than process 0, and wait for the answer.
+
+    A process of a rank that had another process before waits until the controller has noticed that
+    this one has failed, and gets the place of the next incarnation.
+    Raises: AshlError with the reason if there is no place for it.
+    """
+    watchdog = Watchdog(timeout_s, store.address, 1)
+    try:
+        is_first = store.add(f"processes/{own.rank}", 1) == 1
+        if is_first:
+            store.set(hello_key(own.rank), own.dumps())
+        while not store.check([place_key(own.rank)]):
+            watchdog.record_answer()
+            time.sleep(POLL_S)
+        place = parse_place(store.get(place_key(own.rank)))
+        if place.refused is not None:
+            store.set(f"out/{own.rank}", "")
+            raise ERRORS.get(place.exit_code, AshlError)(place.refused)
+    except RuntimeError as error:
+        raise AshlError(f"process 0 ended before the run began ({first_line(error)})") from error
+    finally:
+        watchdog.stop()
+    if is_first:
+        return place
+    answer = request_place(store, place.rank, again_s=timeout_s)
     if answer.refused is not None:
         raise AshlError(
-            f"a process of rank {earlier.rank} is there already, on {earlier.host}, and this one"
-            f" cannot take its place: {answer.refused}; give every process a rank of its own, and"
-            " every job a MASTER_PORT of its own"
+            f"a process of rank {own.rank} is there already, and this one on {own.host} cannot take"
+            f" its place: {answer.refused}; give every process a rank of its own, and every job a"
+            " MASTER_PORT of its own"
         )
-    return settings._replace(incarnation=answer.incarnation)
+    return answer
 
 
 def assign_processes(
@@ -246,84 +311,8 @@ def check_interfaces(hellos: tuple[Hello, ...]) -> None:
             )
 
 
-def meet_processes(
-    job: JobMembership, own: Hello, text: str, timeout_s: float
-) -> tuple[AuthenticatedStore, tuple[Hello, ...], bool]:
-    """Return (store of the job, hellos of all processes by process, True if this process is the
-    first one of its rank).
-
-    Args: own and text, this process's hello and the settings that must be equal in all processes;
-    timeout_s, in seconds, for the master and again for the hellos.
-    Raises: AshlError if the master does not answer, or the processes do not fit together.
-    """
-
-    def meet() -> tuple[AuthenticatedStore, tuple[Hello, ...], bool]:
-        store = connect_store(job, timeout_s)
-        try:
-            is_first = publish_hello(store, own, text)
-            return store, gather_hellos(store, job, timeout_s), is_first
-        except AshlError:
-            leave_job(store, job)
-            raise
-
-    late = (
-        f"the master {job.host}:{job.port} does not answer as a job's store does; is another"
-        " program using the port?"
-    )
-    return call_within(2 * timeout_s + PATIENCE_S, meet, late)
-
-
-@contextmanager
-def aborting_job_on_error(plan: Plan, assignment: ProcessAssignment | None) -> Generator[None]:
-    """Abort the job if process 0 raises AshlError after the handshake; raise the error again."""
-    try:
-        yield
-    except AshlError as error:
-        if assignment is not None:
-            abort_job(plan, assignment, End(error.exit_code, plain(str(error))))
-        raise
-
-
-def abort_job(plan: Plan, assignment: ProcessAssignment, end: End) -> None:
-    """Tell the other processes why the run does not begin, and leave the job.
-
-    Limits: for process 0 only.
-    """
-    channel = ControlChannel(assignment.store.another(), plan.num_ranks, plan.num_params)
-    channel.close(
-        end, here=[settings.rank for settings in (assignment.settings, *assignment.colocated)]
-    )
-    leave_job(assignment.store, assignment.job)
-
-
-@contextmanager
-def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
-    """Report an AshlError of this process in the handshake, and raise it again.
-
-    All other processes then end with this error instead of waiting for this process. Limits: the
-    report waits at most 3 · `PATIENCE_S` seconds; without a job nothing is reported.
-    """
-    try:
-        yield
-    except AshlError as error:
-        if job is not None:
-            with suppress(AshlError):
-                meet_processes(
-                    job,
-                    make_hello(job, error=plain(str(error)), exit_code=error.exit_code),
-                    "",
-                    PATIENCE_S,
-                )
-        raise
-
-
-def job_secret(job: JobMembership) -> Secret:
-    """Return the secret that all processes of a job derive from the launcher's environment."""
-    return shared_secret(job.port, os.environ.get("TORCHELASTIC_RUN_ID", ""), job.attempt)
-
-
-def resolve_master(job: JobMembership, timeout_s: float) -> str:
-    """Return a name or address of the master that resolves here.
+def with_resolved_master(job: JobMembership, timeout_s: float) -> JobMembership:
+    """Return the job with a name or address of the master that resolves here.
 
     Raises: AshlError if there is none within `timeout_s` seconds; a new pod has no name at first.
     """
@@ -336,27 +325,37 @@ def resolve_master(job: JobMembership, timeout_s: float) -> str:
                 " node knows (torchrun --local-addr)"
             )
         time.sleep(1.0)
-    return host
+    return job._replace(host=host)
+
+
+def address_of(job: JobMembership, port: int) -> StoreAddress:
+    """Return the address of the job's store, with the secret that all processes of the job derive
+    from the launcher's environment.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return StoreAddress(job.host, port, shared_secret(job.port, run_id, job.attempt))
 
 
 def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
     """Return the job's store, which process 0 serves.
 
-    Raises: UsageError if the port is taken; AshlError if the master does not answer within
-    `timeout_s` seconds.
+    Raises: AshlError if the master does not answer within `timeout_s` seconds.
     """
-    secret = job_secret(job)
-    if job.rank != 0:
-        try:
-            port = exchange_port(job, None, timeout_s)
-            return AuthenticatedStore(StoreClient(job.host, port, secret, timeout_s))
-        except (OSError, RuntimeError) as error:
-            raise AshlError(
-                f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer as the"
-                f" store of this job within {timeout_s:g} s (runtime.heartbeat_timeout_s):"
-                f" {first_line(error)}; is rank 0 running and reachable, and has it the same secret"
-                f" ({SECRET}, else {secret_file()})?"
-            ) from error
+    try:
+        port = exchange_port(job, None, timeout_s)
+        return AuthenticatedStore(StoreClient(address_of(job, port), timeout_s))
+    except (OSError, RuntimeError) as error:
+        raise AshlError(
+            f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer as the"
+            f" store of this job within {timeout_s:g} s (runtime.heartbeat_timeout_s):"
+            f" {first_line(error)}; is rank 0 running and reachable, and has it the same secret"
+            f" ({SECRET}, else {secret_file()})?"
+        ) from error
+
+
+def serve_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
+    """Serve the job's store in process 0. Raises UsageError if the port is taken."""
+    secret = address_of(job, 0).secret
     try:
         address = interface.own_address(job.host)
         server = StoreServer(secret, address, 0 if job.agent_store else job.port)
@@ -394,7 +393,7 @@ def run_as_controller(
     plan: Plan,
     run_dir: Path,
     monitor: Monitor,
-    assignment: ProcessAssignment,
+    lead: JobLead,
     checkpoint_manager: CheckpointManager,
     saved: Checkpoint | None = None,
 ) -> dict | None:
@@ -404,48 +403,39 @@ def run_as_controller(
     rank. A server without a process of its own is a child as well.
     Returns and raises as `run_controller`.
     """
-    rank_settings = [
-        settings._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
-        for settings in (assignment.settings, *assignment.colocated)
-    ]
-    own = assignment.settings
-    with ExitStack() as stack:
-        with aborting_job_on_error(plan, assignment):
-            stack.enter_context(publish_join_endpoint(run_dir, own.host, own.port, own.secret))
-        return run_controller(
-            plan,
-            run_dir,
-            monitor,
-            assignment.store.another(),
-            rank_settings,
-            checkpoint_manager,
-            saved,
-        )
+
+    def answer_hellos(fingerprint: Fingerprint) -> None:
+        for process, place in enumerate(lead.places):
+            lead.store.set(place_key(process), place._replace(fingerprint=fingerprint).dumps())
+
+    return run_controller(
+        plan,
+        run_dir,
+        monitor,
+        lead.store,
+        address_of(lead.job, lead.store.port),
+        lead.rank_settings,
+        checkpoint_manager,
+        saved,
+        answer_hellos,
+    )
 
 
-def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:
+def run_as_rank(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> int:
     """Run this process's rank, and return the exit code.
 
     If the run continues without this rank, the exit code under torchrun is 0, because torchrun ends
     all processes of a job after another code.
     """
+    timeout_s = parts.runtime.heartbeat_timeout_s
+    job = with_resolved_master(job, timeout_s)
+    own, chosen = describe_process(plan, parts, config, job)
+    store = connect_store(job, timeout_s)
+    place = await_place(store, own, timeout_s)
 
     def exit_evicted(end: End) -> NoReturn:
-        exit_process(end._replace(code=0) if assignment.job.agent_store else end)
+        exit_process(end._replace(code=0) if job.agent_store else end)
 
-    return run_rank(assignment.settings, plan.to_json(), exit_evicted).code
-
-
-def leave_job(store: AuthenticatedStore, job: JobMembership) -> None:
-    """Leave the job.
-
-    Process 0, which serves the store, first waits until the others have left, for at most
-    `PATIENCE_S` seconds.
-    """
-    store.set(f"out/{job.rank}", "1")
-    if job.rank != 0:
-        return
-    others = [f"out/{rank}" for rank in range(job.world_size) if rank != job.rank]
-    end = time.monotonic() + PATIENCE_S
-    while others and not store.check(others) and time.monotonic() < end:
-        time.sleep(POLL_S)
+    device = place.device or own.device
+    settings = place._replace(device=device).settings(chosen)
+    return run_rank(settings, plan.to_json(), store, exit_evicted).code

@@ -22,15 +22,16 @@ import torch
 from ashl import __version__
 from ashl.errors import AshlError, UsageError, parsed
 from ashl.launch.job import is_loopback
+from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import parts_of
-from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreClient
+from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreAddress, StoreClient
 from ashl.run.control_channel import PATIENCE_S
-from ashl.run.interface import named, towards
+from ashl.run.interface import Chosen, named, reaching, towards
 from ashl.run.membership_listener import call_within
 from ashl.run.rank import RankSettings, run_rank
-from ashl.runtime.records import End, Rounds, Text, validate
+from ashl.runtime.records import End, Rounds, Text, parse_json, validate
 from ashl.runtime.rendezvous import machine
 
 FILE = "job.json"  # in the run folder while the run can be joined
@@ -53,21 +54,43 @@ class JoinEndpoint(NamedTuple):
     python: Text
 
 
-class JoinAnswer(NamedTuple):
-    """The place of an admitted process and its settings, or the reason of a rejection."""
+class Place(NamedTuple):
+    """A rank of the run with its settings, or the reason why a process gets none."""
 
     refused: Text | None = None
-    worker: int = 0
-    incarnation: int = 0
-    how: Text = ""  # the cause of the worker's failure
-    plan: str = ""
-    rounds: Rounds = "none"
-    device: Text = ""
-    have_own_gpus: bool = False
+    exit_code: int = 1  # of a process that gets none
     may_change: bool = False  # True if a later request may be admitted
+    rank: int = 0
+    incarnation: int = 0
+    how: Text = ""  # the cause of the earlier incarnation's failure
+    plan: str = ""  # for a process that has not composed the configuration
+    rounds: Rounds = "none"
+    device: Text = ""  # "" = the process chooses it
+    have_own_gpus: bool = False
+    checkpoint_s: float | None = None
+    elsewhere: tuple[Text, ...] = ()  # addresses of processes on other machines
+    fingerprint: Fingerprint | None = None  # of the controller's model and data
 
     def dumps(self) -> str:
         return json.dumps(self._asdict())
+
+    def settings(self, chosen: Chosen | None) -> RankSettings:
+        """Return the settings of the rank in a process that has chosen this network interface."""
+        return RankSettings(
+            rank=self.rank,
+            rounds=self.rounds,
+            interface=reaching(chosen, self.elsewhere),
+            device=self.device,
+            have_own_gpus=self.have_own_gpus,
+            checkpoint_s=self.checkpoint_s,
+            incarnation=self.incarnation,
+            fingerprint=self.fingerprint,
+        )
+
+
+def parse_place(text: str | bytes) -> Place:
+    """Return the place in a text of `Place.dumps`. Raises AshlError if it is invalid."""
+    return validate(Place, parse_json(text), "the answer of the run")
 
 
 def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[str], None]) -> int:
@@ -79,42 +102,21 @@ def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[st
     """
     run_dir = run_dir or newest_joinable_run(runs)
     endpoint = read_join_endpoint(run_dir)
-    answer = request_place_in(run_dir, endpoint, worker)
-    if answer.refused is not None:
-        raise UsageError(f"{run_dir}: {answer.refused}")
-    say(f"joins {run_dir} as worker {answer.worker}, which {answer.how}")
-    runtime = parts_of(Plan.from_json(answer.plan)).runtime
-    settings = RankSettings(
-        rank=answer.worker,
-        host=endpoint.host,
-        port=endpoint.port,
-        secret=job_secret(endpoint),
-        run_dir=str(run_dir),
-        rounds=answer.rounds,
-        log=False,
-        interface=named(runtime.interface) or towards(endpoint.host, endpoint.port),
-        device=answer.device or device_of(runtime),
-        have_own_gpus=answer.have_own_gpus,
-        incarnation=answer.incarnation,
-    )
-    end = run_rank(settings, answer.plan, lambda end: join_again(end, run_dir, worker), say)
+    store, place = request_place_in(run_dir, endpoint, worker)
+    if place.refused is not None:
+        raise UsageError(f"{run_dir}: {place.refused}")
+    say(f"joins {run_dir} as worker {place.rank}, which {place.how}")
+    runtime = parts_of(Plan.from_json(place.plan)).runtime
+    chosen = named(runtime.interface) or towards(endpoint.host, endpoint.port)
+    settings = place._replace(device=place.device or device_of(runtime)).settings(chosen)
+    end = run_rank(settings, place.plan, store, lambda end: join_again(end, run_dir, worker), say)
     if end.code:
         raise AshlError(end.why)
     say("the run is over")
     return 0
 
 
-def job_secret(endpoint: JoinEndpoint) -> Secret:
-    """Return the secret of a join endpoint. Raises UsageError if it is not hexadecimal."""
-    try:
-        return Secret(bytes.fromhex(endpoint.secret))
-    except ValueError:
-        raise UsageError(f"{FILE} holds no valid secret; join another run") from None
-
-
-def request_place(
-    store: AuthenticatedStore, worker: int | None, again_s: float = 0.0
-) -> JoinAnswer:
+def request_place(store: AuthenticatedStore, worker: int | None, again_s: float = 0.0) -> Place:
     """Ask the controller for the place of a failed worker, and return its answer.
 
     Args: again_s, seconds in which a rejected request is repeated if a later one may be admitted.
@@ -122,31 +124,36 @@ def request_place(
     """
     until_s = time.monotonic() + again_s
     while True:
-        text = store.call("join", json.dumps(worker))
+        text = store.call("join", worker)
         if text is not None:
-            answer = validate(JoinAnswer, json.loads(text), "a join answer")
-            if not answer.may_change or time.monotonic() > until_s:
-                return answer
+            place = parse_place(text)
+            if not place.may_change or time.monotonic() > until_s:
+                return place
         elif time.monotonic() > until_s:
             raise AshlError("the run did not answer a join request; try again")
         time.sleep(AGAIN_S)
 
 
-def request_place_in(run_dir: Path, endpoint: JoinEndpoint, worker: int | None) -> JoinAnswer:
-    """Return the controller's answer to a join request for the run in this folder.
+def request_place_in(
+    run_dir: Path, endpoint: JoinEndpoint, worker: int | None
+) -> tuple[AuthenticatedStore, Place]:
+    """Return (store of the run in this folder, the controller's answer to a join request).
 
     Raises: UsageError if the run has ended, AshlError if it does not answer within `PATIENCE_S`.
     """
-    secret = job_secret(endpoint)
     late = f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try again"
 
-    def send_request() -> JoinAnswer:
-        store = AuthenticatedStore(StoreClient(endpoint.host, endpoint.port, secret, 0.0))
-        return request_place(store, worker)
+    def send_request() -> tuple[AuthenticatedStore, Place]:
+        secret = Secret(bytes.fromhex(endpoint.secret))
+        at = StoreAddress(endpoint.host, endpoint.port, secret)
+        store = AuthenticatedStore(StoreClient(at, 0.0))
+        return store, request_place(store, worker)
 
     try:
         # the store of a run that is stopped, for example by Ctrl-Z, never answers
         return call_within(2 * PATIENCE_S, send_request, late)
+    except ValueError:
+        raise UsageError(f"{FILE} holds no valid secret; join another run") from None
     except (RuntimeError, OSError):
         raise UsageError(f"{run_dir}: the run has ended; its store does not answer") from None
 
@@ -172,13 +179,14 @@ def versions() -> tuple[str, str, str]:
 
 
 @contextmanager
-def publish_join_endpoint(run_dir: Path, host: str, port: int, secret: Secret) -> Generator[None]:
+def publish_join_endpoint(run_dir: Path, at: StoreAddress) -> Generator[None]:
     """Publish the join endpoint of a run in its folder until the context ends.
 
     Raises: AshlError if the file cannot be written.
     """
     path = run_dir / FILE
-    endpoint = JoinEndpoint(host, port, secret.hex(), machine(), platform.node(), *versions())
+    known = machine(), platform.node(), *versions()
+    endpoint = JoinEndpoint(at.host, at.port, at.secret.hex(), *known)
     try:
         path.unlink(missing_ok=True)  # left by a run whose controller was killed
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -25,14 +25,19 @@ from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.device import HOST
+from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import survives_failure
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
-from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
+from ashl.run.authenticated_store import (
+    AuthenticatedStore,
+    StoreAddress,
+    StoreServer,
+    new_secret,
+)
 from ashl.run.checkpoints import Checkpoint, CheckpointManager, publish_restore_points
 from ashl.run.control_channel import ControlChannel
 from ashl.run.evaluation import shard_sizes
-from ashl.run.handshake import publish_fingerprint
 from ashl.run.interface import LOOPBACK, Chosen, check_loopback, named
 from ashl.run.join import publish_join_endpoint
 from ashl.run.monitor import Monitor
@@ -82,33 +87,29 @@ def launch(
     through = named(runtime.interface) or Chosen(LOOPBACK, "127.0.0.1")
     secret = new_secret()
     with closing(StoreServer(secret)) as server:
-        settings = RankSettings(
-            rank=0,
-            host=server.host,
-            port=server.port,
-            secret=secret,
-            run_dir=str(run_dir),
-            rounds=monitor.rounds,
-            log=True,
-            interface=through,
-            checkpoint_s=checkpoint_manager.every_s,
-        )
         devices = devices_of(plan, runtime)
         apart = have_own_gpus([*map(gpu_index, devices)], runtime)
         rank_settings = [
-            settings._replace(rank=rank, device=device, have_own_gpus=apart)
+            RankSettings(
+                rank=rank,
+                rounds=monitor.rounds,
+                interface=through,
+                device=device,
+                have_own_gpus=apart,
+                checkpoint_s=checkpoint_manager.every_s,
+            )
             for rank, device in enumerate(devices)
         ]
-        with publish_join_endpoint(run_dir, server.host, server.port, secret):
-            return run_controller(
-                plan,
-                run_dir,
-                monitor,
-                AuthenticatedStore(server),
-                rank_settings,
-                checkpoint_manager,
-                saved,
-            )
+        return run_controller(
+            plan,
+            run_dir,
+            monitor,
+            AuthenticatedStore(server),
+            StoreAddress(server.host, server.port, secret),
+            rank_settings,
+            checkpoint_manager,
+            saved,
+        )
 
 
 def run_controller(
@@ -116,13 +117,17 @@ def run_controller(
     run_dir: Path,
     monitor: Monitor,
     store: AuthenticatedStore,
+    at: StoreAddress,
     rank_settings: Sequence[RankSettings],
     checkpoint_manager: CheckpointManager,
     saved: Checkpoint | None,
+    announce: Callable[[Fingerprint], None] = lambda fingerprint: None,
 ) -> dict | None:
     """Start these ranks on this node and supervise all ranks until they have exited.
 
     However the run ends, every process of the job is notified.
+    Args: at, the address of the store; announce, called when the ranks of other processes may
+    begin, with the fingerprint of the controller's model and data.
     Returns: how well the declared pace was kept; None if the run was interrupted and a rank did not
     exit in time.
     Raises: AshlError that names the failed rank.
@@ -139,7 +144,10 @@ def run_controller(
         f"every {checkpoint_manager.every_s:g} s" if checkpoint_manager.every_s else "none",
     )
     monitor.states_travel = True
-    publish_fingerprint(store, monitor.job.learner.fingerprint())
+    fingerprint = monitor.job.learner.fingerprint()
+    rank_settings = [
+        settings._replace(run_dir=run_dir, fingerprint=fingerprint) for settings in rank_settings
+    ]
     publish_restore_points(store, saved, plan.num_ranks)
     stage = monitor.job.stages[0]
     cluster = monitor.job.parts.cluster
@@ -149,7 +157,11 @@ def run_controller(
     channel = ControlChannel(store, plan.num_ranks, plan.num_params, shard_sizes(stage))
     end, processes = End(130), dict[int, BaseProcess]()
     try:
-        with rank_processes(plan, rank_settings) as (processes, start):
+        with (
+            publish_join_endpoint(run_dir, at),
+            rank_processes(plan, rank_settings, at) as (processes, start),
+        ):
+            announce(fingerprint)
             parts = monitor.job.parts
             liveness = LivenessMonitor(
                 plan,
@@ -184,7 +196,7 @@ def run_controller(
 
 @contextmanager
 def rank_processes(
-    plan: Plan, rank_settings: Sequence[RankSettings]
+    plan: Plan, rank_settings: Sequence[RankSettings], at: StoreAddress
 ) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int], None]]]:
     """Start processes for these ranks, and kill all that are alive when the context ends.
 
@@ -198,7 +210,7 @@ def rank_processes(
     def start(rank: int, incarnation: int) -> None:
         settings = by_rank[rank]._replace(incarnation=incarnation)
         process = context.Process(
-            target=run_rank_in_child, args=(settings, plan.to_json()), name=f"rank{rank}"
+            target=run_rank_in_child, args=(settings, plan.to_json(), at), name=f"rank{rank}"
         )
         all_processes.append(process)
         with allow_children():

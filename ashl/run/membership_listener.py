@@ -107,8 +107,7 @@ class MembershipListener:
 
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
         """Connect to a rejoining worker, in a thread of its own."""
-        store = self._store.another()
-        group = admit_worker(store, self._rank, rank, incarnation, self._kernel.now_ns)
+        group = admit_worker(self._store, self._rank, rank, incarnation, self._kernel.now_ns)
         self._kernel.connect_peer(rank, incarnation, group)
         if rank in self.failed_ranks:  # it has failed again in the meantime
             self._kernel.mark_peer_failed(rank, "the run continues without it")

@@ -32,6 +32,7 @@ from ashl.config.cores import usable_cores
 from ashl.data.dataset import Data
 from ashl.errors import AshlError
 from ashl.learn.device import HOST, claim_generators, numbers
+from ashl.learn.fingerprint import Fingerprint, differing
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import (
@@ -40,10 +41,9 @@ from ashl.planning.compatibility import (
 from ashl.planning.device import device_of, use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
-from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreClient
+from ashl.run.authenticated_store import AuthenticatedStore, StoreAddress, StoreClient
 from ashl.run.checkpoints import RestorePoint, await_restore_point
 from ashl.run.control_channel import Reporter
-from ashl.run.handshake import compare_fingerprint
 from ashl.run.interface import Chosen, use
 from ashl.run.membership_listener import MembershipListener, Watchdog, exit_process
 from ashl.run.process_setup import (
@@ -100,36 +100,37 @@ BROKEN = (
 
 
 class RankSettings(NamedTuple):
-    """The address of a rank's job, and what the rank needs to know beside the plan."""
+    """What a rank needs to know beside the plan."""
 
     rank: int
-    host: str  # host of the job's store
-    port: int
-    secret: Secret  # of the job
-    run_dir: str
     rounds: Rounds
-    log: bool  # True for a child of the controller, which logs to rank<r>.log in the run folder
+    # the run folder of a child of the controller, which logs there to rank<r>.log; else None
+    run_dir: Path | None = None
     interface: Chosen | None = None  # network interface of its messages; None = gloo's choice
     device: str = HOST
     have_own_gpus: bool = False  # True if every rank of the job has a GPU of its own
     checkpoint_s: float | None = None  # run time between two checkpoints; None = no checkpoints
     incarnation: int = 0  # above 0 for a worker that rejoins a running run
+    fingerprint: Fingerprint | None = None  # of the controller's model and data
 
 
-def run_rank_in_child(settings: RankSettings, plan_json: str) -> None:
+def run_rank_in_child(settings: RankSettings, plan_json: str, at: StoreAddress) -> None:
     """Run a rank in a child of the controller: it logs to its own file, ignores interrupts, and
     ends with its parent.
     """
     for number in INTERRUPTS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
+    timeout_s = Plan.from_json(plan_json).runtime["heartbeat_timeout_s"]
+    store = AuthenticatedStore(StoreClient(at, max(1.0, timeout_s)))
     # Destructors of gloo may hang if a peer has ended, so none are run.
-    exit_process(End(run_rank(settings, plan_json).code))
+    exit_process(End(run_rank(settings, plan_json, store).code))
 
 
 def run_rank(
     settings: RankSettings,
     plan_json: str,
+    store: AuthenticatedStore,
     on_evicted: Callable[[End], NoReturn] = exit_process,
     say: Callable[[str], None] = lambda text: None,
 ) -> End:
@@ -140,20 +141,17 @@ def run_rank(
     Args: on_evicted, called if the run continues without this rank; say, shows a line to the user.
     """
     plan = Plan.from_json(plan_json)
-    timeout_s = plan.runtime["heartbeat_timeout_s"]
+    is_child = settings.run_dir is not None
     watchdog = Watchdog(
-        timeout_s,
-        f"{settings.host}:{settings.port}",
-        EXIT_CONTROLLER_SILENT if settings.log else 1,
-    )
-    store = AuthenticatedStore(
-        StoreClient(settings.host, settings.port, settings.secret, max(1.0, timeout_s))
+        plan.runtime["heartbeat_timeout_s"],
+        store.address,
+        EXIT_CONTROLLER_SILENT if is_child else 1,
     )
     reporter = make_reporter(settings, store, watchdog)
     reporter.on_evicted = on_evicted
     try:
-        begin_log(settings, plan)
-        if settings.log:
+        begin_log(settings, plan, store)
+        if is_child:
             signals_handled: AbstractContextManager = nullcontext()
         else:
             signals_handled = handle_signals(
@@ -166,7 +164,7 @@ def run_rank(
         reporter.emit(ProcessExited(settings.rank))
         reporter.close()
         end = End(0)
-        if not settings.log:
+        if not is_child:
             end = reporter.await_run_end() or End(1, "the job's store failed before the run ended")
     except KeyboardInterrupt:
         reporter.emit(WorkerFailed(settings.rank, 0, "was interrupted"))
@@ -182,34 +180,30 @@ def make_reporter(
     settings: RankSettings, store: AuthenticatedStore, watchdog: Watchdog
 ) -> Reporter:
     """Start the reporter of a rank, with a writer for its part of checkpoints if it saves them."""
-    reporter = Reporter(
-        store.another(), settings.rank, settings.rounds, watchdog, settings.incarnation
-    )
+    reporter = Reporter(store, settings.rank, settings.rounds, watchdog, settings.incarnation)
     if settings.checkpoint_s is not None:
         # only a child of the controller shares the run folder with it for certain
-        run_dir = Path(settings.run_dir) if settings.log else None
         reporter.checkpoint_writer = RankCheckpointWriter(
-            settings.rank, run_dir, reporter.emit, settings.checkpoint_s
+            settings.rank, settings.run_dir, reporter.emit, settings.checkpoint_s
         )
     return reporter
 
 
-def begin_log(settings: RankSettings, plan: Plan) -> None:
+def begin_log(settings: RankSettings, plan: Plan, store: AuthenticatedStore) -> None:
     """Set the log and the title of a rank's process, and log its first line."""
-    if settings.log:
-        redirect(Path(settings.run_dir) / f"rank{settings.rank}.log")
-    if settings.log or LOG_LEVEL in os.environ:
+    if settings.run_dir is not None:
+        redirect(settings.run_dir / f"rank{settings.rank}.log")
+    if settings.run_dir is not None or LOG_LEVEL in os.environ:
         start_log(logging.StreamHandler(), f"rank {settings.rank}")
     title = title_of(plan, settings.rank)
     set_title(f"ashl {title}")
     logger.info(
-        "starts as %s, incarnation %d, process %d on %s; the job's store is at %s:%d",
+        "starts as %s, incarnation %d, process %d on %s; the job's store is at %s",
         title,
         settings.incarnation,
         os.getpid(),
         platform.node(),
-        settings.host,
-        settings.port,
+        store.address,
     )
 
 
@@ -226,10 +220,11 @@ def report_error(settings: RankSettings, reporter: Reporter, error: Exception) -
     logger.error("fails: %s (consequence=%s, blames=%s)", sentence, consequence, blamed)
     reporter.emit(RankError(settings.rank, sentence, consequence, blamed))
     reporter.close()
-    if settings.log or not (consequence or isinstance(error, AshlError)):
+    is_child = settings.run_dir is not None
+    if is_child or not (consequence or isinstance(error, AshlError)):
         with suppress(OSError):  # its log may be on a full disk
             traceback.print_exception(error)
-    if not settings.log:
+    if not is_child:
         end = reporter.await_run_end(VERDICT_S)
         exit_process(end or End(1, f"rank {settings.rank}: {sentence}"))
     return End(1, sentence)
@@ -305,7 +300,7 @@ def train_rank(
     stage = stages[0]
     assert isinstance(stage.trainer, Trainer)
     learner = stage.trainer.learner
-    compare_fingerprint(store, learner.fingerprint(), over)
+    check_fingerprint(learner.fingerprint(), settings.fingerprint or {})
     restore_point: RestorePoint | None = RestorePoint()
     if not settings.incarnation:
         restore_point = await_restore_point(store, settings.rank, over)
@@ -356,6 +351,16 @@ def train_rank(
     reporter.emit(kernel.throttle.report())
     answers = stage.elastic or settings.rank == stage.server
     leave_together(settings, plan, store, kernel, listener, answers)
+
+
+def check_fingerprint(own: Fingerprint, controllers: Fingerprint) -> None:
+    """Raise AshlError if this process has built another model or other data than the controller."""
+    if (name := differing(own, controllers)) is not None:
+        raise AshlError(
+            f"{name} differ between this process and the controller; draw from the global"
+            " generators of torch, numpy or random, which have the run's seed everywhere, or seed"
+            " your own generator; read the same files everywhere"
+        )
 
 
 def restore(kernel: TorchKernel, point: RestorePoint, plan: Plan, device: str) -> SavedRank | None:

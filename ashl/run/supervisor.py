@@ -12,7 +12,6 @@ controller. A rank that misses heartbeats is *silent*.
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import time
@@ -36,7 +35,7 @@ from ashl.run.control_channel import (
     ControlChannel,
     described,
 )
-from ashl.run.join import JoinAnswer
+from ashl.run.join import Place
 from ashl.run.membership_listener import SAME_CAUSE_S
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT, EXIT_DECLARED_FAILURE, EXIT_EVICTED
@@ -633,15 +632,11 @@ def answer_join_requests(liveness: LivenessMonitor, takes_checkpoints: bool) -> 
     """Answer every join request that the control channel has received."""
     channel = liveness.channel
     while channel.join_requests:
-        request, future = channel.join_requests.popleft()
-        worker = json.loads(request)
-        # another version of ashl has sent the request; it times out
-        if not isinstance(worker, int | None):
-            continue
+        worker, future = channel.join_requests.popleft()
         answer = answer_join_request(liveness, worker, takes_checkpoints)
         if answer.refused is None:
             logger.info(
-                "admits a process as worker %d, incarnation %d", answer.worker, answer.incarnation
+                "admits a process as worker %d, incarnation %d", answer.rank, answer.incarnation
             )
         else:
             logger.info("rejects a join request: %s", answer.refused)
@@ -650,7 +645,7 @@ def answer_join_requests(liveness: LivenessMonitor, takes_checkpoints: bool) -> 
 
 def answer_join_request(
     liveness: LivenessMonitor, worker: int | None, takes_checkpoints: bool
-) -> JoinAnswer:
+) -> Place:
     """Admit a joining process in the place of `worker`, or of any failed worker if None; or return
     the reason against it.
     """
@@ -661,21 +656,21 @@ def answer_join_request(
     liveness.processes.pop(rank, None)
     settings = next(iter(liveness.rank_settings.values()))
     on_this_node = liveness.rank_settings.get(rank)
-    return JoinAnswer(
-        refused=None,
-        worker=rank,
+    return Place(
+        rank=rank,
         incarnation=liveness.channel.incarnations[rank],
         how=liveness.failed[rank],
         plan=liveness.plan.to_json(),
         rounds=settings.rounds,
         device=on_this_node.device if on_this_node else "",
         have_own_gpus=settings.have_own_gpus,
+        fingerprint=settings.fingerprint,
     )
 
 
 def join_refusal(
     liveness: LivenessMonitor, worker: int | None, takes_checkpoints: bool
-) -> JoinAnswer | None:
+) -> Place | None:
     """Return a rejection with its reason, if no process can join now in the place of `worker`, or
     of any worker if None; None if one can.
     """
@@ -694,7 +689,7 @@ def join_refusal(
     elif worker is not None and worker >= plan.num_workers:
         reason = f"there is no worker {worker}; the run has workers 0 to {plan.num_workers - 1}"
     if reason is not None:
-        return JoinAnswer(refused=reason)
+        return Place(refused=reason)
     if monitor.counts() is None:
         reason = "the run has not begun"
     elif worker is not None and worker not in failed:
@@ -703,7 +698,7 @@ def join_refusal(
         reason = "no worker of this run has failed"
     elif liveness.rejoining.keys() >= ({*failed} if worker is None else {worker}):
         reason = "every failed worker is already rejoining"
-    return None if reason is None else JoinAnswer(refused=reason, may_change=True)
+    return None if reason is None else Place(refused=reason, may_change=True)
 
 
 def empty_totals(rank: int) -> Heartbeat:

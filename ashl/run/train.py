@@ -28,7 +28,7 @@ from ashl.launch.environment import JobMembership, read_membership
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.device import device_of
-from ashl.planning.instantiate import Job, Parts, assemble
+from ashl.planning.instantiate import Job, assemble
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
@@ -92,12 +92,16 @@ def run(
         plan, parts, data = prepare_plan(
             config, job.world_size if job else None, overrides, strict=strict and resume is None
         )
-    plan, assignment = assign_process(plan, parts, config, job)
-    if assignment and assignment.job.rank != 0:
-        return RunOutcome(jobs.run_as_rank(plan, assignment))
+    if job is not None and job.rank != 0:
+        return RunOutcome(jobs.run_as_rank(plan, parts, config, job))
+    lead = None if job is None else jobs.lead_job(plan, parts, config, job)
+    if lead is not None:
+        plan = replace(plan, notes=(*plan.notes, *lead.notes))
+    elif parts.runtime.name == "local":
+        launch.check_local(plan, parts.runtime)
     torch.set_num_threads(parts.runtime.threads)
-    with jobs.aborting_job_on_error(plan, assignment):
-        device = assignment.settings.device if assignment else device_of(parts.runtime)
+    with jobs.refusing_on_error(lead and lead.store, job):
+        device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
         whole = assemble(plan, device, parts, data)
         if resume is not None:
             close_killed(resume)
@@ -125,7 +129,7 @@ def run(
     copier = start_copier(tracking, run_dir, plan, config, command)
     with stop_on_interrupt(monitor):
         saving = Saving(identity(config), config["run"]["checkpoint_s"])
-        pace, failure = run_to_end(plan, run_dir, monitor, assignment, saving, saved, origin)
+        pace, failure = run_to_end(plan, run_dir, monitor, lead, saving, saved, origin)
         status, reason = run_status(monitor, failure)
         summary = summarise(monitor, parts.runtime.name, status, reason, pace)
         finish(monitor, summary, failure)
@@ -135,19 +139,28 @@ def run(
         if status == "interrupted" and list_checkpoints(run_dir):
             line = f"resume with `{resume_command(run_dir, config)}`"
             console.print(line, soft_wrap=True, markup=False)
+    warn(unlogged)
+    return conclude(monitor, summary, failure)
+
+
+def conclude(monitor: Monitor, summary: dict[str, Any], failure: Exception | None) -> RunOutcome:
+    """Show the warnings of a run whose records are complete, and return its outcome.
+
+    Raises: as `run` does once the run has ended.
+    """
+    run_dir, status = monitor.recorder.run_dir, summary["status"]
     warn(monitor.run_state.compression.warning)
     if monitor.refused:
         warn(
             f"{monitor.refused} connections to the job's store did not know its secret and were"
             " refused"
         )
-    warn(unlogged)
     if failure:
         raise failure
     if status == "diverged":
         raise AshlError(
-            f"the run diverged: {reason}; lower optimizer.lr, for example. Its records are in"
-            f" {run_dir}"
+            f"the run diverged: {summary['exit_reason']}; lower optimizer.lr, for example. Its"
+            f" records are in {run_dir}"
         )
     if status == "interrupted":
         raise KeyboardInterrupt
@@ -158,7 +171,7 @@ def run_to_end(
     plan: Plan,
     run_dir: Path,
     monitor: Monitor,
-    assignment: jobs.ProcessAssignment | None,
+    lead: jobs.JobLead | None,
     saving: Saving,
     saved: Checkpoint | None,
     origin: Origin | None,
@@ -173,7 +186,7 @@ def run_to_end(
         with own_faults(plan.allow_targets, AshlError):
             if origin is not None:
                 saved = rescaling.begin(origin, plan, monitor, saving)
-            return run_kernel(plan, run_dir, monitor, assignment, saving, saved), None
+            return run_kernel(plan, run_dir, monitor, lead, saving, saved), None
     except KeyboardInterrupt:  # the second Ctrl-C
         return None, None
     except Exception as error:
@@ -207,26 +220,11 @@ def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | 
     return config, job
 
 
-def assign_process(
-    plan: Plan, parts: Parts, config: dict[str, Any], job: JobMembership | None
-) -> tuple[Plan, jobs.ProcessAssignment | None]:
-    """Join the job, if there is one. Returns: (plan, this process's assignment or None).
-
-    In a job, the plan has additional notes about the placement of ranks.
-    """
-    if job is not None:
-        assignment = jobs.join_job(plan, parts, config, job)
-        return replace(plan, notes=(*plan.notes, *assignment.notes)), assignment
-    if parts.runtime.name == "local":
-        launch.check_local(plan, parts.runtime)
-    return plan, None
-
-
 def run_kernel(
     plan: Plan,
     run_dir: Path,
     monitor: Monitor,
-    assignment: jobs.ProcessAssignment | None,
+    lead: jobs.JobLead | None,
     saving: Saving,
     saved: Checkpoint | None,
 ) -> dict | None:
@@ -240,14 +238,15 @@ def run_kernel(
     checkpoint_manager = CheckpointManager(
         run_dir, plan.num_ranks, saving.every_s, saving.identity, lead_rank
     )
-    with jobs.aborting_job_on_error(plan, assignment):
+    with (
+        jobs.refusing_on_error(lead and lead.store, lead and lead.job),
+        logging_to(run_dir / CONTROLLER_LOG, "controller"),
+        titled("ashl controller"),
+    ):
         if saved is not None:
             monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
-    with logging_to(run_dir / CONTROLLER_LOG, "controller"), titled("ashl controller"):
-        if assignment:
-            pace = jobs.run_as_controller(
-                plan, run_dir, monitor, assignment, checkpoint_manager, saved
-            )
+        if lead:
+            pace = jobs.run_as_controller(plan, run_dir, monitor, lead, checkpoint_manager, saved)
         else:
             pace = launch.launch(plan, run_dir, monitor, checkpoint_manager, saved)
     warn(checkpoint_manager.warning)

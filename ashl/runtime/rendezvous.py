@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,6 @@ CHECK_S = 0.2  # seconds between two checks whether a wait can still end
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, new at each boot of the machine
 T = TypeVar("T")
 _all: dist.ProcessGroup | None = None
-
-
-class SharedStore(Protocol):
-    """The job's store; each thread has a connection of its own."""
-
-    def another(self) -> dist.Store: ...
 
 
 def init_process_groups(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
@@ -124,7 +118,7 @@ def clock_key(epoch: int) -> str:
 
 
 def meet_members(
-    shared: SharedStore,
+    store: dist.Store,
     rank: int,
     now_ns: Callable[[], int],
     epoch: Epoch,
@@ -137,7 +131,6 @@ def meet_members(
     """
     if len(members) == 1:
         return None
-    store = shared.another()
     store.set(clock_key(epoch.number), describe_clock(now_ns()))
     name = f"epoch/{epoch.number}"
     meet = partial(make_group, name, store, members.index(rank), len(members))
@@ -145,14 +138,13 @@ def meet_members(
 
 
 def join_epoch(
-    shared: SharedStore, worker: int, incarnation: int, update: Callable[[], ControlUpdate]
+    store: dist.Store, worker: int, incarnation: int, update: Callable[[], ControlUpdate]
 ) -> tuple[Epoch, int] | None:
     """Wait for an epoch of which this joining worker is a member.
 
     Returns: (epoch, zero of the run's clock in this process's monotonic nanoseconds); None if the
     run ends before.
     """
-    store = shared.another()
     while update().end is None:
         epoch = update().epoch
         members = () if epoch is None else zip(epoch.workers, epoch.incarnations, strict=True)
@@ -208,7 +200,7 @@ def admit_worker(
 
 
 def join_servers(
-    shared: SharedStore,
+    store: dist.Store,
     servers: Iterable[int],
     worker: int,
     incarnation: int,
@@ -220,13 +212,12 @@ def join_servers(
     nanoseconds); None if the run ends before.
     """
     groups, zero_ns = dict[int, dist.ProcessGroup](), 0
-    store = shared.another()
     for server in servers:
         name = pair_key(server, worker, incarnation)
         if (clock := await_key(store, name, is_over)) is None:
             return None
         zero_ns = zero_of(clock)
-        meet = partial(make_group, name, shared.another(), JOINER)
+        meet = partial(make_group, name, store, JOINER)
         group = call_unless_failed(meet, is_over)
         if group is None:
             return None

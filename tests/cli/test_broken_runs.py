@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from ashl.cli.app import main
-from ashl.run.authenticated_store import StoreClient, new_secret
+from ashl.run.authenticated_store import StoreAddress, StoreClient, new_secret
 from ashl.tracking import jsonl
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
 
@@ -52,7 +52,7 @@ def intrude(run: Path) -> None:
     attacks = [b"", b"hello" * 1000, bytes(64), b"\xff" * 64, os.urandom(96)]
     for port in mine:
         with suppress(OSError):
-            StoreClient("127.0.0.1", port, new_secret(), 0.0)
+            StoreClient(StoreAddress("127.0.0.1", port, new_secret()), 0.0)
     for port in (*mine, *(port for pid in ranks.values() for port in ports(pid))):
         for garbage in attacks:
             with (
