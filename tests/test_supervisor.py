@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
+from ashl.run.join import Place, parse_place
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT
 from ashl.run.rank import classify_error
-from ashl.run.supervisor import LivenessMonitor, describe_exit, empty_totals, find_culprit
+from ashl.run.supervisor import LivenessMonitor, describe_exit, find_culprit
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.records import (
     ControlUpdate,
+    Heartbeat,
     RankError,
     WorkerFailed,
-    WorkerRejoined,
 )
+from ashl.runtime.time_accounting import KINDS
 
 BUG = RankError(2, "ValueError: no", consequence=False)
 KILLED = {3: "was killed by SIGKILL"}
@@ -106,20 +108,22 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
     )
 
 
-def test_late_messages_of_a_failed_worker_count_once() -> None:
-    """Its last heartbeat may arrive after its end; the counts of its next incarnation are added to
-    it.
-    """
-    liveness, monitor, emitted = liveness_monitor()
-    beat = empty_totals(1)._replace(time_ns=5, steps=7)
-    monitor.beats[1] = beat
+def empty_totals(rank: int) -> Heartbeat:
+    return Heartbeat(rank, 0, 0, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
+
+
+def test_the_next_incarnation_gets_the_totals_of_the_worker() -> None:
+    """Also of a heartbeat that arrived after its end."""
+    started: list[Any] = []
+    liveness, monitor, _ = liveness_monitor()
+    liveness.start = lambda *known: started.append(known)
+    liveness.processes[1] = SimpleNamespace(exitcode=-9)
     liveness.continue_without(1, "was killed by SIGKILL")
-    liveness.handle_record(beat, None)
-    assert emitted[1:] == [beat]
-    liveness.expect_rejoin(1)
-    liveness.handle_record(WorkerRejoined(1, 9), None)
-    liveness.handle_record(beat, None)
-    assert emitted[-1].steps == 14
+    monitor.beats[1] = empty_totals(1)._replace(time_ns=5, steps=7)
+    liveness.restart_workers(1)
+    assert started == [(1, 1, monitor.beats[1])]
+    place = Place(totals=monitor.beats[1])
+    assert parse_place(place.dumps()) == place
 
 
 def test_a_worker_fails_when_its_last_messages_are_read() -> None:

@@ -31,7 +31,7 @@ from ashl.run.control_channel import PATIENCE_S
 from ashl.run.interface import Chosen, named, reaching, towards
 from ashl.run.membership_listener import call_within
 from ashl.run.rank import RankSettings, run_rank
-from ashl.runtime.records import End, Rounds, Text, parse_json, validate
+from ashl.runtime.records import End, Heartbeat, Rounds, Text, parse_json, validate
 from ashl.runtime.rendezvous import machine
 
 FILE = "job.json"  # in the run folder while the run can be joined
@@ -62,6 +62,7 @@ class Place(NamedTuple):
     may_change: bool = False  # True if a later request may be admitted
     rank: int = 0
     incarnation: int = 0
+    totals: Heartbeat | None = None  # of the earlier incarnations of its worker
     how: Text = ""  # the cause of the earlier incarnation's failure
     plan: str = ""  # for a process that has not composed the configuration
     rounds: Rounds = "none"
@@ -84,6 +85,7 @@ class Place(NamedTuple):
             have_own_gpus=self.have_own_gpus,
             checkpoint_s=self.checkpoint_s,
             incarnation=self.incarnation,
+            totals=self.totals,
             fingerprint=self.fingerprint,
         )
 

@@ -44,7 +44,7 @@ from ashl.run.monitor import Monitor
 from ashl.run.process_setup import INTERRUPTS
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
-from ashl.runtime.records import End
+from ashl.runtime.records import End, Heartbeat
 from ashl.runtime.throttle import Nics
 
 logger = logging.getLogger(__name__)
@@ -197,18 +197,19 @@ def run_controller(
 @contextmanager
 def rank_processes(
     plan: Plan, rank_settings: Sequence[RankSettings], at: StoreAddress
-) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int], None]]]:
+) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int, Heartbeat | None], None]]]:
     """Start processes for these ranks, and kill all that are alive when the context ends.
 
-    Yields: the processes by rank, and a function that starts an incarnation of a rank.
+    Yields: the processes by rank, and a function that starts an incarnation of a rank with the
+    totals of earlier ones.
     """
     context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
     by_rank = {settings.rank: settings for settings in rank_settings}
     processes: dict[int, BaseProcess] = {}
     all_processes: list[BaseProcess] = []
 
-    def start(rank: int, incarnation: int) -> None:
-        settings = by_rank[rank]._replace(incarnation=incarnation)
+    def start(rank: int, incarnation: int, totals: Heartbeat | None = None) -> None:
+        settings = by_rank[rank]._replace(incarnation=incarnation, totals=totals)
         process = context.Process(
             target=run_rank_in_child, args=(settings, plan.to_json(), at), name=f"rank{rank}"
         )

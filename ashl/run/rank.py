@@ -64,6 +64,7 @@ from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter, SavedRank
 from ashl.runtime.records import (
     End,
+    Heartbeat,
     Placed,
     ProcessExited,
     RankError,
@@ -111,6 +112,7 @@ class RankSettings(NamedTuple):
     have_own_gpus: bool = False  # True if every rank of the job has a GPU of its own
     checkpoint_s: float | None = None  # run time between two checkpoints; None = no checkpoints
     incarnation: int = 0  # above 0 for a worker that rejoins a running run
+    totals: Heartbeat | None = None  # of its earlier incarnations
     fingerprint: Fingerprint | None = None  # of the controller's model and data
 
 
@@ -463,6 +465,8 @@ def rejoin(
         if connected is None:
             return False
         kernel.join_running(*connected)
+    if settings.totals is not None:
+        kernel.ctx.add_totals(settings.totals)
     reporter.emit(WorkerRejoined(settings.rank, kernel.now_ns))
     return True
 

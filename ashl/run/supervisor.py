@@ -49,8 +49,6 @@ from ashl.runtime.records import (
     End,
     Heartbeat,
     Lateness,
-    Measured,
-    Measures,
     ModuleState,
     PacingStats,
     Placed,
@@ -66,12 +64,10 @@ from ashl.runtime.records import (
     StageBoundary,
     StageEnd,
     StopAsked,
-    TimeTotals,
     UpdateShown,
     WorkerFailed,
     WorkerRejoined,
 )
-from ashl.runtime.time_accounting import KINDS
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +94,8 @@ class LivenessMonitor:
     processes: dict[int, BaseProcess]  # ranks on this node
     # ranks on this node, in their first incarnation
     rank_settings: Mapping[int, RankSettings]
-    start: Callable[[int, int], None]  # starts an incarnation of a rank on this node
+    # starts an incarnation of a rank on this node, with the totals of earlier ones
+    start: Callable[[int, int, Heartbeat | None], None]
     survives_failure: bool  # the run can continue without a worker
     admits_rejoin: bool  # a failed worker can rejoin
     regroups: bool = False  # a failure or a rejoin begins a new epoch
@@ -110,8 +107,6 @@ class LivenessMonitor:
     exit_noticed_s: dict[int, float] = field(default_factory=dict)
     # True once the worker is ready to be connected
     rejoining: dict[int, bool] = field(default_factory=dict)
-    # totals of a worker's earlier incarnations
-    prior_totals: dict[int, Heartbeat] = field(default_factory=dict)
     # evicted workers whose process the controller killed
     killed_as_silent: set[int] = field(default_factory=set)
     # restarts of a killed worker, up to runtime.max_restarts
@@ -144,9 +139,6 @@ class LivenessMonitor:
                 assert isinstance(content, bytes)
                 state = decode(content, ("ashl", *self.plan.allow_targets))
                 self.monitor.set_module_state(record.rank, state)
-            case Heartbeat() | TimeTotals() | StageBoundary() if record.rank in self.prior_totals:
-                self.adjust_clock_zero(record)
-                self.monitor.emit(add_prior_totals(self.prior_totals[record.rank], record))
             case _:
                 self.adjust_clock_zero(record)
                 self.monitor.emit(record)
@@ -159,8 +151,7 @@ class LivenessMonitor:
             case Ready(rank) if rank in self.rejoining:
                 self.rejoining[rank] = True
                 self.publish_membership()
-            case WorkerRejoined(rank, time_ns) if rank in self.rejoining:
-                self.prior_totals[rank] = outage_until(self.prior_totals[rank], time_ns)
+            case WorkerRejoined(rank) if rank in self.rejoining:
                 del self.rejoining[rank], self.failed[rank]
                 self.publish_membership()
                 self.monitor.emit(record)
@@ -343,11 +334,10 @@ class LivenessMonitor:
                     incarnation,
                     self.failed[rank],
                 )
-                self.start(rank, incarnation)
+                self.start(rank, incarnation, self.monitor.beats.get(rank))
 
     def expect_rejoin(self, rank: int) -> None:
         """Expect the next incarnation of a failed worker."""
-        self.prior_totals[rank] = self.monitor.beats.get(rank) or empty_totals(rank)
         self.channel.incarnations[rank] += 1
         self.channel.last_heard_s[rank] = self.channel.awake_s
         self.rejoining[rank] = False
@@ -659,6 +649,7 @@ def answer_join_request(
     return Place(
         rank=rank,
         incarnation=liveness.channel.incarnations[rank],
+        totals=liveness.monitor.beats.get(rank),
         how=liveness.failed[rank],
         plan=liveness.plan.to_json(),
         rounds=settings.rounds,
@@ -699,50 +690,6 @@ def join_refusal(
     elif liveness.rejoining.keys() >= ({*failed} if worker is None else {worker}):
         reason = "every failed worker is already rejoining"
     return None if reason is None else Place(refused=reason, may_change=True)
-
-
-def empty_totals(rank: int) -> Heartbeat:
-    """Return the totals of a worker that has sent no heartbeat."""
-    return Heartbeat(rank, 0, 0, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
-
-
-def outage_until(before: Heartbeat, time_ns: int) -> Heartbeat:
-    """Return the totals of a failed worker at the time at which it rejoins.
-
-    Time since the run's zero that no total accounts for counts as down.
-    """
-    down = before.totals_ns["down"] + max(0, time_ns - sum(before.totals_ns.values()))
-    return before._replace(totals_ns=before.totals_ns | {"down": down})
-
-
-def add_prior_totals(
-    before: Heartbeat, record: Heartbeat | TimeTotals | StageBoundary
-) -> Heartbeat | TimeTotals | StageBoundary:
-    """Add the totals of a worker's earlier incarnations to a record of its present one."""
-    totals = {kind: before.totals_ns[kind] + ns for kind, ns in record.totals_ns.items()}
-    if isinstance(record, StageBoundary):
-        return record._replace(totals_ns=totals)
-    record = record._replace(
-        totals_ns=totals,
-        bytes_up=before.bytes_up + record.bytes_up,
-        bytes_down=before.bytes_down + record.bytes_down,
-        collective_ns=before.collective_ns + record.collective_ns,
-        measures=measured(before.measures, record.measures),
-    )
-    return (
-        record._replace(steps=before.steps + record.steps)
-        if isinstance(record, Heartbeat)
-        else record
-    )
-
-
-def measured(before: Measures, now: Measures) -> dict[str, Measured]:
-    """Add the values of two sets of measures by name."""
-    found = dict(before)
-    for name, (last, total, count) in now.items():
-        _, so_far, times = before.get(name, (0.0, 0.0, 0))
-        found[name] = Measured(last, so_far + total, times + count)
-    return found
 
 
 def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:

@@ -306,6 +306,20 @@ class RankContext:
             )
             self.kernel.observer.emit(Round(*what, parts or None, messages or None))
 
+    def add_totals(self, before: Heartbeat) -> None:
+        """Add the totals of the earlier incarnation of this worker, before this one begins.
+
+        Time since the run's zero that no total accounts for counts as down.
+        """
+        self.steps += before.steps
+        self.measures = dict(before.measures)
+        account = self.time_accounting
+        account.totals = dict(before.totals_ns)
+        account.totals["down"] += max(0, account.cursor - sum(account.totals.values()))
+        account.bytes_up += before.bytes_up
+        account.bytes_down += before.bytes_down
+        account.collective_ns += before.collective_ns
+
     def heartbeat(self) -> Heartbeat:
         """Return the current state of this rank for the monitor. Another thread may call it."""
         # read before the clock, because they may not reach past it
