@@ -31,7 +31,7 @@ from ashl.run.handshake import (
     hello_key,
     parse_hello,
     placement_by_profile,
-    server_note,
+    server_notes,
     settings_in_common,
 )
 from ashl.run.interface import Chosen
@@ -263,14 +263,17 @@ def test_without_a_server_all_keep_their_order() -> None:
         ),
         (
             PlacementRequest(("a", "c", "c")),
-            "cluster.hosts names c for 2 workers, and the job has 1 process there",
+            r"cluster.hosts names c once more than the job has processes there \(1\); start more",
         ),
         (
             PlacementRequest(("a", "b", "c"), server="c"),
-            "names c for 1 worker beside the server, and the job has 1 process",
+            "cluster.hosts names c once more than",
         ),
-        (PlacementRequest(("a:0", "a:0", "c")), "cluster.hosts names a:0, and it is named already"),
-        (PlacementRequest(("a:2", "b", "c")), "cluster.hosts names a:2, and a has 2 processes"),
+        (PlacementRequest(("a:0", "a:0", "c")), "cluster.hosts names a:0 once more than"),
+        (
+            PlacementRequest(("a:2", "b", "c")),
+            "cluster.hosts names a:2, and no process of the job is there; there are: a",
+        ),
         (PlacementRequest(server="d"), "cluster.server_host names d"),
     ],
 )
@@ -321,6 +324,9 @@ def test_two_workers_on_one_gpu() -> None:
 # ------------------------------------------------------------------------------------
 
 
+PLAN = planned("cluster=homogeneous", "cluster.compute=[1,1,1]", "sync=asp", "runtime=local")
+
+
 def profile(
     *hosts: str | None,
     server: str | None = None,
@@ -346,8 +352,11 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
     processes = assign_ranks(JOB, 3, 4, wanted)
     assert processes == (3, 2, 0, 1)
     check_profile(known, JOB, processes, "FILE")
-    said = server_note("the server", "a", wanted, known, "FILE")
-    assert said == "the server runs on host a: the process that profile=FILE does not name"
+    said = server_notes(PLAN, "a", wanted, known, "FILE", shared=False)
+    assert said == (
+        "the job is 3 workers and a server",
+        "the server runs on host a: the process that profile=FILE does not name",
+    )
     with pytest.raises(
         UsageError,
         match="profile=FILE has measured worker 0 on c, and here it is on a; run",
@@ -355,7 +364,7 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
         check_profile(known, JOB, (0, 2, 3, 1), "FILE")
     with pytest.raises(
         UsageError,
-        match=r"profile=FILE names c for 1 worker beside the server, .*; run `ashl profile` again",
+        match=r"profile=FILE names c once more than .*; run `ashl profile` again",
     ):
         assign_ranks(JOB, 3, 4, wanted._replace(server="c"))
     given = PlacementRequest(("a", "a", "c"))
@@ -381,7 +390,7 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
 )
 def test_a_link_that_is_better_than_the_servers(known: Profile, better: str | None) -> None:
     assert known.better_host == better
-    said = server_note("the server", None, PlacementRequest(), known, "FILE")
+    _, said = server_notes(PLAN, None, PlacementRequest(), known, "FILE", shared=False)
     assert (f"run `ashl profile` with cluster.server_host={better}" in said) == (better is not None)
 
 

@@ -19,10 +19,13 @@ import torch
 from ashl import __version__
 from ashl.errors import AshlError, DataMissingError, UsageError, plain
 from ashl.launch.environment import JobMembership
+from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
+from ashl.planning.compatibility import pluralize
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.control_channel import POLL_S
 from ashl.run.membership_listener import AwakeTime
+from ashl.run.rank import role_name
 from ashl.runtime.records import Text, parse_json, validate
 from ashl.runtime.rendezvous import machine
 
@@ -227,16 +230,23 @@ def assign_ranks(
                 f" process more, on {request.server}"
             )
         return *assign_ranks(hellos, num_workers, num_workers, request._replace(server=None)), 0
-    named = dict(enumerate(request.hosts or ()))
-    by = dict.fromkeys(named, request.hosts_by)
+    named = {rank: (name, request.hosts_by) for rank, name in enumerate(request.hosts or ())}
     if num_ranks > num_workers and request.server is not None:
-        named[num_workers], by[num_workers] = request.server, "cluster.server_host"
+        named[num_workers] = request.server, "cluster.server_host"
     taken: dict[int, int] = {}
-    for rank in sorted(named, key=lambda rank: (":" not in named[rank], rank < num_workers)):
-        found = processes_on(hellos, named[rank], by[rank])
+    # names of one process come first, then the server
+    for rank in sorted(named, key=lambda rank: (":" not in named[rank][0], rank < num_workers)):
+        name, by = named[rank]
+        found = processes_on(hellos, name, by)
         free = [process for process in found if process not in taken.values()]
         if not free:
-            raise UsageError(explain_shortage(named, by[rank], rank, num_workers, len(found)))
+            fix = "start more, or name other hosts"
+            if by.startswith("profile="):
+                fix = "run `ashl profile` again with the server on its node, or drop profile="
+            raise UsageError(
+                f"{by} names {name} once more than the job has processes there ({len(found)});"
+                f" {fix}"
+            )
         taken[rank] = free[0] if rank < num_workers else free[-1]
     unassigned = [process for process in range(len(hellos)) if process not in taken.values()]
     if num_ranks > num_workers not in taken:
@@ -264,59 +274,26 @@ def processes_on(hellos: Sequence[Hello], name: str, by: str) -> list[int]:
     found = [
         peer for peer in hellos if host in (peer.host, peer.host.partition(".")[0], peer.address)
     ]
-    if not found:
-        there = Counter(peer.host for peer in hellos)
-        listed = ", ".join(
-            f"{other} ({count} process{'es' if count > 1 else ''})"
-            for other, count in there.items()
-        )
-        raise UsageError(
-            f"{by} names {host}, and no process of the job is there; there are: {listed}"
-        )
     if len({peer.machine for peer in found}) > 1:
         known = ", ".join(dict.fromkeys(peer.address or "?" for peer in found))
         raise UsageError(
             f"{by} names {host}, which is the name of several machines; use their addresses:"
             f" {known}"
         )
-    if not colon:
-        return [peer.rank for peer in found]
-    exact = [peer.rank for index, peer in enumerate(found) if str(local_rank(peer, index)) == local]
-    if not exact:
-        raise UsageError(
-            f"{by} names {name}, and {host} has {len(found)}"
-            f" process{'es' if len(found) > 1 else ''}"
+    chosen = [
+        peer.rank
+        for index, peer in enumerate(found)
+        if not colon or local == str(index if peer.local_rank is None else peer.local_rank)
+    ]
+    if not chosen:
+        counts = Counter(peer.host for peer in hellos).items()
+        there = ", ".join(
+            f"{other} ({pluralize(n, 'process', 'processes')})" for other, n in counts
         )
-    return exact
-
-
-def local_rank(peer: Hello, index: int) -> int:
-    """Return the local rank from the launcher, else the index among the processes of the host."""
-    return index if peer.local_rank is None else peer.local_rank
-
-
-def explain_shortage(
-    named: dict[int, str], by: str, rank: int, num_workers: int, there: int
-) -> str:
-    """Return the sentence that says why a host has no process for a rank of the plan."""
-    name, host = named[rank], named[rank].partition(":")[0]
-    if ":" in name:
-        return f"{by} names {name}, and it is named already; name each process once"
-    workers = sum(
-        other.partition(":")[0] == host for who, other in named.items() if who < num_workers
-    )
-    server = (
-        " beside the server"
-        if num_workers in named and named[num_workers].partition(":")[0] == host
-        else ""
-    )
-    fix = "start more, or name other hosts"
-    if by.startswith("profile="):
-        fix = "run `ashl profile` again with the server on its node, or drop profile="
-    return (
-        f"{by} names {name} for {workers} worker{'s' if workers > 1 else ''}{server}, and the job"
-        f" has {there} process{'es' if there > 1 else ''} there; {fix}"
-    )
+        raise UsageError(
+            f"{by} names {name}, and no process of the job is there; there are: {there}"
+        )
+    return chosen
 
 
 def placement_by_profile(
@@ -365,19 +342,22 @@ def check_gpus(hellos: Sequence[Hello], workers: Sequence[int], share: bool) -> 
             )
 
 
-def server_note(
-    role: str,
+def server_notes(
+    plan: Plan,
     host: str | None,
     request: PlacementRequest,
     profile: Profile | None,
     path: str,
-    shared: bool = False,
-) -> str:
-    """Return the note that says on which host the server or coordinator runs, and why.
+    shared: bool,
+) -> tuple[str, ...]:
+    """Return two notes: how many workers and which server or coordinator the job has, and the
+    host of that server with the reason. Without a server there are no notes.
 
-    Args: role, of the rank; host, None if unknown; shared, True if it has no process of its own in
-    the job and runs beside a worker.
+    Args: host, None if unknown; shared, True if the server has no process of its own in the job and
+    runs beside a worker.
     """
+    if plan.num_ranks == plan.num_workers:
+        return ()
     if shared:
         why = "the node of process 0, which starts it, as the job has as many processes as workers"
     elif request.server is not None:
@@ -389,11 +369,13 @@ def server_note(
             "the node of process 0; no profile says which link is best; set cluster.server_host to"
             " choose another"
         )
-    text = f"{role} runs on {why}" if host is None else f"{role} runs on host {host}: {why}"
+    role = role_name(plan, plan.num_workers).partition(" (")[0].removeprefix("the ")
+    workers = pluralize(plan.num_workers, "worker", "workers")
+    text = f"the {role} runs on {why if host is None else f'host {host}: {why}'}"
     better = profile.better_host if profile is not None and request.server is None else None
-    if better is None:
-        return text
-    return (
-        f"{text}; by profile={path} the link of {better} is no worse, perhaps better; to find out,"
-        f" run `ashl profile` with cluster.server_host={better}"
-    )
+    if better is not None:
+        text += (
+            f"; by profile={path} the link of {better} is no worse, perhaps better; to find out,"
+            f" run `ashl profile` with cluster.server_host={better}"
+        )
+    return f"the job is {workers} and a {role}", text

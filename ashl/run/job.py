@@ -33,8 +33,6 @@ from ashl.learn.device import HOST
 from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
-from ashl.plan.profile import Profile
-from ashl.planning.compatibility import pluralize
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
 from ashl.planning.instantiate import Parts
 from ashl.run import interface
@@ -59,7 +57,7 @@ from ashl.run.handshake import (
     hello_key,
     make_hello,
     placement_by_profile,
-    server_note,
+    server_notes,
     settings_in_common,
     shares_a_node,
 )
@@ -67,7 +65,7 @@ from ashl.run.join import Place, parse_place, request_place
 from ashl.run.launch import run_controller
 from ashl.run.membership_listener import Watchdog, exit_process
 from ashl.run.monitor import Monitor
-from ashl.run.rank import RankSettings, role_name, run_rank
+from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import End
 from ashl.runtime.transport import first_line
 
@@ -275,29 +273,6 @@ def notes_before_start(plan: Plan, parts: Parts, path: str | None, size: int) ->
     if profile is not None and profile.server_host is not None and request == PlacementRequest():
         host, request = profile.server_host, PlacementRequest((), f"profile={path}")
     return server_notes(plan, host, request, profile, str(path), plan.num_ranks > size)
-
-
-def server_notes(
-    plan: Plan,
-    host: str | None,
-    request: PlacementRequest,
-    profile: Profile | None,
-    path: str,
-    shared: bool,
-) -> tuple[str, ...]:
-    """Return two notes: how many workers and which server or coordinator the job has, and the
-    host of that server with the reason. Without a server there are no notes.
-
-    Args: host, None if unknown; shared, True if the server has no process of its own in the job.
-    """
-    if plan.num_ranks == plan.num_workers:
-        return ()
-    role = role_name(plan, plan.num_workers).partition(" (")[0]
-    count = (
-        f"the job is {pluralize(plan.num_workers, 'worker', 'workers')} and"
-        f" {role.replace('the', 'a', 1)}"
-    )
-    return count, server_note(role, host, request, profile, path, shared)
 
 
 def check_interfaces(hellos: tuple[Hello, ...]) -> None:
