@@ -19,7 +19,7 @@ from ashl.tracking.straggler import find_straggler
 SCHEMA = 1
 SCORES = ("train_loss", "test_loss", "test_accuracy", "test_metric")
 # Classes of time, in the order in which excess time is taken from them.
-CLASSES = ("wait", "pull", "push", "compress", "compute")
+CLASSES = ("wait", "pull", "push", "compress", "compute", "down")
 
 
 def settled(totals_ns: dict[str, int], time_ns: int, failed: bool) -> dict[str, float]:
