@@ -195,7 +195,10 @@ def test_where_nccl_carries_messages(monkeypatch) -> None:
         match=r"transfers by NCCL cannot be paced; take cluster=real with it; take runtime\.backend",
     ):
         device.uses_nccl(asked, server, cluster(2))
-    with pytest.raises(
-        UsageError, match=r"messages of topology=parameter_server; take runtime\.backend=auto"
-    ):
-        device.uses_nccl(asked, conf_option("topology", "gossip"), parts.cluster)
+    for name in ("gossip", "halos", "partial_all_reduce", "sharded_server"):
+        other = conf_option("topology", name)
+        assert not device.uses_nccl(own, other, parts.cluster)
+        with pytest.raises(
+            UsageError, match=r"messages of topology=parameter_server; take runtime\.backend=auto"
+        ):
+            device.uses_nccl(asked, other, parts.cluster)
