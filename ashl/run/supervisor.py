@@ -115,6 +115,9 @@ class LivenessMonitor:
     clock_zero_ns: int | None = None
     errors: list[RankError] = field(default_factory=list)
     pace: list[PacingStats] = field(default_factory=list)
+    # controller time of the first sign of a failure that ends the run
+    failure_seen_s: float | None = None
+    interrupted_s: float | None = None  # controller time of the user's request to stop
 
     def handle_record(self, record: Record, content: Content | None) -> None:
         """Apply a rank's record, with the model or module state that belongs to it.
@@ -382,15 +385,6 @@ class LivenessMonitor:
         return sorted(late, key=self.channel.silent_s, reverse=True)
 
 
-@dataclass
-class LoopTimes:
-    """Times and decisions that the loop of the controller remembers between passes, in seconds."""
-
-    failed_s: float | None = None  # the first sign of a failure that ends the run
-    interrupted_s: float | None = None  # the user's request to stop
-    announced: str | None = None  # the reason to stop that all ranks were told
-
-
 def supervise(
     liveness: LivenessMonitor,
     run_dir: Path,
@@ -407,20 +401,20 @@ def supervise(
     channel.last_heard_s |= dict.fromkeys(liveness.processes, channel.awake_s)
     # a resumed run has evaluations already
     channel.control_update = channel.control_update._replace(scores=liveness.monitor.scores)
-    times = LoopTimes()
     takes_checkpoints = checkpoint_manager.every_s is not None
     while len(liveness.exited.union(liveness.failed)) < plan.num_ranks:
         now_s = time.monotonic()  # the records that were received before are applied next
         read_records(liveness, checkpoint_manager)
-        publish_stop(liveness, times, now_s)
+        publish_stop(liveness, now_s)
         late = liveness.silent_ranks(timeout_s)
         if not takes_checkpoints:  # else a failed run is resumed from a checkpoint
             liveness.detect_failures(timeout_s, late, now_s)
-            if not times.announced and liveness.monitor.final is None:
+            if not channel.control_update.stopping and liveness.monitor.final is None:
                 liveness.restart_workers(runtime.max_restarts)
         answer_join_requests(liveness, takes_checkpoints)
-        raise_settled_failure(liveness, run_dir, times, now_s)
-        if times.interrupted_s is not None and now_s - times.interrupted_s > PATIENCE_S:
+        raise_settled_failure(liveness, run_dir, now_s)
+        interrupted_s = liveness.interrupted_s
+        if interrupted_s is not None and now_s - interrupted_s > PATIENCE_S:
             check_disconnected(liveness)
             liveness.monitor.evaluate_pending()
             return None
@@ -451,34 +445,28 @@ def read_records(liveness: LivenessMonitor, checkpoint_manager: CheckpointManage
             checkpoint_manager.add_part(record, liveness.monitor, content)
 
 
-def publish_stop(liveness: LivenessMonitor, times: LoopTimes, now_s: float) -> None:
+def publish_stop(liveness: LivenessMonitor, now_s: float) -> None:
     """Ask all ranks to stop, once, if the run is to stop."""
     channel, reason = liveness.channel, liveness.monitor.stopping
-    if not reason or times.announced:
+    if not reason or channel.control_update.stopping:
         return
-    times.announced = reason
     if reason == "interrupted":
-        times.interrupted_s = now_s
-    logger.info("asks all ranks to stop: %s", times.announced)
-    channel.control_update = channel.control_update._replace(stopping=times.announced)
+        liveness.interrupted_s = now_s
+    logger.info("asks all ranks to stop: %s", reason)
+    channel.control_update = channel.control_update._replace(stopping=reason)
 
 
-def raise_settled_failure(
-    liveness: LivenessMonitor,
-    run_dir: Path,
-    times: LoopTimes,
-    now_s: float,
-) -> None:
+def raise_settled_failure(liveness: LivenessMonitor, run_dir: Path, now_s: float) -> None:
     """Raise the error of a failure that the run does not tolerate, `SETTLE_S` after its first sign.
 
     Args: now_s, controller time up to which records are read.
     """
     if not (liveness.errors or liveness.unexpected_exits()):
-        times.failed_s = None  # the run continues without the failed worker
-    elif times.failed_s is None:
-        times.failed_s = now_s
+        liveness.failure_seen_s = None  # the run continues without the failed worker
+    elif liveness.failure_seen_s is None:
+        liveness.failure_seen_s = now_s
         logger.warning("a rank failed; waits %g s for records that name the cause", SETTLE_S)
-    if times.failed_s is not None and now_s - times.failed_s > SETTLE_S:
+    elif now_s - liveness.failure_seen_s > SETTLE_S:
         raise run_failure(liveness, run_dir)
 
 
@@ -490,27 +478,21 @@ def check_disconnected(liveness: LivenessMonitor) -> None:
             raise AshlError(f"{name} disconnected, and the run was interrupted")
 
 
-# the records that are logged above DEBUG: level, and what the rank does, in words
-LOGGED: dict[type, tuple[int, str]] = {
-    WorkerFailed: (logging.WARNING, "failed"),
-    RankError: (logging.ERROR, "reports a failure"),
-    StopAsked: (logging.INFO, "asks to stop"),
-    Replan: (logging.INFO, "replans"),
-    PlanMade: (logging.INFO, "made a plan"),
-    ProfileMeasured: (logging.INFO, "measured a profile"),
-    Placed: (logging.INFO, "joined"),
-    Ready: (logging.INFO, "is ready to rejoin"),
-    WorkerRejoined: (logging.INFO, "rejoined"),
-    StageEnd: (logging.INFO, "ended a stage"),
-    ProcessExited: (logging.INFO, "exited in order"),
+# levels of the records that are logged above DEBUG
+LEVELS: dict[type, int] = {
+    **dict.fromkeys((StopAsked, Replan, PlanMade, ProfileMeasured, Placed, Ready), logging.INFO),
+    **dict.fromkeys((WorkerRejoined, StageEnd, ProcessExited), logging.INFO),
+    WorkerFailed: logging.WARNING,
+    RankError: logging.ERROR,
 }
 
 
 def log_record(record: Record) -> None:
     """Log a rank's record; heartbeats are never logged."""
-    level, text = LOGGED.get(type(record), (logging.DEBUG, f"reports {type(record).__name__}"))
+    level = LEVELS.get(type(record), logging.DEBUG)
     if logger.isEnabledFor(level) and not isinstance(record, Alive | Heartbeat):
-        logger.log(level, "rank %d %s: %s", record.rank, text, described(record)[:300])
+        text = described(record)[:300]
+        logger.log(level, "rank %d reports %s: %s", record.rank, type(record).__name__, text)
 
 
 def run_failure(liveness: LivenessMonitor, run_dir: Path) -> AshlError:
