@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -37,7 +36,6 @@ from ashl.run.handshake import (
 from ashl.run.interface import Chosen
 from ashl.run.job import await_place, place_key, refusing_on_error
 from ashl.run.join import Place
-from ashl.run.membership_listener import call_within
 from tests.conf_option import conf_option
 from tests.support import planned
 
@@ -528,14 +526,6 @@ def test_what_machines_may_have_each_its_own() -> None:
         "dataset.batch_size=4",
     )
     assert first_difference("{", "{}") == ("another configuration", "its own")
-
-
-def test_what_cannot_be_interrupted_is_bounded() -> None:
-    with pytest.raises(AshlError, match="too late"):
-        call_within(0.01, lambda: time.sleep(0.2), "too late")
-    with pytest.raises(ZeroDivisionError):
-        call_within(1, lambda: 1 // 0, "too late")
-    assert call_within(1, lambda: 7, "too late") == 7
 
 
 def test_a_master_that_does_not_answer() -> None:

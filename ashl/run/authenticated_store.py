@@ -264,6 +264,10 @@ class StoreClient:
         if self._connection is not None:
             self._connection.close()
 
+    def limit_answers(self, limit_s: float | None) -> None:
+        """Set the longest wait for an answer of the store; None = no limit."""
+        self._connection.settimeout(limit_s)
+
     def call(self, name: str, *args: Any) -> Any:
         """Request an operation of the store. Raises RuntimeError if it fails, or the store ends."""
         try:

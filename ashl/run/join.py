@@ -29,7 +29,6 @@ from ashl.planning.instantiate import parts_of
 from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreAddress, StoreClient
 from ashl.run.control_channel import PATIENCE_S
 from ashl.run.interface import Chosen, named, reaching, towards
-from ashl.run.membership_listener import call_within
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import End, Heartbeat, Rounds, Text, parse_json, validate
 from ashl.runtime.rendezvous import machine
@@ -143,20 +142,23 @@ def request_place_in(
 
     Raises: UsageError if the run has ended, AshlError if it does not answer within `PATIENCE_S`.
     """
-    late = f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try again"
-
-    def send_request() -> tuple[AuthenticatedStore, Place]:
-        secret = Secret(bytes.fromhex(endpoint.secret))
-        at = StoreAddress(endpoint.host, endpoint.port, secret)
-        store = AuthenticatedStore(StoreClient(at, 0.0))
-        return store, request_place(store, worker)
-
     try:
-        # the store of a run that is stopped, for example by Ctrl-Z, never answers
-        return call_within(2 * PATIENCE_S, send_request, late)
+        at = StoreAddress(endpoint.host, endpoint.port, Secret(bytes.fromhex(endpoint.secret)))
     except ValueError:
         raise UsageError(f"{FILE} holds no valid secret; join another run") from None
-    except (RuntimeError, OSError):
+    try:
+        client = StoreClient(at, 0.0)
+        store = AuthenticatedStore(client)
+        client.limit_answers(2 * PATIENCE_S)
+        place = request_place(store, worker)
+        client.limit_answers(None)
+        return store, place
+    except (RuntimeError, OSError) as error:
+        # the store of a run that is stopped, for example by Ctrl-Z, never answers
+        if isinstance(error.__cause__ or error, TimeoutError):
+            raise AshlError(
+                f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try again"
+            ) from None
         raise UsageError(f"{run_dir}: the run has ended; its store does not answer") from None
 
 

@@ -14,15 +14,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
-from ashl.errors import AshlError
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import ControlUpdate, End
-from ashl.runtime.rendezvous import admit_worker, call_unless_failed
+from ashl.runtime.rendezvous import admit_worker
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -186,17 +185,3 @@ def exit_process(end: End) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(end.code)
-
-
-def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
-    """Call `act` in another thread, and return its result or raise its error.
-
-    Calls of the store cannot be interrupted, so only another thread allows a time limit.
-    Raises: AshlError(late) after `limit_s` seconds; time in which this process was suspended does
-    not count.
-    """
-    awake = AwakeTime()
-    outcome = call_unless_failed(act, lambda: awake.passed_s() > limit_s)
-    if outcome is None:
-        raise AshlError(late)
-    return outcome
