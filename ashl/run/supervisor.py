@@ -601,29 +601,25 @@ def check_liveness(liveness: LivenessMonitor, timeout_s: float, missing: bool) -
 
 
 def answer_join_requests(liveness: LivenessMonitor, takes_checkpoints: bool) -> None:
-    """Answer every join request that the control channel has received."""
-    channel = liveness.channel
-    while channel.join_requests:
-        worker, future = channel.join_requests.popleft()
-        answer = answer_join_request(liveness, worker, takes_checkpoints)
-        if answer.refused is None:
+    """Answer every join request that the control channel has received: admit the process in the
+    place of the worker that it names, or of any failed worker; or return the reason against it.
+    """
+    while liveness.channel.join_requests:
+        worker, future = liveness.channel.join_requests.popleft()
+        place = join_refusal(liveness, worker, takes_checkpoints)
+        if place is None:
+            free = liveness.failed.keys() - liveness.rejoining.keys()
+            place = admit_process(liveness, min(free) if worker is None else worker)
             logger.info(
-                "admits a process as worker %d, incarnation %d", answer.rank, answer.incarnation
+                "admits a process as worker %d, incarnation %d", place.rank, place.incarnation
             )
         else:
-            logger.info("rejects a join request: %s", answer.refused)
-        future.set_result(answer.dumps())
+            logger.info("rejects a join request: %s", place.refused)
+        future.set_result(place.dumps())
 
 
-def answer_join_request(
-    liveness: LivenessMonitor, worker: int | None, takes_checkpoints: bool
-) -> Place:
-    """Admit a joining process in the place of `worker`, or of any failed worker if None; or return
-    the reason against it.
-    """
-    if refusal := join_refusal(liveness, worker, takes_checkpoints):
-        return refusal
-    rank = min(liveness.failed.keys() - liveness.rejoining.keys()) if worker is None else worker
+def admit_process(liveness: LivenessMonitor, rank: int) -> Place:
+    """Expect a joining process in the place of a failed worker, and return this place."""
     liveness.expect_rejoin(rank)
     liveness.processes.pop(rank, None)
     settings = next(iter(liveness.rank_settings.values()))
