@@ -89,7 +89,9 @@ def parse_hello(text: str | bytes, rank: int) -> Hello:
 def gather_hellos(
     store: AuthenticatedStore, own: Hello, world_size: int, timeout_s: float
 ) -> tuple[Hello, ...]:
-    """Wait at process 0, whose hello is `own`, for those of all others, and return them by rank.
+    """Wait at process 0 for the hellos of all other processes, and return all hellos by rank.
+
+    Args: own, the hello of process 0.
 
     Raises: AshlError if they do not fit together; AshlError that names the missing ones if a hello
     is missing after `timeout_s`.

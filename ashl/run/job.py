@@ -203,8 +203,8 @@ def place_key(process: int) -> str:
 def await_place(store: AuthenticatedStore, own: Hello, timeout_s: float) -> Place:
     """Publish the hello of a process other than process 0, and wait for the answer.
 
-    A process of a rank that had another process before waits until the controller has noticed that
-    this one has failed, and gets the place of the next incarnation.
+    If the rank had another process before, this one waits until the controller has noticed its
+    failure. Then it gets the place of the next incarnation.
     Raises: AshlError with the reason if there is no place for it.
     """
     watchdog = Watchdog(timeout_s, store.address, 1)

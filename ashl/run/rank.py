@@ -101,7 +101,7 @@ BROKEN = (
 
 
 class RankSettings(NamedTuple):
-    """What a rank needs to know beside the plan."""
+    """Settings of a rank beside the plan."""
 
     rank: int
     rounds: Rounds
