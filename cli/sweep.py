@@ -47,9 +47,7 @@ def sweep(
     ] = False,
     launcher: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Run elsewhere by joblib, submitit_local or submitit_slurm."
-        ),
+        typer.Option(metavar="NAME", help="Run in a queue, by submitit_slurm or submitit_local."),
     ] = None,
     search: Annotated[
         int | None,
@@ -169,11 +167,11 @@ def pool_of(
     jobs: int | None,
 ) -> "Pool":
     """Return the pool that runs `slots` jobs at a time, here or by the launcher."""
-    from ashl.study.jobs import local_pool, remote_pool
+    from ashl.study.jobs import local_pool, queue_pool
 
     if launcher is None:
         return local_pool(slots)
-    return remote_pool(folder, launcher, of_launcher, jobs, slots)
+    return queue_pool(folder, launcher, of_launcher, jobs, slots)
 
 
 def whole_grid(

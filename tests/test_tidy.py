@@ -103,6 +103,7 @@ HOMES = {
         "ashl/tracking/",
         "ashl/run/",
         "ashl/watch/",
+        "ashl/study/jobs.py",
     ),  # the experiment's clock, host seconds
     "datetime": ("ashl/runtime/", "ashl/tracking/", "ashl/run/"),
     "random": ("ashl/learn/device.py",),

@@ -1,21 +1,23 @@
-"""Run jobs in processes of their own, on this machine or elsewhere by joblib or submitit.
+"""Run jobs in processes of their own, on this machine or in a queue by submitit.
 
-A process that dies affects no other run. A job elsewhere has a permit: a file in a folder of the
-launcher. The job removes its permit when it has ended. If the sweep removes it, the job exits in
-order, or does not begin when its turn comes. So no queue has to be queried, and the jobs of a
-resumed sweep never meet the jobs of the sweep before.
+A process that dies affects no other run. A job in a queue has a permit: a file in a folder of its
+batch. The job removes its permit when it has ended. If the sweep removes it, the job exits in
+order, or does not begin when its turn comes. So the jobs of a resumed sweep never meet the jobs of
+the sweep before.
 """
 
-import inspect
 import json
+import logging
 import multiprocessing as mp
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +28,6 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from shlex import quote
-from threading import Thread
 from typing import Any, NamedTuple
 
 from ashl.errors import AshlError, UsageError
@@ -53,9 +54,9 @@ FROM_OUTSIDE = (
     *(f"{KILLED_BY} SIG{name}" for name in ("KILL", "TERM", "INT", "HUP")),
 )
 LEAVE_S = 20.0  # seconds that runs have to exit in order after an interrupt
-MARGIN_S = 5.0  # seconds for a launcher to notice that all of its jobs have exited
 POLL_S = 0.25
-PREFIX = "launcher-"  # begins the name of a launcher's folder in the sweep's folder
+PREFIX = "launcher-"  # begins the name of a batch's folder in the sweep's folder
+LAUNCHERS = ("submitit_slurm", "submitit_local")
 TIMEOUT_MIN = 60  # minutes of a job of submitit, unless launcher.timeout_min is given
 
 
@@ -72,7 +73,7 @@ class Job:
 class Pool(NamedTuple):
     """Starts jobs, and the number of jobs that may be started and not ended at any time."""
 
-    start: Callable[[Sequence[Job]], Sequence["LocalProcess | RemoteJob"]]
+    start: Callable[[Sequence[Job]], Sequence["LocalProcess | QueuedJob"]]
     at_once: int
 
 
@@ -88,9 +89,9 @@ def run_all(
     the jobs in progress. A job that is then `unwanted` is not begun, or is asked to exit in order.
     On an interrupt, or when the caller closes the generator, the jobs in progress first exit in
     order.
-    Raises: AshlError if a launcher has ended before some of its jobs began.
+    Raises: AshlError if a queue does not take a job.
     """
-    started, never_began = list[LocalProcess | RemoteJob](), list[str]()
+    started = list[LocalProcess | QueuedJob]()
     try:
         while True:
             wanted = (job for job in jobs if not unwanted(job))
@@ -98,14 +99,11 @@ def run_all(
             started += pool.start(batch) if batch else []
             if not started:
                 break
-            wait({each.sentinel for each in started}, timeout=POLL_S)
+            wait([each.sentinel for each in started if each.sentinel], timeout=POLL_S)
             for each in [each for each in started if each.has_ended()]:
                 started.remove(each)
                 each.close()
-                if each.problem:
-                    never_began.append(each.problem)
-                else:
-                    yield each.job
+                yield each.job
             show([each.job for each in started if each.is_running()])
             for each in started:
                 if unwanted(each.job):
@@ -115,8 +113,6 @@ def run_all(
             each.stop()
         for each in started:
             each.close()
-    if never_began:
-        raise AshlError(f"{len(never_began)} runs have not begun ({never_began[0]}")
 
 
 # --- jobs on this machine
@@ -195,8 +191,6 @@ def local_pool(slots: int, run: Callable[[Job], int] = here) -> Pool:
 class LocalProcess:
     """A job in a process of this machine."""
 
-    problem = ""  # why the job has ended without a begin; "" = it has begun
-
     def __init__(self, job: Job, run: Callable[[Job], int]) -> None:
         self.job, self.stopped = job, False
         self.process = start_process(play, job, run)
@@ -256,24 +250,17 @@ def play(job: Job, run: Callable[[Job], int]) -> None:
     os._exit(code)
 
 
-# --- jobs elsewhere
+# --- jobs in a queue
 
 
 def checked_parameters(launcher: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for joblib's Parallel, or for an executor of submitit.
+    """Return the parameters for an executor of submitit.
 
     Args: values are those of `launcher.KEY=VALUE`, by key.
-    Raises: UsageError for an unknown launcher or key, and if the launcher is not installed.
+    Raises: UsageError for an unknown launcher or key, and if submitit is not installed.
     """
-    if launcher not in LAUNCH:
-        raise UsageError(f"there is no launcher {launcher!r}; take one of {', '.join(LAUNCH)}")
-    if launcher == "joblib":
-        from joblib import Parallel
-
-        known = [key for key in inspect.signature(Parallel).parameters if key != "backend_kwargs"]
-        for key in [key for key in values if key not in known]:
-            raise UsageError(f"--launcher joblib has no key {key}; it has {', '.join(known)}")
-        return {**values}
+    if launcher not in LAUNCHERS:
+        raise UsageError(f"there is no launcher {launcher!r}; take one of {', '.join(LAUNCHERS)}")
     try:
         from submitit import AutoExecutor
     except ImportError:
@@ -290,21 +277,19 @@ def checked_parameters(launcher: str, values: Mapping[str, Any]) -> dict[str, An
     return {f"{cluster}_timeout_min": TIMEOUT_MIN, f"{cluster}_name": "ashl"} | found
 
 
-def remote_pool(
+def queue_pool(
     folder: Path, launcher: str, parameters: Mapping[str, Any], slots: int | None, default: int
 ) -> Pool:
-    """Return a pool that brings jobs elsewhere by a launcher, with its files in `folder`.
+    """Return a pool that submits jobs to a queue, with its files in `folder`.
 
     Args: parameters are those of `checked_parameters`; slots is how many jobs run at a time. None =
     as many as the queue of Slurm allows, and else `default`.
     """
-    submits_all, own = launcher != "submitit_local", {**parameters}
-    if launcher == "joblib":
-        own.setdefault("n_jobs", slots or default)
-    elif slots and launcher == "submitit_slurm":
+    own, in_slurm = {**parameters}, launcher == "submitit_slurm"
+    if slots and in_slurm:
         own.setdefault("slurm_array_parallelism", slots)
-    start = partial(start_elsewhere, folder, partial(LAUNCH[launcher], **own))
-    return Pool(start, sys.maxsize if submits_all else slots or default)
+    start = partial(submit, folder, launcher.removeprefix("submitit_"), own)
+    return Pool(start, sys.maxsize if in_slurm else slots or default)
 
 
 def withdraw_jobs(folder: Path) -> None:
@@ -315,12 +300,13 @@ def withdraw_jobs(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """A job elsewhere; submitit calls `checkpoint` before its queue ends the job and requeues
+    """A job in a queue; submitit calls `checkpoint` before its queue ends the job and requeues
     it.
     """
 
     job: Job
     permit: Path
+    sweep: tuple[str, int]  # host and process of the sweep
 
     @property
     def mark(self) -> Path:
@@ -332,12 +318,11 @@ class Task:
         if not self.permit.exists():
             return
         parent = os.getppid()
-        mp.set_start_method("forkserver", force=True)  # a worker of joblib has one of its own
         clear_remains(self.job.folder)  # the queue may have started this job before
         job = replace(self.job, resume=bool(list_checkpoints(self.job.folder)))
 
         def withdrawn(job: Job) -> bool:
-            return not self.permit.exists() or os.getppid() != parent
+            return not self.permit.exists() or os.getppid() != parent or self.sweep_was_killed()
 
         self.mark.touch()
         try:
@@ -346,6 +331,11 @@ class Task:
         finally:
             self.mark.unlink(missing_ok=True)
 
+    def sweep_was_killed(self) -> bool:
+        """Return True if the process of the sweep was on this host and has ended."""
+        host, pid = self.sweep
+        return host == socket.gethostname() and not Path(f"/proc/{pid}").exists()
+
     def checkpoint(self) -> Any:
         """Return what the requeued job calls: the same, which resumes from its checkpoint."""
         from submitit.helpers import DelayedSubmission
@@ -353,132 +343,86 @@ class Task:
         return DelayedSubmission(self)
 
 
-class RemoteJob:
-    """A job that a launcher has received; the launcher is a process and a session of its own."""
+class QueuedJob:
+    """A job that a queue has received.
 
-    def __init__(self, job: Job, task: Task, launcher: BaseProcess) -> None:
-        self.job, self.task, self.launcher, self.problem = job, task, launcher, ""
-        self.place, self.sentinel = task.permit.parent, launcher.sentinel
+    `submitted` is submitit's handle of it; `batch` are the jobs of its array that are not closed.
+    """
+
+    sentinel = None
+
+    def __init__(self, job: Job, task: Task, submitted: Any, batch: set["QueuedJob"]) -> None:
+        self.job, self.task, self.submitted, self.batch = job, task, submitted, batch
+        batch.add(self)
+        self.cancelled = False  # True if it was removed from the queue before it began
 
     def is_running(self) -> bool:
         return self.task.mark.exists()
 
     def has_ended(self) -> bool:
-        """Return True if the job has ended, or if its launcher has; a job that died gets a
-        summary.
-        """
-        over = not self.launcher.is_alive()
+        """Return True if the job has ended; a job that died gets a summary."""
         if not self.task.permit.exists() and not self.is_running():
             return True
-        if over and self.is_running():
-            record_failure(self.job, f"{GONE} ({last_line(self.place / LOG)})")
-        elif over:
-            self.problem = (
-                f"{last_line(self.place / LOG)}); the launcher's output is in {self.place}, and the"
-                " same command runs what is missing"
-            )
-        if over:
-            self.stop()
-            self.task.mark.unlink(missing_ok=True)
-        return over
+        if not self.submitted.done():
+            return False
+        record_failure(self.job, f"{GONE} (submitit: {self.submitted.state.lower()})")
+        self.task.permit.unlink(missing_ok=True)
+        self.task.mark.unlink(missing_ok=True)
+        return True
 
     def stop(self) -> None:
-        """Withdraw the permit."""
-        self.task.permit.unlink(missing_ok=True)
+        """Withdraw the permit, and remove a job that waits from the queue."""
+        if self.task.permit.exists():
+            self.task.permit.unlink(missing_ok=True)
+            if not self.is_running():
+                self.cancelled = True
+                self.submitted.cancel(check=False)
 
     def close(self) -> None:
-        """End the processes of the launcher if this is the last of its jobs, after they have
-        exited.
-        """
-        if any(self.place.glob("*.permit")):
-            return
-        for _ in range(int(LEAVE_S / POLL_S)):
-            if not any(self.place.glob("*.begun")) or not self.launcher.is_alive():
-                break
-            self.launcher.join(POLL_S)
-        self.launcher.join(MARGIN_S)
-        failed, pid = bool(self.launcher.exitcode), self.launcher.pid
-        assert pid is not None
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(pid, number)
-            self.launcher.join(MARGIN_S)
-        if not failed:
-            shutil.rmtree(self.place, ignore_errors=True)
+        """Wait until the job has exited; the last one of its batch removes the batch's files."""
+        end_s = time.monotonic() + LEAVE_S
+        while not (self.cancelled or self.submitted.done()) and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+        self.batch.discard(self)
+        if not self.batch:
+            shutil.rmtree(self.task.permit.parent, ignore_errors=True)
 
 
-def start_elsewhere(
-    folder: Path, launch: Callable[..., None], jobs: Sequence[Job]
-) -> list[RemoteJob]:
-    """Give these jobs to a launcher, with its files in a folder of its own below `folder`."""
+def submit(
+    folder: Path, cluster: str, parameters: Mapping[str, Any], jobs: Sequence[Job]
+) -> list[QueuedJob]:
+    """Submit jobs, to Slurm as one array, with files in a folder of their own below `folder`.
+
+    Raises: AshlError if the queue does not take them.
+    """
+    from submitit import AutoExecutor
+
     place = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder.absolute()))
+    sweep = (socket.gethostname(), os.getpid())
     tasks = [
-        Task(replace(job, folder=job.folder.absolute()), place / f"{number}.permit")
+        Task(replace(job, folder=job.folder.absolute()), place / f"{number}.permit", sweep)
         for number, job in enumerate(jobs)
     ]
     for task in tasks:
         task.permit.touch()
-    launcher = start_process(run_launcher, place, launch, tasks)
-    return [RemoteJob(job, task, launcher) for job, task in zip(jobs, tasks, strict=True)]
-
-
-def run_launcher(place: Path, launch: Callable[..., None], tasks: Sequence[Task]) -> None:
-    """Run a launcher as the main function of its process, in a session of its own.
-
-    Its processes end when the sweep ends in any way.
-    """
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, signal.SIGHUP})
-    os.setsid()
-    parent: Any = mp.parent_process()
-
-    def follow_sweep() -> None:
-        wait([parent.sentinel])
-        os.killpg(0, signal.SIGTERM)
-
-    Thread(target=follow_sweep, daemon=True).start()
-    redirect(place / LOG)
-    launch(place, tasks)
-
-
-def by_joblib(place: Path, tasks: Sequence[Task], **parameters: Any) -> None:
-    """Call the tasks by joblib, and return when all have ended."""
-    from joblib import Parallel, delayed
-
-    Parallel(**{"batch_size": 1, "pre_dispatch": "all"} | parameters)(
-        delayed(Task.__call__)(task) for task in tasks
-    )
-
-
-def by_submitit(cluster: str, place: Path, tasks: Sequence[Task], **parameters: Any) -> None:
-    """Submit the tasks, to Slurm as one array, and return when all have ended."""
-    from submitit import AutoExecutor
-
-    executor = AutoExecutor(place / "submitit", cluster=cluster)
-    executor.update_parameters(**parameters)
-    problems = list[str]()
-    for submitted in executor.submit_array(tasks):
-        try:
-            submitted.result()
-        except Exception as error:  # files say how each job ended
-            problems.append(str(error))
-    if problems:
-        raise SystemExit("\n".join(problems))
-
-
-LAUNCH: dict[str, Callable[..., None]] = {
-    "joblib": by_joblib,
-    "submitit_local": partial(by_submitit, "local"),
-    "submitit_slurm": partial(by_submitit, "slurm"),
-}
-
-
-def last_line(log: Path) -> str:
-    """Return the last line that a launcher printed; its exception if it ended with one."""
+    logging.getLogger("submitit").setLevel(logging.ERROR)
+    # Processes that submitit starts here do not receive the terminal's signals: permits end them.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        lines = []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+        executor = AutoExecutor(place / "submitit", cluster=cluster)
+        executor.update_parameters(**parameters)
+        submitted = executor.submit_array(tasks)
+    except Exception as error:  # of submitit, or of the queue's commands
+        shutil.rmtree(place, ignore_errors=True)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise AshlError(
+            f"--launcher submitit_{cluster}: the queue did not take {len(jobs)} runs ({reason});"
+            " the same command runs them"
+        ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    batch = set[QueuedJob]()
+    return [QueuedJob(*each, batch) for each in zip(jobs, tasks, submitted, strict=True)]
 
 
 # --- the records of a job

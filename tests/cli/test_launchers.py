@@ -1,4 +1,4 @@
-"""Runs elsewhere, by joblib and submitit, and searches."""
+"""Runs in a queue, by submitit, and searches."""
 
 import json
 import signal
@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,8 +16,7 @@ from ashl.cli.app import main
 from ashl.config.compose import Axis, axis_of
 from ashl.errors import AshlError
 from ashl.runtime.rank_checkpoint import list_checkpoints
-from ashl.study import jobs
-from ashl.study.jobs import Job, Task, checked_parameters, remote_pool, run_all, start_elsewhere
+from ashl.study.jobs import Job, Task, queue_pool, run_all
 from ashl.study.race import Standing
 from ashl.study.search import NEVER, cost
 
@@ -44,10 +42,10 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_joblib_runs_what_is_missing_and_leaves_nothing_behind(
+def test_submitit_runs_what_is_missing_and_leaves_nothing_behind(
     workplace: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    grid = ["sweep", "sync=bsp,asp", *TINY, "--launcher", "joblib", "launcher.n_jobs=2"]
+    grid = ["sweep", "sync=bsp,asp", *TINY, "--launcher", "submitit_local", "--jobs", "2"]
     assert main(grid) == 0
     whole = summaries(workplace / "study")
     assert [summary["status"] for summary in whole.values()] == ["finished"] * 2
@@ -56,14 +54,6 @@ def test_joblib_runs_what_is_missing_and_leaves_nothing_behind(
     assert "[2/2]" in capsys.readouterr().out
     assert main([*grid, "-q"]) == 0
     assert summaries(workplace / "study") == whole
-
-
-@pytest.mark.slow
-def test_submitit_on_this_machine(workplace: Path) -> None:
-    assert main(["sweep", "seed=3", *TINY, "sync=asp", "--launcher", "submitit_local", "-q"]) == 0
-    (summary,) = summaries(workplace / "study").values()
-    assert (summary["status"], summary["seed"]) == ("finished", 3)
-    assert names(workplace) == ["study"]
 
 
 def test_a_search_tries_settings_and_resumes(
@@ -127,14 +117,10 @@ def test_a_trial_that_cannot_run_is_skipped_with_its_reason(
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("--launcher nowhere sync=bsp", "there is no launcher 'nowhere'; take one of joblib"),
-        (
-            "--launcher joblib launcher.jobs=2 sync=bsp",
-            "--launcher joblib has no key jobs; it has n_jobs",
-        ),
-        ("--launcher joblib launcher.n_jobs=1,2 sync=bsp", "one value is needed here"),
+        ("--launcher nowhere sync=bsp", "no launcher 'nowhere'; take one of submitit_slurm"),
+        ("--launcher submitit_local launcher.nodes=1,2 sync=bsp", "one value is needed here"),
         ("--launcher submitit_slurm launcher.queue=a sync=bsp", "Unknown argument 'queue'"),
-        ("launcher.n_jobs=2 sync=bsp", "it goes with `ashl sweep --launcher NAME`"),
+        ("launcher.nodes=1 sync=bsp", "it goes with `ashl sweep --launcher NAME`"),
         ("--search 2 --sampler best sync=bsp,ssp run.dir=x", "there is no sampler 'best'"),
         ("--search 2 sync=bsp,ssp --race", "--race goes with a whole grid"),
         ("--search 2 sync=bsp runtime=sim", "a search needs something to choose"),
@@ -171,41 +157,71 @@ def test_a_package_that_is_not_installed_is_named_with_the_way_to_it(
     assert "needs a package: pip install 'ashl[" in capsys.readouterr().err
 
 
-# --- what a launcher may do
-# -------------------------------------------------------------------------------------------
+# --- what a queue may do
+# ----------------------------------------------------------------------------------------------
 
 
-def launched(folder: Path, launch: object) -> list[Job]:
-    """Return two jobs in the order in which they end with such a launcher."""
+class Submitted:
+    """The handle of a job that a queue has lost."""
+
+    state = "NODE_FAIL"
+
+    def done(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Replace submitit's executor; return what a queue would receive."""
+    found = list[object]()
+
+    class Executor:
+        def __init__(self, folder: Path, cluster: str) -> None:
+            found.append(cluster)
+
+        def update_parameters(self, **parameters: object) -> None:
+            if "nowhere" in parameters.values():
+                raise RuntimeError("there is no such partition")
+            found.append(parameters)
+
+        def submit_array(self, tasks: Sequence[Task]) -> list[Submitted]:
+            found.append([task.job.folder.name for task in tasks])
+            tasks[0].permit.unlink()  # it has ended
+            tasks[1].mark.touch()
+            return [Submitted() for _ in tasks]
+
+    monkeypatch.setattr(submitit, "AutoExecutor", Executor)
+    return found
+
+
+def run_two(folder: Path, parameters: dict[str, object]) -> list[Job]:
+    """Return two jobs in the order in which they end in a queue with room for one."""
+    pool = queue_pool(folder, "submitit_slurm", parameters, slots=1, default=1)
     wanted = [Job(folder / name, {"seed": 0}, ()) for name in ("a", "b")]
-    pool = jobs.Pool(partial(start_elsewhere, folder, launch), 2)
     return list(run_all(pool, iter(wanted), lambda running: None))
 
 
-def refuse(place: Path, tasks: Sequence[Task]) -> None:
-    raise SystemExit("there is no such partition")
+def test_a_queue_that_takes_no_job_leaves_it_for_another_time(
+    workplace: Path, received: list[object]
+) -> None:
+    with pytest.raises(AshlError, match=r"did not take 2 runs \(there is no such partition\)"):
+        run_two(workplace, {"slurm_partition": "nowhere"})
+    assert names(workplace) == []
 
 
-def lose_the_second(place: Path, tasks: Sequence[Task]) -> None:
-    tasks[0].permit.unlink()
-    tasks[1].mark.touch()
-
-
-def test_a_launcher_that_fails_leaves_its_jobs_for_another_time(workplace: Path) -> None:
-    with pytest.raises(AshlError, match=r"2 runs have not begun \(there is no such partition\)"):
-        launched(workplace, refuse)
-    (place,) = workplace.iterdir()  # neither run is there, failed
-    assert names(place) == ["output.log"]
-
-
-def test_a_job_that_dies_where_it_is_has_failed(workplace: Path) -> None:
-    assert [job.folder.name for job in launched(workplace, lose_the_second)] == ["a", "b"]
+def test_slurm_receives_one_array_and_a_lost_job_has_failed(
+    workplace: Path, received: list[object]
+) -> None:
+    parameters: dict[str, object] = {"slurm_partition": "gpu", "slurm_timeout_min": 240}
+    assert [job.folder.name for job in run_two(workplace, parameters)] == ["a", "b"]
+    assert received == ["slurm", {**parameters, "slurm_array_parallelism": 1}, ["a", "b"]]
     assert list(summaries(workplace)) == ["b"]
     assert "ended without a message" in summaries(workplace)["b"]["exit_reason"]
+    assert names(workplace) == ["b"]
 
 
 def test_a_job_that_is_not_wanted_any_longer_does_not_begin(workplace: Path) -> None:
-    Task(Job(workplace / "a", {"seed": 0}, ()), workplace / "0.permit")()
+    Task(Job(workplace / "a", {"seed": 0}, ()), workplace / "0.permit", ("here", 1))()
     assert names(workplace) == []
 
 
@@ -215,44 +231,6 @@ def test_jobs_of_a_killed_sweep_are_withdrawn_by_the_next(workplace: Path) -> No
     permit.touch()
     assert main(["sweep", "sync=asp", *TINY, "-q"]) == 0
     assert not permit.parent.exists()
-
-
-def test_slurm_receives_the_parameters_and_one_array(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is no queue here: the executor gets what a real one would."""
-    received = list[object]()
-
-    class Executor:
-        def __init__(self, folder: Path, cluster: str) -> None:
-            received.append(cluster)
-
-        def update_parameters(self, **parameters: object) -> None:
-            received.append(parameters)
-
-        def submit_array(self, tasks: Sequence[Task]) -> list:
-            received.append([task.job.folder.name for task in tasks])
-            return []
-
-    values = {"partition": "gpu", "timeout_min": 240, "additional_parameters": {"requeue": True}}
-    parameters = checked_parameters("submitit_slurm", values)
-    pool = remote_pool(workplace, "submitit_slurm", parameters, slots=3, default=1)
-    launch = pool.start.args[1]
-    monkeypatch.setattr(submitit, "AutoExecutor", Executor)
-    tasks = [Task(Job(workplace / name, {}, ()), workplace / f"{name}.permit") for name in "abcd"]
-    launch(workplace, tasks)
-    assert received == [
-        "slurm",
-        {
-            "slurm_partition": "gpu",
-            "slurm_timeout_min": 240,
-            "slurm_additional_parameters": {"requeue": True},
-            "slurm_array_parallelism": 3,
-            "slurm_name": "ashl",
-        },
-        ["a", "b", "c", "d"],
-    ]
-    assert pool.at_once > 4
 
 
 @pytest.mark.slow
@@ -308,15 +286,16 @@ def test_axes_of_a_search() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_runs_that_are_elsewhere(workplace: Path) -> None:
+def test_ctrl_c_ends_runs_in_a_queue(workplace: Path) -> None:
     grid = [
         "sync=bsp,asp",
         "seed=0,1",
         *TINY,
         "stop.epochs=2000",
         "--launcher",
-        "joblib",
-        "launcher.n_jobs=2",
+        "submitit_local",
+        "--jobs",
+        "2",
     ]
     with subprocess.Popen([sys.executable, "-m", "ashl.cli", "sweep", *grid, "-q"]) as process:
         end = time.monotonic() + 100

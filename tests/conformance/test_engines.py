@@ -309,7 +309,7 @@ def test_a_sweep_is_one_array(engines: Callable, tmp_path: Path) -> None:
     check(start_sweep(engine, tmp_path, grid), tmp_path)
     assert [run["status"] for run in ended_runs(tmp_path / "grid")] == ["finished"] * 4
     assert not list(tmp_path.glob("grid/launcher-*"))
-    assert not in_queue(engine)
+    wait_for(lambda: not in_queue(engine), 60)  # Slurm takes a moment to complete a job
 
 
 def test_an_interrupt_empties_the_queue(engines: Callable, tmp_path: Path) -> None:
