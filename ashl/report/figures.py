@@ -511,7 +511,9 @@ def time_shares(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
         return None
     most = min(max(map(len, data.values())), MAX_WORKERS)
     drawing, places = panels(len(data), 2, most * 15, 46, 50)
-    seen = {kind for found in data.values() for worker in found for kind in KINDS if worker[kind]}
+    workers = [worker for found in data.values() for worker in found]
+    # In a fixed order: with that of a set, equal figures had other bytes in each process.
+    seen = [kind for kind in KINDS if any(worker[kind] for worker in workers)]
     kinds_legend(drawing, seen)
     for axes, (row, found) in zip(places, data.items(), strict=True):
         shares = 100 * pd.DataFrame(found[:MAX_WORKERS])
