@@ -125,7 +125,7 @@ def modes(topologies: Sequence[str], overlaps: bool = False) -> Iterator[tuple[s
             except AshlError:
                 continue
             (stage,) = plan.stages
-            path = Path(f"{topology}-{sync.replace(' ', '-')}.json")
+            path = Path(f"{topology}-{sync.replace(' overlap=', '-')}.json")
             path.write_text(
                 replace(plan, stages=(replace(stage, until={"seconds": 0.7}), stage)).to_json()
             )
