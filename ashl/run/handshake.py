@@ -92,7 +92,6 @@ def gather_hellos(
     """Wait at process 0 for the hellos of all other processes, and return all hellos by rank.
 
     Args: own, the hello of process 0.
-
     Raises: AshlError if they do not fit together; AshlError that names the missing ones if a hello
     is missing after `timeout_s`.
     """

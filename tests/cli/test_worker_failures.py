@@ -171,14 +171,14 @@ def check_logs(run: Path) -> None:
     expected = [
         r"INFO controller: starts a run of 2 workers and 3 ranks, 3 of them on node ",
         r"INFO controller: started rank 1, incarnation 0, as process \d+",
-        r"INFO controller: rank 1 joined: host=",
+        r"INFO controller: rank 1 reports Placed: host=",
         r"INFO controller: rejects a join request: no worker of this run has failed",
         (
             r"WARNING controller: worker 1, incarnation 0, failed: was killed by SIGKILL; the run"
             r" continues without it"
         ),
         r"INFO controller: admits a process as worker 1, incarnation 1",
-        r"INFO controller: rank 1 rejoined: time_ns=\d+",
+        r"INFO controller: rank 1 reports WorkerRejoined: time_ns=\d+",
         r"INFO controller: asks all ranks to stop: interrupted",
         r"INFO controller: the run ends: interrupted",
     ]
