@@ -162,13 +162,13 @@ def row_of(found: Any, note: Callable[[str], str]) -> list[str]:
     resumed = refusal(lambda: check_other_worker_count(sim, RUN))
     return [
         both(
-            refusal(lambda: check_faults(failed, stages, None)),
-            refusal(lambda: check_faults(with_events(real, "fail"), stages, None)),
+            refusal(lambda: check_faults(failed, stages)),
+            refusal(lambda: check_faults(with_events(real, "fail"), stages)),
             note,
         ),
         both(
-            refusal(lambda: check_faults(rejoined, stages, None)),
-            refusal(lambda: check_max_restarts(restarting, None)),
+            refusal(lambda: check_faults(rejoined, stages)),
+            refusal(lambda: check_max_restarts(restarting)),
             note,
         ),
         "yes" if resumed is None else f"no {note(resumed)}",

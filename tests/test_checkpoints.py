@@ -16,10 +16,11 @@ from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_se
 from ashl.run.checkpoints import PROCESSES, CheckpointManager
 from ashl.run.evaluation import Evaluation
 from ashl.run.metrics import CompressionStats
-from ashl.run.monitor import MonitorState
+from ashl.run.monitor import MonitorState, Outage
 from ashl.run.train import find_restarted_run
+from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import ITEMS, KIND, decode, encode, to_plain
-from ashl.runtime.rank_checkpoint import folder_of, list_checkpoints, part_of, write
+from ashl.runtime.rank_checkpoint import PAUSES, folder_of, list_checkpoints, part_of, write
 from ashl.runtime.records import CheckpointPartSaved
 from ashl.tracking import jsonl
 
@@ -47,10 +48,16 @@ class Home:
 def made(checkpoint_manager: CheckpointManager, number: int, home: Home, **other: object) -> None:
     """All ranks save their parts of a checkpoint."""
     for rank in range(checkpoint_manager.num_ranks):
-        content = encode({KIND: "dict", ITEMS: [("rank", rank)]})
-        digest = write(part_of(folder_of(checkpoint_manager.run_dir, number), rank), content)
-        part = CheckpointPartSaved(rank, number, 3 * SECOND + rank, digest, **other)
-        checkpoint_manager.add_part(part, home)
+        save(checkpoint_manager, number, rank, **other)
+    checkpoint_manager.complete_checkpoints((), home)
+
+
+def save(checkpoint_manager: CheckpointManager, number: int, rank: int, **other: object) -> None:
+    """A rank saves its part of a checkpoint."""
+    content = encode({KIND: "dict", ITEMS: [("rank", rank)]})
+    digest = write(part_of(folder_of(checkpoint_manager.run_dir, number), rank), content)
+    part = CheckpointPartSaved(rank, number, 3 * SECOND + rank, digest, **other)
+    checkpoint_manager.add_part(part)
 
 
 def test_the_controller_writes_parts_that_ranks_send_and_publishes_restore_points(
@@ -59,14 +66,15 @@ def test_the_controller_writes_parts_that_ranks_send_and_publishes_restore_point
     store = AuthenticatedStore(StoreServer(new_secret()))
     document = encode(to_plain({"state": torch.arange(1_500_000.0)}))
     checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
-    checkpoint_manager.add_part(CheckpointPartSaved(0, 4, 3 * SECOND), Home(), document)
+    checkpoint_manager.add_part(CheckpointPartSaved(0, 4, 3 * SECOND), document)
+    checkpoint_manager.complete_checkpoints((), Home())
     saved = checkpoints.newest(tmp_path, "run")
-    checkpoints.publish_restore_points(store, saved, 1)
+    checkpoints.publish_restore_points(store, saved, 1, {})
     point = checkpoints.await_restore_point(store, 0, over=lambda: False)
-    assert point == (3 * SECOND, 5, document)
+    assert point == (3 * SECOND, 5, (), document)
     assert torch.equal(decode(point.content)["state"], torch.arange(1_500_000.0))
-    checkpoints.publish_restore_points(store, None, 1)
-    assert checkpoints.await_restore_point(store, 0, over=lambda: False) == (0, 0, b"")
+    checkpoints.publish_restore_points(store, None, 1, {})
+    assert checkpoints.await_restore_point(store, 0, over=lambda: False) == (0, 0, (), b"")
     assert checkpoints.await_restore_point(store, 2, over=lambda: True) is None, (
         "the run is over before it has begun"
     )
@@ -131,7 +139,8 @@ def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
     # rank 0 is saved at 3 s; a round that ends at that moment is the first one after the pause
     ends = [2.0, 2.0, 2.9, 3.0 - 1e-8, 3.0, 3.5]
     rounds = [{"kind": "round", "rank": i % 2, "end_s": end} for i, end in enumerate(ends)]
-    lines = [json.dumps(line) + "\n" for line in [*rounds, {"kind": "stage", "rank": 1}]]
+    failure = {"kind": "worker_failed", "rank": 1, "time_s": 3.6}
+    lines = [json.dumps(line) + "\n" for line in [*rounds, failure, {"kind": "stage", "rank": 1}]]
     (kept / "events.jsonl").write_text("".join(lines))
     (kept / "metrics.jsonl").write_text('{"time_s": 3.0}\n{"time_s": 3.1}\n{"time_s": 9.0}\n')
     sizes = {"events.jsonl": len("".join(lines)), "metrics.jsonl": 32}
@@ -210,6 +219,7 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
             run_state = MonitorState(
                 CompressionStats(4),
                 None,
+                outages=[Outage(0, 2 * SECOND, "failed"), Outage(0, 4 * SECOND, "after its part")],
                 evaluations=found,
                 scores={"rises": 2.0},
                 best=torch.ones(1),
@@ -225,6 +235,7 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
     assert run_state.scores["rises"] == 1.0
     assert run_state.target.reached_s == 2
     assert torch.equal(run_state.best, torch.ones(1)), "the best is among them"
+    assert [outage.cause for outage in run_state.outages] == ["failed"]
 
 
 def test_a_torchrun_restart_resumes_if_there_is_a_checkpoint(kept: Path, capsys) -> None:
@@ -264,8 +275,57 @@ def test_parts_of_two_checkpoints_may_arrive_mixed(tmp_path: Path) -> None:
     for rank, number in ((0, 0), (0, 1), (1, 0), (1, 1)):
         digest = write(part_of(folder_of(tmp_path, number), rank), bytes([rank, number]))
         part = CheckpointPartSaved(rank, number, (3 + number) * SECOND + rank, digest)
-        checkpoint_manager.add_part(part, Home())
+        checkpoint_manager.add_part(part)
+    checkpoint_manager.complete_checkpoints((), Home())
     assert list_checkpoints(tmp_path) == [0, 1]
     found = checkpoints.newest(tmp_path, "run")
     assert (found.time_ns, found.home_ns) == (4 * SECOND + 1, 4 * SECOND + 1)
     assert not checkpoint_manager.parts
+
+
+def test_no_part_is_awaited_of_a_failed_worker(tmp_path: Path) -> None:
+    """It has none, or one that it wrote before it failed; a resumed run begins with the next
+    epoch.
+    """
+    checkpoint_manager = CheckpointManager(tmp_path, 3, 1.0, "run")
+    for rank in (0, 2):
+        save(checkpoint_manager, PAUSES + 4, rank)
+    checkpoint_manager.complete_checkpoints((), Home())
+    assert not list_checkpoints(tmp_path), "the part of a running worker may be on its way"
+    checkpoint_manager.complete_checkpoints({1, 2}, Home())
+    found = checkpoints.newest(tmp_path, "run")
+    assert (found.number, found.absent) == (PAUSES + 4, (1,))
+    assert found.saved_ns(2) == 3 * SECOND + 2
+    assert found.home_ns == found.time_ns == 3 * SECOND + 2
+    store = AuthenticatedStore(StoreServer(new_secret()))
+    checkpoints.publish_restore_points(store, found, 3, {1: None})
+    for rank in range(3):
+        point = checkpoints.await_restore_point(store, rank, over=lambda: False)
+        assert point is not None
+        assert point[:3] == (found.time_ns, PAUSES + 5, (1,))
+        assert (decode(point.content) is None) == (rank == 1)
+        assert checkpoints.first_epoch(point.number, point.absent, 3).number == 2
+    assert checkpoints.first_epoch(found.number, (), 3) == Epoch(1, (0, 1, 2), (0, 0, 0))
+
+
+def test_a_pause_that_a_failure_ended_is_discarded(tmp_path: Path) -> None:
+    """Its remaining parts never come; the next epoch has greater numbers."""
+    checkpoint_manager = CheckpointManager(tmp_path, 2, 1.0, "run")
+    made(checkpoint_manager, 7, Home())
+    save(checkpoint_manager, 8, 0)
+    made(checkpoint_manager, PAUSES, Home())
+    assert list_checkpoints(tmp_path) == [7, PAUSES]
+    assert not folder_of(tmp_path, 8).exists()
+    assert not checkpoint_manager.parts
+    save(checkpoint_manager, PAUSES + 1, 1)
+    assert checkpoint_manager.parts
+
+
+def test_the_lowest_worker_takes_the_place_of_a_failed_lead_rank(tmp_path: Path) -> None:
+    """Evaluations count up to its pause."""
+    checkpoint_manager = CheckpointManager(tmp_path, 3, 1.0, "run", lead_rank=0)
+    for rank in (1, 2):
+        save(checkpoint_manager, 0, rank)
+    checkpoint_manager.complete_checkpoints({0}, Home())
+    found = checkpoints.newest(tmp_path, "run")
+    assert (found.home_ns, found.time_ns) == (3 * SECOND + 1, 3 * SECOND + 2)

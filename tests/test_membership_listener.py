@@ -13,6 +13,7 @@ from ashl.run.membership_listener import MembershipListener
 from ashl.runtime import rendezvous
 from ashl.runtime.effects import PEER_FAILED, Epoch
 from ashl.runtime.process import TorchKernel
+from ashl.runtime.rank_checkpoint import PAUSES
 from ashl.runtime.records import ControlUpdate
 from ashl.runtime.rendezvous import JOINER, SERVER, admit_worker, join_servers
 from tests.kernels import Quiet
@@ -71,7 +72,10 @@ def test_a_failure_before_a_rank_has_its_connections_arrives_afterwards() -> Non
 
 
 def test_a_joining_worker_begins_its_first_epoch_once() -> None:
-    kernel = kernel_of(Quiet(), meet=lambda *_: None)
+    """It numbers its checkpoints as the other members of the epoch do."""
+    numbers: list[int] = []
+    writer = SimpleNamespace(every_s=1.0, save=lambda *given: numbers.append(given[-1]))
+    kernel = kernel_of(Quiet(), meet=lambda *_: None, checkpoint_writer=writer)
     listener = MembershipListener(kernel, 0, 1, [], cast("Any", Store()), regroups=True)
     update = ControlUpdate(epoch=Epoch(2, (0,), (1,)))
     begun: list[int] = []
@@ -80,11 +84,14 @@ def test_a_joining_worker_begins_its_first_epoch_once() -> None:
         begun.append(epoch.number)
         listener.on_membership(ControlUpdate.loads(update.dumps()))  # every answer repeats it
         await ctx.sleep(0.0)
+        for _ in range(2):
+            await ctx.save(0, None)
 
     kernel.join_running({}, time.monotonic_ns())
-    kernel.begin_epoch(cast("Epoch", update.epoch))
+    kernel.begin_epoch(update.epoch)
     kernel.run(main)
     assert begun == [2]
+    assert numbers == [2 * PAUSES, 2 * PAUSES + 1]
 
 
 def test_a_joining_worker_is_connected_to_its_server_with_the_clock_of_the_run(

@@ -661,7 +661,7 @@ def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
             )
 
 
-def check_max_restarts(parts: Parts, checkpoint_s: float | None) -> None:
+def check_max_restarts(parts: Parts) -> None:
     """Refuse `runtime.max_restarts` where a restarted worker could not rejoin.
 
     Raises: UsageError.
@@ -674,10 +674,6 @@ def check_max_restarts(parts: Parts, checkpoint_s: float | None) -> None:
         raise UsageError(
             f"{named}: with runtime={runtime.name} the launcher of the job restarts processes; set"
             " runtime.max_restarts=0"
-        )
-    if checkpoint_s is not None:
-        raise UsageError(
-            f"{named}: a run with run.checkpoint_s does not support rejoins; remove one of the two"
         )
     if not survives_failure(parts, rejoin=True):
         raise UsageError(
@@ -708,12 +704,12 @@ def check_failure_keys(parts: Parts, stages: Sequence[StagePlan]) -> None:
         check_keep_batch(parts, stages)
 
 
-def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
+def check_faults(parts: Parts, stages: Sequence[StagePlan]) -> None:
     """Refuse injected faults, and settings of failure handling, that the run does not support.
 
     Raises: UsageError.
     """
-    check_max_restarts(parts, checkpoint_s)
+    check_max_restarts(parts)
     fault_kinds, n = set(parts.cluster.fault_kinds), len(stages[0].workers)
     if parts.runtime.min_workers > n:
         raise UsageError(
@@ -728,11 +724,6 @@ def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float 
         raise UsageError(
             f"cluster.events, cluster.churn ({named}): supported in virtual time only, except fail"
             " with runtime=local; take runtime=sim"
-        )
-    if checkpoint_s is not None and parts.runtime.name != "sim":
-        raise UsageError(
-            f"run.checkpoint_s: not supported together with injected faults ({named}) on"
-            " processes; remove run.checkpoint_s, or the faults, or take runtime=sim"
         )
     if SERVER_FAIL in fault_kinds and not parts.stages[0].topology.has_server:
         raise UsageError(

@@ -199,7 +199,7 @@ def _prepare_plan(
     if settings.plan is not None:
         plan = take_stages_of_plan_file(settings.plan, plan, config, overrides)
     resolved = resolve_plan(plan, options, settings.plan)
-    check_faults(resolved, plan.stages, settings.run.checkpoint_s)
+    check_faults(resolved, plan.stages)
     clock, by = choose_prediction_cluster(
         parts["cluster"], known, replaced, codec_class(config), options
     )

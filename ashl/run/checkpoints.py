@@ -8,6 +8,9 @@ every file. A folder without a manifest, or with a file of another hash, is no c
 newest valid checkpoint counts, and two are kept. A checkpoint is not completed if a part could not
 be written, if the run was about to stop, or after the end of its time budget.
 
+No part is awaited of a worker that has failed: a resumed run begins with its rejoin. A pause that a
+failure has ended lacks other parts. It is discarded once a later checkpoint is complete.
+
 On resume, records of later moments than the checkpoint are removed and written again. A checkpoint
 is resumed on the kernel that made it (`how`), unless it was made from a run with another number of
 workers (`ashl.run.rescaling`).
@@ -18,9 +21,10 @@ message-passing systems", ACM Computing Surveys 2002.
 
 import json
 import logging
+import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,16 +36,18 @@ from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Monitor, MonitorState
 from ashl.runtime import rank_checkpoint
+from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import decode, encode, to_plain
-from ashl.runtime.rank_checkpoint import MANIFEST, list_checkpoints
-from ashl.runtime.records import CheckpointPartSaved
+from ashl.runtime.rank_checkpoint import MANIFEST, PAUSES, list_checkpoints
+from ashl.runtime.records import CheckpointPartSaved, Heartbeat, WorkerFailed, WorkerRejoined
 from ashl.runtime.rendezvous import await_key
 from ashl.tracking import jsonl
+from ashl.tracking.events import EVENTS
 from ashl.tracking.recorder import METRICS, writing
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 13
+SCHEMA = 14
 CUT_BACK = "cut_back"  # manifest key: True once later records than the checkpoint are removed
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns")  # manifest keys
 VIRTUAL, PROCESSES, RESCALED = "virtual", "processes", "rescaled"
@@ -50,6 +56,7 @@ MAY_CHANGE = "only stop.*, runtime and the number of workers may change when a r
 LEAVE = "a run takes checkpoints with run.checkpoint_s=SECONDS"
 WHOLE = 2  # checkpoints that are kept
 RESTORE = "restore"  # key of a rank's restore point in the job's store
+MEMBERSHIP = EVENTS[WorkerFailed], EVENTS[WorkerRejoined]  # kinds of lines in events.jsonl
 
 
 @dataclass
@@ -68,20 +75,24 @@ class CheckpointManager:
     parts: dict[int, dict[int, CheckpointPartSaved]] = field(default_factory=dict)
     warning: str | None = None
 
-    def add_part(
-        self, record: CheckpointPartSaved, monitor: Monitor, content: bytes | None = None
-    ) -> None:
-        """Add a rank's part of a checkpoint, and complete the checkpoint if it is the last one.
+    def add_part(self, record: CheckpointPartSaved, content: bytes | None = None) -> None:
+        """Add a rank's part of a checkpoint.
 
         Args: content, the part's bytes if the rank has sent it; None if it has written it.
         """
         if content is not None:
             record = self.write_part(record, content)
-        parts = self.parts.setdefault(record.number, {})
-        parts[record.rank] = record
-        if len(parts) == self.num_ranks:
-            self.parts = {k: own for k, own in self.parts.items() if k > record.number}
-            self.write_checkpoint(record.number, parts, monitor)
+        self.parts.setdefault(record.number, {})[record.rank] = record
+
+    def complete_checkpoints(self, absent: Collection[int], monitor: Monitor) -> None:
+        """Complete the checkpoints of which all parts are there, except those of ranks in
+        `absent`.
+        """
+        awaited = {*range(self.num_ranks)}.difference(absent)
+        for number, parts in sorted(self.parts.items()):
+            if awaited <= parts.keys():
+                self.parts = {k: own for k, own in self.parts.items() if k > number}
+                self.write_checkpoint(number, parts, monitor)
 
     def write_part(self, record: CheckpointPartSaved, content: bytes) -> CheckpointPartSaved:
         """Write a part that a rank has sent; return its record, with the hash or the error."""
@@ -97,13 +108,16 @@ class CheckpointManager:
     ) -> None:
         """Complete a checkpoint of which all parts are there, or discard it."""
         folder = rank_checkpoint.folder_of(self.run_dir, number)
-        ranks_ns = [parts[rank].time_ns for rank in range(self.num_ranks)]
-        home_ns = max(ranks_ns) if self.lead_rank is None else ranks_ns[self.lead_rank]
+        times = {rank: part.time_ns for rank, part in parts.items()}
+        time_ns = max(times.values())
         about = {
             "how": PROCESSES,
-            "time_ns": max(ranks_ns),
-            "ranks_ns": ranks_ns,
-            "home_ns": home_ns,
+            "time_ns": time_ns,
+            "ranks_ns": [times.get(rank) for rank in range(self.num_ranks)],
+            # the lowest worker takes the place of a failed lead rank
+            "home_ns": (
+                time_ns if self.lead_rank is None else times.get(self.lead_rank, times[min(times)])
+            ),
         }
         files = {f"rank{rank}.safetensors": part.sha256 for rank, part in parts.items()}
         try:
@@ -111,7 +125,9 @@ class CheckpointManager:
                 if part.error is not None:
                     raise OSError(f"rank {part.rank} could not write its part ({part.error})")
             if complete(folder, self.identity, monitor, files, about):
-                logger.info("took checkpoint %d at %.3f s", number, max(ranks_ns) / 1e9)
+                logger.info(
+                    "took checkpoint %d of ranks %s at %.3f s", number, [*times], time_ns / 1e9
+                )
         except (OSError, RuntimeError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             self.warning = f"no checkpoint was made: {error}"
@@ -125,7 +141,8 @@ def complete(
     files: Mapping[str, str],
     about: Mapping[str, Any],
 ) -> bool:
-    """Write the monitor's state and the manifest of a checkpoint, and delete old checkpoints.
+    """Write the monitor's state and the manifest of a checkpoint, and delete older ones: all but
+    the last complete ones, of which `WHOLE` are kept.
 
     Args: files, the hash by name of the files that are there already; about, other manifest keys.
     Returns: False if the run is about to stop or its time is over; then the checkpoint is deleted.
@@ -146,9 +163,10 @@ def complete(
     except (OSError, RuntimeError):
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    run_dir = folder.parent.parent
-    for old in list_checkpoints(run_dir)[:-WHOLE]:
-        shutil.rmtree(rank_checkpoint.folder_of(run_dir, old), ignore_errors=True)
+    kept = list_checkpoints(folder.parent.parent)[-WHOLE:]
+    for name in {path.name for path in folder.parent.iterdir()}.difference(map(str, kept)):
+        if name.isdigit() and int(name) < int(folder.name):
+            shutil.rmtree(folder.parent / name, ignore_errors=True)
     return True
 
 
@@ -160,9 +178,21 @@ class Checkpoint(NamedTuple):
     how: str
     time_ns: int  # run time
     sizes: dict[str, int]  # bytes of each file of records at that time
-    ranks_ns: list[int]  # run time by rank
+    ranks_ns: list[int | None]  # run time by rank; None for a failed worker without a part
     home_ns: int  # run time up to which evaluations count
     broken: str | None  # why a newer checkpoint cannot be used
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Return the failed workers that have no part."""
+        return tuple(rank for rank, time_ns in enumerate(self.ranks_ns) if time_ns is None)
+
+    def saved_ns(self, rank: int) -> float:
+        """Return the run time up to which events of a rank count. A failed worker has no later
+        ones.
+        """
+        time_ns = self.ranks_ns[rank]
+        return math.inf if time_ns is None else time_ns
 
 
 def newest(run_dir: Path, identity: str) -> Checkpoint:
@@ -195,18 +225,30 @@ class RestorePoint(NamedTuple):
     """The point that a rank of a run on processes starts from."""
 
     since_ns: int = 0  # run time
-    number: int = 0  # number of the next checkpoint
-    content: bytes = b""  # its part of the checkpoint; empty = the beginning of the run
+    number: int = 0  # number of the next checkpoint; 0 = the beginning of the run
+    absent: tuple[int, ...] = ()  # workers that have no part of the checkpoint, and join
+    # its part of the checkpoint; of a worker that joins, the totals of its earlier incarnations
+    content: bytes = b""
 
 
-def publish_restore_points(store: AuthenticatedStore, saved: Checkpoint | None, ranks: int) -> None:
-    """Publish for each rank where it begins: not every rank has the run folder."""
+def publish_restore_points(
+    store: AuthenticatedStore,
+    saved: Checkpoint | None,
+    ranks: int,
+    totals: Mapping[int, Heartbeat | None],
+) -> None:
+    """Publish for each rank where it begins: not every rank has the run folder.
+
+    Args: totals, of failed workers, by rank.
+    """
     for rank in range(ranks):
         point = RestorePoint()
         if saved is not None:
-            content = rank_checkpoint.part_of(saved.folder, rank).read_bytes()
-            point = RestorePoint(saved.time_ns, saved.number + 1, content)
-        line = json.dumps([point.since_ns, point.number])
+            is_absent = rank in saved.absent
+            part = rank_checkpoint.part_of(saved.folder, rank)
+            content = encode(to_plain(totals.get(rank))) if is_absent else part.read_bytes()
+            point = RestorePoint(saved.time_ns, saved.number + 1, saved.absent, content)
+        line = json.dumps(point[:-1])
         store.set(f"{RESTORE}/{rank}", line.encode() + b"\n" + point.content)
 
 
@@ -220,7 +262,17 @@ def await_restore_point(
         return None
     line, _, content = found.partition(b"\n")
     store.delete_key(key)  # it may be large
-    return RestorePoint(*json.loads(line), content)
+    since_ns, number, absent = json.loads(line)
+    return RestorePoint(since_ns, number, tuple(absent), content)
+
+
+def first_epoch(number: int, absent: Collection[int], num_workers: int) -> Epoch:
+    """Return the epoch with which a run begins, or is resumed: the next one if workers join.
+
+    Args: number: of a checkpoint of the present epoch.
+    """
+    workers = tuple(range(num_workers))
+    return Epoch(number // PAUSES + bool(absent), workers, (0,) * num_workers)
 
 
 def refuse_other_kernel(run_dir: Path, saved: Checkpoint, *, virtual: bool) -> None:
@@ -282,11 +334,12 @@ def is_earlier(saved: Checkpoint, name: str, record: Mapping[str, Any]) -> bool:
     """Return True if a record is not later than the checkpoint."""
     if name == METRICS:
         return record["time_s"] * 1e9 <= saved.home_ns + 1
-    if record["kind"] != "round":
+    if record["kind"] not in ("round", *MEMBERSHIP):
         return True
     # on processes the first round after the pause may end at the very moment of the pause
     slack_ns = -1 if saved.how == PROCESSES else 1
-    return record["end_s"] * 1e9 <= saved.ranks_ns[record["rank"]] + slack_ns
+    time_s = record["end_s"] if record["kind"] == "round" else record["time_s"]
+    return time_s * 1e9 <= saved.saved_ns(record["rank"]) + slack_ns
 
 
 def plan_of(saved: Checkpoint) -> Plan:
@@ -295,11 +348,14 @@ def plan_of(saved: Checkpoint) -> Plan:
 
 
 def monitor_of(saved: Checkpoint, limits: Limits) -> dict[str, Any]:
-    """Return the monitor's state at the checkpoint, without evaluations of later moments."""
+    """Return the monitor's state at the checkpoint, without evaluations and failures of later
+    moments.
+    """
     state = decode((saved.folder / MONITOR).read_bytes())
     run_state: MonitorState = state["books"]
     if run_state.parts is not None:
-        run_state.parts.discard_later(saved.ranks_ns)
+        run_state.parts.discard_later(saved.saved_ns)
+    run_state.discard_later_outages(saved.saved_ns)
     until_s = (saved.home_ns + 1) / 1e9
     found = [one for one in run_state.evaluations if one.time_s <= until_s]
     if len(found) < len(run_state.evaluations):

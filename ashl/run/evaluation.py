@@ -21,7 +21,7 @@ Source: Kong et al., "Consensus Control for Decentralized Deep Learning", ICML 2
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -236,10 +236,10 @@ class ModelSet:
         """Wait for a rejoined worker again, in evaluations of which no snapshot has arrived yet."""
         self._failed.discard(rank)
 
-    def discard_later(self, ranks_ns: Sequence[int]) -> None:
-        """Discard the snapshots that each rank has made after its time in `ranks_ns`."""
+    def discard_later(self, saved_ns: Callable[[int], float]) -> None:
+        """Discard the snapshots that each rank has made after the run time `saved_ns(rank)`."""
         for parts in self._parts.values():
-            for rank in [r for r, (own, _) in parts.items() if own.time_ns > ranks_ns[r]]:
+            for rank in [r for r, (own, _) in parts.items() if own.time_ns > saved_ns(r)]:
                 del parts[rank]
         for tick in [tick for tick, parts in self._parts.items() if not parts]:
             self._forget(tick)

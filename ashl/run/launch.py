@@ -35,7 +35,12 @@ from ashl.run.authenticated_store import (
     StoreServer,
     new_secret,
 )
-from ashl.run.checkpoints import Checkpoint, CheckpointManager, publish_restore_points
+from ashl.run.checkpoints import (
+    Checkpoint,
+    CheckpointManager,
+    first_epoch,
+    publish_restore_points,
+)
 from ashl.run.control_channel import ControlChannel
 from ashl.run.evaluation import shard_sizes
 from ashl.run.interface import LOOPBACK, Chosen, check_loopback, named
@@ -44,7 +49,7 @@ from ashl.run.monitor import Monitor
 from ashl.run.process_setup import INTERRUPTS
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
-from ashl.runtime.records import End, Heartbeat
+from ashl.runtime.records import End, Heartbeat, WorkerRejoined
 from ashl.runtime.throttle import Nics
 
 logger = logging.getLogger(__name__)
@@ -148,13 +153,20 @@ def run_controller(
     rank_settings = [
         settings._replace(run_dir=run_dir, fingerprint=fingerprint) for settings in rank_settings
     ]
-    publish_restore_points(store, saved, plan.num_ranks)
+    totals = {rank: outage.totals for rank, outage in monitor.current_outages.items()}
+    publish_restore_points(store, saved, plan.num_ranks, totals)
     stage = monitor.job.stages[0]
     cluster = monitor.job.parts.cluster
     if isinstance(cluster, Cluster) and cluster.bandwidth_mbit_s is not None:
         links = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
         store.handle(nics=Nics(links).call)
     channel = ControlChannel(store, plan.num_ranks, plan.num_params, shard_sizes(stage))
+    number, absent = (0, ()) if saved is None else (saved.number, saved.absent)
+    epoch = first_epoch(number, absent, plan.num_workers)
+    channel.control_update = channel.control_update._replace(epoch=epoch)
+    for rank in absent:
+        assert saved is not None
+        monitor.emit(WorkerRejoined(rank, saved.time_ns))
     end, processes = End(130), dict[int, BaseProcess]()
     try:
         with (

@@ -98,8 +98,7 @@ class MembershipListener:
         """Begin the epoch of this update, if this incarnation is a member."""
         with self._lock:
             self._failed = dict(update.lost)
-        if (epoch := update.epoch) is None:
-            return
+        epoch = update.epoch
         known = dict(zip(epoch.workers, epoch.incarnations, strict=True))
         if not self._is_worker or known.get(self._rank) == self._incarnation:
             self._kernel.begin_epoch(epoch)

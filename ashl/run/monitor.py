@@ -74,6 +74,7 @@ class Outage:
     time_ns: int
     cause: str
     rejoined_ns: int | None = None
+    totals: Heartbeat | None = None  # at a checkpoint without the worker
 
 
 @dataclass
@@ -101,6 +102,14 @@ class MonitorState:
         next stage shows it.
         """
         return self.stages[-1].stage + 1 if self.stages else 0
+
+    def discard_later_outages(self, saved_ns: Callable[[int], float]) -> None:
+        """Discard the failures of each worker after the run time `saved_ns(worker)`."""
+        later = [outage for outage in self.outages if outage.time_ns > saved_ns(outage.worker)]
+        for outage in later:
+            self.outages.remove(outage)
+            if self.parts:
+                self.parts.restore_worker(outage.worker)
 
 
 class Monitor:
@@ -171,6 +180,8 @@ class Monitor:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint saves of the monitor."""
+        for rank, outage in self.current_outages.items():
+            outage.totals = self.beats.get(rank)
         self._state_host_s = self.host_s
         constants = self.job.learner.constants()
         known = {"plan": self.plan.to_json(), "host_s": self._state_host_s, "books": self.run_state}

@@ -42,7 +42,7 @@ from ashl.planning.device import device_of, use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import AuthenticatedStore, StoreAddress, StoreClient
-from ashl.run.checkpoints import RestorePoint, await_restore_point
+from ashl.run.checkpoints import RestorePoint, await_restore_point, first_epoch
 from ashl.run.control_channel import Reporter
 from ashl.run.interface import Chosen, use
 from ashl.run.membership_listener import MembershipListener, Watchdog, exit_process
@@ -270,12 +270,9 @@ def classify_error(error: Exception) -> tuple[bool, int | None]:
 
 
 def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[StageConfig, ...]:
-    """Return the stages for this rank.
-
-    Limits: a rank that saves checkpoints does not tolerate failures; the run is resumed instead.
-    """
+    """Return the stages for this rank."""
     stages = assemble(plan, settings.device, parts).stages
-    if settings.checkpoint_s is not None or not survives_failure(parts):
+    if not survives_failure(parts):
         return stages
     return tuple(replace(stage, elastic=True) for stage in stages)
 
@@ -308,13 +305,17 @@ def train_rank(
         restore_point = await_restore_point(store, settings.rank, over)
     if restore_point is None:
         return
+    joins = settings.incarnation > 0 or settings.rank in restore_point.absent
     nccl = settings.have_own_gpus and uses_nccl(parts.runtime, stage.topology, parts.cluster)
     all_others = ranks_to_notify(stages, settings.rank)
     kernel = make_kernel(settings, plan, parts, store, reporter, stages, nccl)
     kernel.worker_states = learner
-    if reporter.checkpoint_writer is not None:
-        reporter.checkpoint_writer.first = restore_point.number
     known = restore(kernel, restore_point, plan, settings.device)
+    if not regroups(stage):
+        kernel.expect_joins({*restore_point.absent}.intersection(all_others))
+    elif restore_point.absent:
+        number, absent = restore_point.number, restore_point.absent
+        kernel.begin_epoch(first_epoch(number, absent, plan.num_workers))
     if is_worker:
         warm_up(stage.trainer, settings.rank)
         learner.set_worker_state(settings.rank, known and known.own)
@@ -334,7 +335,8 @@ def train_rank(
     )
     reporter.on_update = listener.on_membership
     reporter.make_heartbeat = kernel.heartbeat
-    schedule_failures(settings, parts, kernel)
+    began_ns = kernel.now_ns if settings.incarnation else restore_point.since_ns
+    schedule_failures(settings, parts, kernel, began_ns)
     logger.info(
         "connected to ranks %s; trains from %.3f s of the run on",
         [*all_others],
@@ -344,7 +346,7 @@ def train_rank(
         program,
         stages=stages,
         saved=known and (known.stage, known.state),
-        joins=settings.incarnation > 0 and not regroups(stage),
+        joins=joins and not regroups(stage),
     )
     with claim_generators(learner.device):
         kernel.run(play)
@@ -366,11 +368,16 @@ def check_fingerprint(own: Fingerprint, controllers: Fingerprint) -> None:
 
 
 def restore(kernel: TorchKernel, point: RestorePoint, plan: Plan, device: str) -> SavedRank | None:
-    """Set the kernel to a restore point; return the saved rank, None at the beginning of a run."""
-    if not point.content:
+    """Set the kernel to a restore point; return the saved rank, None at the beginning of a run and
+    for a worker without a part of the checkpoint.
+    """
+    if not point.number:
         return None
-    known: SavedRank = decode(point.content, ("ashl", *plan.allow_targets), device)
-    kernel.restore(known, point.since_ns)
+    content = decode(point.content, ("ashl", *plan.allow_targets), device)
+    known = content if isinstance(content, SavedRank) else None
+    kernel.restore(known, point.since_ns, point.number)
+    if isinstance(content, Heartbeat):
+        kernel.ctx.add_totals(content)
     return known
 
 
@@ -471,14 +478,16 @@ def rejoin(
     return True
 
 
-def schedule_failures(settings: RankSettings, parts: Parts, kernel: TorchKernel) -> None:
+def schedule_failures(
+    settings: RankSettings, parts: Parts, kernel: TorchKernel, began_ns: int
+) -> None:
     """Start a thread for each failure of this rank that cluster.events declares.
 
-    A rejoined worker does not repeat failures of its earlier incarnations.
+    A worker that rejoins or resumes at `began_ns` of the run's clock does not repeat earlier
+    failures.
     """
     for event in parts.cluster.events if parts.cluster.fault_kinds else ():
-        past = settings.incarnation and event.time_s * 1e9 < kernel.now_ns
-        if event.fail and event.worker == settings.rank and not past:
+        if event.fail and event.worker == settings.rank and event.time_s * 1e9 >= began_ns:
             threading.Thread(
                 target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail"
             ).start()

@@ -39,9 +39,9 @@ class Origin(NamedTuple):
     saved: Checkpoint
     plan: Plan
     stage: int
-    state: Any  # the lead rank's algorithm state at `time_ns`
+    state: Any  # the lead rank's algorithm state at `time_ns`, or that of a worker in its place
     time_ns: int  # run time
-    ranks: list[SavedRank]
+    ranks: dict[int, SavedRank]  # without failed workers
     own: Any  # mean of the workers' module states
 
     @property
@@ -80,10 +80,12 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
         )
     packages = ("ashl", *plan.allow_targets)
     device = job.stages[0].trainer.device
-    ranks = rank_checkpoint.read_ranks(saved.folder, before.num_ranks, packages, device)
-    lead = ranks[before.lead_rank]
+    present = sorted({*range(before.num_ranks)}.difference(saved.absent))
+    ranks = rank_checkpoint.read_ranks(saved.folder, present, packages, device)
+    lead = ranks.get(before.lead_rank, ranks[present[0]])
     state = lead.state
-    known = [rank.own for rank in ranks[: before.num_workers] if rank.own is not None]
+    workers = [ranks[rank] for rank in present if rank < before.num_workers]
+    known = [rank.own for rank in workers if rank.own is not None]
     own = mean_of(known) if known else None
     cluster = job.parts.cluster
     if state.assigned is not None and not (isinstance(cluster, Cluster) and not cluster.missing()):
@@ -119,11 +121,11 @@ def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Sa
     files = dict[str, str]()
     for rank, state in enumerate(states):
         is_worker = rank < plan.num_workers
-        peers = origin.ranks[:old_workers] if is_worker else origin.ranks[old_workers:]
+        peers = [saved for old, saved in origin.ranks.items() if (old < old_workers) == is_worker]
         shares = plan.num_workers if is_worker else 1
         before = [peer.context for peer in peers]
         context = share_of_contexts(before, rank % len(peers), shares, time_ns)
-        drawn = origin.ranks[rank].drawn if rank < old_workers else 0
+        drawn = origin.ranks[rank].drawn if rank < old_workers and rank in origin.ranks else 0
         own = origin.own if is_worker else None
         made = SavedRank(origin.stage, state, context, time_ns, drawn, own)
         path = rank_checkpoint.part_of(folder, rank)

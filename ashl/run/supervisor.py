@@ -362,7 +362,7 @@ class LivenessMonitor:
             update = update._replace(epoch=self.next_epoch(update.epoch))
         self.channel.control_update = update
 
-    def next_epoch(self, epoch: Epoch | None) -> Epoch:
+    def next_epoch(self, epoch: Epoch) -> Epoch:
         """Return the present epoch, or the next one if its members are others."""
         incarnations = self.channel.incarnations
         workers = tuple(
@@ -372,8 +372,6 @@ class LivenessMonitor:
             and (rank not in self.failed or self.rejoining.get(rank, False))
         )
         members = tuple(incarnations[rank] for rank in workers)
-        n = self.plan.num_workers
-        epoch = epoch or Epoch(0, tuple(range(n)), (0,) * n)
         if (workers, members) == (epoch.workers, epoch.incarnations):
             return epoch
         return Epoch(epoch.number + 1, workers, members)
@@ -401,17 +399,16 @@ def supervise(
     channel.last_heard_s |= dict.fromkeys(liveness.processes, channel.awake_s)
     # a resumed run has evaluations already
     channel.control_update = channel.control_update._replace(scores=liveness.monitor.scores)
-    takes_checkpoints = checkpoint_manager.every_s is not None
     while len(liveness.exited.union(liveness.failed)) < plan.num_ranks:
         now_s = time.monotonic()  # the records that were received before are applied next
         read_records(liveness, checkpoint_manager)
         publish_stop(liveness, now_s)
         late = liveness.silent_ranks(timeout_s)
-        if not takes_checkpoints:  # else a failed run is resumed from a checkpoint
-            liveness.detect_failures(timeout_s, late, now_s)
-            if not channel.control_update.stopping and liveness.monitor.final is None:
-                liveness.restart_workers(runtime.max_restarts)
-        answer_join_requests(liveness, takes_checkpoints)
+        liveness.detect_failures(timeout_s, late, now_s)
+        checkpoint_manager.complete_checkpoints(liveness.failed, liveness.monitor)
+        if not channel.control_update.stopping and liveness.monitor.final is None:
+            liveness.restart_workers(runtime.max_restarts)
+        answer_join_requests(liveness)
         raise_settled_failure(liveness, run_dir, now_s)
         interrupted_s = liveness.interrupted_s
         if interrupted_s is not None and now_s - interrupted_s > PATIENCE_S:
@@ -442,7 +439,7 @@ def read_records(liveness: LivenessMonitor, checkpoint_manager: CheckpointManage
             channel.control_update = channel.control_update._replace(scores=liveness.monitor.scores)
         elif isinstance(record, CheckpointPartSaved):
             assert not isinstance(content, Tensor)
-            checkpoint_manager.add_part(record, liveness.monitor, content)
+            checkpoint_manager.add_part(record, content)
 
 
 def publish_stop(liveness: LivenessMonitor, now_s: float) -> None:
@@ -600,13 +597,13 @@ def check_liveness(liveness: LivenessMonitor, timeout_s: float, missing: bool) -
 # --- join requests
 
 
-def answer_join_requests(liveness: LivenessMonitor, takes_checkpoints: bool) -> None:
+def answer_join_requests(liveness: LivenessMonitor) -> None:
     """Answer every join request that the control channel has received: admit the process in the
     place of the worker that it names, or of any failed worker; or return the reason against it.
     """
     while liveness.channel.join_requests:
         worker, future = liveness.channel.join_requests.popleft()
-        place = join_refusal(liveness, worker, takes_checkpoints)
+        place = join_refusal(liveness, worker)
         if place is None:
             free = liveness.failed.keys() - liveness.rejoining.keys()
             place = admit_process(liveness, min(free) if worker is None else worker)
@@ -633,13 +630,12 @@ def admit_process(liveness: LivenessMonitor, rank: int) -> Place:
         rounds=settings.rounds,
         device=on_this_node.device if on_this_node else "",
         have_own_gpus=settings.have_own_gpus,
+        checkpoint_s=settings.checkpoint_s,
         fingerprint=settings.fingerprint,
     )
 
 
-def join_refusal(
-    liveness: LivenessMonitor, worker: int | None, takes_checkpoints: bool
-) -> Place | None:
+def join_refusal(liveness: LivenessMonitor, worker: int | None) -> Place | None:
     """Return a rejection with its reason, if no process can join now in the place of `worker`, or
     of any worker if None; None if one can.
     """
@@ -651,8 +647,6 @@ def join_refusal(
             f"a run with {describe_modes(parts)} admits no joining process; start a new run with"
             " run.checkpoint_s, which can be resumed"
         )
-    elif takes_checkpoints:
-        reason = "a run that takes checkpoints (run.checkpoint_s) admits no joining process"
     elif monitor.final is not None or monitor.stopping:
         reason = "the run is over"
     elif worker is not None and worker >= plan.num_workers:

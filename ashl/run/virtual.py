@@ -128,8 +128,8 @@ def simulation(
 def beginning(plan: Plan, job: Job, saved: Checkpoint, churn: Churn | None) -> Begin:
     """Return the function that sets a simulation to a checkpoint."""
     packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
-    ranks = rank_checkpoint.read_ranks(saved.folder, plan.num_ranks, packages, device)
+    ranks = rank_checkpoint.read_ranks(saved.folder, range(plan.num_ranks), packages, device)
     epoch = None
     if churn is not None:
         epoch = churn.restore(decode((saved.folder / FAULTS).read_bytes()))
-    return partial(restore_ranks, ranks=ranks, time_ns=saved.time_ns, epoch=epoch)
+    return partial(restore_ranks, ranks=[*ranks.values()], time_ns=saved.time_ns, epoch=epoch)

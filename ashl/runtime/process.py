@@ -15,6 +15,10 @@ Epochs, in a run that regroups: the controller publishes the members of the next
 failure or a rejoin (`begin_epoch`). The main thread then ends all tasks of the rank, and meets the
 other members in a new process group of gloo. It starts the program again with the rank's last safe
 point. A rank whose collective or connection breaks before waits for it.
+
+Resume: each rank continues from its part of a checkpoint (`restore`). A worker without a part
+joins. If the run regroups, all ranks begin a new epoch for that. Otherwise the servers receive the
+worker's failure first (`expect_joins`).
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -47,6 +51,7 @@ from ashl.runtime.compute_unit import ComputeUnit, Ran
 from ashl.runtime.effects import Epoch
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, describe_wait, resume_checked
 from ashl.runtime.rank_checkpoint import (
+    PAUSES,
     RankCheckpointWriter,
     SavedRank,
     next_due_ns,
@@ -145,11 +150,12 @@ class TorchKernel:
         self._groups = groups
         self._peers = peers
         self._settle = settle
-        self._pauses: int | None = 0  # so far; None = this rank joins, and does not know yet
+        # number of the next pause; None = this rank joins, and does not know it yet
+        self._pauses: int | None = 0
         self._early: list[Received] = []  # messages of after the next pause
-        self.checkpoint_due_ns = math.inf
-        if checkpoint_writer is not None:
-            self.checkpoint_due_ns = next_due_ns(0, checkpoint_writer.every_s)
+        every_s = None if checkpoint_writer is None else checkpoint_writer.every_s
+        self._next_due_ns = partial(next_due_ns, every_s=every_s)
+        self.checkpoint_due_ns = self._next_due_ns(0)
         self._unsettled = False  # True while computations of the main task may run on the device
         self._mail = Mailbox()
         self._connections: PeerConnections | None = None
@@ -177,7 +183,7 @@ class TorchKernel:
         assert self._pauses is not None
         if self._checkpoint_writer is not None:
             self._checkpoint_writer.save(self.ctx, save, self.throttle.speed, self._pauses)
-            self.checkpoint_due_ns = next_due_ns(self.now_ns, self._checkpoint_writer.every_s)
+            self.checkpoint_due_ns = self._next_due_ns(self.now_ns)
         self._mail.dropped.clear()
         self._pauses += 1
         early, self._early = self._early, []
@@ -195,14 +201,29 @@ class TorchKernel:
         self._tasks.add(task)
         return task
 
-    def restore(self, known: SavedRank, time_ns: int) -> None:
-        """Restore the saved state of the rank, with the clock at `time_ns`. Call it before
-        `run`.
+    def restore(self, known: SavedRank | None, time_ns: int, number: int) -> None:
+        """Restore the saved state of the rank, with the clock at `time_ns`. Call it before `run`.
+
+        Args: known: None for a worker that has no part of the checkpoint, and joins; number: of the
+        next pause.
         """
-        restore_rank(self.ctx, known, time_ns, self.throttle.speed, self.worker_states)
         self._since_ns = time_ns
-        if self._checkpoint_writer is not None:
-            self.checkpoint_due_ns = next_due_ns(time_ns, self._checkpoint_writer.every_s)
+        self._epoch = self._published = Epoch(number // PAUSES, ())
+        self.checkpoint_due_ns = self._next_due_ns(time_ns)
+        if known is None:
+            self._pauses = None
+            return self.ctx.time_accounting.start_at(time_ns)
+        self._pauses = number
+        restore_rank(self.ctx, known, time_ns, self.throttle.speed, self.worker_states)
+        return self.ctx.safe_point(known.stage, known.state)
+
+    def expect_joins(self, workers: Iterable[int]) -> None:
+        """Deliver the failure of workers that have no part of the checkpoint, ahead of their
+        requests to join. Call it before `run`.
+        """
+        for rank in workers:
+            self._mail.mark_failed(fx.PeerFailedError(rank, "it was not saved"), self._since_ns)
+            del self._mail.failed_peers[rank]
 
     def join_running(self, groups: Mapping[int, dist.ProcessGroup], zero_ns: int) -> None:
         """Prepare to join ranks that are running already, by a group with each peer. Call it before
@@ -211,6 +232,7 @@ class TorchKernel:
         self._joined = groups
         self._pauses = None
         self._zero = zero_ns
+        self.checkpoint_due_ns = self._next_due_ns(self.now_ns)
         self.ctx.time_accounting.start_at(self.now_ns)
 
     def begin_epoch(self, epoch: Epoch) -> None:
@@ -253,7 +275,8 @@ class TorchKernel:
         self._start = main
         if self._joined is None or not self.ctx.tolerates_failures:
             self._connect()
-            self._main = self.spawn(self.ctx, main(self.ctx), main=True)
+            if self._published is self._epoch:
+                self._main = self.spawn(self.ctx, main(self.ctx), main=True)
         self._run_to_end()
         assert self._main is not None
         return self._main.result
@@ -270,7 +293,7 @@ class TorchKernel:
             routes = {peer: (group, SERVER, 0) for peer, group in self._joined.items()}
             members = (self.ctx.rank,)
         self._communicator = self._make_communicator(
-            groups=self._groups, members=members, is_over=self._end_of_epoch(0)
+            groups=self._groups, members=members, is_over=self._end_of_epoch(self._epoch.number)
         )
         connections = self._make_connections(routes)
         for peer in routes:
@@ -306,7 +329,7 @@ class TorchKernel:
         assert self._start is not None
         epoch, rank = self._published, self.ctx.rank
         self._end_tasks()
-        self._epoch = epoch
+        self._epoch, self._pauses = epoch, epoch.number * PAUSES
         members = (*epoch.workers, *range(self._num_workers, self._num_ranks))
         group = self._meet(epoch, members, lambda: self._published is not epoch or self._has_left())
         if self._published is not epoch or self._has_left():
@@ -353,7 +376,7 @@ class TorchKernel:
         self._timers.clear()
         self._live = 0
         self._mail.clear()
-        self._pauses, self._early = 0, []
+        self._early = []
         now_ns = self._push_end = self.now_ns
         self.ctx.time_accounting.abort_collectives(now_ns)
         self.ctx.time_accounting.attribute_idle(now_ns)

@@ -4,13 +4,16 @@ At a pause nothing is in flight between the ranks (`ashl.topology.ending`), so t
 ranks are the whole run. In virtual time one file holds all of them. On processes each rank writes
 a part of its own in a thread, or uploads it, and continues at once; the controller
 (`ashl.run.checkpoints`) completes the checkpoint once it knows the hashes of all parts.
+
+Numbers: pause k of epoch e is e·`PAUSES` + k. All members of an epoch agree on k, and a later
+epoch has greater numbers. A resumed run continues with these numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +27,7 @@ from ashl.runtime.transport import first_line
 MANIFEST = "manifest.json"
 RANKS = "ranks.safetensors"  # file of all ranks, in virtual time
 ABSENT = -1  # stage of a rank that has failed, or that waits to be admitted
+PAUSES = 10**6  # numbers of pauses that each epoch has
 
 
 def next_due_ns(now_ns: int, every_s: float | None) -> float:
@@ -56,16 +60,15 @@ class RankCheckpointWriter:
         self._emit = emit
         self._thread: threading.Thread | None = None  # writes the latest part
         self.every_s = every_s
-        self.first = 0  # number of the checkpoint at the first pause of this process
 
-    def save(self, ctx: RankContext, save: Save, speed: Speed | None, pauses: int) -> None:
+    def save(self, ctx: RankContext, save: Save, speed: Speed | None, number: int) -> None:
         """Save this rank at a pause, after its part of the checkpoint before is written."""
         if self._thread is not None:
             self._thread.join()
         # Rounds recorded so far end before this moment, and all later ones do not.
         time_ns = max(ctx.now_ns, ctx.time_accounting.cursor + 2)
         ctx.time_accounting.attribute_until("wait", time_ns)
-        part = CheckpointPartSaved(self._rank, self.first + pauses, time_ns)
+        part = CheckpointPartSaved(self._rank, number, time_ns)
         document = to_plain(saved_rank(ctx, save, speed))
         # not a daemon, so the process ends after it
         self._thread = threading.Thread(
@@ -131,13 +134,15 @@ def saved_rank(ctx: RankContext, save: Save | None, speed: Speed | None) -> Save
 
 
 def read_ranks(
-    folder: Path, num_ranks: int, packages: tuple[str, ...], device: str
-) -> list[SavedRank]:
-    """Return all ranks of a checkpoint. States may be of classes of these packages."""
+    folder: Path, present: Sequence[int], packages: tuple[str, ...], device: str
+) -> dict[int, SavedRank]:
+    """Return the ranks of a checkpoint that are present in it. States may be of classes of these
+    packages.
+    """
     if (folder / RANKS).exists():
-        return decode((folder / RANKS).read_bytes(), packages, device)
-    files = [part_of(folder, rank) for rank in range(num_ranks)]
-    return [decode(file.read_bytes(), packages, device) for file in files]
+        return dict(enumerate(decode((folder / RANKS).read_bytes(), packages, device)))
+    parts = {rank: part_of(folder, rank).read_bytes() for rank in present}
+    return {rank: decode(part, packages, device) for rank, part in parts.items()}
 
 
 # saved fields of a context, beside its time accounting

@@ -429,8 +429,8 @@ class ControlUpdate(NamedTuple):
     lost: tuple[tuple[int, int], ...] = ()
     # joining workers to connect to, each with its incarnation
     ready: tuple[tuple[int, int], ...] = ()
-    # the members of a run whose workers regroup after a failure or a rejoin; None until then
-    epoch: Epoch | None = None
+    # the members of a run whose workers regroup after a failure or a rejoin
+    epoch: Epoch = Epoch(0, ())
 
     def dumps(self) -> str:
         return json.dumps(self)

@@ -147,8 +147,8 @@ def join_epoch(
     """
     while update().end is None:
         epoch = update().epoch
-        members = () if epoch is None else zip(epoch.workers, epoch.incarnations, strict=True)
-        if epoch and (worker, incarnation) in members and store.check([clock_key(epoch.number)]):
+        members = zip(epoch.workers, epoch.incarnations, strict=True)
+        if (worker, incarnation) in members and store.check([clock_key(epoch.number)]):
             return epoch, zero_of(store.get(clock_key(epoch.number)))
         time.sleep(POLL_S)
     return None

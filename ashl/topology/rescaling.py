@@ -116,6 +116,7 @@ def redistribute_counts(stage: StageConfig, before: Progress) -> Progress:
     progress = Progress(n)
     for own in fields(RunProgress)[1:]:
         setattr(progress, own.name, getattr(before, own.name))
+    progress.failed = set()  # all new workers take part
     for name in ("commits", "steps_by", "dropped_by", "drops", "stale_sum"):
         setattr(progress, name, apportion(sum(getattr(before, name)), shares).tolist())
     progress.dropped_for = dict(before.dropped_for)

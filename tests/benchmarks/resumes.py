@@ -6,6 +6,9 @@ parameters at the end must be those of an uninterrupted run in virtual time, bit
 must end by their count, with consistent accounting and a training loss of at most 1.25 times that
 of the whole run plus 0.05. All other outcomes are WRONG.
 
+With `--failures` a drawn worker gets SIGKILL first, and everything up to a second later. Such a run
+is judged by its loss, and the worker must have rejoined if it failed before the checkpoint.
+
 `--cost` measures the cost of checkpoints every 10 s, in a run of real processes without declared
 costs. The first figure is the number of rounds missing in the 2 s after each checkpoint,
 as a share of the run. The comparison is an equally long time between checkpoints. The second is the CPU time to write a
@@ -92,6 +95,13 @@ STEPS, FIRST_S, LAST_S = 900, 0.0, 3.0
 AFTER_S, EVERY_S, LONG_S, PARTS = 2.0, 10.0, 75.0, 20
 
 
+class Failure(NamedTuple):
+    """The failure of one worker, so many seconds before everything is killed."""
+
+    worker: int
+    before_s: float
+
+
 class Whole(NamedTuple):
     """A run in virtual time that was never stopped."""
 
@@ -125,31 +135,49 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoint/*/manifest.json"), key=lambda path: int(path.parent.name))
 
 
-def killed(line: list[str], folder: str, after_s: float) -> str:
-    """A run of which every process is killed so long after its first checkpoint."""
+def killed(line: list[str], folder: str, after_s: float, first: Failure | None) -> str:
+    """A run of which every process is killed so long after its first checkpoint, or after the
+    failure of one worker then.
+    """
     process = started([*line, "runtime=local", "run.checkpoint_s=0.5"], folder)
     try:
         while not checkpoints(Path(folder)) and process.poll() is None:
             time.sleep(0.02)
         time.sleep(after_s)
+        if first is not None and process.poll() is None:
+            with suppress(KeyError, ProcessLookupError):
+                os.kill(ranks_of(Path(folder))[first.worker], signal.SIGKILL)
+            time.sleep(first.before_s)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     while ranks_of(Path(folder)):
         time.sleep(0.02)
-    if Path(folder, "summary.json").exists():
-        return "was over"
-    manifest = json.loads(checkpoints(Path(folder))[-1].read_text())
+    summary = Path(folder, "summary.json")
+    if summary.exists():
+        return (
+            "was over" if json.loads(summary.read_text())["status"] == "finished" else "has failed"
+        )
+    manifest = newest(folder)
+    absent = [rank for rank, time_ns in enumerate(manifest["ranks_ns"]) if time_ns is None]
     return (
-        f"killed {after_s:.2f} s after its first checkpoint, goes on from"
-        f" {manifest['time_ns'] / 1e9:.2f} s"
+        f"killed {after_s:.2f} s after its first checkpoint"
+        + (f", {first.before_s:.2f} s after worker {first.worker}" if first else "")
+        + f", goes on from {manifest['time_ns'] / 1e9:.2f} s"
+        + (f" without a part of worker {absent}" if absent else "")
     )
+
+
+def newest(folder: str) -> dict:
+    """Return the manifest of the newest checkpoint."""
+    return json.loads(checkpoints(Path(folder))[-1].read_text())
 
 
 def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tuple[bool, str]:
     """Return True if a resumed run ends correctly, with a description of its end."""
     command = [sys.executable, "-m", "ashl.cli", "train", "--resume", folder, "-q"]
+    since_s = newest(folder)["time_ns"] / 1e9
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     path = Path(folder, "summary.json")
     if ended.returncode or ended.stderr or not path.exists() or ranks_of(Path(folder)):
@@ -158,17 +186,20 @@ def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tu
     spent = [
         sum(value for key, value in worker.items() if key in KINDS) for worker in summary["workers"]
     ]
-    rounds = [
+    events = jsonl.read(Path(folder, "events.jsonl"))
+    fails = any(e["kind"] == "worker_failed" for e in events)
+    rounds = [  # those that a failure has interrupted are recorded twice
         (e["rank"], e["round"])
-        for e in jsonl.read(Path(folder, "events.jsonl"))
-        if e["kind"] == "round"
+        for e in events
+        if e["kind"] == "round" and (not fails or e["start_s"] >= since_s)
     ]
     balanced = (
         summary["steps"] == sum(worker["steps"] for worker in summary["workers"]) >= STEPS
         and len(rounds) == len(set(rounds))
         and all(abs(seconds - summary["time_s"]) < 1e-6 for seconds in spent)
+        and all(failed["rejoined_s"] for failed in summary["failed_workers"])
     )
-    if in_rounds:
+    if in_rounds and not fails:
         same = summary["params_sha256"] == expected.sha256
         return balanced and same, "the same bits" if same else "other bits"
     loss = summary["final"]["train_loss"]
@@ -181,15 +212,16 @@ def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tu
 KINDS = {f"{kind}_s" for kind in ("compute", "compress", "push", "pull", "wait", "down")}
 
 
-def trials(count: int, seed: int, only: str) -> None:
+def trials(count: int, seed: int, only: str, failures: bool) -> None:
     rng, wrong, known = random.Random(seed), list[str](), dict[str, Whole]()
     for number in range(count):
         modes = ROUNDS if number % 2 else OWN_PACE
         name = rng.choice([name for name in modes if only in name] or list(modes))
         after_s = rng.uniform(FIRST_S, LAST_S)
+        first = Failure(rng.randrange(3), rng.uniform(0.0, 1.0)) if failures else None
         line = [*RUN, *modes[name].split(), f"stop.steps={STEPS}"]
         known[name] = known.get(name) or whole(line)
-        how = killed(line, f"run-{number}", after_s)
+        how = killed(line, f"run-{number}", after_s, first)
         ok, what = (
             (True, "")
             if how == "was over"
@@ -289,12 +321,13 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="of modes with this in their name, where there are some"
     )
+    parser.add_argument("--failures", action="store_true", help="a worker is killed first")
     parser.add_argument("--cost", action="store_true", help="what checkpoints cost, and no trials")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # as runs have it: with more, sums have other last bits
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        costs() if asked.cost else trials(asked.trials, asked.seed, asked.only)
+        costs() if asked.cost else trials(asked.trials, asked.seed, asked.only, asked.failures)
 
 
 if __name__ == "__main__":

@@ -119,11 +119,11 @@ def test_processes_continue_if_gloo_sums() -> None:
         graphs="auto",
     )
     plan = with_events(planned(*SIZES), lost(0, 0.1))
-    check_faults(replace(parts_of(plan), runtime=local), plan.stages, None)
+    check_faults(replace(parts_of(plan), runtime=local), plan.stages)
     plan = with_events(
         planned(*RUN, "topology=all_reduce", "topology.algorithm=tree", "sync=bsp"), lost(0, 0.1)
     )
-    check_faults(replace(parts_of(plan), runtime=local), plan.stages, None)
+    check_faults(replace(parts_of(plan), runtime=local), plan.stages)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,6 @@ def test_processes_continue_if_gloo_sums() -> None:
             {"name": "torchrun"},
             "the launcher of the job restarts processes",
         ),
-        (
-            ("topology=parameter_server", "sync=bsp"),
-            {"checkpoint_s": 1.0},
-            "a run with run.checkpoint_s does not support rejoins",
-        ),
     ],
 )
 def test_no_worker_is_restarted_in_modes_without_rejoins(
@@ -166,7 +161,7 @@ def test_no_worker_is_restarted_in_modes_without_rejoins(
     } | known
     parts = replace(parts_of(planned(*RUN, *own)), runtime=SimpleNamespace(**runtime))
     with pytest.raises(UsageError, match=said) if said else nullcontext():
-        check_max_restarts(parts, known.get("checkpoint_s"))
+        check_max_restarts(parts)
 
 
 def test_an_evaluation_does_not_wait_for_failed_workers() -> None:

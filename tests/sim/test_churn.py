@@ -406,12 +406,10 @@ def test_unsupported_resumes_name_an_alternative() -> None:
     parts, churn = parts_of(plan), spec.Churn(mtbf_s=5.0, mttr_s=1.0)
     (own,), random = parts.stages, replace(parts.cluster, churn=churn)
 
-    def refused(
-        said: str, checkpoint_s: float | None = None, *, befallen: object = random, **stage: object
-    ) -> None:
+    def refused(said: str, *, befallen: object = random, **stage: object) -> None:
         changed = replace(parts, cluster=befallen, stages=(replace(own, **stage),))
         with pytest.raises(UsageError, match=said):
-            check_faults(changed, plan.stages, checkpoint_s)
+            check_faults(changed, plan.stages)
 
     refused("cannot continue without a failed worker; remove", sync=Rigid())
     server = Event(time_s=1.0, server_fail=True)
@@ -421,9 +419,7 @@ def test_unsupported_resumes_name_an_alternative() -> None:
         topology=AllReduce(),
     )
     with pytest.raises(UsageError, match="min_workers=4: the run has 3 workers; take at most 3"):
-        check_faults(
-            replace(parts, runtime=replace(parts.runtime, min_workers=4)), plan.stages, None
-        )
+        check_faults(replace(parts, runtime=replace(parts.runtime, min_workers=4)), plan.stages)
     assert "failure_detection_s" in replace(random, failure_detection_s=None).missing(), (
         "a missing cost is never zero"
     )
