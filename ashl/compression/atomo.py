@@ -56,11 +56,7 @@ ELEMENTS = 2**32 - 1  # in place of a number of triples: all elements of the mat
 
 @option
 class Atomo(WithDensity):
-    """Atomic sparsification.
-
-    With `atoms=singular`, the vector is split into matrices, row by row. The last matrix may exceed
-    the rest of the vector, which is then padded with zeros.
-    """
+    """Atomic sparsification."""
 
     code: ClassVar[int] = 32
     traits: ClassVar[Traits] = Traits(unbiased=True, variable=True)
@@ -83,6 +79,7 @@ class Atomo(WithDensity):
             return self.format.pack_elements(drawn, d, context)
         counts, pieces = [], []
         for start, rows, columns in self.matrices(d):
+            # The last matrix may exceed the rest of the vector, which is padded with zeros.
             part = x[start : start + rows * columns]
             matrix = torch.zeros(rows * columns)
             matrix[: len(part)] = part

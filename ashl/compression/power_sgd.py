@@ -83,6 +83,15 @@ class PowerSGD(Wrappable):
     def for_layout(self, layout: Layout) -> LowRank:
         return LowRank(self.rank, tuple(layer.shape for layer in layout))
 
+    def encode(
+        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[State, Tensor]:
+        """Encode the vector unchanged: without layers there are no matrices."""
+        return LowRank(self.rank, ((x.numel(),),)).encode(sender, x, context)
+
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        return LowRank(self.rank, ((d,),)).decode(receiver, payload, d)
+
 
 class Basis(NamedTuple):
     """The sender's state: every Q in one flat tensor, now and before the last message."""
