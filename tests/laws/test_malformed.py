@@ -28,6 +28,7 @@ CODECS = {name: row for name, row in ROWS.items() if name != "none"} | {
     "diana-pco": codec("diana", quantizer="qsgd", entropy="pco"),
     "diana-natural": codec("diana", quantizer="natural"),
     "ef21": codec("ef21"),
+    "econtrol-whole": codec("econtrol", ratio=1.0),
     "power_sgd": codec("power_sgd"),
     "atomo": codec("atomo", atoms="singular"),
     "sketch_sgd": codec("sketch_sgd"),
