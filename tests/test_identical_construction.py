@@ -136,51 +136,11 @@ def test_no_batch_of_an_evaluation_has_one_sample(most: int, count: int) -> None
     assert all(2 <= len(part) <= most + 1 for part in parts)
 
 
-class Held(nn.Sequential):
-    """Keeps its norm in evaluation mode, as frozen norms are."""
-
-    def train(self, mode: bool = True) -> Any:
-        super().train(mode)
-        self[1].eval()
-        return self
-
-
-class HeldNorm(Made):
-    def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        return Held(nn.Linear(4, 5), self.layers[0](), nn.Linear(5, 3))
-
-
 def known_norm(**keys: Any) -> nn.Module:
     norm = nn.BatchNorm1d(5, **keys)
     nn.init.constant_(norm.running_mean, 3.0)  # type: ignore[arg-type]
     nn.init.constant_(norm.running_var, 4.0)  # type: ignore[arg-type]
     return norm
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        HeldNorm(known_norm),
-        Made(lambda: nn.Linear(4, 5), lambda: known_norm().eval(), lambda: nn.Linear(5, 3)),
-        Made(lambda: nn.Linear(4, 5), lambda: known_norm(momentum=0.0), lambda: nn.Linear(5, 3)),
-    ],
-    ids=["own train()", "eval()", "momentum 0"],
-)
-def test_a_norm_that_the_model_holds_keeps_its_statistics(option: Any) -> None:
-    data = load_data(plain(OwnSplit, kind="torch"), 0)
-    learner = Learner(option, data, task_of(data), seed=0)
-    params = learner.init()
-    _, before = learner.gradient(params, np.arange(8), 0, 0)
-    first = learner.evaluate(params)
-    state = learner.state_dict(params)
-    _, after = learner.gradient(params, np.arange(8), 0, 0)
-    assert torch.equal(before, after)
-    assert torch.equal(state["1.running_mean"], torch.full((5,), 3.0))
-    module = option.build((4,), 3)
-    module.load_state_dict(state)
-    inputs, targets = data.test.batch(np.arange(len(data.test)))
-    expected = nn.functional.cross_entropy(module.eval()(inputs), targets).item()
-    assert first["test_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_model_that_was_loaded_in_evaluation_mode_is_trained() -> None:

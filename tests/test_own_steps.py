@@ -12,7 +12,6 @@ from torch import nn
 
 from ashl.data.dataset import Data
 from ashl.data.plain import split_of
-from ashl.data.rng import Purpose, bits, torch_seed
 from ashl.learn.device import HOST, claim_generators, generator_states, seeded
 from ashl.learn.learner import Learner
 from ashl.optimizer.absent import kept_where_absent, some_absent
@@ -109,34 +108,11 @@ def test_evaluation_draws_the_same_numbers_each_time(kind: str) -> None:
     assert learner.evaluate(params) == first
 
 
-def test_streams_of_workers_and_steps_are_all_different() -> None:
-    drawn: list[int] = []
-
-    def draw(count):
-        drawn.append(int(np.random.permutation(10**6)[:3].sum()))
-        return drawn[-1]
-
-    learner = learner_of(lambda: Noisy(draw), blobs())
-    params = learner.init()
-    drawn.clear()
-    for worker in range(4):
-        for step in range(8):
-            learner.gradient(params, SOME, worker, step)
-    assert len(set(drawn)) == 32
-
-
 def test_only_models_of_ashl_that_do_not_draw_are_computed_by_several_threads() -> None:
     digits = conf_option("dataset", "digits").load()
     assert Learner(conf_option("model", "mlp"), digits, task_of(digits), seed=0).threadsafe
     flat = Own(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     assert not Learner(flat, digits, task_of(digits), seed=0).threadsafe
-
-
-@pytest.mark.parametrize("step", [0, 1, 15, 16, 47, 2**40])
-def test_the_seed_of_a_step_is_the_first_word_of_its_stream(step: int) -> None:
-    assert (
-        torch_seed(5, Purpose.MODEL, 3, step) == bits(5, Purpose.MODEL, 3, step).random_raw() >> 1
-    )
 
 
 def test_a_single_minus_zero_is_a_gradient() -> None:
@@ -148,15 +124,6 @@ def test_a_single_minus_zero_is_a_gradient() -> None:
     assert some_absent(gradient, starts)
     assert kept_where_absent(gradient, starts, [before], [after])[0].tolist() == [1, 1, 1, 0, 0]
     assert not some_absent(torch.tensor([1, -0.0, 1, 1, -0.0]), starts)
-
-
-def test_the_random_generator_continues_its_state() -> None:
-    random.gauss(0, 1)
-    before = random.getstate()
-    with seeded(1, HOST):
-        random.seed(random.getrandbits(40))
-        random.gauss(0, 1)
-    assert random.getstate() == before
 
 
 def test_a_run_restores_the_generators_that_it_claims() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ashl.cli.app import main
-from ashl.topology import rescaling
 
 SHORT = ("cluster=homogeneous", "tracking=none", "tracking.events=all", "model.hidden=[8]", "-q")
 HALF = ("runtime=sim", *SHORT, "run.dir=four", "run.checkpoint_s=0.1", "cluster.num_workers=4")
@@ -116,22 +115,6 @@ def test_work_that_was_not_exchanged_is_computed_again(mode: str, workplace: Pat
     assert found["steps"] == sum(worker["steps"] for worker in found["workers"]) >= 480
     assert found["steps"] < 480 + 2 * 16
     assert found["status"] == "finished"
-
-
-@pytest.mark.slow
-def test_without_its_momentum_that_trajectory_would_be_another(
-    workplace: Path, monkeypatch
-) -> None:
-    own, made = [*DEALT, *MODES["momentum at the server"].split()], rescaling.rescale_states
-
-    def empty(stage, state, now_s):
-        state.moments = stage.trainer.moments()
-        return made(stage, state, now_s)
-
-    train(*HALF, *own, "dataset.batch_size=16")
-    monkeypatch.setattr("ashl.run.rescaling.rescale_states", empty)
-    train("--resume", "four", *OTHER, "dataset.batch_size=32")
-    assert (model("two") - model("four")).abs().max() > 1e-3
 
 
 def test_records_continue_in_a_folder_that_names_the_run(four: Path, workplace: Path) -> None:

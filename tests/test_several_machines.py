@@ -392,15 +392,6 @@ def test_a_link_that_is_better_than_the_servers(known: Profile, better: str | No
     assert (f"run `ashl profile` with cluster.server_host={better}" in said) == (better is not None)
 
 
-def test_a_profile_names_its_hosts() -> None:
-    known = profile("a", "b", server="a")
-    plain = json.loads(known.to_json())
-    assert Profile.from_json(json.dumps(plain)) == known
-    plain["workers"][0]["host"] = "a\x1b[31m"
-    with pytest.raises(ValueError, match="should be printable text"):
-        Profile.from_json(json.dumps(plain))
-
-
 # --- the handshake
 # --------------------------------------------------------------------------------------------------
 
@@ -414,10 +405,6 @@ def gather(*said: Hello, size: int | None = None) -> tuple[Hello, ...]:
     for own in said[1:]:
         store.set(hello_key(own.rank), own.dumps())
     return gather_hellos(store, said[0], size or len(said), 0.05)
-
-
-def test_all_have_come() -> None:
-    assert gather(*JOB) == JOB
 
 
 @pytest.mark.parametrize(

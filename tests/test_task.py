@@ -99,23 +99,6 @@ def test_perplexity_counts_tokens_and_leaves_out_what_is_marked():
     assert found["test_accuracy"] == found["test_metric"] == pytest.approx(float(right))
 
 
-def test_the_language_model_learns_what_comes_next():
-    """The next token is the last one plus one: an embedding and a matrix can know it for
-    certain.
-    """
-    drawn = torch.randint(6, (60, 1), generator=torch.Generator().manual_seed(0)) + torch.arange(9)
-    split = Split(drawn[:, :-1] % 6, drawn[:, 1:] % 6)
-    option = FixedModel(lambda: nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 6)))
-    learner = Learner(
-        option, Data(split, split, (8,), 6), conf_option("task", "language_model"), seed=0
-    )
-    params = learner.init()
-    before = learner.evaluate(params)["test_metric"]
-    for step in range(60):
-        params = params - 2 * learner.gradient(params, np.arange(60), 0, step)[1]
-    assert (before > 4, learner.evaluate(params)["test_metric"] < 1.2) == (True, True)
-
-
 @pytest.mark.parametrize(
     ("task", "data", "words"),
     [

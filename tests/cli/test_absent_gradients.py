@@ -119,6 +119,7 @@ OPTIMIZERS = {
     "adam": (["optimizer=adam"], torch.optim.Adam, {"weight_decay": 0.1}),
     "adamw": (["optimizer=adamw"], torch.optim.AdamW, {"weight_decay": 0.1}),
 }
+RATE = ["optimizer.weight_decay=0.1", "optimizer.lr=0.05"]  # of ashl's own optimizers
 BATCH, STEPS = 16, 30
 
 
@@ -160,17 +161,8 @@ def place(workplace: Path):
             "run.start_from=start.pt",
             "cluster=homogeneous",
         ]
-        code = main(
-            [
-                "train",
-                "-q",
-                *own,
-                *fixed,
-                "optimizer.weight_decay=0.1",
-                "optimizer.lr=0.05",
-                *overrides,
-            ]
-        )
+        rate = [] if "optimizer=mine" in overrides else RATE
+        code = main(["train", "-q", *own, *fixed, *rate, *overrides])
         return torch.load("out/final.pt") if not code else {"code": code}
 
     yield train
@@ -188,7 +180,7 @@ def plain_torch(kind: str, twin: type, arguments: dict, workers: int = 1) -> dic
     nets, data = [getattr(netmodels, kind)(3) for _ in range(workers)], netmodels.Blobs(True)
     for net in nets:
         net.load_state_dict(torch.load("start.pt"))
-    optimizer = twin(nets[0].parameters(), lr=0.05, **arguments)
+    optimizer = twin(nets[0].parameters(), **{"lr": 0.05, **arguments})
     for step in range(STEPS):
         for worker, net in enumerate(nets):
             numbers = [(step * BATCH + i) * workers + worker for i in range(BATCH)]

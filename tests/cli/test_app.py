@@ -19,7 +19,6 @@ import ashl
 import ashl.run
 from ashl.cli import complete
 from ashl.cli.app import COMMANDS, main
-from ashl.cli.table import folded
 from ashl.cli.train import starting
 from ashl.config import catalog
 from ashl.errors import AshlError, DataMissingError, UsageError
@@ -166,14 +165,6 @@ def _code(args: list[str]) -> object:
         return error.code
 
 
-def test_list_shows_all_groups(capsys) -> None:
-    assert main(["list"]) == 0
-    out = capsys.readouterr().out
-    assert all(
-        word in out for word in [*catalog.catalog(), "stop.target_accuracy", "parameter_server"]
-    )
-
-
 def test_pages_of_list_fit_80_columns(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for page in ([], ["sync"], ["sync", "ssp"]):
@@ -249,12 +240,6 @@ def test_every_option_has_a_card(group: str, option: str, capsys) -> None:
     )
     for parameter in catalog.parameters(catalog.catalog()[group][option]):
         assert parameter.key.rpartition(".")[2] in out
-
-
-def test_a_card_has_rule_and_source(capsys) -> None:
-    assert main(["list", "sync", "ssp"]) == 0
-    out = capsys.readouterr().out
-    assert all(word in out for word in ("Rule:", "Source:", "sync.staleness", "ashl.sync.ssp.SSP"))
 
 
 @pytest.mark.parametrize(
@@ -427,24 +412,6 @@ def test_a_narrow_screen_folds_what_a_card_says(capsys, monkeypatch) -> None:
     prose = narrow[: narrow.index("Parameters")]
     assert max(map(len, prose.splitlines())) <= 60
     assert prose.split() == wide[: wide.index("Parameters")].split(), "no word is cut or lost"
-
-
-def test_a_paragraph_of_a_card_is_rewrapped_and_a_list_keeps_its_columns(monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    many = " ".join(["word"] * 22)
-    found = folded(
-        f"{many}\nword ends.\nSource: a book.\n    name    {many}\n            ends."
-    ).split("\n")
-    assert found[:4] == [
-        *["word word word word word word word word"] * 2,
-        "word word word word word word word ends.",
-        "Source: a book.",
-    ]
-    assert found[4:] == [
-        "    name    word word word word word",
-        *["            word word word word word"] * 3,
-        "            word word ends.",
-    ]
 
 
 # --- in a checkout

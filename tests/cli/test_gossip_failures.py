@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.config.compose import compose
 from ashl.errors import UsageError
@@ -18,7 +17,7 @@ from ashl.planning.compile_plan import compile_plan
 from ashl.topology.gossip import GossipRule
 from tests.cli.test_worker_failures import check_return
 from tests.conf_option import conf_option
-from tests.disturbed import check_records, ranks_of, wait_for
+from tests.disturbed import check_records, ranks_of
 from tests.sim.test_churn import back, lost, with_events
 from tests.support import planned, run
 
@@ -130,23 +129,6 @@ def test_a_killed_worker_rejoins(mode: str, train, workplace: Path) -> None:
     )
     assert (code, err) == (0, "")
     check_return(workplace / "run", 0, "was killed by SIGKILL")
-
-
-@pytest.mark.slow
-def test_nobody_joins_a_run_without_a_failed_worker(train, capsys) -> None:
-    said = list[str]()
-
-    def refused(run: Path) -> bool:
-        assert main(["join", str(run)]) == 2
-        said.append(capsys.readouterr().err)
-        return "the run has not begun" not in said[-1]  # the controller has no counts yet
-
-    def join(run: Path) -> None:
-        wait_for(lambda: refused(run))
-        os.kill(os.getpid(), signal.SIGINT)
-
-    assert train(join, "topology=gossip", "sync=d_psgd", "cluster.compute=[1,1.5,1]")[0] == 130
-    assert "no worker of this run has failed" in said[-1]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,7 +6,6 @@ A worker rejoins from the next merge under all-reduce, and from the next group w
 import hashlib
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.instantiate import assemble
 from ashl.stage.members import members_of
 from ashl.tracking import jsonl
-from tests.cli.test_worker_failures import JOIN, check_return
+from tests.cli.test_worker_failures import check_return
 from tests.disturbed import LONG, check_records, ranks_of, wait_for
 from tests.sim.test_failures_by_mode import Averaged
 from tests.sim.test_regrouping import Alone
@@ -66,17 +65,6 @@ def fails(*events: tuple[int, float]) -> str:
                 (1, ("sync=local_sgd", "sync.local_steps=3", "cluster.exchange_s=0.01")),
                 (1, ("sync=pr_sgd_momentum", "sync.local_steps=3", "optimizer.momentum=0.9")),
                 (0, PARTS),
-                (2, ("sync=bsp", "compression=gtopk", "compression.ratio=0.1")),
-                (
-                    1,
-                    (
-                        "sync=bsp",
-                        "overlap=layerwise",
-                        "overlap.plan=none",
-                        "compression=topk",
-                        "model.hidden=[32,32]",
-                    ),
-                ),
             )
         ),
     ],
@@ -104,70 +92,6 @@ def test_sums_after_a_loss_are_those_of_the_others_alone(
     assert isinstance(alone.params, torch.Tensor)
     assert summary["params_sha256"] == hashlib.sha256(alone.params.numpy().tobytes()).hexdigest()
     assert summary["workers"][worker]["dropped"] == members_of(alone.stage).planned.steps[worker]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("apart_s", [0.0, 0.005, 0.1])
-def test_a_second_loss_while_the_others_regroup(apart_s: float, workplace: Path) -> None:
-    events = fails((0, 0.5), (2, 0.5 + apart_s))
-    assert (
-        main(
-            [
-                "train",
-                *LONG,
-                *RING,
-                "cluster.compute=[1,1,1,1]",
-                "sync=bsp",
-                events,
-                "stop.seconds=2",
-            ]
-        )
-        == 0
-    )
-    summary = check_records(workplace / "run", "finished")
-    assert sorted(of["worker"] for of in summary["failed_workers"]) == [0, 2]
-    commits = [worker["commits"] for worker in summary["workers"]]
-    assert commits[1] == commits[3] == summary["commits"] > max(commits[0], commits[2]) + 10
-
-
-def check_lost(run: Path, rank: int, why: str) -> None:
-    summary = check_records(run, "finished")
-    assert [(of["worker"], of["reason"], of["rejoined_s"]) for of in summary["failed_workers"]] == [
-        (rank, why, None)
-    ]
-    commits = [worker["commits"] for worker in summary["workers"]]
-    assert min(commits[:rank] + commits[rank + 1 :]) > commits[rank]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), (*RING, *PARTS), *AVERAGES]
-)
-def test_the_survivors_continue_without_a_killed_worker(
-    mode: tuple[str, ...], rank: int, train, workplace: Path
-) -> None:
-    """Mostly in the middle of an exchange."""
-    code, err = train(
-        lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode, "stop.seconds=3"
-    )
-    assert (code, err) == (0, ""), err
-    check_lost(workplace / "run", rank, "was killed by SIGKILL")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pace", ["cluster.exchange_s=0.03", "cluster.exchange_s=null"])
-@pytest.mark.parametrize("mode", AVERAGES, ids=lambda mode: mode[-1])
-def test_groups_of_three_lose_two_of_four(
-    mode: tuple[str, ...], pace: str, workplace: Path
-) -> None:
-    """In the middle of an average, mostly, where one takes long."""
-    own = ("cluster.compute=[1,1.5,1,2]", pace, fails((2, 0.5), (0, 0.8)), "stop.seconds=2.5")
-    assert main(["train", *LONG, *mode, *own]) == 0
-    summary = check_records(workplace / "run", "finished")
-    assert [of["worker"] for of in summary["failed_workers"]] == [2, 0]
-    commits = [worker["commits"] for worker in summary["workers"]]
-    assert min(commits[1], commits[3]) > max(commits[0], commits[2])
 
 
 @pytest.mark.slow
@@ -219,58 +143,6 @@ def test_sums_after_a_rejoin_are_those_of_all_from_that_state(
             )
         here = number < before or number >= merges - since
         alone.round([0, 1, 2] if here else [other for other in range(3) if other != rank])
-    assert isinstance(alone.params, torch.Tensor)
-    assert summary["params_sha256"] == hashlib.sha256(alone.params.numpy().tobytes()).hexdigest()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_group_with_a_rejoined_worker_averages_all_models(
-    rank: int, train, workplace: Path
-) -> None:
-    """Averages of all, of the survivors, and of all again from one worker's model are right to the
-    bit. Another process takes the place of the worker once the survivors have averaged.
-
-    Steps take so much longer than averages that the worker is killed between two averages. If it
-    is killed during one, some members may have it and others repeat it (docs/reference/limits.md).
-    """
-    others = [other for other in range(3) if other != rank]
-
-    def replace_worker(run: Path) -> None:
-        os.kill(ranks_of(run)[rank], signal.SIGKILL)
-        wait_for(
-            lambda: any(
-                event["kind"] == "round" and event["group"] == others
-                for event in jsonl.read(run / "events.jsonl")
-            )
-        )
-        assert subprocess.run([*JOIN, run], cwd=workplace, stdout=subprocess.PIPE).returncode == 0
-
-    own = (
-        "sync=ripples_first_come",
-        "sync.group_size=3",
-        "sync.local_steps=2",
-        "optimizer.momentum=0.9",
-    )
-    code, err = train(replace_worker, *GROUPS, *own, "cluster.step_s=0.04", "stop.seconds=10")
-    assert (code, err) == (0, ""), err
-    run = workplace / "run"
-    summary = check_return(run, rank, "was killed by SIGKILL")
-    alone = Alone(assemble(Plan.from_json((run / "plan.json").read_text()), "cpu").stages[0])
-    rounds = [
-        e for e in jsonl.read(run / "events.jsonl") if e["kind"] == "round" and not e["dropped"]
-    ]
-    groups = [event["group"] for event in rounds if event["rank"] == others[0]]
-    rejoined_s, before = summary["failed_workers"][0]["rejoined_s"], groups.index(others)
-    done = next(
-        event["round"] for event in rounds if event["rank"] == rank and event["end_s"] > rejoined_s
-    )
-    for k, group in enumerate(groups):
-        if k > before and groups[k - 1] == others and len(group) == 3:
-            alone.workers[rank] = alone.worker(rank, 2 * done)  # by steps
-        alone.round(group)
-    assert groups[0] == groups[-1] == [0, 1, 2]
-    assert others in groups
     assert isinstance(alone.params, torch.Tensor)
     assert summary["params_sha256"] == hashlib.sha256(alone.params.numpy().tobytes()).hexdigest()
 
@@ -331,22 +203,6 @@ def test_two_killed_workers_rejoin_also_over_a_stage_boundary(train, workplace: 
     lost = check_records(workplace / "run", "finished")["failed_workers"]
     assert [of["worker"] for of in lost] == [0, 2]
     assert all(of["rejoined_s"] for of in lost)
-
-
-@pytest.mark.slow
-def test_the_others_continue_without_a_hanging_worker_and_with_it_when_it_wakes_up(
-    train, workplace: Path
-) -> None:
-    def stop_for_a_while(run: Path) -> None:
-        os.kill(stopped := ranks_of(run)[1], signal.SIGSTOP)
-        wait_for(lambda: '"worker_failed"' in (run / "events.jsonl").read_text())
-        time.sleep(1)
-        os.kill(stopped, signal.SIGCONT)
-
-    assert train(
-        stop_for_a_while, *RING, "sync=bsp", "runtime.heartbeat_timeout_s=4", "stop.seconds=14"
-    ) == (0, "")
-    check_return(workplace / "run", 1, "sent no heartbeat for 4 s")
 
 
 @pytest.mark.slow

@@ -3,46 +3,19 @@ refused.
 """
 
 import inspect
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 
-from ashl.cli.app import main
 from ashl.errors import UsageError
 from ashl.optimizer.plain import plain_optimizer
+from tests.cli.test_absent_gradients import STEPS, assert_close, plain_torch
+from tests.cli.test_absent_gradients import place as place
 
 CODE = '''
 import torch
-from torch import nn
-
-
-class Blobs(torch.utils.data.Dataset):
-    def __init__(self, train):
-        draw = torch.Generator().manual_seed(int(train))
-        self.y = torch.arange(160) // 2 % 3
-        self.x = torch.randn(160, 4, generator=draw) + 2 * torch.eye(4)[self.y]
-
-    def __len__(self):
-        return len(self.y)
-
-    def __getitem__(self, number):
-        return self.x[number], int(self.y[number])
-
-
-class Net(nn.Module):
-    """Each head takes part in about half of the steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.small, self.large = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
-
-    def forward(self, x):
-        hidden = self.first(x).tanh()
-        return self.large(hidden) if x[:, 3].sum() > 0 else self.small(hidden)
 
 
 class Lion(torch.optim.Optimizer):
@@ -133,7 +106,6 @@ class Late(Lion):
             raise RuntimeError("too large")
         super().step()
 '''
-BATCH, STEPS = 16, 30
 TWINS = {  # the lines of the file, the class, and its arguments
     "sgd": ("torch.optim.SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "nesterov": ("torch.optim.SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
@@ -146,17 +118,13 @@ TWINS = {  # the lines of the file, the class, and its arguments
 
 
 @pytest.fixture
-def place(workplace: Path, capsys: pytest.CaptureFixture[str]):
+def trained(place, workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     """Trains from `start.pt` with an optimizer of a file; returns the last weights, or what was
     said.
     """
     (workplace / "ownsteps.py").write_text(CODE)
-    sys.path.insert(0, str(workplace))
-    for group in ("model", "dataset", "optimizer"):
-        (workplace / "options" / group).mkdir(parents=True)
-    Path("options/model/mine.yaml").write_text("_target_: ownsteps.Net\n")
-    own = f"defaults: [_own]\n_target_: ownsteps.Blobs\nepochs: 10\nbatch_size: {BATCH}\n"
-    Path("options/dataset/mine.yaml").write_text(own)
+    monkeypatch.syspath_prepend(workplace)
+    (workplace / "options/optimizer").mkdir()
 
     def train(target: str, keys: dict, *overrides: str, defaults: str = "") -> dict | str:
         lines = [
@@ -165,75 +133,31 @@ def place(workplace: Path, capsys: pytest.CaptureFixture[str]):
             *(f"{key}: {str(value).lower()}" for key, value in keys.items()),
         ]
         Path("options/optimizer/mine.yaml").write_text("\n".join(lines))
-        shutil.rmtree("out", ignore_errors=True)
-        own = [
-            "--config-dir",
-            "options",
-            "allow_targets=[ownsteps,torch]",
-            "model=mine",
-            "dataset=mine",
-        ]
-        fixed = ["optimizer=mine", "run.dir=out", "tracking=none", "dataset.partition=interleaved"]
-        fixed += [
-            "run.start_from=start.pt",
-            "cluster=homogeneous",
-            "cluster.step_s=0.001",
-            "sync=bsp",
-        ]
-        code = main(
-            ["train", "-q", *own, *fixed, f"stop.steps={STEPS}", "cluster.compute=[1]", *overrides]
-        )
-        return capsys.readouterr().err if code else torch.load("out/final.pt")
+        own = ["allow_targets=[netmodels,ownsteps,torch]", "optimizer=mine", "sync=bsp"]
+        own += ["cluster.step_s=0.001", "cluster.compute=[1]", f"stop.steps={STEPS}"]
+        found = place("Alternating", *own, *overrides)
+        return capsys.readouterr().err if "code" in found else found
 
-    import ownsteps  # ty: ignore[unresolved-import]
-
-    torch.manual_seed(0)
-    torch.save(ownsteps.Net().state_dict(), "start.pt")
     yield train
-    sys.path.remove(str(workplace))
     sys.modules.pop("ownsteps", None)
 
 
-def plain_torch(target: str, keys: dict, workers: int = 1) -> dict:
-    """A loop of plain torch on the mean gradient of the workers."""
+def expected(target: str, keys: dict, workers: int = 1) -> dict:
     import ownsteps  # ty: ignore[unresolved-import]
 
-    nets, data = [ownsteps.Net() for _ in range(workers)], ownsteps.Blobs(True)
-    for net in nets:
-        net.load_state_dict(torch.load("start.pt"))
     module = torch.optim if target.startswith("torch.") else ownsteps
-    optimizer = getattr(module, target.rpartition(".")[2])(nets[0].parameters(), **keys)
-    for step in range(STEPS):
-        for worker, net in enumerate(nets):
-            index = [((step * BATCH + i) * workers + worker) % 160 for i in range(BATCH)]
-            net.zero_grad()
-            functional.cross_entropy(net(data.x[index]), data.y[index]).backward()
-        for own, *others in zip(*(net.parameters() for net in nets), strict=True):
-            found = [p.grad for p in (own, *others) if p.grad is not None]
-            own.grad = sum(found) / workers if found else None
-        optimizer.param_groups[0]["lr"] = keys["lr"]
-        optimizer.step()
-        for net in nets[1:]:
-            net.load_state_dict(nets[0].state_dict())
-    return nets[0].state_dict()
-
-
-def assert_close(found: dict | str, expected: dict) -> None:
-    assert isinstance(found, dict), found
-    assert {
-        name: float((found[name] - value).abs().max()) for name, value in expected.items()
-    } == pytest.approx(dict.fromkeys(expected, 0), abs=1e-6)
+    return plain_torch("Alternating", getattr(module, target.rpartition(".")[2]), keys, workers)
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_one_worker_is_a_loop_of_plain_torch(place, name: str) -> None:
+def test_one_worker_is_a_loop_of_plain_torch(trained, name: str) -> None:
     target, keys = TWINS[name]
-    assert_close(place(target, keys, "runtime=sim"), plain_torch(target, keys))
+    assert_close(trained(target, keys, "runtime=sim"), expected(target, keys))
 
 
 @pytest.mark.parametrize("how", ["parameter_server", "all_reduce", "sharded_server"])
 @pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_two_workers_step_on_their_mean_gradient(place, how: str, name: str) -> None:
+def test_two_workers_step_on_their_mean_gradient(trained, how: str, name: str) -> None:
     target, keys = TWINS[name]
     two = ["runtime=sim", "cluster.compute=[1,1]", f"topology={how}", f"stop.steps={2 * STEPS}"]
     if how == "sharded_server":
@@ -242,23 +166,25 @@ def test_two_workers_step_on_their_mean_gradient(place, how: str, name: str) -> 
             "cluster.bandwidth_mbit_s=100",
             "cluster.latency_s=0.0001",
         ]
-    assert_close(place(target, keys, *two), plain_torch(target, keys, workers=2))
+    assert_close(trained(target, keys, *two), expected(target, keys, workers=2))
 
 
 @pytest.mark.slow
-def test_processes_make_the_same_steps(place) -> None:
+def test_processes_make_the_same_steps(trained) -> None:
     two = ["topology=all_reduce", "cluster.compute=[1,1]"]
     assert_close(
-        place(*TWINS["lion"], *two, "runtime=local"), place(*TWINS["lion"], *two, "runtime=sim")
+        trained(*TWINS["lion"], *two, "runtime=local"), trained(*TWINS["lion"], *two, "runtime=sim")
     )
 
 
-def test_the_rate_follows_the_schedule_of_the_keys_that_every_optimizer_has(place) -> None:
+def test_the_rate_follows_the_schedule_of_the_keys_that_every_optimizer_has(trained) -> None:
     target, keys = TWINS["lion"]
     falling = ["runtime=sim", "optimizer.schedule=linear", "optimizer.horizon_epochs=3"]
-    assert "optimizer=mine has no key schedule" in place(target, keys, *falling)
-    still = place(target, keys, *falling, f"stop.steps={STEPS}", defaults="defaults: [_own]")
-    longer = place(target, keys, *falling, f"stop.steps={STEPS + 20}", defaults="defaults: [_own]")
+    assert "optimizer=mine has no key schedule" in trained(target, keys, *falling)
+    still = trained(target, keys, *falling, f"stop.steps={STEPS}", defaults="defaults: [_own]")
+    longer = trained(
+        target, keys, *falling, f"stop.steps={STEPS + 20}", defaults="defaults: [_own]"
+    )
     assert_close(longer, still)  # three epochs of ten steps: the rate has reached zero
 
 
@@ -284,7 +210,7 @@ def test_the_rate_follows_the_schedule_of_the_keys_that_every_optimizer_has(plac
         ("ownsteps.Lion", {"betas": [1.5, 0.9]}, "ValueError: betas[0] is 1.5"),
         ("ownsteps.Lion", {"lr": -1.0}, "optimizer.lr=-1.0 is not possible"),
         (
-            "ownsteps.Net",
+            "netmodels.Net",
             {},
             "which is no optimizer: it has to extend ashl.optimizer.contract.Optimizer, or",
         ),
@@ -292,15 +218,15 @@ def test_the_rate_follows_the_schedule_of_the_keys_that_every_optimizer_has(plac
     ],
 )
 def test_what_does_not_fit_is_said_in_a_sentence(
-    place, target: str, keys: dict, words: str
+    trained, target: str, keys: dict, words: str
 ) -> None:
-    said = place(target, keys, "runtime=sim")
+    said = trained(target, keys, "runtime=sim")
     assert words in said
     assert said.count("\n") == 1
 
 
-def test_a_class_of_torch_needs_permission_too(place) -> None:
-    said = place("torch.optim.AdamW", {}, "runtime=sim", "allow_targets=[ownsteps]")
+def test_a_class_of_torch_needs_permission_too(trained) -> None:
+    said = trained("torch.optim.AdamW", {}, "runtime=sim", "allow_targets=[netmodels,ownsteps]")
     assert "outside of ashl; allow it with 'allow_targets=[torch]'" in said
 
 

@@ -227,12 +227,6 @@ def test_batches_without_a_target_that_counts_change_nothing(place) -> None:
     assert found["status"] == "finished"
 
 
-def test_samples_that_do_not_count_are_left_out_of_the_accuracy(place) -> None:
-    found = place("points", "Points\nskip: 2", "sync=bsp", "stop.epochs=2")
-    assert isinstance(found, dict), found
-    assert found["final"]["test_accuracy"] > 0.9
-
-
 @pytest.mark.parametrize(
     ("dataset", "overrides", "said"),
     [

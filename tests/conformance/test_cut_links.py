@@ -18,7 +18,6 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from ashl.run.process_setup import EXIT_EVICTED
 from ashl.tracking import jsonl
 from tests.disturbed import wait_for
 from tests.namespaces import address, cut, machines, missing, start
@@ -252,32 +251,3 @@ def test_a_link_is_cut_for_a_while(job: Job) -> None:
     wait_for(lambda: '"rank":1' in events.read_text()[size + 20_000 :])
     assert '"worker_failed"' not in events.read_text()
     assert [process.poll() for process in job.processes] == [None] * 3
-
-
-@pytest.mark.parametrize("job", [*MODES, *GOSSIP], indirect=True)
-def test_a_process_is_killed(job: Job) -> None:
-    who = next(k for k in (1, 2) if k != job.home())
-    assert goes_on(job, who, job.processes[who].kill) == ("disconnected", -9, "")
-
-
-@pytest.mark.parametrize("job", ["ssp", "all_reduce"], indirect=True)
-def test_a_process_hangs(job: Job) -> None:
-    """A pause below the timeout only delays the run; after a longer one the run continues without
-    the worker and notifies it.
-    """
-    who = next(k for k in (1, 2) if k != job.home())
-    os.kill(job.processes[who].pid, signal.SIGSTOP)
-    time.sleep(0.6 * TIMEOUT_S)
-    os.kill(job.processes[who].pid, signal.SIGCONT)
-    time.sleep(2)
-    assert [process.poll() for process in job.processes] == [None] * 3
-
-    def act() -> None:
-        os.kill(job.processes[who].pid, signal.SIGSTOP)
-        time.sleep(1.3 * TIMEOUT_S)
-        os.kill(job.processes[who].pid, signal.SIGCONT)
-
-    how = f"sent no heartbeat for {TIMEOUT_S:g} s"
-    why, code, said = goes_on(job, who, act)
-    assert (why, code) == (how, EXIT_EVICTED)
-    assert said.endswith(f"{how} (runtime.heartbeat_timeout_s); the run continues without it")

@@ -235,17 +235,6 @@ def test_a_second_step_of_slurm_joins(engines: Callable, tmp_path: Path) -> None
     assert failed["rejoined_s"] is not None
 
 
-def test_torchrun_restarts_all_from_the_last_checkpoint(engines: Callable, tmp_path: Path) -> None:
-    engine = engines("torchrun")
-    engine = engine._replace(options=[*engine.options, "--option=--max-restarts=2"])
-    words = [word for word in LONG if not word.startswith("stop.")]
-    said = kill_worker(
-        engine, tmp_path, ["train", *words, "run.checkpoint_s=0.5", "stop.seconds=6"]
-    )
-    assert "restarted: the run in run resumes from its last checkpoint" in said
-    assert summary(tmp_path)["status"] == "finished"
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_checkpoint_is_resumed(name: str, engines: Callable, tmp_path: Path) -> None:
     words = [*TOPOLOGIES["server"], *SHORT, "run.checkpoint_s=0.3", "run.dir=run"]

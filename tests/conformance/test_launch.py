@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import psutil
 import pytest
 
 from ashl.cli.app import main
-from tests.disturbed import wait_for
 from tests.namespaces import address, inside, machines, missing, no_sshd, ssh_between
 from tests.test_ssh import SSH
 
@@ -76,37 +74,6 @@ def test_a_dry_run_may_be_asked_for_on_both_sides(name: str, two_hosts: list[str
     assert said[0] == said[1]
     assert said[0]
     assert not Path("runs").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode", [["sync=bsp", "cluster.num_workers=2"], ["topology=all_reduce", "sync=bsp"]]
-)
-def test_a_run_continues_without_a_killed_worker(
-    mode: list[str], two_hosts: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """One that is on the second host: the launcher says what it sees, and home that the run goes
-    on.
-    """
-    Path("hosts").write_text("127.0.0.1\n127.0.0.2 slots=2\n")
-    own = [*mode, *SHORT[:3], "stop.seconds=8", "eval.every_s=1"]
-
-    def kill() -> None:
-        wait_for(
-            lambda: Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").stat().st_size
-        )
-        ranks = [
-            p for p in psutil.Process().children(recursive=True) if p.environ().get("RANK") == "1"
-        ]
-        ranks[0].kill()
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    assert main([*two_hosts, "--", "train", *own]) == 0
-    thread.join()
-    (lost,) = json.loads(Path("run/summary.json").read_text())["failed_workers"]
-    assert lost["reason"] == "disconnected"
-    assert "was killed by SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.slow

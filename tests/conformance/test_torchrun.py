@@ -169,19 +169,6 @@ def test_what_one_process_cannot_do_ends_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", MODES)
-def test_a_job_of_torchrun(topology: str, tmp_path: Path) -> None:
-    torchrun = [
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={MODES[topology][0]}",
-        "-m",
-        "ashl.cli",
-    ]
-    check([start(tmp_path, topology, torchrun)], [tmp_path], topology)
-
-
-@pytest.mark.slow
 def test_a_job_of_two_agents(tmp_path: Path) -> None:
     """Start torchrun twice, as on two machines."""
     folders, port = [tmp_path / "here", tmp_path / "there"], free_port()

@@ -70,7 +70,9 @@ def by_server() -> dict[str, Row]:
         "backup-none": Row("sync=backup sync.backups=0", processes="slow", twin=True),
         "local-sgd": Row("sync=local_sgd sync.local_steps=4", processes="quick"),
         "local-sgd-planned": Row(
-            "sync=local_sgd sync.local_steps=plan schedule.h_preset=[3]", twin=True
+            "sync=local_sgd sync.local_steps=plan schedule.h_preset=[3]",
+            twin=True,
+            processes="quick",
         ),
         "pr-sgd-momentum": Row("sync=pr_sgd_momentum sync.local_steps=4", processes="slow"),
         "cr-psgd": Row("sync=cr_psgd sync.growth=1.3 aggregate=samples", processes="slow"),
@@ -187,17 +189,25 @@ def by_sums() -> dict[str, Row]:
         "ring-layerwise": Row(
             f"{RING} sync=bsp overlap=layerwise compression=topk {LINKS}", processes="slow"
         ),
-        "ring-late": Row(f"{RING} sync=bsp optimizer.momentum=0.9 overlap=delayed {SLOW}"),
-        "ring-eager": Row(f"{THREES} overlap=eager compression=topk outer=nesterov"),
-        "ring-late-steps": Row(f"{THREES} overlap=delayed compression=topk outer=co2"),
+        "ring-late": Row(
+            f"{RING} sync=bsp optimizer.momentum=0.9 overlap=delayed {SLOW}", processes="quick"
+        ),
+        "ring-eager": Row(
+            f"{THREES} overlap=eager compression=topk outer=nesterov", processes="slow"
+        ),
+        "ring-late-steps": Row(
+            f"{THREES} overlap=delayed compression=topk outer=co2", processes="slow"
+        ),
         "ring-anchor": Row(
-            f"{RING} sync=local_sgd overlap=overlap_local_sgd outer=slowmo outer.beta=0.7 {LINKS}"
+            f"{RING} sync=local_sgd overlap=overlap_local_sgd outer=slowmo outer.beta=0.7 {LINKS}",
+            processes="slow",
         ),
         "ring-streaming": Row(
-            f"{THREES} overlap=streaming overlap.fragments=2 outer=nesterov {LINKS}"
+            f"{THREES} overlap=streaming overlap.fragments=2 outer=nesterov {LINKS}",
+            processes="quick",
         ),
-        "ring-loscar": Row(f"{THREES} overlap=loscar aggregate=uniform {LINKS}"),
-        "ring-bcd": Row(f"{RING} sync=bsp optimizer=bcd"),
+        "ring-loscar": Row(f"{THREES} overlap=loscar aggregate=uniform {LINKS}", processes="slow"),
+        "ring-bcd": Row(f"{RING} sync=bsp optimizer=bcd", processes="slow"),
     }
 
 
@@ -217,11 +227,13 @@ def by_gossip() -> dict[str, Row]:
         "d-psgd-nodes": Row(f"{GOSSIP} sync=d_psgd {NODES}", twin=True),
         "sgp": Row(f"{GOSSIP} sync=sgp topology.graph=one_peer_exponential", processes="slow"),
         "sgp-overlap": Row(
-            f"{GOSSIP} sync=sgp sync.overlap=1 topology.graph=exponential {EIGHT}", twin=True
+            f"{GOSSIP} sync=sgp sync.overlap=1 topology.graph=exponential {EIGHT}",
+            twin=True,
+            processes="slow",
         ),
         "choco-topk": Row(
             f"{GOSSIP} sync=choco compression=topk compression.ratio=0.1 optimizer.momentum=0",
-            processes="slow",
+            processes="quick",
         ),
         "choco-sign": Row(
             f"{GOSSIP} sync=choco sync.local_steps=2 compression=sign sync.gamma=0.2"
@@ -229,7 +241,7 @@ def by_gossip() -> dict[str, Row]:
         "matcha": Row(f"{GOSSIP} sync=matcha topology.graph=complete"),
         "noloco": Row(f"{GOSSIP} sync=noloco sync.local_steps=6 topology.graph=complete"),
         "relay-sum": Row(f"{GOSSIP} sync=relay_sum topology.graph=star"),
-        "d-admm": Row(f"{GOSSIP} sync=d_admm optimizer.momentum=0"),
+        "d-admm": Row(f"{GOSSIP} sync=d_admm optimizer.momentum=0", processes="slow"),
         "d-admm-late": Row(
             f"{GOSSIP} sync=d_admm sync.delay=2 sync.barrier=1 optimizer.momentum=0"
             " cluster.jitter=0.3",
@@ -296,7 +308,9 @@ def codecs() -> dict[str, Row]:
         ),
         "topk-local-sgd": Row(f"{BRIEF} {THREES} compression=topk", twin=True),
         "ring-topk": Row(f"{ring} compression=topk", processes="slow"),
-        "random-mask": Row(f"{ring} compression=random_mask compression.ratio=0.2"),
+        "random-mask": Row(
+            f"{ring} compression=random_mask compression.ratio=0.2", processes="slow"
+        ),
         "random-k": Row(f"{ring} compression=random_k", processes="slow"),
         "random-k-written": Row(
             f"{bsp} compression=random_k compression.indices=bitmap compression.values=bf16",
@@ -305,7 +319,9 @@ def codecs() -> dict[str, Row]:
         "subsampling": Row(f"{ring} compression=subsampling compression.ratio=0.25"),
         "random-dropping": Row(f"{bsp} compression=random_dropping", by_bits=True, twin=True),
         "threshold": Row(f"{bsp} compression=threshold", by_bits=True),
-        "single-threshold": Row(f"{ring} compression=single_threshold", by_bits=True, twin=True),
+        "single-threshold": Row(
+            f"{ring} compression=single_threshold", by_bits=True, twin=True, processes="slow"
+        ),
         "adacomp": Row(f"{bsp} compression=adacomp", by_bits=True),
         "sbc": Row(f"{asp} compression=sbc", by_bits=True, twin=True),
         "stc": Row(f"{ring} compression=stc", by_bits=True),
@@ -342,11 +358,11 @@ def codecs() -> dict[str, Row]:
         "one-bit": Row(f"{ring} compression=one_bit compression.per=column"),
         "grid": Row(f"{bsp} compression=grid compression.bits=4"),
         "atomo": Row(f"{bsp} compression=atomo compression.atoms=singular", by_bits=True),
-        "power-sgd": Row(f"{ring} compression=power_sgd", processes="slow"),
+        "power-sgd": Row(f"{ring} compression=power_sgd", processes="quick"),
         "power-sgd-server": Row(f"{bsp} compression=power_sgd compression.rank=1", twin=True),
         "gtopk": Row(f"{ring} compression=gtopk", processes="slow"),
-        "sketch-sgd": Row(f"{ring} compression=sketch_sgd"),
-        "fetch-sgd": Row(f"{bsp} compression=fetch_sgd"),
+        "sketch-sgd": Row(f"{ring} compression=sketch_sgd", processes="slow"),
+        "fetch-sgd": Row(f"{bsp} compression=fetch_sgd", processes="slow"),
     }
 
 
@@ -365,9 +381,12 @@ def differences() -> dict[str, Row]:
             twin=True,
         ),
         "econtrol": Row(f"{ring} compression=econtrol"),
-        "laq": Row(f"{bsp} compression=laq model=linear", by_bits=True),
+        "laq": Row(f"{bsp} compression=laq model=linear", by_bits=True, processes="quick"),
         "lag": Row(
-            f"{ring} compression=laq compression.bits=null model=linear", by_bits=True, twin=True
+            f"{ring} compression=laq compression.bits=null model=linear",
+            by_bits=True,
+            twin=True,
+            processes="slow",
         ),
     }
 
@@ -465,7 +484,9 @@ def learning() -> dict[str, Row]:
             "sync=bsp aggregate.weights=data_share aggregate.scale=0.7", twin=True
         ),
         "fednova": Row("sync=asp sync.local_steps=plan schedule.h_preset=[3] aggregate=fednova"),
-        "outer-nesterov": Row("sync=local_sgd sync.local_steps=4 outer=nesterov", processes="slow"),
+        "outer-nesterov": Row(
+            "sync=local_sgd sync.local_steps=4 outer=nesterov", processes="quick"
+        ),
         "outer-nesterov-ring": Row(
             f"{RING} sync=local_sgd sync.local_steps=4 outer=nesterov", processes="slow"
         ),

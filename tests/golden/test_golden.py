@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ashl.config.catalog import catalog
-from tests.conformance.test_kernels import real
+from tests.conformance.test_kernels import adds_up, real
 from tests.golden.facts import (
     GOLDEN,
     arithmetic,
@@ -74,6 +74,8 @@ def test_processes_give_the_same(name: str, tmp_path: Path) -> None:
         f"{name} on processes", *({key: facts[key] for key in SAME} for facts in (was, summary))
     )
     assert not found, "\n".join(found)
+    assert (summary["dropped_steps"], summary["status"]) == (0, "finished")
+    assert adds_up(summary)
 
 
 def test_the_record_is_of_this_arithmetic() -> None:

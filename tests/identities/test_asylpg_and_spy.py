@@ -82,20 +82,6 @@ def test_a_pull_is_as_exact_as_the_model_is_near_its_snapshot(mu: float, apart: 
     assert bits == 0 or np.mean(errors) > allowed / 10
 
 
-def test_the_forecast_knows_both() -> None:
-    for sync in ("asylpg", "spy"):
-        ran = simulated(*QUADRATIC, f"sync={sync}", "cluster.jitter=0", "stop.epochs=12")
-        empty = simulated(
-            *QUADRATIC,
-            f"sync={sync}",
-            "cluster.jitter=0",
-            "stop.epochs=12",
-            "runtime.gradients=false",
-        )
-        assert empty.end["steps"] == pytest.approx(ran.end["steps"], rel=0.02)
-        assert empty.time_ns == pytest.approx(ran.time_ns, rel=0.1)
-
-
 FAILS = "{time_s: 2.0, worker: 1, fail: true}"
 REJOINS = "{time_s: 3.0, worker: 1, rejoin: true}"
 

@@ -40,16 +40,6 @@ def test_a_server_and_an_all_reduce_average_identically_and_pay_twice():
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", [RING, "topology=parameter_server"])
-def test_timed_alone_it_takes_as_long_and_sends_as_much(topology):
-    learned, timed = run(*MODE, topology), run(*MODE, topology, "runtime.gradients=false")
-    assert timed.time_ns == learned.time_ns
-    assert [r["bytes_up"] for r in timed.of("TimeTotals")] == [
-        r["bytes_up"] for r in learned.of("TimeTotals")
-    ]
-
-
 def test_all_workers_continue_from_one_mean_momentum():
     """Two workers, one sample of a quadratic each, by hand."""
     h, rounds, lr, mu = 2, 3, 0.05, 0.9

@@ -13,7 +13,6 @@ from ashl.data.quadratic import optimum
 from ashl.planning.instantiate import assemble
 from ashl.sync import d_admm
 from ashl.topology.graph import edge
-from tests.conf_option import conf_option
 from tests.support import simulated
 
 LATE = ("sync.delay=2", "sync.barrier=1")
@@ -85,13 +84,3 @@ def test_neighbours_have_different_colours(n: int, data: st.DataObject) -> None:
     }
     colours = d_admm.colours(tuple(sorted(edges)), n)
     assert all(colours[i] != colours[j] for i, j in edges)
-
-
-def test_which_workers_may_proceed() -> None:
-    rule = conf_option("sync", "d_admm")
-    assert d_admm.may_iterate(rule, [0, -1])
-    assert not d_admm.may_iterate(rule, [0, 1])
-    late = conf_option("sync", "d_admm", delay=2, barrier=1)
-    assert d_admm.may_iterate(late, [0, 2])
-    assert not d_admm.may_iterate(late, [1, 2]), "one of them has to be in time"
-    assert not d_admm.may_iterate(late, [0, 3]), "and nobody too late"

@@ -79,20 +79,36 @@ def test_n_small_batches_are_one_large_one():
     close(four.params, one.params)
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp", "backup", "local_sgd"])
-def test_all_costs_times_an_integer(sync):
+ANY = (
+    "sync=bsp",
+    "sync=asp",
+    "sync=ssp",
+    "sync=backup",
+    "sync=local_sgd",
+    "sync=fedbuff sync.buffer=3",
+    "sync=ringmaster sync.max_staleness=3",
+    "sync=rennala sync.batch=5",
+    "sync=async_local_sgd sync.local_steps=3 sync.max_staleness=9",
+    "sync=asp sync.local_steps=plan planner=dylu schedule=single schedule.h_preset=[4]"
+    " aggregate=uniform outer=delayed_nesterov",
+    "topology=gossip sync=d_psgd",
+    "topology=gossip sync=ad_psgd",
+    "topology=partial_all_reduce schedule=single sync=ripples_random",
+    "topology=partial_all_reduce schedule=single sync=ripples_smart",
+)
+
+
+@pytest.mark.parametrize("mode", ANY)
+def test_all_costs_times_an_integer(mode):
     """The tally is multiplied and nothing else changes, for asynchronous modes too."""
-    once = run(
-        f"sync={sync}",
-        "cluster.step_s=0.013",
-        "cluster.exchange_s=0.007",
-        "cluster.server_step_s=0.001",
-    )
-    thrice = run(
-        f"sync={sync}",
-        "cluster.step_s=0.039",
-        "cluster.exchange_s=0.021",
-        "cluster.server_step_s=0.003",
+    once, thrice = (
+        run(
+            *mode.split(),
+            f"cluster.step_s={0.012 * factor}",
+            f"cluster.exchange_s={0.0072 * factor}",
+            f"cluster.server_step_s={0.001 * factor}",
+        )
+        for factor in (1, 3)
     )
     assert thrice.time_ns == 3 * once.time_ns
     assert thrice.sha256 == once.sha256

@@ -17,15 +17,6 @@ BASE = ("optimizer.lr=0.01", "stop.steps=40", "model.hidden=[16]", "cluster=homo
 MODE = ("schedule=one_bit_adam", *BASE)
 
 
-@pytest.mark.slow
-def test_timed_alone_it_takes_as_long():
-    learned = simulated(*MODE, "schedule.warmup_epochs=0.2")
-    assert (
-        simulated(*MODE, "schedule.warmup_epochs=0.2", "runtime.gradients=false").time_ns
-        == learned.time_ns
-    )
-
-
 @pytest.mark.limit("sync=one_bit_adam", "schedule=one_bit_adam")
 @pytest.mark.slow
 def test_a_warm_up_to_the_end_is_adam():
@@ -58,18 +49,6 @@ def test_without_loss_it_is_adam_over_a_frozen_variance():
         )
     assert 5 < ends[0] < 30
     torch.testing.assert_close(ran.params, w, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_bit_an_element_learns_as_much():
-    ran = simulated(*MODE, "stop.steps=240", "schedule.warmup_epochs=2")
-    assert [record["name"] for record in ran.of("StageEnd")] == ["adam", "one_bit"]
-    dense = simulated(*MODE, "stop.steps=240", "schedule.warmup_epochs=99")
-    assert ran.learner is not None
-    found = [each.learner.evaluate(each.params)["test_loss"] for each in (ran, dense)]
-    assert found[0] < 1.3 * found[1]
-    sent = [sum(ledger["bytes_up"] for ledger in each.of("TimeTotals")) for each in (ran, dense)]
-    assert sent[0] < 0.8 * sent[1]
 
 
 @pytest.mark.parametrize(

@@ -50,15 +50,6 @@ def test_one_group_of_all_is_local_sgd(sync: list[str]) -> None:
     assert len({model.numpy().tobytes() for model in partial.models.values()}) == 1
 
 
-@pytest.mark.parametrize("scheduler", ["random", "smart"])
-def test_all_costs_times_an_integer(scheduler: str) -> None:
-    base = (*BASE, "topology=partial_all_reduce", f"sync=ripples_{scheduler}")
-    once = simulated(*base, "cluster.step_s=0.012", "cluster.exchange_s=0.0072")
-    thrice = simulated(*base, "cluster.step_s=0.036", "cluster.exchange_s=0.0216")
-    assert thrice.time_ns == 3 * once.time_ns
-    assert thrice.sha256 == once.sha256
-
-
 class Standing(SizeOnlyTrainer):
     """Nothing is learned, and worker i begins with the i-th unit vector: models are rows of the
     product of all W.

@@ -73,12 +73,6 @@ def test_adacomm_adapts_to_the_loss_a_round_after_the_lead_rank_says_so() -> Non
     assert steps[:-1] == sorted(steps[:-1], reverse=True)
 
 
-def test_batches_by_speed_spare_the_wait() -> None:
-    alike = (RING, UNEQUAL, "dataset.batch_size=60")
-    balanced, plain = run("sync=lb_bsp", *alike), run("sync=bsp", *alike)
-    assert balanced.time_ns < 0.75 * plain.time_ns
-
-
 def test_the_sum_of_step_times_costs_its_latency() -> None:
     links = "cluster.exchange_s=null cluster.bandwidth_mbit_s=100 cluster.latency_s=0.001"
     balanced, plain = run("sync=lb_bsp", RING, links), run("sync=bsp", RING, links)

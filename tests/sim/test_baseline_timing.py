@@ -53,22 +53,6 @@ def test_adsp_has_equal_commits_at_check_points(cluster, commits):
     assert max(ran.end["steps_by"]) > min(ran.end["steps_by"])  # the fast do more in the same time
 
 
-def test_adsp_searches_and_settles():
-    """No rate gains without gradients: one period at C, one at C + 1, and back to C."""
-    ran = timed(
-        "cluster=one_slow", "sync=adsp", "sync.gamma_s=4", "sync.commits=2", "stop.seconds=24"
-    )
-    done = [
-        [sum(time <= check * 4 * NS for time in worker) for check in range(1, 6)]
-        for worker in commit_times(ran)
-    ]
-    assert all(
-        abs(count - wanted) <= 1
-        for row in done
-        for count, wanted in zip(row, [2, 5, 7, 9, 11], strict=True)
-    )
-
-
 def curve(a2, b, c, times=(3.0, 4.0, 5.5)):
     return [(t, 1 / (a2 * t + b) + c) for t in times]
 
@@ -285,15 +269,3 @@ def test_lb_bsp_shares_out_the_whole_batch():
     assert share_out(128, [5.0, 5.0, 5.0, 1.0]) == [40, 40, 40, 8]
     assert share_out(64, [1000.0, 1.0, 1.0]) == [60, 2, 2]
     assert share_out(3, [9.0, 1.0, 1.0]) == [1, 1, 1]
-
-
-def test_lb_bsp_trains_on_what_it_shares_out():
-    ran = simulated(
-        "cluster=one_slow",
-        "sync=lb_bsp",
-        "stop.steps=400",
-        "model.hidden=[16]",
-        "optimizer.lr=0.05",
-    )
-    assert ran.end["loss"] < 0.5
-    assert ran.end["samples"] == 100 * 4 * ran.plan.stages[0].workers[0].batch

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ashl.errors import AshlError, UsageError
+from ashl.errors import UsageError
 from ashl.planning.compatibility import check_faults, check_max_restarts
 from ashl.planning.instantiate import parts_of
 from ashl.run.evaluation import ModelSet
@@ -18,7 +18,6 @@ from tests.support import Ran, planned, run
 
 GROUPS = (*RUN, "topology=partial_all_reduce", "sync=ripples_first_come")
 ALL = (*GROUPS, "sync.group_size=3", "sync.local_steps=3", "optimizer.momentum=0.9")
-SIZES = (*GROUPS, "sync.group_size=2", "sync.local_steps=2", "runtime.gradients=false")
 
 
 @pytest.mark.parametrize("moment", [0.51, 0.72], ids=["in compute", "while others wait"])
@@ -70,43 +69,6 @@ def test_who_comes_has_the_model_of_another() -> None:
     assert ran.ledgers[0]["down"] == 400_000_000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode", ["ripples_smart", "ripples_random", "ripples_static", "ripples_first_come"]
-)
-def test_a_loss_at_any_moment(mode: str) -> None:
-    size = () if mode == "ripples_static" else ("sync.group_size=2",)
-    plan = planned(
-        *RUN,
-        "topology=partial_all_reduce",
-        f"sync={mode}",
-        *size,
-        "runtime.gradients=false",
-        "stop.steps=60",
-    )
-    for moment in (0.0, 0.05, 0.08, 0.0851, 0.3):
-        for worker in range(3):
-            ran = run(with_events(plan, lost(worker, moment), back(worker, moment + 0.15)))
-            assert ran.end["reason"] == "steps"
-            assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
-
-
-def test_the_run_ends_where_too_few_are_left() -> None:
-    plan = with_events(planned(*SIZES, "stop.seconds=1", "runtime.min_workers=3"), lost(0, 0.1))
-    with pytest.raises(
-        AshlError, match=r"2 of 3 workers are running, fewer than runtime\.min_workers=3"
-    ):
-        run(plan)
-
-
-def test_failures_at_random_never_end_a_run() -> None:
-    plan = with_events(planned(*SIZES, "stop.seconds=5"), churn={"mtbf_s": 0.5, "mttr_s": 0.3})
-    ran = run(plan)
-    assert ran.end["reason"] == "seconds"
-    assert len(ran.of("WorkerFailed")) > 10
-    assert run(plan).records == ran.records
-
-
 def test_processes_continue_if_gloo_sums() -> None:
     local = SimpleNamespace(
         name="local",
@@ -118,7 +80,7 @@ def test_processes_continue_if_gloo_sums() -> None:
         precision="fp32",
         graphs="auto",
     )
-    plan = with_events(planned(*SIZES), lost(0, 0.1))
+    plan = with_events(planned(*GROUPS, "runtime.gradients=false"), lost(0, 0.1))
     check_faults(replace(parts_of(plan), runtime=local), plan.stages)
     plan = with_events(
         planned(*RUN, "topology=all_reduce", "topology.algorithm=tree", "sync=bsp"), lost(0, 0.1)

@@ -4,8 +4,6 @@ however often.
 
 import pytest
 
-from ashl.runtime.sums import sum_in_rank_order
-from ashl.size_only import SizeOnly
 from tests.support import Ran, simulated
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
@@ -136,9 +134,3 @@ def test_what_is_in_the_models_counts_and_came_in_time(sync: str, cluster: str, 
     merged = [record for record in ran.of("Round") if not record["dropped"]]
     assert sum(record["steps"] for record in merged) == ran.end["steps"]
     assert max(record["end_ns"] for record in merged) <= ran.time_ns
-
-
-def test_vectors_without_values_add_up_their_signals() -> None:
-    """The final signal of a run that is only timed travels in a sum of sizes."""
-    total = SizeOnly(8, 1) + SizeOnly(8, 2)
-    assert total == sum_in_rank_order([SizeOnly(8, 1), SizeOnly(8, 2)]) == SizeOnly(8, 3)

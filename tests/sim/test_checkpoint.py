@@ -27,183 +27,23 @@ from ashl.runtime.rank_checkpoint import next_due_ns, saved_rank
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import restore_ranks
 from ashl.stage.program import program, ranks_to_notify
+from tests.golden.runs import RUNS
 from tests.support import Ran, planned, simulated
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
 EVERY_S = 0.15
 SHORT = ("stop.epochs=3", "cluster.jitter=0.2", "eval.every_s=0.4")
-CASES = {
-    "bsp": ("sync=bsp",),
-    "ssp": ("sync=ssp",),
-    "asp": ("sync=asp", "compression=topk", "topology.pull_ratio=0.05"),
-    "laq": (
-        "sync=bsp",
-        "compression=laq",
-        "optimizer.momentum=0",
-        "model=linear",
-        "stop.epochs=40",
-        "eval.every_s=2",
-    ),
-    "variance": ("sync=bsp", "compression=variance"),
-    "adacomp": ("sync=backup", "sync.backups=1", "compression=adacomp"),
-    "wrappers": (
-        "sync=ssp",
-        "compression=topk",
-        "compression.per_layer=true",
-        "compression.momentum=0.9",
-        "compression.warmup_epochs=1",
-        "compression.critical_ratio=0.3",
-        "compression.clip_norm=1",
-        "optimizer.momentum=0",
-    ),
-    "diana": ("sync=backup", "sync.backups=1", "compression=diana"),
-    "signum": ("sync=bsp", "compression=sign", "compression.beta=0.9", "optimizer.momentum=0"),
-    "choco": ("topology=gossip", "sync=choco", "compression=topk", "compression.per_layer=true"),
-    "asylpg": ("sync=asylpg", "compression=grid"),
-    "spy": (
-        "sync=spy",
-        "optimizer.momentum=0",
-        "optimizer.weight_decay=0",
-        "sync.estimator=minibatch",
-    ),
-    "bcd": ("sync=bsp", "topology=all_reduce", "optimizer=bcd", "stop.epochs=15", "eval.every_s=2"),
-    "backup": ("sync=backup", "sync.backups=1"),
-    "local_sgd": ("sync=local_sgd", "sync.local_steps=4"),
-    "overlap": (
-        "sync=bsp",
-        "topology=all_reduce",
-        "overlap=wfbp",
-        "cluster.exchange_s=null",
-        "cluster.bandwidth_mbit_s=5",
-        "cluster.latency_s=0.001",
-    ),
-    "late": ("sync=bsp", "topology=all_reduce", "overlap=delayed"),
-    "anchor": (
-        "sync=local_sgd",
-        "topology=all_reduce",
-        "overlap=overlap_local_sgd",
-        "outer=slowmo",
-    ),
-    "fragments": (
-        "sync=local_sgd",
-        "topology=all_reduce",
-        "overlap=streaming",
-        "overlap.delay=3",
-        "outer=nesterov",
-        "compression=topk",
-    ),
-    "through": (
-        "sync=local_sgd",
-        "overlap=streaming",
-        "outer=nesterov",
-        "compression=topk",
-        "topology.pull_ratio=0.3",
-    ),
-    "drawn": ("sync=local_sgd", "topology=all_reduce", "overlap=loscar"),
-    "decoupled": ("sync=decoupled", "sync.grace_s=0.01", "outer=nesterov", "stop.epochs=8"),
-    "late-ladder": (
-        "schedule=ashl_next",
-        "schedule.decay_stages=3",
-        "optimizer.lr=0.5",
-        "stop.epochs=8",
-    ),
-    "layerwise": (
-        "sync=bsp",
-        "topology=all_reduce",
-        "overlap=layerwise",
-        "compression=topk",
-        "model.hidden=[32,32]",
-        "cluster.compress_s=0.001",
-    ),
-    "all_reduce": ("sync=local_sgd", "topology=all_reduce"),
-    "nesterov": ("sync=local_sgd", "outer=nesterov"),
-    "nesterov-sum": ("sync=local_sgd", "topology=all_reduce", "outer=nesterov"),
-    "slowmo": ("sync=asp", "outer=slowmo", "optimizer.schedule=cosine", "outer.beta=0.2"),
-    "delayed_nesterov": (
-        "sync=asp",
-        "aggregate=uniform",
-        "outer=delayed_nesterov",
-        "outer.beta=0.5",
-    ),
-    "power_sgd": ("sync=bsp", "topology=all_reduce", "compression=power_sgd"),
-    "gtopk": ("sync=local_sgd", "topology=all_reduce", "compression=gtopk"),
-    "sketch_sgd": ("sync=bsp", "topology=all_reduce", "compression=sketch_sgd"),
-    "fetch_sgd": ("sync=bsp", "compression=fetch_sgd", "optimizer.momentum=0"),
-    "adsp": ("sync=adsp", "stop.epochs=8"),
-    "dssp": ("sync=dssp",),
-    "fedbuff": ("sync=fedbuff", "stop.epochs=8"),
-    "pr_sgd_momentum": ("sync=pr_sgd_momentum", "sync.local_steps=2"),
-    "catalyst by sums": (
-        "sync=cr_psgd_catalyst",
-        "sync.growth=1.5",
-        "sync.budget=400",
-        "topology=all_reduce",
-    ),
-    "balanced by sums": ("sync=lb_bsp", "topology=all_reduce", "cluster.compute=[1,2,1,3]"),
-    "adapted by sums": (
-        "sync=adacomm",
-        "sync.local_steps=4",
-        "sync.every_s=0.2",
-        "topology=all_reduce",
-    ),
-    "catalyst": ("sync=cr_psgd_catalyst", "sync.growth=1.5", "sync.budget=400"),
-    "easgd": ("sync=easgd", "sync.local_steps=2"),
-    "ringleader": ("sync=ringleader",),
-    "rescaled_asgd": ("sync=rescaled_asgd",),
-    "gossip_pga": ("topology=gossip", "sync=gossip_pga", "sync.period=3"),
-    "ports": (
-        "sync=asp",
-        "cluster.exchange_s=null",
-        "cluster.bandwidth_mbit_s=5",
-        "cluster.server_bandwidth_mbit_s=8",
-        "cluster.latency_s=0.001",
-    ),
-    "d_psgd": ("topology=gossip", "sync=d_psgd"),
-    "sgp": ("topology=gossip", "sync=sgp", "sync.overlap=2"),
-    "noloco": ("topology=gossip", "sync=noloco", "sync.local_steps=2"),
-    "relay_sum": ("topology=gossip", "sync=relay_sum"),
-    "ad_psgd": ("topology=gossip", "sync=ad_psgd", "topology.graph=ring", "stop.epochs=6"),
-    "swarm": (
-        "topology=gossip",
-        "sync=swarm",
-        "sync.local_steps=2",
-        "sync.overlap=false",
-        "topology.graph=complete",
-    ),
-    "hop": (
-        "topology=gossip",
-        "sync=hop",
-        "sync.staleness=1",
-        "topology.graph=ring",
-        "cluster.exchange_s=0.01",
-    ),
-    "d_admm": (
-        "topology=gossip",
-        "sync=d_admm",
-        "sync.delay=1",
-        "sync.barrier=1",
-        "topology.graph=ring",
-    ),
-    "smart": ("topology=partial_all_reduce", "sync=ripples_smart"),
-    "sharded": (
-        "sync=asp",
-        "topology=sharded_server",
-        "topology.servers=3",
-        "compression=topk",
-        "cluster.exchange_s=null",
-        "cluster.bandwidth_mbit_s=5",
-        "cluster.latency_s=0.001",
-    ),
-    "halos": ("sync=asp", "topology=halos", "cluster.node=[0,1,0,1]", "topology.updates=2"),
-    "ashl": ("schedule=ashl", "schedule.loss_switch=1.5", "stop.epochs=8"),
-    "online": (
-        "schedule=ashl",
-        "planner=online",
-        "cluster.events=[{time_s: 1, worker: 0, compute: 3}]",
-    ),
-    "goodput": ("schedule=ashl", "planner=goodput", "schedule.loss_switch=1.5"),
-}
+QUICK = (  # rows of the golden set with all kinds of states; `-m slow` tries every row
+    "bsp", "ssp", "topk-both-ways", "laq", "diana", "choco-topk", "asylpg", "spy", "local-sgd", "ring-wfbp",
+    "ring-late", "ring-streaming", "power-sgd", "adsp", "ring-catalyst", "ring-lb-bsp", "ring-adacomm", "server-priority",
+    "d-psgd", "ad-psgd", "swarm", "hop", "d-admm-late", "ripples-smart", "sharded-server", "halos", "ashl", "plan-online",
+)  # fmt: skip
+
+
+def row(name: str) -> tuple[str, ...]:
+    """Return the overrides of a row of the golden set, for a run of a few seconds."""
+    return (*RUNS[name].overrides, "stop.steps=null", *SHORT)
 
 
 class Kept(NamedTuple):
@@ -269,19 +109,16 @@ def check_resumes(overrides: Sequence[str], device: str = HOST) -> Ran:
     return whole
 
 
-LIKE_OTHERS = (  # other cases have the kinds of their states, too
-    "signum", "bcd", "anchor", "nesterov", "nesterov-sum", "slowmo", "delayed_nesterov", "sketch_sgd", "gtopk", "dssp",
-    "relay_sum", "noloco", "variance", "late-ashl", "adacomp", "all_reduce", "backup", "fetch_sgd",
-    "pr_sgd_momentum", "catalyst", "drawn", "decoupled", "easgd", "ringleader", "rescaled_asgd", "gossip_pga",
-    "wrappers", "layerwise", "late-ladder", "goodput", "sgp",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in LIKE_OTHERS)) for case in CASES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
+        for name in RUNS
+        if RUNS[name].learns
+    ],
 )
-def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
-    check_resumes((*SHORT, *CASES[case]))
+def test_a_resumed_run_equals_the_whole_one(name: str) -> None:
+    check_resumes(row(name))
 
 
 FAIL = "{time_s: 0.31, worker: 0, fail: true}, {time_s: 1.3, worker: 2, fail: true}"
@@ -289,24 +126,23 @@ REJOIN = "{time_s: 0.8, worker: 0, rejoin: true}, {time_s: 1.38, worker: 2, rejo
 
 
 @pytest.mark.parametrize(
-    "case",
+    "name",
     [
-        "asp",
+        "topk-both-ways",
         "bsp",
-        "late",
-        "overlap",
-        "nesterov-sum",
-        "choco",
-        "ad_psgd",
-        "smart",
-        "sharded",
+        "ring-late",
+        "ring-wfbp",
+        "outer-nesterov-ring",
+        "choco-topk",
+        "ad-psgd",
+        "ripples-smart",
+        "sharded-server",
         "halos",
     ],
 )
-def test_a_run_whose_workers_fail_and_rejoin_resumes(case: str) -> None:
-    ran = check_resumes((*SHORT, *CASES[case], f"cluster.events=[{FAIL}, {REJOIN}]"))
-    assert len(ran.of("WorkerFailed")) == 2
-    assert len(ran.of("WorkerRejoined")) == 2
+def test_a_run_whose_workers_fail_and_rejoin_resumes(name: str) -> None:
+    ran = check_resumes((*row(name), f"cluster.events=[{FAIL}, {REJOIN}]"))
+    assert len(ran.of("WorkerFailed")) == len(ran.of("WorkerRejoined")) == 2
 
 
 def test_the_command_resumes_a_run_whose_workers_fail(workplace: Path) -> None:
@@ -322,16 +158,14 @@ def test_the_command_resumes_a_run_whose_workers_fail(workplace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["bsp", "overlap", "late", "fragments", "d_psgd", "sgp", "sharded sync=bsp"]
+    "name", ["bsp", "ring-wfbp", "ring-late", "ring-streaming", "d-psgd", "sgp-overlap"]
 )
-def test_a_pause_changes_nothing_of_what_is_learned(case: str) -> None:
+def test_a_pause_changes_nothing_of_what_is_learned(name: str) -> None:
     """Workers in synchronous rounds learn the same with checkpoints and without."""
-    name, *more = case.split()
-    overrides = (*SHORT, *CASES[name], *more)
-    ran = Ran(planned(*overrides))
+    ran = Ran(planned(*row(name)))
     ran.parts = make_model_set(assemble(ran.plan, HOST).stages[0])
     assert run(ran)
-    assert ran.sha256 == simulated(*overrides).sha256
+    assert ran.sha256 == simulated(*row(name)).sha256
 
 
 @pytest.mark.parametrize(
@@ -346,7 +180,7 @@ def test_a_pause_changes_nothing_of_what_is_learned(case: str) -> None:
 )
 def test_what_comes_under_the_next_forward_pass_is_drained_before_a_pause(chosen: str) -> None:
     """A pause takes a moment of the run's time, and changes nothing of what it learns."""
-    overrides = (*SHORT, *CASES["overlap"], *chosen.split())
+    overrides = (*row("ring-wfbp"), *chosen.split())
     whole, ran = simulated(*overrides), check_resumes(overrides)
     assert ran.sha256 == whole.sha256
     assert whole.time_ns <= ran.time_ns <= 2 * whole.time_ns
@@ -407,7 +241,7 @@ def test_measures_continue_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> No
         close(ctx, *args, **what)
 
     monkeypatch.setattr(RankContext, "record_round", measuring)
-    assert simulated(*SHORT, *CASES["bsp"]).of("TimeTotals")[0]["measures"]["loss"].count > 10
+    assert simulated(*row("bsp")).of("TimeTotals")[0]["measures"]["loss"].count > 10
     test_a_resumed_run_equals_the_whole_one("bsp")
 
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-import torch
-from torch import Tensor
 
 from ashl.cluster import spec
 from ashl.cluster.network import network
@@ -22,12 +20,9 @@ from ashl.runtime.churn import Churn
 from ashl.runtime.effects import PEER_FAILED, PeerFailedError
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
-from ashl.runtime.sums import sum_in_rank_order
-from ashl.stage.compression_pipeline import CodecState
-from ashl.stage.contract import FAULT_TOLERANT, Rule, StageConfig
+from ashl.stage.contract import FAULT_TOLERANT, Rule
 from ashl.stage.members import members_of, merge_weights
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.local_work import WorkerState, context_of
 from ashl.topology.parameter_server import ParameterServer, ServerRule
 from tests.conf_option import CONF, conf_option
 from tests.laws.machines import cluster
@@ -53,114 +48,6 @@ def lost(worker: int, time_s: float) -> dict:
 
 def back(worker: int, time_s: float) -> dict:
     return {"time_s": time_s, "worker": worker, "rejoin": True}
-
-
-class Alone:
-    """Rounds of some workers by the formula alone: no server, no messages, no clock."""
-
-    def __init__(self, stage: StageConfig) -> None:
-        self.stage, n = stage, stage.num_workers
-        self.params, self.moments = stage.trainer.init()
-        self.version = self.samples = 0
-        self.workers = [WorkerState(self.params, stage.trainer.moments()) for _ in range(n)]
-        self.server = CodecState()
-        for rank, worker in enumerate(self.workers):
-            worker.enter(stage, members_of(stage), rank)
-
-    def update(self, rank: int) -> Tensor:
-        """Return the decoded push of this worker."""
-        stage, worker, trainer = self.stage, self.workers[rank], self.stage.trainer
-        worker.params, worker.samples, local = self.params, self.samples, self.params
-        for _ in range(1 if stage.sync.exchange == "gradient" else worker.local_steps):
-            step, first = worker.step, worker.drawn
-            worker.step, worker.drawn = step + 1, first + worker.batch
-            span = range(first, worker.drawn)
-            if stage.sync.exchange == "gradient":
-                _, x = trainer.gradient(self.params, rank, step, span)
-            else:
-                rate = trainer.rate(self.samples)
-                _, worker.moments, local = trainer.local_step(
-                    local, worker.moments, rank, step, rate, span
-                )
-                x = local - self.params
-        if not stage.pipeline.traits.lossless:
-            context = context_of(stage, rank, worker, self.version)
-            x = stage.pipeline.decode(
-                self.server, rank, stage.pipeline.encode(worker.codec_state, x, context)
-            )
-        worker.round += 1
-        return x
-
-    def handed_in(self, members: list[int]) -> list[Tensor]:
-        """Return the pushes of these workers in a round."""
-        return [self.update(rank) for rank in members]
-
-    def round(self, members: list[int]) -> Tensor:
-        """The model after a round of these."""
-        total = sum_in_rank_order(
-            [update * (1 / len(members)) for update in self.handed_in(members)]
-        )
-        rate = self.stage.trainer.rate(self.samples)
-        if self.stage.sync.exchange == "gradient":
-            self.moments, self.params = self.stage.trainer.apply(
-                self.params, self.moments, total, rate
-            )
-        else:
-            self.params = self.params + total
-        self.version += 1
-        self.samples += sum(members_of(self.stage).planned.samples[rank] for rank in members)
-        return self.params
-
-
-class AloneLate(Alone):
-    """The same run with each gradient pushed one round after its start."""
-
-    pending: dict[int, Tensor] | None = None
-
-    def handed_in(self, members: list[int]) -> list[Tensor]:
-        pending = self.pending or {rank: self.update(rank) for rank in members}
-        self.pending = {rank: self.update(rank) for rank in members}
-        return [pending[rank] for rank in members]
-
-
-PORTS = (
-    "cluster.exchange_s=null",
-    "cluster.bandwidth_mbit_s=200",
-    "cluster.latency_s=0.001",
-    "model.hidden=[16,16]",
-)
-IN_BUCKETS = (
-    (("overlap=wfbp",), 0.31),
-    (("overlap=merged", "overlap.plan=[1,2]"), 0.31),
-    (("overlap=tictac", "overlap.plan=layers"), 0.31),
-    (("overlap=slices", "overlap.slice=100"), 0.26),
-    (("overlap=priority", "overlap.plan=layers", "overlap.slice=100", "overlap.credit=2"), 0.28),
-)
-
-
-@pytest.mark.parametrize(
-    ("mode", "fails_s"),
-    [
-        (("sync=bsp", "optimizer.momentum=0.9"), 0.31),  # the slowest, while it computes
-        (("sync=bsp", "optimizer.momentum=0.9", "overlap=delayed"), 0.31),
-        (("sync=bsp", "compression=topk", "compression.ratio=0.1"), 0.31),
-        # while it computes the forward pass, so that no bucket of the round has its part
-        *((("sync=bsp", "optimizer.momentum=0.9", *PORTS, *own), s) for own, s in IN_BUCKETS),
-        (("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9"), 0.6),
-    ],
-    ids=["momentum", "late", "topk", *(own[0] for own, _ in IN_BUCKETS), "local_sgd"],
-)
-def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], fails_s: float) -> None:
-    plan = with_events(planned(*RUN, *mode, "stop.steps=40", "aggregate=uniform"), lost(2, fails_s))
-    stage = assemble(plan, "cpu").stages[0]
-    ran, alone = run(plan), Alone(stage) if stage.delayed is None else AloneLate(stage)
-    with_it = ran.end["commits"][2]
-    assert 1 < with_it < ran.end["merges"] - 2
-    models = {record["merges"]: params for record, params in ran.snapshots}
-    for number in range(1, ran.end["merges"]):
-        params = alone.round([0, 1, 2] if number <= with_it else [0, 1])
-        assert torch.equal(models[number], params), number
-    assert ran.end["commits"][:2] == [ran.end["merges"]] * 2, "no round is counted twice"
 
 
 def test_a_loss_while_all_wait_for_it_makes_the_round_whole_at_once() -> None:
@@ -264,28 +151,45 @@ def test_failures_at_random_are_each_workers_own() -> None:
     assert run(with_events(plan, **churn)).records == ran.records
 
 
-def test_failures_at_random_never_end_a_run() -> None:
-    plan = planned(
-        *RUN, "sync=asp", "runtime.gradients=false", "stop.seconds=5", "runtime.min_workers=2"
-    )
-    ran = run(with_events(plan, churn={"mtbf_s": 0.1, "mttr_s": 1.0}))
+TOPOLOGIES = {
+    "server": ("sync=asp",),
+    "all_reduce": ("topology=all_reduce", "sync=local_sgd"),
+    "groups": (
+        "topology=partial_all_reduce",
+        "sync=ripples_first_come",
+        "sync.group_size=2",
+        "sync.local_steps=2",
+    ),
+    "tree of servers": ("topology=halos", "topology.regions=[0,0,1]", "sync=asp"),
+}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_failures_at_random_never_end_a_run(topology: str) -> None:
+    mode = (*TOPOLOGIES[topology], "runtime.gradients=false", "runtime.min_workers=2")
+    plan = with_events(planned(*RUN, *mode, "stop.seconds=5"), churn={"mtbf_s": 0.3, "mttr_s": 0.5})
+    ran = run(plan)
     assert ran.end["reason"] == "seconds"
+    assert len(ran.of("WorkerFailed")) > 5
     there = 3
     for record in ran.records:
         there += {"WorkerFailed": -1, "WorkerRejoined": 1}.get(record["kind"], 0)
         assert there >= 2
+    assert run(plan).records == ran.records
+
+
+ALL_FAIL = (lost(0, 0.1), lost(1, 0.2), lost(2, 0.3))
+FEWER = r"2 of 3 workers are running, fewer than runtime\.min_workers=3"
 
 
 @pytest.mark.parametrize(
-    ("events", "least", "said"),
+    ("topology", "events", "least", "said"),
     [
+        ("server", ALL_FAIL, 1, r"worker 2 failed at 0\.32 s and 0 of 3 workers are running"),
+        ("all_reduce", ALL_FAIL, 1, r"worker 2 failed at 0\.3 s and 0 of 3 workers remain that"),
+        *((topology, (lost(0, 0.1),), 3, FEWER) for topology in TOPOLOGIES),
         (
-            (lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)),
-            1,
-            r"worker 2 failed at 0\.32 s and 0 of 3 workers are running",
-        ),
-        ((lost(0, 0.1),), 3, r"2 of 3 workers are running, fewer than runtime\.min_workers=3"),
-        (
+            "server",
             ({"time_s": 0.1, "server_fail": True},),
             1,
             r"the server failed at 0\.1 s, as cluster\.events says",
@@ -293,17 +197,11 @@ def test_failures_at_random_never_end_a_run() -> None:
     ],
 )
 def test_the_run_ends_where_too_few_are_left(
-    events: tuple[dict, ...], least: int, said: str
+    topology: str, events: tuple[dict, ...], least: int, said: str
 ) -> None:
-    plan = planned(
-        *RUN,
-        "sync=asp",
-        "stop.seconds=1",
-        "runtime.gradients=false",
-        f"runtime.min_workers={least}",
-    )
+    mode = (*TOPOLOGIES[topology], "runtime.gradients=false", f"runtime.min_workers={least}")
     with pytest.raises(AshlError, match=said):
-        run(with_events(plan, *events))
+        run(with_events(planned(*RUN, *mode, "stop.seconds=1"), *events))
 
 
 def test_a_loss_while_profiling_ends_the_run_and_one_after_it_does_not() -> None:

@@ -152,10 +152,3 @@ def test_backup_drops_the_slow_worker():
     assert ran.end["steps_by"][2] < 10
     assert ran.end["dropped_by"][2] > 20
     assert ran.end["dropped_by"][:2] == [0, 0]
-
-
-def test_seconds_end_the_run_on_time():
-    ran = timed([1.0, 2.0], [1.0, 1.0], "sync=ssp", "stop.steps=null", "stop.seconds=1.0")
-    assert ran.time_ns == 1_000_000_000
-    assert ran.end["reason"] == "seconds"
-    assert adds_up(ran)

@@ -52,14 +52,6 @@ def test_nothing_left_out_is_no_compression(mode: tuple[str, ...]) -> None:
     )
 
 
-def test_bytes_of_a_gathering_are_those_of_the_others_bodies() -> None:
-    ran = simulated(*BASE, GATHER)
-    (ledger,) = {(r["bytes_up"], r["bytes_down"]) for r in ran.of("TimeTotals")}
-    n, merges = ran.plan.num_workers, ran.end["merges"]
-    body = conf_option("compression", "topk").encoded_nbytes(None, ran.plan.num_params)
-    assert ledger == (merges * (n - 1) * body,) * 2
-
-
 def test_what_was_looked_at() -> None:
     """Check p = x + e; with Top-K the relative error is the share that was not sent."""
     layout = (Layer("a", (30,)), Layer("b", (70,)))

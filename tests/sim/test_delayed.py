@@ -240,22 +240,6 @@ def test_a_round_takes_the_longer_of_its_steps_and_its_exchange(sync, steps, exc
         assert any("changes what is learned" in note for note in late.plan.notes)
 
 
-def test_all_of_an_exchange_is_hidden_where_steps_are_longer() -> None:
-    ran = simulated(
-        *SMALL,
-        *RING,
-        "sync=bsp",
-        *LATE,
-        "cluster.step_s=0.01",
-        "cluster.exchange_s=0.004",
-        "stop.steps=300",
-    )
-    slowest = next(record for record in ran.of("TimeTotals") if record["rank"] == 2)
-    exposed = slowest["totals_ns"]["push"] + slowest["totals_ns"]["pull"]
-    assert slowest["totals_ns"]["wait"] == 0
-    assert exposed == pytest.approx(slowest["collective_ns"] / 100), "the last one of a hundred"
-
-
 @pytest.mark.parametrize(
     "sync",
     [
@@ -324,16 +308,6 @@ def test_what_diverges_says_so_and_ends() -> None:
         assert ran.end["reason"] == "diverged"
 
 
-def test_a_dropped_push_is_taken_back_by_its_sender() -> None:
-    """Error feedback sends the content of a backup's late push with a later one, so a run with
-    drops learns the same.
-    """
-    codec = ("compression=topk", "compression.ratio=0.2", "sync=backup", "sync.backups=1", *LATE)
-    ran = simulated(*SMALL, *codec, "stop.steps=60")
-    assert sum(ran.end["dropped_by"]) > 0
-    assert torch.isfinite(ran.params).all()
-
-
 def test_outer_optimizers_and_codecs_go_with_it() -> None:
     """Server and all-reduce give the same result, to the bit."""
     chosen = (
@@ -371,11 +345,3 @@ def test_a_guard_against_old_pushes_leaves_those_that_all_are_late() -> None:
     guarded = simulated(*chosen, "aggregate.max_staleness=1")
     assert guarded.end["dropped_by"] == [0, 0, 0]
     assert guarded.sha256 == simulated(*chosen).sha256
-
-
-def test_the_boundary_of_delayed_is_a_pure_function() -> None:
-    late = conf_option("overlap", "delayed")
-    landed, start, progress = (torch.full((3,), value) for value in (5.0, 1.0, 2.0))
-    sent, onward = late.at_boundary(landed, start, progress, lambda: landed)
-    assert sent.tolist() == [2.0] * 3
-    assert onward.tolist() == [7.0] * 3

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ashl.aggregate.weighted import Push
 from ashl.data.quadratic import optimum
-from ashl.errors import AshlError
 from ashl.planning.instantiate import assemble
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import halves, joined
@@ -23,7 +22,6 @@ from ashl.sync.easgd import EASGD
 from ashl.sync.ringleader import Gradients, Table
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
-from tests.identities.test_more_methods import pushed
 from tests.sim.test_churn import RUN, back, lost, with_events
 from tests.sim.test_regrouping import Alone, models
 from tests.support import Ran, planned, run
@@ -128,44 +126,6 @@ def test_a_rejoining_worker_begins_at_the_servers_model() -> None:
 
 # --- a table of gradients
 # ---------------------------------------------------------------------------------------------
-
-
-def test_a_round_continues_without_the_awaited_worker() -> None:
-    table = Table().open_round(range(3))
-    assert not any(table.add_push(pushed(rank, 1.0)) for rank in (0, 1, 0))
-    assert table.forget(2) == []
-    assert table.add_push(pushed(1, 3.0)), "the next push of any other makes the step"
-    assert {rank: own.payload / own.steps for rank, own in table.sums.items()} == {0: 1.0, 1: 2.0}
-    assert table.stepped == 1
-
-
-def test_a_round_is_over_with_the_loss_of_the_last_that_had_no_step() -> None:
-    table = Table().open_round(range(3))
-    assert [table.add_push(pushed(rank, 1.0)) for rank in (0, 1, 2)] == [False, False, True]
-    table.due.remove(2)
-    assert table.add_push(pushed(1, 2.0))
-    table.due.remove(1)
-    assert not table.add_push(pushed(1, 5.0)), "for the next round"
-    assert table.forget(0) == [], "what it sent was in two steps"
-    assert not table.due
-    table = table.open_round([1, 2])
-    assert (table.sums.keys(), table.missing) == ({1}, {2})
-    assert [own.payload for own in table.forget(1)] == [5.0], "that was in none"
-
-
-def test_who_comes_has_its_first_step_in_the_round_after() -> None:
-    table = Table().open_round([0, 1])
-    assert [table.add_push(pushed(rank, 1.0)) for rank in (2, 0, 2, 1)] == [
-        False,
-        False,
-        False,
-        True,
-    ]
-    assert table.sums.keys() == {0, 1}
-    table.due.remove(1)
-    assert table.add_push(pushed(0, 1.0))
-    table = table.open_round(range(3))
-    assert (table.sums[2].steps, table.missing) == (2, {0, 1})
 
 
 def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
@@ -309,10 +269,3 @@ def test_the_server_of_a_region_drops_and_admits_its_workers(sync: str) -> None:
         assert ran.end["reason"] == "steps"
         assert ran.end["steps"] == sum(ran.end["steps_by"]) >= 160
         assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
-
-
-def test_a_tree_of_servers_ends_with_too_few_workers() -> None:
-    regions = ("topology=halos", "topology.regions=[0,0,1]", "sync=asp", "stop.seconds=2")
-    plan = planned(*RUN, *regions, "runtime.gradients=false", "runtime.min_workers=3")
-    with pytest.raises(AshlError, match=r"fewer than runtime\.min_workers=3"):
-        run(with_events(plan, lost(2, 0.4)))

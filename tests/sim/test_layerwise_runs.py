@@ -23,7 +23,7 @@ from ashl.planning.step_timelines import make_timeline
 from ashl.stage.contract import StageConfig
 from tests.benchmarks.simulator import simulation
 from tests.conf_option import conf_option
-from tests.support import Ran, planned, run, simulated
+from tests.support import planned, run, simulated
 from tests.swarm.drawn import run as drawn_run
 
 LINKS = (
@@ -123,32 +123,6 @@ def test_one_message_is_no_overlap(codec) -> None:
     assert (one.sha256, one.time_ns) == (plain.sha256, plain.time_ns)
     assert one.of("TimeTotals")[0]["bytes_up"] == plain.of("TimeTotals")[0]["bytes_up"]
     assert one.ledgers == plain.ledgers
-
-
-@pytest.mark.parametrize("codec", ["topk", "random_mask"])  # gathered, and summed on their way
-def test_what_is_selected_message_by_message_teaches_as_much(codec) -> None:
-    """The messages have the same number of elements, but different ones: the same loss, in less
-    time.
-    """
-    share = ("compression.ratio=0.1", "optimizer.momentum=0", "stop.steps=200")
-    common = (*RING, *DEEP, *UNEQUAL, f"compression={codec}", *share)
-    plain, ours = simulated(*common), simulated(*common, LAYERWISE)
-    assert ours.time_ns < plain.time_ns
-    assert ours.sha256 != plain.sha256
-    assert ours.of("TimeTotals")[0]["bytes_up"] == pytest.approx(
-        plain.of("TimeTotals")[0]["bytes_up"], rel=0.02
-    )
-    first, before, after = (losses(ran)[k] for ran, k in ((plain, 0), (plain, 1), (ours, 1)))
-    assert after < 0.93 * first
-    assert after == pytest.approx(before, rel=0.15)
-
-
-def losses(ran: Ran) -> tuple[float, float]:
-    """Return the metrics of the first model and of the last."""
-    assert ran.learner is not None
-    return tuple(
-        ran.learner.evaluate(params)["train_loss"] for params in (ran.learner.init(), ran.params)
-    )
 
 
 @pytest.mark.limit("overlap=layerwise")
@@ -257,22 +231,6 @@ def test_random_chains_take_their_closed_form(drawn, latency_s, cut, ratio) -> N
     assert sim.now_ns == 5 * end_ns
     if ratio:
         assert end_ns == chain.end_ns(option.plan), "what is hidden costs nothing"
-
-
-def test_a_step_takes_what_was_predicted() -> None:
-    common = (*RING, *DEEP, *UNEQUAL, "compression=topk", "runtime.gradients=false", LAYERWISE)
-    for overlap in ("overlap.plan=optimal", "overlap.ratio=adaptive"):
-        plan = planned(*common, overlap, "stop.steps=30")
-        note = next(note for note in plan.notes if "a step and its all-reduce" in note)
-        assert simulation(plan)().now_ns / 10 == pytest.approx(
-            float(note.split()[6]) * 1e6, rel=1e-3
-        )
-        assert plan.stages[0].predicted_steps_per_s == pytest.approx(
-            3e3 / float(note.split()[6]), rel=1e-3
-        )
-        assert Plan.from_json(plan.to_json()).stages[0].overlap["plan"] == list(
-            plan.stages[0].overlap["plan"]
-        )
 
 
 def test_residuals_cross_a_stage_boundary() -> None:

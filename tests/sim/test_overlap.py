@@ -2,8 +2,6 @@
 checkpoint.
 """
 
-from functools import partial
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,29 +14,6 @@ from ashl.runtime.sim import Sim
 from ashl.size_only import SizeOnly
 from tests.kernels import DENSE, Quiet, in_virtual_time
 from tests.laws.machines import MS, cluster
-from tests.overlapping import layer_by_layer, plain
-
-TENTHS = cluster(
-    2, step_s=0.1, exchange_s=0.4
-)  # a step of one unit takes 0.1 s, a sum of the whole model 0.2 s
-
-
-def test_ten_steps_of_four_layers_one_sum_after_the_other() -> None:
-    """Each step: forward 0.2, four backwards of 0.1, then four sums of 0.2: 0.2 + 0.4 + 0.8 = 1.4
-    s.
-    """
-    assert [rank.result[1] for rank in in_virtual_time(plain, TENTHS)] == [14.0, 14.0]
-
-
-def test_ten_steps_of_four_layers_each_sent_as_soon_as_it_is_ready() -> None:
-    """The last layer's gradient is there after 0.2 + 0.1 s. From then on the channel is never idle,
-    since the others come every 0.1 s and a sum takes 0.2: 0.3 + 4·0.2 = 1.1 s. The sums are those
-    of the plain loop.
-    """
-    overlapped, one_by_one = in_virtual_time(layer_by_layer, TENTHS), in_virtual_time(plain, TENTHS)
-    assert [rank.result[1] for rank in overlapped] == [11.0, 11.0]
-    assert [rank.result[0] for rank in overlapped] == [rank.result[0] for rank in one_by_one]
-    assert overlapped[0].spent["compute"] == 6.0, "hidden transfers are no time of the worker"
 
 
 def chain(
@@ -81,15 +56,6 @@ def test_a_chain_of_layers_takes_its_closed_form(forward, drawn, keyed, slower) 
     channel = [sum(sizes[: k + 1]) for k in range(len(drawn))]
     expected = slower * forward + max(r + s for r, s in zip(ready, channel, strict=True))
     assert chain(machines, forward, backward, sizes, keyed) == expected
-
-
-def test_the_worked_chain_of_four_layers() -> None:
-    """Backwards 3, 1, 2, 4 and sums 5, 1, 1, 6, forward 5: sent as they are ready, 22; after the
-    barrier, 28.
-    """
-    machines = cluster(2, step_s=0.001, exchange_s=0.002)
-    assert chain(machines, 5, [3, 1, 2, 4], [5, 1, 1, 6], keyed=True) == 22
-    assert chain(machines, 5, [3, 1, 2, 4], [13, 0, 0, 0], keyed=True) == 28
 
 
 def ends_of(machines: Cluster, teams: tuple[tuple[int, ...], ...]) -> list[int]:
@@ -153,26 +119,6 @@ def test_what_a_node_computes_beside_its_loop_is_not_free() -> None:
     machines = cluster(1, step_s=0.1, server_step_s=0.01, compress_s=0.001)
     in_virtual_time(main, machines)
     assert ends == {"a": 100, "b": 110, "c": 111}
-
-
-def test_compute_once_computes_once_and_forgets() -> None:
-    calls, seen = [], []
-
-    def make(step: int) -> list[int]:
-        calls.append(step)
-        return [step]
-
-    async def main(ctx: RankContext) -> None:
-        for step in range(3):
-            seen.append(ctx.compute_once((0, 1, 2), step, partial(make, step)))
-            await ctx.sleep(0.001 * (ctx.rank + 1))
-
-    machines = cluster(3)
-    sim = Sim(3, Speed(machines, 1, 0), network(machines, DENSE), Quiet())
-    sim.run(main, tick=lambda: None)
-    assert calls == [0, 1, 2]
-    assert len({id(value) for value in seen}) == 3
-    assert not sim.collective_queues.all()[0].shared
 
 
 # --- checkpoints

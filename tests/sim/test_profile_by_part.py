@@ -2,13 +2,10 @@
 them.
 """
 
-import asyncio
 import json
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -26,8 +23,6 @@ from ashl.plan.profile import CodecCost, Profile
 from ashl.planning.compile_plan import prepare_plan
 from ashl.planning.instantiate import declared_profile, layer_groups
 from ashl.planning.layer_group_costs import with_layer_group_costs
-from ashl.runtime.rank_context import RankContext
-from ashl.sync.timing import beside
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, run, simulated
 
@@ -206,29 +201,6 @@ def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
         assert own == (parts and pytest.approx(asdict(parts), rel=0.05))
 
 
-@pytest.mark.parametrize(("round_s", "begun"), [(1.0, [0, 1, 2]), (15.0, [0, 15]), (60.0, [0])])
-def test_where_steps_take_long_that_is_measured_once(
-    monkeypatch: pytest.MonkeyPatch, round_s, begun
-) -> None:
-    """Steps of 2 s that take 4 beside a sum, which then takes 1.5 s instead of 1."""
-    ctx, times = SimpleNamespace(now=0.0), list[float]()
-    stage: Any = SimpleNamespace(workers=(0, 1), trainer=SimpleNamespace(dense_bytes=1000))
-
-    async def instruct(*of: Any) -> None:
-        times.append(ctx.now)
-
-    async def collect_answers(*of: Any) -> dict[int, tuple[float, ...]]:
-        ctx.now += round_s
-        return {0: (1.0, 2.0, 1.5, 4.0)}
-
-    monkeypatch.setattr(beside, "instruct", instruct)
-    monkeypatch.setattr(beside, "collect_answers", collect_answers)
-    found = asyncio.run(
-        beside.measure_beside(cast(RankContext, ctx), stage, 2.0, AlphaBeta(1.0, 0.0))
-    )
-    assert (found, times) == (ContentionCosts(pace_reduction=0.5, collective_slowdown=1.5), begun)
-
-
 def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workplace) -> None:
     """The plan agrees with the run's clock to the nanosecond, and in the bits."""
     dear = InParts(step_s=0.02, part_s=0.0, sum_s=0.0)
@@ -242,25 +214,6 @@ def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workp
         ends.append((ran.time_ns, ran.sha256))
     assert len({sha256 for _, sha256 in ends}) == 1
     assert ends[0][0] < ends[1][0] == ends[2][0] < ends[3][0]
-
-
-def test_a_run_in_virtual_time_is_slowed_down_by_its_sums(workplace) -> None:
-    measured(contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5))
-    assert (
-        main(["train", "runtime=sim", *RING, *TIMED, "overlap=wfbp", *OF_PROFILE, "run.dir=run"])
-        == 0
-    )
-    assert json.loads(Path("run/summary.json").read_text())["time_s"] == pytest.approx(
-        0.732424, rel=1e-4
-    )
-
-
-def test_halves_of_a_measured_sum_are_half_of_it(workplace) -> None:
-    cluster = construct(measured().cluster(), "cluster")
-    ports = network(cluster, 4)
-    assert ports.all_reduce_ns((0, 1, 2), 10_000, 0) == 6_000_000
-    assert ports.all_gather_ns((0, 1, 2), 10_000, 0) == 3_000_000
-    assert ports.all_reduce_ns((0, 1), 0, 0) == 2 * 6_000_000, "of some workers by their links"
 
 
 def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:

@@ -3,31 +3,17 @@ there.
 """
 
 import json
-import random
-from dataclasses import replace
 
 import pytest
 import torch
 
-from ashl.compression.contract import Codec
 from ashl.compression.gtopk import GTopK
-from ashl.compression.wrappers import Residual
 from ashl.config.compose import compose
-from ashl.learn.trainer import SizeOnlyTrainer
-from ashl.planning.instantiate import assemble
-from ashl.planning.predict import WITHOUT
 from ashl.run import train as run
 from ashl.run.monitor import Monitor
 from ashl.runtime.records import StageEnd
-from ashl.stage.compression_pipeline import CodecState
-from ashl.stage.members import members_of
-from ashl.stage.progress import Progress
-from ashl.sync.asp import ASP
-from ashl.topology.local_work import WorkerState, context_of
-from ashl.topology.parameter_server import ServerState
 from tests.conf_option import conf_option
-from tests.support import planned, simulated
-from tests.swarm.drawn import bound
+from tests.support import simulated
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
@@ -125,34 +111,6 @@ def test_nothing_is_lost_at_a_stage_boundary(ran):
     )
 
 
-def test_time_adds_up(ran):
-    _, run = ran
-    assert all(sum(ledger.values()) == run.time_ns for ledger in run.ledgers)
-
-
-def test_the_waits_of_the_stages_add_up(tmp_path):
-    chosen = [
-        *BASE,
-        *MORE["sync_first"],
-        "schedule=sync_first",
-        "runtime=sim",
-        "tracking=none",
-        f"run.dir={tmp_path}",
-    ]
-    assert run.run(compose(chosen, None), chosen, quiet=True).code == 0
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    stages = summary["stages"]
-    assert [s["name"] for s in stages] == ORDER["sync_first"]
-    waits = [s["wait_share"] * (s["end_s"] - s["start_s"]) for s in stages]
-    assert sum(waits) == pytest.approx(summary["wait_share"] * summary["time_s"], rel=1e-9)
-    assert sum(s["steps"] for s in stages) == summary["steps"]
-    assert sum(s["commits"] for s in stages) == summary["commits"]
-    assert [s["start_s"] for s in stages[1:]] == [s["end_s"] for s in stages[:-1]]
-    by_name = {s["name"]: s for s in stages}
-    assert by_name["bsp"]["wait_share"] > 0.2
-    assert by_name["ahl"]["wait_share"] < by_name["bsp"]["wait_share"]
-
-
 def test_a_stage_whose_end_nobody_has_heard_of_does_not_give_its_name_to_the_next_one(
     tmp_path, monkeypatch
 ):
@@ -221,18 +179,6 @@ def test_momentum_is_handed_over_as_declared(topology):
     assert a.sha256 == b.sha256  # there is none
 
 
-@pytest.mark.parametrize("exchange", ["gradient", "difference"])
-def test_what_is_kept_knows_which_way_it_moves_the_model(exchange):
-    """Residuals of gradients and of differences between models have opposite signs: w − lr·g and w
-    + Δ.
-    """
-    stage = assemble(
-        planned("sync=bsp", f"sync.exchange={exchange}", "optimizer.lr=0.25"), "cpu"
-    ).stages[0]
-    context = context_of(stage, 0, WorkerState(*stage.trainer.init()), 0)
-    assert context.lr == (-0.25 if exchange == "gradient" else 1.0)
-
-
 def test_residuals_are_handed_over_as_declared():
     topk = ("compression=topk", "compression.ratio=0.1")
     kept, dropped = (
@@ -240,67 +186,6 @@ def test_residuals_are_handed_over_as_declared():
     )
     assert kept.sha256 == simulated(*BASE, *WHOLE, *topk).sha256
     assert kept.sha256 != dropped.sha256
-
-
-class Zero(SizeOnlyTrainer):
-    """A trainer with moments."""
-
-    def moments(self):
-        return ("zero",)
-
-    def rate(self, samples):
-        return 0.1
-
-
-def entering(index, codec, **handover):
-    stage = bound(
-        random.Random(0),
-        ASP(local_steps=1),
-        conf_option("topology", "parameter_server"),
-        1,
-        WITHOUT,
-    )
-    worker = replace(stage.plan.workers[0], local_steps=4, compression_ratio=0.5, batch=8)
-    plan = replace(stage.plan, handover=handover, workers=(worker,))
-    return replace(stage, index=index, plan=plan, codec=codec, trainer=Zero(4, 100))
-
-
-def enter(state, stage):
-    state.enter(stage, members_of(stage), 0)
-
-
-def test_what_a_worker_takes_over():
-    state = WorkerState(
-        params=None, moments=("old",), codec_state=CodecState(sender=Residual("error"))
-    )
-    enter(state, entering(1, Codec()))
-    assert (state.moments, state.local_steps, state.ratio) == (("old",), 4, 0.5)
-    assert state.codec_state == CodecState()  # this codec keeps no residual
-    state.entered = None  # a stage is entered once, also by a run that resumes from a checkpoint
-    enter(state, entering(1, Codec(), momentum="reset", residual="drop"))
-    assert (state.moments, state.codec_state) == (("zero",), CodecState())
-    state.moments = ("old",)
-    enter(state, entering(0, Codec(), momentum="reset"))
-    assert state.moments == ("old",)  # nothing came before the first stage
-
-
-def test_what_a_server_takes_over():
-    state = ServerState(
-        None,
-        ("old",),
-        Progress(1),
-        codec_state=CodecState(receivers={0: "state of a codec"}),
-        outer_state="momentum",
-    )
-    state.enter(entering(1, Codec(), momentum="keep"), 0.0)
-    assert (state.moments, state.outer_state, state.codec_state) == (
-        ("old",),
-        "momentum",
-        CodecState(),
-    )
-    state.entered = None
-    state.enter(entering(1, Codec(), momentum="reset"), 0.0)
-    assert (state.moments, state.outer_state) == (("zero",), None)
 
 
 KEEPING = {
