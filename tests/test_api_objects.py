@@ -5,7 +5,6 @@ torch.
 import functools
 import json
 import sys
-import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -182,37 +181,6 @@ def test_processes_are_refused_what_they_cannot_import(workplace: Path, cell: Mo
     with pytest.raises(UsageError, match=r"dataset=dataset is an object .* or take runtime=sim"):
         ashl.train(dataset=DATA, **real)
     assert not Path("runs").exists()
-
-
-@pytest.mark.slow
-def test_processes_import_what_a_file_defines(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = """
-        def data():
-            points = torch.randn(320, 2, generator=torch.Generator().manual_seed(0))
-            pairs = [(point, int(point.norm() > 1.2)) for point in points]
-            return pairs[:240], pairs[240:]
-        """
-    Path("cellmine.py").write_text(CELL + textwrap.dedent(data))
-    monkeypatch.syspath_prepend(str(workplace))
-    import cellmine  # ty: ignore[unresolved-import]
-
-    own = {
-        "model": cellmine.Net,
-        "dataset": cellmine.data,
-        "loss": cellmine.loss,
-        "optimizer": cellmine.Lion,
-    }
-    keys = {**FEW, **REAL, "cluster.step_s": 0.001, "sync": "bsp"}
-    real = ashl.train(**own, **keys)
-    assert real["params_sha256"] == ashl.train(**own, **keys | {"runtime": "sim"})["params_sha256"]
-    assert isinstance(ashl.load(real.folder).model("best"), cellmine.Net), (
-        "the class is imported already"
-    )
-    sys.modules.pop("cellmine")
-    with pytest.raises(UsageError, match=r"allow it with 'allow_targets=\[cellmine\]'"):
-        ashl.load(real.folder).model("best")
 
 
 @pytest.mark.parametrize(

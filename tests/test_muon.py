@@ -7,7 +7,6 @@ import torch
 
 from ashl.optimizer.muon import Muon, orthogonal
 from tests.conf_option import conf_option
-from tests.support import simulated
 
 SHAPES = (
     ("embed.weight", (6, 4)),
@@ -91,24 +90,3 @@ def test_without_layers_it_is_adamw():
     x, grad = torch.ones(5), torch.arange(5.0)
     assert torch.equal(bare.step(bare.init(5), x, grad, 0.1)[1], conf_option("optimizer", "adamw").step(
         bare.init(5), x, grad, 0.1)[1])  # fmt: skip
-
-
-@pytest.mark.slow
-def test_muloco_learns_by_bytes(tmp_path):
-    (tmp_path / "a.txt").write_text("to be or not to be, " * 100, encoding="utf-8")
-    small = (
-        "model.width=16",
-        "model.layers=1",
-        "model.heads=2",
-        "dataset.sequence_length=16",
-        "dataset.batch_size=8",
-    )
-    chosen = (
-        "experiment=muloco",
-        f"dataset.path={tmp_path}",
-        *small,
-        "sync.local_steps=4",
-        "stop.steps=48",
-    )
-    ran = simulated(*chosen, "optimizer.lr=0.02")
-    assert ran.learner.evaluate(ran.params)["test_metric"] < 20  # of 256 bytes

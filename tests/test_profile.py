@@ -131,28 +131,6 @@ def test_missing_unknown_and_broken() -> None:
         Profile.from_json("[" * 100_000)
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        (
-            {"num_workers": 3},
-            (
-                "2 workers and the cluster has 3; set cluster.num_workers=2, or in virtual time"
-                " take cluster=profile"
-            ),
-        ),
-        ({"model": "LeNet"}, "the model MLP and this one is LeNet"),
-        ({"num_params": 9}, "10000 parameters and the model has 9"),
-        ({"batch": 64}, "batches of 32 and dataset.batch_size is 64"),
-    ],
-)
-def test_a_profile_of_something_else_is_refused(what: dict[str, Any], words: str) -> None:
-    right: dict[str, Any] = {"num_workers": 2, "model": "MLP", "num_params": 10_000, "batch": 32}
-    profile().check(**right)
-    with pytest.raises(UsageError, match=words):
-        profile().check(**{**right, **what})
-
-
 def test_declared_exchange() -> None:
     made = profile_of_declared_costs(
         conf_option("cluster", "ashl_paper", jitter=0.1), "LeNet", 1_000, 128

@@ -20,7 +20,6 @@ from ashl.errors import UsageError
 from ashl.learn import graphs
 from ashl.learn.device import numbers
 from ashl.learn.learner import Learner
-from ashl.planning.device import device_of
 from tests.conf_option import conf_option
 
 PIXELS = torch.arange(64 * 3 * 32 * 32).remainder(251).to(torch.uint8).view(64, 3, 32, 32)
@@ -168,12 +167,3 @@ def test_what_cannot_be_captured_is_said(cuda: Cuda) -> None:
         match=r"cannot be captured \(operation not .* capturing\); take runtime.graphs=off",
     ):
         graphed.gradient(graphed.init(), np.arange(4), 0, 2)
-
-
-def test_graphs_are_of_cuda_devices() -> None:
-    runtime = SimpleNamespace(device="cpu", precision="fp32", graphs="on")
-    with pytest.raises(
-        UsageError, match=r"graphs=on: captures steps of CUDA devices, and this run is on a CPU"
-    ):
-        device_of(runtime)
-    assert device_of(SimpleNamespace(**vars(runtime) | {"graphs": "auto"})) == "cpu"

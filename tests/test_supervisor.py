@@ -3,6 +3,7 @@ missing heartbeats.
 """
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from ashl.run.join import Place, parse_place
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT
-from ashl.run.rank import classify_error
+from ashl.run.rank import classify_error, role_name
 from ashl.run.supervisor import LivenessMonitor, describe_exit, find_culprit
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.records import (
@@ -20,6 +21,7 @@ from ashl.runtime.records import (
     WorkerFailed,
 )
 from ashl.runtime.time_accounting import KINDS
+from tests.support import planned
 
 BUG = RankError(2, "ValueError: no", consequence=False)
 KILLED = {3: "was killed by SIGKILL"}
@@ -157,3 +159,14 @@ def test_a_closed_connection_is_the_end_of_a_process_on_another_node() -> None:
     for _ in range(2):
         liveness.detect_failures(60.0, [], time.monotonic())
     assert not emitted, "a worker that fails with an error of its own ends the run"
+
+
+def test_a_failed_server_is_named_as_a_server() -> None:
+    for topology, called in (
+        ("sharded_server", "the server"),
+        ("halos", "the server"),
+        ("gossip", "the coordinator"),
+    ):
+        plan = planned("topology=parameter_server")
+        stage = replace(plan.stages[0], topology={"_target_": f"ashl.topology.{topology}.Any"})
+        assert role_name(replace(plan, stages=(stage,)), 5) == f"{called} (rank 5)"

@@ -15,12 +15,9 @@ from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import declared_profile
 from ashl.planning.without_effect import CONDITIONS, COSTS, names
 from ashl.study.grid import grid_lines, make_grid
-from tests.support import simulated
 
 PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.001"
-NODES = f"{PORTS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=200"
 FAILS = "'cluster.events=[{time_s:1,worker:0,fail:true}]'"
-PLANNED = "sync=local_sgd sync.local_steps=plan schedule.h_preset=[8]"
 CHOCO = "compression=topk optimizer.momentum=0"
 GROUPS = "topology=partial_all_reduce sync=ripples_smart"
 
@@ -235,56 +232,3 @@ def test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule(tmp_path) -> 
         planned("sync=bsp", f"profile={tmp_path}/profile.json", "cluster.step_s=0.5")
     with pytest.raises(NoEffectError, match=r"needs plan=null"):
         planned(f"plan={tmp_path}/plan.json", "schedule=ashl_plus")
-
-
-TYPED = {  # of each scalar key of an emulated cluster, a value that none of the files has
-    "compute_spread": "0.3",
-    "step_s": "0.03",
-    "exchange_s": "0.03",
-    "bandwidth_mbit_s": "7",
-    "latency_s": "0.004",
-    "server_bandwidth_mbit_s": "3",
-    "compress_s": "0.02",
-    "server_step_s": "0.02",
-    "intra_node_bandwidth_mbit_s": "5",
-    "intra_node_latency_s": "0.03",
-    "jitter": "0.3",
-    "failure_detection_s": "0.5",
-}
-MEETINGS = {
-    "server": "sync=asp",
-    "server with a codec": "sync=bsp compression=topk",
-    "all_reduce": "sync=bsp topology=all_reduce",
-    "gossip": "sync=d_psgd topology=gossip",
-    "partial_all_reduce": "sync=ripples_static topology=partial_all_reduce",
-}
-
-
-PAIRS = [
-    pytest.param(
-        meeting,
-        cluster,
-        marks=() if (meeting, cluster) == ("server", "mixed") else pytest.mark.slow,
-    )
-    for meeting in MEETINGS
-    for cluster in ("mixed", "four_nodes")
-]
-
-
-@pytest.mark.parametrize(("meeting", "cluster"), PAIRS)
-def test_each_cost_of_a_cluster_changes_a_run_or_is_refused(meeting: str, cluster: str) -> None:
-    """Differential: a run in virtual time with the typed value against one without it."""
-    given = (
-        "runtime.gradients=false",
-        "stop.steps=160",
-        f"cluster={cluster}",
-        *MEETINGS[meeting].split(),
-    )
-    before = simulated(*given).records
-    for key, value in TYPED.items():
-        typed = f"cluster.{key}={value}"
-        try:
-            planned(*given, typed)
-        except NoEffectError:
-            continue
-        assert simulated(*given, typed).records != before, typed

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -448,46 +447,3 @@ def test_modules_run_in_a_checkout_that_is_not_what_is_installed(
     done = in_checkout(tmp_path, "-m", module, "train", "--cfg", "sync=bsp")
     assert done.returncode == 0, done.stderr
     assert "sync: bsp" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [["ashl"], ["ashl.cli"], ["torch.distributed.run", "--nproc-per-node=2", "-m", "ashl.cli"]],
-)
-def test_training_in_a_checkout_after_a_plain_installation(
-    command: list[str], tmp_path: Path
-) -> None:
-    place = tmp_path / "site"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--target",
-        str(place),
-        ".",
-    ]
-    source = tmp_path / "source"
-    shutil.copytree(
-        ROOT, source, ignore=shutil.ignore_patterns(".*", "runs", "tests"), symlinks=True
-    )
-    subprocess.run(pip, cwd=source, check=True)
-    assert (place / "ashl/cli/app.py").exists()
-    overrides = [
-        "topology=all_reduce",
-        "sync=bsp",
-        "cluster=homogeneous",
-        "cluster.num_workers=2",
-        "stop.steps=6",
-    ]
-    where = f"run.dir={tmp_path / 'run'}"
-    own = {"PYTHONPATH": str(place), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
-    done = in_checkout(tmp_path, "-m", *command, "train", *overrides, where, **own)
-    assert done.returncode == 0, done.stderr
-    assert "finished" in done.stdout
-    assert "MLflow  " in done.stdout
-    assert done.stderr == ""

@@ -11,9 +11,11 @@ import pytest
 from ashl.cli.app import main
 from ashl.config.compose import compose
 from ashl.run import train as run
-from ashl.tracking import jsonl
 
-SIM = ["-q", "runtime=sim", "tracking=none"]
+PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002"
+SERVERS = f"{PORTS} topology=sharded_server"
+SUMS = "topology=all_reduce sync=bsp topology.algorithm="
+HOSTLESS = "runtime=local cluster=real cluster.num_workers=2"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,34 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         ),
         ("model._target_=ashl.model.mlp.Nothing", "is not a class defined in ashl.model.mlp"),
         ("model._target_=ashl.model.mlp.nn", "is not a class defined in ashl.model.mlp"),
+        # several servers
+        (f"sync=bsp {SERVERS} topology.servers=0", "topology.servers"),
+        (
+            f"sync=bsp {SERVERS} topology.servers=9 topology.partition_by=layers",
+            "take at most as many servers, or topology.partition_by",
+        ),
+        # algorithms of sums
+        (f"{SUMS}hierarchical", "cluster.node is not set; give the node of each worker"),
+        (f"{SUMS}hierarchical {HOSTLESS}", "cluster.hosts is not set; give the node"),
+        (
+            f"{SUMS}auto {HOSTLESS}",
+            "supported in virtual time only, gloo or NCCL chooses the algorithm",
+        ),
+        (
+            f"{SUMS}ring runtime=local {PORTS}",
+            "take runtime=sim, topology.algorithm=hierarchical, or remove",
+        ),
+        (
+            f"{SUMS}tree overlap=dear {PORTS}",
+            "splits an all-reduce into two halves of a ring; take overlap=priority",
+        ),
+        (f"{SUMS}tree compression=topk", "gathered on a ring; take compression=none"),
+        (f"{SUMS}mesh", "topology.algorithm"),
+        ("sync=bsp topology.algorithm=tree", "algorithm"),
+        (
+            f"{SUMS}hierarchical cluster.node=[0,0,1,1] runtime=local {PORTS}",
+            "intra_node_bandwidth_mbit_s",
+        ),
     ],
 )
 def test_a_wrong_configuration(overrides: str, says: str, said, workplace) -> None:
@@ -340,66 +370,6 @@ def test_a_folder_that_cannot_be_written(place: str, said, workplace) -> None:
     assert "choose another run.dir" in sentence
     assert "already holds a run" not in sentence
     assert (workplace / "file").read_text() == "mine"
-
-
-@pytest.mark.parametrize("room", [0, 20_000])
-def test_a_full_disk(room: int, said, workplace, full_disk) -> None:
-    """Whole lines are kept; what was measured is told as far as there is room for it."""
-    full_disk(room)
-    code, sentence = said(
-        "run.dir=run", "tracking.events=all", "stop.steps=4000", "eval.every_commits=8"
-    )
-    assert code == 1
-    assert "run" in sentence
-    assert "no space left on device" in sentence.lower()
-    assert "free some space" in sentence
-    events = list(jsonl.read(workplace / "run/events.jsonl"))
-    assert len((workplace / "run/events.jsonl").read_bytes().splitlines()) == len(events)
-    assert (len(events) > 10) == (room > 0)
-    summary = json.loads((workplace / "run/summary.json").read_text())  # this file fits
-    assert summary["status"] == "failed"
-    assert "free some space" in summary["exit_reason"]
-
-
-class Disk:
-    """A file on a disk with this much free space."""
-
-    room = 0
-
-    def __init__(self, file) -> None:
-        self._file = file
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def write(self, data) -> int:
-        fits = min(len(data), Disk.room)
-        if not fits:
-            raise OSError(28, "No space left on device")
-        Disk.room -= fits
-        return self._file.write(data[:fits])
-
-    def truncate(self, size: int) -> None:
-        self._file.truncate(size)
-        self._file.seek(size)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-@pytest.fixture
-def full_disk(monkeypatch):
-    """Records are lines of JSON that are written to a disk which fills up."""
-
-    def fill(room: int) -> None:
-        Disk.room = room
-        monkeypatch.setattr(jsonl, "open", lambda *how, **kind: opened(*how, **kind), raising=False)
-
-    def opened(path, mode="r", **kind):
-        file = open(path, mode, **kind)  # noqa: SIM115
-        return Disk(file) if mode == "xb" else file
-
-    return fill
 
 
 @pytest.mark.parametrize("how", ["preset", "option", "sweep"])

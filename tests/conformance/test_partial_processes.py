@@ -40,30 +40,3 @@ def test_dynamic_groups_keep_their_invariants(scheduler, tmp_path):
     if scheduler == "smart":
         assert summary["conflicts"] == 0
         assert summary["workers"][0]["steps"] > summary["workers"][3]["steps"]
-
-
-@pytest.mark.slow  # it compares times, which a machine that others use may spoil
-@pytest.mark.timeout(600)
-def test_eight_paced_processes_keep_the_papers_bands(tmp_path):
-    """Two nodes of four workers, with steps so long that processes need not have a core each."""
-    pace = (
-        "cluster.step_s=0.2",
-        "cluster.exchange_s=0.02",
-        "cluster.jitter=0.05",
-        "schedule=single",
-    )
-    nodes = ("cluster=homogeneous", "cluster.node=[0,0,0,0,1,1,1,1]", "model.hidden=[16]")
-
-    def rate(name: str, slow: int, steps: int, *mode: str) -> float:
-        compute = f"cluster.compute=[1,1,1,1,1,1,1,{slow}]"
-        return real(
-            tmp_path / f"{name}{slow}", *nodes, compute, *pace, f"stop.steps={steps}", *mode
-        )["steps_per_s"]
-
-    smart = ("topology=partial_all_reduce", "sync=ripples_smart")
-    equal = rate("smart", 1, 800, *smart)
-    for slow, of_own, of_all_reduce in ((2, 0.75, 1.5), (5, 0.60, 2.5)):
-        groups = rate("smart", slow, 800, *smart)
-        whole = rate("whole", slow, 160, "topology=all_reduce", "sync=bsp")
-        assert groups / equal >= of_own, (slow, groups, equal)
-        assert groups / whole >= of_all_reduce, (slow, groups, whole)

@@ -169,22 +169,6 @@ def test_what_one_process_cannot_do_ends_all(
 
 
 @pytest.mark.slow
-def test_a_job_of_two_agents(tmp_path: Path) -> None:
-    """Start torchrun twice, as on two machines."""
-    folders, port = [tmp_path / "here", tmp_path / "there"], free_port()
-    place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    agents = [
-        ["torch.distributed.run", *place, f"--node-rank={node}", "-m", "ashl.cli"]
-        for node in range(2)
-    ]
-    check(
-        [start(folder, "gossip", agent) for folder, agent in zip(folders, agents, strict=True)],
-        folders,
-        "gossip",
-    )
-
-
-@pytest.mark.slow
 def test_a_profile_lies_with_rank_0_and_says_where_it_was_measured(tmp_path: Path) -> None:
     """The server is the last rank; the others leave without a word."""
     world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -14,14 +14,13 @@ from ashl.compression.contract import EncodeContext
 from ashl.compression.grid import Grid
 from ashl.compression.payload import PayloadError, read_payload
 from ashl.data.quadratic import optimum
-from ashl.errors import UsageError
 from ashl.planning.instantiate import assemble
 from ashl.size_only import SizeOnly
 from ashl.sync import asylpg, spy
 from ashl.sync.asylpg import read_model
 from tests.conf_option import conf_option
 from tests.laws.codecs import VECTORS, vector
-from tests.support import Ran, planned, simulated
+from tests.support import Ran, simulated
 
 PLAIN = (
     "schedule=single",
@@ -159,24 +158,3 @@ def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -
         for read in (spy.read_sparse, read_model):
             with suppress(PayloadError):
                 assert read(torch.frombuffer(wire, dtype=torch.uint8), 30).shape == (30,)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        (("sync=spy",), "optimizer=sgd optimizer.momentum=0"),
-        (("sync=spy", "compression=topk", *PLAIN), "or compression=none"),
-        (("sync=asylpg", "compression=topk"), "take compression=none"),
-        (("sync=asylpg", "aggregate=uniform"), "aggregate=uniform: needs a weighted merge"),
-        (
-            ("sync=asylpg", "aggregate.max_staleness=3"),
-            r"aggregate\.max_staleness=3: needs a weighted merge",
-        ),
-        (("sync=asylpg", "topology=all_reduce"), "topology=parameter_server"),
-        (("sync=asylpg", "compression=grid", "topology.pull_ratio=0.1"), r"topology\.pull_ratio"),
-    ],
-)
-def test_what_makes_no_sense(overrides: tuple[str, ...], why: str) -> None:
-    with pytest.raises(UsageError, match=why) as refusal:
-        planned("schedule=single", *overrides)
-    assert "\n" not in str(refusal.value)

@@ -5,7 +5,6 @@ workers are one.
 import pytest
 import torch
 
-from ashl.errors import UsageError
 from ashl.optimizer.bcd import flat, padded, weights_of
 from ashl.planning.instantiate import assemble
 from tests.conf_option import conf_option
@@ -78,21 +77,3 @@ def test_activated_sums_against_a_grid() -> None:
     found = rule.activated(outputs, sums)
     least = 2.0 * (outputs - found.relu()) ** 2 + 0.5 * (found - sums) ** 2
     assert (least <= cost.min(0).values + 1e-5).all()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        (("model=linear",), "model=mlp"),
-        (("topology=parameter_server",), "topology=all_reduce"),
-        (("sync=local_sgd",), "sync=bsp"),
-        (("sync.exchange=difference",), "sync=bsp"),
-        (("compression=topk",), "compression=none"),
-        (("aggregate=uniform",), "take aggregate=mean with its defaults"),
-        (("aggregate.clip_norm=1",), "take aggregate=mean with its defaults"),
-    ],
-)
-def test_what_makes_no_sense(overrides: tuple[str, ...], why: str) -> None:
-    with pytest.raises(UsageError, match=why) as refusal:
-        planned(*CHOSEN, *overrides)
-    assert "\n" not in str(refusal.value)

@@ -221,13 +221,6 @@ def test_static_phases_are_partitions_whose_union_connects(nodes: list[int]) -> 
     assert reached == set(range(n))
 
 
-@pytest.mark.parametrize(("n", "k"), [(5, 2), (6, 3), (8, 3), (7, 7)])
-def test_random_groups_have_the_spectral_gap_by_enumeration(n: int, k: int) -> None:
-    every = [matrix(n, [group]) for group in itertools.combinations(range(n), k)]
-    expected = sum(every) / len(every)
-    assert second(expected) == pytest.approx(1 - (k - 1) / (n - 1))
-
-
 @given(length=st.integers(0, 50), count=st.integers(0, 50), step=st.integers(0, 99))
 def test_the_chosen_are_the_first_of_a_permutation(length: int, count: int, step: int) -> None:
     whole = permutation(length, 7, Purpose.GROUPS, step=step).tolist()

@@ -11,17 +11,13 @@ from torch import Tensor
 from ashl.compression.contract import (
     Codec,
     EncodeContext,
-    Keeps,
     Linear,
     OuterCodec,
     Traits,
 )
-from ashl.compression.fetch_sgd import Sketches
 from ashl.compression.payload import HEADER, Parts
 from ashl.compression.wrappers import (
     ErrorFeedback,
-    Residual,
-    Sender,
     WrappedCodec,
     with_steps,
     wrap_codec,
@@ -29,7 +25,6 @@ from ashl.compression.wrappers import (
 from ashl.errors import UsageError
 from ashl.option import option, refuse_unasked
 from ashl.planning.compatibility import check_codec_roles
-from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import codec, vector
 
@@ -43,26 +38,6 @@ OWN = {
 }  # fmt: skip
 
 
-def test_a_link_resumes_from_a_checkpoint() -> None:
-    link = CompressionPipeline(
-        wrap_codec(codec("topk", ratio=0.1, momentum=0.9, critical_ratio=0.5), ()), D
-    )
-    ends = CodecState()
-    for k in range(4):
-        link.decode(
-            ends, k % 2, link.encode(ends, vector("normal", D, k), EncodeContext(round=k, epoch=k))
-        )
-        link.encode_pull(ends, k % 2, vector("normal", D, k), EncodeContext(0.1))
-    again = from_plain(to_plain(ends))
-    x, context = vector("normal", D, 9), EncodeContext(round=9, epoch=9)
-    assert torch.equal(link.encode(ends, x, context), link.encode(again, x, context))
-    assert torch.equal(
-        link.encode_pull(ends, 1, x, EncodeContext(0.1)),
-        link.encode_pull(again, 1, x, EncodeContext(0.1)),
-    )
-    assert torch.equal(link.residual(ends), link.residual(again))
-
-
 def test_a_dropped_message_leaves_nothing_behind() -> None:
     link, ends, x = (
         CompressionPipeline(wrap_codec(codec("topk", ratio=0.1), ()), D),
@@ -71,51 +46,6 @@ def test_a_dropped_message_leaves_nothing_behind() -> None:
     )
     link.restore_dropped(ends, link.encode(ends, x, EncodeContext()))
     assert torch.equal(link.residual(ends), x)
-
-
-def test_what_a_stage_takes_over() -> None:
-    """The residual where it is kept, and what workers hold, always."""
-    held, residual = {0: torch.ones(D)}, Residual(torch.ones(D))
-    ends = CodecState(sender=residual, receivers={0: "state"}, memory="state", held=held)
-    plain, feedback = (
-        CompressionPipeline(wrap_codec(codec("topk", error_feedback=on), ()), D)
-        for on in (False, True)
-    )
-    keeps, drops = Keeps(), Keeps(residual=False)
-    after = CodecState(sender=Sender((residual,)), held=held)
-    assert feedback.carry_over(ends, keeps, False, 0.1) == after
-    assert (
-        plain.carry_over(ends, keeps, False, 0.1)
-        == feedback.carry_over(ends, drops, False, 0.1)
-        == CodecState(held=held)
-    )
-
-
-def test_what_is_kept_of_a_sum_is_taken_over_in_the_units_of_the_stage() -> None:
-    """Residuals of gradients become those of differences by a step at the boundary's rate, and vice
-    versa.
-    """
-    gtopk, fetch = (
-        CompressionPipeline(wrap_codec(codec(name), ()), D) for name in ("gtopk", "fetch_sgd")
-    )
-    left, sketches = (
-        torch.full((D,), 2.0),
-        Sketches(torch.full((9,), 4.0), torch.full((9,), 2.0), 3),
-    )
-    of_gradients, of_models = (CodecState(memory=left, gradients=on) for on in (True, False))
-    assert torch.equal(gtopk.carry_over(of_models, Keeps(), False, 0.5).memory, left)
-    assert torch.equal(gtopk.carry_over(of_gradients, Keeps(), False, 0.5).memory, -0.5 * left)
-    assert torch.equal(gtopk.carry_over(of_models, Keeps(), True, 0.5).memory, -2 * left)
-    assert gtopk.carry_over(of_models, Keeps(residual=False), False, 0.5).memory is None
-    again = from_plain(
-        to_plain(fetch.carry_over(CodecState(memory=sketches), Keeps(momentum=False), False, 0.5))
-    )
-    assert (again.memory.momentum.tolist(), again.memory.error.tolist(), again.memory.seed) == (
-        [0.0] * 9,
-        [2.0] * 9,
-        3,
-    )
-    assert fetch.carry_over(of_models, Keeps(), False, 0.5).memory is None
 
 
 def test_wrappers_delegate_all_of_the_contract() -> None:
@@ -133,13 +63,6 @@ class Misspelt(Codec):
 
     trait: ClassVar[Any] = None
     code: ClassVar[int] = 201
-
-
-@option
-class Reducing(Codec):
-    """A codec that defines how payloads add up."""
-
-    summd: ClassVar[Any] = None
 
 
 @option
@@ -214,7 +137,3 @@ def test_a_codec_writes_as_many_bytes_as_it_says(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Half, "said", 1)
     with pytest.raises(UsageError, match="encoded_nbytes says at most 220"):
         link.encode(CodecState(), torch.ones(D), EncodeContext())
-
-
-def test_what_is_near_to_nothing_is_a_codecs_own() -> None:
-    refuse_unasked(Reducing, "compression")

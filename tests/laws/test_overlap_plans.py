@@ -20,7 +20,6 @@ from ashl.overlap.timeline import (
     merge_buckets,
     untimed_timeline,
 )
-from ashl.overlap.wfbp import WFBP
 from tests.support import planned
 
 
@@ -50,20 +49,6 @@ def every_plan(groups: int) -> list[tuple[int, ...]]:
         places = [0, *(place for place, cut in enumerate(cuts, 1) if cut), groups]
         plans.append(tuple(b - a for a, b in pairwise(places)))
     return plans
-
-
-def test_the_chain_of_the_literature() -> None:
-    """Check f = 1.5, .5, 1, 2, b = 3, 1, 2, 4, c = 5, 1, 1, 6: 28 without overlap, 22 with a
-    message for each.
-    """
-    four = StepTimeline((9, 11, 12, 15), (6, 1, 1, 5), lambda size: size)
-    assert four.end_ns((4,)) == 28
-    assert (
-        four.end_ns(WFBP().messages(four))
-        == four.end_ns(plan_optimally(four))
-        == four.end_ns(plan_greedily(four))
-        == 22
-    )
 
 
 def test_where_merging_greedily_is_not_best() -> None:
@@ -154,17 +139,6 @@ def test_the_more_sums_and_computing_slow_each_other_down_the_longer_a_step(
 def grouped(of: StepTimeline, messages: tuple[int, ...]) -> list[int]:
     ends = list(accumulate(messages))
     return [sum(of.nbytes[end - count : end]) for end, count in zip(ends, messages, strict=True)]
-
-
-def test_a_chain_whose_sums_take_half_of_the_core() -> None:
-    """Backward alone ends at 100, and sums of one group take 40 each: the first begins at 20 and
-    ends at 60, by when backward has come to 40 instead of 60. The second is ready at 70, and by its
-    end, at 110, backward is at 70.
-    """
-    slow = StepTimeline((20, 50, 100), (10, 10, 10), lambda size: 30 + size, lost=0.5)
-    assert [slow.end_ns(plan) for plan in ((1, 1, 1), (3,), (2, 1), (1, 2))] == [180, 160, 165, 170]
-    assert plan_optimally(slow) == (3,)
-    assert replace(slow, slowed=2.0).end_ns((2, 1)) == 50 + 2 * 50 + 40
 
 
 def test_messages_by_bytes_are_full_once_they_reach_their_cap() -> None:
@@ -281,13 +255,3 @@ def test_optimal_is_the_best_of_all_plans_where_parts_cost_something(
     assert dear.end_ns(plan_optimally(dear)) == min(map(dear.end_ns, every_plan(n)))
     assert dear.end_ns((n,)) == plain.end_ns((n,))
     assert plan_greedily(dear) == plan_greedily(plain), "as published"
-
-
-def test_a_chain_in_parts_that_do_not_pay() -> None:
-    """In two messages backward takes 10 + 2·5 more, evenly spread, and the first sum 7 more."""
-    three = split(StepTimeline((1, 10, 20), (8, 1, 1), lambda size: 10 + size), (10, 5, 7))
-    assert three.end_ns((3,)) == 20 + 20
-    assert three.end_ns((2, 1)) == max(10 + 10 + 19 + 7, 40) + 11
-    assert three.end_ns((1, 2)) == max(1 + 1 + 18 + 7, 40) + 12
-    assert plan_optimally(three) == (3,)
-    assert plan_optimally(replace(three, split_ns=0, part_ns=0, start_ns=0)) == (1, 2)

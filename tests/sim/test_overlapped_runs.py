@@ -114,35 +114,6 @@ def test_the_chain_of_the_literature_across_the_barrier(
         assert sum(ledger.totals.values()) == sim.now_ns
 
 
-def test_a_run_takes_its_closed_form() -> None:
-    """Steps × the end of the planned chain: the slowest worker's ready times, and the
-    ring's costs.
-    """
-    for overlap in ("wfbp", "merged"):
-        plan = planned(
-            *RING,
-            *UNEQUAL,
-            "model=lenet",
-            "runtime.gradients=false",
-            "stop.steps=30",
-            f"overlap={overlap}",
-        )
-        note = next(note for note in plan.notes if "a step and its all-reduce" in note)
-        assert simulation(plan)().now_ns / 10 == pytest.approx(
-            float(note.split()[6]) * 1e6, rel=1e-3
-        )
-        assert plan.stages[0].predicted_steps_per_s == pytest.approx(
-            3e3 / float(note.split()[6]), rel=1e-3
-        )
-        cycles = [worker.predicted_cycle_s for worker in plan.stages[0].workers]
-        assert (
-            cycles[0]
-            == cycles[1]
-            < cycles[2]
-            == pytest.approx(3 / plan.stages[0].predicted_steps_per_s)
-        )
-
-
 def test_a_planned_merge_stands_in_the_plan_and_runs_again_from_there() -> None:
     plan = planned(*RING, "model=lenet", "overlap=merged", "stop.steps=8")
     groups = plan.stages[0].overlap["plan"]

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.benchmarks.simulator import simulation
 from tests.conformance.test_kernels import adds_up, trained
-from tests.sim.test_overlapped_runs import RING, SUMS, UNEQUAL
+from tests.sim.test_overlapped_runs import SUMS, UNEQUAL
 from tests.support import planned, simulated
 
 SLICES = ("overlap=priority", "overlap.slice=500", "overlap.credit=2")
@@ -20,11 +19,6 @@ NETS = (
     "cluster.bandwidth_mbit_s=2",
     "cluster.latency_s=0.0002",
 )
-
-
-def runs(*overrides: str):
-    """Return the runs without overlap, and with either."""
-    return [simulated(*SUMS, *NETS, *overrides, *overlap) for overlap in ((), SLICES, HALVES)]
 
 
 @pytest.mark.parametrize(
@@ -111,20 +105,3 @@ def test_a_stage_that_follows_knows_how_old_its_model_is(tmp_path) -> None:
     assert any(
         note.startswith("overlap=delayed changes what is learned") for note in run.plan.notes
     )
-
-
-def test_a_run_takes_its_closed_form() -> None:
-    """Each step takes its predicted time by the slowest worker, except the last, which ends when
-    all messages are in.
-    """
-    for overlap in (
-        ("overlap=priority", "overlap.slice=auto", "overlap.credit=auto"),
-        ("overlap=dear",),
-    ):
-        plan = planned(
-            *RING, *UNEQUAL, "model=lenet", "runtime.gradients=false", "stop.steps=30", *overlap
-        )
-        note = next(note for note in plan.notes if "a step and its all-reduce" in note)
-        step_ms = float(note.split()[6])
-        assert simulation(plan)().now_ns / 1e6 == pytest.approx(10 * step_ms, rel=0.02)
-        assert plan.stages[0].predicted_steps_per_s == pytest.approx(3e3 / step_ms, rel=1e-3)

@@ -317,9 +317,3 @@ def test_a_message_that_nobody_receives_is_found() -> None:
 
     sim, _ = run(cluster, (stage,), main=main)
     assert list(sim._mail[1].messages) == [("stray", 0, 0)]
-
-
-def test_seconds_end_an_all_reduce() -> None:
-    cluster, stage = plain(BSP(exchange="gradient"), AllReduce(), replace(WITHOUT, seconds=0.5))
-    _, seen = run(cluster, (stage,))
-    assert seen.of("StageEnd")[0]["reason"] == "seconds"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.errors import AshlError, UsageError
+from ashl.errors import UsageError
 from ashl.planning.predict import WITHOUT
 from ashl.stage.contract import StageConfig
 from ashl.sync.ad_psgd import ADPSGD
@@ -37,7 +37,7 @@ from tests.swarm.drawn import (
     each,
     run,
 )
-from tests.swarm.test_swarm import deserting, plain
+from tests.swarm.test_swarm import plain
 
 SEEDS = 200
 CHUNK = 50
@@ -167,25 +167,6 @@ def test_a_swarm(first: int) -> None:
 def test_thousands_of_clusters() -> None:
     for seed in range(10_000, 13_000):
         check(seed)
-
-
-FAULTS = {
-    DPSGD(
-        local_steps=1, order="atc"
-    ): r"deadlock: .*rank 0 waits for 'gossip' \(stage 0, iteration \d\) from rank 1",
-    ADPSGD(local_steps=1, overlap=True): r"deadlock: .*rank 3 waits for 'report' .* or 'done'",
-    Hop(
-        local_steps=1, staleness=1, backups=0, max_lead=4, skip_lead=None
-    ): r"deadlock: .*rank 0 waits for 'model'",
-}
-
-
-@pytest.mark.parametrize("sync", FAULTS, ids=lambda sync: type(sync).__name__)
-def test_a_worker_that_leaves_early_is_a_deadlock_with_names(sync: Any) -> None:
-    topology = Gossip(graph="ring", degree=2)
-    cluster, stage = plain(sync, topology, replace(WITHOUT, steps=60))
-    with pytest.raises(AshlError, match=FAULTS[sync]):
-        run(cluster, (stage,), main=deserting(stage, rank=1, rounds=2))
 
 
 def test_a_stage_ends_by_what_rank_0_alone_knows() -> None:

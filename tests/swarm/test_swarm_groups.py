@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.errors import AshlError
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
 from ashl.stage.contract import StageConfig
@@ -29,7 +28,6 @@ from tests.swarm.drawn import (
     each,
     run,
 )
-from tests.swarm.test_swarm import deserting, plain
 from tests.swarm.test_swarm_stages import check_borders
 
 SEEDS = 300
@@ -164,14 +162,3 @@ def test_a_swarm_of_stages(first: int) -> None:
 @pytest.mark.parametrize("first", range(SEEDS, 4100, 200))
 def test_a_large_swarm(first: int) -> None:
     check_all(range(first, first + 200))
-
-
-@pytest.mark.parametrize("scheduler", ["random", "static"])
-def test_a_worker_that_leaves_early_is_a_deadlock_with_names(scheduler: str) -> None:
-    sync = conf_option("sync", f"ripples_{scheduler}")
-    cluster, stage = plain(sync, PartialAllReduce(workers_per_node=3), replace(WITHOUT, steps=60))
-    with pytest.raises(
-        AshlError,
-        match=r"deadlock: rank 0 waits for 'group' .* rank 3 waits for 'done' .* or 'ask'",
-    ):
-        run(cluster, (stage,), main=deserting(stage, rank=1, rounds=2))
