@@ -1,7 +1,6 @@
 """Coroutines whose tasks overlap on a node, for both kernels."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,38 +71,6 @@ async def two_at_once(ctx: RankContext) -> list[Any]:
         await ctx.sleep(0)
     computed = await computing(ctx, 1)
     return [computed, *[await ctx.join(task) for task in tasks]]
-
-
-async def training(
-    ctx: RankContext,
-    steps: int,
-    layers: int,
-    overlap: bool,
-    work: Callable[[], None] = lambda: None,
-) -> Any:
-    """Steps of a forward of 2 and `layers` backwards of 1 each; then one sum after the other, or
-    each as soon as its layer is done, the layer that is needed first with the lowest key. Returns
-    the sums and when it ended.
-    """
-    sums: list[float] = []
-    for step in range(steps):
-        await ctx.compute(work, 2)
-        tasks, whole = [], partial(summed, ctx, team=(0, 1))
-        for layer in reversed(range(layers)):
-            await ctx.compute(work, 1)
-            value = float(step * layers + layer + ctx.rank)
-            tasks.append(ctx.spawn(whole(value, key=1 + layer)) if overlap else whole(value))
-        for task in tasks:
-            sums.append((await ctx.join(task) if overlap else await task)[0])
-    return sums, ctx.now
-
-
-async def plain(ctx: RankContext) -> Any:
-    return await training(ctx, 10, 4, overlap=False)
-
-
-async def layer_by_layer(ctx: RankContext) -> Any:
-    return await training(ctx, 10, 4, overlap=True)
 
 
 async def three_and_two_ranks(ctx: RankContext) -> list[Any]:

@@ -1,8 +1,5 @@
 """The learner: gradients as autograd gives them, everything a pure function of its arguments."""
 
-import hashlib
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +9,6 @@ from conf_option import conf_option, task_of
 from torch import nn
 from torch.nn import functional
 
-from ashl.data.batches import Batches
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 
@@ -268,37 +264,3 @@ def test_a_batch_of_one_cannot_be_normalised_over():
     learner = Learner(option, DIGITS, task_of(DIGITS), seed=0)
     with pytest.raises(UsageError, match=r"batch_size=2"):
         learner.gradient(learner.init(), np.arange(1), 0, 0)
-
-
-def train_digits(epochs):
-    option, optimizer = conf_option("dataset", "digits"), conf_option("optimizer", "sgd")
-    data = option.load()
-    learner = Learner(conf_option("model", "mlp"), data, task_of(data), seed=0)
-    batches = Batches(np.arange(len(data.train)), option.batch_size, 0, 0)
-    params, moments = learner.init(), optimizer.init(learner.num_params)
-    for step in range(epochs * len(data.train) // option.batch_size):
-        _, grad = learner.gradient(params, batches.indices(step), 0, step)
-        rate = optimizer.rate(step * option.batch_size, len(data.train))
-        moments, params = optimizer.step(moments, params, grad, rate)
-    return learner.evaluate(params)["test_accuracy"], hashlib.sha256(
-        params.numpy().tobytes()
-    ).hexdigest()
-
-
-def test_digits_are_learned():
-    accuracy, _ = train_digits(epochs=20)
-    assert accuracy >= 0.97
-
-
-def test_the_same_bits_in_another_process():
-    program = (
-        "import sys, torch; sys.path.insert(0, sys.argv[1]); torch.set_num_threads(1); "
-        "import test_learner; print(test_learner.train_digits(1)[1])"
-    )
-    other = subprocess.run(
-        [sys.executable, "-c", program, __file__.rpartition("/")[0]],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert other.stdout.split()[-1] == train_digits(1)[1]

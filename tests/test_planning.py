@@ -14,7 +14,7 @@ from ashl.config.compose import compose
 from ashl.errors import UsageError
 from ashl.planning import instantiate
 from ashl.planning.compile_plan import compile_plan, prepare_plan
-from ashl.planning.instantiate import assemble, parts_of
+from ashl.planning.instantiate import assemble
 from ashl.stage.contract import PULLS
 from ashl.sync.bsp import BSP
 from ashl.sync.rennala import Rennala
@@ -60,12 +60,6 @@ def test_a_run_makes_each_option_once(line: str, monkeypatch: pytest.MonkeyPatch
     assert counts == before, "what is planned is what runs"
     assert job.parts is parts
     assert len({id(stage.aggregate) for stage in job.stages}) == 1, "equal specs share an option"
-
-
-def test_a_process_makes_each_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, counts = compile_plan(compose(overrides())), made(monkeypatch)
-    assemble(plan, "cpu", parts_of(plan))
-    assert set(counts.values()) == {1}
 
 
 def test_nobody_else_makes_options_of_a_plan() -> None:
@@ -153,16 +147,6 @@ def test_stages_that_no_rank_can_go_through_are_refused(
             "stage d_psgd: compression=topk: needs compressed updates",
         ),
         (
-            "topology=gossip sync=d_psgd",
-            {"aggregate": "uniform"},
-            "stage d_psgd: aggregate=uniform: needs a weighted merge of updates",
-        ),
-        (
-            "sync=bsp",
-            {"sync": "lb_bsp", "aggregate": "uniform"},
-            "stage bsp: sync=lb_bsp: needs weights in proportion to the samples",
-        ),
-        (
             "sync=bsp",
             {"sync": "asylpg", "compression": "topk"},
             "stage bsp: sync=asylpg: needs an unbiased codec",
@@ -195,13 +179,6 @@ def test_a_run_is_named_by_its_given_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(plan.to_json())
     assert planned(f"plan={tmp_path / 'plan.json'}").name == plan.name == "bsp-mlp-digits"
     assert planned(f"plan={tmp_path / 'plan.json'}", "name=mine").name == "mine"
-
-
-def test_a_given_plan_of_two_stages_runs(tmp_path: Path) -> None:
-    line = "topology=all_reduce sync=bsp"
-    plan = planned(*overrides(*line.split(), given(tmp_path, line, f"{line} optimizer.lr=0.01")))
-    assert len(plan.stages) == 2
-    assert all(stage.predicted_steps_per_s for stage in plan.stages)
 
 
 def test_a_drawn_cluster_is_the_stated_distribution_drawn_with_the_seed() -> None:

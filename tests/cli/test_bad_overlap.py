@@ -74,51 +74,30 @@ def test_a_wrong_overlap(overrides, says, said) -> None:
     assert says in sentence
 
 
-def test_a_plan_by_cost_needs_costs(said) -> None:
-    real = ("runtime=local", "cluster=real", "cluster.num_workers=2", *RING.split())
-    for overlap, instead in (
-        ("overlap=merged", "overlap.plan=bytes"),
-        ("overlap=dear", "overlap.plan=bytes"),
-        ("overlap=priority overlap.slice=auto", "overlap.plan=layers overlap.slice=40000"),
-    ):
-        code, sentence = said(*real, *overlap.split())
-        assert code == 2
-        assert f"take {instead}" in sentence
-
-
-@pytest.mark.parametrize("asked", ["plan=greedy", "ratio=adaptive"])
-def test_a_plan_of_compressed_messages_needs_costs(asked, said) -> None:
-    real = (
-        "runtime=local",
-        "cluster=real",
-        "cluster.num_workers=2",
-        *LAYERS.split(),
-        "compression=topk",
-    )
-    code, sentence = said(*real, f"overlap.{asked}")
+@pytest.mark.parametrize(
+    ("overrides", "instead"),
+    [
+        (f"{RING} overlap=merged", "overlap.plan=bytes"),
+        (f"{RING} overlap=dear", "overlap.plan=bytes"),
+        (
+            f"{RING} overlap=priority overlap.slice=auto",
+            "overlap.plan=layers overlap.slice=40000",
+        ),
+        (
+            f"{LAYERS} compression=topk overlap.plan=greedy",
+            "overlap.plan=none overlap.ratio=null",
+        ),
+        (
+            f"{LAYERS} compression=topk overlap.ratio=adaptive",
+            "overlap.plan=none overlap.ratio=null",
+        ),
+    ],
+)
+def test_a_plan_by_cost_needs_costs(overrides, instead, said) -> None:
+    real = ("runtime=local", "cluster=real", "cluster.num_workers=2")
+    code, sentence = said(*real, *overrides.split())
     assert code == 2
-    assert "take overlap.plan=none overlap.ratio=null" in sentence
-
-
-def test_an_optimizer_that_needs_the_whole_vector(said, tmp_path, monkeypatch) -> None:
-    """One of a user's own that does not say that it goes element by element."""
-    (tmp_path / "whole.py").write_text(
-        "from ashl.option import option\n"
-        "from ashl.optimizer.sgd import SGD\n"
-        "@option\n"
-        "class Normed(SGD):\n"
-        "    elementwise = False\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    chosen = (
-        *RING.split(),
-        *LINKS.split(),
-        "allow_targets=[whole]",
-        "optimizer._target_=whole.Normed",
-    )
-    code, sentence = said(*chosen, "overlap=dear")
-    assert code == 2
-    assert "needs an optimizer that steps element by element" in sentence
+    assert f"take {instead}" in sentence
 
 
 def test_slices_of_a_push_need_a_port(said) -> None:

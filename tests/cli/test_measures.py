@@ -8,9 +8,8 @@ import math
 import pytest
 
 from ashl.cli.app import main
-from ashl.errors import AshlError
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.records import KINDS, Counts, Heartbeat, Measured, Round, dumps, loads
+from ashl.runtime.records import Counts, Heartbeat, Measured, Round, dumps, loads
 from ashl.runtime.time_accounting import KINDS as TIMES
 from ashl.tracking.copying import finals, points
 
@@ -157,20 +156,3 @@ COUNTS = Counts(2, 64, 1, [1, 0], [2, 0], [0, 0], [0, 0], [0, 0], 1, None, None,
 def test_a_record_travels_as_json(record) -> None:
     assert loads(dumps(record)) == record
     assert type(loads(dumps(record))) is type(record)
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("nonsense", "that is not a record"),
-        ('{"kind": ["ProcessExited"], "rank": 1}', "that is not a record"),
-        ('{"kind": "gone", "rank": 1}', "kind 'gone'"),
-        ('{"kind": "ProcessExited"}', "rank: Field required"),
-        ('{"kind": "ProcessExited", "rank": "one"}', "rank: Input should be a valid integer"),
-        ('{"kind": "ProcessExited", "rank": 1, "why": ""}', "why: Extra inputs are not permitted"),
-    ],
-)
-def test_what_is_no_record_is_an_error(line: str, says: str) -> None:
-    assert "ProcessExited" in KINDS
-    with pytest.raises(AshlError, match=says):
-        loads(line)

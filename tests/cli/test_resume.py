@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from ashl.cli.app import main
-from ashl.errors import AshlError
 from ashl.run.monitor import Monitor
-from ashl.tracking.recorder import METRICS, Recorder
+from ashl.tracking.recorder import METRICS
 
 BROKEN = "cannot be resumed from (ranks.safetensors is not what was written)"
 PAUSED = [
@@ -87,14 +86,6 @@ def test_two_processes_cannot_resume_one_run(interrupted: Path, capsys) -> None:
         )
         assert (interrupted / METRICS).read_bytes() == before
     assert resumed(capsys) == (0, "")
-
-
-def test_a_run_is_locked_while_it_is_written(tmp_path) -> None:
-    first = Recorder(tmp_path, "all")
-    with pytest.raises(AshlError, match="another process is writing"):
-        Recorder(tmp_path, "all", first.sizes())
-    first.leave()
-    Recorder(tmp_path, "all", first.sizes()).leave()
 
 
 def test_a_resume_must_allow_user_code_again(interrupted: Path, workplace, capsys) -> None:

@@ -124,19 +124,6 @@ def test_a_sum_in_two_halves():
     ]
 
 
-def test_layers_sent_as_soon_as_they_are_ready_on_processes():
-    virtual = results(in_virtual_time(play.layer_by_layer, DECLARED))
-    plain = results(in_virtual_time(play.plain, DECLARED))
-    quick = cluster(2, step_s=0.01, exchange_s=0.04)
-    real = {
-        main: results(on_processes(main, quick, 2)) for main in (play.plain, play.layer_by_layer)
-    }
-    assert real[play.plain][0][0] == real[play.plain][1][0] == plain[0][0] == virtual[0][0]
-    assert real[play.layer_by_layer][0][0] == real[play.layer_by_layer][1][0] == virtual[0][0]
-    assert real[play.plain][0][1] >= 10 * (0.06 + 0.08)
-    assert 10 * (0.03 + 0.08) <= real[play.layer_by_layer][0][1] < 0.95 * real[play.plain][0][1]
-
-
 @pytest.mark.parametrize("machines", [DECLARED, REAL], ids=["paced", "real"])
 def test_kinds_are_told_apart(machines):
     expected = [[[12, 24], 4.0, [7, 14]]] * 2

@@ -86,7 +86,8 @@ def by_server() -> dict[str, Row]:
         "sharded-server": Row(f"topology=sharded_server topology.servers=3 sync=ssp {PORTS}"),
         "sharded-topk": Row(
             "topology=sharded_server topology.partition_by=layers schedule=post_local"
-            f" schedule.switch_epochs=0.5 compression=topk stop.steps=120 {PORTS}"
+            f" schedule.switch_epochs=0.5 compression=topk stop.steps=120 {PORTS}",
+            processes="slow",
         ),
         "rescaled-asgd": Row(f"sync=rescaled_asgd sync.local_steps=2 {SLOW}"),
         "ringleader": Row(f"sync=ringleader {SLOW}"),
@@ -134,11 +135,15 @@ def by_server() -> dict[str, Row]:
             "sync=lb_bsp sync.alpha=1 aggregate=samples cluster.jitter=0.2", twin=True
         ),
         "qsr": Row(f"sync=qsr sync.alpha=0.05 {COSINE} stop.epochs=3"),
-        "server-wfbp": Row(f"sync=bsp overlap=wfbp {LINKS}"),
-        "server-tictac": Row(f"sync=bsp overlap=tictac {LINKS} cluster.compute=[1,1,2]"),
+        "server-wfbp": Row(f"sync=bsp overlap=wfbp {LINKS}", processes="slow"),
+        "server-tictac": Row(
+            f"sync=bsp overlap=tictac {LINKS} cluster.compute=[1,1,2]", processes="slow"
+        ),
         "server-merged": Row(f"sync=bsp overlap=merged overlap.plan=[2] {LINKS} {SLOW}", twin=True),
-        "server-slices": Row(f"sync=bsp overlap=slices overlap.slice=300 {PORTS}"),
-        "server-priority": Row(f"sync=bsp {SLICED} {PORTS}"),
+        "server-slices": Row(
+            f"sync=bsp overlap=slices overlap.slice=300 {PORTS}", processes="slow"
+        ),
+        "server-priority": Row(f"sync=bsp {SLICED} {PORTS}", processes="quick"),
         "server-late": Row(f"sync=bsp optimizer.momentum=0.9 overlap=delayed {SLOW}", twin=True),
         "rennala": Row("sync=rennala sync.batch=5"),
         "ringmaster": Row(f"sync=ringmaster sync.max_staleness=3 {SLOW}"),
@@ -495,7 +500,8 @@ def learning() -> dict[str, Row]:
         ),
         "outer-slowmo": Row(
             f"{RING} sync=local_sgd outer=slowmo optimizer.schedule=linear"
-            " optimizer.horizon_epochs=1"
+            " optimizer.horizon_epochs=1",
+            processes="slow",
         ),
         "outer-co2": Row(
             "sync=ssp overlap=delayed outer=co2 outer.penalty=2 outer.clip=0.05 compression=topk"

@@ -167,7 +167,6 @@ def test_a_stage_boundary_counts_all_work_in_flight() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("topology.regions=[0,0,1,1] sync=decoupled", "merges plain updates as they arrive"),
         ("topology.regions=[0,1] sync=asp", "has 2 entries for 4 workers; give the region of each"),
         (
             "topology.regions=[0,1,0,1] cluster.node=[0,0,1,1]",

@@ -10,7 +10,6 @@ import torch
 from ashl.compression.contract import EncodeContext
 from ashl.compression.payload import PayloadError
 from ashl.data.quadratic import optimum
-from ashl.errors import UsageError
 from ashl.planning.instantiate import assemble
 from tests.conf_option import conf_option
 from tests.laws.codecs import bits, vector
@@ -90,14 +89,6 @@ def test_minibatches_are_noted_and_never_skipped() -> None:
     assert any("minibatch" in note for note in planned(*chosen).notes)
     assert sent(simulated(*chosen)) > 0.95
     assert not any("minibatch" in note for note in planned(*DIGITS, *LAG).notes)
-    for wrong, why in (
-        (("sync=asp",), "needs an exchange of gradients"),
-        (("optimizer.momentum=0.9",), "optimizer.momentum=0"),
-    ):
-        with pytest.raises(UsageError, match=why):
-            planned(*DIGITS, *LAG, *wrong)
-    with pytest.raises(UsageError, match="schedule=single sync=bsp"):
-        planned("schedule=ashl", *LAG, "optimizer.momentum=0")
 
 
 @pytest.mark.parametrize("width", [1, 4, 11, None])

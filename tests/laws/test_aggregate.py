@@ -283,19 +283,6 @@ def test_fednova_with_equal_work_is_the_mean_by_share(shares, h):
         assert len(set(nova)) == 1
 
 
-def test_fednova_on_equal_workers_is_the_plain_mean_bit_for_bit():
-    three = (
-        "cluster=ashl_paper",
-        "sync=local_sgd",
-        "sync.local_steps=4",
-    )  # of whom each has a third of 1,437 samples
-    runs = [
-        simulated(*three, "stop.steps=48", "model.hidden=[16]", f"aggregate={rule}")
-        for rule in ("fednova", "mean")
-    ]
-    assert runs[0].sha256 == runs[1].sha256
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("h", [1, 2, 7, 40])
 def test_fednova_counts_momentum_as_the_recursion_does(momentum, h):

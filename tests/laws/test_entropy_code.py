@@ -58,14 +58,6 @@ def test_what_is_written_is_read(
 
 
 @every_code
-@settings(max_examples=30)
-@given(levels=st.lists(st.integers(0, 9), max_size=200))
-def test_every_array_comes_back(code: str, levels: list[int]) -> None:
-    array = np.array(levels, np.uint8)
-    assert read_entropy(code, write_entropy(code, array, 10), array.size, 10).tolist() == levels
-
-
-@every_code
 @settings(max_examples=150)
 @given(st.data())
 def test_a_malformed_buffer_is_refused_or_read(code: str, data: st.DataObject) -> None:

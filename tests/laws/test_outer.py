@@ -10,7 +10,6 @@ import torch
 from pydantic import ValidationError
 
 from ashl.config.catalog import catalog
-from ashl.optimizer.sgd import SGD
 from ashl.outer.average import Average
 from ashl.outer.contract import Outer
 from ashl.plan.plan import Plan
@@ -150,18 +149,6 @@ def test_momentum_is_sgd_on_the_pseudo_gradient(method, nesterov):
         sgd.step()
     torch.testing.assert_close(
         walk(conf_option("outer", method, lr=0.7, momentum=0.9), steps), weight.detach()
-    )
-
-
-def test_heavy_ball_is_the_inner_sgd_of_one_step():
-    """Our own optimizer, with the signs turned."""
-    sgd = conf_option("optimizer", "sgd", lr=0.7, momentum=0.9, weight_decay=0.0)
-    assert isinstance(sgd, SGD)
-    steps, moments, params = updates(6), sgd.init(D), torch.zeros(D)
-    for update in steps:
-        moments, params = sgd.step(moments, params, -update, 0.7)
-    assert torch.equal(
-        walk(conf_option("outer", "heavy_ball", lr=0.7, momentum=0.9), steps), params
     )
 
 

@@ -19,7 +19,7 @@ from ashl.stage.contract import Rule, Topology
 from ashl.stage.progress import Progress
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.parameter_server import Assignment, BarrierRule, ParameterServer, ServerRule
+from ashl.topology.parameter_server import BarrierRule, ParameterServer, ServerRule
 from tests.support import simulated
 from tests.swarm.drawn import bound, drawn_cluster, drawn_limits, run
 
@@ -48,23 +48,6 @@ def test_every_shipped_option_says_what_is_asked_for(group: str, name: str, file
     cls = found(target(file), group, ())
     assert cls._group == group
     refuse_unasked(cls, group)
-
-
-def test_a_misspelt_hook_is_refused_with_the_right_name(mine) -> None:
-    class Steers(ServerRule):
-        def next_assignments(
-            self, stage: Any, state: Any, progress: Progress, rank: int
-        ) -> Assignment:
-            return Assignment(local_steps=1)
-
-    with pytest.raises(
-        UsageError,
-        match=(
-            r"sync names 'mine\.Steers'; its 'next_assignments' is not known; did you mean"
-            r" 'next_"
-        ),
-    ):
-        made(mine, option(Steers), "sync")
 
 
 @pytest.mark.parametrize("name", ["quorom", "observes", "lr_scal", "averges", "extra"])

@@ -21,6 +21,7 @@ QUICK = (  # rows of the golden set by mechanism; `-m slow` tries every row
     "bsp", "outer-nesterov", "topk-both-ways", "uniform-clipped", "adamw-linear-decay", "topk-corrected", "power-sgd",
     "terngrad-shared", "ring-dear", "ring-layerwise", "choco-topk", "ad-psgd", "ripples-random",
 )  # fmt: skip
+BRIEF = "stop.steps=18"  # the stand-in is slow
 ROUNDED = ("qsgd",)  # the last bits of its lengths are the device's own
 
 
@@ -33,7 +34,7 @@ ROUNDED = ("qsgd",)  # the last bits of its lengths are the device's own
     ],
 )
 def test_data_cross_by_the_transfer_functions_only(name: str) -> None:
-    plan = planned(*RUNS[name].overrides)
+    plan = planned(*RUNS[name].overrides, BRIEF)
     expected = run(plan)
     with guarded():
         found = run(plan, device=DEVICE)
@@ -48,18 +49,16 @@ def test_data_cross_by_the_transfer_functions_only(name: str) -> None:
 def test_a_run_on_the_device_resumes_from_a_checkpoint(name: str) -> None:
     """The checkpoint lies in the host's memory."""
     with guarded():
-        checkpoints.check_resumes(checkpoints.row(name), DEVICE)
+        checkpoints.check_resumes((*checkpoints.row(name), "stop.steps=12"), DEVICE)
 
 
 def test_local_steps_are_not_looked_at() -> None:
     """Losses are read once for each exchange."""
+    row = (*RUNS["local-sgd"].overrides, "eval.every_commits=1000000")
     with guarded() as short:
-        run(planned(*RUNS["local-sgd"].overrides, "sync.local_steps=2"), device=DEVICE)
+        run(planned(*row, "sync.local_steps=2", "stop.steps=24"), device=DEVICE)
     with guarded() as long:
-        run(
-            planned(*RUNS["local-sgd"].overrides, "sync.local_steps=8", "stop.steps=288"),
-            device=DEVICE,
-        )
+        run(planned(*row, "sync.local_steps=8", "stop.steps=96"), device=DEVICE)
     assert long.reads == short.reads
 
 
