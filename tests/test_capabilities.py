@@ -86,6 +86,7 @@ CASES = [
     ("gradient_steps", f"{RING} overlap=wfbp optimizer=bcd"),
     ("elementwise", f"sync=bsp {SHARDS} optimizer=muon"),
     ("elementwise", "sync=bsp overlap=slices optimizer=muon"),
+    ("elementwise", f"{RING} overlap=dear optimizer=muon"),
     ("elementwise_outer", f"sync=local_sgd {SHARDS} outer=heloco"),
     ("linear_outer", "sync=local_sgd outer=adam overlap=eager"),
     ("average", "topology=all_reduce sync=local_sgd overlap=loscar outer=nesterov"),
