@@ -357,7 +357,9 @@ def test_a_file_that_an_own_option_starts_from_is_looked_at_too(mine) -> None:
     )
 
 
-@pytest.mark.parametrize("key", LINKS)
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=[pytest.mark.slow] * (key != LINKS[0])) for key in LINKS]
+)
 def test_links_of_an_own_cluster_that_an_inherited_exchange_hides_are_refused(
     key: str, mine
 ) -> None:
