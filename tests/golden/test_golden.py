@@ -25,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("short_forecasts")
 # a tenth of the presets' costs: timing plays no part, and plans are the same
 STEP, EXCHANGE = "cluster.step_s=0.002", "cluster.exchange_s=0.001"
 SAME = ("params_sha256", "bytes_up", "bytes_down", "steps", "samples")
+# of these a piece of the last answer may be under way at the end
+IN_PIECES = ("sharded-topk", "server-slices", "server-priority")
 
 UNSAID = {  # what is chosen where a row says nothing, and what schedules put before their stages
     "topology=parameter_server",
@@ -66,8 +68,9 @@ def test_processes_give_the_same(name: str, tmp_path: Path) -> None:
     if "cluster.exchange_s=null" not in own:
         own.append(EXCHANGE)
     was, summary = recorded()["runs"][name], real(tmp_path / "run", *own)
+    same = [key for key in SAME if key != "bytes_down" or name not in IN_PIECES]
     found = changes(
-        f"{name} on processes", *({key: facts[key] for key in SAME} for facts in (was, summary))
+        f"{name} on processes", *({key: facts[key] for key in same} for facts in (was, summary))
     )
     assert not found, "\n".join(found)
     assert summary["status"] == "finished"

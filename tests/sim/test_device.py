@@ -49,7 +49,7 @@ def test_data_cross_by_the_transfer_functions_only(name: str) -> None:
 def test_a_run_on_the_device_resumes_from_a_checkpoint(name: str) -> None:
     """The checkpoint lies in the host's memory."""
     with guarded():
-        checkpoints.check_resumes((*checkpoints.row(name), "stop.steps=12"), DEVICE)
+        checkpoints.check_resumes((*checkpoints.row(name), "stop.steps=30"), DEVICE)
 
 
 def test_local_steps_are_not_looked_at() -> None:
