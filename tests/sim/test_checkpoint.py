@@ -141,12 +141,8 @@ REJOIN = "{time_s: 0.8, worker: 0, rejoin: true}, {time_s: 1.38, worker: 2, rejo
     ],
 )
 def test_a_run_whose_workers_fail_and_rejoin_resumes(name: str) -> None:
-    """With several servers no worker can rejoin."""
-    returns = name != "sharded-server"
-    events = f"{FAIL}, {REJOIN}" if returns else FAIL
-    ran = check_resumes((*row(name), f"cluster.events=[{events}]"))
-    assert len(ran.of("WorkerFailed")) == 2
-    assert len(ran.of("WorkerRejoined")) == 2 * returns
+    ran = check_resumes((*row(name), f"cluster.events=[{FAIL}, {REJOIN}]"))
+    assert len(ran.of("WorkerFailed")) == len(ran.of("WorkerRejoined")) == 2
 
 
 def test_the_command_resumes_a_run_whose_workers_fail(workplace: Path) -> None:
