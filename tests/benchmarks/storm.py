@@ -600,32 +600,70 @@ def append(file: Path, found: Sequence[Row] | Sequence[Outcome]) -> None:
         table.writerows(asdict(one) for one in found)
 
 
-def show_rows(rows: Sequence[Row]) -> None:
-    columns = ["system", "mean", "strikes", "share", "gap", "worst", "back", "worst", "loss", "end"]
-    show(
-        "failure storm: times in s",
-        columns,
-        [
-            [
-                row.system,
-                f"{row.mean_s:g}",
-                f"{row.strikes}",
-                f"{row.share:.3f}",
-                *(
-                    "-" if value is None else f"{value:.2f}"
-                    for value in (row.gap_median_s, row.gap_worst_s)
-                ),
-                *(
-                    "-" if value is None else f"{value:.1f}"
-                    for value in (row.back_median_s, row.back_worst_s)
-                ),
-                "-" if row.final_loss is None else f"{row.final_loss:.3f}",
-                row.end,
-            ]
-            for row in rows
-        ],
-        f"H = {LOCAL_STEPS}, steps of {1000 * STEP_S:g} ms, outages of {OUTAGE_S:g} s",
-    )
+# times are median and worst
+COLUMNS = (
+    "system",
+    "mean between strikes",
+    "runs",
+    "strikes",
+    "steps/s without strikes",
+    "steps/s in the storm",
+    "share",
+    "gap after a kill",
+    "gap after a stop or cut",
+    "victim commits again",
+    "final loss",
+)
+
+
+def read(file: Path) -> list[dict[str, str]]:
+    if not file.exists():
+        return []
+    with file.open(newline="") as text:
+        return [*csv.DictReader(text)]
+
+
+def table_of(rows: Sequence[dict[str, str]], strikes: Sequence[dict[str, str]]) -> list[list[str]]:
+    """Return a line per system and mean, over all seeds."""
+    lines = []
+    for mean_s in sorted({float(row["mean_s"]) for row in rows}):
+        for name in SYSTEMS:
+            key = {"system": name, "mean_s": str(mean_s)}
+            runs = [row for row in rows if row | key == row]
+            found = [strike for strike in strikes if strike | key == strike]
+            if not runs:
+                continue
+            kills = [one["gap_s"] for one in found if one["kind"] == "kill"]
+            others = [one["gap_s"] for one in found if one["kind"] != "kill"]
+            seconds = sum(60 * float(row["minutes"]) for row in runs)
+            calm = sum(float(row["fault_free_steps"]) for row in runs) / seconds
+            rate = sum(float(row["committed_steps"]) for row in runs) / seconds
+            losses = [float(row["final_loss"]) for row in runs if row["final_loss"]]
+            lines.append(
+                [
+                    name,
+                    f"{mean_s:g} s",
+                    str(len(runs)),
+                    str(len(found)),
+                    f"{calm:.1f}",
+                    f"{rate:.1f}",
+                    f"{rate / calm:.3f}",
+                    middle_and_worst(kills),
+                    middle_and_worst(others),
+                    middle_and_worst([one["back_s"] for one in found]),
+                    f"{statistics.mean(losses):.3f}" if losses else "-",
+                ]
+            )
+    return lines
+
+
+def middle_and_worst(times: Sequence[str]) -> str:
+    """Return median and maximum in seconds; times until the end of the run are counted apart."""
+    known = [float(time_s) for time_s in times if time_s]
+    if not known:
+        return "-"
+    never = f", {len(times) - len(known)} not" if len(known) < len(times) else ""
+    return f"{statistics.median(known):.2f}, {max(known):.2f} s{never}"
 
 
 def main() -> None:
@@ -635,9 +673,10 @@ def main() -> None:
     parser.add_argument("--mean-s", type=float, nargs="+", default=[120, 60])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
-    parser.add_argument("--csv", type=Path, help="file to which the rows are appended")
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--runs-csv", type=Path, help="file to which the runs are appended")
     parser.add_argument("--strikes-csv", type=Path, help="file to which the strikes are appended")
+    parser.add_argument("--csv", type=Path, help="file to write the table of both files to")
     parser.add_argument("--folder", type=Path, help="new folder for logs, which is kept")
     asked = parser.parse_args()
     if why := missing():
@@ -651,20 +690,23 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed
     place = Path(tempfile.mkdtemp()) if asked.folder is None else asked.folder
     place.mkdir(exist_ok=True)
-    rows = []
+    runs_csv = asked.runs_csv or place / "runs.csv"
+    strikes_csv = asked.strikes_csv or place / "strikes.csv"
     try:
         for system in systems:
             for row, outcomes in measure(system, asked, place.absolute()):
-                rows.append(row)
                 print(row, *outcomes, sep="\n  ", flush=True)
-                if asked.csv:
-                    append(asked.csv, [row])
-                if asked.strikes_csv:
-                    append(asked.strikes_csv, outcomes)
+                append(runs_csv, [row])
+                append(strikes_csv, outcomes)
+        lines = table_of(read(runs_csv), read(strikes_csv))
     finally:
         if asked.folder is None:
             shutil.rmtree(place, ignore_errors=True)
-    show_rows(rows)
+    note = f"H = {LOCAL_STEPS}, steps of {1000 * STEP_S:g} ms, outages of {OUTAGE_S:g} s"
+    show("failure storm", COLUMNS, lines, note)
+    if asked.csv:
+        with asked.csv.open("w", newline="") as out:
+            csv.writer(out, lineterminator="\n").writerows([COLUMNS, *lines])
 
 
 if __name__ == "__main__":
