@@ -225,7 +225,12 @@ def await_place(store: AuthenticatedStore, own: Hello, timeout_s: float) -> Plac
         watchdog.stop()
     if is_first:
         return place
-    answer = request_place(store, place.rank, again_s=timeout_s)
+    try:
+        answer = request_place(store, place.rank, again_s=timeout_s)
+    except RuntimeError as error:
+        raise AshlError(
+            f"the run ended before this process got a place in it ({first_line(error)})"
+        ) from error
     if answer.refused is not None:
         raise AshlError(
             f"a process of rank {own.rank} is there already, and this one on {own.host} cannot take"

@@ -16,8 +16,6 @@ REAL = (
 def test_a_profile_of_processes_plans_messages(workplace, capsys) -> None:
     assert main(["profile", *REAL.split(), "model=cnn", "run.dir=run"]) == 0
     said = capsys.readouterr().out
-    assert "an all-reduce over all workers" in said
-    assert "a step and its all-reduce take" in said
     assert max(map(len, said.partition("note:")[0].splitlines())) <= 80
     profile, plan = (
         json.loads(Path(f"run/{name}.json").read_text()) for name in ("profile", "plan")
