@@ -2,7 +2,8 @@
 
 Use when: one worker is slow now and then, and all shards have the same classes.
 Avoid when: the same worker is always slowest: its data are then never learned.
-Alternatives: `lb_bsp` for permanent differences; `ssp` to use late work.
+Alternatives: `lb_bsp` for permanent differences; `ssp` to use late work; `decoupled` with
+`sync.grace_mads` for a deadline that follows the arrivals.
 
 Rule: w ← w − γ·mean of the first n − e gradients computed on the current model, with e = `backups`.
 A later gradient is dropped and counted, and its compressor's residual takes it back. With
