@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from tests.benchmarks.ddp import free_port
@@ -41,6 +41,7 @@ BASE = (
 )
 LEAST_S = 6.0  # seconds of a run by the formula, so that it has several rounds
 MIN_ROUNDS = 5
+HEAD = ("workers", "Mbit/s", "H", "measured", "predicted", "formula", "error", "of formula")
 
 
 @dataclass(frozen=True)
@@ -136,20 +137,25 @@ def utilisation_of(run: Path, workers: int) -> float:
     return summary["steps_per_s"] * STEP_S / workers
 
 
-def show_cells(cells: list[Cell]) -> None:
+def rows_of(cells: list[Cell]) -> list[list[str]]:
+    """Return a row of words for each cell; shares and errors in percent."""
     rows = []
     for cell in cells:
-        shares = (f"{100 * value:.2f}" for value in astuple(cell)[3:])
+        shares = (f"{100 * value:.3g}" for value in astuple(cell)[3:])
         errors = (f"{100 * cell.error(value):+.1f}" for value in (cell.predicted, cell.formula))
         rows.append(
             [f"{cell.workers}", f"{cell.mbit_s:g}", f"{cell.local_steps}", *shares, *errors]
         )
+    return rows
+
+
+def show_cells(cells: list[Cell]) -> None:
     ours = sorted(abs(100 * cell.error(cell.predicted)) for cell in cells)
     theirs = sorted(abs(100 * cell.error(cell.formula)) for cell in cells)
     show(
         f"compute utilisation in %, steps of {1000 * STEP_S:g} ms, local SGD by all-reduce",
-        ["workers", "Mbit/s", "H", "measured", "predicted", "formula", "error", "of formula"],
-        rows,
+        list(HEAD),
+        rows_of(cells),
         f"errors in % of the measured value; of the prediction: median {statistics.median(ours):.1f},"
         f" largest {ours[-1]:.1f}; of the formula: median {statistics.median(theirs):.1f}, largest"
         f" {theirs[-1]:.1f}",
@@ -158,10 +164,7 @@ def show_cells(cells: list[Cell]) -> None:
 
 def write_cells(file: Path, cells: list[Cell]) -> None:
     with file.open("w", newline="") as out:
-        table = csv.DictWriter(out, [field.name for field in fields(Cell)])
-        table.writeheader()
-        for cell in cells:
-            table.writerow({key: round(value, 5) for key, value in asdict(cell).items()})
+        csv.writer(out, lineterminator="\n").writerows([HEAD, *rows_of(cells)])
 
 
 if __name__ == "__main__":
