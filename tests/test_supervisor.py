@@ -104,7 +104,7 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
     )
     plan = SimpleNamespace(num_workers=2, num_ranks=3, lead_rank=2)
     return (
-        LivenessMonitor(plan, monitor, channel, {}, {}, lambda *_: None, True, True, **known),
+        LivenessMonitor(plan, monitor, channel, {}, {}, lambda *_: None, True, **known),
         monitor,
         emitted,
     )

@@ -59,8 +59,7 @@ MUCH_MOMENTUM = 0.8
 MUCH_RESIDUAL = 0.7
 # gradient estimators that compute on minibatches, not on the whole shard
 MINIBATCH_ESTIMATORS = ("minibatch", "moments")
-REJOIN_KINDS = {"rejoin", "churn"}  # faults with workers that join during the run
-MEMBERSHIP_KINDS = {FAIL, *REJOIN_KINDS}  # faults that change the set of running workers
+MEMBERSHIP_KINDS = {FAIL, "rejoin", "churn"}  # faults that change the set of running workers
 TOLERANT_INSTEAD = (
     "take topology=all_reduce or topology=parameter_server with sync=bsp, or restart from"
     " checkpoints with run.checkpoint_s and --resume"
@@ -577,9 +576,9 @@ def has_failure_protocol(own: StageParts) -> bool:
     return tolerant and not own.topology.has_fixed_size
 
 
-def explain_intolerance(own: StageParts, runtime: Any, *, real: bool, rejoin: bool) -> str | None:
-    """Return why a stage cannot continue without a failed worker, and with `rejoin` why this worker
-    cannot rejoin; None if it can.
+def explain_intolerance(own: StageParts, runtime: Any, *, real: bool) -> str | None:
+    """Return why a stage cannot continue without a failed worker; None if it can. Then this worker
+    can rejoin, too.
 
     Args: real: True on processes, which cannot abort collectives of NCCL.
     """
@@ -607,13 +606,12 @@ def explain_intolerance(own: StageParts, runtime: Any, *, real: bool, rejoin: bo
     return None
 
 
-def survives_failure(parts: Parts, *, rejoin: bool = False) -> bool:
-    """Return True if a run on real processes continues without a failed worker in every stage.
-
-    Args: rejoin: True to ask also for the rejoin of this worker.
+def survives_failure(parts: Parts) -> bool:
+    """Return True if a run on real processes continues without a failed worker in every stage, and
+    this worker can rejoin.
     """
     return not sends_messages_by_nccl(parts) and not any(
-        explain_intolerance(own, parts.runtime, real=True, rejoin=rejoin) for own in parts.stages
+        explain_intolerance(own, parts.runtime, real=True) for own in parts.stages
     )
 
 
@@ -675,7 +673,7 @@ def check_max_restarts(parts: Parts) -> None:
             f"{named}: with runtime={runtime.name} the launcher of the job restarts processes; set"
             " runtime.max_restarts=0"
         )
-    if not survives_failure(parts, rejoin=True):
+    if not survives_failure(parts):
         raise UsageError(
             f"{named}: a run with {describe_modes(parts)} does not support rejoins; remove it, or"
             " take topology=parameter_server or all_reduce with sync=bsp overlap=none, or restart"
@@ -733,9 +731,9 @@ def check_faults(parts: Parts, stages: Sequence[StagePlan]) -> None:
     if not fault_kinds & MEMBERSHIP_KINDS:
         return
     where = f"cluster.{'churn' if 'churn' in fault_kinds else 'events'} ({named})"
-    real, rejoin = parts.runtime.name != "sim", bool(fault_kinds & REJOIN_KINDS)
+    real = parts.runtime.name != "sim"
     for stage, own in zip(stages, parts.stages, strict=True):
-        if why := explain_intolerance(own, parts.runtime, real=real, rejoin=rejoin):
+        if why := explain_intolerance(own, parts.runtime, real=real):
             raise UsageError(f"{where}: not supported in stage {stage.name}, {why}")
 
 

@@ -183,7 +183,6 @@ def run_controller(
                 {settings.rank: settings for settings in rank_settings},
                 start,
                 survives_failure(parts),
-                survives_failure(parts, rejoin=True),
                 parts.stages[0].topology.regroups,
             )
             pace = supervise(liveness, run_dir, checkpoint_manager)

@@ -96,8 +96,8 @@ class LivenessMonitor:
     rank_settings: Mapping[int, RankSettings]
     # starts an incarnation of a rank on this node, with the totals of earlier ones
     start: Callable[[int, int, Heartbeat | None], None]
-    survives_failure: bool  # the run can continue without a worker
-    admits_rejoin: bool  # a failed worker can rejoin
+    # True if the run can continue without a failed worker, which can rejoin
+    survives_failure: bool
     regroups: bool = False  # a failure or a rejoin begins a new epoch
     exited: set[int] = field(default_factory=set)
     # workers without which the run continues, with the cause
@@ -251,9 +251,7 @@ class LivenessMonitor:
             f"worker {rank} {cause} (runtime.heartbeat_timeout_s); the run continues without it"
         )
         self.channel.evict(rank, End(EXIT_EVICTED, sentence))
-        if rank in self.processes and (
-            not self.admits_rejoin or can_block_forever(self.monitor.job.parts)
-        ):
+        if rank in self.processes and can_block_forever(self.monitor.job.parts):
             # the other workers may be blocked in a collective with it
             self.processes[rank].kill()
             self.killed_as_silent.add(rank)
@@ -319,7 +317,7 @@ class LivenessMonitor:
 
         The controller stops waiting for a worker whose process ends while it rejoins.
         """
-        for rank in [rank for rank in self.failed if rank in self.processes and self.admits_rejoin]:
+        for rank in [rank for rank in self.failed if rank in self.processes]:
             code = self.processes[rank].exitcode
             if code is None:
                 continue
@@ -642,7 +640,7 @@ def join_refusal(liveness: LivenessMonitor, worker: int | None) -> Place | None:
     plan, monitor, failed = liveness.plan, liveness.monitor, liveness.failed
     parts = monitor.job.parts
     reason = None
-    if not survives_failure(parts, rejoin=True):
+    if not survives_failure(parts):
         reason = (
             f"a run with {describe_modes(parts)} admits no joining process; start a new run with"
             " run.checkpoint_s, which can be resumed"
