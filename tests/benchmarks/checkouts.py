@@ -7,7 +7,6 @@ turns counts, so that other load on the machine disturbs little.
 """
 
 import argparse
-import csv
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.table import alternate, show
+from tests.benchmarks.table import alternate, show, write_csv
 
 TURNS = 7
 CALLS = 2_000_000  # elements that one measurement encodes, at least, in several calls
@@ -183,8 +182,7 @@ def main() -> None:
         f"ms: CPU time, the least of {asked.turns} turns",
     )
     if asked.csv:
-        with asked.csv.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+        write_csv(asked.csv, columns, rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ model / SimGrid − 1: of the last finish, and of the mean finish over all flows
 """
 
 import argparse
-import csv
 import json
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import numpy as np
 from ashl.cluster.network import Ports
 from ashl.config.compose import compose
 from ashl.config.construct import construct
-from tests.benchmarks.table import show
+from tests.benchmarks.table import show, write_csv
 
 PYTHON = "/usr/bin/python3"
 FLOWS = Path(__file__).with_name("simgrid_flows.py")
@@ -182,8 +181,7 @@ def main(arguments: Sequence[str]) -> int:
         "Errors: model / SimGrid - 1, of the last and of the mean finish.",
     )
     if given.csv:
-        with given.csv.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([HEAD, *rows])
+        write_csv(given.csv, HEAD, rows)
     return 0
 
 

@@ -188,7 +188,7 @@ def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tu
     ]
     events = jsonl.read(Path(folder, "events.jsonl"))
     fails = any(e["kind"] == "worker_failed" for e in events)
-    rounds = [  # those that a failure has interrupted are recorded twice
+    rounds = [  # rounds that a failure has interrupted are recorded twice
         (e["rank"], e["round"])
         for e in events
         if e["kind"] == "round" and (not fails or e["start_s"] >= since_s)

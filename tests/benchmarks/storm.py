@@ -38,7 +38,7 @@ import torch
 from ashl.planning.instantiate import assemble
 from ashl.tracking import jsonl
 from tests.benchmarks.ddp import free_port
-from tests.benchmarks.table import show
+from tests.benchmarks.table import show, write_csv
 from tests.disturbed import ranks_of
 from tests.namespaces import HOSTS, address, cut, inside, machines, missing
 from tests.support import planned
@@ -705,8 +705,7 @@ def main() -> None:
     note = f"H = {LOCAL_STEPS}, steps of {1000 * STEP_S:g} ms, outages of {OUTAGE_S:g} s"
     show("failure storm", COLUMNS, lines, note)
     if asked.csv:
-        with asked.csv.open("w", newline="") as out:
-            csv.writer(out, lineterminator="\n").writerows([COLUMNS, *lines])
+        write_csv(asked.csv, COLUMNS, lines)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from ashl.planning.instantiate import Job, assemble
 from tests.support import planned
 
-# of the command `torchft_lighthouse`; the class of the same name has another join_timeout_ms
+# default of the command `torchft_lighthouse`; the class of the same name has another one
 DEFAULT_LIGHTHOUSE = {
     "join_timeout_ms": 60000,
     "quorum_tick_ms": 100,

@@ -8,11 +8,10 @@ failed workers delayed the others before.
 """
 
 import argparse
-import csv
 from pathlib import Path
 from statistics import median
 
-from tests.benchmarks.table import show
+from tests.benchmarks.table import show, write_csv
 from tests.support import simulated
 
 MTBF_S, MTTR_S, SECONDS = 480, 15, 1800
@@ -58,8 +57,7 @@ def main() -> None:
     note = f"median over seeds {', '.join(map(str, asked.seeds))}"
     show("16 workers, 30 minutes", columns, rows, note)
     if asked.csv:
-        with asked.csv.open("w", newline="") as out:
-            csv.writer(out, lineterminator="\n").writerows([columns, *rows])
+        write_csv(asked.csv, columns, rows)
 
 
 if __name__ == "__main__":

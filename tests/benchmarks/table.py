@@ -2,9 +2,11 @@
 variants equally.
 """
 
+import csv
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -37,6 +39,12 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
 def thousands(values: Sequence[float]) -> str:
     """The median."""
     return f"{statistics.median(values):,.0f}"
+
+
+def write_csv(file: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table to a file, in the form that the results pages read."""
+    with file.open("w", encoding="utf-8", newline="") as out:
+        csv.writer(out, lineterminator="\n").writerows([columns, *rows])
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:

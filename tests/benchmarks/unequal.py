@@ -7,7 +7,6 @@ and 2; it needs `pip install torchft==0.2.0`. `--torchft-s S` ends each of its r
 """
 
 import argparse
-import csv
 import importlib.util
 import json
 import statistics
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from ashl.tracking import jsonl
 from tests.benchmarks.ddp import free_port
-from tests.benchmarks.table import show
+from tests.benchmarks.table import show, write_csv
 
 STEP_S, SLOWER, LOCAL_STEPS, TARGET, LR = 0.025, 4, 100, 0.2, 0.01
 WORKLOAD = (
@@ -152,8 +151,7 @@ def main() -> None:
     columns = ["method", f"seconds to loss {TARGET}", "range of seeds", "note"]
     show("one of two workers four times slower", columns, rows, f"H = {LOCAL_STEPS}")
     if asked.csv:
-        with asked.csv.open("w", newline="") as out:
-            csv.writer(out, lineterminator="\n").writerows([columns, *rows])
+        write_csv(asked.csv, columns, rows)
 
 
 if __name__ == "__main__":

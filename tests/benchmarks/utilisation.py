@@ -11,7 +11,6 @@ seconds of a step. The formula is H·t / (H·t + 2·(n−1)/n·bytes/bandwidth),
 """
 
 import argparse
-import csv
 import json
 import signal
 import statistics
@@ -22,7 +21,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from tests.benchmarks.ddp import free_port
-from tests.benchmarks.table import show
+from tests.benchmarks.table import show, write_csv
 from tests.namespaces import job, machines, missing
 
 STEP_S = 0.01
@@ -75,7 +74,7 @@ def main() -> None:
         for mbit_s in asked.mbit_s:
             cells += measure_row(workers, mbit_s, asked.local_steps)
             if asked.csv:
-                write_cells(asked.csv, cells)
+                write_csv(asked.csv, HEAD, rows_of(cells))
     show_cells(cells)
 
 
@@ -160,11 +159,6 @@ def show_cells(cells: list[Cell]) -> None:
         f" largest {ours[-1]:.1f}; of the formula: median {statistics.median(theirs):.1f}, largest"
         f" {theirs[-1]:.1f}",
     )
-
-
-def write_cells(file: Path, cells: list[Cell]) -> None:
-    with file.open("w", newline="") as out:
-        csv.writer(out, lineterminator="\n").writerows([HEAD, *rows_of(cells)])
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from ashl.compression.wrappers import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.delayed import OneStepDelayed
 from ashl.planning.predict import WITHOUT
+from ashl.runtime.sim import Sim
 from ashl.stage.contract import SERIAL, StageConfig
 from ashl.stage.progress import Progress
 from ashl.topology.parameter_server import ParameterServer
 from tests.conf_option import conf_option
-from tests.swarm.drawn import bound, check_books, drawn_cluster, each, run
+from tests.swarm.drawn import Seen, bound, check_books, drawn_cluster, each, run
 from tests.swarm.test_swarm_stages import drawn_sync, plain
 
 SEEDS, MANY = 60, 10_000
@@ -142,17 +143,26 @@ class Counted:
         return counted
 
 
-def check(seed: int) -> None:
-    cluster, stages = drawn(seed)
-    n = cluster.num_workers
+def play_counted(
+    cluster: Cluster, stages: list[StageConfig], seed: int
+) -> tuple[Sim, Seen, Counted] | None:
+    """Return (kernel, records, counted pushes) of a run; None if too few workers remained."""
     with pytest.MonkeyPatch.context() as patch:
         counted = Counted(patch)
         try:
-            sim, seen = run(cluster, stages, seed)
+            return *run(cluster, stages, seed), counted
         except AshlError as error:
             if "fewer than runtime.min_workers" not in str(error):
                 raise
-            return
+    return None
+
+
+def check(seed: int) -> None:
+    cluster, stages = drawn(seed)
+    n = cluster.num_workers
+    if (played := play_counted(cluster, stages, seed)) is None:
+        return
+    sim, seen, counted = played
     end = seen.of("StageEnd")[-1]
     check_books(seen, n, end["end_ns"])
     assert end["steps"] == sum(end["steps_by"])
