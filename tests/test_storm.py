@@ -41,7 +41,7 @@ def test_outcomes_count_commits_of_the_survivor_and_of_the_victim(tmp_path: Path
     storm.commits = [
         Commit(15.05, 1, 20),  # was in flight
         Commit(15.8, 1, 20),
-        Commit(16.0, 0, 20),  # of the victim, from before
+        Commit(16.0, 0, 20),  # by the victim's earlier process
         Commit(33.0, 0, 20),
         Commit(70.0, 1, 20),  # after the end
     ]

@@ -46,7 +46,7 @@ class Hello(NamedTuple):
     ashl: Text
     torch: Text
     python: Text
-    settings: str = ""  # those that must be identical, as `settings_in_common` returns them
+    settings: str = ""  # the settings that must be identical in all processes, as one text
     device: Text = "cpu"
     gpu: Text | None = None  # the GPU of the machine that it uses
     address: Text | None = None  # address of the interface that it uses

@@ -57,11 +57,11 @@ class Place(NamedTuple):
     """A rank of the run with its settings, or the reason why a process gets none."""
 
     refused: Text | None = None
-    exit_code: int = 1  # of a process that gets none
+    exit_code: int = 1  # exit code of a refused process
     may_change: bool = False  # True if a later request may be admitted
     rank: int = 0
     incarnation: int = 0
-    totals: Heartbeat | None = None  # of the earlier incarnations of its worker
+    totals: Heartbeat | None = None  # totals of the worker's earlier incarnations
     how: Text = ""  # the cause of the earlier incarnation's failure
     plan: str = ""  # for a process that has not composed the configuration
     rounds: Rounds = "none"
@@ -69,7 +69,7 @@ class Place(NamedTuple):
     have_own_gpus: bool = False
     checkpoint_s: float | None = None
     elsewhere: tuple[Text, ...] = ()  # addresses of processes on other machines
-    fingerprint: Fingerprint | None = None  # of the controller's model and data
+    fingerprint: Fingerprint | None = None  # fingerprint of the controller's model and data
 
     def dumps(self) -> str:
         return json.dumps(self._asdict())

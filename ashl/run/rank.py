@@ -112,8 +112,8 @@ class RankSettings(NamedTuple):
     have_own_gpus: bool = False  # True if every rank of the job has a GPU of its own
     checkpoint_s: float | None = None  # run time between two checkpoints; None = no checkpoints
     incarnation: int = 0  # above 0 for a worker that rejoins a running run
-    totals: Heartbeat | None = None  # of its earlier incarnations
-    fingerprint: Fingerprint | None = None  # of the controller's model and data
+    totals: Heartbeat | None = None  # totals of its earlier incarnations
+    fingerprint: Fingerprint | None = None  # fingerprint of the controller's model and data
 
 
 def run_rank_in_child(settings: RankSettings, plan_json: str, at: StoreAddress) -> None:

@@ -412,7 +412,7 @@ def submit(
         executor = AutoExecutor(place / "submitit", cluster=cluster)
         executor.update_parameters(**parameters)
         submitted = executor.submit_array(tasks)
-    except Exception as error:  # of submitit, or of the queue's commands
+    except Exception as error:  # any error of submitit or of the queue's commands
         shutil.rmtree(place, ignore_errors=True)
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise AshlError(

@@ -75,7 +75,7 @@ def serve(
                 wait_for_answer(process, host, port, log)
             except AshlError:
                 raise
-            except Exception as error:  # of MLflow, or of its store
+            except Exception as error:  # any error of MLflow or of its store
                 raise AshlError(f"MLflow's page did not start ({gist(str(error))}).") from error
             yield link, process
         finally:

@@ -119,7 +119,7 @@ OPTIMIZERS = {
     "adam": (["optimizer=adam"], torch.optim.Adam, {"weight_decay": 0.1}),
     "adamw": (["optimizer=adamw"], torch.optim.AdamW, {"weight_decay": 0.1}),
 }
-RATE = ["optimizer.weight_decay=0.1", "optimizer.lr=0.05"]  # of ashl's own optimizers
+RATE = ["optimizer.weight_decay=0.1", "optimizer.lr=0.05"]  # settings of ashl's own optimizers
 BATCH, STEPS = 16, 30
 
 

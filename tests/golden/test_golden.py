@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("short_forecasts")
 # a tenth of the presets' costs: timing plays no part, and plans are the same
 STEP, EXCHANGE = "cluster.step_s=0.002", "cluster.exchange_s=0.001"
 SAME = ("params_sha256", "bytes_up", "bytes_down", "steps", "samples")
-# of these a piece of the last answer may be in flight at the end
+# rows whose last answer may be partly in flight at the end
 IN_PIECES = ("sharded-topk", "server-slices", "server-priority")
 
 UNSAID = {  # what is chosen where a row says nothing, and what schedules put before their stages
