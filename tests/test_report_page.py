@@ -12,9 +12,8 @@ import pytest
 from ashl.errors import AshlError
 from ashl.report import figures as drawn
 from ashl.report.compare import compare, write_report
-from ashl.report.figures import Figure, at_target, curve, front
+from ashl.report.figures import Figure, curve
 from ashl.report.leaderboard import rank
-from ashl.report.measure import Target
 from ashl.report.records import read, read_run
 from tests.run_folders import lines, metric, write_run, write_sweep
 
@@ -62,7 +61,7 @@ def test_the_page_of_a_sweep(tmp_path) -> None:
     assert [
         section for section in SECTIONS if f"<h2>{section}" not in page.replace("&#39;", "'")
     ] == []
-    assert len(figures(page)) == 8
+    assert len(figures(page)) == 6
     assert len(page) < 1_000_000
     assert not re.search(
         r"<script|https?://(?!www\.w3\.org/(2000/svg|1999/xlink))|<link|<img|@import", page
@@ -106,7 +105,7 @@ def test_an_axis_with_one_value_has_no_panel(tmp_path) -> None:
 def test_the_page_of_a_study_over_clusters_has_the_map(tmp_path) -> None:
     page = page_of(study(tmp_path, ("0.1", "0.2", "0.4")))
     assert "<h2>Who wins where</h2>" in page
-    assert len(figures(page)) == 9
+    assert len(figures(page)) == 7
 
 
 def test_what_was_read_is_text_and_not_markup(tmp_path) -> None:
@@ -166,19 +165,11 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path) -> None:
 
 
 def test_the_parts_of_a_page_that_are_new_to_it(tmp_path) -> None:
-    """Time against bytes, the crossing, the whole run, links to the runs, a table for LaTeX, dark
-    screens.
-    """
-    folder = study(tmp_path)
-    page = page_of(folder)
-    assert "<h2>Time against bytes at the target</h2>" in page
-    assert "<h2>The whole run</h2>" in page
+    """Links to the runs and dark screens."""
+    page = page_of(study(tmp_path))
     assert '<a href="00000000/">0</a>' in page
     assert "prefers-color-scheme:dark" in page
     assert page.count("fill: url(#") < 40, "printed, each hatched shape takes a hundred kilobytes"
-    table = (folder / "leaderboard.tex").read_text()
-    assert all(line in table for line in (r"\toprule", r"\midrule", r"\bottomrule"))
-    assert r"90.0 \% accuracy" in table
 
 
 def test_notes_say_of_one_run_what_holds_for_one_run(tmp_path) -> None:
@@ -215,15 +206,6 @@ def test_names_with_signs_of_formulas_and_other_letters_are_drawn(tmp_path) -> N
     for index, name in enumerate(("$x$", "$_$_", "模型")):
         write_run(tmp_path / str(index), choices={"sync": name})
     assert "$x$" in page_of(*(tmp_path / str(index) for index in range(3)), out=tmp_path / "r.html")
-
-
-def test_no_other_is_better_in_both(tmp_path) -> None:
-    assert front([(1.0, 9.0), (2.0, 5.0), (3.0, 5.0)]) == [(1.0, 9.0), (2.0, 5.0)]
-    best = compare([study(tmp_path)]).board.rows[0]
-    first = at_target(best.runs, Target(0.9))
-    assert first is not None
-    assert first[0] == pytest.approx(best.spread.middle)
-    assert first[1] == pytest.approx(3 * first[0], rel=0.01), "2 MB a second up, 1 MB down"
 
 
 def test_the_mean_over_seeds_by_hand(tmp_path) -> None:

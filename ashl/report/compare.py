@@ -58,7 +58,7 @@ def write_report(
 ) -> Path:
     """Write the report to `out`, or into the folder of the sweep, or here.
 
-    Without `out`, a sweep's folder also gets `leaderboard.md`, `leaderboard.tex` and its figures.
+    Without `out`, a sweep's folder also gets `leaderboard.md` and its figures.
 
     Args: folder stands for the sweep's folder; command is the typed command; beside is a word for
     the file names, so that the files of another target do not replace the sweep's own; said is a
@@ -67,7 +67,7 @@ def write_report(
     """
     from ashl.report.figures import figures
     from ashl.report.page import page
-    from ashl.report.tables import booktabs, markdown
+    from ashl.report.tables import markdown
 
     study, board, folder = found.study, found.board, folder or found.study.folder
     report = out or marked((folder or Path()) / REPORT, beside)
@@ -76,7 +76,6 @@ def write_report(
     if folder and out is None:
         answered = said.answer if said else None
         write(marked(folder / "leaderboard.md", beside), markdown(board, answered))
-        write(marked(folder / "leaderboard.tex", beside), booktabs(board))
         kinds = kinds or ("svg",)
     place = marked(report.with_name("figures"), beside)
     for figure, kind in product(drawn, kinds):

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +29,7 @@ from matplotlib.path import Path as Outline
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from ashl.report.leaderboard import KINDS, Leaderboard, Row
-from ashl.report.measure import Measure, Target, measurable, reached_at
+from ashl.report.measure import Measure, measurable
 from ashl.report.records import Run
 from ashl.report.sensitivity import Cell, Terrain, lead, letters, terrain
 from ashl.tracking import timeline
@@ -62,14 +62,12 @@ MAX_EVENTS = 3000  # most events that are read for the first rounds
 STRETCH = (
     8.0  # The first rounds end at most at this multiple of the time the fastest setting needs.
 )
-COLUMNS, MAX_WHOLE = 435, 40_000  # parts of a whole run, and most events that are read for it
 MAX_COUNTED, BINS = 10_000, 20  # rounds whose staleness is counted, and bins of a histogram
 MAX_DOTS, MAX_VALUES = 300, 16  # settings and values of an axis that are drawn
 ABSENT = "(none)"  # value of a setting that has no such key
 
 CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, in addition to the baseline
 
-AT_TARGET = "Time against bytes at the target"
 # Notes below figures.
 RINGS = "where a setting reaches the target{}; the time axis ends soon after the last of them."
 SINGLE_LINES = f"Lines: one run of each setting. Rings: {RINGS.format('')}"
@@ -80,12 +78,10 @@ MEAN_LINES = (
 ONE_RUN_RING = "Ring: the run reaches the target."
 TRAINING = "On the training set, at each evaluation."
 BYTES = "Bytes as sent, headers and indices included."
-BOTH = "Bytes as sent, in both directions."
 SINGLE_RINGS = "Rings: settings; bars: the median of the rings."
 MEDIAN_RINGS = (
     "Rings: settings, by their median over seeds with its interval; bars: the median of the rings."
 )
-MAIN = "In every place the main activity of the worker; blank where no round was recorded."
 PUSHES = f"Pushes that were applied, of the first {MAX_COUNTED:,} events."
 MAP_NOTES = (
     "(n): clusters that it wins",
@@ -383,52 +379,6 @@ def mark_stages(axes: Axes, board: Leaderboard, x: str) -> None:
         write_beside(axes, words, (start, 0), (3, 5), **at_bottom)
 
 
-def at_target(runs: Sequence[Run], target: Target) -> tuple[float, float] | None:
-    """Return the medians over seeds of the time to the target and of the MB sent by then.
-
-    Returns None if most runs did not reach it.
-    """
-    found = []
-    for run in measurable(runs)[0]:
-        time_s = reached_at(run, target)[0]
-        sent = [sent_mb(row) for row in run.metrics if row["time_s"] <= time_s]
-        found.append((time_s, sent[-1] if sent and math.isfinite(time_s) else math.inf))
-    medians = tuple(map(median, zip(*found, strict=True)))
-    return (medians[0], medians[1]) if found and math.isfinite(sum(medians)) else None
-
-
-def front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other point beats in both, sorted by the first."""
-    best: list[tuple[float, float]] = []
-    for point in sorted(points):
-        if not best or point[1] < best[-1][1]:
-            best.append(point)
-    return best
-
-
-def time_and_bytes(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
-    """Draw time against bytes at the target, and the settings that no other beats in both."""
-    points = {row: at for row in rows if board.target and (at := at_target(row.runs, board.target))}
-    if len(points) < 2:
-        return None
-    drawing = canvas(340)
-    axes = axes_in(drawing, 70, 12, 570, 274)
-    times, sent = zip(*points.values(), strict=True)
-    ways = (("x", times, "seconds to the target"), ("y", sent, "MB sent by then"))
-    for which, values, title in ways:
-        log = scale(axes, which, min(values), max(values), title)
-        limits = (min(values) / 1.3, max(values) * 1.3) if log else (0, max(values) * 1.1 or 1)
-        axes.set(**{f"{which}lim": limits})
-    edge = np.array(front(points.values()))
-    axes.step(*edge.T, where="post", label="none is better in both", **DOTTED)
-    styles = {row: look(index) for index, row in enumerate(rows)}
-    for row, point in points.items():
-        axes.plot(*point, **styles[row], markersize=7)
-        write_beside(axes, board.rank(row), point, (6, 5), weight="bold")
-    series_legend(axes, board, points, styles)
-    return drawing
-
-
 def unit_of(measure: Measure) -> tuple[float, str]:
     """Return the factor of a measure's values in a figure, and the end of the axis title."""
     if measure.unit:
@@ -532,33 +482,6 @@ def workers_note(count: int) -> str:
     return f", workers 0 to {MAX_WORKERS - 1} of {count}" if count > MAX_WORKERS else ""
 
 
-def stacked(
-    board: Leaderboard, shown: Mapping[Row, Tracks], ends: Mapping[Row, float]
-) -> Drawing | None:
-    """Draw the tracks of each setting in a panel of its own, from 0 to `ends` seconds."""
-    if not shown:
-        return None
-    drawing = canvas(40 + sum(17 * len(found) + 50 for found in shown.values()))
-    top = 50.0
-    for row, found in shown.items():
-        axes = axes_in(drawing, 50, top, WIDTH - 70, 17 * len(found))
-        drawn: dict[str, list] = {}
-        for track, (_, spans) in enumerate(found):
-            for kind, start_s, end_s in spans:
-                if start_s < ends[row]:
-                    long_s = min(end_s, ends[row]) - start_s
-                    drawn.setdefault(kind, []).append((start_s, track, long_s))
-        tracks(axes, [name for name, _ in found], drawn)
-        axes.set_xlim(0, ends[row])
-        seed = f"seed {row.runs[0].seed}{workers_note(row.runs[0].summary['num_workers'])}"
-        axes.set_title(f"{name_of(board, row, 600)} ({seed})")
-        top += 17 * len(found) + 50
-    axes.set_xlabel(CLOCK)
-    spans = [span for found in shown.values() for _, track in found for span in track]
-    kinds_legend(drawing, {kind for kind, _, _ in spans})
-    return drawing
-
-
 def opening(run: Run) -> tuple[Tracks, float]:
     """Return the first rounds of a run, and the seconds until every worker has ended them.
 
@@ -582,30 +505,6 @@ def opening(run: Run) -> tuple[Tracks, float]:
     return [(name, spans) for name, spans in shown if spans], max(wanted, default=0.0)
 
 
-def activities(run: Run) -> Tracks:
-    """Return, by worker, its main activity in each of `COLUMNS` equal parts of the run.
-
-    There is a gap where no round was recorded.
-    """
-    part_s = (run.summary.get("time_s") or 0.0) / COLUMNS
-    spent: dict[int, list[dict[str, float]]] = {}
-    for event in run.rounds(MAX_WHOLE) if part_s else ():
-        parts = spent.setdefault(event["rank"], [{} for _ in range(COLUMNS)])
-        for kind, start_s, end_s in event.get("spans") or ():
-            low, high = (min(max(float(at) / part_s, 0.0), COLUMNS) for at in (start_s, end_s))
-            for place in range(int(low), min(math.ceil(high), COLUMNS)):
-                share = min(high, place + 1) - max(low, place)
-                parts[place][str(kind)] = parts[place].get(str(kind), 0.0) + share
-    found: Tracks = []
-    for rank, parts in sorted(spent.items())[:MAX_WORKERS]:
-        main = [max(part, key=part.__getitem__, default="") for part in parts]
-        runs = [(kind, len(list(same))) for kind, same in groupby(main)]
-        ends = np.cumsum([length for _, length in runs]) * part_s
-        spans = [(k, end - n * part_s, end) for (k, n), end in zip(runs, ends, strict=True) if k]
-        found.append((f"w{rank}", spans))
-    return found
-
-
 def recorded(rows: Sequence[Row], read: Callable[[Run], Any]) -> dict[Row, Any]:
     """Return what `read` finds in the events of each row's first run, if it finds anything."""
     found = {}
@@ -616,18 +515,32 @@ def recorded(rows: Sequence[Row], read: Callable[[Run], Any]) -> dict[Row, Any]:
 
 
 def first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
-    """Draw the first rounds of each worker, on one time axis for all settings."""
+    """Draw the first rounds of each worker: a panel for each setting, on one time axis."""
     found = {row: first for row, first in recorded(rows, opening).items() if first[0]}
-    wanted = [wanted_s for _, wanted_s in found.values()] or [0.0]
+    if not found:
+        return None
+    wanted = [wanted_s for _, wanted_s in found.values()]
     until_s = min(max(wanted), STRETCH * min(wanted)) or max(wanted)
-    shown = {row: lines for row, (lines, _) in found.items()}
-    return stacked(board, shown, dict.fromkeys(shown, until_s))
-
-
-def whole_run(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
-    """Draw one whole run of each setting: in each narrow column a worker's main activity."""
-    shown = {row: lines for row, lines in recorded(rows, activities).items() if lines}
-    return stacked(board, shown, {row: row.runs[0].summary["time_s"] for row in shown})
+    drawing = canvas(40 + sum(17 * len(lines) + 50 for lines, _ in found.values()))
+    top = 50.0
+    seen = set[str]()
+    for row, (lines, _) in found.items():
+        axes = axes_in(drawing, 50, top, WIDTH - 70, 17 * len(lines))
+        drawn: dict[str, list] = {}
+        for track, (_, spans) in enumerate(lines):
+            for kind, start_s, end_s in spans:
+                seen.add(kind)
+                if start_s < until_s:
+                    long_s = min(end_s, until_s) - start_s
+                    drawn.setdefault(kind, []).append((start_s, track, long_s))
+        tracks(axes, [name for name, _ in lines], drawn)
+        axes.set_xlim(0, until_s)
+        seed = f"seed {row.runs[0].seed}{workers_note(row.runs[0].summary['num_workers'])}"
+        axes.set_title(f"{name_of(board, row, 600)} ({seed})")
+        top += 17 * len(lines) + 50
+    axes.set_xlabel(CLOCK)
+    kinds_legend(drawing, seen)
+    return drawing
 
 
 def staleness_of(run: Run) -> list[int]:
@@ -765,11 +678,9 @@ def figures(board: Leaderboard) -> list[Figure]:
             found += [("Loss against time", drawn, loss, (TRAINING, stages))]
         found += [
             ("Against bytes", drawn, curves(main, drawn, "bytes", *metric), (BYTES, stages)),
-            (AT_TARGET, drawn, time_and_bytes(main, drawn), (medians, BOTH)),
             ("By axis", (), by_axis(board), (MEDIAN_RINGS if seeds else SINGLE_RINGS,)),
             ("Where the workers' time goes", some, time_shares(main, some), (means,)),
             ("The first rounds", few, first_rounds(main, few), (one_run,)),
-            ("The whole run", few, whole_run(main, few), (one_run, MAIN)),
             ("Staleness", some, staleness(main, some, hints), (one_run, PUSHES)),
         ]
     return [

@@ -1,4 +1,4 @@
-"""Make tables of a leaderboard: for the terminal, Markdown and LaTeX."""
+"""Make tables of a leaderboard: for the terminal, Markdown and JSON."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -261,15 +261,3 @@ def markdown(board: Leaderboard, words: Answer | None = None) -> str:
     headline, sentences = f"**{answered.headline}**", " ".join(answered.sentences)
     parts = (headline, sentences, common, table, method(board))
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def booktabs(board: Leaderboard) -> str:
-    """Return the leaderboard as a LaTeX table for the package booktabs."""
-    from pandas import DataFrame
-
-    columns = filled(board, board.rows)
-    cells = [[cell(row) for _, cell in columns] for row in board.rows[:MAX_ROWS]]
-    table = DataFrame(cells, columns=[title for title, _ in columns]).style
-    table.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
-    align = "".join("l" if title in WORDS else "r" for title, _ in columns)
-    return table.to_latex(hrules=True, column_format=align)

@@ -28,7 +28,7 @@ TINY = [
     "run.dir=study",
     "tracking=none",
 ]
-OWN = [".lock", "figures", "leaderboard.md", "leaderboard.tex", "report.html", "sweep.json"]
+OWN = [".lock", "figures", "leaderboard.md", "report.html", "sweep.json"]
 
 pytestmark = pytest.mark.usefixtures("workplace")
 
