@@ -90,6 +90,17 @@ def kept(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_equal_sets_have_equal_bytes() -> None:
+    """The order of a set depends on the order in which its elements were added."""
+    first, second = set[int](), set[int]()
+    first |= {0}
+    first |= {8}
+    second |= {8}
+    second |= {0}
+    assert list(first) != list(second)
+    assert encode(to_plain(first)) == encode(to_plain(second))
+
+
 def test_the_newest_whole_one_counts(kept: Path) -> None:
     found = checkpoints.newest(kept, "run")
     assert (found.number, found.how, found.ranks_ns, found.broken) == (

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
-from torch.nn import functional
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -552,7 +551,8 @@ class Learner:
         """
         inputs, targets = self._batch(self._train, indices)
         if self._data.train.has_classes:
-            targets = functional.one_hot(targets, self._data.num_classes)
+            classes = torch.arange(self._data.num_classes, device=self.device)
+            targets = targets[..., None] == classes
         return inputs.flatten(1).T.float(), targets.flatten(1).T.float()
 
     @torch.no_grad()

@@ -77,7 +77,9 @@ def to_plain(value: Any) -> Any:
         return {KIND: "dataclass", NAME: name_of(value), ITEMS: own}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {KIND: "named", NAME: name_of(value), ITEMS: [to_plain(item) for item in value]}
-    if isinstance(value, list | tuple | set | deque):
+    if isinstance(value, set):  # in order: equal sets have equal bytes
+        return {KIND: "set", ITEMS: [to_plain(item) for item in sorted(value)]}
+    if isinstance(value, list | tuple | deque):
         return {KIND: type(value).__name__, ITEMS: [to_plain(item) for item in value]}
     if isinstance(value, dict):
         return {

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ashl.compression.coding import indices_of_seed, new_seed
 from ashl.compression.contract import ENCODE_CONTEXT, Codec, Layout, size_of
+from ashl.learn.device import to_device
 from ashl.outer.contract import Outer
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.size_only import SizeOnly, Vector
@@ -47,7 +48,7 @@ class Fragment:
         if isinstance(whole, SizeOnly):
             return SizeOnly(4 * self.size)
         if self.places is not None:
-            return whole[self.places.to(whole.device)]
+            return whole[to_device(self.places, str(whole.device))]
         return concatenate([slice_vector(whole, start, stop) for start, stop in self.runs])
 
     def put(self, whole: Vector, values: Vector) -> Vector:
@@ -56,7 +57,7 @@ class Fragment:
             return whole
         changed, at = whole.clone(), 0
         if self.places is not None:
-            changed[self.places.to(whole.device)] = values
+            changed[to_device(self.places, str(whole.device))] = values
             return changed
         for start, stop in self.runs:
             changed[start:stop] = values[at : at + stop - start]

@@ -69,10 +69,10 @@ class Swarm(PairRule):
         if isinstance(x, SizeOnly):
             return SizeOnly(payload_nbytes(x.nbytes // 4, self.bits))
         step = (apart or 0.0) / max(2 ** (self.bits - 1) / REACH, FINENESS)
-        if not float(x.abs().max()) < step * 2**52:
+        model = as_float32(to_host(x))
+        if not float(model.abs().max()) < step * 2**52:
             return x
         context = EncodeContext(seed=stage.seed, worker=rank, round=state.version, layer=int(asks))
-        model = as_float32(to_host(x))
         return write_payload(CODE, len(model), residues(model, step, self.bits, context))
 
     def decode_model(self, state: RoamingState, payload: Any, near: Vector) -> Any:

@@ -42,6 +42,7 @@ ENVIRONMENT = {  # settings of MLflow; the user's own take precedence
 SQLITE = "sqlite:///"
 # Opens the page about model training, because MLflow also has one about language models.
 TRAINING = "workflowType=machine_learning"
+BY_NAME = "orderByKey=tags.%60mlflow.runName%60&orderByAsc=true"
 FOLDER, OUTCOME = "ashl.folder", "ashl.outcome"  # tags: hashes of a run's folder and summary
 
 
@@ -136,9 +137,12 @@ class MlflowTracker:
 
 
 def experiment_page(address: str, experiment: str) -> str:
-    """Return the link to an experiment's runs and their charts."""
-    address = address.rstrip("/")
-    return f"{address}/#/experiments/{experiment}/runs?{TRAINING}&compareRunsMode=CHART"
+    """Return the link to an experiment's runs and their charts.
+
+    The runs are sorted by name, because MLflow shows no chart of a sweep's runs in its own order.
+    """
+    page = f"{address.rstrip('/')}/#/experiments/{experiment}/runs"
+    return f"{page}?{TRAINING}&compareRunsMode=CHART&{BY_NAME}"
 
 
 def tracking_uri(store: Path) -> str:

@@ -53,7 +53,7 @@ def dom(page: str) -> str:
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
-        "--window-size=1600,1300",
+        "--window-size=1600,12000",
         "--virtual-time-budget=60000",
     ]
     done = subprocess.run(

@@ -22,7 +22,8 @@ QUICK = (  # rows of the golden set by mechanism; `-m slow` tries every row
     "terngrad-shared", "ring-dear", "ring-layerwise", "choco-topk", "ad-psgd", "ripples-random",
 )  # fmt: skip
 BRIEF = "stop.steps=18"  # the stand-in is slow
-ROUNDED = ("qsgd",)  # the last bits of its lengths are the device's own
+# the last bits of their lengths and products are the device's own
+ROUNDED = ("qsgd", "qsgd-feedback", "terngrad", "demo", "rotated-pco")
 
 
 @pytest.mark.parametrize(
