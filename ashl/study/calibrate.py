@@ -10,9 +10,9 @@ because its ranks would slow each other down. The nodes of a cluster do not. The
 stored with the profile.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,14 +28,15 @@ from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.files import read_profile
-from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import OptionFactory
 from ashl.run.profile import profile as measure
 from ashl.run.train import is_virtual
-from ashl.study.jobs import Job, local_pool, read_summary, run_all
+from ashl.study.grid import Grid, Line, Setting, make_grid
+from ashl.study.jobs import has_ended, local_pool, read_summary
+from ashl.study.sweep import run_settings
 from ashl.tracking import jsonl
 from ashl.tracking.console import number, percent, plain_table, seconds
-from ashl.tracking.sweep_progress import Running, SweepProgress
+from ashl.tracking.sweep_progress import SweepProgress
 
 CALIBRATIONS = Path("runs/calibrations")
 FILE = "calibration.json"
@@ -59,7 +60,6 @@ COMBINATIONS = {
 DEFAULTS = ("schedule=single", "optimizer.lr=0.01", "eval.every_commits=1000000000")
 REAL_CLUSTER = ("cluster=real", "cluster.num_workers=2")
 LEAST_ROUNDS = 12  # rounds of every worker in one run
-MOST_STEPS = 50_000  # steps of one run, unless `LEAST_ROUNDS` needs more
 
 
 Row = dict[str, Any]  # the predicted and the measured times of a combination, and the error
@@ -69,8 +69,9 @@ Row = dict[str, Any]  # the predicted and the measured times of a combination, a
 class Calibrated:
     """Predicted beside measured times; of a dry run, the combinations that would run.
 
-    `combinations` are their settings by name, and `left_out` why others are not run. `rows` is
-    empty in a dry run. `profile` is the file that predicted a real cluster.
+    `combinations` are their settings by name, and `left_out` why others are not run. `rows` has
+    the largest error first, and is empty in a dry run. `profile` is the file that predicted a real
+    cluster.
     """
 
     combinations: dict[str, str]
@@ -81,25 +82,22 @@ class Calibrated:
 
     def show(self, console: Console) -> None:
         """Print the errors of the predictions, or the combinations."""
-        if self.rows:
-            console.print(table_of(self.rows))
-        for name, line in () if self.rows else self.combinations.items():
-            console.print(f"{name}: {line}", markup=False)
         for name, reason in self.left_out.items():
             console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
         if not self.rows:
+            for name, line in self.combinations.items():
+                console.print(f"{name}: {line}", markup=False)
             return
-        found, worst = self.document(), max(self.rows, key=lambda row: abs(row["error"]))
+        console.print(table_of(self.rows))
+        found, worst = self.document(), self.rows[0]
         low, high = found["interval"]
         console.print(
             f"Predicted times are off by {percent(found['median_error'])} in the median (95 %"
-            f" interval {percent(low)} to {percent(high)} over {len(self.rows)} combinations), by"
-            f" {percent(abs(worst['error']))} at worst ({worst['name']}).",
+            f" interval {percent(low)} to {percent(high)} over {len(self.rows)} of"
+            f" {len(self.combinations)} combinations), by {percent(abs(worst['error']))} at worst"
+            f" ({worst['name']}).",
             soft_wrap=True,
         )
-        if missing := len(self.combinations) - len(self.rows):
-            total = len(self.combinations)
-            console.print(f"{missing} of {total} have not finished: the same command runs them.")
         console.print(f"folder  {self.folder}", soft_wrap=True, markup=False)
 
     def document(self) -> dict[str, Any]:
@@ -127,29 +125,31 @@ def calibrate(
     Raises: UsageError if the request cannot be calibrated; AshlError if fewer than two combinations
     finished.
     """
-    typed = checked(overrides, config_dir)
-    chosen = combinations_of(typed)
-    base = compose([*typed, *next(iter(chosen.values())).split()], config_dir)
-    digest = hashlib.sha256(config_hash(base).encode()).hexdigest()[:8]
-    folder = Path(base["run"]["dir"] or CALIBRATIONS / digest)
+    typed, base = checked(overrides, config_dir)
+    folder = Path(base["run"]["dir"] or CALIBRATIONS / config_hash(base))
     if base["profile"]:
         read_profile(base["profile"])
-    chosen, left_out = within_cores(chosen, typed, config_dir)
+    lines = lines_of(typed)
+    left_out = lines_left_out(lines, config_dir) if lines else {}
+    lines = {name: line for name, line in lines.items() if name not in left_out}
+    chosen = {name: COMBINATIONS[name] for name in lines}
     if dry_run:
         return Calibrated(chosen, left_out, folder)
     if len(chosen) < 2:
-        name, reason = next(iter(left_out.items()))
+        why = next((f" ({name}: {reason})" for name, reason in left_out.items()), "")
         raise UsageError(
-            f"fewer than two combinations are left to compare ({name}: {reason}); calibrate on a"
-            " host with a core for each rank, or declare a cluster (its workers are throttled)"
+            f"fewer than two combinations are left to compare{why}; remove some overrides,"
+            " calibrate on a host with a core for each rank, or declare a cluster (its workers are"
+            " throttled)"
         )
-    profile = profile_for(base, chosen, typed, config_dir, folder)
-    pairs = {
-        name: jobs_of((*typed, *line.split()), config_dir, folder, profile, run_s)
-        for name, line in chosen.items()
-    }
-    run_missing(pairs, console, quiet=quiet)
-    rows = [row for name, pair in pairs.items() if (row := compared(name, *pair)) is not None]
+    profile = profile_for(lines, config_dir, folder)
+    pairs = pairs_of(lines, config_dir, profile, run_s)
+    missing = [own for pair in pairs.values() for own in pair if not has_ended(folder / own.hash)]
+    progress = SweepProgress(console, len(missing), quiet=quiet)
+    for _ in run_settings(folder, missing, local_pool(1), progress):
+        pass
+    rows = [row for name, pair in pairs.items() if (row := compared(name, folder, *pair))]
+    rows.sort(key=lambda row: -abs(row["error"]))
     if len(rows) < 2:
         raise AshlError(f"fewer than two combinations have finished; {folder} has the logs")
     found = Calibrated(chosen, left_out, folder, rows, profile)
@@ -157,8 +157,9 @@ def calibrate(
     return found
 
 
-def checked(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
-    """Return the overrides of all runs, with defaults for keys that were not typed.
+def checked(overrides: Sequence[str], config_dir: Path | None) -> tuple[list[str], dict[str, Any]]:
+    """Return the overrides of all runs, with defaults for keys that were not typed, and their
+    configuration.
 
     Raises: UsageError for stop.* and for virtual time.
     """
@@ -174,53 +175,43 @@ def checked(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
         raise UsageError(
             "a calibration compares virtual time with real processes here; take runtime=local"
         )
-    return [*typed.values()]
+    return [*typed.values()], config
 
 
-def combinations_of(typed: Sequence[str]) -> dict[str, str]:
-    """Return the combinations that agree with the typed overrides.
-
-    Raises: UsageError if fewer than two do.
-    """
+def lines_of(typed: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the overrides of each combination that agrees with the typed ones."""
     by_key = {key_of(text): text for text in typed}
-    found = {
-        name: line
+    return {
+        name: (*(text for text in typed if text not in line.split()), *line.split())
         for name, line in COMBINATIONS.items()
         if all(by_key.get(key_of(text), text) == text for text in line.split())
     }
-    if len(found) < 2:
-        left = f"only {next(iter(found))}" if found else "none"
-        raise UsageError(
-            f"{left} of the calibrated combinations agrees with {' '.join(typed)}; remove"
-            " some overrides"
-        )
-    return found
 
 
-def within_cores(
-    chosen: dict[str, str], typed: Sequence[str], config_dir: Path | None
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the combinations for which this host has enough cores, and why the others are left
-    out.
+def lines_left_out(lines: Mapping[str, Sequence[str]], config_dir: Path | None) -> dict[str, str]:
+    """Return which combinations cannot run, or have more ranks than this host has cores, and why.
 
     Ranks of a declared cluster are throttled and mostly sleep, so they need no core each.
     """
-    found, left_out, cores = dict[str, str](), dict[str, str](), usable_cores()
-    for name, line in chosen.items():
-        config = compose([*typed, *line.split()], config_dir)
-        try:
-            ranks = compile_plan(config).num_ranks
-        except UsageError as error:
-            left_out[name] = str(error)
-            continue
-        if ranks > cores and not is_paced(config):
-            left_out[name] = (
+    grid, cores = grid_of(lines, config_dir, strict=False), usable_cores()
+    names = {tuple(line): name for name, line in lines.items()}
+    found = {names[skipped.overrides]: skipped.reason for skipped in grid.skipped}
+    for setting in grid.settings:
+        ranks = 0 if setting.plan is None or is_paced(setting.config) else setting.plan.num_ranks
+        if ranks > cores:
+            found[setting.label] = (
                 f"its {ranks} ranks are more than this host's {cores} cores, so that its times are"
                 " not those of a cluster"
             )
-        else:
-            found[name] = line
-    return found, left_out
+    return found
+
+
+def grid_of(
+    lines: Mapping[str, Sequence[str]], config_dir: Path | None, *, strict: bool = True
+) -> Grid:
+    """Return the grid that has each combination as a line."""
+    found = [Line([[text] for text in line], name) for name, line in lines.items()]
+    return make_grid(found, partial(compose, config_dir=config_dir), strict=strict)
 
 
 def is_paced(config: Mapping[str, Any]) -> bool:
@@ -228,77 +219,58 @@ def is_paced(config: Mapping[str, Any]) -> bool:
 
 
 def profile_for(
-    base: dict[str, Any],
-    chosen: dict[str, str],
-    typed: Sequence[str],
-    config_dir: Path | None,
-    folder: Path,
+    lines: Mapping[str, Sequence[str]], config_dir: Path | None, folder: Path
 ) -> Path | None:
     """Return the profile of a real cluster, measured unless given; None if the cluster's costs
     are declared.
     """
+    first, *_ = lines.values()
+    base, path = compose(first, config_dir), folder / "profile" / "profile.json"
     if base["profile"]:
         return Path(base["profile"])
     if is_paced(base):
         return None
-    path = folder / "profile" / "profile.json"
     if not path.exists():
-        names = dict.fromkeys(line.rpartition("compression=")[2] for line in chosen.values())
-        codecs = specs_of("compression", [*names], typed, config_dir)
-        measure(
-            {**base, "run": {**base["run"], "dir": str(path.parent)}}, [], quiet=True, codecs=codecs
-        )
+        names = dict.fromkeys(line[-1].removeprefix("compression=") for line in lines.values())
+        codecs = specs_of("compression", [*names], first, config_dir)
+        run = {**base["run"], "dir": str(path.parent)}
+        measure({**base, "run": run}, [], quiet=True, codecs=codecs)
     return path
 
 
-def jobs_of(
-    texts: Sequence[str], config_dir: Path | None, folder: Path, profile: Path | None, run_s: float
-) -> tuple[Job, Job]:
-    """Return a run in virtual time and on processes, which should take about `run_s` seconds."""
-    texts = [text for text in texts if key_of(text) != "profile"]
-    replaced = {"runtime"} if profile is None else {"runtime", "cluster"}
-    virtual = [text for text in texts if key_of(text).partition(".")[0] not in replaced]
-    virtual += ["runtime=sim", "runtime.gradients=false"]
-    virtual += [] if profile is None else ["cluster=profile", f"profile={profile}"]
-    stage = compile_plan(compose(virtual, config_dir)).stages[0]
-    a_round = sum(worker.local_steps for worker in stage.workers)
-    wanted = min(MOST_STEPS, round((stage.predicted_steps_per_s or 1.0) * run_s))
-    limits = (f"stop.steps={a_round * max(LEAST_ROUNDS, wanted // a_round)}", "tracking=none")
-
-    def job(own: Sequence[str], place: Path) -> Job:
-        config = compose([*own, *limits], config_dir)
-        path = place / config_hash(config)
-        run = {**config["run"], "dir": str(path), "save_weights": False}
-        return Job(path, {**config, "run": run}, (*own, *limits))
-
-    return job(virtual, folder / "virtual"), job(texts, folder / "real")
-
-
-def run_missing(pairs: Mapping[str, tuple[Job, Job]], console: Console, *, quiet: bool) -> None:
-    """Run the jobs that have not ended yet, one at a time."""
-    names = dict[Path, str]()
-    for name, (virtual, real) in pairs.items():
-        names |= {virtual.folder: f"{name}, virtual", real.folder: f"{name}, real"}
-    waiting = [own for pair in pairs.values() for own in pair if read_summary(own.folder) is None]
-    progress = SweepProgress(console, len(waiting), quiet=quiet)
-
-    def show(running: Sequence[Job]) -> None:
-        progress.show([Running(names[own.folder]) for own in running])
-
-    try:
-        for done in run_all(local_pool(1), iter(waiting), show):
-            if (summary := read_summary(done.folder)) is not None:
-                progress.ended(names[done.folder], summary)
-    finally:
-        progress.close()
+def pairs_of(
+    lines: Mapping[str, Sequence[str]], config_dir: Path | None, profile: Path | None, run_s: float
+) -> dict[str, list[Setting]]:
+    """Return each combination's run in virtual time and on processes, of about `run_s` seconds."""
+    replaced = ("runtime", "profile") if profile is None else ("runtime", "profile", "cluster")
+    sim = ["runtime=sim", "runtime.gradients=false"]
+    sim += [] if profile is None else ["cluster=profile", f"profile={profile}"]
+    virtual, real = dict[str, list[str]](), dict[str, list[str]]()
+    for name, line in lines.items():
+        kept = [text for text in line if key_of(text).partition(".")[0] not in replaced]
+        virtual[name], real[name] = [*kept, *sim], [t for t in line if key_of(t) != "profile"]
+    for setting in grid_of(virtual, config_dir).settings:
+        assert setting.plan is not None
+        stage = setting.plan.stages[0]
+        a_round = sum(worker.local_steps for worker in stage.workers)
+        wanted = round((stage.predicted_steps_per_s or 1.0) * run_s)
+        limit = f"stop.steps={a_round * max(LEAST_ROUNDS, wanted // a_round)}"
+        virtual[setting.label].append(limit)
+        real[setting.label].append(limit)
+    pairs = dict[str, list[Setting]]()
+    for kind, texts in (("virtual", virtual), ("real", real)):
+        for setting in grid_of(texts, config_dir).settings:
+            shown = replace(setting, label=f"{setting.label}, {kind}", axes={})
+            pairs.setdefault(setting.label, []).append(shown)
+    return pairs
 
 
-def compared(name: str, virtual: Job, real: Job) -> Row | None:
+def compared(name: str, folder: Path, virtual: Setting, real: Setting) -> Row | None:
     """Return the times of a combination; None unless both runs have finished."""
-    predicted, measured = (read_summary(own.folder) for own in (virtual, real))
+    predicted, measured = (read_summary(folder / own.hash) for own in (virtual, real))
     if predicted is None or measured is None:
         return None
-    if predicted["status"] != "finished" or measured["status"] != "finished":
+    if {predicted["status"], measured["status"]} != {"finished"}:
         return None
     predicted_s = predicted["time_s"] / predicted["steps"] * measured["steps"]
     return {
@@ -321,18 +293,15 @@ def interval(errors: Sequence[float]) -> tuple[float, float]:
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """Return predicted beside measured times, the largest error first."""
-    cells = [
-        (
-            row["name"],
-            number(row["steps"]),
-            seconds(row["predicted_s"]),
-            seconds(row["measured_s"]),
-            f"{row['error']:+.1%}",
-            percent(row["predicted_wait_share"]),
-            percent(row["measured_wait_share"]),
-        )
-        for row in sorted(rows, key=lambda row: -abs(row["error"]))
-    ]
-    titles = ("steps", "predicted", "measured", "error", "waiting predicted", "measured")
-    return plain_table(("combination", *titles), cells, left=("combination",))
+    """Return predicted beside measured times."""
+    columns = {
+        "combination": lambda row: row["name"],
+        "steps": lambda row: number(row["steps"]),
+        "predicted": lambda row: seconds(row["predicted_s"]),
+        "measured": lambda row: seconds(row["measured_s"]),
+        "error": lambda row: f"{row['error']:+.1%}",
+        "waiting predicted": lambda row: percent(row["predicted_wait_share"]),
+        "waiting measured": lambda row: percent(row["measured_wait_share"]),
+    }
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    return plain_table([*columns], cells, left=("combination",))

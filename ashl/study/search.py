@@ -124,13 +124,8 @@ def search(
         with sweep.copied_to_tracker(corners, folder, str(command), console) as to_tracker:
             pool = make_pool(slots)
             pool = pool._replace(at_once=min(pool.at_once, slots))
-            try:
-                for _ in sweep.run_settings(
-                    folder, tried.choose(trials), pool, progress, to_tracker
-                ):
-                    tried.tell()
-            finally:
-                progress.close()
+            for _ in sweep.run_settings(folder, tried.choose(trials), pool, progress, to_tracker):
+                tried.tell()
             found = sweep.conclude(folder, command, console)
         return sweep.swept(folder, tuple(tried.settings.values()), found, command)
 

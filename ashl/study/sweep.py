@@ -184,7 +184,6 @@ def fill(
         for _ in run_settings(folder, order, pool, progress, to_tracker, race, over):
             pass
     finally:
-        progress.close()
         jsonl.write_json(folder / SWEEP, record)
 
 
@@ -193,13 +192,14 @@ def run_settings(
     settings: Iterable[Setting],
     pool: Pool,
     progress: SweepProgress,
-    to_tracker: Callable[[Setting], None],
+    to_tracker: Callable[[Setting], None] = lambda setting: None,
     race: Race | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> Iterator[Setting]:
     """Run these settings to their end, or until the race drops them, or until `over` returns True.
 
-    Each is taken when it can begin, and yielded when it has ended.
+    Each is taken when it can begin, and yielded when it has ended. The progress is closed at the
+    end.
     """
     by_folder, readings = dict[Path, Setting](), dict[Path, Reading]()
 
@@ -222,14 +222,17 @@ def run_settings(
     def unwanted(job: Job) -> bool:
         return over() or (race is not None and by_folder[job.folder].hash in race.gone)
 
-    for job in run_all(pool, jobs(), show, unwanted):
-        summary, setting = read_summary(job.folder), by_folder[job.folder]
-        if summary is not None and summary["status"] in ENDED:
-            progress.ended(label(setting), summary)
-            to_tracker(setting)
-        if race:
-            race.judge()
-        yield setting
+    try:
+        for job in run_all(pool, jobs(), show, unwanted):
+            summary, setting = read_summary(job.folder), by_folder[job.folder]
+            if summary is not None and summary["status"] in ENDED:
+                progress.ended(label(setting), summary)
+                to_tracker(setting)
+            if race:
+                race.judge()
+            yield setting
+    finally:
+        progress.close()
 
 
 def kept_in(grid: Grid, baseline: str | None) -> str:
