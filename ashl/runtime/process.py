@@ -222,7 +222,9 @@ class TorchKernel:
         requests to join. Call it before `run`.
         """
         for rank in workers:
-            self._mail.mark_failed(fx.PeerFailedError(rank, "it was not saved"), self._since_ns)
+            # -1: the worker that joins is the first incarnation of the resumed run
+            failure = fx.PeerFailedError(rank, "it was not saved", -1)
+            self._mail.mark_failed(failure, self._since_ns)
             del self._mail.failed_peers[rank]
 
     def join_running(self, groups: Mapping[int, dist.ProcessGroup], zero_ns: int) -> None:

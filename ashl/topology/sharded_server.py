@@ -210,6 +210,8 @@ class ShardState(ServerState):
         self.history = {self.progress.version: self.params}
         self.last = None
         self.leaving = []
+        # No admission is in flight, and a resumed run counts the failures of a worker from 0.
+        self.failures = {rank: self.failures[rank] for rank in self.newcomers}
 
 
 def parts(stage: StageConfig) -> tuple[StageConfig, ...]:
