@@ -1,17 +1,21 @@
 """`python -m tests.benchmarks.advise [CLUSTER...] [KEY=VALUE...]`: is the advice as good as the
-best of the full grid, at what cost?
+best of the full grid, at what cost? A number N instead of a preset draws N clusters at random.
 
-For each cluster preset, mlp on digits to 95 % unless something else is typed: first the advice,
-then every candidate at every learning rate with the seeds of the race. The grid's winner is the
-best median; the advice is inside if the median that its winner and rate have in the grid lies
-within the range of the grid's winner. Cost is the runs' own host seconds, their steps and their
-number.
+For each cluster, mlp on digits to 95 % unless something else is typed: first the advice, then every
+candidate at every learning rate with the seeds of the race. The grid's winner is the best median;
+the advice is inside if the median that its winner and rate have in the grid lies within the range
+of the grid's winner. Cost is the runs' own host seconds, their steps and their number.
+
+The advice to leave a worker out is compared with runs without that worker: the `CONTENDERS` best of
+the grid at their rates, with the same seeds.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -37,6 +41,39 @@ TARGET = ["stop.target_accuracy=0.95", "stop.target_consecutive_evals=2"]
 LINE = command_line("advise", TASK)
 
 Times = dict[tuple[str, str], list[float]]  # by candidate and learning rate: seconds to the target
+DRAWN_SEED = 20261127
+CONTENDERS = 3
+LISTED = ("cluster.compute=", "cluster.link=")  # have an entry for each worker
+
+
+def drawn_clusters(count: int) -> list[list[str]]:
+    """Draw clusters: 3 to 8 workers with unequal speeds, links of 5 to 1,000 Mbit/s per NIC, and 0.2
+    to 20 ms of latency; on half of them a straggler, on a third unequal links.
+    """
+    found = []
+    for number in range(count):
+        rng = random.Random(DRAWN_SEED + number)
+        n = rng.randint(3, 8)
+        compute = [round(math.exp(rng.gauss(0, 0.3)), 2) for _ in range(n)]
+        if rng.random() < 1 / 2:
+            compute[-1] = round(rng.uniform(2.5, 8), 2)
+        link = [round(math.exp(abs(rng.gauss(0, 0.7))), 2) for _ in range(n)]
+        unequal = [f"cluster.link={link}"] if rng.random() < 1 / 3 else []
+        mbit_s = 10 ** rng.uniform(math.log10(5), 3)
+        latency_s = 10 ** rng.uniform(math.log10(2e-4), math.log10(0.02))
+        found.append(
+            [
+                "cluster=homogeneous",
+                f"cluster.compute={compute}",
+                *unequal,
+                "cluster.exchange_s=null",
+                f"cluster.bandwidth_mbit_s={mbit_s:.3g}",
+                f"cluster.server_bandwidth_mbit_s={mbit_s * rng.choice([1, 4]):.3g}",
+                f"cluster.latency_s={latency_s:.2g}",
+                f"cluster.jitter={rng.choice([0.0, 0.1, 0.3])}",
+            ]
+        )
+    return [[text.replace(" ", "") for text in one] for one in found]
 
 
 def cost(folder: Path) -> tuple[float, int, int]:
@@ -46,8 +83,14 @@ def cost(folder: Path) -> tuple[float, int, int]:
     return host_s, steps, len(found)
 
 
-def whole_grid(field: Field, fixed: list[str], every_s: float | None, folder: Path) -> Times:
-    """Every candidate at every rate, each run to its end."""
+def whole_grid(
+    field: Field,
+    fixed: list[str],
+    every_s: float | None,
+    folder: Path,
+    among: Sequence[tuple[str, str]] | None = None,
+) -> Times:
+    """Run every candidate at every rate, or those in `among`, each to its end."""
     folder.mkdir()
     place = Place(folder, LINE, fixed, SLOTS, Deadline(math.inf), Console(quiet=True), True)
     scale = Scale(1.0, RATES, every_s)
@@ -56,6 +99,7 @@ def whole_grid(field: Field, fixed: list[str], every_s: float | None, folder: Pa
         for own in field.candidates
         for rate in rates_of(own, scale)
         for seed in SEEDS
+        if among is None or (own.name, f"{rate:g}") in among
     ]
     settings = [
         setting_of(own, place, scale, rate, seed, ("optimizer.lr", "seed"))
@@ -73,8 +117,37 @@ def whole_grid(field: Field, fixed: list[str], every_s: float | None, folder: Pa
     return times
 
 
-def main(clusters: list[str], typed: list[str]) -> None:
-    console = Console(width=170)
+def judge_left_out(
+    record: dict, times: Times, field: Field, fixed: list[str], folder: Path
+) -> tuple[str, str]:
+    """Return what the advice says about leaving a worker out, and what runs without it show."""
+    if (said := record.get("leave_out")) is None:
+        return "nothing", ""
+    worker, n = said["worker"], field.candidates[0].plan.num_workers
+    without = [without_entry(text, worker) for text in fixed] + [f"cluster.num_workers={n - 1}"]
+    best = sorted(times, key=lambda key: median(times[key]))[:CONTENDERS]
+    own = field_of(asked(without, None), None, lambda done, size, name: None)
+    there = whole_grid(own, without, record["scale"]["every_s"], folder, best)
+    with_s, without_s = median(times[best[0]]), min(map(median, there.values()))
+    advised = "leave out" if said["leave_out"] else "keep"
+    right = said["leave_out"] == (without_s < with_s) or abs(without_s / with_s - 1) <= 0.1
+    return (
+        f"{advised} {worker}: {said['with_s']:.3g} .. {said['without_s']:.3g} s",
+        f"{with_s:.3g} .. {without_s:.3g} s, {'right' if right else 'wrong'}",
+    )
+
+
+def without_entry(text: str, worker: int) -> str:
+    """Return an override without a worker's entry of its list."""
+    key, _, value = text.partition("=")
+    if f"{key}=" not in LISTED:
+        return text
+    entries = value.strip("[]").split(",")
+    return f"{key}=[{','.join(entries[:worker] + entries[worker + 1 :])}]"
+
+
+def main(clusters: list[list[str]], typed: list[str]) -> None:
+    console = Console(width=200)
     table = Table(
         "cluster",
         "candidates",
@@ -85,10 +158,12 @@ def main(clusters: list[str], typed: list[str]) -> None:
         "inside",
         "host s",
         "runs",
+        "leave out, predicted",
+        "measured",
     )
     for cluster in clusters:
         with TemporaryDirectory() as place:
-            folder, fixed = Path(place), [f"cluster={cluster}", *TASK, *TARGET, *typed]
+            folder, fixed = Path(place), [*cluster, *TASK, *TARGET, *typed]
             fixed = list({key_of(text): text for text in fixed}.values())
             how = {
                 "target": None,
@@ -107,20 +182,25 @@ def main(clusters: list[str], typed: list[str]) -> None:
             name, rate = record["winner"]["name"], f"{record['winner']['optimizer.lr']:g}"
             own_s, low_s, high_s = median(times[name, rate]), min(times[best]), max(times[best])
             both = zip(cost(folder / "advice"), cost(folder / "grid"), strict=True)
+            ratios = [f"{own:.0f} / {whole:.0f} = {own / whole:.2f}" for own, whole in both]
             table.add_row(
-                cluster,
+                " ".join(cluster).replace("cluster.", ""),
                 str(len(field.candidates)),
                 f"{best[0]} at {best[1]}",
                 f"{low_s:.3g} .. {median(times[best]):.3g} .. {high_s:.3g} s",
                 f"{name} at {rate}",
                 f"{own_s:.3g} s",
-                "yes" if own_s <= high_s else "no",
-                *(f"{own:.0f} / {whole:.0f} = {own / whole:.2f}" for own, whole in both),
+                f"{'yes' if own_s <= high_s else 'no'}, {own_s / median(times[best]):.3f}",
+                ratios[0],
+                ratios[2],
+                *judge_left_out(record, times, field, fixed, folder / "without"),
             )
             console.print(f"{cluster}: spent {record['spent_s']:.0f} s, {record['headline']}")
             console.print(table)
 
 
 if __name__ == "__main__":
+    words = [text for text in sys.argv[1:] if "=" not in text] or list(CLUSTERS)
+    drawn = drawn_clusters(int(words[0])) if words[0].isdigit() else None
     typed = [text for text in sys.argv[1:] if "=" in text]
-    main([text for text in sys.argv[1:] if "=" not in text] or list(CLUSTERS), typed)
+    main(drawn or [[f"cluster={name}"] for name in words], typed)
