@@ -3,17 +3,22 @@ there.
 """
 
 import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from ashl.compression.gtopk import GTopK
 from ashl.config.compose import compose
+from ashl.errors import UsageError
+from ashl.plan.plan import Plan
 from ashl.run import train as run
 from ashl.run.monitor import Monitor
 from ashl.runtime.records import StageEnd
 from tests.conf_option import conf_option
-from tests.support import simulated
+from tests.support import planned, simulated
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
@@ -334,3 +339,48 @@ def test_the_shares_and_the_ratios_are_planned_per_stage():
     assert shl.handover == {}
     assert ahl.handover == {"momentum": "keep", "residual": "keep"}
     assert torch.tensor([w.data_share for w in shl.workers]).sum().item() == pytest.approx(1)
+
+
+OVERLAPS = sorted({path.stem for path in Path("conf/overlap").glob("*.yaml")} - {"none"})
+LINK = (
+    "cluster=homogeneous",
+    "cluster.num_workers=2",
+    "cluster.exchange_s=null",
+    "cluster.bandwidth_mbit_s=50",
+    "cluster.latency_s=0.001",
+    "model.hidden=[16]",
+    "stop.steps=24",
+)
+
+
+def single_stage(*overrides: str) -> Plan | None:
+    """Return the plan of one stage, or None if its options do not work together."""
+    try:
+        return planned(*LINK, *overrides)
+    except UsageError:
+        return None
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_stages_may_overlap_differently(overlap: str, tmp_path: Path) -> None:
+    """A plan whose stages have different overlaps reaches its last stage, or is refused."""
+    tried = 0
+    for topology, sync in product(
+        ("all_reduce", "parameter_server"), ("bsp", "local_sgd sync.local_steps=2")
+    ):
+        own = f"topology={topology}", *f"sync={sync}".split()
+        plain, chosen = (single_stage(*own, f"overlap={name}") for name in ("none", overlap))
+        if plain is None or chosen is None:
+            continue
+        for first, second in ((plain, chosen), (chosen, plain), (chosen, chosen)):
+            stages = replace(first.stages[0], until={"commits": 2.0}), second.stages[0]
+            path = tmp_path / "plan.json"
+            path.write_text(replace(first, stages=stages).to_json())
+            tried += 1
+            if overlap in ("streaming", "loscar"):
+                with pytest.raises(UsageError, match="not supported with several stages"):
+                    simulated(*LINK, *own, f"plan={path}")
+            else:
+                ends = simulated(*LINK, *own, f"plan={path}").of("StageEnd")
+                assert [end["stage"] for end in ends] == [0, 1]
+    assert tried
