@@ -37,14 +37,13 @@ def replay(
     """
     with starting(quiet):
         from ashl.study.replay import replay as run_replay
-        from ashl.study.replay import show
 
     found = run_replay(run, overrides or [], config_dir)
     line = typed(ctx)
     following = line.followed_by("train", *found.typed)
     if not overrides:
         following = line.followed_by("replay", run, "sync=asp")
-    document = {"folder": str(found.folder), **found.document()}
+    document = {"folder": str(found.folder), **found.record}
     if quiet and not json:
         return Answer(document)
-    return Answer(document, lambda: show(console(), found.rows, found.folder), following)
+    return Answer(document, lambda: found.show(console()), following)

@@ -7,6 +7,7 @@ Limits: a run has transfers of one size only, so a change of topology or compres
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -36,20 +37,27 @@ Rounds = Sequence[Mapping[str, Any]]  # the rounds of one worker, from events.js
 
 
 class Replayed(NamedTuple):
-    """A run, its replay and the replay with the changes, as summaries by name.
+    """The outcome of a replay.
 
-    `typed` is the settings of the real run, with the changes.
+    `record` is the content of replay.json: the run, the changes, and the summaries by name. `typed`
+    is the settings of the real run, with the changes.
     """
 
     folder: Path
-    run: Path
-    changes: Sequence[str]
-    rows: Mapping[str, Mapping[str, Any]]
+    record: dict[str, Any]
     typed: Sequence[str]
 
-    def document(self) -> dict[str, Any]:
-        """Return the record that replay.json holds."""
-        return {"run": str(self.run), "changes": list(self.changes), "runs": self.rows}
+    def show(self, console: Console) -> None:
+        """Print the run, its replay, and the replay with the change, each beside the one before."""
+        cells, before_s = list[tuple[str, ...]](), None
+        for name, row in self.record["runs"].items():
+            change = "" if before_s is None else f"{row['time_s'] / before_s - 1:+.1%}"
+            rate, wait = number(row["steps_per_s"]), percent(row["wait_share"])
+            cells.append((name, seconds(row["time_s"]), change, rate, wait))
+            before_s = row["time_s"]
+        titles = ("run", "time", "change", "steps/s", "waiting")
+        console.print(plain_table(titles, cells, left=titles))
+        console.print(f"folder  {self.folder}", soft_wrap=True, markup=False)
 
 
 def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Replayed:
@@ -74,25 +82,24 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Rep
     place.mkdir()
     path = place / "profile.json"
     path.write_text(profile_of(folder, config).to_json(), encoding="utf-8")
-    own = {key_of(text): text for text in typed}
-    own = {key: text for key, text in own.items() if key.partition(".")[0] not in NOT_REPEATED}
     sim = ["runtime=sim", "runtime.gradients=false", "tracking=none", "cluster=profile"]
     fixed = (*sim, f"profile={path}", f"stop.steps={summary['steps']}", NO_EVALUATION)
-    changed = {key_of(text): text for text in changes}
-    kept = {key: text for key, text in own.items() if key.partition(".")[0] not in changed}
-    played, rows = {"replayed": own}, {"as it was": summary}
-    played |= {" ".join(changes): kept | changed} if changes else {}
+    own = [text for text in typed if key_of(text).partition(".")[0] not in NOT_REPEATED]
+    changed = {key_of(text) for text in changes}
+    kept = [text for text in own if not {key_of(text), key_of(text).partition(".")[0]} & changed]
+    played = {"replayed": own} | ({" ".join(changes): [*kept, *changes]} if changes else {})
+    rows = {"as it was": summary}
     for name, texts in played.items():
-        config = compose([*texts.values(), *fixed], config_dir)
+        config = compose([*texts, *fixed], config_dir)
         run_dir = str(place / ("replayed" if name == "replayed" else "changed"))
         ran = run({**config, "run": {**config["run"], "dir": run_dir}}, [], quiet=True, silent=True)
         if ran.summary is None:
             raise AshlError("a replay cannot run inside a job; start it without torchrun")
         rows[name] = ran.summary
     real = {key_of(text): text for text in (*typed, *changes) if key_of(text) != "run.dir"}
-    found = Replayed(place, folder, changes, rows, [*real.values()])
-    jsonl.write_json(place / "replay.json", found.document())
-    return found
+    record = {"run": str(folder), "changes": list(changes), "runs": rows}
+    jsonl.write_json(place / "replay.json", record)
+    return Replayed(place, record, [*real.values()])
 
 
 def profile_of(folder: Path, config: Mapping[str, Any]) -> Profile:
@@ -106,7 +113,7 @@ def profile_of(folder: Path, config: Mapping[str, Any]) -> Profile:
             f"the run in {folder} has {len(plan.stages)} stages and topology={topology}; replay a"
             " run of one stage, by a server or all-reduce"
         )
-    rounds = [rounds_of(folder, rank) for rank in range(plan.num_workers)]
+    rounds = rounds_of(folder, plan.num_workers)
     codec = OptionFactory(plan.allow_targets).of("compression", config["compression"])
     # An all-gather of the same bytes costs half as much as a sum.
     gathers = not (codec.traits.lossless or codec.traits.linear)
@@ -127,21 +134,23 @@ def profile_of(folder: Path, config: Mapping[str, Any]) -> Profile:
     )
 
 
-def rounds_of(folder: Path, rank: int) -> Rounds:
-    """Return the rounds of one worker that have steps.
+def rounds_of(folder: Path, num_workers: int) -> Sequence[Rounds]:
+    """Return the rounds of each worker that have steps and spans.
 
-    Raises: UsageError if no round has its spans.
+    Raises: UsageError if a worker has none.
     """
-    try:
-        events = [event for event in jsonl.read(folder / EVENTS) if event.get("kind") == "round"]
-        found = [own for own in events if own["rank"] == rank and own["steps"] and own["spans"]]
-    except (OSError, ValueError, KeyError):
-        found = []
-    if not found:
-        raise UsageError(
-            f"{folder / EVENTS} has no spans of worker {rank}; repeat the run with"
-            " tracking.events=all to replay it"
-        )
+    found = [list[Mapping[str, Any]]() for _ in range(num_workers)]
+    with suppress(OSError, ValueError, KeyError):
+        for event in jsonl.read(folder / EVENTS):
+            ours = event.get("kind") == "round" and event["rank"] < num_workers
+            if ours and event["steps"] and event["spans"]:
+                found[event["rank"]].append(event)
+    for rank, rounds in enumerate(found):
+        if not rounds:
+            raise UsageError(
+                f"{folder / EVENTS} has no spans of worker {rank}; repeat the run with"
+                " tracking.events=all to replay it"
+            )
     return found
 
 
@@ -181,16 +190,3 @@ def least_s(rounds: Sequence[Rounds], kinds: Sequence[str]) -> float:
     """Return the mean over rounds of the least seconds that a worker spent on `kinds`."""
     together = zip(*rounds, strict=False)
     return fmean(min(sum(own[kind] for kind in kinds) for own in row) for row in together)
-
-
-def show(console: Console, rows: Mapping[str, Mapping[str, Any]], place: Path) -> None:
-    """Print the run, its replay, and the replay with the change, each beside the one before."""
-    cells, before_s = list[tuple[str, ...]](), None
-    for name, row in rows.items():
-        change = "" if before_s is None else f"{row['time_s'] / before_s - 1:+.1%}"
-        rate, wait = number(row["steps_per_s"]), percent(row["wait_share"])
-        cells.append((name, seconds(row["time_s"]), change, rate, wait))
-        before_s = row["time_s"]
-    titles = ("run", "time", "change", "steps/s", "waiting")
-    console.print(plain_table(titles, cells, left=titles))
-    console.print(f"folder  {place}", soft_wrap=True, markup=False)
