@@ -159,21 +159,6 @@ def _show_entries(entries: Sequence[dict[str, Any]]) -> None:
         print("\n" + "\n".join(f"{status}: {why}" for status, why in STATUSES.items()))
 
 
-def _laws(file: Path) -> None:
-    """Show the guarantees of a codec, and its laws as measured on this machine."""
-    from ashl.compression.laws import D, laws, list_guarantees
-    from ashl.config.construct import construct
-
-    codec = construct(values(file), "compression", (target(file).partition(".")[0],))
-    show("\nGuarantees", list_guarantees(codec))
-    rows = [(law.name, law.stated, law.measured, law.verdict) for law in laws(codec)]
-    show(
-        f"\nLaws: stated, and measured just now on {D:,} elements; relative error is ‖C(x) −"
-        " x‖²/‖x‖²",
-        rows,
-    )
-
-
 def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
     chosen = usual()
     rows = [
@@ -210,7 +195,11 @@ def _card(group: str, option: str, file: Path) -> None:
         if rows:
             show("\nParameters and their defaults", rows)
         if group == "compression":
-            _laws(file)
+            from ashl.compression.guarantees import D, list_guarantees
+            from ashl.config.construct import construct
+
+            codec = construct(values(file), group, (name.partition(".")[0],))
+            show(f"\nGuarantees, for {D:,} elements", list_guarantees(codec))
         print(f"\n{name}, from {file}")
     else:  # a preset is shown as its file
         print(f"{group}={option}")

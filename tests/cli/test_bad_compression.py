@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from ashl.cli.app import main
-from ashl.compression import laws
+from ashl.compression import guarantees
 from ashl.compression.contract import Traits
 
 
@@ -78,4 +78,4 @@ def test_what_is_legal_and_worth_knowing(overrides: str, says: str, workplace, c
 
 
 def test_every_flag_is_explained() -> None:
-    assert set(laws.MEANT) == set(Traits._fields)
+    assert set(guarantees.MEANT) == set(Traits._fields)

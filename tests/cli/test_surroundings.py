@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from ashl.cli import list as lists
 from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.launch.environment import ENGINES, clear_launcher_env
@@ -72,7 +71,6 @@ def in_ascii(monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
     "options", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["one of each group", "all"]
 )
 def test_pages_of_list_in_ascii(options: int | None, monkeypatch) -> None:
-    monkeypatch.setattr(lists, "_laws", lambda file: None)  # measured, in plain letters
     known = catalog()
     named = [
         [group, option]
