@@ -24,10 +24,6 @@ def advise(
         float,
         typer.Option(metavar="SECONDS", min=1, max=1e7, help="Limit of the time on this machine."),
     ] = 300.0,
-    explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Show where time goes, and all candidates with the reason."),
-    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -68,7 +64,6 @@ def advise(
             target=target,
             budget_s=budget,
             slots=jobs,
-            explain=explain,
             dry_run=dry_run,
             quiet=quiet,
         )

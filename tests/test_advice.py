@@ -17,7 +17,7 @@ import pytest
 
 from ashl.advice import advise, candidates, leave_out
 from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origins, thinned
-from ashl.advice.contest import Tuned, front, ranked, run_count, steadier
+from ashl.advice.contest import Tuned, front, ranked, steadier
 from ashl.advice.leave_out import Racer, considered, leave_out_of, without_worker
 from ashl.advice.rules import RULES, Rule, Situation
 from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
@@ -279,9 +279,6 @@ def test_the_race_is_as_large_as_the_budget() -> None:
         UsageError, match=r"--budget 1 is too small: a single run of a sixteenth .*; give --budget"
     ):
         scale_of(load, (), 0.5, 1.0)
-    assert (
-        scale_of(replace(load, slower=11.0), (), 1000.0, 1000.0).length == 0.5
-    )  # runs that were slower than predicted
 
 
 def test_a_resumed_race_keeps_its_size_unless_the_budget_allows_more(
@@ -468,7 +465,7 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     )
     monkeypatch.setattr(sweep, "run_all", written)
     monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)  # anywhere
-    command = ["advise", *TINY, "--target", "0.9", "-q", "--explain"]
+    command = ["advise", *TINY, "--target", "0.9", "-q"]
     assert main(command) == 0
     out = capsys.readouterr().out
     record = jsonl.whole(Path("study/advice.json"))
@@ -489,7 +486,6 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     assert "worker 3: with it 1.02 s, without it 1.02 s" in out
     assert {own["name"] for own in record["candidates"]} == {"BSP", "ASP"}
     assert [out["name"] for out in record["left_out"]] == ["BSP Top-K"]
-    assert "this pays from 0.3 on" in out
     end = (
         r"stop.target_accuracy=0.9 stop.target_consecutive_evals=2 eval.every_s=[0-9.]+ sync=asp"
         r" optimizer.lr=0.1$"
@@ -526,25 +522,19 @@ def test_a_dry_run_says_what_the_race_takes_here(
     assert main([*command, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert not Path("study").exists()
-    assert (
-        "At most 26 runs: 10 to tune learning rates, 6 to compare seeds, 10 further seeds of the"
-        " first two." in out
-    )
     took = re.search(
-        r"About ([0-9.]+) s on this machine, 2 runs at a time, .* a run takes up to ([0-9.]+) s",
-        out,
+        r"About ([0-9.]+) s on this machine, 2 runs at a time; a run takes up to ([0-9.]+) s", out
     )
     assert took is not None
     race_s, run_s = map(float, took.groups())
-    assert START_S <= run_s < race_s < 26 * run_s / 2
-    assert "Not known before the race: when runs reach the target" in out
+    assert START_S <= run_s < race_s < 26 * run_s / 2  # 26 runs at most
     assert "The race ends with --budget 300 s at the latest" in out
     assert main(command) == 0
     runs = len(list(Path("study").rglob("summary.json")))
     assert 10 < runs <= 26
     capsys.readouterr()
     assert main([*command, "--dry-run"]) == 0
-    assert f"{runs} of them have already ended, in study." in capsys.readouterr().out
+    assert f"{runs} runs have already ended, in study." in capsys.readouterr().out
 
 
 def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
@@ -583,15 +573,6 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
         main([*command, "--dry-run"]) == 0
     )  # planned candidates are kept with what was dropped of them
     assert f"{stale} was removed from BSP" in capsys.readouterr().out
-
-
-def test_no_race_has_more_runs_than_said() -> None:
-    """One learning rate is tuned for nobody; more of it is tried by those in front and the baseline
-    alone.
-    """
-    assert run_count(22, 1) == (0, 3 * 22, 10)
-    assert run_count(22, 3) == (22 + 2 * (1 + 8) + 2 * (1 + 5), 3 * (1 + 5), 10)
-    assert run_count(2, 3) == (2 + 2 * 2 + 2 * 2, 3 * 2, 10)
 
 
 def raced(reach_s: dict[str, float | None], only: Callable[[Job], bool] = lambda job: True) -> Any:

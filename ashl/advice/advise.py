@@ -66,12 +66,11 @@ class Advice:
     load: Load
     scale: Scale
     result: Answered | None = None
-    explain: bool = False
 
     def show(self, console: Console) -> None:
         """Print the answer, or the candidates and the cost of the race."""
         if self.result is not None:
-            show(console, self.field, self.result, self.place.folder, explain=self.explain)
+            show(console, self.result, self.place.folder)
             return
         show_field(console, self.field)
         show_forecast(console, self.load, self.scale, self.place)
@@ -101,7 +100,6 @@ def advise(
     target: float | None,
     budget_s: float,
     slots: int | None,
-    explain: bool,
     dry_run: bool,
     quiet: bool,
 ) -> Advice:
@@ -151,9 +149,9 @@ def advise(
             )
             follows = Follows(command, real, folder / HOSTS)
             result = answered(field, tries, scale, found, unreached, known, follows, deadline)
-            keep(folder, result, scale, known.slower)
+            keep(folder, result, scale)
             report(folder, str(command), field, found, result)
-    return Advice(field, place, load, scale, result, explain=explain)
+    return Advice(field, place, load, scale, result)
 
 
 def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
@@ -224,9 +222,7 @@ def folder_of(field: Field, wanted: Asked) -> Path:
 
 
 def loaded(field: Field, place: Place) -> Load:
-    """Return the predicted load of the race, corrected by the measured times of an earlier race in
-    this folder.
-    """
+    """Return the predicted load of the race."""
     limits, evaluation = (field.candidates[0].config[key] for key in ("stop", "eval"))
     return load_of(
         field,
@@ -234,7 +230,6 @@ def loaded(field: Field, place: Place) -> Load:
         place.slots,
         target=any(limits.get(key) is not None for key in TARGETS),
         evaluates=any(value is not None for value in evaluation.values()),
-        slower=(jsonl.whole(place.folder / FILE) or {}).get("slower") or 1.0,
     )
 
 
@@ -242,7 +237,7 @@ def scaled(load: Load, wanted: Asked, place: Place) -> Scale:
     """Choose the size of the race, and write it to the folder for the same command."""
     scale, path = chosen_scale(load, wanted, place), place.folder / FILE
     before = jsonl.whole(path) or {}  # an earlier answer stays until there is another
-    jsonl.write_json(path, {**before, "schema": 1, "scale": asdict(scale), "slower": load.slower})
+    jsonl.write_json(path, {**before, "schema": 1, "scale": asdict(scale)})
     return scale
 
 
@@ -270,11 +265,9 @@ def chosen_scale(load: Load, wanted: Asked, place: Place) -> Scale:
     return scale
 
 
-def keep(folder: Path, result: Answered, scale: Scale, slower: float) -> None:
+def keep(folder: Path, result: Answered, scale: Scale) -> None:
     """Write the winner's plan, a host file to fill in, and the record of the answer."""
     (folder / "plan.json").write_text(result.plan.to_json(), encoding="utf-8")
     if not (folder / HOSTS).exists():  # the user may have filled it in
         (folder / HOSTS).write_text(hosts_of(result.plan), encoding="utf-8")
-    jsonl.write_json(
-        folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": slower, **result.record}
-    )
+    jsonl.write_json(folder / FILE, {"schema": 1, "scale": asdict(scale), **result.record})

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ashl.advice.candidates import Candidate, Field, dropped_notes
-from ashl.advice.contest import Place, Tuned, run_count
+from ashl.advice.contest import Place, Tuned
 from ashl.advice.evidence import Evidence
 from ashl.advice.leave_out import Racer, leave_out_of
 from ashl.advice.scale import Load, Scale
@@ -110,7 +110,8 @@ def hosts_of(plan: Plan) -> str:
 def show_field(console: Console, field: Field) -> None:
     """Print the candidates and why they compete, and the other rules and why they do not."""
     for table in field_tables(field):
-        show_table(console, table)
+        console.print(Text(table.title, style="bold"))
+        console.print(plain_table(table.columns, table.rows, left=WORDS))
     for note in dropped_notes(field.candidates):
         console.print(note, markup=False, soft_wrap=True)
 
@@ -126,14 +127,9 @@ def field_tables(field: Field) -> list[SaidTable]:
     return tables + ([SaidTable("Left out", ("rule", "because"), others)] if others else [])
 
 
-def show_table(console: Console, shown: SaidTable) -> None:
-    console.print(Text(shown.title, style="bold"))
-    console.print(plain_table(shown.columns, shown.rows, left=WORDS))
-
-
 def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None:
     """Print what will run, before anything runs."""
-    rest = f"{len(field.left_out)} left out (--explain gives the reasons)"
+    rest = f"{len(field.left_out)} left out (the report gives the reasons)"
     rates = (
         f"{len(scale.rates)} learning rates each"
         if len(scale.rates) > 1
@@ -147,33 +143,18 @@ def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None
 
 
 def show_forecast(console: Console, load: Load, scale: Scale, place: Place) -> None:
-    """Print the predicted cost of the race, and what this prediction does not include.
-
-    The prediction uses a few steps and an evaluation that were timed on this machine.
-    """
-    tuning, seeds, further = run_count(load.candidates, len(scale.rates))
-    parts = [f"{tuning} to tune learning rates"] if tuning else []
-    parts += [f"{seeds} to compare seeds", f"{further} further seeds of the first two"]
-    lines = [f"At most {tuning + seeds + further} runs: {', '.join(parts)}."]
-    if ended := sum(1 for _ in place.folder.rglob(SUMMARY)):
-        lines.append(f"{ended} of them have already ended, in {place.folder}.")
-    race_s, deadline = load.race_s(scale.length, len(scale.rates)), place.deadline
-    lines.append(
-        f"About {seconds(race_s)} on this machine, {load.slots} runs at a time, without the"
-        f" further seeds; a run takes up to {seconds(load.run_s(scale.length))}, predicted from a"
-        " few steps and an evaluation that were timed here."
-    )
-    ends = "when runs reach the target and " if load.ends_early else ""
-    lines.append(
-        f"Not known before the race: {ends}which runs are dropped, whether further seeds are"
-        " needed, and the other load of this machine."
-    )
-    lines.append(
-        f"The race ends with --budget {deadline.budget_s:g} s at the latest; planning has taken"
-        f" {seconds(deadline.spent_s)}."
-    )
+    """Print the predicted cost of the race, from a few steps and an evaluation that were timed."""
+    race_s, run_s = load.race_s(scale.length, len(scale.rates)), load.run_s(scale.length)
+    ended = sum(1 for _ in place.folder.rglob(SUMMARY))
+    again = f" {ended} runs have already ended, in {place.folder}." if ended else ""
+    lines = [
+        f"About {seconds(race_s)} on this machine, {place.slots} runs at a time; a run takes up to"
+        f" {seconds(run_s)}. The race ends with --budget {place.deadline.budget_s:g} s at the"
+        f" latest.{again}",
+        *notes_of(scale),
+    ]
     console.print(Text("The race", style="bold"))
-    for text in (*lines, *notes_of(scale)):
+    for text in lines:
         console.print(text, markup=False, soft_wrap=True)
 
 
@@ -385,13 +366,13 @@ def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
 
 
 def report(folder: Path, command: str, field: Field, found: Comparison, result: Answered) -> None:
-    """Write the report with everything that the terminal prints, `--explain` included."""
+    """Write the report: what the terminal prints, where time goes, and all candidates."""
     tables = (time_table(result.board), *field_tables(field))
     said = Said(result.words, result.lines, tables)
     write_report(found, folder=folder, command=command, said=said)
 
 
-def show(console: Console, field: Field, result: Answered, folder: Path, *, explain: bool) -> None:
+def show(console: Console, result: Answered, folder: Path) -> None:
     """Print the answer, and the paths of the plan, the record and the report."""
     console.print(result.words.headline, style="bold", markup=False, soft_wrap=True)
     for sentence in result.words.sentences:
@@ -403,10 +384,6 @@ def show(console: Console, field: Field, result: Answered, folder: Path, *, expl
     )
     for key, text in (*result.lines, *places):
         console.print(f"{key:<7} {text}", markup=False, soft_wrap=True)
-    if explain:
-        console.print()
-        show_table(console, time_table(result.board))
-        show_field(console, field)
 
 
 def time_table(board: Leaderboard) -> SaidTable:

@@ -233,36 +233,9 @@ def steadier(own: Tuned, pairs: Sequence[tuple[Tuned, Course | None]]) -> Tuned:
     )
 
 
-class RunCount(NamedTuple):
-    """The most runs of a race: of the tuning, of the first seeds after it, and of further seeds of
-    the first two.
-    """
-
-    tuning: int
-    seeds: int
-    further: int
-
-
-def run_count(candidates: int, tries: int) -> RunCount:
-    """Return the most runs of a race with this many candidates and learning rates per candidate."""
-    # the baseline and those that go on to the seeds
-    ahead = min(candidates, 1 + share_of(FRONT, candidates))
-    rated = min(candidates, 1 + share_of(RATED, candidates))
-    tuning = candidates + (tries - 1) * rated + 2 * ahead if tries > 1 else 0
-    return RunCount(
-        tuning=tuning,
-        seeds=ROUNDS[0] * (ahead if tries > 1 else candidates),
-        further=2 * (ROUNDS[-1] - ROUNDS[0]),
-    )
-
-
 def most_of(bounds: tuple[int, float], field: Field) -> int:
-    return share_of(bounds, len(field.candidates))
-
-
-def share_of(bounds: tuple[int, float], candidates: int) -> int:
     least, share = bounds
-    return max(least, math.ceil(candidates * share))
+    return max(least, math.ceil(len(field.candidates) * share))
 
 
 def rates_of(own: Candidate, scale: Scale) -> list[float]:

@@ -1,9 +1,8 @@
 """Judge whether enough runs ended for an answer, and which budget would be enough."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ashl.advice.candidates import Field
 from ashl.advice.contest import ROUNDS, TUNING, Place
@@ -28,7 +27,6 @@ class Evidence:
     never_ran: tuple[str, ...]  # candidates
     enough_ran: bool  # True if the share of the candidates that an answer needs ran
     budget_s: float | None  # seconds that would be enough; None if nothing is missing
-    slower: float  # host seconds of the runs, divided by those predicted; at least 1
 
     def notes(self, field: Field) -> list[str]:
         """Count and name the candidates that never ran."""
@@ -47,15 +45,14 @@ class Evidence:
         ]
 
 
-def host_seconds(place: Place) -> dict[str, list[float]]:
-    """Return the host seconds of each run that was not cut off, by its candidate's name."""
-    found = dict[str, list[float]]()
-    for folder in (place.folder, place.folder / TUNING):
-        for entry in (jsonl.whole(folder / SWEEP) or {}).get("settings", ()):
-            summary = read_summary(folder / entry["folder"])
-            if summary is not None and entry["label"]:
-                found.setdefault(entry["label"], []).append(summary.get("host_s") or 0.0)
-    return found
+def labels_that_ran(place: Place) -> set[str]:
+    """Return the candidates with a run that was not cut off, by name."""
+    return {
+        entry["label"]
+        for folder in (place.folder, place.folder / TUNING)
+        for entry in (jsonl.whole(folder / SWEEP) or {}).get("settings", ())
+        if read_summary(folder / entry["folder"]) is not None
+    }
 
 
 def evidence(
@@ -73,7 +70,7 @@ def evidence(
     Args: unreached is the requested target if no setting reached it, else None; typed holds the
     typed learning rates; began_s is the start of the race, in seconds of the budget.
     """
-    ran = host_seconds(place)
+    ran = labels_that_ran(place)
     never_ran = tuple(own.name for own in field.candidates if own.name not in ran)
     missing = list[str]()
     if unreached is not None:
@@ -91,32 +88,18 @@ def evidence(
     count = len(field.candidates) - len(never_ran)
     if count < least:
         missing.append(f"{count} of {len(field.candidates)} candidates ran, of at least {least}")
-    slower = slower_than(load, scale, ran)
     if not missing:
-        return Evidence((), never_ran, count >= least, None, slower)
+        return Evidence((), never_ran, count >= least, None)
     length = 1.0 if unreached is not None else scale.length
     tries = len(typed) or (len(RATES) if length > scale.length else len(scale.rates))
-    budget_s = enough_s(
-        replace(load, slower=slower), length, tries, began_s, place.deadline.budget_s
-    )
-    return Evidence(tuple(missing), never_ran, count >= least, budget_s, slower)
+    budget_s = enough_s(load, length, tries, began_s, place.deadline.budget_s)
+    return Evidence(tuple(missing), never_ran, count >= least, budget_s)
 
 
 def enough_s(load: Load, length: float, tries: int, began_s: float, budget_s: float) -> float:
     """Return a budget in seconds that is enough for a race that begins after `began_s`, given that
     `budget_s` was not.
     """
-    return rounded_up(max((began_s + MARGIN * load.race_s(length, tries)) / RACING, 1.5 * budget_s))
-
-
-def slower_than(load: Load, scale: Scale, ran: Mapping[str, list[float]]) -> float:
-    """Return the ratio of measured to predicted host seconds of the runs; at least 1."""
-    times = [host_s for own in ran.values() for host_s in own]
-    predicted_s = fmean(load.shares(scale.length)) * load.run_s(scale.length) / load.slower
-    return max(1.0, fmean(times) / predicted_s) if times and predicted_s else 1.0
-
-
-def rounded_up(seconds: float) -> float:
-    """Round up to two significant digits."""
-    unit = 10.0 ** max(0, math.floor(math.log10(seconds)) - 1)
-    return unit * math.ceil(seconds / unit)
+    enough = max((began_s + MARGIN * load.race_s(length, tries)) / RACING, 1.5 * budget_s)
+    unit = 10.0 ** max(0, math.floor(math.log10(enough)) - 1)  # round up to two digits
+    return unit * math.ceil(enough / unit)

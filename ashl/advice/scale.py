@@ -56,11 +56,10 @@ class Load:
     every_s: float | None  # experiment seconds between two evaluations; None = as configured
     slots: int  # runs at a time
     ends_early: bool  # True if a target ends the runs
-    slower: float = 1.0  # measured by predicted host seconds of an earlier race's runs
 
     def run_s(self, length: float) -> float:
         """Return the host seconds of one run that nothing ends early."""
-        return self.slower * (START_S + length * self.whole_s)
+        return START_S + length * self.whole_s
 
     def shares(self, length: float) -> tuple[float, float]:
         """Return the mean share of its length that a run takes, in the tuning and after it.
@@ -84,9 +83,7 @@ def steps_of(own: Candidate, epoch_samples: int) -> float:
     return min((float(found) for found in (count, timed) if found is not None), default=0.0)
 
 
-def load_of(
-    field: Field, step_s: float, slots: int, *, target: bool, evaluates: bool, slower: float = 1.0
-) -> Load:
+def load_of(field: Field, step_s: float, slots: int, *, target: bool, evaluates: bool) -> Load:
     """Return the predicted cost of a race of these candidates.
 
     Args: step_s is host seconds of a step; target is True if runs have a target; evaluates is True
@@ -103,7 +100,7 @@ def load_of(
     )
     evaluated_s = field.evaluation_s * fmean(times) / every_s if every_s else 0.0
     whole_s = steps * step_s * OVERHEAD + evaluated_s
-    return Load(len(field.candidates), whole_s, every_s, slots, target, slower)
+    return Load(len(field.candidates), whole_s, every_s, slots, target)
 
 
 def scale_of(load: Load, typed: Sequence[float], left_s: float, budget_s: float) -> Scale:

@@ -169,7 +169,6 @@ def main(clusters: list[list[str]], typed: list[str]) -> None:
                 "target": None,
                 "budget_s": BUDGET_S,
                 "slots": SLOTS,
-                "explain": True,
                 "dry_run": False,
             }
             advise(
