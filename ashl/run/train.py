@@ -136,7 +136,9 @@ def run(
         shown, unlogged = copier.finish(TRACKING_S) if copier else (None, None)
     if not silent:
         outcome(console, summary, run_dir, {copier.title: shown} if copier else {})
-        if status == "interrupted" and list_checkpoints(run_dir):
+        # a run in virtual time would fail again
+        is_resumable = status == "interrupted" or (status == "failed" and not is_virtual(config))
+        if is_resumable and list_checkpoints(run_dir):
             line = f"resume with `{resume_command(run_dir, config)}`"
             console.print(line, soft_wrap=True, markup=False)
     warn(unlogged)
@@ -196,7 +198,7 @@ def run_to_end(
 
 
 def resume_command(run_dir: Path, config: Mapping[str, Any]) -> str:
-    """Return the command that resumes an interrupted run from its checkpoint."""
+    """Return the command that resumes an unfinished run from its checkpoint."""
     packages = (
         [f"allow_targets=[{','.join(config['allow_targets'])}]"] if config["allow_targets"] else []
     )

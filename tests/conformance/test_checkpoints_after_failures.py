@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,9 +72,9 @@ def has_checkpoint(absent: tuple[int, ...] = ()) -> bool:
     ]
 
 
-def started(*command: str) -> subprocess.Popen:
+def started(*command: str, **options: Any) -> subprocess.Popen:
     argv = [sys.executable, "-m", "ashl.cli", "train", *command, "-q"]
-    return subprocess.Popen(argv, start_new_session=True)
+    return subprocess.Popen(argv, start_new_session=True, **options)
 
 
 def wait_for(process: subprocess.Popen, reached: Callable[[], bool]) -> None:
@@ -160,3 +161,23 @@ def test_a_run_resumes_with_other_workers_after_a_failure(mode: str, workplace: 
     summary = json.loads(Path("two/summary.json").read_text())
     assert (summary["status"], len(summary["workers"])) == ("finished", 2)
     assert summary["steps"] == sum(one["steps"] for one in summary["workers"]) >= STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["topology=all_reduce sync=bsp", "sync=ssp"])
+def test_a_worker_killed_before_the_ranks_are_connected_ends_the_run(
+    mode: str, workplace: Path
+) -> None:
+    """The run ends in one sentence and without an orphan, and can be resumed again."""
+    process = started(*LINE, *mode.split(), f"stop.steps={STEPS}", "runtime=local")
+    wait_for(process, has_checkpoint)
+    kill_everything(process)
+    again = started("--resume", "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(again, lambda: 1 in ranks_of(Path("run")))
+    os.kill(ranks_of(Path("run"))[1], signal.SIGKILL)
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 1
+    assert err == "ashl: worker 1 was killed by SIGKILL; its log is run/rank1.log\n"
+    assert "resume with `ashl train --resume run`" in out
+    assert ranks_of(Path("run")) == {}
+    check_resumed()
