@@ -2,7 +2,7 @@
 
 A tensor of the device refuses to be read (`.cpu()`, `.item()`, `.numpy()`, a branch on its value),
 and to be mixed with a tensor of the host. Some of these also fail on an accelerator; the others
-would be mistakes. Only the functions of `ashl.learn.device` transfer data. The arithmetic is the
+would be mistakes. Only the functions of `ashl.device` transfer data. The arithmetic is the
 host's own, so a run on it has the same bits.
 """
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
-from ashl.learn import device as doors
+from ashl import device as doors
 
 DEVICE = "cpu:0"  # for torch the host, for ashl another device
 READS = {

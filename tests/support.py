@@ -14,7 +14,7 @@ from ashl.cluster.network import network
 from ashl.cluster.speed import speed_of
 from ashl.config.compose import compose
 from ashl.config.construct import construct
-from ashl.learn.device import HOST, to_host
+from ashl.device import HOST, to_host
 from ashl.learn.learner import Learner
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan

@@ -20,7 +20,7 @@ from ashl.cli.app import main
 from ashl.config.compose import compose
 from ashl.data.batches import Batches
 from ashl.data.rng import Purpose, torch_seed
-from ashl.learn.device import HOST, seeded
+from ashl.device import HOST, seeded
 from ashl.learn.making import make_module
 from ashl.learn.module_state import beside, mean_of, put_all
 from ashl.learn.trainer import Trainer

@@ -12,7 +12,7 @@ from torch import nn
 
 from ashl.data.dataset import Data
 from ashl.data.plain import split_of
-from ashl.learn.device import HOST, claim_generators, generator_states, seeded
+from ashl.device import HOST, claim_generators, generator_states, seeded
 from ashl.learn.learner import Learner
 from ashl.optimizer.absent import kept_where_absent, some_absent
 

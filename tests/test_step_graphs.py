@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ashl.data.dataset import Data, Split
+from ashl.device import numbers
 from ashl.errors import UsageError
 from ashl.learn import graphs
-from ashl.learn.device import numbers
 from ashl.learn.learner import Learner
 from tests.conf_option import conf_option
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ashl.learn.device import numbers
+from ashl.device import numbers
 from ashl.option import Contract, Count, Positive, option
 from ashl.plan.plan import WorkerPlan
 from ashl.runtime.sums import sum_in_rank_order

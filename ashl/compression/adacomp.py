@@ -67,7 +67,7 @@ from ashl.compression.payload import (
     write_payload,
 )
 from ashl.compression.wrappers import Residual, rescale, restore_error
-from ashl.learn.device import to_host
+from ashl.device import to_host
 from ashl.option import Count, option
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ashl.compression.contract import Elements, EncodeContext, Linear, Traits, Wrappable
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
-from ashl.learn.device import to_host
+from ashl.device import to_host
 from ashl.option import Count, option
 
 

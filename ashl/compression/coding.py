@@ -52,7 +52,7 @@ from ashl.compression.kernels import (
 )
 from ashl.compression.payload import EMPTY, PayloadError, tensor_of_bytes, typed_part
 from ashl.data.counter_rng import CounterRng
-from ashl.learn.device import at_home, numbers, to_host
+from ashl.device import at_home, numbers, to_host
 
 # --- indices: k ascending indices below d
 #

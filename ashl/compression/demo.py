@@ -70,7 +70,7 @@ from ashl.compression.kernels import (
 )
 from ashl.compression.payload import HEADER, Parts, PayloadError, as_bytes, typed_part
 from ashl.compression.sparse import DENSE, SPARSE
-from ashl.learn.device import at_home, to_host
+from ashl.device import at_home, to_host
 from ashl.option import option
 
 SIDE = 64  # most rows and columns of a block

@@ -52,7 +52,7 @@ from ashl.compression.kernels import (
 )
 from ashl.compression.payload import EMPTY, HEADER, Parts, PayloadError, typed_part
 from ashl.compression.sparse import DENSE, SPARSE
-from ashl.learn.device import at_home, numbers, to_host
+from ashl.device import at_home, numbers, to_host
 from ashl.option import Count, option
 
 LevelsRule = Literal["mean", "lloyd"]

@@ -67,7 +67,7 @@ from ashl.compression.payload import (
 )
 from ashl.compression.sparse import SPARSE
 from ashl.compression.topk import TopK
-from ashl.learn.device import to_host
+from ashl.device import to_host
 from ashl.option import option
 
 UP, DOWN = "gtopk_up", "gtopk_down"  # messages along the tree

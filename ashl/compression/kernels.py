@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ashl.data.counter_rng import CounterRng
-from ashl.learn.device import HERE, at_home, numbers, to_device, to_host
+from ashl.device import HERE, at_home, numbers, to_device, to_host
 
 # --- arrays in host memory, tensors on a device
 

@@ -67,7 +67,7 @@ from ashl.compression.payload import (
     typed_part,
     write_payload,
 )
-from ashl.learn.device import numbers, to_host
+from ashl.device import numbers, to_host
 from ashl.option import Count, NonNegative, Number, option
 
 LEVELS, WHOLE = 0, 1  # forms of a payload: levels of δ, or g as float32

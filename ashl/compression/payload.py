@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ashl.compression.kernels import beside, view_as
+from ashl.device import at_home, to_host
 from ashl.errors import AshlError, UsageError
-from ashl.learn.device import at_home, to_host
 
 HEADER = struct.Struct("<BBBBIIII")
 VERSION = 0xA2

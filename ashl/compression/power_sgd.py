@@ -64,7 +64,7 @@ from ashl.compression.payload import (
     typed_part,
     write_payload,
 )
-from ashl.learn.device import to_device, to_host
+from ashl.device import to_device, to_host
 from ashl.option import Count, option
 
 LOW_RANK = Traits(contraction=True)

@@ -46,7 +46,7 @@ from ashl.compression.kernels import (
 from ashl.compression.payload import HEADER, Parts, all_values, as_bytes, typed_part
 from ashl.compression.uniform import Levels, place_levels
 from ashl.data.counter_rng import CounterRng
-from ashl.learn.device import to_host
+from ashl.device import to_host
 from ashl.option import option
 
 LARGEST = 4096  # largest block

@@ -28,7 +28,7 @@ from ashl.compression.coding import IndexCode, max_index_bytes, read_indices, wr
 from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity
 from ashl.compression.kernels import Order, beside, largest, negatives, positives, view_as
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
-from ashl.learn.device import to_host
+from ashl.device import to_host
 from ashl.option import option
 
 

@@ -35,7 +35,7 @@ from ashl.compression.coding import (
 from ashl.compression.contract import Elements, EncodeContext, Linear, Traits, WithDensity
 from ashl.compression.kernels import beside, native, tensor, view_as
 from ashl.compression.payload import EMPTY, HEADER, Parts, PayloadError
-from ashl.learn.device import to_host
+from ashl.device import to_host
 from ashl.option import option
 
 # Forms of a payload: selected values with indices; all values in the value code; all as float32.

@@ -40,7 +40,7 @@ from ashl.compression.kernels import (
 )
 from ashl.compression.payload import Parts, PayloadError, as_bytes
 from ashl.compression.sparse import DENSE, SparseCodec, SparseFormat
-from ashl.learn.device import to_host
+from ashl.device import to_host
 from ashl.option import Count, option
 
 

@@ -45,7 +45,7 @@ from ashl.compression.kernels import (
     unpack,
 )
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
-from ashl.learn.device import to_host
+from ashl.device import to_host
 from ashl.option import Positive, option
 
 WORDS, INDICES, DENSE = 0, 1, 2  # forms of a payload

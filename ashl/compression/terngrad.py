@@ -72,7 +72,7 @@ from ashl.compression.kernels import (
     unpack,
 )
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
-from ashl.learn.device import numbers, to_host
+from ashl.device import numbers, to_host
 from ashl.option import Positive, option
 
 WIDTHS = (2, 4, 8, 16)  # bits of a sum of ternary numbers

@@ -56,8 +56,8 @@ from ashl.compression.kernels import (
 )
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part, write_payload
 from ashl.compression.wrappers import rescale
+from ashl.device import numbers, to_host
 from ashl.errors import UsageError
-from ashl.learn.device import numbers, to_host
 from ashl.option import Count, Fraction, Number, option
 
 PLACE_BITS = 28  # bits of an index

@@ -39,8 +39,8 @@ from ashl.compression.payload import (
     typed_part,
     write_payload,
 )
+from ashl.device import numbers, to_host
 from ashl.errors import UsageError
-from ashl.learn.device import numbers, to_host
 
 CHANGE = 0.5  # η of Accordion
 

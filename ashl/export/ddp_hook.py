@@ -32,8 +32,8 @@ from ashl.compression.wrappers import wrap_codec
 from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.config.session import keyword_overrides
+from ashl.device import HOST
 from ashl.errors import UsageError
-from ashl.learn.device import HOST
 from ashl.size_only import Vector
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from ashl.topology.local_work import all_finite

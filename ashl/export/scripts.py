@@ -18,8 +18,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ashl.compression.sparse import SPARSE
 from ashl.compression.topk import TopK
 from ashl.config.construct import arguments
+from ashl.device import HOST
 from ashl.errors import UsageError, parsed
-from ashl.learn.device import HOST
 from ashl.model.plain import PlainModel
 from ashl.optimizer.schedule import Scheduled, with_horizon
 from ashl.overlap.timeline import merge_buckets, untimed_timeline

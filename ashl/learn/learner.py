@@ -30,9 +30,9 @@ from ashl.config.faults import Guard, hint_for, short_of_memory
 from ashl.data.augment import crop_flip, crops
 from ashl.data.dataset import Data, Split
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
+from ashl.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
 from ashl.errors import OwnFaultError, UsageError
 from ashl.learn.allocator import keep_pages
-from ashl.learn.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
 from ashl.learn.fingerprint import fingerprint, fingerprint_of_data
 from ashl.learn.making import make_module
 from ashl.learn.module_state import (

@@ -12,7 +12,7 @@ from torch import nn
 from ashl.data.dataset import Data
 from ashl.data.plain import PlainDataset
 from ashl.data.rng import Purpose, torch_seed
-from ashl.learn.device import HOST, generator_states, seeded
+from ashl.device import HOST, generator_states, seeded
 from ashl.learn.weights import put_into
 
 # Attempts at the test half: with the seed of the training half, and with another one.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ashl.learn.device import to_device
+from ashl.device import to_device
 from ashl.learn.graphs import Graphs
 
 SHORT = 2**16  # elements: up to this length a copy takes less time than views

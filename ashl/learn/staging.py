@@ -9,7 +9,7 @@ filled, the side stream copies it, and the thread waits before it returns the ve
 buffer is free again; the buffer of a failed reader or writer is not used again. The thread that
 sends, receives or reports waits, never the device.
 
-Limits: on devices other than CUDA, tensors are moved by `ashl.learn.device`.
+Limits: on devices other than CUDA, tensors are moved by `ashl.device`.
 """
 
 import threading
@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ashl.learn.device import to_host
+from ashl.device import to_host
 
 LEAST = 2**16  # least bytes of a buffer
 

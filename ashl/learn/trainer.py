@@ -14,7 +14,7 @@ from torch import Tensor
 from ashl.config.faults import Guard
 from ashl.data.batches import Batches
 from ashl.data.partition import handed
-from ashl.learn.device import HOST, at_home, numbers, to_device
+from ashl.device import HOST, at_home, numbers, to_device
 from ashl.learn.learner import Learner, named, place_of
 from ashl.learn.pieces import Pieces
 from ashl.optimizer.absent import kept_where_absent, marks, plus, some_absent

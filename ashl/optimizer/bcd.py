@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ashl.device import numbers, to_host
 from ashl.optimizer.contract import Layers, Moments, Optimizer
 from ashl.option import Positive, option
 
@@ -79,7 +80,7 @@ class BCD(Optimizer):
             right = cross.view(out, wide) + self.ridge * weight
             solved.append(
                 torch.linalg.solve(
-                    gram.view(wide, wide) + self.ridge * torch.eye(wide), right, left=False
+                    gram.view(wide, wide) + self.ridge * identity(weight), right, left=False
                 )
             )
         return moments, flat(solved).to(params.dtype)
@@ -106,7 +107,7 @@ class BCD(Optimizer):
         )
         for k in reversed(range(last)):
             matrix, bias = weights[k + 1][:, :-1], weights[k + 1][:, -1:]
-            left = gamma * matrix.T @ matrix + rho * torch.eye(matrix.shape[1])
+            left = gamma * matrix.T @ matrix + rho * identity(matrix)
             right = gamma * matrix.T @ (sums[k + 1] - bias) + rho * sums[k].relu()
             outputs[k] = torch.linalg.solve(left, right)
             sums[k] = self.activated(outputs[k], weights[k] @ padded([inputs, *outputs][k]))
@@ -139,7 +140,7 @@ class BCD(Optimizer):
             total += self.gamma * (above - weight @ padded(below)).square().sum()
         for output, above in zip(outputs, sums, strict=False):
             total += self.rho * (output - above.relu()).square().sum()
-        return float(total) / 2 / inputs.shape[1]
+        return numbers([total])[0] / 2 / inputs.shape[1]
 
 
 def forward(weights: list[Tensor], inputs: Tensor) -> Blocks:
@@ -155,10 +156,15 @@ def padded(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_ones(1, x.shape[1])])
 
 
+def identity(matrix: Tensor) -> Tensor:
+    """Return the identity matrix for the columns of a matrix, on its device."""
+    return torch.eye(matrix.shape[1], device=str(matrix.device))
+
+
 def weights_of(moments: Moments, params: Tensor) -> list[Tensor]:
     """Return each layer's [out, in + 1], float64, the bias last."""
     weights, start = [], 0
-    for wide, out in moments[0].tolist():
+    for wide, out in to_host(moments[0]).tolist():
         matrix, bias = params[start : start + out * (wide + 1)].double().split([out * wide, out])
         weights.append(torch.cat([matrix.view(out, wide), bias[:, None]], 1))
         start += out * (wide + 1)

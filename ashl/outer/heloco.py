@@ -31,7 +31,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.learn.device import numbers
+from ashl.device import numbers
 from ashl.option import Fraction, NonNegative, Number, option
 from ashl.outer.contract import Layers, Moments
 from ashl.outer.mla import MLA

@@ -38,6 +38,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from ashl.device import numbers
 from ashl.optimizer.schedule import Decay
 from ashl.option import Count, option
 from ashl.planner.assignment import Assignment
@@ -81,7 +82,7 @@ class Goodput(Online):
             now = replace(last, worker=worker, direction=direction, batch=batch)
         if last is not None and last.worker != worker:
             wide = direction.to(torch.float64)
-            length, along = float(wide @ wide), float(wide @ last.direction.to(torch.float64))
+            length, along = numbers([wide @ wide, wide @ last.direction.to(torch.float64)])
             spread = batch * independent(steps, self.momentum) * (length - along)
             weight = max(self.smoothing, 1 / (last.pairs + 1))
             now = replace(

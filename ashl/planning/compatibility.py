@@ -25,8 +25,8 @@ from ashl.compression.contract import (
 )
 from ashl.compression.wrappers import innermost, wrap_codec
 from ashl.config.override import key_of
+from ashl.device import HOST
 from ashl.errors import NoEffectError, UnusedKeyError, UsageError
-from ashl.learn.device import HOST
 from ashl.optimizer.contract import Optimizer
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import TARGETS, Limits, Plan, Spec, StagePlan

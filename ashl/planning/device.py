@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ashl.cluster.spec import RealCluster
+from ashl.device import HOST
 from ashl.errors import UsageError
-from ashl.learn.device import HOST
 from ashl.runtime.collectives import nccl_available
 from ashl.stage.contract import Topology
 from ashl.topology.all_reduce import AllReduce

@@ -17,8 +17,8 @@ from ashl.data.batches import Batches
 from ashl.data.dataset import Data
 from ashl.data.partition import shards
 from ashl.data.plain import plain_dataset
+from ashl.device import HOST
 from ashl.errors import UsageError
-from ashl.learn.device import HOST
 from ashl.learn.learner import Learner
 from ashl.learn.making import load_data
 from ashl.learn.trainer import AnyTrainer, SizeOnlyTrainer, Trainer

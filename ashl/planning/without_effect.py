@@ -24,8 +24,8 @@ from ashl.compression.sign import Sign
 from ashl.config.catalog import CONF, catalog, defaults, load, values
 from ashl.config.override import key_of
 from ashl.data.dataset import Data
+from ashl.device import HOST
 from ashl.errors import NoEffectError
-from ashl.learn.device import HOST
 from ashl.overlap.contract import Delayed
 from ashl.overlap.timeline import merge_buckets, untimed_timeline
 from ashl.plan.plan import TARGETS, Plan, StagePlan

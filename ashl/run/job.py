@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from ashl.cluster.spec import RealCluster
 from ashl.config.parent import end_with_parent
+from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, plain
 from ashl.launch.environment import JobMembership, resolve
 from ashl.launch.job import SECRET
-from ashl.learn.device import HOST
 from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan

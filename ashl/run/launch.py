@@ -23,8 +23,8 @@ import torch
 
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
+from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, plain
-from ashl.learn.device import HOST
 from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import survives_failure

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ashl.device import to_host
 from ashl.errors import AshlError
-from ashl.learn.device import to_host
 from ashl.learn.weights import BEST, FINAL
 from ashl.plan.plan import PATIENCE, Limits, Plan, assigned
 from ashl.plan.profile import Profile

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from ashl.config.construct import own_faults
 from ashl.config.cores import usable_cores
 from ashl.data.dataset import Data
+from ashl.device import HOST, claim_generators, numbers
 from ashl.errors import AshlError
-from ashl.learn.device import HOST, claim_generators, numbers
 from ashl.learn.fingerprint import Fingerprint, differing
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan

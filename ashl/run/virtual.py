@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.speed import Speed, speed_of
+from ashl.device import claim_generators
 from ashl.errors import AshlError
-from ashl.learn.device import claim_generators
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints

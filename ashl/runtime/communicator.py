@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ashl.device import to_device, to_host
 from ashl.errors import AshlError
-from ashl.learn.device import to_device, to_host
 from ashl.learn.staging import in_host
 from ashl.runtime import collectives
 from ashl.runtime.collective_queue import Collective, choose_committed

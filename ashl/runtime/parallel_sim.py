@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from ashl.config.cores import usable_cores
-from ashl.learn.device import HOST
+from ashl.device import HOST
 from ashl.learn.learner import Learner
 from ashl.runtime.effects import Compute
 from ashl.runtime.kernel import Task

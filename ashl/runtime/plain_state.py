@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ashl.learn.device import HOST, at_home, to_device, to_host
+from ashl.device import HOST, at_home, to_device, to_host
 
 PLAIN = (type(None), bool, int, float, str)
 KIND, NAME, ITEMS, TENSOR, SHAPE = "kind", "name", "items", "tensor", "shape"

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ashl.learn.device import HOST
+from ashl.device import HOST
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import Collective
 from ashl.runtime.collectives import Hierarchy

@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ashl.device import HOST, to_device
 from ashl.errors import AshlError
-from ashl.learn.device import HOST, to_device
 from ashl.learn.staging import filled, in_host
 from ashl.runtime import framing
 from ashl.runtime.effects import Message, PeerFailedError, Tag

@@ -49,8 +49,8 @@ from ashl.compression.wrappers import (
     like_tuple,
     sender_after,
 )
+from ashl.device import HOST, to_device, to_host
 from ashl.errors import UsageError
-from ashl.learn.device import HOST, to_device, to_host
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly, Vector
 

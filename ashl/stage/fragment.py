@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ashl.compression.coding import indices_of_seed, new_seed
 from ashl.compression.contract import ENCODE_CONTEXT, Codec, Layout, size_of
-from ashl.learn.device import to_device
+from ashl.device import to_device
 from ashl.outer.contract import Outer
 from ashl.runtime.sums import concatenate, slice_vector
 from ashl.size_only import SizeOnly, Vector

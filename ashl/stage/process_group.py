@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ashl.learn.device import to_host
+from ashl.device import to_host
 from ashl.plan.assignments import Assignments
 from ashl.runtime.effects import Compute
 from ashl.runtime.rank_context import RankContext

@@ -25,8 +25,8 @@ from rich.console import Console
 from ashl.config.catalog import CONF, load
 from ashl.config.compose import compose
 from ashl.config.override import key_of
+from ashl.device import HOST
 from ashl.errors import UsageError
-from ashl.learn.device import HOST
 from ashl.option import Count, Natural, Positive, option
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import assemble

@@ -47,7 +47,7 @@ import torch
 from ashl.compression.contract import EncodeContext, as_float32
 from ashl.compression.grid import MOST, WHOLE, Grid, quantize_to_grid, read_grid
 from ashl.compression.payload import HEADER, Parts, read_payload, write_payload
-from ashl.learn.device import numbers, to_host
+from ashl.device import numbers, to_host
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext

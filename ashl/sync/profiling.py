@@ -43,7 +43,7 @@ import torch
 from ashl.cluster.spec import ContentionCosts
 from ashl.cluster.speed import LEVELS
 from ashl.compression.contract import EncodeContext
-from ashl.learn.device import numbers
+from ashl.device import numbers
 from ashl.option import Natural, option
 from ashl.overlap.timeline import end_shares
 from ashl.plan.alpha_beta import LARGE, SMALL, AlphaBeta, fit_line

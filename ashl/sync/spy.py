@@ -52,7 +52,7 @@ from ashl.compression.payload import (
     typed_part,
     write_payload,
 )
-from ashl.learn.device import to_device, to_host
+from ashl.device import to_device, to_host
 from ashl.option import NonNegative, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext

@@ -37,7 +37,7 @@ from pydantic import Field
 from ashl.compression.contract import EncodeContext, as_float32
 from ashl.compression.modulo import CODE, nearest, payload_nbytes, residues
 from ashl.compression.payload import read_payload, write_payload
-from ashl.learn.device import to_device, to_host
+from ashl.device import to_device, to_host
 from ashl.option import Count, Number, option
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.contract import StageConfig

@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.learn.device import numbers
+from ashl.device import numbers
 from ashl.option import Count, option
 from ashl.plan.plan import WorkerPlan
 from ashl.runtime.rank_context import RankContext

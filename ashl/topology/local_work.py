@@ -21,7 +21,7 @@ from torch import Tensor
 from ashl.compression.contract import EncodeContext, layer_at
 from ashl.compression.error_metrics import measure_compression_error, payload_sizes
 from ashl.compression.wrappers import Layerwise
-from ashl.learn.device import numbers, to_host
+from ashl.device import numbers, to_host
 from ashl.learn.pieces import Pieces
 from ashl.overlap.contract import overlapped_steps
 from ashl.plan.assignments import Members

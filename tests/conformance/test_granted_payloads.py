@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ashl.device import HOST
 from ashl.errors import UsageError
-from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning import device
 from ashl.planning.compatibility import survives_failure

@@ -17,7 +17,7 @@ from ashl.compression.contract import EncodeContext, Layer
 from ashl.compression.kernels import outer_sum, pack, unpack
 from ashl.compression.payload import HEADER, PayloadError
 from ashl.compression.wrappers import codec_for_layers
-from ashl.learn.device import to_device, to_host
+from ashl.device import to_device, to_host
 from tests.laws.codecs import ROWS, VECTORS, bits, codec, decoded, vector
 from tests.stand_in_device import DEVICE, There, guarded
 

@@ -8,7 +8,7 @@ import torch
 
 from ashl.compression.contract import EncodeContext
 from ashl.data.counter_rng import PIECE, CounterRng
-from ashl.learn.device import to_device, to_host
+from ashl.device import to_device, to_host
 from tests.stand_in_device import DEVICE, guarded
 
 PUBLISHED = (

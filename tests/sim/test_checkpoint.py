@@ -15,8 +15,8 @@ from ashl.cli.app import main
 from ashl.cluster.network import network
 from ashl.cluster.speed import speed_of
 from ashl.config.construct import construct
+from ashl.device import HOST
 from ashl.errors import UsageError
-from ashl.learn.device import HOST
 from ashl.planning.instantiate import assemble
 from ashl.run.evaluation import make_model_set
 from ashl.runtime.churn import Churn

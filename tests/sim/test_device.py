@@ -8,7 +8,7 @@ import torch
 from conf_option import conf_option
 
 from ashl.data.dataset import Data, Split
-from ashl.learn.device import numbers, to_device, to_host
+from ashl.device import numbers, to_device, to_host
 from ashl.learn.learner import Learner
 from tests.golden.runs import RUNS
 from tests.sim import test_checkpoint as checkpoints

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ashl.aggregate.weighted import Push
-from ashl.learn.device import numbers
+from ashl.device import numbers
 from ashl.learn.trainer import AnyTrainer
 from ashl.plan.confidence import is_narrow
 from ashl.runtime.effects import Message

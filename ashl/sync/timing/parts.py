@@ -21,7 +21,7 @@ import torch
 
 from ashl.cluster.spec import ContentionCosts, InParts
 from ashl.cluster.speed import NS
-from ashl.learn.device import numbers
+from ashl.device import numbers
 from ashl.overlap.timeline import StepTimeline, merge_buckets
 from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.confidence import estimate
