@@ -58,7 +58,9 @@ ROUNDS = {
     "bsp by all-reduce, QSGD, Adam": (
         "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001"
     ),
-    "local SGD, Nesterov outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
+    "local SGD, Nesterov outside": (
+        "sync=local_sgd sync.local_steps=2 outer=nesterov optimizer.lr=0.02"
+    ),
     "local SGD by all-reduce": "topology=all_reduce sync=local_sgd sync.local_steps=3",
     "bsp by all-reduce, one exchange late": (
         "topology=all_reduce sync=bsp overlap=delayed optimizer.momentum=0.9"
