@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import EncodeContext
-from ashl.compression.diana import Diana
 from ashl.compression.wrappers import WrappedCodec, wrap_codec
 from ashl.stage.compression_pipeline import CompressionPipeline
 from tests.conf_option import conf_option
@@ -139,52 +138,5 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
         assert torch.allclose(rest, whole, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", [BACKUP, ("sync=ssp", *BACKUP[1:]), ("sync=asp", *BACKUP[1:])])
-def test_both_ends_of_diana_hold_the_same(
-    mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The identity holds at every decoded message, after any dropped ones."""
-    held: dict[int, tuple[Tensor | None, Tensor]] = {}
-    encode, decode = Diana.encode, Diana.decode
-    decoded = []
-
-    def watched_encode(self, sender, x, context):
-        monkeypatch.setattr(Diana, "decode", decode)
-        state, body = encode(self, sender, x, context)
-        monkeypatch.setattr(Diana, "decode", watched_decode)
-        held[body.data_ptr()] = (state.before, body)
-        return state, body
-
-    def watched_decode(self, receiver, body, d):
-        before, _ = held[body.data_ptr()]
-        decoded.append(receiver is None if before is None else torch.equal(receiver, before))
-        return decode(self, receiver, body, d)
-
-    monkeypatch.setattr(Diana, "encode", watched_encode)
-    monkeypatch.setattr(Diana, "decode", watched_decode)
-    ran = simulated(*mode, "compression=diana")
-    assert len(decoded) > 50
-    assert all(decoded)
-    assert mode is not BACKUP or sum(ran.end["dropped_by"]) > 10
-
-
 # --- what is summed on its way
 # ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compression", ["random_mask", "subsampling", "block_coordinate"])
-def test_a_sum_of_linear_bodies_is_what_a_server_makes_of_them(compression: str) -> None:
-    """Added up by an all-reduce, or decoded one by one: the same model, up to rounding."""
-    base = (
-        "sync=bsp",
-        "stop.steps=40",
-        "model.hidden=[16]",
-        f"compression={compression}",
-        "optimizer.lr=0.02",
-    )
-    summed, served = (
-        simulated(*base, f"topology={where}") for where in ("all_reduce", "parameter_server")
-    )
-    assert torch.allclose(summed.params, served.params, atol=1e-5)
-    others = simulated(*base, "seed=2", "topology=all_reduce")
-    assert not torch.allclose(summed.params, others.params, atol=1e-3)

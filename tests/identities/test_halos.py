@@ -115,30 +115,6 @@ def test_computed_work_is_applied_dropped_or_in_flight(limit: tuple[str, ...]) -
     assert {sum(ledger["totals_ns"].values()) for ledger in ran.of("TimeTotals")} == {ran.time_ns}
 
 
-def test_only_what_is_handed_in_leaves_a_region() -> None:
-    """Four merges of a region make one of the global server; a push that stays in the region does
-    not take long.
-    """
-    ran = tree("stop.steps=96", "runtime.gradients=false", "cluster.bandwidth_mbit_s=1")
-    dense = assemble(ran.plan, "cpu").stages[0].trainer.dense_bytes
-    up = {ledger["rank"]: ledger["bytes_up"] for ledger in ran.of("TimeTotals")}
-    assert 4 * ran.end["merges"] <= sum(ran.end["commits"]) <= 6 * ran.end["merges"]
-    assert ran.end["merges"] - 1 <= up[4] // dense <= ran.end["merges"], (
-        "a model for each but the last"
-    )
-    assert sum(up[rank] for rank in range(4)) >= 4 * dense * ran.end["merges"]
-    one = (
-        "topology=parameter_server",
-        "cluster.node=[0,0,1,1]",
-        "cluster.bandwidth_mbit_s=1",
-        *LINKS,
-    )
-    server = run(
-        *one, "cluster.intra_node_bandwidth_mbit_s=1000", "stop.steps=96", "runtime.gradients=false"
-    )
-    assert ran.time_ns < 0.8 * server.time_ns
-
-
 def test_a_stage_boundary_counts_all_work_in_flight() -> None:
     chosen = (
         "schedule=ashl",

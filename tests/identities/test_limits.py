@@ -112,17 +112,3 @@ def test_all_costs_times_an_integer(mode):
     )
     assert thrice.time_ns == 3 * once.time_ns
     assert thrice.sha256 == once.sha256
-
-
-def test_textbook_asp_moves_n_times_as_far():
-    """The option aggregate.scale=n cancels the weight 1/n: the first push moves the model by the
-    whole difference.
-    """
-    weighted, textbook = (
-        run("sync=asp", "stop.steps=1"),
-        run("sync=asp", "stop.steps=1", "aggregate.scale=4"),
-    )
-    start = run("sync=asp", "stop.steps=1", "optimizer.lr=1e-12").params
-    torch.testing.assert_close(
-        textbook.params - start, 4 * (weighted.params - start), rtol=1e-4, atol=1e-6
-    )

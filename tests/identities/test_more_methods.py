@@ -238,15 +238,6 @@ def test_both_ends_of_a_spring_by_hand():
     torch.testing.assert_close(ran.params, middle)
 
 
-@pytest.mark.slow
-def test_elastic_forces_are_equal_at_both_ends():
-    """All models stay at the start with negligible steps."""
-    still = simulated("sync=easgd", "optimizer.lr=1e-30", "stop.steps=16", "model.hidden=[16]")
-    start = simulated("sync=bsp", "optimizer.lr=1e-30", "stop.steps=4", "model.hidden=[16]")
-    assert torch.equal(still.params, start.params)
-    assert still.sha256 != run("sync=easgd").sha256
-
-
 @pytest.mark.limit("sync=gossip_pga")
 def test_gossip_that_never_meets_is_d_psgd():
     never = run("sync=gossip_pga", "sync.period=null", GOSSIP)
@@ -279,17 +270,3 @@ def test_where_all_meet_they_meet_in_the_mean_that_gossip_keeps():
         == 0
         < apart.snapshots[-1][0]["consensus_distance"]
     )
-
-
-def test_gossip_pays_for_both_kinds_of_rounds():
-    rounds, n = 8, 4
-    ran = run(
-        "sync=gossip_pga",
-        "sync.period=4",
-        GOSSIP,
-        f"stop.steps={rounds * n}",
-        "runtime.gradients=false",
-    )
-    dense = 4 * ran.plan.num_params
-    sent = [ledger["bytes_up"] for ledger in ran.of("TimeTotals")]
-    assert sent == [6 * 2 * dense + 2 * 2 * dense * (n - 1) // n] * n

@@ -215,12 +215,6 @@ def test_dylu_on_equal_workers_is_asp_with_the_preset():
     same(run("sync=asp", EQUAL, *plan), run("sync=asp", EQUAL, "sync.local_steps=4"))
 
 
-def test_delayed_nesterov_without_momentum_is_uniform():
-    plain = run("sync=asp", "aggregate=uniform", "aggregate.scale=0.7")
-    outer = ("outer=delayed_nesterov", "outer.beta=0")
-    same(run("sync=asp", "aggregate=uniform", "aggregate.scale=0.7", *outer), plain)
-
-
 @pytest.mark.parametrize(("n", "spread"), [(1, 0.0), (1, 0.5), (3, 0.0), (4, 0.25), (4, 0.1)])
 def test_delayed_nesterov_is_the_published_recursion(n, spread):
     """Against w −= lr(c·β·m + g/N) with the authors' signs: g = −Δ, and x = lr·Δ/N as `uniform`
@@ -239,17 +233,6 @@ def test_delayed_nesterov_is_the_published_recursion(n, spread):
             m, delta, share = beta * m + delta / n, torch.zeros_like(w), 1 - spread * n + spread
         expected = expected - lr * (share * beta * m + grad / n)
         torch.testing.assert_close(w, expected)
-
-
-def test_delayed_nesterov_at_a_barrier_is_the_same_with_and_without_a_server():
-    outer = (
-        "sync=local_sgd",
-        "sync.local_steps=3",
-        "aggregate=uniform",
-        "outer=delayed_nesterov",
-        "outer.buffer=2",
-    )
-    assert run(*outer).sha256 == run(*outer, "topology=all_reduce").sha256
 
 
 def test_a_spread_of_more_than_the_momentum_is_refused():

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from ashl.aggregate.weighted import Push
 from ashl.plan.assignments import Assignments
@@ -181,21 +180,6 @@ def test_clip(row):
 
 
 @every_rule
-def test_max_delay(row):
-    unbounded, bounded = (
-        staged(row, barrier=False, max_staleness=bound).aggregate for bound in (None, 3)
-    )
-    assert all(unbounded.accepts(staleness) for staleness in (0, 3, 10**6))
-    assert [bounded.accepts(staleness) for staleness in range(5)] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
-
-
-@every_rule
 def test_the_order_of_arrival_plays_no_part_at_a_barrier(row):
     bodies = [torch.randn(1000, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     stage = staged(row, barrier=True)
@@ -297,28 +281,6 @@ def test_fednova_counts_momentum_as_the_recursion_does(momentum, h):
     p = h / (h + 1)
     effective = p * s + (1 - p)
     assert weights == pytest.approx([p * effective / s, (1 - p) * effective])
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("scale", 0),
-        ("scale", -1),
-        ("staleness_discount", 0),
-        ("clip_norm", 0),
-        ("max_staleness", 0),
-        ("scale", float("nan")),
-    ],
-)
-@every_rule
-def test_nonsense_is_refused(row, field, value):
-    with pytest.raises(ValidationError):
-        conf_option("aggregate", row.rule, **{field: value})
-
-
-def test_a_momentum_of_one_is_refused():
-    with pytest.raises(ValidationError):
-        conf_option("aggregate", "fednova", momentum=1.0)
 
 
 def test_what_is_kept_for_later_was_clipped_with_and_without_a_server() -> None:

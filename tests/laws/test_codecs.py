@@ -243,21 +243,6 @@ def test_a_body_of_another_length_is_refused(name: str) -> None:
             ROWS[name].decode(None, body, d)
 
 
-@pytest.mark.parametrize("d", [1, 2, 3, 100, 2**16, 2**16 + 1, 100_000])
-@pytest.mark.parametrize("code", ["int32", "packed", "bitmap"])
-def test_bytes_of_topk(code: str, d: int) -> None:
-    """20 of header, 4 for each value, and the places; never more than the dense vector."""
-    codec = conf_option("compression", "topk", indices=code, ratio=0.01)
-    for ratio in RATIOS:
-        k = max(1, round((0.01 if ratio is None else ratio) * d))
-        places = {
-            "int32": 4 * k,
-            "packed": math.ceil(k * math.ceil(math.log2(d)) / 8),
-            "bitmap": math.ceil(d / 8),
-        }
-        assert codec.encoded_nbytes(ratio, d) == 20 + min(4 * d, 4 * k + places[code])
-
-
 def packed_body(
     form: int,
     d: int,

@@ -2,20 +2,15 @@
 file alone.
 """
 
-import json
 import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from ashl.config.catalog import catalog
-from ashl.outer.average import Average
 from ashl.outer.contract import Outer
-from ashl.plan.plan import Plan
-from ashl.planning.instantiate import assemble
 from tests.conf_option import conf_option
-from tests.support import planned, simulated
+from tests.support import simulated
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
@@ -112,26 +107,6 @@ def test_at_its_limit_it_is_average_bit_for_bit(method, topology):
     limit = simulated(*base, f"topology={topology}", f"outer={method}", *LIMITS[method])
     assert limit.sha256 == plain.sha256
     assert limit.time_ns == plain.time_ns
-
-
-@pytest.mark.parametrize(
-    ("method", "field", "value"),
-    [
-        ("nesterov", "lr", 0),
-        ("nesterov", "lr", math.inf),
-        ("nesterov", "momentum", 1.0),
-        ("heavy_ball", "momentum", -0.1),
-        ("slowmo", "alpha", -1),
-        ("slowmo", "beta", 1),
-        ("adam", "tau", 0),
-        ("adam", "beta2", 1.0),
-        ("yogi", "beta1", -0.1),
-        ("delayed_nesterov", "buffer", 0),
-    ],
-)
-def test_nonsense_is_refused(method, field, value):
-    with pytest.raises(ValidationError):
-        conf_option("outer", method, **{field: value})
 
 
 # --- each
@@ -270,16 +245,6 @@ def test_heloco_shortens_what_goes_back_and_turns_what_hardly_goes_along():
 
 # --- plans and stages
 # -------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_without_one_means_average():
-    plan = planned(*LOCAL)
-    data = json.loads(plan.to_json())
-    assert [stage.pop("outer") for stage in data["stages"]] == [
-        {"_target_": "ashl.outer.average.Average"}
-    ]
-    assert Plan.from_json(json.dumps(data)) == plan
-    assert isinstance(assemble(Plan.from_json(json.dumps(data)), "cpu").stages[0].outer, Average)
 
 
 def test_moments_cross_a_stage_boundary_as_the_schedule_defines():

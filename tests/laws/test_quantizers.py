@@ -31,7 +31,6 @@ from ashl.compression.payload import PayloadError, as_bytes
 from ashl.compression.rotated import rotate
 from ashl.compression.terngrad import SharedScale, sum_width
 from ashl.compression.wrappers import (
-    Layerwise,
     RunningMean,
     codec_for_layers,
     convert_sender,
@@ -323,13 +322,6 @@ def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
     assert torch.allclose(total, sum(alone), rtol=1e-4, atol=1e-3)
     assert 2 * n < 2 ** sum_width(n)
     assert words[0].nbytes <= 23 * sum_width(n) / 8 + 4
-
-
-def test_layers_of_ternaries_without_a_shared_scale() -> None:
-    assert isinstance(codec_for_layers(option("terngrad"), LAYOUT), Layerwise)
-    assert codec_for_layers(option("terngrad", per_layer=False), LAYOUT) == option(
-        "terngrad", per_layer=False
-    )
 
 
 # --- value codes

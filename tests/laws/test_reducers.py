@@ -14,12 +14,11 @@ from ashl.compression.gtopk import bits_bytes, tree_neighbours
 from ashl.compression.payload import HEADER
 from ashl.compression.power_sgd import LowRank, orthonormalize
 from ashl.compression.wrappers import ErrorFeedback, with_steps, wrap_codec
-from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import bits, codec, decoded, length, vector
 from tests.laws.protocols import drawn, together, top, weighted, whole
-from tests.support import planned, simulated
+from tests.support import simulated
 
 SHAPES = ((12, 10), (12,), (6, 3, 2, 2), (5, 2))
 LAYOUT = tuple(Layer(str(i), shape) for i, shape in enumerate(SHAPES))
@@ -67,11 +66,6 @@ def test_a_body_of_low_rank() -> None:
     own.add(out, body, 2.0)
     assert torch.allclose(out, 1 + 2 * got, rtol=1e-6)
     assert sender.before is None
-
-
-def test_a_large_rank_is_no_compression() -> None:
-    x = vector("heavy", D)
-    assert torch.equal(decoded(low_rank(12), low_rank(12).encode(None, x)[1], D), x)
 
 
 def test_a_matrix_of_low_rank_comes_over_whole() -> None:
@@ -211,20 +205,6 @@ def test_low_rank_without_compression_is_the_sum() -> None:
     assert not any(one.error.any() for row in rounds for one in row)
 
 
-def test_published_residuals_of_low_rank_give_the_same_updates() -> None:
-    """They keep M_j − P̂·Qᵀ of the sum: another e_j, the same Σ c·e_j."""
-    n, weights, shape = 3, [0.5, 0.25, 0.25], (20, 15)
-    vectors = drawn(300, n, 4)
-    rounds, _ = together(codec("power_sgd", rank=2), vectors, weights, [shape])
-    errors = [torch.zeros(300)] * n
-    for row, xs in zip(rounds, vectors, strict=True):
-        inputs = [x + e for x, e in zip(xs, errors, strict=True)]
-        basis = torch.linalg.svd(row[0].update.view(shape))[0][:, :2]
-        update = (basis @ basis.T @ weighted(inputs, weights).view(shape)).view(-1)
-        assert torch.allclose(update, row[0].update, atol=1e-4)
-        errors = [p - update for p in inputs]
-
-
 # --- gTop-k
 # --------------------------------------------------------------------------------------------------
 
@@ -303,18 +283,6 @@ def test_the_server_half_of_gtopk() -> None:
 
 # --- what makes no sense, and runs
 # ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        (["compression=gtopk", "topology.pull_ratio=0.1"], r"pull_ratio=0\.1: needs a codec"),
-        (["compression=gtopk", "compression.per_layer=true"], "per_layer"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(overrides: list[str], why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        planned(*overrides)
 
 
 @pytest.mark.parametrize("name", REDUCERS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import Codec, EncodeContext, Layer, layer_at
+from ashl.compression.contract import Codec, EncodeContext, Layer
 from ashl.compression.payload import PayloadError
 from ashl.compression.wrappers import (
     Clipping,
@@ -226,18 +226,6 @@ def test_each_layer_by_itself() -> None:
     worse[20] += 1
     with pytest.raises(PayloadError):
         codec.add(out, worse)
-
-
-def test_where_an_element_lies() -> None:
-    assert [layer_at(LAYOUT, place) for place in (0, 119, 120, 130, 199)] == [
-        "in.weight",
-        "in.weight",
-        "in.bias",
-        "out.weight",
-        "out.weight",
-    ]
-    with pytest.raises(IndexError):
-        layer_at(LAYOUT, 200)
 
 
 def test_everything_at_once_and_what_is_handed_over() -> None:

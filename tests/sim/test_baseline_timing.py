@@ -148,14 +148,6 @@ def test_adsp_does_not_count_periods_that_accelerate():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cluster", ["one_slow", "mixed"])
-def test_dssp_stays_in_its_range(cluster):
-    ran = timed(
-        f"cluster={cluster}", "sync=dssp", "sync.s_low=1", "sync.s_high=6", "stop.seconds=20"
-    )
-    assert 1 < ran.end["max_lead"] <= 6
-
-
 def test_dssp_grants_nothing_to_a_push_that_came_too_late():
     """It was let go for what had been granted to the push before."""
     rule, progress = conf_option("sync", "dssp", s_low=0, s_high=3), Progress(3)
@@ -181,24 +173,6 @@ def test_dssp_grants_what_waits_least():
 
 # --- AdaComm
 # --------------------------------------------------------------------------------------------------
-
-
-def test_adacomm_shortens_its_period_as_the_loss_falls():
-    ran = simulated(
-        "cluster=homogeneous",
-        "sync=adacomm",
-        "sync.every_s=2",
-        "stop.steps=null",
-        "stop.seconds=14",
-    )
-    steps = [record["steps"] for record in ran.of("Round") if record["rank"] == 0]
-    assert steps[0] == 16
-    assert steps == sorted(steps, reverse=True)
-    assert steps[-1] <= 2
-    assert (
-        len({record["steps"] for record in ran.of("Round") if record["round"] == len(steps) - 1})
-        == 1
-    )
 
 
 def test_adacomm_stretches_under_a_falling_rate_only():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ashl.errors import UsageError
-from ashl.planning.compatibility import check_faults, check_max_restarts
+from ashl.planning.compatibility import check_max_restarts
 from ashl.planning.instantiate import parts_of
 from ashl.run.evaluation import ModelSet
 from ashl.runtime.records import Counts, Snapshot
@@ -67,25 +67,6 @@ def test_who_comes_has_the_model_of_another() -> None:
         "they met in groups of all"
     )
     assert ran.ledgers[0]["down"] == 400_000_000
-
-
-def test_processes_continue_if_gloo_sums() -> None:
-    local = SimpleNamespace(
-        name="local",
-        min_workers=1,
-        max_restarts=0,
-        on_worker_failure="skip",
-        backend="auto",
-        device="cpu",
-        precision="fp32",
-        graphs="auto",
-    )
-    plan = with_events(planned(*GROUPS, "runtime.gradients=false"), lost(0, 0.1))
-    check_faults(replace(parts_of(plan), runtime=local), plan.stages)
-    plan = with_events(
-        planned(*RUN, "topology=all_reduce", "topology.algorithm=tree", "sync=bsp"), lost(0, 0.1)
-    )
-    check_faults(replace(parts_of(plan), runtime=local), plan.stages)
 
 
 @pytest.mark.parametrize(

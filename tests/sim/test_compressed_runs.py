@@ -152,43 +152,6 @@ def test_an_update_that_is_no_number_names_its_layer(
     assert "round 4" in summary["exit_reason"]
 
 
-@pytest.mark.parametrize(
-    "name", ["cast", "random_mask", "subsampling", "block_coordinate", "topk", "qsgd", "sign"]
-)
-def test_a_run_that_is_only_timed_moves_as_many_bytes(name: str) -> None:
-    """A run without gradients takes the same time, for summed and for gathered messages."""
-    mode = ("sync=bsp", GATHER, "stop.steps=32", f"compression={name}", "optimizer.momentum=0")
-    warm = (
-        ("compression.warmup_epochs=2",) if name in ("random_mask", "subsampling", "topk") else ()
-    )
-    real, size_only = simulated(*mode, *warm), simulated(*mode, *warm, "runtime.gradients=false")
-    assert [r["bytes_up"] for r in size_only.of("TimeTotals")] == [
-        r["bytes_up"] for r in real.of("TimeTotals")
-    ]
-    assert size_only.time_ns == real.time_ns
-
-
-def test_clipping_is_the_same_with_and_without_a_server() -> None:
-    """The result is the same, although summed messages are weighted before the collective."""
-    mode = (
-        "sync=bsp",
-        "stop.steps=32",
-        "compression=random_mask",
-        "compression.clip_norm=0.5",
-        "optimizer.momentum=0",
-    )
-    server, peers, free = (
-        simulated(*mode, *more)
-        for more in (
-            ("topology=parameter_server",),
-            (GATHER,),
-            (GATHER, "compression.clip_norm=null"),
-        )
-    )
-    assert torch.allclose(server.params, peers.params, atol=1e-6)
-    assert not torch.allclose(server.params, free.params, atol=1e-4)
-
-
 def test_who_computes_on_one_model_shares_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose pushes came too late now and then had another mask than all others
     ever after.

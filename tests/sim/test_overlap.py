@@ -2,7 +2,6 @@
 checkpoint.
 """
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,33 +122,3 @@ def test_what_a_node_computes_beside_its_loop_is_not_free() -> None:
 
 # --- checkpoints
 # --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("port_mbit_s", "came_ms"),
-    [
-        (None, [(0, 22), (1, 22), (0, 42), (1, 42), (0, 62), (1, 62)]),
-        (1.0, [(k % 2, 22 + 20 * k) for k in range(6)]),
-    ],
-)
-def test_slices_to_a_server_queue_at_the_ports_that_they_share(
-    port_mbit_s: float | None, came_ms: list
-) -> None:
-    """A message of 2,500 bytes takes 20 ms at 1 Mbit/s.
-
-    A worker's slices leave its NIC one after the other, after 2 ms of latency. The slices of both
-    workers share the server's NIC, which is no faster.
-    """
-    machines, came = cluster(2, latency_s=0.002, server_bandwidth_mbit_s=port_mbit_s), []
-
-    async def main(ctx: RankContext) -> None:
-        if ctx.rank < 2:
-            for k in range(3):
-                await ctx.send(2, ("slice", 0, k), SizeOnly(2500))
-            return
-        for _ in range(6):
-            message = await ctx.recv(*[("slice", 0, k) for k in range(3)])
-            came.append((message.src, ctx.now_ns // MS))
-
-    Sim(3, Speed(machines, 1, 0), network(machines, 7500), Quiet()).run(main, tick=lambda: None)
-    assert came == came_ms

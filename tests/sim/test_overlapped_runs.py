@@ -2,14 +2,13 @@
 closed form.
 """
 
-import io
 from dataclasses import replace
 
 import pytest
 
 from ashl.config.construct import construct
 from ashl.plan.plan import Plan
-from ashl.planning.instantiate import assemble, layer_groups
+from ashl.planning.instantiate import layer_groups
 from ashl.planning.step_timelines import make_timeline
 from tests.benchmarks.simulator import simulation
 from tests.support import planned
@@ -20,9 +19,7 @@ LINKS = (
     "cluster.latency_s=0.002",
     "cluster.step_s=0.03",
 )
-IMAGES = ("dataset=synthetic", "dataset.num_train=400", "dataset.num_test=100")
 SUMS = ("topology=all_reduce", "sync=bsp", *LINKS)
-RING = (*SUMS, *IMAGES)
 UNEQUAL = ("cluster.compute=[1,1,3]", "cluster.link=[1,2,1]")
 
 
@@ -112,12 +109,3 @@ def test_the_chain_of_the_literature_across_the_barrier(
         assert ledger.totals["compute"] == 150 * 10**9
         assert ledger.totals["wait"] == 0
         assert sum(ledger.totals.values()) == sim.now_ns
-
-
-def test_a_planned_merge_stands_in_the_plan_and_runs_again_from_there() -> None:
-    plan = planned(*RING, "model=lenet", "overlap=merged", "stop.steps=8")
-    groups = plan.stages[0].overlap["plan"]
-    assert 1 < len(groups) < len(assemble(plan, "cpu").stages[0].parts)
-    assert Plan.from_json(io.StringIO(plan.to_json()).read()).stages[0].overlap["plan"] == list(
-        groups
-    )

@@ -12,7 +12,6 @@ from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.runtime.effects import Compute
 from ashl.runtime.parallel_sim import TRIED, WORTH_S, ParallelCompute, use_cores
-from tests.support import planned
 
 RUN = (
     "runtime=sim tracking=none cluster.compute=[1,2,3] stop.steps=60 model.hidden=[16]"
@@ -111,10 +110,3 @@ def test_an_error_on_another_core_is_told_as_ever(
     assert main(["train", "-q", *RUN.split(), "sync=bsp", "run.dir=run", "runtime.cores=2"]) == 2
     assert capsys.readouterr().err == "ashl: worker 0 will not\n"
     assert threading.active_count() == 1
-
-
-@pytest.mark.parametrize("value", ["0", "many", "2.5"])
-def test_wrong_numbers_of_cores(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *RUN.split(), f"runtime.cores={value}"]) == 2
-    assert "runtime.cores" in capsys.readouterr().err
-    assert planned(*RUN.split(), "runtime.cores=2").runtime["cores"] == 2

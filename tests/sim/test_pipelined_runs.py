@@ -21,23 +21,6 @@ NETS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("overlap", "workers"), [("priority", 2), ("dear", 2), ("tictac", 1), ("slices", 1)]
-)
-def test_the_cycle_of_one_worker_is_the_time_of_a_common_step(overlap, workers) -> None:
-    """Predicted from the chain of a worker, beside what the simulator counts."""
-    topology = "parameter_server" if workers == 1 else "all_reduce"
-    alike = (
-        f"cluster.compute={[1] * workers}",
-        f"topology={topology}",
-        "cluster.server_bandwidth_mbit_s=2",
-    )
-    stage = planned(*SUMS, *NETS, *alike, "runtime.gradients=false", f"overlap={overlap}").stages[0]
-    assert stage.workers[0].predicted_cycle_s == pytest.approx(
-        workers / stage.predicted_steps_per_s
-    )
-
-
 def test_the_same_model_of_one_sample_at_a_time() -> None:
     """Products with a vector, of a model that is not copied each step: where a matrix lies plays a
     part.

@@ -17,7 +17,7 @@ from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
-from ashl.overlap.timeline import FORWARD, buckets_of_tensors, end_shares, untimed_timeline
+from ashl.overlap.timeline import FORWARD, untimed_timeline
 from ashl.plan.alpha_beta import LARGE, SMALL, AlphaBeta, fit_line
 from ashl.plan.profile import CodecCost, Profile
 from ashl.planning.compile_plan import prepare_plan
@@ -272,11 +272,6 @@ def test_a_broken_profile(change, says) -> None:
     data = json.loads(declared().to_json())
     with pytest.raises(ValueError, match=says):
         Profile.from_json(json.dumps({**data, **change}))
-
-
-def test_shares_of_both_passes() -> None:
-    parts = buckets_of_tensors([(2,), (2,), (4,)], [1, 1, 2])
-    assert end_shares(parts) == pytest.approx([1 / 12, 1 / 6, 1 / 3, 2 / 3, 5 / 6, 1])
 
 
 def test_steps_are_drawn_from_the_measured_distribution(workplace) -> None:

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from ashl.cli.app import main
-from ashl.stage import progress
-from ashl.stage.progress import RunProgress, StopCriteria
-from ashl.tracking.stages import REASONS, RULES, never_began, why_ended
+from ashl.tracking.stages import REASONS
 
 FEW = ["runtime=sim", "tracking=none", "model.hidden=[8]", "-q"]
 
@@ -54,11 +52,6 @@ def test_a_stage_that_never_began(workplace: Path, capsys: pytest.CaptureFixture
     assert "stages ahl, shl never began: the run ended before" in capsys.readouterr().out
 
 
-def test_one_stage_needs_no_line(workplace: Path, capsys: pytest.CaptureFixture) -> None:
-    trained("sync=bsp", "stop.epochs=1")
-    assert "ended because" not in capsys.readouterr().out
-
-
 DROPPING = {
     "in flight at the end": ["sync=asp", "stop.epochs=3"],
     "backups": ["sync=backup", "stop.epochs=3"],
@@ -89,28 +82,3 @@ def test_each_dropped_step_has_a_reason(
     assert ("dropped   " in out) == bool(summary["dropped_steps"])
     assert sum(summary["dropped_for"].values()) == summary["dropped_steps"]
     assert summary["dropped_for"].keys() <= REASONS.keys()
-
-
-def test_words_for_every_reason_and_rule() -> None:
-    known = (
-        progress.LATE,
-        progress.STAGE_END,
-        progress.RUN_END,
-        progress.FAILURE,
-        progress.DIVERGED,
-    )
-    assert REASONS.keys() == {*known}
-    for rule, (fell, _) in RULES.items():
-        assert StopCriteria(limits=None, until={rule: 1e9}, epoch_samples=1).stage_end_reason(
-            RunProgress(1), 0.0, None
-        ) in (
-            None,
-            rule,
-        )
-        assert why_ended({"exit_reason": rule, "until": {rule: 2.0}}) == fell.format("2")
-        assert "2" in never_began([{"name": "b", "until": {rule: 2.0}, "best": {}}])
-    late = {"name": "shl", "until": {"evaluated_loss": 0.3}, "best": {"evaluated_loss": 0.1}}
-    assert (
-        never_began([late])
-        == "stage shl never began: the loss fell to 0.3 only when the run was about to end"
-    )
