@@ -67,7 +67,6 @@ def by_server() -> dict[str, Row]:
         "backup-difference": Row(
             "sync=backup sync.exchange=difference cluster=one_slow", twin=True
         ),
-        "backup-none": Row("sync=backup sync.backups=0", processes="slow", twin=True),
         "local-sgd": Row("sync=local_sgd sync.local_steps=4", processes="quick"),
         "local-sgd-planned": Row(
             "sync=local_sgd sync.local_steps=plan schedule.h_preset=[3]",
@@ -92,23 +91,15 @@ def by_server() -> dict[str, Row]:
         "rescaled-asgd": Row(f"sync=rescaled_asgd sync.local_steps=2 {SLOW}"),
         "ringleader": Row(f"sync=ringleader {SLOW}"),
         "ssp": Row("sync=ssp"),
-        "ssp-tight": Row(f"sync=ssp sync.staleness=0 {SLOW}", twin=True),
         "ssp-unbounded-planned": Row(
             "sync=ssp sync.staleness=null sync.local_steps=plan schedule.h_preset=[2]", twin=True
         ),
         "asp": Row("sync=asp"),
-        "asp-ties": Row("sync=asp cluster=homogeneous eval.every_commits=7", twin=True),
-        "asp-textbook": Row(
-            "sync=asp sync.local_steps=3 aggregate.scale=4 optimizer.lr=0.02", twin=True
-        ),
         "dssp": Row(f"sync=dssp sync.s_low=1 sync.s_high=6 {SLOW}"),
         "adacomm": Row("sync=adacomm sync.every_s=0.3 stop.steps=150", by_bits=True),
         "adsp": Row(
             "sync=adsp aggregate=uniform sync.gamma_s=0.3 sync.search_s=2 stop.steps=200",
             by_bits=True,
-        ),
-        "adsp-steady": Row(
-            "sync=adsp aggregate=uniform sync.gamma_s=1 sync.commits=2 sync.search_s=1e6", twin=True
         ),
         "adsp-ashlrepo": Row(
             "sync=adsp_ashlrepo aggregate=uniform sync.gamma_s=0.3 sync.search_s=2 stop.steps=200",
@@ -139,12 +130,10 @@ def by_server() -> dict[str, Row]:
         "server-tictac": Row(
             f"sync=bsp overlap=tictac {LINKS} cluster.compute=[1,1,2]", processes="slow"
         ),
-        "server-merged": Row(f"sync=bsp overlap=merged overlap.plan=[2] {LINKS} {SLOW}", twin=True),
         "server-slices": Row(
             f"sync=bsp overlap=slices overlap.slice=300 {PORTS}", processes="slow"
         ),
         "server-priority": Row(f"sync=bsp {SLICED} {PORTS}", processes="quick"),
-        "server-late": Row(f"sync=bsp optimizer.momentum=0.9 overlap=delayed {SLOW}", twin=True),
         "rennala": Row("sync=rennala sync.batch=5"),
         "ringmaster": Row(f"sync=ringmaster sync.max_staleness=3 {SLOW}"),
     }
@@ -444,11 +433,6 @@ def stages() -> dict[str, Row]:
         "post-local": Row(
             "schedule=post_local schedule.switch_epochs=1 schedule.local_steps=4 stop.steps=120"
         ),
-        "post-local-ring": Row(
-            f"schedule=post_local schedule.switch_epochs=1 schedule.momentum=reset {RING}"
-            " compression=topk stop.steps=120",
-            twin=True,
-        ),
         "profile": Row("schedule=profile_only cluster.jitter=0.1"),
         "plan-paper": Row(
             f"sync=ssp sync.local_steps=plan schedule.h_preset=[4] planner=paper {PAPER}"
@@ -527,11 +511,6 @@ def learning() -> dict[str, Row]:
             " outer.spread=0.25 optimizer.momentum=0",
             twin=True,
         ),
-        "nesterov": Row(
-            "sync=bsp optimizer.nesterov=true optimizer.weight_decay=0.01"
-            " optimizer.warmup_epochs=1",
-            twin=True,
-        ),
         "adam": Row(f"{RING} sync=local_sgd sync.local_steps=4 optimizer=adam optimizer.lr=0.01"),
         "muon": Row(
             f"{RING} sync=local_sgd sync.local_steps=4 optimizer=muon model=mlp"
@@ -541,7 +520,6 @@ def learning() -> dict[str, Row]:
         "adamw-linear-decay": Row(
             "sync=ssp optimizer=adamw optimizer.schedule=linear stop.steps=null stop.epochs=2"
         ),
-        "step-decay": Row("sync=bsp optimizer.schedule=step optimizer.horizon_epochs=2", twin=True),
         "dirichlet": Row(
             "sync=local_sgd dataset.partition=dirichlet dataset.alpha=0.3 seed=3", twin=True
         ),
@@ -549,15 +527,8 @@ def learning() -> dict[str, Row]:
             "sync=ssp dataset.partition=interleaved stop.steps=null stop.seconds=0.6 seed=2"
         ),
         "cnn": Row("sync=bsp model=cnn model.channels=[4,8] stop.steps=24"),
-        "quadratic": Row(
-            "sync=asp model=linear dataset=quadratic optimizer.lr=0.02 seed=1", twin=True
-        ),
         "ssp-seeded": Row(
             "sync=ssp cluster.jitter=0.3 cluster.events=[{time_s:0.5,worker:1,compute:6}] seed=7"
-        ),
-        "backup-ports": Row(
-            f"sync=backup cluster.server_step_s=0.002 cluster.compress_s=0.001 {PORTS} seed=5",
-            twin=True,
         ),
     }
 
@@ -570,13 +541,8 @@ def timing() -> dict[str, Row]:
     )
     return {
         "many-bsp": Row(f"{some} sync=bsp {PORTS} stop.steps=320"),
-        "many-ssp": Row(f"{some} sync=ssp stop.steps=640", twin=True),
         "many-asp-topk": Row(f"{some} sync=asp compression=topk {PORTS} stop.steps=480"),
         "many-ring": Row(f"{some} {RING} sync=local_sgd {LINKS} stop.steps=480", twin=True),
-        "many-d-psgd": Row(
-            f"{some} {GOSSIP} sync=d_psgd topology.graph=exponential {LINKS} stop.steps=320",
-            twin=True,
-        ),
         "many-ad-psgd": Row(
             f"{some} {GOSSIP} sync=ad_psgd topology.graph=complete {LINKS} stop.steps=480",
             twin=True,
