@@ -3,6 +3,7 @@ refused.
 """
 
 import hashlib
+import math
 import re
 from functools import cache
 
@@ -11,9 +12,11 @@ import pytest
 import ashl
 from ashl.config.catalog import CONF, catalog, load, parameters
 from ashl.config.compose import PRESETS, compose
+from ashl.config.construct import construct
 from ashl.errors import AshlError, NoEffectError, UsageError
 from ashl.planning.compile_plan import compile_plan
 from ashl.runtime.effects import PeerFailedError
+from tests.conf_option import values
 from tests.every_key import (
     ALWAYS,
     BESIDE,
@@ -42,6 +45,16 @@ QUICK = (
     "schedule=single",
 )
 QUICK_CROSSING = ()
+TEXTS = (
+    "cluster.server_host",
+    "cluster.trace",
+    "dataset.path",
+    "dataset.root",
+    "model.name",
+    "runtime.interface",
+    "topology.graph",
+    "tracking.experiment",
+)
 NAMES_A_KEY = re.compile(r"\w+\.\w+=|\w+=\w+|cluster\.node")
 
 
@@ -158,6 +171,36 @@ def test_the_walk_has_every_key_of_every_group() -> None:
     known = {f"{group}={name}" for group, options in catalog().items() for name in options}
     known |= {key for _, key in keys} | {" ".join(pair) for pair in keys}
     assert {*VALUES, *COUNTS, *OUTSIDE, *BESIDE, *NEVER} - known == set()
+
+
+def refusal(spec: dict, group: str) -> str:
+    """Return how an option is refused; "" if it can be constructed."""
+    try:
+        construct(spec, group)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def nonsense(key: str) -> list[float | str]:
+    """Return values that a key cannot have: no clock can hold an endless time."""
+    values = [math.nan, -1e300]
+    if key.endswith("_s") and not key.endswith("mbit_s"):
+        values.append(1e300)
+    return values if key in TEXTS else [*values, "x"]
+
+
+@pytest.mark.parametrize("group", sorted(catalog().keys() - set(PRESETS)))
+def test_no_key_takes_what_no_run_can_use(group: str) -> None:
+    taken = [
+        f"{key}={value}"
+        for option, file in catalog()[group].items()
+        for key in (f"{group}.{parameter.key}" for parameter in parameters(file))
+        for value in nonsense(key)
+        if f"{key}={value} is not possible"
+        not in refusal({**values(group, option), key.removeprefix(f"{group}."): value}, group)
+    ]
+    assert taken == []
 
 
 def left_by(*overrides: str) -> tuple[list[str], list[str]]:
