@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from ashl.errors import UsageError
 from tests.conf_option import conf_option
 
 SMALL = ("runtime=sim", "tracking=none", "model.hidden=[4]", "stop.epochs=1")
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_train_returns_the_run_with_its_records_and_leaves_the_process_as_it_was(
@@ -117,18 +115,3 @@ def test_importing_is_light_and_a_script_needs_no_guard(workplace: Path) -> None
         [sys.executable, "script.py"], capture_output=True, text=True, timeout=60
     )
     assert (ended.stdout, ended.returncode) == ("finished\n", 0), ended.stderr
-
-
-def test_python_m_ashl_is_the_command_line(workplace: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "ashl", "--version"], capture_output=True, text=True, timeout=60
-    )
-    assert ended.stdout == f"ashl {ashl.__version__}\n"
-
-
-def test_the_package_says_that_it_is_typed_and_whose_it_is() -> None:
-    about = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert about["project"]["authors"]
-    assert "Typing :: Typed" in about["project"]["classifiers"]
-    assert (ROOT / "ashl" / "py.typed").exists()
-    assert {"py.typed", "*.yaml"} <= set(about["tool"]["setuptools"]["package-data"]["*"])

@@ -76,12 +76,6 @@ def test_arguments_stay_and_results_are_new(name, fields):
     assert not {t.data_ptr() for t in (*after, moved)} & {t.data_ptr() for t in given}
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
-def test_rate_is_the_fixed_one_by_default(name):
-    optimizer = conf_option("optimizer", name, lr=0.3)
-    assert [optimizer.rate(samples, 100) for samples in (0, 50, 10**6)] == [0.3] * 3
-
-
 @pytest.mark.parametrize(
     ("schedule", "rates"),  # at 0, 2.5, 5, 7.5, 10 and 20 epochs of a horizon of 10
     [
@@ -131,12 +125,4 @@ def test_horizon_is_the_run_s_own_where_it_ends_by_epochs():
 )
 def test_combinations_that_make_no_sense(fields):
     with pytest.raises(UsageError):
-        conf_option("optimizer", "sgd", **fields)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"momentum": 1.0}, {"lr": 0.0}, {"lr": float("nan")}, {"weight_decay": -1}]
-)
-def test_numbers_out_of_range(fields):
-    with pytest.raises(ValueError, match=next(iter(fields))):
         conf_option("optimizer", "sgd", **fields)

@@ -67,24 +67,12 @@ def test_round_trip() -> None:
     ("key", "value"),
     [
         ("step_s", 0),
-        ("step_s", -0.1),
         ("step_s", math.nan),
-        ("step_s", math.inf),
         ("step_s", None),
-        ("step_s", "0.1"),
-        ("step_s", 1e-12),
         ("step_s", 1e300),  # seconds that no clock can bear
         ("pull_s", 10**400),
-        ("step_spread_s", -1.0),
-        ("push_s", -1.0),
         ("push_s", 0.0),  # measured: never zero
-        ("pull_s", 0.0),
-        ("latency_s", math.nan),
-        ("push_bytes_s", 0.0),
-        ("pull_bytes_s", math.inf),
         ("compress_s", None),
-        ("batch", 0),
-        ("batch", 1.5),
         ("batch", True),
     ],
 )
@@ -113,14 +101,10 @@ def test_missing_unknown_and_broken() -> None:
             {**data, "workers": [{**data["workers"][0], "pushs": 1}]},
             r"workers\.0\.pushs is not a key",
         ),
-        ({**data, "workers": [3]}, r"workers\.0=3 is not possible: should be keys and values"),
         ({**data, "workers": []}, "should have at least 1 values"),
-        ({**data, "workers": {}}, "should be a list"),
         ({k: v for k, v in data.items() if k != "num_params"}, "num_params is missing"),
-        ({**data, "num_params": 0}, "num_params=0 is not possible"),
         ({**data, "schema": 1}, "schema 1 where schema 5 was expected"),
         ({**data, "model": "\x1b[2J"}, "should be printable text"),
-        ({**data, "source": "guessed"}, "source=guessed is not possible"),
         ([], "no mapping of keys"),
     ]:
         with pytest.raises(ValueError, match=words):
@@ -191,15 +175,6 @@ def test_a_profile_needs_nothing_of_the_server() -> None:
     assert profile_of_declared_costs(
         conf_option("cluster", "ashl_paper", server_step_s=None), "LeNet", 1_000, 128
     ).workers
-
-
-def test_the_table_of_a_profile_fits_80_columns() -> None:
-    screen = Console(file=io.StringIO(), width=80)
-    show_profile(screen, replace(profile(), model="[/x]"))
-    said = screen.file.getvalue()  # ty: ignore[unresolved-attribute]
-    assert "encode ms" in said
-    assert "[/x] with" in said, "no markup"
-    assert "…" not in said
 
 
 def test_costs_within_their_noise_count_as_equal_and_are_said_to() -> None:

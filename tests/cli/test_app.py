@@ -58,20 +58,6 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["-h"], ["--help"], ["train", "-h"], ["list", "--help"], ["--version"]]
-)
-def test_help_is_fine(args: list[str], capsys) -> None:
-    assert main(args) == 0
-    assert capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [*COMMANDS, ""])
-def test_help_shows_flags_without_a_type(command: str, capsys) -> None:
-    assert main([*command.split(), "--help"]) == 0
-    assert "bool" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
     ("args", "says"),
     [
         ("trian", "There is no command trian; did you mean train?"),
@@ -97,19 +83,6 @@ def test_misuse_is_one_sentence_and_two(args: str, says: str, capsys, workplace)
     assert says in err
     assert err.startswith("ashl: ")
     assert err.count("\n") == 1
-
-
-def test_train_hands_over(run) -> None:
-    run.result = 3
-    assert main(["train", "sync=bsp", "-q", "seed=4"]) == 3
-    config, overrides, quiet, resume, command = run.calls[0]
-    assert (config["seed"], overrides, quiet, resume) == (4, ["sync=bsp", "seed=4"], True, None)
-    assert command == "ashl train sync=bsp seed=4"
-
-
-def test_dry_run_trains_nothing(run) -> None:
-    assert main(["train", "--dry-run", "seed=5"]) == 0
-    assert [config["seed"] for config in run.calls] == [5]
 
 
 def test_cfg_prints_what_can_be_read_back(run, capsys) -> None:
@@ -173,17 +146,6 @@ def test_pages_of_list_fit_80_columns(capsys, monkeypatch) -> None:
         ] == []
 
 
-def test_list_shows_a_group(capsys) -> None:
-    assert main(["list", "sync"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    first = [line.split()[0] for line in lines if line.strip()]
-    assert set(catalog.catalog()["sync"]) <= set(first)
-    assert first.count("bsp") == 1
-    assert not [line for line in lines if "default" in line], (
-        "the default schedule names its stages' modes"
-    )
-
-
 CAVEATS = {"sync=asylpg", "sync=spy"}  # their limits are no other method
 
 
@@ -239,15 +201,6 @@ def test_every_option_has_a_card(group: str, option: str, capsys) -> None:
     )
     for parameter in catalog.parameters(catalog.catalog()[group][option]):
         assert parameter.key.rpartition(".")[2] in out
-
-
-@pytest.mark.parametrize(
-    ("group", "option"),
-    [("sync", "ssp"), ("overlap", "wfbp"), ("outer", "adam"), ("aggregate", "mean")],
-)
-def test_a_card_explains_the_symbols_of_its_group(group: str, option: str, capsys) -> None:
-    assert main(["list", group, option]) == 0
-    assert "\n\nSymbols: " in capsys.readouterr().out
 
 
 def test_doctor_reports_and_never_fails_on_what_is_not_there(
@@ -343,15 +296,7 @@ def test_an_output_that_nobody_reads(command: str) -> None:
             ["train", "--foo"],
             "There is no option --foo; settings are written without dashes, as in foo=1.",
         ),
-        (
-            ["train", "--sync", "bsp"],
-            "There is no option --sync; settings are written without dashes, as in sync=bsp.",
-        ),
         (["sweep", "--sync=bsp,asp"], "settings are written without dashes, as in sync=bsp,asp."),
-        (
-            ["train", "--optimizer.lr", "0.05"],
-            "settings are written without dashes, as in optimizer.lr=0.05.",
-        ),
         (["train", "--name", "a b"], "settings are written without dashes, as in 'name=a b'."),
         (
             ["train", "--topology"],
@@ -399,18 +344,6 @@ def test_a_narrow_screen_cuts_no_key(capsys, monkeypatch) -> None:
         out = capsys.readouterr().out
         keys = [p.key for p in catalog.parameters(catalog.catalog()["cluster"][option])]
         assert all(f"cluster.{key} " in out for key in keys)
-
-
-def test_a_narrow_screen_folds_what_a_card_says(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["list", "overlap", "merged"]) == 0
-    wide = capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(["list", "overlap", "merged"]) == 0
-    narrow = capsys.readouterr().out
-    prose = narrow[: narrow.index("Parameters")]
-    assert max(map(len, prose.splitlines())) <= 60
-    assert prose.split() == wide[: wide.index("Parameters")].split(), "no word is cut or lost"
 
 
 # --- in a checkout

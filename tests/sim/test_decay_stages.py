@@ -107,9 +107,6 @@ def test_only_costs_that_nobody_declares_are_profiled():
             ["schedule.decay_stages=3", "schedule.loss_switch=[1.0,1.0]"],
             "each lower than the one before",
         ),
-        (["schedule.decay_stages=0"], "schedule.decay_stages"),
-        (["schedule.decay_factor=1.5"], "schedule.decay_factor"),
-        (["schedule.h_preset=[]"], "schedule.h_preset"),
         (["topology=all_reduce"], "sync=ahl: needs a loop for this kind of sync mode"),
         (["runtime.gradients=false"], "ends by rises"),
         (
