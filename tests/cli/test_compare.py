@@ -151,11 +151,14 @@ def test_pandas_reads_an_export_in_one_line(
 GROUPS = [group for group in defaults() if group not in ("experiment", "debug")]
 
 
-@pytest.mark.parametrize("loose", [False, True], ids=["sweep", "folder"])
 @pytest.mark.parametrize(
-    "recorded", [None, {"relative_error": 0.5}, "of the run"], ids=["null", "report", "text"]
+    ("key", "recorded", "loose"),
+    [
+        *((key, "of the run", False) for key in (*GROUPS, "plan", "profile")),
+        ("compression", None, True),
+        ("compression", {"relative_error": 0.5}, True),
+    ],
 )
-@pytest.mark.parametrize("key", [*GROUPS, "plan", "profile"])
 def test_what_was_typed_is_what_is_exported(key: str, recorded, *, loose: bool, workplace) -> None:
     """`compression=none` vanished: a summary has a `compression` of its own, which is null without
     a codec.

@@ -90,8 +90,14 @@ def package(workplace, monkeypatch):
     return workplace
 
 
-@pytest.mark.parametrize("runtime", ["sim", "local"])
-@pytest.mark.parametrize("topology", MODES)
+@pytest.mark.parametrize(
+    ("topology", "runtime"),
+    [
+        *((topology, "sim") for topology in MODES),
+        *(pytest.param(topology, "local", marks=pytest.mark.slow) for topology in [*MODES][1:]),
+        ("parameter_server", "local"),
+    ],
+)
 def test_a_measure_is_wherever_metrics_are(topology: str, runtime: str, package, capsys) -> None:
     chosen = [f"runtime={runtime}", f"topology={topology}", *MODES[topology], *SMALL, "run.dir=run"]
     assert main(["train", "-q", *chosen]) == 0
