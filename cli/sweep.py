@@ -57,9 +57,6 @@ def sweep(
             help="Search by Optuna, with axes such as 'KEY=interval(0.01,0.5)'.",
         ),
     ] = None,
-    sampler: Annotated[
-        str, typer.Option(metavar="NAME", help="Search by tpe, gp, random or qmc.")
-    ] = "tpe",
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -96,9 +93,7 @@ def sweep(
     make_pool = partial(pool_of, launcher=launcher, of_launcher=of_launcher, jobs=jobs)
     line = typed_line(ctx)
     if search is not None:
-        return searched(
-            line, typed, config_dir, search, sampler, jobs, make_pool, quiet=quiet, silent=json
-        )
+        return searched(line, typed, config_dir, search, jobs, make_pool, quiet=quiet, silent=json)
     grid = whole_grid(typed, config_dir, strict, ctx.obj)
     if cfg:
         configs = [without_unused(setting.config) for setting in grid.settings]
@@ -240,7 +235,6 @@ def searched(
     typed: list[str],
     config_dir: Path | None,
     trials: int,
-    sampler: str,
     jobs: int | None,
     make_pool: "Callable[..., Pool]",
     *,
@@ -278,7 +272,6 @@ def searched(
             folder=folder,
             slots=jobs or slots_for(corners),
             trials=trials,
-            sampler=sampler,
             quiet=quiet,
             make_pool=partial(make_pool, folder),
             silent=silent,

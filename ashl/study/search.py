@@ -9,7 +9,6 @@ interrupted, and no run that has ended.
 import hashlib
 import math
 import statistics
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,12 +31,6 @@ if TYPE_CHECKING:
     from optuna import Study, Trial
 
 JOURNAL = "search.log"
-SAMPLERS = {
-    "tpe": "TPESampler",
-    "gp": "GPSampler",
-    "random": "RandomSampler",
-    "qmc": "QMCSampler",
-}
 # The cost of a run that diverges or misses the target is above that of every other run.
 NEVER = 1e9
 
@@ -97,7 +90,6 @@ def search(
     folder: Path,
     slots: int,
     trials: int,
-    sampler: str,
     quiet: bool,
     make_pool: Callable[[int], Pool],
     silent: bool = False,
@@ -113,7 +105,7 @@ def search(
             "a preset that is a grid of its own cannot be searched; run it without --search"
         )
     with sweep.locked(folder):
-        study = open_study(folder, sampler)
+        study = open_study(folder)
         console = Console(highlight=False, quiet=silent)
         if not quiet:
             console.print(
@@ -130,13 +122,11 @@ def search(
         return sweep.swept(folder, tuple(tried.settings.values()), found, command)
 
 
-def open_study(folder: Path, sampler: str) -> "Study":
+def open_study(folder: Path) -> "Study":
     """Return Optuna's study in a folder, with the interrupted trials of an earlier search enqueued.
 
-    Raises: UsageError if Optuna is not installed or has no such sampler.
+    Raises: UsageError if Optuna is not installed.
     """
-    if sampler not in SAMPLERS:
-        raise UsageError(f"there is no sampler {sampler!r}; take one of {', '.join(SAMPLERS)}")
     try:
         import optuna
         from optuna.storages import JournalStorage
@@ -146,10 +136,8 @@ def open_study(folder: Path, sampler: str) -> "Study":
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
     study = optuna.create_study(storage=storage, study_name="search", load_if_exists=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some are experimental
-        # a resumed search draws other numbers than before
-        study.sampler = getattr(optuna.samplers, SAMPLERS[sampler])(seed=len(study.trials))
+    # a resumed search draws other numbers than before
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
     for trial in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
         study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         study.enqueue_trial(trial.params)

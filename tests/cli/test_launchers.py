@@ -106,7 +106,7 @@ def test_a_trial_that_cannot_run_is_skipped_with_its_reason(
     workplace: Path, capsys: pytest.CaptureFixture
 ) -> None:
     grid = ["topology=parameter_server,all_reduce", "sync=bsp,asp", *TINY]
-    assert main(["sweep", *grid, "--search", "12", "--sampler", "random"]) == 0
+    assert main(["sweep", *grid, "--search", "12"]) == 0
     record = json.loads((workplace / "study/sweep.json").read_text())
     assert len(record["settings"]) <= 3
     (skipped,) = record["skipped"]
@@ -121,7 +121,6 @@ def test_a_trial_that_cannot_run_is_skipped_with_its_reason(
         ("--launcher submitit_local launcher.nodes=1,2 sync=bsp", "one value is needed here"),
         ("--launcher submitit_slurm launcher.queue=a sync=bsp", "Unknown argument 'queue'"),
         ("launcher.nodes=1 sync=bsp", "it goes with `ashl sweep --launcher NAME`"),
-        ("--search 2 --sampler best sync=bsp,ssp run.dir=x", "there is no sampler 'best'"),
         ("--search 2 sync=bsp,ssp --race", "--race goes with a whole grid"),
         ("--search 2 sync=bsp runtime=sim", "a search needs something to choose"),
         ("--search 2 optimizer.lr=interval(3,2)", "goes from a smaller to a larger number"),
