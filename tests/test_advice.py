@@ -310,34 +310,66 @@ def racer(sync: str, compute: str, time_s: float) -> Racer:
     texts = (f"sync={sync}", f"cluster.compute={compute}", "cluster.exchange_s=0", "runtime=sim")
     _, config, plan = candidates.with_effect((*texts, "cluster=homogeneous"), None)
     rule = candidates.Rule(name=sync, overrides="", why="typed")
-    return Racer(candidates.Candidate(rule, (), config, plan, ""), time_s, ((1000.0, time_s),))
+    return Racer(
+        candidates.Candidate(rule, (), config, plan, ""),
+        time_s,
+        ((1000.0, time_s),),
+        0.1,
+        (1, 2, 3),
+    )
 
 
 def test_a_worker_is_left_out_if_a_barrier_without_it_is_faster() -> None:
     """Five workers behind a barrier take 5/c steps per step time, four without the slowest take 4:
     it pays if c < 5/4.
     """
-    found = leave_out_of([racer("bsp", "[1,1,1,1,5]", 40.0)], lambda: False)
+    found = leave_out_of([racer("bsp", "[1,1,1,1,5]", 40.0)], lambda: False, not_run)
     assert found is not None
     assert (found.worker, found.with_s, found.advised) == (4, 40.0, True)
     assert found.without_s == pytest.approx(10.0, rel=0.01)
     assert found.pays_from == pytest.approx(0.8, rel=0.04)
     said = found.sentence()
-    assert said.startswith("leave out worker 4: with it 40 s, without it 10 s; it pays from 0.8")
+    assert said.startswith(
+        "leave out worker 4: with it 40 s, without it 10 s as predicted; it pays from 0.8"
+    )
+
+
+def not_run(racers: Sequence[Racer], cluster: dict) -> None:
+    """There is no time for runs without the worker."""
+
+
+def test_runs_without_a_worker_count_more_than_the_prediction() -> None:
+    """Learning needs fewer steps with fewer workers, which no prediction knows."""
+    asked: list[tuple[list[Racer], dict]] = []
+
+    def race_on(racers: Sequence[Racer], cluster: dict) -> float:
+        asked.append((list(racers), cluster))
+        return 15.0
+
+    asp, bsp = racer("asp", "[1,1,1,1,5]", 20.0), racer("bsp", "[1,1,1,1,5]", 40.0)
+    found = leave_out_of([asp], lambda: False, race_on)
+    assert found is not None
+    assert (found.advised, found.without_s, found.runs) == (True, 15.0, 3)
+    assert found.sentence().startswith(
+        "leave out worker 4: with it 20 s, without it 15 s in 3 runs"
+    )
+    leave_out_of([asp, bsp], lambda: False, race_on)
+    assert [racers for racers, _ in asked] == [[asp], [asp, bsp]]
+    assert all(cluster["compute"] == [1, 1, 1, 1] for _, cluster in asked)
 
 
 def test_a_worker_is_kept_where_another_method_uses_it() -> None:
     """Asynchronous workers take 4 + 1/5 steps per step time together, and four take 4."""
     bsp, asp = racer("bsp", "[1,1,1,1,5]", 40.0), racer("asp", "[1,1,1,1,5]", 20.0)
-    found = leave_out_of([asp, bsp], lambda: False)
+    found = leave_out_of([asp, bsp], lambda: False, not_run)
     assert found is not None
     assert found.without_s == pytest.approx(10.0, rel=0.01)
-    alone = leave_out_of([asp], lambda: False)
+    alone = leave_out_of([asp], lambda: False, not_run)
     assert alone is not None
     assert (alone.advised, alone.pays_from) == (False, None)
     assert alone.without_s == pytest.approx(21.0, rel=0.02)
     assert alone.sentence().startswith("keep worker 4: with it 20 s, without it 21")
-    assert leave_out_of([asp], lambda: True) is None
+    assert leave_out_of([asp], lambda: True, not_run) is None
 
 
 def test_the_cluster_without_a_worker_has_its_lists_shortened() -> None:
@@ -483,7 +515,7 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     )
     assert record["probability"] > 0.99
     assert record["leave_out"]["worker"] == 3
-    assert "worker 3: with it 1.02 s, without it 1.02 s" in out
+    assert "worker 3: with it 1.02 s, without it 1.02 s in 3 runs" in out
     assert {own["name"] for own in record["candidates"]} == {"BSP", "ASP"}
     assert [out["name"] for out in record["left_out"]] == ["BSP Top-K"]
     end = (
@@ -494,8 +526,8 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     assert json.loads(Path("study/plan.json").read_text())["stages"][0]["name"] == "asp"
     before = {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")}
     assert (
-        len(before) == 2 * 3 + 3 + 2 * 3
-    )  # rates in the tuning, again with another seed except one, seeds after it
+        len(before) == 2 * 3 + 3 + 2 * 3 + 3
+    )  # rates in the tuning, again with another seed except one, seeds after it, without a worker
     assert main([*command, "--budget", "200"]) == 0
     assert {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")} == before
     said, labelled = capsys.readouterr().out.split("\n\n")[:2]
@@ -527,11 +559,11 @@ def test_a_dry_run_says_what_the_race_takes_here(
     )
     assert took is not None
     race_s, run_s = map(float, took.groups())
-    assert START_S <= run_s < race_s < 26 * run_s / 2  # 26 runs at most
+    assert START_S <= run_s < race_s < 26 * run_s / 2  # 26 runs of the race at most
     assert "The race ends with --budget 300 s at the latest" in out
     assert main(command) == 0
     runs = len(list(Path("study").rglob("summary.json")))
-    assert 10 < runs <= 26
+    assert 10 < runs <= 26 + 8
     capsys.readouterr()
     assert main([*command, "--dry-run"]) == 0
     assert f"{runs} runs have already ended, in study." in capsys.readouterr().out

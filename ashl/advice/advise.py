@@ -5,7 +5,7 @@ The steps of the command, each in the module of that name:
 - `scale`: choose the size of the race from the budget,
 - `contest`: tune learning rates and race the best candidates in virtual time,
 - `evidence`: judge whether enough runs ended,
-- `leave_out`: predict whether training is faster without the slowest worker,
+- `leave_out`: answer whether training is faster without the slowest worker,
 - `answer`: print and save the answer.
 """
 
@@ -13,6 +13,7 @@ import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ashl.advice.answer import (
     show_forecast,
 )
 from ashl.advice.candidates import Asked, Field, asked, field_of
-from ashl.advice.contest import Place, final, judged, race_grid, tuned
+from ashl.advice.contest import Place, final, judged, race_grid, time_on, tuned
 from ashl.advice.evidence import enough_s, evidence
 from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
@@ -52,6 +53,7 @@ ADVICE = Path("runs/advice")
 FILE = "advice.json"
 # typed keys of group runtime that also apply in virtual time
 KEPT = ("runtime.device", "runtime.threads")
+ANSWERING = 0.97  # latest end of the runs without a worker, as a share of the budget
 TUNING = 0.55  # latest end of the learning-rate tuning, as a share of the budget
 # Default number of consecutive evaluations at the target: one lucky evaluation does not count.
 HOLD = 2
@@ -148,7 +150,10 @@ def advise(
                 field, found.board, unreached, scale, load, wanted.rates, place, began_s
             )
             follows = Follows(command, real, folder / HOSTS)
-            result = answered(field, tries, scale, found, unreached, known, follows, deadline)
+            race_on = partial(time_on, scale=scale, place=place, until_s=ANSWERING * budget_s)
+            result = answered(
+                field, tries, scale, found, unreached, known, follows, deadline, race_on
+            )
             keep(folder, result, scale)
             report(folder, str(command), field, found, result)
     return Advice(field, place, load, scale, result)

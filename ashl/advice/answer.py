@@ -14,7 +14,7 @@ from rich.text import Text
 from ashl.advice.candidates import Candidate, Field, dropped_notes
 from ashl.advice.contest import Place, Tuned
 from ashl.advice.evidence import Evidence
-from ashl.advice.leave_out import Racer, leave_out_of
+from ashl.advice.leave_out import RaceOn, Racer, leave_out_of
 from ashl.advice.scale import Load, Scale
 from ashl.config.catalog import own_folder
 from ashl.config.compose import compose
@@ -188,10 +188,12 @@ def answered(
     known: Evidence,
     follows: Follows,
     deadline: Deadline,
+    race_on: RaceOn,
 ) -> Answered:
     """Put the outcome of the race into words.
 
-    Args: unreached is the requested target if no setting reached it, else None.
+    Args: unreached is the requested target if no setting reached it, else None; race_on runs racers
+    on another cluster.
     Raises: AshlError if no setting reached the target although whole runs of enough candidates
     ended.
     """
@@ -216,7 +218,7 @@ def answered(
     def over() -> bool:
         return deadline.left_s < max(LEAST_S, deadline.budget_s / 20)
 
-    without = leave_out_of(racers, over) if racers else None
+    without = leave_out_of(racers, over, race_on) if racers else None
     notes = [*notes_of(scale), *dropped_notes(field.candidates), *known.notes(field)]
     words, sure = in_words(board, known, notes), board.second.probability if board.second else None
     up, down = (first.means.get(key) for key in ("bytes_up", "bytes_down"))
@@ -224,7 +226,8 @@ def answered(
     lines = list[tuple[str, str]]()
     if without:
         lines += [("workers", without.sentence())]
-        lines += [("", "if learning needs the same number of steps without the worker")]
+        if not without.runs:
+            lines += [("", "if learning needs the same number of steps without the worker")]
     lines += [
         ("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")
     ]
@@ -340,7 +343,9 @@ def racer_of(row: Row, own: Candidate, board: Leaderboard) -> Racer | None:
         ]
         steps, spent_s = (fmean(part[i] for part in parts) if parts else 0.0 for i in (0, 1))
         stages.append((steps if stage.predicted_steps_per_s else None, spent_s))
-    return Racer(own, row.spread.middle, tuple(stages))
+    rate = row.runs[0].config["optimizer.lr"]
+    seeds = tuple(run.seed for run in row.runs)
+    return Racer(own, row.spread.middle, tuple(stages), rate, seeds)
 
 
 def until(stage: dict[str, Any], at_s: float) -> tuple[float, float]:

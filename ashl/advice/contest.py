@@ -3,7 +3,8 @@ seeds.
 
 Data flow: `tuned` returns each candidate at its best learning rate; `judged` sets the target that
 all can reach if none was typed; `final` runs the best candidates with seeds of their own, and gives
-the first two more seeds until they are separated or the budget ends.
+the first two more seeds until they are separated or the budget ends. `time_on` runs racers again on
+a cluster without one of its workers.
 """
 
 import math
@@ -16,9 +17,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ashl.advice.candidates import RATE, Candidate, Field, LeftOut
+from ashl.advice.leave_out import Racer, Spec
 from ashl.advice.scale import Scale
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
+from ashl.config.workers import LISTS
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.compare import Comparison, compare
@@ -26,11 +29,14 @@ from ashl.report.measure import Target
 from ashl.study.grid import Grid, Setting, Skipped, label
 from ashl.study.jobs import clear_remains, has_ended, local_pool
 from ashl.study.race import Course, Race, Seen
-from ashl.study.sweep import begin_record, fill
+from ashl.study.sweep import SWEEP, begin_record, fill
+from ashl.tracking import jsonl
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
-TUNING = "tuning"  # folder, inside the study, of the sweep that chose the learning rates.
+# folders, inside the study, of the sweep that chose the learning rates and of the runs without a
+# worker
+TUNING, WITHOUT = "tuning", "without"
 # Candidates that try the other learning rates, and candidates that go on to the seeds, the baseline
 # not counted: at least this many, and this share of all candidates.
 RATED, FRONT = (4, 1 / 3), (3, 1 / 5)
@@ -329,6 +335,32 @@ def final(
             break
         counts |= {row.runs[0].label: further for row in found.board.ranked[:2]}
     return found, unreached
+
+
+def time_on(
+    racers: Sequence[Racer], cluster: Spec, scale: Scale, place: Place, until_s: float
+) -> float | None:
+    """Run racers on another cluster, with their rates and seeds.
+
+    Returns: the shortest median time to the target; None if a run has not ended.
+    """
+    folder, lists = place.folder / WITHOUT, [key for key in LISTS if cluster.get(key)]
+    changed = {f"cluster.{key}": cluster[key] for key in (*lists, "num_workers")}
+    fixed = [text for text in place.fixed if key_of(text) not in changed]
+    typed = [f"{key}={value}".replace(" ", "") for key, value in changed.items()]
+    there, settings = place._replace(folder=folder, fixed=(*fixed, *typed)), list[Setting]()
+    for racer in racers:
+        own = replace(racer.candidate, config={**racer.candidate.config, "cluster": cluster})
+        settings += [
+            setting_of(own, there, scale, racer.rate, seed, ("seed",)) for seed in racer.seeds
+        ]
+    run(grid_of(settings, ()), folder, there, until_s, "without a worker", seeds=2)
+    record = jsonl.whole(folder / SWEEP)
+    if record is None or any(open_in(folder, setting, record) for setting in settings):
+        return None
+    with suppress(UsageError):
+        return compare([folder]).board.ranked[0].spread.middle
+    return None
 
 
 def compared(place: Place) -> tuple[Comparison | None, Target | None]:

@@ -1,12 +1,15 @@
-"""Predict whether training is faster without the slowest worker.
+"""Answer whether training is faster without the slowest worker.
 
-Rule: the workers considered are the one with the longest steps and the one with the slowest link. A
-worker should be left out if the best predicted time without it is shorter than the time with it.
+Rule: the workers considered are the one with the longest steps and the one with the slowest link.
+The one with the shorter predicted time without it is removed from the cluster. The winner of the
+race runs again there, and the candidate that is predicted to be the fastest there. A worker should
+be left out if the shorter of their median times is shorter than the time with it.
 Its break-even speed is the speed at which both are equal, in times of the median of the others.
 
-The predicted time is the number of steps to the target divided by the predicted steps per second.
-It is scaled so that the prediction for the whole cluster equals the measured time. It assumes that
-learning needs the same number of steps in total with and without the worker.
+A predicted time is the number of steps to the target divided by the predicted steps per second. It
+is scaled so that the prediction for the whole cluster equals the measured time. It assumes that
+learning needs the same number of steps in total. With fewer workers it often needs fewer, which
+only the runs show.
 Limits: one worker at a time; the break-even speed is that of its steps, and its link stays.
 """
 
@@ -43,43 +46,56 @@ Spec = dict[str, Any]
 class Racer(NamedTuple):
     """A candidate, its time to the target [s], and for each stage its steps and seconds until then.
 
-    The steps are None for a stage whose speed is not predicted.
+    The steps are None for a stage whose speed is not predicted. `rate` is the learning rate, and
+    `seeds` are the seeds of its runs.
     """
 
     candidate: Candidate
     time_s: float
     stages: tuple[tuple[float | None, float], ...]
+    rate: float
+    seeds: tuple[int, ...]
 
 
 class LeaveOut(NamedTuple):
-    """The predicted effect of leaving a worker out.
+    """The effect of leaving a worker out.
 
     `pays_from` is its break-even speed in times of the others' median; None = not known, or the
-    worker pays at any speed searched.
+    worker pays at any speed searched. `runs` is the number of runs without the worker; at 0,
+    `without_s` is predicted. `without_s` is None if those runs did not reach the target.
     """
 
     worker: int
     with_s: float
-    without_s: float
+    without_s: float | None
     pays_from: float | None
+    runs: int
 
     @property
     def advised(self) -> bool:
-        return self.without_s < self.with_s
+        return self.without_s is not None and self.without_s < self.with_s
 
     def record(self) -> dict[str, Any]:
         """Return the values for advice.json."""
         return {**self._asdict(), "leave_out": self.advised}
 
     def sentence(self) -> str:
-        with_s, without_s = seconds(self.with_s), seconds(self.without_s)
-        text = f"worker {self.worker}: with it {with_s}, without it {without_s}"
+        source = f"in {self.runs} runs" if self.runs else "as predicted"
+        without = "not reached" if self.without_s is None else seconds(self.without_s)
+        text = f"worker {self.worker}: with it {seconds(self.with_s)},"
+        text += f" without it {without} {source}"
         if self.pays_from is not None:
             text += f"; it pays from {self.pays_from:.2g} of the median's speed on"
         return ("leave out " if self.advised else "keep ") + text
 
 
-def leave_out_of(racers: Sequence[Racer], over: Callable[[], bool]) -> LeaveOut | None:
+# Runs racers on a changed cluster, and returns the shortest median time; None if a run is missing.
+RaceOn = Callable[[Sequence[Racer], Spec], float | None]
+
+
+def leave_out_of(
+    racers: Sequence[Racer], over: Callable[[], bool], race_on: RaceOn
+) -> LeaveOut | None:
     """Return the worker whose absence gains most, or costs least; None if no time can be predicted.
 
     Args: racers, the best one first; over returns True once no time is left.
@@ -100,13 +116,19 @@ def leave_out_of(racers: Sequence[Racer], over: Callable[[], bool]) -> LeaveOut 
     without_s, own, worker = min(found, key=lambda one: one[0])
     if over() or not math.isfinite(without_s):
         return None
+    two, less = list(dict.fromkeys([racers[0], own])), without_worker(spec, worker)
+    able = [racer for racer in two if math.isfinite(scaled_s(racer, base_s[racer], less))]
+    measured_s, runs = race_on(able, less), 0
+    if measured_s is not None:
+        without_s, runs = measured_s, sum(len(racer.seeds) for racer in able)
+    if not math.isfinite(without_s):
+        return LeaveOut(worker, racers[0].time_s, None, None, runs)
     pays_from = None
     if worker == slowest(spec["compute"]):
-        two = list(dict.fromkeys([racers[0], own]))
         pays_from = break_even(
             lambda speed: best_s(at_speed(spec, worker, speed), two)[0] <= without_s, over
         )
-    return LeaveOut(worker, racers[0].time_s, without_s, pays_from)
+    return LeaveOut(worker, racers[0].time_s, without_s, pays_from, runs)
 
 
 def predicted_s(own: Racer, spec: Spec) -> float | None:
