@@ -182,6 +182,8 @@ def effect(
     keys = [key for key in own if key in base]
     if not keys:
         return None
+    from scipy.stats import ttest_1samp
+
     sign = -1.0 if lower_is_better else 1.0
     gains = [sign * _gain(own[key], base[key], ratio) for key in keys]
     wins, losses = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
@@ -198,10 +200,12 @@ def effect(
         chance = logrank_chance(*sides[0], *sides[1])
         return Effect(len(keys), wins, losses, ratio, middle, None, None, None, chance)
     noise = stdev(known)
-    half = _t(len(known) - 1, LEVEL) * noise / math.sqrt(len(known))
-    low, high = back(fmean(known) - half), back(fmean(known) + half)
-    chance = _t_test(known) if noise else float(not fmean(known))
-    return Effect(len(keys), wins, losses, ratio, middle, low, high, noise, chance)
+    if not noise:
+        chance = float(not fmean(known))
+        return Effect(len(keys), wins, losses, ratio, middle, middle, middle, noise, chance)
+    found = ttest_1samp(known, 0.0)
+    low, high = map(back, found.confidence_interval(LEVEL))
+    return Effect(len(keys), wins, losses, ratio, middle, low, high, noise, float(found.pvalue))
 
 
 def _gain(own: float, base: float, ratio: bool) -> float:
@@ -214,18 +218,6 @@ def _gain(own: float, base: float, ratio: bool) -> float:
     if ratio and own != base and not math.isinf(own) and not math.isinf(base):
         return math.log(own / base) if min(own, base) > 0 else math.copysign(math.inf, own - base)
     return own - base
-
-
-def _t_test(gains: Sequence[float]) -> float:
-    from scipy.stats import ttest_1samp
-
-    return float(ttest_1samp(gains, 0.0).pvalue)
-
-
-def _t(freedom: int, level: float) -> float:
-    from scipy.stats import t
-
-    return float(t.ppf((1 + level) / 2, freedom))
 
 
 def holm(chances: Sequence[float], count: int) -> list[float]:
@@ -252,6 +244,8 @@ def seeds_needed(found: Effect, tests: int = 1) -> int | None:
     """
     if found.noise is None:
         return None
-    level, scale = 1 - (1 - LEVEL) / tests, found.noise / abs(found.mean or ROUNDING)
+    from scipy.stats import t
+
+    chance, scale = (1 - LEVEL) / tests, found.noise / abs(found.mean or ROUNDING)
     counts = range(max(3, found.pairs + 1), MAX_SEEDS + 1)
-    return next((n for n in counts if _t(n - 1, level) * scale < math.sqrt(n)), None)
+    return next((n for n in counts if t.isf(chance / 2, n - 1) * scale < math.sqrt(n)), None)

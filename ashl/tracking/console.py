@@ -186,13 +186,18 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
 
 
 def plain_table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]
+    titles: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Collection[str],
+    gap: int = 2,
+    title: str | None = None,
 ) -> Table:
     """Return a table without lines.
 
-    Args: left has the titles of the columns that are aligned to the left.
+    Args: left has the titles of the columns that are aligned to the left; gap is the number of
+    characters between two columns.
     """
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(title=title, title_justify="left", box=None, padding=(0, gap, 0, 0))
     for title in titles:
         table.add_column(title, justify="left" if title in left else "right")
     for row in rows:

@@ -9,7 +9,7 @@ from rich.table import Table
 from ashl.plan.confidence import group_equal_workers
 from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import NOISES, Profile
-from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, seconds
+from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, plain_table, seconds
 
 # Columns of a profile in ms, by title.
 COSTS = {
@@ -30,15 +30,16 @@ def show_profile(console: Console, profile: Profile) -> None:
     """
     size = f"{escape(profile.model)} with {profile.num_params:,} parameters"
     console.print(f"[bold]profile[/] {profile.source}, {size}")
-    table = grid("worker", *COSTS, "up MB/s", "down MB/s", "encode ms", gap=1)
+    titles = ("worker", *COSTS, "up MB/s", "down MB/s", "encode ms")
+    rows = []
     for rank, worker in enumerate(profile.workers[:MAX_ROWS]):
         costs = [milliseconds(getattr(worker, name)) for name in COSTS.values()]
         rates = [
             "-" if rate is None else f"{rate / 1e6:.3g}"
             for rate in (worker.push_bytes_s, worker.pull_bytes_s)
         ]
-        table.add_row(str(rank), *costs, *rates, milliseconds(worker.compress_s))
-    console.print(table)
+        rows.append((str(rank), *costs, *rates, milliseconds(worker.compress_s)))
+    console.print(plain_table(titles, rows, left=(), gap=1))
     show_rest(console, profile.num_workers, "workers")
     show_hosts(console, profile)
     for cost, noise in NOISES.items():
@@ -85,14 +86,6 @@ def show_rest(console: Console, count: int, what: str) -> None:
     """Print how many rows a table has left out."""
     if count > MAX_ROWS:
         console.print(f"and {count - MAX_ROWS:,} more {what}")
-
-
-def grid(*titles: str, gap: int = 2, title: str | None = None) -> Table:
-    """Return a table without lines; one with a gap of 1 has numbers, which are never cut."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, gap, 0, 0))
-    for name in titles:
-        table.add_column(name, justify="right" if gap == 1 else "left", no_wrap=gap == 1)
-    return table
 
 
 def listing(items: Iterable[str]) -> str:
@@ -163,7 +156,7 @@ def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
     if before:
         columns.append(f"cycle at H {stage.h_preset}")
     title = f"stage {escape(stage.name)}" + (f", until {until}" if until else "")
-    table = grid(*columns, title=title)
+    rows = []
     for rank, worker in enumerate(stage.workers[:MAX_ROWS]):
         size = "-" if worker.message_bytes is None else f"{worker.message_bytes / 1e3:,.3g} kB"
         row = [str(rank), str(worker.local_steps), str(worker.batch)]
@@ -172,5 +165,5 @@ def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
         if before:
             costs = before.workers[rank]
             row.append(seconds((stage.h_preset or 0) * costs.step_s + costs.push_s + costs.pull_s))
-        table.add_row(*row)
-    return table
+        rows.append(row)
+    return plain_table(columns, rows, left=columns, title=title)
