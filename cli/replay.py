@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from .answer import Answer, Json
-from .complete import complete
 from .table import console
 from .train import ConfigDir, ConfigFile, Debug, starting, with_file
 from .typed import typed
@@ -20,7 +19,6 @@ def replay(
         typer.Argument(
             metavar="KEY=VALUE",
             help="Changed settings, for example sync=ssp.",
-            autocompletion=complete,
             callback=with_file,
         ),
     ] = None,

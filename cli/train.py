@@ -14,7 +14,6 @@ from ashl.config.settings_file import with_settings
 from ashl.errors import UsageError
 
 from .answer import Answer, Json
-from .complete import complete
 from .typed import CONFIG_FILE, typed
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ Overrides = Annotated[
     typer.Argument(
         metavar="KEY=VALUE",
         help="Settings, for example sync=bsp optimizer.lr=0.05.",
-        autocompletion=complete,
         callback=with_file,
     ),
 ]

@@ -16,7 +16,6 @@ import yaml
 
 import ashl
 import ashl.run
-from ashl.cli import complete
 from ashl.cli.app import COMMANDS, main
 from ashl.cli.train import starting
 from ashl.config import catalog
@@ -226,46 +225,6 @@ def test_doctor_finds_what_is_there(capsys, workplace) -> None:
     assert "Traceback" not in out + err
 
 
-@pytest.mark.parametrize(
-    ("words", "incomplete", "found"),
-    [
-        (
-            [],
-            "sy",
-            [
-                "sync=asp",
-                "sync=backup",
-                "sync=bsp",
-                "sync=local_sgd",
-                "sync=ssp",
-                "sync.staleness=",
-            ],
-        ),
-        ([], "sync=s", ["sync=ssp"]),
-        (["sync", "="], "s", ["ssp"]),  # as bash cuts it
-        (["sync"], "", ["asp", "backup", "bsp", "local_sgd", "ssp"]),  # the same, right behind =
-        (["sync", "=", "bsp"], "sync.", ["sync.exchange="]),
-        (["sync=bsp"], "sync.e", ["sync.exchange="]),
-        ([], "stop.e", ["stop.epochs="]),
-        ([], "mo", ["model=mlp"]),
-        ([], "zzz", []),
-        (["="], "zzz", []),
-    ],
-)
-def test_completion(words: list[str], incomplete: str, found: list[str]) -> None:
-    context = SimpleNamespace(params={"overrides": words, "config_dir": None})
-    values = [str(value) for value, _ in complete.complete(context, incomplete)]
-    assert [value for value in values if value in found] == found
-    assert bool(values) == bool(found)
-
-
-def test_completion_of_a_broken_folder_is_silent(tmp_path) -> None:
-    (tmp_path / "sync").mkdir()
-    (tmp_path / "sync/a.yaml").write_text("x: [")
-    context = SimpleNamespace(params={"overrides": ["sync=a"], "config_dir": tmp_path})
-    assert complete.complete(context, "sync.") == []
-
-
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess:
     own = os.environ | {"ASHL": f"{sys.executable} -m ashl.cli"} | environment
     return subprocess.run(
@@ -275,7 +234,7 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_completion_in_bash() -> None:
     done = shell(
-        "$ASHL", _ASHL_COMPLETE="complete_bash", COMP_WORDS="ashl train sync = ss", COMP_CWORD="4"
+        "$ASHL", _ASHL_COMPLETE="complete_bash", COMP_WORDS="ashl list sync ss", COMP_CWORD="3"
     )
     assert done.stdout.split() == ["ssp"]
 
