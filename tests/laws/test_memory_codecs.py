@@ -252,7 +252,7 @@ def test_alpha_is_that_of_the_quantizer(norm: str, omega: float) -> None:
     assert torch.equal(sender.h, m * (1 / (1 + diana.bound(None, 1000))))
 
 
-def test_diana_without_content_and_malformed() -> None:
+def test_diana_without_content() -> None:
     diana = codec("diana")
     link, ends = CompressionPipeline(diana, 100), CodecState()
     body = link.encode(ends, SizeOnly(400), EncodeContext())
@@ -260,10 +260,6 @@ def test_diana_without_content_and_malformed() -> None:
     link.restore_dropped(ends, body)
     assert link.decode(ends, 0, body) == SizeOnly(400)
     assert ends == CodecState()
-    _, body = diana.encode(None, vector("normal", 100))
-    for bad in (body[:-1], body[:10], torch.cat([body, body]), None):
-        with pytest.raises(PayloadError):
-            diana.decode(torch.zeros(100), bad, 100)
     x: Tensor = vector("normal", 100)
     x[3] = math.nan
     assert not diana.decode(None, diana.encode(None, x)[1], 100)[1].isfinite().all()
