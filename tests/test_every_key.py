@@ -184,7 +184,7 @@ def refusal(spec: dict, group: str) -> str:
 
 def nonsense(key: str) -> list[float | str]:
     """Return values that a key cannot have: no clock can hold an endless time."""
-    values = [math.nan, -1e300]
+    values: list[float | str] = [math.nan, -math.inf if key == "task.ignore_index" else -(10**9)]
     if key.endswith("_s") and not key.endswith("mbit_s"):
         values.append(1e300)
     return values if key in TEXTS else [*values, "x"]

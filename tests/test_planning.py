@@ -242,6 +242,13 @@ def test_unpaced_ranks_beyond_the_cores_are_noted_once(monkeypatch) -> None:
         assert not [note for note in planned(*of, *other).notes if "share" in note], other
 
 
+def test_ringleader_says_that_a_round_has_n_whole_steps() -> None:
+    of = ["runtime=sim", "schedule=single"]
+    (note,) = [note for note in planned(*of, "sync=ringleader").notes if "whole steps" in note]
+    assert "sync=ringleader takes 4 whole steps in a round" in note
+    assert not [note for note in planned(*of, "sync=asp").notes if "whole steps" in note]
+
+
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [

@@ -84,6 +84,25 @@ def test_misuse_is_one_sentence_and_two(args: str, says: str, capsys, workplace)
     assert err.count("\n") == 1
 
 
+def test_train_hands_over(run) -> None:
+    run.result = 3
+    assert main(["train", "sync=bsp", "-q", "seed=4"]) == 3
+    config, overrides, quiet, resume, command = run.calls[0]
+    assert (config["seed"], overrides, quiet, resume) == (4, ["sync=bsp", "seed=4"], True, None)
+    assert command == "ashl train sync=bsp seed=4"
+
+
+def test_list_shows_a_group(capsys) -> None:
+    assert main(["list", "sync"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = [line.split()[0] for line in lines if line.strip()]
+    assert set(catalog.catalog()["sync"]) <= set(first)
+    assert first.count("bsp") == 1
+    assert not [line for line in lines if "default" in line], (
+        "the default schedule names its stages' modes"
+    )
+
+
 def test_cfg_prints_what_can_be_read_back(run, capsys) -> None:
     assert main(["train", "--cfg", "cluster.compute=[1,2]", "name='ä'"]) == 0
     out = capsys.readouterr().out

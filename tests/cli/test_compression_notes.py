@@ -25,6 +25,7 @@ def test_what_is_legal_and_worth_knowing(overrides: str, says: str, workplace, c
     """A supported but unusual setting has one note in the forecast."""
     command = ["train", "--dry-run", "runtime=sim", "compression=topk", *shlex.split(overrides)]
     assert main(command) == 0
+    assert not list(workplace.iterdir())
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     notes = [note for note in notes if "topology.pull_ratio" not in note]
     assert len(notes) == 1

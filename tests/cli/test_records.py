@@ -17,7 +17,7 @@ from ashl.run import train as run
 from ashl.run.profile import profile as measure
 from ashl.tracking import forecast as forecasts
 from ashl.tracking.copying import params_of
-from ashl.tracking.forecast import forecast
+from ashl.tracking.forecast import duration, forecast
 from tests.support import planned
 
 SMALL = ["runtime=sim", "tracking=none", "tracking.events=all", "run.dir=run"]
@@ -83,6 +83,22 @@ def test_the_data_set_is_loaded_once(workplace, monkeypatch) -> None:
     monkeypatch.setattr(Digits, "load", lambda self: loads.append(self) or load(self))
     trained("sync=bsp", "stop.steps=8")
     assert len(loads) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("sync=ssp stop.epochs=5", "predicted 4.5 s for 225 steps"),
+        (
+            "sync=ssp stop.steps=100 stop.epochs=5 stop.seconds=30",
+            "predicted 2 s for 100 steps; stops after 30 s at",
+        ),
+        ("sync=ssp stop.seconds=30", "stops after 30 s"),
+        ("schedule=ashl", "predicted 22.1 s to 23.4 s for 2,695 steps, after profiling"),
+    ],
+)
+def test_a_forecast_says_how_long(overrides: str, says: str) -> None:
+    assert duration(planned(*overrides.split()), 1437).startswith(says)
 
 
 def test_a_forecast_of_many_workers_fits_a_screen(monkeypatch) -> None:
