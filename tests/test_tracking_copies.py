@@ -215,7 +215,6 @@ def test_the_key_metric_comes_first() -> None:
 class Unsteady:
     """A tracker whose calls fail as `fails` says, and which keeps what it accepts."""
 
-    title = "T"
     kept: ClassVar[list[Point]] = []
 
     def __init__(self, fails: list[bool]) -> None:

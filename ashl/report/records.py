@@ -20,7 +20,7 @@ except ImportError:
 from ashl.config.flat import flat_config
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
-from ashl.errors import UsageError, parsed
+from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
 from ashl.tracking.killed import close_killed
@@ -312,10 +312,6 @@ def are_numbers(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return one JSON object. Raises BrokenRecordError."""
-    try:
-        content = parsed(path.read_bytes())
-    except (OSError, ValueError):
-        content = None
-    if not isinstance(content, dict):
+    if (content := jsonl.whole(path)) is None:
         raise BrokenRecordError(f"{path.name} is broken")
     return content

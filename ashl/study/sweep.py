@@ -137,12 +137,8 @@ def swept(
 ) -> Swept:
     """Return the outcome of a sweep whose runs have ended."""
     best = winner(found, command) if found else ""
-    return Swept(folder, summaries_of(folder, settings), found, best)
-
-
-def summaries_of(folder: Path, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-    found = [read_summary(folder / setting.hash) for setting in settings]
-    return [summary for summary in found if summary is not None]
+    summaries = [read_summary(folder / setting.hash) for setting in settings]
+    return Swept(folder, [summary for summary in summaries if summary], found, best)
 
 
 def begin_record(

@@ -49,8 +49,6 @@ FOLDER, OUTCOME = "ashl.folder", "ashl.outcome"  # tags: hashes of a run's folde
 class MlflowTracker:
     """The copy of one run in MLflow. Args: store is the folder of `mlflow.db`."""
 
-    title = "MLflow"
-
     def __init__(self, store: Path) -> None:
         self.store = store
         self.client = client_of(store)

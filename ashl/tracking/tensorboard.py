@@ -15,8 +15,6 @@ OUTCOME = "outcome"  # file: hash of the summary that was copied
 class TensorboardTracker:
     """The copy of one run for TensorBoard, which reads its files and needs no server."""
 
-    title = "TensorBoard"
-
     def has(self, run: TrackedRun, outcome: str) -> bool:
         marker = run.folder / EVENTS / OUTCOME
         return marker.exists() and marker.read_text() == outcome

@@ -39,8 +39,6 @@ class TrackedRun:
 class Tracker(Protocol):
     """The copy of one run. Every method may raise, and is then called again later."""
 
-    title: str  # name of the tracker in messages
-
     def has(self, run: TrackedRun, outcome: str) -> bool:
         """Return True if the tracker has a whole copy of the run, with this hash of its summary."""
         ...

@@ -15,8 +15,6 @@ OUTCOME = "outcome"  # file: hash of the summary that was copied
 class WandbTracker:
     """The offline copy of one run; nothing reaches the network."""
 
-    title = "W&B"
-
     def has(self, run: TrackedRun, outcome: str) -> bool:
         marker = run.folder / FILES / OUTCOME
         return marker.exists() and marker.read_text() == outcome

@@ -5,11 +5,12 @@ shortest time arrived last: its time is that of the communication, and what the 
 longer is waiting. No clock is compared between ranks.
 """
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ashl.tracking import jsonl
 
 PATTERN = "rank*.jsonl"
 Iteration = tuple[int, int]  # the start of the process at its rank, 1 the first; the iteration
@@ -62,13 +63,10 @@ class Records:
         """Read what the ranks have written since the last call."""
         for path in sorted(self.folder.glob(PATTERN)):
             file = self.files.setdefault(path, RecordFile(path))
-            with path.open("rb") as content:
-                content.seek(file.size)
-                whole, newline, _ = content.read().rpartition(b"\n")
-            file.size += len(whole + newline)
+            records, file.size = jsonl.tail(path, file.size)
             rank = int(path.stem.removeprefix("rank"))
-            for line in whole.splitlines():
-                self.add(file, rank, json.loads(line))
+            for record in records:
+                self.add(file, rank, record)
         for iteration in [
             key for key, steps in self.pending.items() if len(steps) == self.world_size
         ]:
