@@ -119,36 +119,6 @@ def test_objects_of_a_cell_train_in_virtual_time(workplace: Path, cell: ModuleTy
     assert "python_session" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Lion"])
-def test_one_worker_is_a_loop_of_plain_torch(workplace: Path, cell: ModuleType, name: str) -> None:
-    keys = {
-        "SGD": {"lr": 0.1, "momentum": 0.9},
-        "AdamW": {"lr": 0.01},
-        "Lion": {"lr": 0.01, "beta": 0.8},
-    }[name]
-    cls = cell.Lion if name == "Lion" else getattr(torch.optim, name)
-    net = cell.Net(2)
-    one = {
-        "cluster": "homogeneous",
-        "cluster.compute": [1],
-        "dataset.partition": "interleaved",
-        **FEW,
-        "sync": "bsp",
-    }
-    run = ashl.train(
-        model=net, dataset=DATA, loss=cell.loss, optimizer=functools.partial(cls, **keys), **one
-    )
-    optimizer = cls(net.parameters(), **keys)
-    points, classes = DATA[0].tensors
-    for step in range(40):
-        index = [(step * 32 + i) % 240 for i in range(32)]
-        optimizer.zero_grad()
-        cell.loss(net(points[index]), classes[index]).backward()
-        optimizer.step()
-    for found, right in zip(run.model().parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(found, right, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss, functional.cross_entropy, None]
 )

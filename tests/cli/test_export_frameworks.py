@@ -153,16 +153,7 @@ REFUSED = [  # target, run, what is refused, what to take, the other targets
         "topology=all_reduce or parameter_server",
         "",
     ),
-    ("script", "sync=cr_psgd", "sync=cr_psgd", "sync=bsp or local_sgd", ""),
-    (
-        "script",
-        "sync=bsp overlap=layerwise compression=topk",
-        "overlap=layerwise",
-        "overlap=none or wfbp",
-        "",
-    ),
     ("script", "sync=bsp overlap=delayed", "overlap=delayed", "overlap=none or wfbp", ""),
-    ("script", "sync=local_sgd overlap=streaming", "overlap=streaming", "overlap=none or wfbp", ""),
     ("script", "sync=bsp optimizer=muon", "optimizer=muon", "optimizer=sgd or adam", ""),
     ("script", "sync=bsp compression=stc", "compression=stc", "compression=none or topk", ""),
     (
