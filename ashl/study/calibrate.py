@@ -267,10 +267,8 @@ def pairs_of(
 
 def compared(name: str, folder: Path, virtual: Setting, real: Setting) -> Row | None:
     """Return the times of a combination; None unless both runs have finished."""
-    predicted, measured = (read_summary(folder / own.hash) for own in (virtual, real))
-    if predicted is None or measured is None:
-        return None
-    if {predicted["status"], measured["status"]} != {"finished"}:
+    predicted, measured = (read_summary(folder / own.hash) or {} for own in (virtual, real))
+    if {predicted.get("status"), measured.get("status")} != {"finished"}:
         return None
     predicted_s = predicted["time_s"] / predicted["steps"] * measured["steps"]
     return {
