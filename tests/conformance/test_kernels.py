@@ -72,7 +72,6 @@ def test_the_others_keep_their_books_and_drain(mode, tmp_path):
     assert adds_up(summary)
     assert summary["status"] == "finished"
     assert summary["steps"] == sum(w["steps"] for w in workers) >= 96
-    assert summary["commits"] == sum(commits)
     assert summary["final"]["test_accuracy"] > 0.5
     assert PACES[mode](commits)
     if "ssp" in mode:
@@ -85,6 +84,8 @@ def test_the_others_keep_their_books_and_drain(mode, tmp_path):
         assert summary["bytes_up"] == summary["bytes_down"]
         assert summary["final"]["consensus_distance"] < 5  # seen: 0.05 to 1.9, by who met last
         assert "random" in mode or summary["conflicts"] == 0
+    else:
+        assert summary["commits"] == sum(commits)
 
 
 def test_one_group_of_all_is_local_sgd_without_a_process_group(tmp_path):
