@@ -46,16 +46,6 @@ def launch(
             help="One host a line: `node1`, or `node1 slots=2`; `KEY=VALUE` is a kind of machine.",
         ),
     ] = None,
-    np: Annotated[
-        int | None,
-        typer.Option("--np", min=1, help="Number of processes; default: as many as the run needs."),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=65535, help="Port of the job's store on the first host; default: any one."
-        ),
-    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Option of the engine, as in --option=--partition=cpu."),
@@ -90,12 +80,6 @@ def launch(
             min=0, metavar="N", help="Start a killed rank again, N times; its worker rejoins."
         ),
     ] = 0,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="slurm: wait until the job has ended.")
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="ssh: show the output of all ranks.")
-    ] = False,
     dry_run: DryRun = False,
     json: Json = False,
     debug: Debug = False,
@@ -138,7 +122,7 @@ def launch(
     job = Launch(
         engine=on,
         argv=(name, *args, *own),
-        size=np or 0,
+        size=0,
         machines=machines,
         python=python,
         folder=folder or os.getcwd(),
@@ -148,10 +132,8 @@ def launch(
             **copied,
             TYPED_LAUNCH: shlex.join(launched(ctx)),
         },
-        port=port,
         options=tuple(option or ()),
         ssh=split(ssh),
-        verbose=verbose,
         restarts=restarts,
     )
     if restarts and on in ("torchrun", "kubernetes"):
@@ -166,19 +148,17 @@ def launch(
             )
         inner.obj = job
         return inner.command.invoke(inner)
-    return start(job, name, params, wait, typed_line)
+    return start(job, name, params, typed_line)
 
 
-def start(
-    job: "Launch", name: str, params: dict[str, Any], wait: bool, command: str
-) -> Answer | int:
+def start(job: "Launch", name: str, params: dict[str, Any], command: str) -> Answer | int:
     """Run `ashl train` or `ashl profile` by the engine, and return the exit code.
 
     A dry run returns what the engine would get, and the plan.
     """
     from ashl.config.compose import compose
     from ashl.launch import start as engines
-    from ashl.launch.job import describe_idle_slots, job_size, tolerates_failures
+    from ashl.launch.job import job_size
     from ashl.run.profile import through_server
     from ashl.run.train import dry_run, is_virtual
 
@@ -206,9 +186,7 @@ def start(
 
         document = {"engine": job.engine, "hosts": shares, "starts": described, **dry.document()}
         return Answer(document, print_tables, command)
-    if not params["quiet"] and (idle := describe_idle_slots(job)):
-        print(f"ashl: nothing to do for {idle}", file=sys.stderr)
-    return engines.start(job, tolerates_failures(config), wait)
+    return engines.start(job)
 
 
 def implied(name: str, overrides: Sequence[str], config_dir: Path | None) -> list[str]:

@@ -9,7 +9,7 @@ import typer
 from ashl.config.override import CommandLine
 
 # options without an effect on results
-MUTE = ("debug", "quiet", "json", "cfg", "dry_run", "verbose")
+MUTE = ("debug", "quiet", "json", "cfg", "dry_run")
 CONFIG_DIR, CONFIG_FILE = "config_dir", "config_file"
 # environment variable of the ranks: the typed `ashl launch`, up to the command that they run
 TYPED_LAUNCH = "ASHL_LAUNCHED"

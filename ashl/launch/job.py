@@ -16,7 +16,7 @@ from ashl.errors import UsageError
 from ashl.plan.files import read_plan
 from ashl.planning.compile_plan import draw_compute_factors
 from ashl.planning.instantiate import OptionFactory
-from ashl.stage.contract import FAULT_TOLERANT, extra_ranks
+from ashl.stage.contract import extra_ranks
 
 HOST = r"(?:[\w.][\w.-]*@)?[\w.][\w.-]*|[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*"
 KIND = r"[\w.][\w./-]*=[\w./:&|!,*()-]+"
@@ -91,10 +91,8 @@ class Launch:
     python: str  # with ashl, on every machine
     folder: str  # the working directory of every rank
     env: Mapping[str, str]  # variables of every rank, with the job's secret
-    port: int | None = None  # port of the job's store; None = the engine chooses
     options: tuple[str, ...] = ()  # options of the engine's own command
     ssh: tuple[str, ...] = ("ssh",)  # command of ssh and the user's options
-    verbose: bool = False  # True: show the output of all ranks
     restarts: int = 0  # how often each rank is started again after it was killed
 
     @property
@@ -190,18 +188,6 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
     return tuple(machine for _, machine in found.values())
 
 
-def describe_idle_slots(launch: Launch) -> str:
-    """Return the idle slots as text, as in `node2 (1 of 2 slots), node3`; "" if there are none."""
-    taken = {share.machine: len(share.ranks) for share in launch.shares}
-    return ", ".join(
-        machine.name
-        if machine not in taken
-        else f"{machine.name} ({idle} of {machine.slots} slots)"
-        for machine in launch.machines
-        if (idle := machine.slots - taken.get(machine, 0))
-    )
-
-
 def copied_environment(env: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
     """Return the variables of this process that every rank gets: those with a prefix of `COPIED`,
     and those of --env, each NAME or NAME=VALUE.
@@ -223,9 +209,8 @@ def job_size(config: Mapping[str, Any], launch: Launch) -> int:
     """Return the number of processes of a run.
 
     If the configuration sets the number of workers: the workers and a server or coordinator.
-    Otherwise `launch.size` (--np), or else the number of slots.
-    Raises: UsageError if `launch.size` and the configuration differ, if nothing sets the number, or
-    if there are too few slots.
+    Otherwise the number of slots.
+    Raises: UsageError if nothing sets the number, or if there are too few slots.
     """
     options = OptionFactory(config["allow_targets"])
     topology, schedule, sync = (
@@ -237,34 +222,22 @@ def job_size(config: Mapping[str, Any], launch: Launch) -> int:
             "cluster=profile is in virtual time, which needs no hosts; set cluster=real, or remove"
             " the hosts"
         )
-    asked, slots = launch.size, launch.slots
+    slots = launch.slots
     workers = cluster.num_workers
     extra = extra_ranks(topology, None if schedule.names_sync else sync, cluster.node)
     if config["plan"]:
         plan = read_plan(config["plan"])
         workers, extra = plan.num_workers, plan.num_ranks - plan.num_workers
-    needed = (asked or slots) if workers is None else workers + extra
+    needed = slots if workers is None else workers + extra
     if not needed:
         raise UsageError(
             "nothing gives the number of processes; set cluster.num_workers, or name the machines"
             " by --hosts FILE"
         )
-    beside = (" and a server" if topology.has_server else " and a coordinator") if extra else ""
-    if asked not in (0, needed):
-        raise UsageError(
-            f"--np {asked}: {workers} workers{beside} are {needed} processes; remove --np or set"
-            f" --np {needed}"
-        )
     if slots and needed > slots:
-        what = f"--np {needed}" if workers is None else f"{workers} workers{beside}"
+        beside = (" and a server" if topology.has_server else " and a coordinator") if extra else ""
         raise UsageError(
-            f"{what} need {needed} slots, and the hosts have {slots}; name more hosts, or write"
-            " slots=2"
+            f"{workers} workers{beside} need {needed} slots, and the hosts have {slots}; name more"
+            " hosts, or write slots=2"
         )
     return needed
-
-
-def tolerates_failures(config: Mapping[str, Any]) -> bool:
-    """Return True if a run with this topology can continue after a worker failure."""
-    topology = OptionFactory(config["allow_targets"]).of("topology", config["topology"])
-    return FAULT_TOLERANT in topology.supports

@@ -44,7 +44,7 @@ def replicated_job(launch: Launch, number: int, share: HostRanks, image: str) ->
         "WORLD_SIZE": str(launch.size),
         RANK_OFFSET: str(share.ranks.start),
         "MASTER_ADDR": f"{NAME}-ranks-0-0-0.{NAME}",  # the pod of rank 0
-        "MASTER_PORT": str(launch.port or PORT),
+        "MASTER_PORT": str(PORT),
         **{name: value for name, value in launch.env.items() if name != SECRET},
     }
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in known.items()]

@@ -47,7 +47,7 @@ def command(launch: Launch, flavor: str, program: str = "mpirun") -> list[str]:
 
 def environment(launch: Launch) -> dict[str, str]:
     """Return the variables of every rank, with the master's address if there are hosts."""
-    own = {"MASTER_PORT": str(launch.port or random_port())}
+    own = {"MASTER_PORT": str(random_port())}
     if launch.machines:
         own["MASTER_ADDR"] = launch.machines[0].name
     return {**own, **launch.env}

@@ -89,7 +89,7 @@ def script(launch: Launch) -> str:
         bundles=bundles(launch),
         command=launch.rank_command,
         folder=launch.folder,
-        port=launch.port or random_port(),
+        port=random_port(),
         names=sorted(launch.env),
         restarts=launch.restarts,
         strategy=options.get("strategy", "PACK"),

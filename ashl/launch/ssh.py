@@ -117,7 +117,7 @@ def environment_line(launch: Launch, master: str) -> bytes:
 
     Raises: UsageError for a value of several lines.
     """
-    port = str(launch.port or random_port())
+    port = str(random_port())
     env = {**launch.env, "MASTER_ADDR": master, "MASTER_PORT": port}
     env |= {"PET_MASTER_ADDR": master, "PET_MASTER_PORT": port}
     for name, value in env.items():
@@ -198,19 +198,19 @@ def printable(line: bytes) -> str:
     return "".join(c for c in text if c.isprintable() or c == "\t")
 
 
-def run(launch: Launch, wanted: Sequence[Task], tolerates_failures: bool = False) -> int:
+def run(launch: Launch, wanted: Sequence[Task]) -> int:
     """Start all processes, show their output until they have ended, and return the exit code.
 
     At the first Ctrl-C or SIGTERM the ranks finish their records and exit. At the second one they
-    are killed. The exit code is then 130.
-    Args: tolerates_failures, True if a killed or evicted rank, or a failed node, does not end the
-    job: the controller decides. A failure of rank 0 or of its node always ends the job.
+    are killed. The exit code is then 130. A rank that is killed or evicted, or whose node fails,
+    does not end the job: the controller decides. A failure of rank 0 or of its node, or of an agent
+    of torchrun, does.
     Raises: AshlError if a node cannot take part (no rank was started) or fails, with its name.
     """
-    return asyncio.run(run_job(launch, wanted, tolerates_failures))
+    return asyncio.run(run_job(launch, wanted))
 
 
-async def run_job(launch: Launch, wanted: Sequence[Task], tolerates_failures: bool) -> int:
+async def run_job(launch: Launch, wanted: Sequence[Task]) -> int:
     """Run a job as `run` does."""
     connections: list[Connection] = []
     interrupts: list[int] = []
@@ -228,7 +228,7 @@ async def run_job(launch: Launch, wanted: Sequence[Task], tolerates_failures: bo
         started = True
         for connection in connections:
             connection.input.write(line)
-        return await supervise(connections, launch.verbose, tolerates_failures, interrupts)
+        return await supervise(connections, launch.engine == "ssh", interrupts)
     finally:
         for connection in connections:
             connection.input.close()
@@ -241,11 +241,10 @@ async def run_job(launch: Launch, wanted: Sequence[Task], tolerates_failures: bo
                 await process.wait()
 
 
-async def watch(connection: Connection, verbose: bool, shown: set[str]) -> int:
+async def watch(connection: Connection, shown: set[str]) -> int:
     """Show the output of a connection until its end, and return its exit code.
 
-    Rank 0: all lines. Other ranks: errors, or with `verbose` all lines. A sentence of ashl is shown
-    once.
+    Rank 0: all lines. Other ranks: errors. A sentence of ashl is shown once.
     """
     process, rank = connection.process, connection.task.rank
     label = f"{connection.name} r{rank} | " if rank else ""
@@ -254,7 +253,7 @@ async def watch(connection: Connection, verbose: bool, shown: set[str]) -> int:
         async for line in stream:
             text = printable(line)
             connection.words += [text] if error else []
-            if (rank and not error and not verbose) or text in shown:
+            if (rank and not error) or text in shown:
                 continue
             shown.update([text] if error and (rank or text.startswith("ashl: ")) else [])
             out = sys.stderr if error or rank else sys.stdout
@@ -266,18 +265,16 @@ async def watch(connection: Connection, verbose: bool, shown: set[str]) -> int:
 
 
 async def supervise(
-    connections: Sequence[Connection],
-    verbose: bool,
-    tolerates_failures: bool,
-    interrupts: Sequence[int],
+    connections: Sequence[Connection], tolerates_failures: bool, interrupts: Sequence[int]
 ) -> int:
     """Show the output until all tasks have ended, and return the job's exit code.
 
     After the first failure that is not tolerated, the launcher ends the input of all connections.
+    Args: tolerates_failures, True if a killed rank other than rank 0 does not end the job.
     Raises: AshlError with that failure, if no rank has printed an error of ashl.
     """
     clock, shown = asyncio.get_running_loop().time, set[str]()
-    pending = {asyncio.create_task(watch(of, verbose, shown)): of for of in connections}
+    pending = {asyncio.create_task(watch(of, shown)): of for of in connections}
     failure: tuple[int, str] | None = None
     stop_s = float("inf")
     while pending and len(interrupts) < 2 and clock() < stop_s + GRACE_S + SETTLE_S:
@@ -285,7 +282,7 @@ async def supervise(
         for task in done:
             connection, code = pending.pop(task), task.result()
             killed = code < 0 or code == EVICTED or (code > 128 and code != 130)
-            if code and killed and tolerates_failures and connection.task.rank:
+            if code and failure is None and killed and tolerates_failures and connection.task.rank:
                 sys.stderr.write(f"ashl: {describe(connection, code)}\n")
             elif code and failure is None:
                 failure = code if code in CODES else 1, describe(connection, code)

@@ -30,20 +30,18 @@ def describe(launch: Launch) -> str:
     return "".join(f"{join(ssh.task_command(launch, task))}\n" for task in tasks)
 
 
-def start(launch: Launch, tolerates_failures: bool = False, wait: bool = False) -> int:
-    """Start the job, wait for its end and return the exit code.
+def start(launch: Launch) -> int:
+    """Start the job, wait for its end and return the exit code; a job of Slurm is submitted only.
 
-    Args: tolerates_failures, True if the run continues after a worker failure; wait, True: wait
-    for a job of Slurm, too, which is otherwise only submitted.
     Raises: UsageError if the engine is missing here.
     """
     launch = with_hosts(launch)
     if launch.engine == "ssh":
-        return ssh.run(launch, ssh.tasks(launch), tolerates_failures)
+        return ssh.run(launch, ssh.tasks(launch))
     if launch.engine == "torchrun":
         return ssh.run(launch, torchrun.tasks(launch))
     if launch.engine == "slurm":
-        command = [find_program("sbatch"), *slurm.SUBMIT, *(["--wait"] if wait else [])]
+        command = [find_program("sbatch"), *slurm.SUBMIT]
         return run_command(command, launch.env, slurm.script(launch))
     if launch.engine == "ray":
         return run_command([launch.python, "-P", "-"], launch.env, ray.script(launch))

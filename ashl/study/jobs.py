@@ -137,10 +137,12 @@ def on_hosts(job: Job, launch: Launch, config_dir: Path | None) -> int:
         "run.save_weights": job.config["run"]["save_weights"],
         "tracking.sink": "none",
     }
-    options = ["--quiet", *(["--config-dir", str(config_dir)] if config_dir else [])]
+    quiet = ["--quiet", *(["--config-dir", str(config_dir)] if config_dir else [])]
     settings = [f"{key}={json.dumps(value)}" for key, value in own.items()]
-    argv = ("train", *options, *job.overrides, *settings)
-    code = start(replace(launch, size=size, argv=argv), wait=True)
+    argv = ("train", *quiet, *job.overrides, *settings)
+    own_options = ("--wait",) if launch.engine == "slurm" else ()
+    options = (*launch.options, *own_options)
+    code = start(replace(launch, size=size, argv=argv, options=options))
     if (job.folder / SUMMARY).exists() or fetch_run_folder(launch, job.folder) or code:
         return code
     raise AshlError(f"the records of this run are not on the first host either, in {launch.folder}")

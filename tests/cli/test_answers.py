@@ -40,7 +40,7 @@ ANSWERS = {
     "list sync": {"group", "options", "next"},
     "list sync ad_psgd": {"group", "option", "status", "card", "parameters", "next"},
     "doctor": {"checks", "broken", "next"},
-    "launch --on torchrun --np 3 --dry-run -- train cluster.num_workers=2": {
+    "launch --on torchrun --dry-run -- train cluster.num_workers=2": {
         "plan",
         "starts",
         "next",

@@ -96,7 +96,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Generator[Callable[[str
             hosts = ["--hosts", "hosts"]
             if name == "slurm":
                 env = stack.enter_context(slurm(folder))
-                return Engine(name, ["--on", "slurm", *hosts, "--wait"], quiet | env)
+                return Engine(name, ["--on", "slurm", *hosts, "--option=--wait"], quiet | env)
             if name in ("ssh", "torchrun"):
                 command = stack.enter_context(sshd(folder, free_port()))
                 return Engine(name, ["--on", name, *hosts, "--ssh", command], quiet)
@@ -217,7 +217,7 @@ def test_a_killed_worker_is_started_again(name: str, engines: Callable, tmp_path
 
 def test_a_second_step_of_slurm_joins(engines: Callable, tmp_path: Path) -> None:
     """`ashl join` runs in a step of its own, in a job of one component."""
-    engine = engines("slurm")._replace(options=["--on", "slurm", "--wait"])
+    engine = engines("slurm")._replace(options=["--on", "slurm", "--option=--wait"])
     words = [word.replace("stop.seconds=8", "stop.seconds=18") for word in LONG]
     job = engine.start(tmp_path, ["train", *words])
     metrics = tmp_path / "run/metrics.jsonl"
