@@ -7,9 +7,8 @@ interrupted, and no run that has ended.
 """
 
 import hashlib
-import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from ashl.plan.plan import TARGETS
 from ashl.study import sweep
 from ashl.study.grid import Grid, Line, Setting, Skipped, make_grid
 from ashl.study.jobs import Pool, has_ended, read_summary
-from ashl.study.race import Standing
 from ashl.tracking import jsonl
 from ashl.tracking.sweep_progress import SweepProgress
 
@@ -208,7 +206,7 @@ class Tried:
             places = [self.folder / setting.hash for setting in settings]
             if all(map(has_ended, places)):
                 pairs = zip(places, settings, strict=True)
-                found = [cost(standing(path, s.config), s.config) for path, s in pairs]
+                found = [cost(read_summary(path), s.config["stop"]) for path, s in pairs]
                 self.study.tell(number, statistics.fmean(found))
                 del self.open[number]
 
@@ -243,23 +241,18 @@ def suggested(trial: "Trial", axis: Axis) -> str:
         ) from None
 
 
-def standing(path: Path, config: dict[str, Any]) -> Standing:
-    """Return the state of a run at its end."""
-    summary = read_summary(path) or {"status": "failed"}
-    if summary["status"] in ("diverged", "failed"):
-        return Standing(math.inf, None)
-    loss = summary["final"]["test_loss" if config["stop"]["target_loss"] is None else "train_loss"]
-    return Standing(math.inf if loss is None else loss, summary["time_to_target_s"])
-
-
-def cost(found: Standing, config: dict[str, Any]) -> float:
-    """Return the cost of a run, which the search minimises.
+def cost(summary: Mapping[str, Any] | None, stop: Mapping[str, Any]) -> float:
+    """Return the cost of a run that has ended, which the search minimises.
 
     A run that misses the target costs more than every run that reaches it; among such runs the loss
     decides.
+
+    Args: summary is None for a run without one; stop has the run's limits and targets.
     """
-    if found.reached_s is not None:
-        return found.reached_s
-    stop = config["stop"]
-    aims = any(stop.get(target) is not None for target in TARGETS)
-    return min(found.loss, NEVER) + (NEVER if aims else 0.0)
+    missed = NEVER if any(stop.get(target) is not None for target in TARGETS) else 0.0
+    if summary is None or summary["status"] in ("diverged", "failed"):
+        return NEVER + missed
+    if summary["time_to_target_s"] is not None:
+        return summary["time_to_target_s"]
+    loss = summary["final"]["test_loss" if stop["target_loss"] is None else "train_loss"]
+    return min(NEVER if loss is None else loss, NEVER) + missed

@@ -17,7 +17,6 @@ from ashl.config.compose import Axis, axis_of
 from ashl.errors import AshlError
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.study.jobs import Job, Task, queue_pool, run_all
-from ashl.study.race import Standing
 from ashl.study.search import NEVER, cost
 
 TINY = [
@@ -256,19 +255,17 @@ def test_a_requeued_job_resumes_from_its_checkpoint(workplace: Path) -> None:
 
 
 def test_costs_are_finite_and_in_order() -> None:
-    aims, none = (
-        {"stop": {"target_accuracy": target, "target_loss": None}} for target in (0.9, None)
-    )
-    order = [
-        Standing(0.5, 3.0),
-        Standing(0.5, 4.0),
-        Standing(0.1, None),
-        Standing(float("inf"), None),
-    ]
-    costs = [cost(found, aims) for found in order]
+    aims, none = ({"target_accuracy": target, "target_loss": None} for target in (0.9, None))
+
+    def ended(loss: float, reached_s: float | None, status: str = "finished") -> dict:
+        final = {"test_loss": loss}
+        return {"status": status, "time_to_target_s": reached_s, "final": final}
+
+    order = [ended(0.5, 3.0), ended(0.5, 4.0), ended(0.1, None), ended(0.1, None, "diverged")]
+    costs = [cost(summary, aims) for summary in order]
     assert costs == sorted(costs) == [3.0, 4.0, NEVER + 0.1, 2 * NEVER]
     assert cost(order[2], none) == 0.1
-    assert cost(order[3], none) == NEVER
+    assert cost(order[3], none) == cost(None, none) == NEVER
 
 
 def test_axes_of_a_search() -> None:
