@@ -50,6 +50,7 @@ class Complaint(Protocol):
 class UnknownOption(Complaint, Protocol):
     """Typer's error about an unknown option."""
 
+    ctx: typer.Context
     option_name: str
     possibilities: Sequence[str] | None
 
@@ -180,7 +181,10 @@ def _rephrased(error: Complaint, args: Sequence[str]) -> str:
     if isinstance(error, UnknownOption) and text.startswith("No such option"):
         option = error.option_name
         key = option.lstrip("-").replace("-", "_")
-        hint = f"; settings are written without dashes, as in {_as_setting(option, key, args)}."
+        if any(parameter.name == "overrides" for parameter in error.ctx.command.params):
+            hint = f"; settings are written without dashes, as in {_as_setting(option, key, args)}."
+        else:
+            hint = f"; `ashl {command} --help` shows what there is."
         known = {*defaults(), *(parameter.key for parameter in parameters(CONF / "config.yaml"))}
         names = () if {key, key.partition(".")[0]} & known else error.possibilities or ()
         near = nearest(key, {name.lstrip("-").replace("-", "_") for name in names})

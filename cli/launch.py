@@ -98,7 +98,8 @@ def launch(
         from ashl.launch.start import ENGINES
 
     if on not in ENGINES:
-        raise UsageError(f"--on {on}: unknown engine{meant(on, ENGINES, '; take one of them')}")
+        known = f"; take one of {', '.join(ENGINES)}"
+        raise UsageError(f"--on {on}: unknown engine{meant(on, ENGINES, known)}")
     if on == "ssh" and hosts is None:
         raise UsageError("give the hosts by --hosts FILE, or another engine by --on")
     machines = () if hosts is None else read_machines(hosts)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-FULL = 110  # characters of a docstring's line from which on it continues on the next one
+FULL = 96  # characters of a docstring's line from which on it continues on the next one
+NARROW = 40  # characters below which the last column is written below the others
 # The part of a line before its second column, in a list within a docstring.
 COLUMN = re.compile(r" +\S+( \S+)* {2,}(?=\S)")
 
@@ -51,15 +52,28 @@ def folded(text: str) -> str:
 
 
 def show(title: str, rows: Iterable[Sequence[str]]) -> None:
-    """Print a title and rows of two or more columns; the first is bold, the last may wrap."""
+    """Print a title and rows of two or more columns; the first is bold.
+
+    The last one may wrap. On a narrow screen it has lines of its own.
+    """
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
+    rows, out = list(rows), console()
+    if title:
+        out.print(Text(title, style="bold"))
+    shared = sum(max(map(len, cells)) + 2 for cells in list(zip(*rows, strict=True))[:-1])
+    below = out.width - shared < NARROW and any(shared + len(row[-1]) > out.width for row in rows)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)  # a key is one word
     for row in rows:
-        table.add_row(Text(row[0], style="bold cyan"), *map(Text, row[1:]))
-    out = console()
-    if title:
-        out.print(Text(title, style="bold"))
-    out.print(table)
+        cells = [Text(row[0], style="bold cyan"), *map(Text, row[1:])]
+        if not below:
+            table.add_row(*cells)
+            continue
+        out.print(Text("  ").join(cells[:-1]))
+        if row[-1]:
+            out.print(Padding(cells[-1], (0, 0, 0, 4)))
+    if not below:
+        out.print(table)

@@ -62,6 +62,16 @@ def test_a_slow_machine_of_the_cluster_is_named(
     assert sentence in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.parametrize("mode", ["schedule=ashl", "sync=asp", "sync=local_sgd"])
+def test_profiling_and_dropped_steps_do_not_change_the_slowdown(mode: str, tmp_path: Any) -> None:
+    run = ashl.train(
+        "runtime=sim", mode, "stop.steps=200", "model.hidden=[4]", "cluster=one_slow",
+        "tracking=none", f"run.dir={tmp_path}/run",
+    )  # fmt: skip
+    found = run.summary["straggler"]
+    assert (found["worker"], found["slowdown"]) == (3, pytest.approx(5, rel=0.1))
+
+
 def rows_at(second: float, step_s: dict[int, float]) -> list[dict[str, Any]]:
     """Rows of workers that have all computed for so many seconds."""
     return [

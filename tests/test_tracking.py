@@ -126,6 +126,13 @@ def test_a_folder_that_cannot_be_written_to_is_named():
         Recorder(Path("/proc/ashl/run"), "all")
 
 
+@pytest.mark.parametrize("place", ["file/run", "7" * 300])
+def test_a_path_that_can_hold_no_run_is_an_error_of_usage(tmp_path, place):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"\); choose another run\.dir"):
+        Recorder(tmp_path / place, "all")
+
+
 def test_a_full_disk_leaves_whole_lines(tmp_path):
     recorder = Recorder(tmp_path, "all")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

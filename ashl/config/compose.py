@@ -259,18 +259,22 @@ def _with(config: DictConfig, values: Sequence[Override]) -> DictConfig:
             )
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UsageError(
-                f"{change.input_line} cannot be set: {_in_the_way(config, change.key_or_group)}."
+                f"{change.input_line} cannot be set: {_in_the_way(config, change.key_or_group)}"
             ) from error
     return changed
 
 
 def _in_the_way(config: DictConfig, key: str) -> str:
-    """Return what is at the place of a key, or of the keys of its value."""
+    """Return what is at the place of a key, or of the keys of its value, and the fix."""
+    name = key.rpartition(".")[2]
     while not isinstance(node := _standing(config, key), ListConfig):
         if "." not in key:
-            return f"{key} is {node!r}, and no group of keys"
+            return f"{key} is {node!r}, and no group of keys."
         key = key.rpartition(".")[0]
-    return f"{key} is a list of {len(node)}; write it whole, as in '{key}=[1,2]'"
+    group = key.rpartition(".")[0]
+    if group and name in _standing(config, group):
+        return f"{key} is a list of {len(node)}; did you mean {group}.{name}?"
+    return f"{key} is a list of {len(node)}; write it whole, as in '{key}=[1,2]'."
 
 
 def _standing(config: DictConfig, key: str) -> Any:

@@ -126,7 +126,8 @@ def within(key: str, value: Any) -> str:
         return "[" + ",".join(within(key, one) for one in value) + "]"
     raise UsageError(
         f"{key}={type(value).__name__}: a setting is a text, a number, a list or a mapping; objects"
-        f" are taken as {', '.join(GROUPS)}."
+        f" are taken by ashl.train alone, as {', '.join(GROUPS)}; a sweep takes the name of an"
+        " option, for example of a file that names your class."
     )
 
 

@@ -324,7 +324,8 @@ CONDITIONS = (
     ),
     Condition(
         LINKS,
-        "cluster.exchange_s=null (a declared exchange_s replaces the links)",
+        "cluster.exchange_s=null, cluster.bandwidth_mbit_s and cluster.latency_s (a declared"
+        " exchange_s replaces the links)",
         lambda context: not has_declared_exchange(context),
     ),
     Condition(

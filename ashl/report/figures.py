@@ -325,7 +325,9 @@ def curves(board: Leaderboard, rows: Sequence[Row], x: str, key: str, title: str
     axes.set(xlim=(first if log else 0, 1.01 * far or 1), ylabel=title)
     for index, (row, line) in enumerate(lines.items()):
         bold = {"linewidth": 2.1, "zorder": 3} if row is rows[0] else {}
-        axes.plot(line.index, line["mean"], **styles[row], **bold, markevery=(0.03 * index, 0.15))
+        # Places by length of the line: a line of one evaluation has none.
+        marked = (0.03 * index, 0.15) if len(line) > 1 else None
+        axes.plot(line.index, line["mean"], **styles[row], **bold, markevery=marked)
         if len(lines) <= MAX_BANDS + 1 or row in rows[:MAX_BANDS] or row.is_baseline:
             color = styles[row]["color"]
             axes.fill_between(line.index, line["min"], line["max"], color=color, alpha=0.1, lw=0)

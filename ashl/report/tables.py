@@ -133,7 +133,8 @@ def method(board: Leaderboard) -> str:
     covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
     parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
     sentences = []
-    if parts:
+    shown = [name for name, _ in filled(board, board.rows)]
+    if parts and "between" in shown:
         sentences += [
             f"Median over seeds; 'between' covers it with probability {', '.join(parts)} seeds."
         ]

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
+from ashl.plan.plan import StagePlan
 from ashl.run.evaluation import Evaluation, best_of
 from ashl.run.metrics import summed_up
 from ashl.run.monitor import Monitor, Outage
@@ -131,7 +132,7 @@ def summarise(
         # the slowest worker if its step takes at least 1.2 times the median: `worker`, `slowdown`
         # (relative to the median worker), `others_wait_share` (fraction of the run in which the
         # others waited, on average); otherwise null
-        "straggler": find_straggler(workers, time_s),
+        "straggler": find_straggler(trained(monitor, workers), time_s),
         # largest lead, in commits, at which a worker was allowed to proceed; null without a server
         "max_lead": counts.max_lead if server else None,
         # groups that had to wait for another one; null except for partial all-reduce
@@ -230,6 +231,33 @@ def worker_summary(
     }
 
 
+def profiles(stage: StagePlan) -> bool:
+    """Return True for a stage that measures costs and learns nothing."""
+    return str(stage.sync["_target_"]).endswith(".Profiling")
+
+
+def trained(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the workers' rows with all steps of training, and the seconds that these computed.
+
+    `steps` of a row lacks dropped steps and those of a profiling stage, and `compute_s` has both.
+    """
+    measured_s = [0.0] * len(workers)
+    before: dict[int, dict[str, int]] = {}
+    for stage, reached in zip(monitor.plan.stages, monitor.run_state.boundaries, strict=False):
+        for rank in reached.keys() & range(len(workers)) if profiles(stage) else ():
+            earlier_ns = before[rank]["compute"] if rank in before else 0
+            measured_s[rank] += (reached[rank]["compute"] - earlier_ns) / 1e9
+        before |= reached
+    return [
+        worker
+        | {
+            "steps": worker["steps"] + worker["dropped"],
+            "compute_s": worker["compute_s"] - measured_s[rank],
+        }
+        for rank, worker in enumerate(workers)
+    ]
+
+
 def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict]:
     """Return the row of each stage; its waiting is the difference between two stage boundaries."""
     rows: list[dict] = []
@@ -266,7 +294,7 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
                 "wait_share": sum(wait_s) / (len(workers) * seconds) if seconds else None,
                 "wait_s": wait_s,
                 # true for a stage that measures costs and learns nothing
-                "profiling": str(plan.sync["_target_"]).endswith(".Profiling"),
+                "profiling": profiles(plan),
                 # bound that ends the stage, by rule, and the reason for which it ended
                 "until": dict(plan.until),
                 "exit_reason": end.reason,

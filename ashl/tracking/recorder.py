@@ -2,6 +2,7 @@
 them.
 """
 
+import errno
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,15 @@ EVENTS, METRICS, TRACE, SUMMARY = "events.jsonl", "metrics.jsonl", "trace.json.g
 
 # Beginning of the message about a full or read-only disk.
 UNWRITABLE = "Cannot write to the run folder"
+# Errors of a path at which no run can be written, however much space there is.
+NO_PLACE = (
+    errno.EACCES,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
 
 
 class Recorder:
@@ -111,6 +121,7 @@ def writing(run_dir: Path) -> Generator[None, None, None]:
             f"another process is writing the run in {run_dir}; wait for it to end."
         ) from error
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        text = f"{UNWRITABLE} {run_dir} ({reason}); free some space or choose another run.dir."
-        raise AshlError(text) from error
+        text = f"{UNWRITABLE} {run_dir} ({(error.strerror or str(error)).lower()}); "
+        if error.errno in NO_PLACE:
+            raise UsageError(f"{text}choose another run.dir.") from error
+        raise AshlError(f"{text}free some space or choose another run.dir.") from error

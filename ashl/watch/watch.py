@@ -111,7 +111,9 @@ def start(command: Sequence[str], folder: Path, piped: bool) -> subprocess.Popen
     try:
         return subprocess.Popen(command, env=env, text=True, errors="replace", **streams)
     except OSError as error:
-        raise UsageError(f"{command[0]}: it cannot be started ({error.strerror})") from error
+        raise UsageError(
+            f"{command[0]} cannot be started ({error.strerror}); give its path, or correct PATH"
+        ) from error
 
 
 def pass_signals(process: subprocess.Popen[str]) -> Any:

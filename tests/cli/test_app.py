@@ -280,6 +280,11 @@ def test_an_output_that_nobody_reads(command: str) -> None:
             ["train", "--topology"],
             "settings are written without dashes, as in topology=parameter_server.",
         ),
+        (
+            ["export", "--figures", "sw"],
+            "There is no option --figures; `ashl export --help` shows what there is.",
+        ),
+        (["launch", "--on", "foo", "--", "train"], "unknown engine; take one of ssh, slurm, "),
         (["train", "--quite"], "There is no option --quite; did you mean --quiet?"),
         (
             ["sweep", "sync=bsp,"],

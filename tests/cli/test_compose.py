@@ -152,6 +152,7 @@ def test_the_environment_names_the_data_root(monkeypatch) -> None:
         ("lr=3", "There is no key lr; did you mean optimizer.lr?"),
         ("++new.key=3", "There is no key new.key"),
         ("+sync.bound=3", "There is no key sync.bound"),
+        ("cluster.link.latency_s=3", "is a list of 4; did you mean cluster.latency_s?"),
         ("cluster.compute.a=3", "cluster.compute is a list of 4; write it whole"),
         (
             "cluster.compute.x.y=3",

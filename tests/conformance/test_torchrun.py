@@ -150,7 +150,7 @@ def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -
             "runtime.interface=eth77, and .* has no interface 'eth77'; there are: ",
         ),
         (1, "dataset=mnist", 3, "Data set MNIST is not, or not whole, in "),
-        (0, "run.dir=/dev/null/run", 1, "Cannot write to the run folder /dev/null/run"),
+        (0, "run.dir=/dev/null/run", 2, "Cannot write to the run folder /dev/null/run"),
     ],
 )
 def test_what_one_process_cannot_do_ends_all(
