@@ -30,7 +30,7 @@ from ashl.run.handshake import (
     hello_key,
     parse_hello,
     placement_by_profile,
-    server_notes,
+    server_note,
     settings_in_common,
 )
 from ashl.run.interface import Chosen
@@ -350,11 +350,11 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
     processes = assign_ranks(JOB, 3, 4, wanted)
     assert processes == (3, 2, 0, 1)
     check_profile(known, JOB, processes, "FILE")
-    said = server_notes(PLAN, "a", wanted, known, "FILE", shared=False)
-    assert said == (
-        "the job is 3 workers and a server",
-        "the server runs on host a: the process that profile=FILE does not name",
+    assert server_note(PLAN, "a") == (
+        "the job is 3 workers and a server; the server runs on host a (cluster.server_host chooses"
+        " another)",
     )
+    assert server_note(PLAN, None) == ("the job is 3 workers and a server",)
     with pytest.raises(
         UsageError,
         match="profile=FILE has measured worker 0 on c, and here it is on a; run",
@@ -388,8 +388,6 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
 )
 def test_a_link_that_is_better_than_the_servers(known: Profile, better: str | None) -> None:
     assert known.better_host == better
-    _, said = server_notes(PLAN, None, PlacementRequest(), known, "FILE", shared=False)
-    assert (f"run `ashl profile` with cluster.server_host={better}" in said) == (better is not None)
 
 
 # --- the handshake
@@ -418,7 +416,7 @@ def gather(*said: Hello, size: int | None = None) -> tuple[Hello, ...]:
         ({"ashl": "0.9"}, UsageError, "rank 1 on a has ashl 0.9 and rank 0 on a has ashl 1"),
         ({"error": "no data", "exit_code": 3}, DataMissingError, "rank 1 on a: no data"),
         (
-            {"settings": '{"limits": 1, "choices": {"sync": "ssp"}}'},
+            {"settings": '{"sync": "ssp", "limits": 1}'},
             UsageError,
             "rank 1 on a has sync=ssp and rank 0 on a has sync=bsp; give every process",
         ),
@@ -426,7 +424,7 @@ def gather(*said: Hello, size: int | None = None) -> tuple[Hello, ...]:
 )
 def test_what_does_not_fit_together(changed: dict, kind: type[AshlError], said: str) -> None:
     """It is told before all have come."""
-    first = JOB[0]._replace(settings='{"limits": 0, "choices": {"sync": "bsp"}}')
+    first = JOB[0]._replace(settings='{"sync": "bsp", "limits": 0}')
     second = JOB[1]._replace(settings=first.settings)._replace(**changed)
     with pytest.raises(kind, match=re.escape(said)):
         gather(first, second, size=3)

@@ -11,12 +11,13 @@ import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ashl import __version__
+from ashl.config.flat import flat_config, leaves, written
 from ashl.errors import AshlError, DataMissingError, UsageError, plain
 from ashl.launch.environment import JobMembership
 from ashl.plan.plan import Plan
@@ -152,7 +153,9 @@ def settings_in_common(config: Mapping[str, Any], plan: str) -> str:
     chosen = {key: value for key, value in config.items() if key not in RECORDING}
     # ranks save their parts of checkpoints
     chosen["run"] = {"checkpoint_s": config["run"]["checkpoint_s"]}
-    return json.dumps(without_machine_settings({**chosen, "plan": json.loads(plan)}))
+    document = without_machine_settings({**chosen, "plan": None})
+    planned = without_machine_settings({"plan": json.loads(plan)})
+    return json.dumps({**flat_config(document), **dict(leaves(planned))})
 
 
 def without_machine_settings(value: Any) -> Any:
@@ -165,41 +168,19 @@ def without_machine_settings(value: Any) -> Any:
 
 
 def first_difference(own: str, other: str) -> tuple[str, str]:
-    """Return the first key in which two texts of `settings_in_common` differ, with its value in
+    """Return the first setting in which two texts of `settings_in_common` differ, with its value in
     each.
 
     Order: chosen options, then their parameters, then the plan, which follows from both.
     """
     try:
-        ours, theirs = (dict(flatten_values(json.loads(text))) for text in (own, other))
-    except (ValueError, RecursionError):
+        ours, theirs = json.loads(own), json.loads(other)
+        key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+        values = [f"{key}={written(settings.get(key))}" for settings in (ours, theirs)]
+    except (ValueError, RecursionError, TypeError, AttributeError, StopIteration):
         return "another configuration", "its own"
-    for name in sorted(
-        {*ours, *theirs}, key=lambda name: (name[:8] != "choices.", name[:5] == "plan.", name)
-    ):
-        if ours.get(name) != theirs.get(name):
-            values = (
-                f"{name.removeprefix('choices.')}={of.get(name, 'null')}" for of in (ours, theirs)
-            )
-            first, second = (plain(text[:200]) for text in values)
-            return first, second
-    return "another configuration", "its own"
-
-
-def flatten_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values in a document, each with its path as a dotted name."""
-    if isinstance(value, Mapping):
-        for part, inner in value.items():
-            yield from flatten_values(inner, f"{name}.{part}" if name else part)
-    elif (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and any(isinstance(v, Mapping) for v in value)
-    ):
-        for index, inner in enumerate(value):
-            yield from flatten_values(inner, f"{name}.{index}")
-    else:
-        yield name, value if isinstance(value, str) else json.dumps(value)
+    first, second = (plain(text[:200]) for text in values)
+    return first, second
 
 
 class PlacementRequest(NamedTuple):
@@ -343,40 +324,16 @@ def check_gpus(hellos: Sequence[Hello], workers: Sequence[int], share: bool) -> 
             )
 
 
-def server_notes(
-    plan: Plan,
-    host: str | None,
-    request: PlacementRequest,
-    profile: Profile | None,
-    path: str,
-    shared: bool,
-) -> tuple[str, ...]:
-    """Return two notes: how many workers and which server or coordinator the job has, and the
-    host of that server with the reason. Without a server there are no notes.
+def server_note(plan: Plan, host: str | None) -> tuple[str, ...]:
+    """Return a note about the number of workers and the host of the server or coordinator; none if
+    the plan has no such rank.
 
-    Args: host, None if unknown; shared, True if the server has no process of its own in the job and
-    runs beside a worker.
+    Args: host, None if unknown.
     """
     if plan.num_ranks == plan.num_workers:
         return ()
-    if shared:
-        why = "the node of process 0, which starts it, as the job has as many processes as workers"
-    elif request.server is not None:
-        why = "as cluster.server_host says"
-    elif request.hosts is not None:
-        why = f"the process that {request.hosts_by} does not name"
-    else:
-        why = (
-            "the node of process 0; no profile says which link is best; set cluster.server_host to"
-            " choose another"
-        )
     role = role_name(plan, plan.num_workers).partition(" (")[0].removeprefix("the ")
-    workers = pluralize(plan.num_workers, "worker", "workers")
-    text = f"the {role} runs on {why if host is None else f'host {host}: {why}'}"
-    better = profile.better_host if profile is not None and request.server is None else None
-    if better is not None:
-        text += (
-            f"; by profile={path} the link of {better} is no worse, perhaps better; to find out,"
-            f" run `ashl profile` with cluster.server_host={better}"
-        )
-    return f"the job is {workers} and a {role}", text
+    text = f"the job is {pluralize(plan.num_workers, 'worker', 'workers')} and a {role}"
+    if host is not None:
+        text += f"; the {role} runs on host {host} (cluster.server_host chooses another)"
+    return (text,)

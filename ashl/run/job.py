@@ -57,9 +57,8 @@ from ashl.run.handshake import (
     hello_key,
     make_hello,
     placement_by_profile,
-    server_notes,
+    server_note,
     settings_in_common,
-    shares_a_node,
 )
 from ashl.run.join import Place, parse_place, request_place
 from ashl.run.launch import run_controller
@@ -251,10 +250,7 @@ def assign_processes(
     request = placement_by_profile(profile, hellos, placement_of(parts), str(path))
     processes = assign_ranks(hellos, plan.num_workers, plan.num_ranks, request)
     check_profile(profile, hellos, processes, str(path))
-    shared = shares_a_node(hellos, plan.num_ranks)
-    return processes, server_notes(
-        plan, hellos[processes[-1]].host, request, profile, str(path), shared
-    )
+    return processes, server_note(plan, hellos[processes[-1]].host)
 
 
 def placement_of(parts: Parts) -> PlacementRequest:
@@ -267,17 +263,16 @@ def placement_of(parts: Parts) -> PlacementRequest:
     )
 
 
-def notes_before_start(plan: Plan, parts: Parts, path: str | None, size: int) -> tuple[str, ...]:
-    """Return the notes about the server's placement before a job of `size` processes starts.
+def notes_before_start(plan: Plan, parts: Parts, path: str | None) -> tuple[str, ...]:
+    """Return the notes about the server's placement before a job starts.
 
     Args: path, of the profile file, or None.
     """
     request = placement_of(parts)
-    profile = read_profile(path) if path else None
     host = request.server
-    if profile is not None and profile.server_host is not None and request == PlacementRequest():
-        host, request = profile.server_host, PlacementRequest((), f"profile={path}")
-    return server_notes(plan, host, request, profile, str(path), plan.num_ranks > size)
+    if path and request == PlacementRequest():
+        host = read_profile(path).server_host
+    return server_note(plan, host)
 
 
 def check_interfaces(hellos: tuple[Hello, ...]) -> None:

@@ -386,10 +386,9 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
     )
     construct(config["tracking"], "tracking", config["allow_targets"])
     if job or processes:
-        size = job.world_size if job else processes or 0
         plan = replace(
             plan,
-            notes=(*plan.notes, *jobs.notes_before_start(plan, parts, config["profile"], size)),
+            notes=(*plan.notes, *jobs.notes_before_start(plan, parts, config["profile"])),
         )
     leads = job is None or job.rank == 0
     host_s = None
