@@ -14,8 +14,6 @@ import signal
 import stat
 import sys
 import threading
-import unicodedata
-from codecs import register_error
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -26,12 +24,6 @@ import setproctitle
 
 from ashl.errors import UsageError
 
-SPELLED = {
-    "·": "*", "×": "x", "−": "-", "–": "-", "─": "-", "‖": "||", "…": "...", "→": "->",
-    "←": "<-", "≤": "<=", "≈": "~", "≥": ">=", "≠": "!=", "±": "+/-", "√": "sqrt ", "∞": "inf",
-    "∇": "grad ", "∈": "in", "⌈": "ceil(", "⌉": ")", "⌊": "floor(", "⌋": ")", "⟨": "<", "⟩": ">",
-    "«": "<<", "»": ">>", "⊗": "(x)", "⊕": "(+)", "ᵀ": "^T", "²": "^2", "³": "^3", "⁄": "/",
-}  # fmt: skip
 # Exit codes of a rank, beside those of a command.
 EXIT_ORPHANED = 75  # its parent has ended
 # A child of the controller without a control update for runtime.heartbeat_timeout_s.
@@ -42,33 +34,7 @@ EXIT_EVICTED = 78  # a worker without which the run continues, as it missed hear
 INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 LOG_LEVEL = "ASHL_LOG"  # the environment variable that sets how much is logged
 LEVELS = ("debug", "info", "warning", "error")
-ASCII_ONLY = "ashl.ascii"  # name of the error handler
-
-
-def spell(character: str) -> str:
-    """Return a character in ASCII: α is alpha, Γ is Gamma, é is e; `?` for others without a
-    spelling.
-    """
-    if character.isascii():
-        return character
-    if character in SPELLED:
-        return SPELLED[character]
-    parts = unicodedata.normalize("NFKD", character)
-    if parts != character:
-        return "".join(map(spell, parts))
-    name = unicodedata.name(character, "").split()
-    if name[:2] in (["GREEK", "SMALL"], ["GREEK", "CAPITAL"]):
-        return name[3].lower() if name[1] == "SMALL" else name[3].capitalize()
-    return "" if unicodedata.combining(character) else "?"
-
-
-def spell_failed(error: UnicodeError) -> tuple[str, int]:
-    """Spell the characters that an encoding lacks; the error handler `ASCII_ONLY` of streams."""
-    assert isinstance(error, UnicodeEncodeError)
-    return "".join(map(spell, error.object[error.start : error.end])), error.end
-
-
-register_error(ASCII_ONLY, spell_failed)
+REPLACE = "replace"  # error handler of a stream: `?` for a letter that its encoding lacks
 
 
 class Output(io.FileIO):
@@ -125,11 +91,11 @@ def usable(stream: TextIO | None) -> TextIO:
         return io.TextIOWrapper(
             io.BufferedWriter(raw) if isinstance(stream.buffer, io.BufferedWriter) else raw,
             stream.encoding,
-            ASCII_ONLY,
+            REPLACE,
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )
-    stream.reconfigure(errors=ASCII_ONLY)
+    stream.reconfigure(errors=REPLACE)
     return stream
 
 

@@ -41,23 +41,6 @@ ASHL = [sys.executable, "-P", "-m", "ashl.cli"]
 # --- terminals
 
 
-def test_every_letter_of_ours_has_a_spelling_in_ascii() -> None:
-    files = [file for folder in ("ashl", "cli", "conf") for file in (ROOT / folder).rglob("*.*")]
-    files = [file for file in files if file.suffix in (".py", ".yaml")]
-    letters = {
-        letter
-        for file in files
-        for letter in file.read_text(encoding="utf-8")
-        if not letter.isascii()
-    }
-    assert len(letters) > 50
-    assert [
-        letter
-        for letter in letters
-        if "?" in process_setup.spell(letter) or not process_setup.spell(letter).isascii()
-    ] == []
-
-
 def in_ascii(monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
     """Output of a command on a terminal that shows ASCII only."""
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
@@ -81,7 +64,6 @@ def test_pages_of_list_in_ascii(options: int | None, monkeypatch) -> None:
     assert len(pages) > (25 if options else 150)
     for page in pages:
         assert in_ascii(monkeypatch, "list", *page).strip()
-    assert "w <- w - gamma*Sigma_i w" in in_ascii(monkeypatch, "list", "sync", "bsp")
 
 
 def test_a_terminal_that_closes_is_written_to_in_vain() -> None:
