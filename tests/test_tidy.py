@@ -330,15 +330,14 @@ OPTIONS = [
 OBJECTS = [(group, option, file) for group, option, file in OPTIONS if group not in PRESETS]
 
 
-@pytest.mark.parametrize(
-    ("group", "option", "file"), OBJECTS, ids=lambda value: str(value).rpartition("/")[2]
-)
-def test_option_file_mirrors_its_class(group: str, option: str, file: Path) -> None:
-    dotted = target(file)
-    assert dotted in classes(), f"{name(file)} names {dotted}, which does not exist"
-    assert dotted.startswith(f"ashl.{FOLDERS.get(group, group)}.")
-    assert is_option(classes()[dotted]), f"{dotted} is no @option"
-    assert fields(dotted) == {parameter.key.split(".")[0] for parameter in parameters(file)}
+def test_option_files_mirror_their_classes() -> None:
+    for group, _, file in OBJECTS:
+        dotted = target(file)
+        assert dotted in classes(), f"{name(file)} names {dotted}, which does not exist"
+        assert dotted.startswith(f"ashl.{FOLDERS.get(group, group)}."), name(file)
+        assert is_option(classes()[dotted]), f"{dotted} is no @option"
+        keys = {parameter.key.split(".")[0] for parameter in parameters(file)}
+        assert fields(dotted) == keys, name(file)
 
 
 def test_a_catalogue_holds_methods_and_its_contract_only() -> None:
@@ -382,20 +381,25 @@ def test_every_option_class_has_a_file() -> None:
     }  # which planning makes of a profile
 
 
-@pytest.mark.parametrize(
-    "file", [ROOT / "conf/config.yaml", *(file for _, _, file in OBJECTS)], ids=name
-)
-def test_every_parameter_has_a_comment(file: Path) -> None:
-    assert [parameter.key for parameter in parameters(file) if not parameter.comment] == []
+def test_every_parameter_has_a_comment() -> None:
+    bare = [
+        f"{name(file)}: {parameter.key}"
+        for file in [ROOT / "conf/config.yaml", *(file for _, _, file in OBJECTS)]
+        for parameter in parameters(file)
+        if not parameter.comment
+    ]
+    assert bare == []
 
 
-@pytest.mark.parametrize("file", [f for group in CITED for f in files(f"ashl/{group}")], ids=name)
-def test_an_algorithm_names_its_source(file: Path) -> None:
-    if any(is_option(node) for node in tree(file).body if isinstance(node, ast.ClassDef)):
-        text = ast.get_docstring(tree(file)) or ""
-        assert re.search(r"Sources?:|arXiv|\b(19|20)\d\d\b", text), (
-            "say in the module's docstring where it is from"
-        )
+def test_an_algorithm_names_its_source() -> None:
+    """The docstring of its module says where it is from."""
+    silent = [
+        name(file)
+        for file in files(*(f"ashl/{group}" for group in CITED))
+        if any(is_option(node) for node in tree(file).body if isinstance(node, ast.ClassDef))
+        and not re.search(r"Sources?:|arXiv|\b(19|20)\d\d\b", ast.get_docstring(tree(file)) or "")
+    ]
+    assert silent == []
 
 
 def test_packages_are_listed() -> None:
