@@ -1,6 +1,7 @@
 """Guarantees of every codec, checked for all of them: a new codec is one row of the table."""
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -147,53 +148,51 @@ def test_two_workers_and_two_rounds_draw_apart(name: str) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("d", SIZES)
-def test_what_is_only_timed_is_as_long(name: str, d: int) -> None:
-    for link in (
-        CompressionPipeline(ROWS[name], d),
-        CompressionPipeline(with_steps(ROWS[name], ErrorFeedback()), d),
-    ):
-        for ratio in RATIOS:
-            ends = CodecState()
-            body = link.encode(ends, SizeOnly(4 * d), EncodeContext(ratio))
-            link.restore_dropped(ends, body)
-            assert (
-                body
-                == link.encode(ends, SizeOnly(4 * d), EncodeContext(ratio))
-                == SizeOnly(link.codec.encoded_nbytes(ratio, d))
-            )
-            assert link.decode(ends, 0, body) == SizeOnly(4 * d)
-            assert ends == CodecState()
+def test_what_is_only_timed_is_as_long(name: str) -> None:
+    codecs = ROWS[name], with_steps(ROWS[name], ErrorFeedback())
+    for codec, d, ratio in product(codecs, SIZES, RATIOS):
+        link, ends = CompressionPipeline(codec, d), CodecState()
+        body = link.encode(ends, SizeOnly(4 * d), EncodeContext(ratio))
+        link.restore_dropped(ends, body)
+        assert (
+            body
+            == link.encode(ends, SizeOnly(4 * d), EncodeContext(ratio))
+            == SizeOnly(link.codec.encoded_nbytes(ratio, d))
+        )
+        assert link.decode(ends, 0, body) == SizeOnly(4 * d)
+        assert ends == CodecState()
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_another_element_type(name: str, dtype: torch.dtype) -> None:
+def test_another_element_type(name: str) -> None:
     """It is taken, and travels as float32."""
-    codec, x = ROWS[name], vector("normal", 500).to(dtype)
     if name == "none":
         return
-    body = codec.encode(None, x)[1]
-    assert torch.equal(body, codec.encode(None, x.float())[1])
-    out = torch.ones(500, dtype=dtype)
-    codec.add(out, body)
-    assert torch.allclose(out, (1 + decoded(codec, body, 500)).to(dtype), rtol=1e-2, atol=1e-2)
+    codec = ROWS[name]
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        x = vector("normal", 500).to(dtype)
+        body = codec.encode(None, x)[1]
+        assert torch.equal(body, codec.encode(None, x.float())[1])
+        out = torch.ones(500, dtype=dtype)
+        codec.add(out, body)
+        whole = (1 + decoded(codec, body, 500)).to(dtype)
+        assert torch.allclose(out, whole, rtol=1e-2, atol=1e-2)
 
 
 @every_codec
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("d", [1, 300])
-def test_what_is_not_finite_stays_so(name: str, bad: float, d: int) -> None:
+def test_what_is_not_finite_stays_so(name: str) -> None:
     """A run that diverges is seen at the other end."""
-    codec, x = ROWS[name], vector("normal", d)
-    x[d // 2] = bad
-    _, body = codec.encode(None, x, EncodeContext(ratio=0.5))
-    got = decoded(codec, body, d)
-    assert got.shape == (d,)
-    if not codec.traits.scale_free:
-        assert not got.isfinite().all() or not got[d // 2]  # or it was not selected
-        full = decoded(codec, codec.encode(None, x, EncodeContext(ratio=1.0))[1], d)
-        assert not full.isfinite().all() or hasattr(codec, "blocks")  # one of them was sent
+    codec = ROWS[name]
+    for bad, d in product((math.nan, math.inf, -math.inf), (1, 300)):
+        x = vector("normal", d)
+        x[d // 2] = bad
+        _, body = codec.encode(None, x, EncodeContext(ratio=0.5))
+        got = decoded(codec, body, d)
+        assert got.shape == (d,)
+        if not codec.traits.scale_free:
+            assert not got.isfinite().all() or not got[d // 2]  # or it was not selected
+            full = decoded(codec, codec.encode(None, x, EncodeContext(ratio=1.0))[1], d)
+            assert not full.isfinite().all() or hasattr(codec, "blocks")  # one of them was sent
 
 
 @every_codec
