@@ -314,8 +314,10 @@ def read(file: Path) -> str:
     """Return the text of a file of the catalogue. Raises: UsageError."""
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error}.") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}; correct the path.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not text in UTF-8; save it as such.") from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
