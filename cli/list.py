@@ -169,7 +169,7 @@ def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
     alone = ", ".join(
         f"{group}={option}"
         for group, option in defaults().items()
-        if group != "schedule" and option != chosen[group]
+        if group not in ("schedule", "sync") and option != chosen[group]
     )
     print(
         f"\nschedule={chosen['schedule']} names the sync modes of its stages. A named sync mode,\n"

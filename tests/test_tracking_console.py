@@ -247,3 +247,12 @@ def test_the_time_of_a_run_says_what_it_counts() -> None:
     assert real == "1.4 s of training, 10.4 s in all with start and evaluations"
     virtual = duration({**times, "time_kind": "virtual"})
     assert virtual == "1.4 s of virtual time, computed in 10.4 s"
+
+
+def test_a_line_beside_the_table_breaks_between_words() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    text = "worker 3 computes 5 times slower than the median; the others waited 65.6 % of the time"
+    with Progress(console, name="demo") as progress:
+        progress.say(text)
+    assert isinstance(console.file, io.StringIO)
+    assert "65.6 % of \nthe time\n" in console.file.getvalue()

@@ -45,9 +45,13 @@ def settings_in(file: Path) -> list[str]:
         raise UsageError(
             f"--config {file}: it cannot be read ({reason}); name a YAML file of KEY: VALUE"
         ) from error
-    if isinstance(found, list) and all(isinstance(text, str) and "=" in text for text in found):
+    if (
+        found
+        and isinstance(found, list)
+        and all(isinstance(text, str) and "=" in text for text in found)
+    ):
         texts = [str(text) for text in found]
-    elif isinstance(found, dict):
+    elif found and isinstance(found, dict):
         texts = [f"{key}={value}" for key, value in flattened(found)]
     else:
         raise UsageError(

@@ -114,7 +114,9 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line, above the table if there is one."""
         if not self._quiet:
-            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+            self._console.print(
+                text, soft_wrap=not self._console.is_terminal, highlight=False, markup=False
+            )
 
     def close(self) -> None:
         """Remove the table. May be called twice."""
@@ -227,7 +229,9 @@ def outcome(
     if len(summary.get("stages") or ()) + len(idle) > 1:
         console.print(stage_table(summary))
     if idle:
-        console.print(Text(stages.never_began(idle), style="yellow"), soft_wrap=True)
+        console.print(
+            Text(stages.never_began(idle), style="yellow"), soft_wrap=not console.is_terminal
+        )
     if summary.get("workers"):
         console.print(worker_table(console, summary))
     for label, value in {"run folder": str(run_dir), **shown}.items():

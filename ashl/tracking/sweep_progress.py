@@ -114,7 +114,9 @@ class SweepProgress:
     def say(self, line: str) -> None:
         """Print a line that stays."""
         if not self.quiet:
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(
+                line, markup=False, highlight=False, soft_wrap=not self.console.is_terminal
+            )
 
     def show(self, running: Sequence[Running]) -> None:
         """Set the runs in progress."""

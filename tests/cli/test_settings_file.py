@@ -91,6 +91,8 @@ def test_every_command_that_takes_settings_takes_the_file(command: str, file: Pa
         ("sync: [bsp", "is not valid YAML"),
         ("bsp", "it has no settings; write KEY: VALUE"),
         ("", "it has no settings; write KEY: VALUE"),
+        ("[]", "it has no settings; write KEY: VALUE"),
+        ("{}", "it has no settings; write KEY: VALUE"),
         ("sync: bsp\nsync: asp", "sync"),
         ("allow_targets: [mine]", "type allow_targets=[...] instead"),
         (None, "it cannot be read (no such file or directory)"),
