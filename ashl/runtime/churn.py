@@ -253,8 +253,11 @@ class Churn:
         running = [ctx.rank for ctx in sim.contexts if ctx.rank not in sim.gone]
         if all(sim._mains[rank].done for rank in running):
             return
-        self.epoch = Epoch(self.epoch.number + 1, tuple(rank for rank in running if rank < n))
-        sim.begin_epoch(running, partial(self.start, epoch=self.epoch))
+        workers = tuple(rank for rank in running if rank < n)
+        incarnations = tuple(self.failures[rank] for rank in workers)
+        before, self.epoch = self.epoch, Epoch(self.epoch.number + 1, workers, incarnations)
+        start = partial(self.start, epoch=self.epoch)
+        sim.begin_epoch(running, start, self.epoch.has_joiner(before))
 
     def _inform(self, item: tuple[int, int, int, str]) -> None:
         """Notify a peer of a failure, unless it was notified already."""

@@ -9,7 +9,7 @@ PeerFailedError, or returns a message with the tag PEER_FAILED.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from torch import is_autocast_enabled, is_grad_enabled
@@ -49,7 +49,8 @@ class Task:
         self.ctx = ctx
         self.coro = coro
         self.main = main
-        self.send = coro.send  # bound method, looked up once because it is called for every effect
+        # bound method, looked up once because it is called for every effect
+        self.send: Callable[[Any], Any] = coro.send
         self.waiting: Any = None  # the effect that it is blocked in
         self.done = False
         self.result: Any = None

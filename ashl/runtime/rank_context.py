@@ -121,6 +121,7 @@ class RankContext:
     __slots__ = (
         "before_restart_point",
         "counter",
+        "in_local_work",
         "incarnation",
         "kernel",
         "loss",
@@ -159,7 +160,10 @@ class RankContext:
         self.tolerates_failures = False
         # (stage, copy of the state) of the last safe point, if the run tolerates failures
         self.restart_point: tuple[int, Any] | None = None
-        self.before_restart_point: tuple[int, Any] | None = None  # the safe point before that
+        # the last safe point of the round before that one
+        self.before_restart_point: tuple[int, Any] | None = None
+        # True during local work whose end is a safe point; an epoch waits for that end
+        self.in_local_work = False
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
         return Recv(tags, src, before_s)
@@ -205,13 +209,23 @@ class RankContext:
         """
         return self.kernel.compute_once(self, group, key, fn)
 
-    def safe_point(self, stage: int, state: Any) -> None:
+    def safe_point(self, stage: int, state: Any, before_work: bool = False) -> None:
         """Mark the top of a loop: `state` holds all that the task needs to continue from here in
         this stage. The next epoch of a run that tolerates failures begins here.
+
+        Args: before_work: True if local work follows, up to `keep_work`. An epoch that begins
+        meanwhile waits for the end of this work, because the work need not be repeated.
         """
         if self.tolerates_failures:
+            self.in_local_work = before_work
             if self.restart_point is not None and self.restart_point[1] is not state:
                 self.before_restart_point = self.restart_point
+            self.restart_point = stage, state.copy_to_restart()
+
+    def keep_work(self, stage: int, state: Any) -> None:
+        """Mark the end of local work: the safe point moves to here, within the same round."""
+        self.in_local_work = False
+        if self.tolerates_failures:
             self.restart_point = stage, state.copy_to_restart()
 
     @property

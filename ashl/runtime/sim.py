@@ -91,6 +91,8 @@ class Sim:
         # how often each rank has failed or begun an epoch: a message is dropped when it arrives if
         # its sender or receiver has done so since it was sent
         self.restarts = [0] * num_ranks
+        # by rank that completes its local work first: the function that starts it in the epoch
+        self._late = dict[int, Callable[..., Coroutine]]()
         # ns, by rank: its latest failure; None if no failure begins an epoch
         self.failed_ns: dict[int, int] | None = None
         self.worker_states: WorkerStates | None = None
@@ -508,20 +510,56 @@ class Sim:
             self.restarts[rank] += 1
             self._pausing.pop(rank, None)
             self.joining.pop(rank, None)
+            self._late.pop(rank, None)
 
-    def begin_epoch(self, ranks: Sequence[int], start: Callable[..., Coroutine]) -> None:
+    def begin_epoch(
+        self, ranks: Sequence[int], start: Callable[..., Coroutine], has_joiner: bool
+    ) -> None:
         """End the tasks of all ranks, and start these ones by `start(ctx, saved=...)`, with their
-        last safe points.
+        last safe points. A rank in local work completes it first, unless a worker joins.
         """
-        self.stop_ranks(ranks)
+        working = [rank for rank in ranks if self._is_working(rank) and not has_joiner]
+        others = [rank for rank in ranks if rank not in working]
+        self.stop_ranks(others)
         self._pausing = {}
         self.collective_queues.abort()
-        for rank in ranks:
-            ctx = self.contexts[rank]
-            saved = ctx.restart_point
-            if saved is not None:
-                saved = saved[0], saved[1].copy_to_restart()
-            self._mains[rank] = self.spawn(ctx, start(ctx, saved=saved), main=True)
+        for rank in working:
+            self._mail[rank] = Mailbox()
+            self.restarts[rank] += 1
+            self._late[rank] = start
+            main = self._mains[rank]
+            main.send = partial(self._complete_work, main)
+        for rank in others:
+            self._start_member(rank, start)
+
+    def _is_working(self, rank: int) -> bool:
+        """Return True if this rank is in local work that need not be repeated."""
+        main = self._mains[rank]
+        is_computing = isinstance(main.waiting, Compute) and not main.done
+        return is_computing and self.contexts[rank].in_local_work
+
+    def _complete_work(self, main: Task, value: Any) -> Compute | None:
+        """Resume a rank that completes its local work, in place of `Task.send`; return the next
+        computation of this work.
+
+        After the work the task ends, the rank begins the present epoch, and None is returned.
+        """
+        effect, rank = main.coro.send(value), main.ctx.rank
+        if main.ctx.in_local_work and isinstance(effect, Compute):
+            return effect
+        main.coro.close()
+        main.done = True
+        self._start_member(rank, self._late.pop(rank))
+        return None
+
+    def _start_member(self, rank: int, start: Callable[..., Coroutine]) -> None:
+        """Start a rank as a member of an epoch, with its last safe point."""
+        ctx = self.contexts[rank]
+        ctx.in_local_work = False
+        saved = ctx.restart_point
+        if saved is not None:
+            saved = saved[0], saved[1].copy_to_restart()
+        self._mains[rank] = self.spawn(ctx, start(ctx, saved=saved), main=True)
 
     def _post(self, task: Task, effect: Any) -> None:
         """Post a collective. It begins when its last member has posted it and the queue of its

@@ -244,6 +244,8 @@ class PeerState(WorkerState):
     # model and counts of the last merge within `stop.seconds`, once a merge has ended later
     in_time: InTime | None = None
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
+    # at a safe point after local work, which is `pending`: the state before it
+    before_work: PeerState | None = None
 
     def begin(self, ctx: RankContext, stage: StageConfig) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
@@ -319,7 +321,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     while True:
         state.set_round(planned, ctx.rank)
         if state.coming is None:  # no bucket of the model is in flight
-            ctx.safe_point(stage.index, state)
+            computes = state.pending is None and keeps_work(stage)
+            ctx.safe_point(stage.index, state, before_work=computes)
         if stage.delayed is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.pending_rest = state.rest
@@ -466,7 +469,12 @@ async def exchange(
     if stage.buckets:
         return await exchange_by_bucket(team, stage, state)
     ctx, version, steps = team.ctx, state.version, state.local_steps
-    work = state.pending or await stage.sync.work()(ctx, stage, state)
+    work = state.pending
+    if work is None:
+        work = await stage.sync.work()(ctx, stage, state)
+        if keeps_work(stage) and ctx.restart_point is not None:
+            before = ctx.restart_point[1]
+            ctx.keep_work(stage.index, replace(state, pending=work, before_work=before))
     team.loss = work.loss / team.size
     x = stage.aggregate.clip(work.payload)
     summing = exchange_update(team, part.stage, part.state, state.progress, version, x)
@@ -637,7 +645,7 @@ def merge(
     result, ahead = ctx.compute_once(team.ranks, moment, compute)
     keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
     state.apply_merge(result)
-    state.pending, state.pending_rest = None, state.rest
+    state.pending, state.pending_rest, state.before_work = None, state.rest, None
     state.rest, state.rule_state = ahead.rest, ahead.rule_state
     if done.sums:
         position = {"step": state.step, "drawn": state.drawn, "round": state.round + 1}
@@ -698,12 +706,14 @@ def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: P
 
 # Epochs: how the members of a new epoch continue
 #
-# Each member goes back to its last safe point, the top of a round (`RankContext.safe_point`). The
-# members exchange the versions of their models. If some of them have missed the last merge, the
+# Each member goes back to its last safe point: the top of a round (`RankContext.safe_point`), or
+# the end of its local work (`RankContext.keep_work`). A member in local work completes it before.
+# The members exchange the versions of their models. If some of them have missed the last merge, the
 # others go back by one more round. The donor is the lowest rank with the newest state. It sends
 # what all workers have in common to each joining worker, and to a member that has missed the end of
-# a stage. Then the round is computed again, with the members' weights, Σ w_i = 1. The failed
-# worker's steps of the round count as dropped.
+# a stage. Then the kept work is exchanged, with the members' weights, Σ w_i = 1. Work is computed
+# again if the new members would compute it otherwise (`suits_members`), and if its exchange
+# overlaps with computing (`keeps_work`). The failed worker's steps of the round count as dropped.
 #
 # A survivor keeps its own state: momentum, residual, position in its data. A joining worker begins
 # with momentum and residual zero, and its data continue after the samples that were counted for it.
@@ -759,16 +769,42 @@ async def reform(
         stages = apply_assignments(stages, *state.assigned)
     if index < len(stages):
         continue_with(ctx, stages[index], state, epoch, standing)
+        if state.before_work is not None and not suits_members(ctx, stages[index], state, epoch):
+            state = state.before_work.copy_to_restart()
+            continue_with(ctx, stages[index], state, epoch, standing)
     else:
         ctx.time_accounting.close_at(state.progress.end_ns)
     return index, state
+
+
+def keeps_work(stage: StageConfig) -> bool:
+    """Return True if local work ends before its exchange begins, so that an epoch between them need
+    not repeat it.
+    """
+    return not stage.buckets and stage.delayed is None
+
+
+def suits_members(ctx: RankContext, stage: StageConfig, state: PeerState, epoch: Epoch) -> bool:
+    """Return True if the members of this epoch would compute the kept work of this rank as it is.
+
+    They would not if they have another H, batch or data, or if the work has their weights in it.
+    """
+    if stage.reshards or stage.trainer.weighs:
+        return False
+    members = shared_members(ctx, stage, epoch.workers, epoch.number)
+    planned = plan_round(stage, members, state.rule_state, state.progress)
+    merged = truncate_round(stage, members, planned, state.rest)
+    kept = state.pending.steps, state.pending.samples
+    return kept == (merged.steps[ctx.rank], merged.samples[ctx.rank])
 
 
 def go_back(ctx: RankContext, state: PeerState) -> PeerState:
     """Return this rank's state one round before: some members have missed the merge since."""
     assert ctx.before_restart_point is not None
     before: PeerState = ctx.before_restart_point[1].copy_to_restart()
-    ctx.steps -= state.step - before.step  # the repeated round is recorded once more
+    # the repeated round is recorded once more
+    pending = before.pending
+    ctx.steps -= state.step - before.step if pending is None else pending.steps
     before.evaluated = state.evaluated
     return before
 
@@ -790,7 +826,10 @@ def continue_with(
     if state.pending is None and state.rest is not None and stage.delayed is not None:
         state.local_steps = cap_local_steps(members.planned, ctx.rank, state.rest)
     else:
-        state.plan_round(stage, members, ctx.rank, ahead=int(state.pending is not None))
+        is_ahead = stage.delayed is not None and state.pending is not None
+        state.plan_round(stage, members, ctx.rank, ahead=int(is_ahead))
+        if stage.delayed is None:
+            state.pending_rest = state.rest
     if ctx.rank in standing.joined:
         state.round, state.step = state.progress.rounds_and_steps_of(ctx.rank)
         state.drawn = state.step * state.batch
@@ -813,7 +852,7 @@ def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) ->
     return CommonState(
         index,
         state.progress,
-        state.pending is not None,
+        state.pending is not None and state.before_work is None,
         state.pending_rest,
         state.last,
         state.moments if shares_moments else None,
@@ -851,7 +890,7 @@ def take_over(
         state.moments = stage.trainer.moments()
     state.round, state.step = known.progress.rounds_and_steps_of(ctx.rank)
     state.drawn = state.step * state.batch
-    state.pending = state.start = None
+    state.pending = state.start = state.before_work = None
     state.pending_rest, state.last = known.pending_rest, known.last
     state.rule_state = known.rule_state
     # a first piece of work is planned as the others' finished piece
