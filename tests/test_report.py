@@ -625,6 +625,22 @@ def test_an_environment_that_has_no_name_is_elsewhere(tmp_path) -> None:
     ] * 2 + ["elsewhere"]
 
 
+def test_a_short_table_has_the_first_settings_of_every_environment(tmp_path) -> None:
+    """The first two clusters filled the table, and the winners of the others were not shown."""
+    settings = [
+        ({"compression": c, "cluster.bandwidth_mbit_s": str(width)}, 1.0 + i)
+        for width in (1, 10, 100)
+        for i, c in enumerate(("topk", "none", "qsgd"))
+    ]
+    board = ranked(write_sweep(tmp_path / "s", settings))
+    console = Console(width=140, record=True, file=StringIO())
+    show(console, board, top=6)
+    text = console.export_text()
+    for width in (1, 10, 100):
+        assert text.count(f"bandwidth_mbit_s={width} ") == 2, text
+    assert "and 3 more settings" in text
+
+
 def test_a_gain_lies_in_the_interval_beside_it(tmp_path) -> None:
     """The two seeds that both settings have give 5.3, the medians over all seeds 5.13."""
     board = ranked(sweep(tmp_path, bsp=(5.3, 4.0, 4.5), ssp=(1.0, 4.0 / 5.3)))

@@ -154,7 +154,8 @@ def method(board: Leaderboard) -> str:
 def show(console: Console, board: Leaderboard, *, top: int = 20) -> None:
     """Print the answer in words, the leaderboard and the runs that ended badly.
 
-    Args: top is the number of rows printed.
+    Args: top is the number of rows printed; with several environments each has an equal part of
+    them.
     """
     answered = answer(board)
     console.print(Text(answered.headline, style="bold"))
@@ -162,7 +163,10 @@ def show(console: Console, board: Leaderboard, *, top: int = 20) -> None:
         console.print(Text(sentence))
     if board.common:
         console.print(Text(f"All: {board.common}", style="dim"))
-    shown, more = board.rows[:top], len(board.rows) - top
+    parts = board.environments
+    each = top if len(board.rows) <= top else max(1, top // max(1, len(parts)))
+    shown = [row for part in parts for row in part.rows[:each]][:top]
+    more = len(board.rows) - len(shown)
     columns, absent = fitting(filled(board, board.rows), shown, console.width)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title, _ in columns:
