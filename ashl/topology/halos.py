@@ -82,6 +82,7 @@ from ashl.topology.parameter_server import (
     join,
     on_membership,
     on_push,
+    record_join,
     reply,
     reply_to_all,
     server,
@@ -246,6 +247,9 @@ async def region_server(ctx: RankContext, stage: StageConfig, state: RegionState
         if message is not None and message.tag == pause:
             await reply_to_all(ctx, stage, state, progress.waiting, PAUSE)
             return PAUSE
+        if is_ready and message is not None and message.tag == JOIN:
+            record_join(state, message)  # its worker has no part in this pause
+            continue
         await handle_message(ctx, stage, state, message)
         all_wait = len(progress.waiting) == progress.present
         if state.signal == PAUSE and all_wait and not (state.away or is_ready):

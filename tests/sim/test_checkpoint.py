@@ -23,7 +23,7 @@ from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import Save
 from ashl.runtime.plain_state import decode, encode, from_plain, to_plain
-from ashl.runtime.rank_checkpoint import next_due_ns, saved_rank
+from ashl.runtime.rank_checkpoint import ABSENT, next_due_ns, saved_rank
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import restore_ranks
 from ashl.stage.program import program, ranks_to_notify
@@ -143,6 +143,30 @@ REJOIN = "{time_s: 0.8, worker: 0, rejoin: true}, {time_s: 1.38, worker: 2, rejo
 def test_a_run_whose_workers_fail_and_rejoin_resumes(name: str) -> None:
     ran = check_resumes((*row(name), f"cluster.events=[{FAIL}, {REJOIN}]"))
     assert len(ran.of("WorkerFailed")) == len(ran.of("WorkerRejoined")) == 2
+
+
+@pytest.mark.parametrize(
+    ("worker", "rejoin_s"), [(0, 0.5), (0, 0.56), (2, 0.41), (2, 0.44), (2, 0.73), (2, 0.76)]
+)
+def test_a_region_that_is_ready_to_pause_admits_nobody(worker: int, rejoin_s: float) -> None:
+    """Otherwise it pauses while the admitted worker computes: on processes, the push of that worker
+    was dropped as one of before the pause, and the worker waited forever for the reply.
+    """
+    events = (
+        f"cluster.events=[{{time_s: 0.11, worker: {worker}, fail: true}},"
+        f" {{time_s: {rejoin_s}, worker: {worker}, rejoin: true}}]"
+    )
+    plan = planned(*row("halos"), "cluster.latency_s=0.03", events)
+    stage, waiting = assemble(plan, HOST).stages[0], list[int]()
+    for one in run(Ran(plan)):
+        ranks, faults = decode(one.content, ("ashl",)), decode(one.faults, ("ashl",))
+        server = ranks[stage.topology.server_of(stage, worker)].state
+        if ranks[worker].stage == ABSENT:
+            waiting += [worker] * (worker not in faults.gone)
+            assert worker in faults.gone or worker in server.progress.failed
+        else:
+            assert worker not in server.progress.failed
+    assert waiting  # a join request arrived in a pause
 
 
 def test_the_command_resumes_a_run_whose_workers_fail(workplace: Path) -> None:
