@@ -27,6 +27,7 @@ from ashl.runtime.transport import NEVER
 
 SERVER, JOINER = 0, 1  # ranks in a group of two: the server, and the joining worker
 POLL_S = 0.02
+NOTICE_S = 10.0  # longest time from a failure to the next epoch without the failed member
 CHECK_S = 0.2  # seconds between two checks whether a wait can still end
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, new at each boot of the machine
 T = TypeVar("T")
@@ -127,14 +128,24 @@ def meet_members(
 ) -> dist.ProcessGroup | None:
     """Make the process group of the members of an epoch, and tell joining workers the run's clock.
 
-    Returns: None if there is one member, or once `hopeless()` is true.
+    Returns: None if there is one member, or once `hopeless()` is true.   Raises: RuntimeError if
+    gloo cannot connect the members, and `hopeless()` stays false for NOTICE_S.
     """
     if len(members) == 1:
         return None
     store.set(clock_key(epoch.number), describe_clock(now_ns()))
     name = f"epoch/{epoch.number}"
     meet = partial(make_group, name, store, members.index(rank), len(members))
-    return call_unless_failed(meet, hopeless)
+    try:
+        return call_unless_failed(meet, hopeless)
+    except RuntimeError:
+        # a member may have failed, and the controller notices it a moment later
+        until_s = time.monotonic() + NOTICE_S
+        while not hopeless():
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(POLL_S)
+        return None
 
 
 def join_epoch(
