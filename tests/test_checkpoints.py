@@ -33,13 +33,15 @@ class Home:
     def __init__(self, stopping: str | None = None, budget_s: float | None = None) -> None:
         self.stopping = stopping
         self.plan = SimpleNamespace(limits=SimpleNamespace(seconds=budget_s))
+        self.beats: dict[int, SimpleNamespace] = {}
+        self.run_state = MonitorState(CompressionStats(4), None)
 
     @property
     def recorder(self) -> "Home":
         return self
 
     def state(self) -> dict:
-        return {"books": [1, 2]}
+        return {"books": self.run_state}
 
     def sizes(self) -> dict[str, int]:
         return {"events.jsonl": 7}
@@ -305,7 +307,7 @@ def test_no_part_is_awaited_of_a_failed_worker(tmp_path: Path) -> None:
     assert not list_checkpoints(tmp_path), "the part of a running worker may be on its way"
     checkpoint_manager.complete_checkpoints({1, 2}, Home())
     found = checkpoints.newest(tmp_path, "run")
-    assert (found.number, found.absent) == (PAUSES + 4, (1,))
+    assert (found.number, found.absent) == (PAUSES + 4, [1])
     assert found.saved_ns(2) == 3 * SECOND + 2
     assert found.home_ns == found.time_ns == 3 * SECOND + 2
     store = AuthenticatedStore(StoreServer(new_secret()))
@@ -317,6 +319,35 @@ def test_no_part_is_awaited_of_a_failed_worker(tmp_path: Path) -> None:
         assert (decode(point.content) is None) == (rank == 1)
         assert checkpoints.first_epoch(point.number, point.absent, 3).number == 2
     assert checkpoints.first_epoch(found.number, (), 3) == Epoch(1, (0, 1, 2), (0, 0, 0))
+
+
+def test_a_checkpoint_completes_while_a_worker_rejoins(tmp_path: Path) -> None:
+    """The worker takes part in later pauses only. Its records count up to its rejoin, which is
+    repeated when the run is resumed.
+    """
+    checkpoint_manager, home = CheckpointManager(tmp_path, 3, 1.0, "run"), Home()
+    outages = home.run_state.outages
+    outages += [Outage(1, 1 * SECOND, "failed", rejoined_ns=2 * SECOND)]
+    outages += [Outage(1, 3 * SECOND, "failed", rejoined_ns=3 * SECOND + 5)]
+    for number in (6, 7):
+        for rank in (0, 2):
+            save(checkpoint_manager, number, rank)
+    checkpoint_manager.complete_checkpoints((), home)
+    assert not list_checkpoints(tmp_path), "the pauses of the worker are not known yet"
+    home.beats[1] = SimpleNamespace(first_pause=7)
+    checkpoint_manager.complete_checkpoints((), home)
+    assert list_checkpoints(tmp_path) == [6], "a part of pause 7 is on its way"
+    found = checkpoints.newest(tmp_path, "run")
+    assert (found.absent, found.saved_ns(1)) == ([1], 3 * SECOND + 5)
+    one = {"kind": "round", "rank": 1, "end_s": 2.5}
+    rejoin = {"kind": "worker_rejoined", "rank": 1, "time_s": (3 * SECOND + 5) / 1e9}
+    kept = [checkpoints.is_earlier(found, "events.jsonl", record) for record in (one, rejoin)]
+    assert kept == [True, False]
+    restored = checkpoints.monitor_of(found, WITHOUT)["books"].outages
+    assert [outage.rejoined_ns for outage in restored] == [2 * SECOND, None]
+    save(checkpoint_manager, 7, 1)
+    checkpoint_manager.complete_checkpoints((), home)
+    assert (list_checkpoints(tmp_path), checkpoints.newest(tmp_path, "run").absent) == ([6, 7], [])
 
 
 def test_a_pause_that_a_failure_ended_is_discarded(tmp_path: Path) -> None:

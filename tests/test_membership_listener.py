@@ -11,11 +11,12 @@ import pytest
 
 from ashl.run.membership_listener import MembershipListener
 from ashl.runtime import rendezvous
-from ashl.runtime.effects import PEER_FAILED, Epoch
+from ashl.runtime.effects import PEER_FAILED, Epoch, Message
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import PAUSES
 from ashl.runtime.records import ControlUpdate
 from ashl.runtime.rendezvous import JOINER, SERVER, admit_worker, join_servers
+from ashl.runtime.transport import Received
 from tests.kernels import Quiet
 
 
@@ -92,6 +93,21 @@ def test_a_joining_worker_begins_its_first_epoch_once() -> None:
     kernel.run(main)
     assert begun == [2]
     assert numbers == [2 * PAUSES, 2 * PAUSES + 1]
+    assert kernel.heartbeat().first_pause == 2 * PAUSES
+
+
+def test_a_joining_worker_takes_part_from_the_first_message_of_its_server_on() -> None:
+    kernel = kernel_of(Quiet(), (1,))
+    kernel.join_running({1: cast("Any", Silent())}, time.monotonic_ns())
+
+    async def main(ctx: Any) -> int | None:
+        for pauses in (4, 5):
+            kernel._inbox.put(Received(Message(1, ("pull", 0, 0), None, (), 0), pauses))
+        await ctx.recv(("pull", 0, 0))
+        return kernel.heartbeat().first_pause
+
+    assert kernel.heartbeat().first_pause is None
+    assert kernel.run(main) == 4
 
 
 def test_a_joining_worker_is_connected_to_its_server_with_the_clock_of_the_run(

@@ -8,8 +8,9 @@ every file. A folder without a manifest, or with a file of another hash, is no c
 newest valid checkpoint counts, and two are kept. A checkpoint is not completed if a part could not
 be written, if the run was about to stop, or after the end of its time budget.
 
-No part is awaited of a worker that has failed: a resumed run begins with its rejoin. A pause that a
-failure has ended lacks other parts. It is discarded once a later checkpoint is complete.
+No part is awaited of a worker that has failed, or that takes part only in later pauses after its
+rejoin: a resumed run begins with its rejoin. A pause that a failure has ended lacks other parts. It
+is discarded once a later checkpoint is complete.
 
 On resume, records of later moments than the checkpoint are removed and written again. A checkpoint
 is resumed on the kernel that made it (`how`), unless it was made from a run with another number of
@@ -47,9 +48,9 @@ from ashl.tracking.recorder import METRICS, writing
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 14
+SCHEMA = 15
 CUT_BACK = "cut_back"  # manifest key: True once later records than the checkpoint are removed
-PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns")  # manifest keys
+PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "absent")  # manifest keys
 VIRTUAL, PROCESSES, RESCALED = "virtual", "processes", "rescaled"
 MONITOR = "monitor.safetensors"  # file of the monitor's state
 MAY_CHANGE = "only stop.*, runtime and the number of workers may change when a run is resumed"
@@ -85,12 +86,13 @@ class CheckpointManager:
         self.parts.setdefault(record.number, {})[record.rank] = record
 
     def complete_checkpoints(self, absent: Collection[int], monitor: Monitor) -> None:
-        """Complete the checkpoints of which all parts are there, except those of ranks in
-        `absent`.
+        """Complete the checkpoints of which all parts are there. No part is awaited of ranks in
+        `absent`, and of workers that joined after the pause.
         """
-        awaited = {*range(self.num_ranks)}.difference(absent)
+        first_pauses = {rank: beat.first_pause or 0 for rank, beat in monitor.beats.items()}
+        present = {*range(self.num_ranks)}.difference(absent)
         for number, parts in sorted(self.parts.items()):
-            if awaited <= parts.keys():
+            if all(rank in parts or first_pauses.get(rank, 0) > number for rank in present):
                 self.parts = {k: own for k, own in self.parts.items() if k > number}
                 self.write_checkpoint(number, parts, monitor)
 
@@ -110,10 +112,12 @@ class CheckpointManager:
         folder = rank_checkpoint.folder_of(self.run_dir, number)
         times = {rank: part.time_ns for rank, part in parts.items()}
         time_ns = max(times.values())
+        rejoins = {outage.worker: outage.rejoined_ns for outage in monitor.run_state.outages}
         about = {
             "how": PROCESSES,
             "time_ns": time_ns,
-            "ranks_ns": [times.get(rank) for rank in range(self.num_ranks)],
+            "ranks_ns": [times.get(rank, rejoins.get(rank)) for rank in range(self.num_ranks)],
+            "absent": sorted({*range(self.num_ranks)} - parts.keys()),
             # the lowest worker takes the place of a failed lead rank
             "home_ns": (
                 time_ns if self.lead_rank is None else times.get(self.lead_rank, times[min(times)])
@@ -178,18 +182,15 @@ class Checkpoint(NamedTuple):
     how: str
     time_ns: int  # run time
     sizes: dict[str, int]  # bytes of each file of records at that time
-    ranks_ns: list[int | None]  # run time by rank; None for a failed worker without a part
+    # by rank: run time of its part, or of the rejoin of an absent worker; None = not rejoined yet
+    ranks_ns: list[int | None]
     home_ns: int  # run time up to which evaluations count
+    absent: list[int]  # workers without a part, which join when the run is resumed
     broken: str | None  # why a newer checkpoint cannot be used
 
-    @property
-    def absent(self) -> tuple[int, ...]:
-        """Return the failed workers that have no part."""
-        return tuple(rank for rank, time_ns in enumerate(self.ranks_ns) if time_ns is None)
-
     def saved_ns(self, rank: int) -> float:
-        """Return the run time up to which events of a rank count. A failed worker has no later
-        ones.
+        """Return the run time up to which events of a rank count. A failed worker that has not
+        rejoined has no later ones.
         """
         time_ns = self.ranks_ns[rank]
         return math.inf if time_ns is None else time_ns
@@ -247,7 +248,7 @@ def publish_restore_points(
             is_absent = rank in saved.absent
             part = rank_checkpoint.part_of(saved.folder, rank)
             content = encode(to_plain(totals.get(rank))) if is_absent else part.read_bytes()
-            point = RestorePoint(saved.time_ns, saved.number + 1, saved.absent, content)
+            point = RestorePoint(saved.time_ns, saved.number + 1, (*saved.absent,), content)
         line = json.dumps(point[:-1])
         store.set(f"{RESTORE}/{rank}", line.encode() + b"\n" + point.content)
 
@@ -348,14 +349,15 @@ def plan_of(saved: Checkpoint) -> Plan:
 
 
 def monitor_of(saved: Checkpoint, limits: Limits) -> dict[str, Any]:
-    """Return the monitor's state at the checkpoint, without evaluations and failures of later
-    moments.
+    """Return the monitor's state at the checkpoint, without evaluations, failures and rejoins of
+    later moments.
     """
     state = decode((saved.folder / MONITOR).read_bytes())
     run_state: MonitorState = state["books"]
     if run_state.parts is not None:
         run_state.parts.discard_later(saved.saved_ns)
     run_state.discard_later_outages(saved.saved_ns)
+    run_state.reopen_outages(saved.absent)
     until_s = (saved.home_ns + 1) / 1e9
     found = [one for one in run_state.evaluations if one.time_s <= until_s]
     if len(found) < len(run_state.evaluations):

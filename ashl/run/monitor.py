@@ -74,7 +74,7 @@ class Outage:
     time_ns: int
     cause: str
     rejoined_ns: int | None = None
-    totals: Heartbeat | None = None  # at a checkpoint without the worker
+    totals: Heartbeat | None = None  # at the failure; None in virtual time
 
 
 @dataclass
@@ -110,6 +110,12 @@ class MonitorState:
             self.outages.remove(outage)
             if self.parts:
                 self.parts.restore_worker(outage.worker)
+
+    def reopen_outages(self, absent: Collection[int]) -> None:
+        """Discard the last rejoins of these workers, which have no part of the checkpoint."""
+        latest = {outage.worker: outage for outage in self.outages}
+        for rank in absent:
+            latest[rank].rejoined_ns = None
 
 
 class Monitor:
@@ -180,8 +186,6 @@ class Monitor:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint saves of the monitor."""
-        for rank, outage in self.current_outages.items():
-            outage.totals = self.beats.get(rank)
         self._state_host_s = self.host_s
         constants = self.job.learner.constants()
         known = {"plan": self.plan.to_json(), "host_s": self._state_host_s, "books": self.run_state}
@@ -256,7 +260,8 @@ class Monitor:
             if parts:
                 parts.restore_worker(rank)
             return
-        self.run_state.outages.append(Outage(rank, record.time_ns, record.why))
+        outage = Outage(rank, record.time_ns, record.why, totals=self.beats.get(rank))
+        self.run_state.outages.append(outage)
         self.show_line(f"worker {rank} failed at {at} ({record.why}); the run continues without it")
         for whole in parts.exclude_worker(rank) if parts else ():
             self.evaluate(whole)

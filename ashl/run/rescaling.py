@@ -135,6 +135,7 @@ def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Sa
         "time_ns": time_ns,
         "home_ns": time_ns,
         "ranks_ns": [time_ns] * len(states),
+        "absent": [],
     }
     checkpoints.complete(folder, saving.identity, monitor, files, about)
 

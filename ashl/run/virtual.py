@@ -56,6 +56,7 @@ def simulate(
         folder = rank_checkpoint.folder_of(monitor.recorder.run_dir, number)
         times = {"time_ns": sim.now_ns, "home_ns": sim.now_ns}
         about = {"how": VIRTUAL, **times, "ranks_ns": [sim.now_ns] * plan.num_ranks}
+        about["absent"] = []  # `RANKS` and `FAULTS` have the state of failed workers, too
         ranks = [saved_rank(ctx, saves.get(ctx.rank), sim.speed) for ctx in sim.contexts]
         contents = {RANKS: encode(to_plain(ranks))}
         if churn is not None:

@@ -153,6 +153,7 @@ class TorchKernel:
         self._settle = settle
         # number of the next pause; None = this rank joins, and does not know it yet
         self._pauses: int | None = 0
+        self._first_pause: int | None = None  # as in `Heartbeat`
         self._early: list[Received] = []  # messages of after the next pause
         every_s = None if checkpoint_writer is None else checkpoint_writer.every_s
         self._next_due_ns = partial(next_due_ns, every_s=every_s)
@@ -333,6 +334,8 @@ class TorchKernel:
         epoch, rank = self._published, self.ctx.rank
         self._end_tasks()
         self.ctx.in_local_work = False
+        if self._pauses is None:
+            self._first_pause = epoch.number * PAUSES
         self._epoch, self._pauses = epoch, epoch.number * PAUSES
         members = (*epoch.workers, *range(self._num_workers, self._num_ranks))
         group = self._meet(epoch, members, lambda: self._published is not epoch or self._has_left())
@@ -424,7 +427,9 @@ class TorchKernel:
         blocked = effect is not None and not isinstance(effect, fx.Compute)
         idle_s = (time.monotonic_ns() - self._moved) / 1e9
         return self.ctx.heartbeat()._replace(
-            waiting=describe_wait(effect) if blocked else None, idle_s=idle_s
+            waiting=describe_wait(effect) if blocked else None,
+            idle_s=idle_s,
+            first_pause=self._first_pause,
         )
 
     def _next(self, at_most_s: float | None = None) -> None:
@@ -462,7 +467,7 @@ class TorchKernel:
         """
         message, pauses = received
         if self._pauses is None:  # this rank has joined, and takes part from here on
-            self._pauses = pauses
+            self._pauses = self._first_pause = pauses
         if pauses > self._pauses and message.tag != fx.JOIN:
             self._early.append(received)
             return

@@ -152,6 +152,9 @@ class Heartbeat(NamedTuple):
     waiting: Text | None = None
     idle_s: float = 0.0
     collective_ns: int = 0  # as in `TimeTotals`
+    # number of the first pause for a checkpoint in which a joining worker takes part; None if it
+    # has not joined, or does not know it yet
+    first_pause: int | None = None
 
 
 class Alive(NamedTuple):

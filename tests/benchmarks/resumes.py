@@ -162,7 +162,7 @@ def killed(line: list[str], folder: str, after_s: float, first: Failure | None) 
             "was over" if json.loads(summary.read_text())["status"] == "finished" else "has failed"
         )
     manifest = newest(folder)
-    absent = [rank for rank, time_ns in enumerate(manifest["ranks_ns"]) if time_ns is None]
+    absent = manifest["absent"]
     return (
         f"killed {after_s:.2f} s after its first checkpoint"
         + (f", {first.before_s:.2f} s after worker {first.worker}" if first else "")

@@ -47,8 +47,7 @@ def until_saved(run: Path, *jobs: subprocess.Popen, absent: Sequence[int] = ()) 
     def is_saved() -> bool:
         for path in run.glob("checkpoint/*/manifest.json"):
             with suppress(OSError):  # it is being deleted
-                ranks_ns = json.loads(path.read_text())["ranks_ns"]
-                if [rank for rank, time_ns in enumerate(ranks_ns) if time_ns is None] == [*absent]:
+                if json.loads(path.read_text())["absent"] == [*absent]:
                     return True
         return False
 

@@ -67,9 +67,7 @@ def has_checkpoint(absent: tuple[int, ...] = ()) -> bool:
     """Return True if the newest checkpoint has parts of all ranks except these."""
     if not list_checkpoints(Path("run")):
         return False
-    return [rank for rank, time_ns in enumerate(manifest()["ranks_ns"]) if time_ns is None] == [
-        *absent
-    ]
+    return manifest()["absent"] == [*absent]
 
 
 def started(*command: str, **options: Any) -> subprocess.Popen:
