@@ -16,7 +16,6 @@ from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, RealCluster
 from ashl.cluster.speed import Speed
 from ashl.run.authenticated_store import (
-    AuthenticatedStore,
     Secret,
     StoreAddress,
     StoreClient,
@@ -134,14 +133,13 @@ def play(
     """One rank, in a process of its own, which leaves without destructors as those of a run do."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    at = (
-        StoreServer(SECRET, port=port)
-        if rank == 0
-        else StoreClient(StoreAddress("127.0.0.1", port, SECRET), 30.0)
-    )
-    store = AuthenticatedStore(at)
-    if rank == 0 and isinstance(machines, Cluster) and machines.bandwidth_mbit_s is not None:
-        store.handle(nics=Nics(network(machines, DENSE)).call)
+    if rank == 0:
+        store = StoreServer(SECRET, port=port)
+        if isinstance(machines, Cluster) and machines.bandwidth_mbit_s is not None:
+            store.handlers["nics"] = Nics(network(machines, DENSE)).call
+    else:
+        store = StoreClient(StoreAddress("127.0.0.1", port, SECRET), 30.0)
+        store.limit_answers(600.0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)
     made = {group: dist.new_group(list(group), timeout=NEVER) for group in groups}
     seen = Quiet()

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
@@ -15,7 +16,6 @@ from hypothesis import given, settings
 from ashl.errors import AshlError, UsageError, plain
 from ashl.run.authenticated_store import (
     PENDING,
-    AuthenticatedStore,
     Secret,
     StoreAddress,
     StoreClient,
@@ -35,12 +35,12 @@ def server() -> Iterator[StoreServer]:
         yield made
 
 
-def client(server: StoreServer, secret: Secret = SECRET) -> AuthenticatedStore:
-    return AuthenticatedStore(StoreClient(StoreAddress(server.host, server.port, secret), 0.0))
+def client(server: StoreServer, secret: Secret = SECRET) -> StoreClient:
+    return StoreClient(StoreAddress(server.host, server.port, secret), 0.0)
 
 
 def test_keys_and_requests_are_the_same_for_all(server) -> None:
-    one, two, own = client(server), client(server), AuthenticatedStore(server)
+    one, two, own = client(server), client(server), server
     one.set("key", "ä")
     own.set("bytes", b"\xff\x00")
     assert (two.get("key").decode(), two.get("bytes")) == ("ä", b"\xff\x00")
@@ -53,7 +53,7 @@ def test_keys_and_requests_are_the_same_for_all(server) -> None:
         two.get("n")
     big = bytes(9_000_000)
     assert one.call("twice", 3, memoryview(big)) is None, "no handler yet"
-    own.handle(twice=lambda n, content: [2 * n, len(content)])
+    own.handlers["twice"] = lambda n, content: [2 * n, len(content)]
     assert one.call("twice", 3, memoryview(big)) == own.call("twice", 3, big) == [6, len(big)]
 
 
@@ -65,6 +65,24 @@ def test_a_wait_does_not_hold_up_other_clients(server) -> None:
     two.set("late", "x")
     thread.join(5)
     assert found == [b"x"]
+
+
+def test_a_store_that_does_not_answer_ends_a_call(server, monkeypatch) -> None:
+    """Ticks are counted: hours in which the process is stopped between two of them do not count."""
+    store = client(server)
+    store.limit_answers(0.3)
+    server.handlers["slow"] = time.sleep
+    assert store.call("slow", 0.2) is None
+    assert store.call("slow", 0.2) is None, "each call has the whole time"
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
+    assert store.call("slow", 0.2) is None
+    said = rf"the job's store at 127.0.0.1:{server.port} did not answer for 0\.3 s"
+    for limit_s in (5.0, 0.0):  # the second call fails at once
+        began_s = clock()
+        with pytest.raises(RuntimeError, match=said):
+            store.call("slow", 5.0)
+        assert clock() - began_s < limit_s + 0.2
 
 
 ATTACKS = {
@@ -91,7 +109,7 @@ def test_a_client_without_the_secret_is_refused(
             connection.shutdown(socket.SHUT_WR)
             assert len(connection.recv(1 << 16)) <= 32
             assert connection.recv(1 << 16) == b""
-    wait_for(lambda: AuthenticatedStore(server).refused == 3, 5)
+    wait_for(lambda: server.refused.total() == 3, 5)
     refusals = [record for record in caplog.records if "does not know" in record.message]
     assert len(refusals) == 1
     mine.set("key", "still there")
@@ -120,7 +138,7 @@ def test_another_secret_and_another_program(server) -> None:
 def test_clients_that_wait_do_not_keep_others_out(server, monkeypatch) -> None:
     monkeypatch.setattr("ashl.run.authenticated_store.CHALLENGE_S", 0.2)
     idle = [socket.create_connection((server.host, server.port)) for _ in range(PENDING + 5)]
-    store = AuthenticatedStore(StoreClient(StoreAddress(server.host, server.port, SECRET), 5.0))
+    store = StoreClient(StoreAddress(server.host, server.port, SECRET), 5.0)
     store.set("key", "here")
     assert store.get("key") == b"here"
     for connection in idle:

@@ -12,7 +12,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.launch.environment import JobMembership
 from ashl.planning.predict import WITHOUT
 from ashl.run import checkpoints
-from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
+from ashl.run.authenticated_store import StoreServer, new_secret
 from ashl.run.checkpoints import PROCESSES, CheckpointManager
 from ashl.run.evaluation import Evaluation
 from ashl.run.metrics import CompressionStats
@@ -65,7 +65,7 @@ def save(checkpoint_manager: CheckpointManager, number: int, rank: int, **other:
 def test_the_controller_writes_parts_that_ranks_send_and_publishes_restore_points(
     tmp_path: Path,
 ) -> None:
-    store = AuthenticatedStore(StoreServer(new_secret()))
+    store = StoreServer(new_secret())
     document = encode(to_plain({"state": torch.arange(1_500_000.0)}))
     checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
     checkpoint_manager.add_part(CheckpointPartSaved(0, 4, 3 * SECOND), document)
@@ -310,7 +310,7 @@ def test_no_part_is_awaited_of_a_failed_worker(tmp_path: Path) -> None:
     assert (found.number, found.absent) == (PAUSES + 4, [1])
     assert found.saved_ns(2) == 3 * SECOND + 2
     assert found.home_ns == found.time_ns == 3 * SECOND + 2
-    store = AuthenticatedStore(StoreServer(new_secret()))
+    store = StoreServer(new_secret())
     checkpoints.publish_restore_points(store, found, 3, {1: None})
     for rank in range(3):
         point = checkpoints.await_restore_point(store, rank, over=lambda: False)

@@ -16,14 +16,12 @@ from torch import Tensor
 from ashl.errors import AshlError
 from ashl.run import control_channel
 from ashl.run.authenticated_store import (
-    AuthenticatedStore,
     StoreAddress,
     StoreClient,
     StoreServer,
     new_secret,
 )
 from ashl.run.control_channel import MAX_PENDING, Content, ControlChannel, Reporter
-from ashl.run.membership_listener import Watchdog
 from ashl.run.process_setup import EXIT_EVICTED
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import (
@@ -36,6 +34,7 @@ from ashl.runtime.records import (
     UpdateShown,
     dumps,
 )
+from tests.disturbed import wait_for
 from tests.support import planned
 
 D = 1000
@@ -49,20 +48,13 @@ def server() -> Iterator[StoreServer]:
 
 
 @pytest.fixture
-def store(server) -> AuthenticatedStore:
-    return AuthenticatedStore(StoreClient(StoreAddress("127.0.0.1", server.port, SECRET), 0.0))
-
-
-@pytest.fixture
-def watchdog() -> Iterator[Watchdog]:
-    made = Watchdog(60.0, "here", 1)
-    yield made
-    made.stop()
+def store(server) -> StoreClient:
+    return StoreClient(StoreAddress("127.0.0.1", server.port, SECRET), 0.0)
 
 
 @pytest.fixture
 def channel(server) -> Iterator[ControlChannel]:
-    made = ControlChannel(AuthenticatedStore(server), 5, D)
+    made = ControlChannel(server, 5, D)
     yield made
     made.close(End(0), range(5))
 
@@ -73,10 +65,10 @@ def received(channel: ControlChannel) -> list[tuple[Record, Content | None]]:
 
 
 @pytest.fixture
-def reporter(store, channel, watchdog, monkeypatch) -> Iterator[Reporter]:
+def reporter(store, channel, monkeypatch) -> Iterator[Reporter]:
     """One that sends when it is told to."""
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 1000.0)
-    made = Reporter(store, 3, rounds="all", watchdog=watchdog)
+    made = Reporter(store, 3, rounds="all")
     yield made
     made.close()
 
@@ -120,16 +112,12 @@ def test_what_the_monitor_cannot_keep_up_with_is_spared(channel, reporter) -> No
     )
 
 
-def test_reports_of_a_superseded_incarnation_do_not_count(
-    server, channel, watchdog, monkeypatch
-) -> None:
+def test_reports_of_a_superseded_incarnation_do_not_count(server, channel, monkeypatch) -> None:
     """A model that it could not finish does not mix with that of the next one."""
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 1000.0)
-    store = AuthenticatedStore(server)
     ends: list[End] = []
     first, second = (
-        Reporter(store, 3, rounds="all", watchdog=watchdog, incarnation=incarnation)
-        for incarnation in (0, 1)
+        Reporter(server, 3, rounds="all", incarnation=incarnation) for incarnation in (0, 1)
     )
     first.on_evicted = ends.append  # type: ignore[assignment]
     first._report([dumps(Alive(3))], b"half a model")
@@ -196,14 +184,13 @@ def line(server) -> Iterator[Line]:
 
 
 def test_a_store_that_no_longer_answers_does_not_hold_up_a_rank(line, channel, monkeypatch) -> None:
-    """Some calls of torch's would hold all threads, and with them the watchdog: the run hung."""
+    """Some calls of torch's would hold all threads: the run hung."""
     ends: list[End] = []
-    monkeypatch.setattr("ashl.run.membership_listener.exit_process", ends.append)
     monkeypatch.setattr("ashl.run.control_channel.exit_process", ends.append)
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.01)
-    store = AuthenticatedStore(StoreClient(StoreAddress("127.0.0.1", line.port, SECRET), 0.0))
-    watchdog = Watchdog(0.4, "here", 1)
-    made = Reporter(store, 3, rounds="all", watchdog=watchdog)
+    store = StoreClient(StoreAddress("127.0.0.1", line.port, SECRET), 0.0)
+    store.limit_answers(0.4)
+    made = Reporter(store, 3, rounds="all")
     for tick in range(2):
         made.snapshot(Snapshot(3, 0, tick), torch.zeros(D))
     until = time.monotonic() + 10
@@ -217,13 +204,10 @@ def test_a_store_that_no_longer_answers_does_not_hold_up_a_rank(line, channel, m
     while not ends:
         assert time.monotonic() < until
         time.sleep(0.01)
-    watchdog.stop()
-    assert ends[0] == End(
-        1, "the job's store at here did not answer for 0.4 s (runtime.heartbeat_timeout_s)"
-    )
+    said = f"the job's store at {store.address} did not answer for 0.4 s"
+    assert ends[0] == End(1, f"{said} (runtime.heartbeat_timeout_s)")
     assert channel.silent_s(3) > 0.2
-    line.close()
-    made._thread.join(5)  # before `exit_process` is the real one again
+    made.close()  # before `exit_process` is the real one again
 
 
 def test_what_is_no_record_is_an_error(store, channel) -> None:
@@ -240,17 +224,17 @@ def test_no_rank_reports_for_another(store, channel, sender) -> None:
 
 
 def test_records_that_cannot_be_sent_end_the_run_with_their_reason(
-    store, channel, watchdog, monkeypatch
+    store, channel, monkeypatch
 ) -> None:
     """The thread died, and after a minute the rank counted as failed."""
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.001)
-    made = Reporter(store, 3, rounds="all", watchdog=watchdog)
+    made = Reporter(store, 3, rounds="all")
 
     def full() -> Alive:
         raise OSError(28, "No space left on device")
 
     made.make_heartbeat = full
-    made._thread.join(10)
+    wait_for(lambda: made._broken, 10)
     made.emit(ProcessExited(3))
     made.close()
     (error,) = [record for record, _ in received(channel) if not isinstance(record, Alive)]

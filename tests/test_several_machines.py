@@ -18,7 +18,7 @@ from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
 from ashl.run import interface
 from ashl.run import job as jobs
-from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
+from ashl.run.authenticated_store import StoreServer, new_secret
 from ashl.run.handshake import (
     Hello,
     PlacementRequest,
@@ -399,7 +399,7 @@ def member(rank: int, size: int = 3) -> JobMembership:
 
 
 def gather(*said: Hello, size: int | None = None) -> tuple[Hello, ...]:
-    store = AuthenticatedStore(StoreServer(new_secret()))
+    store = StoreServer(new_secret())
     for own in said[1:]:
         store.set(hello_key(own.rank), own.dumps())
     return gather_hellos(store, said[0], size or len(said), 0.05)
@@ -440,7 +440,7 @@ def test_who_did_not_come_is_named() -> None:
 
 
 def test_a_process_gets_its_place_or_the_error_of_process_0() -> None:
-    store = AuthenticatedStore(StoreServer(new_secret()))
+    store = StoreServer(new_secret())
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(await_place, store, JOB[2], 60.0)
         said = store.get(hello_key(2))
@@ -452,7 +452,7 @@ def test_a_process_gets_its_place_or_the_error_of_process_0() -> None:
         with pytest.raises(DataMissingError, match="no data"):
             answer.result(10)
     assert parse_hello(said, 2) == JOB[2]
-    store = AuthenticatedStore(StoreServer(new_secret()))
+    store = StoreServer(new_secret())
     store.set(place_key(2), Place(rank=1, device="cpu").dumps())
     assert await_place(store, JOB[2], 60.0) == Place(rank=1, device="cpu")
 
@@ -462,14 +462,13 @@ def test_a_second_process_is_refused_while_the_first_one_runs() -> None:
     refusal = Place(refused="worker 1 has not failed", may_change=True)
     asked = list[int]()
     server.handlers["join"] = lambda worker: asked.append(worker) or refusal.dumps()
-    store = AuthenticatedStore(server)
-    store.set(place_key(2), Place(rank=1).dumps())
-    assert await_place(store, JOB[2], 0.5) == Place(rank=1)
+    server.set(place_key(2), Place(rank=1).dumps())
+    assert await_place(server, JOB[2], 0.5) == Place(rank=1)
     said = (
         "rank 2 is there already, .* on b.lan cannot take its place: worker 1 has not failed; give"
     )
     with pytest.raises(AshlError, match=said):
-        await_place(store, JOB[2], 0.5)
+        await_place(server, JOB[2], 0.5)
     assert asked == [1] * len(asked)
     assert len(asked) > 1, "the run may notice the failure a little later"
 

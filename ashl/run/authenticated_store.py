@@ -1,14 +1,19 @@
 """The job's key-value store: it accepts only processes that know the job's secret.
 
-The store is in the process of the controller. It also passes requests with a name of their own to
-the controller (`StoreServer.handlers`), in the thread of the client's connection. The last request
-of that thread is `closed`.
+`StoreServer` is the store in the process of the controller, `StoreClient` the store as any other
+process uses it; torch and gloo use both as any store of theirs. The server also passes requests
+with a name of their own to the controller (`StoreServer.handlers`), in the thread of the client's
+connection. The last request of that thread is `closed`.
 
 A connection begins with a challenge in both directions (keyed BLAKE2b, RFC 7693): the store and the
 client prove that they know the secret, which is not sent. The store closes any other connection
 before it reads a request, and logs the address once. So a client without the secret can neither
 read, write nor delete a value, nor use up memory. A message is a list in JSON, followed by the
 bytes in it; nothing is unpickled.
+
+A call over a broken network never returns by itself. So a client waits for an answer in ticks, and
+raises an error after too many. A tick ends late if this process was stopped: that time does not
+count.
 
 Limits: what follows the challenge is neither encrypted nor signed.
 """
@@ -27,7 +32,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,11 +48,13 @@ HASH_BYTES = 32
 CHALLENGE_S = 5.0  # seconds in which a client has to prove that it knows the secret
 PENDING = 64  # connections that have not proved it yet; more are closed at once
 RETRY_S = 0.1
+TICK_S = 0.1  # seconds between two looks for an answer
 POLL_S = 0.005  # seconds between two looks for a key
 SIZE = struct.Struct(">Q")  # bytes of a message
 CLIENT, SERVER = b"client", b"server"
 # operations of torch's store
 OPERATIONS = {"set", "get", "compare_set", "add", "check", "delete_key", "num_keys"}
+NEVER_S = float("inf")
 
 
 class Secret(bytes):
@@ -109,78 +116,158 @@ def user_secret() -> str:
         ) from error
 
 
-def receive(connection: socket.socket, nbytes: int) -> bytearray:
-    """Return exactly this number of bytes. Raises ConnectionError if the other end closes."""
-    content = bytearray(nbytes)
-    view = memoryview(content)
-    while view:
-        if not (count := connection.recv_into(view)):
-            raise ConnectionError("the connection was closed")
-        view = view[count:]
-    return content
+class Connection:
+    """A connection to a process that answers within `limit_s` seconds, else TimeoutError."""
 
+    def __init__(self, link: socket.socket, limit_s: float) -> None:
+        link.settimeout(TICK_S)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.limit_s = limit_s
+        self._link = link
 
-def send_message(connection: socket.socket, *values: Any) -> None:
-    """Send plain values. Bytes follow the others, which have their number in their place."""
-    contents = [value for value in values if isinstance(value, bytes | memoryview)]
-    header = json.dumps(
-        [
-            {"nbytes": len(value)} if isinstance(value, bytes | memoryview) else value
+    def close(self) -> None:
+        self._link.close()
+
+    __del__ = close
+
+    def _move(self, operation: Callable[[memoryview], int], content: memoryview) -> None:
+        """Repeat an operation of the socket until it has moved all bytes of `content`."""
+        ticks = 0
+        while content:
+            try:
+                count = operation(content)
+            except TimeoutError:
+                ticks += 1
+                if ticks * TICK_S > self.limit_s:
+                    raise TimeoutError(
+                        f"did not answer for {self.limit_s:g} s (runtime.heartbeat_timeout_s)"
+                    ) from None
+                continue
+            if not count:
+                raise ConnectionError("the connection was closed")
+            content = content[count:]
+            ticks = 0
+
+    def send(self, content: bytes | memoryview) -> None:
+        self._move(self._link.send, memoryview(content))
+
+    def receive(self, nbytes: int) -> bytearray:
+        """Return exactly this number of bytes."""
+        content = bytearray(nbytes)
+        self._move(self._link.recv_into, memoryview(content))
+        return content
+
+    def send_message(self, *values: Any) -> None:
+        """Send plain values. Bytes follow the others, which have their number in their place."""
+        contents = [value for value in values if isinstance(value, bytes | memoryview)]
+        header = json.dumps(
+            [
+                {"nbytes": len(value)} if isinstance(value, bytes | memoryview) else value
+                for value in values
+            ]
+        ).encode()
+        self.send(SIZE.pack(len(header)) + header)
+        for content in contents:
+            self.send(content)
+
+    def receive_message(self) -> list[Any]:
+        """Return the next message of a process that has proved that it knows the secret."""
+        values = json.loads(self.receive(*SIZE.unpack(self.receive(SIZE.size))))
+        return [
+            bytes(self.receive(value["nbytes"])) if isinstance(value, dict) else value
             for value in values
         ]
-    ).encode()
-    connection.sendall(SIZE.pack(len(header)) + header)
-    for content in contents:
-        connection.sendall(content)
+
+    def prove(self, secret: Secret, roles: tuple[bytes, bytes]) -> None:
+        """Prove that this end knows the secret, and check that the other end does.
+
+        Args: roles, of this end and of the other. The client proves it first.
+        Raises: ConnectionError if the other end does not know the secret.
+        """
+        own = os.urandom(HASH_BYTES)
+        self.send(own)
+        nonces = {roles[0]: own, roles[1]: bytes(self.receive(HASH_BYTES))}
+
+        def proof(role: bytes) -> bytes:
+            text = role + nonces[CLIENT] + nonces[SERVER]
+            return hashlib.blake2b(text, key=secret, digest_size=HASH_BYTES).digest()
+
+        if roles[0] == CLIENT:
+            self.send(proof(CLIENT))
+        if not hmac.compare_digest(self.receive(HASH_BYTES), proof(roles[1])):
+            raise ConnectionError("another program uses the port")
+        if roles[0] == SERVER:
+            self.send(proof(SERVER))
 
 
-def receive_message(connection: socket.socket) -> list[Any]:
-    """Return the next message of a process that has proved that it knows the secret."""
-    values = json.loads(receive(connection, *SIZE.unpack(receive(connection, SIZE.size))))
-    return [
-        bytes(receive(connection, value["nbytes"])) if isinstance(value, dict) else value
-        for value in values
-    ]
+class AuthenticatedStore(dist.Store):
+    """The job's store as torch and gloo use it, with requests to the controller."""
+
+    host: str
+    port: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._timeout_s = NEVER_S
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Return the answer to a request; None if the controller accepts none of this name."""
+        raise NotImplementedError
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.call("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        self.wait([key])
+        return self.call("get", key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys. Raises RuntimeError if one is missing after the timeout."""
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        end_s = time.monotonic() + limit_s
+        while not self.check(keys):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"the job's store has not {', '.join(keys)} after {limit_s:g} s")
+            time.sleep(POLL_S)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self.call("compare_set", key, expected_value, desired_value)
+
+    def add(self, key: str, value: int) -> int:
+        return self.call("add", key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self.call("check", [*keys])
+
+    def delete_key(self, key: str) -> bool:
+        return self.call("delete_key", key)
+
+    def num_keys(self) -> int:
+        return self.call("num_keys")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
 
 
-def prove(connection: socket.socket, secret: Secret, roles: tuple[bytes, bytes]) -> bool:
-    """Prove that this end knows the secret, and return True if the other end has proved it.
-
-    Args: roles, of this end and of the other. The client proves it first.
-    """
-    connection.settimeout(CHALLENGE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    own = os.urandom(HASH_BYTES)
-    connection.sendall(own)
-    nonces = {roles[0]: own, roles[1]: bytes(receive(connection, HASH_BYTES))}
-
-    def proof(role: bytes) -> bytes:
-        text = role + nonces[CLIENT] + nonces[SERVER]
-        return hashlib.blake2b(text, key=secret, digest_size=HASH_BYTES).digest()
-
-    if roles[0] == CLIENT:
-        connection.sendall(proof(CLIENT))
-    if not hmac.compare_digest(receive(connection, HASH_BYTES), proof(roles[1])):
-        return False
-    if roles[0] == SERVER:
-        connection.sendall(proof(SERVER))
-    connection.settimeout(None)
-    return True
-
-
-class StoreServer:
+class StoreServer(AuthenticatedStore):
     """The store, in the process of the controller. It serves each connection by a thread."""
 
     def __init__(self, secret: Secret, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen at this address; "" = all addresses. Raises OSError if the port is taken."""
+        super().__init__()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=128)
         self.host, self.port = host or "127.0.0.1", self._listener.getsockname()[1]
         self.refused: Counter[str] = Counter()  # connections without the secret, by address
+        # answers to requests that are no operation of torch's store, by name
+        self.handlers = dict[str, Callable[..., Any]]()
         self._secret, self._closed = secret, False
         self._store = dist.HashStore()
-        # requests that are no operation of torch's store, by name
-        self.handlers = dict[str, Callable[..., Any]]()
         self._pending = threading.BoundedSemaphore(PENDING)
         threading.Thread(target=self._accept, daemon=True, name="store").start()
 
@@ -199,152 +286,79 @@ class StoreServer:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                connection, address = self._listener.accept()
+                link, address = self._listener.accept()
             except OSError:  # too many open files; the next one may succeed
                 time.sleep(RETRY_S)
                 continue
             if self._pending.acquire(blocking=False):
-                serve = threading.Thread(target=self._serve, args=(connection, address[0]))
+                serve = threading.Thread(target=self._serve, args=(link, address[0]))
                 serve.daemon = True
                 serve.start()
             else:
-                connection.close()
+                link.close()
         self._listener.close()
 
-    def _serve(self, connection: socket.socket, address: str) -> None:
+    def _serve(self, link: socket.socket, address: str) -> None:
         """Serve a connection until it is closed, if its client knows the secret."""
-        with connection, suppress(OSError, ValueError):
-            known = False
+        with closing(Connection(link, CHALLENGE_S)) as connection, suppress(OSError, ValueError):
             try:
-                known = prove(connection, self._secret, (SERVER, CLIENT))
+                connection.prove(self._secret, (SERVER, CLIENT))
+            except OSError:
+                self.refused[address] += 1
+                if self.refused[address] == 1:
+                    logger.warning("refuses %s, which does not know the job's secret", address)
+                raise
             finally:
                 self._pending.release()
-                if not known:
-                    self.refused[address] += 1
-                    if self.refused[address] == 1:
-                        logger.warning("refuses %s, which does not know the job's secret", address)
-            while known:
-                name, *args = receive_message(connection)
+            connection.limit_s = NEVER_S
+            while True:
+                name, *args = connection.receive_message()
                 try:
                     answer = self.call(name, *args), None
                 except (RuntimeError, ValueError) as error:  # a key that is not there in time
                     answer = None, str(error)
-                send_message(connection, *answer)
+                connection.send_message(*answer)
         self.call("closed")
 
 
-class StoreClient:
-    """The connection of a process to a store. All of its threads may use it."""
+class StoreClient(AuthenticatedStore):
+    """The store of another process. All threads of this process may use it."""
 
-    def __init__(self, address: StoreAddress, timeout_s: float) -> None:
-        """Connect, again and again for `timeout_s` seconds.
+    def __init__(self, address: StoreAddress, connect_s: float) -> None:
+        """Connect, again and again for `connect_s` seconds.
 
         Raises: OSError if no store with this secret answers.
         """
+        super().__init__()
         self.host, self.port, secret = address
-        self.refused = Counter[str]()
         self._lock = threading.Lock()
-        self._connection: Any = None
-        end_s = time.monotonic() + timeout_s
+        self._failure: str | None = None  # why no call succeeds any more
+        end_s = time.monotonic() + connect_s
         while True:
             try:
-                where = self.host, self.port
-                self._connection = socket.create_connection(where, timeout=CHALLENGE_S)
-                if prove(self._connection, secret, (CLIENT, SERVER)):
-                    return
-                raise ConnectionError("another program uses the port")
+                link = socket.create_connection((self.host, self.port), timeout=CHALLENGE_S)
+                self._connection = Connection(link, CHALLENGE_S)
+                return self._connection.prove(secret, (CLIENT, SERVER))
             except OSError:
-                if self._connection is not None:
-                    self._connection.close()
                 if time.monotonic() > end_s:
                     raise
                 time.sleep(RETRY_S)
 
-    def __del__(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-
-    def limit_answers(self, limit_s: float | None) -> None:
-        """Set the longest wait for an answer of the store; None = no limit."""
-        self._connection.settimeout(limit_s)
+    def limit_answers(self, limit_s: float) -> None:
+        """Set the longest wait for an answer, in seconds for which this process is awake."""
+        self._connection.limit_s = limit_s
 
     def call(self, name: str, *args: Any) -> Any:
-        """Request an operation of the store. Raises RuntimeError if it fails, or the store ends."""
+        """Return the answer to a request. Raises RuntimeError if it fails, or the store does."""
         try:
             with self._lock:
-                send_message(self._connection, name, *args)
-                answer, problem = receive_message(self._connection)
+                self._connection.send_message(name, *args)
+                answer, problem = self._connection.receive_message()
         except OSError as error:
-            raise RuntimeError(f"the job's store has ended ({error})") from error
+            self._connection.close()
+            how = error if isinstance(error, TimeoutError) else f"has ended ({error})"
+            self._failure = self._failure or f"the job's store at {self.address} {how}"
+            raise RuntimeError(self._failure) from error
         if problem is not None:
             raise RuntimeError(problem)
         return answer
-
-
-class AuthenticatedStore(dist.Store):
-    """The job's store as torch and gloo use it, with requests to the controller.
-
-    Args: where its calls go.
-    """
-
-    def __init__(self, at: StoreServer | StoreClient) -> None:
-        super().__init__()
-        self._at = at
-        self._timeout_s = float("inf")
-
-    @property
-    def address(self) -> str:
-        return f"{self._at.host}:{self._at.port}"
-
-    @property
-    def port(self) -> int:
-        return self._at.port
-
-    @property
-    def refused(self) -> int:
-        """Return how many connections without the secret the store has refused, at its server."""
-        return self._at.refused.total()
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._at.call("set", key, value)
-
-    def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
-        self.wait([key])
-        return self._at.call("get", key)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys. Raises RuntimeError if one is missing after the timeout."""
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        end_s = time.monotonic() + limit_s
-        while not self.check(keys):
-            if time.monotonic() > end_s:
-                raise RuntimeError(f"the job's store has not {', '.join(keys)} after {limit_s:g} s")
-            time.sleep(POLL_S)
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._at.call("compare_set", key, expected_value, desired_value)
-
-    def add(self, key: str, value: int) -> int:
-        return self._at.call("add", key, value)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._at.call("check", [*keys])
-
-    def delete_key(self, key: str) -> bool:
-        return self._at.call("delete_key", key)
-
-    def num_keys(self) -> int:
-        return self._at.call("num_keys")
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
-
-    def call(self, name: str, *args: Any) -> Any:
-        """Return the controller's answer to a request; None if it accepts none of this name."""
-        return self._at.call(name, *args)
-
-    def handle(self, **handlers: Callable[..., Any]) -> None:
-        """Answer requests by these functions from now on; for the process of the store alone."""
-        assert isinstance(self._at, StoreServer)
-        self._at.handlers |= handlers

@@ -28,8 +28,8 @@ from torch import Tensor
 from ashl.errors import AshlError
 from ashl.learn.learner import Learner
 from ashl.learn.staging import in_host
-from ashl.run.authenticated_store import AuthenticatedStore
-from ashl.run.membership_listener import TICK_S, AwakeTime, Watchdog, exit_process
+from ashl.run.authenticated_store import StoreClient, StoreServer
+from ashl.run.membership_listener import exit_process
 from ashl.run.process_setup import EXIT_EVICTED
 from ashl.runtime.plain_state import encode, to_plain
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter
@@ -66,20 +66,42 @@ PIECE = 4_000_000  # bytes of a model or state in a report
 MAX_PENDING = 8
 STATES = 2  # states of a worker's module that are in flight at a time
 Content = Tensor | bytes  # what travels ahead of a record
+AWAKE_S = 0.5  # a process with more seconds between two ticks was stopped in between
 
 logger = logging.getLogger(__name__)
+
+
+class AwakeTime:
+    """Measures the seconds for which this process was not stopped, from tick to tick."""
+
+    def __init__(self) -> None:
+        self.resumed_s = 0.0  # seconds passed at the end of the latest stop
+        self._last_s = time.monotonic()
+        self._passed_s = 0.0
+        self._lock = threading.Lock()
+
+    def passed_s(self) -> float:
+        """Return the seconds up to now, which is a tick."""
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._last_s > AWAKE_S:
+                self.resumed_s = self._passed_s
+            self._passed_s += min(now_s - self._last_s, AWAKE_S)
+            self._last_s = now_s
+            return self._passed_s
 
 
 class ControlChannel:
     """The controller's end: receives the reports of all ranks, and answers with the control update.
 
     Silence is measured in the seconds for which this process was not stopped, for example by
-    Ctrl-Z: the ranks may have been stopped with it.
+    Ctrl-Z: the ranks may have been stopped with it. Each report of a rank and each pass of the
+    controller's loop is a tick of this time.
     """
 
     def __init__(
         self,
-        store: AuthenticatedStore,
+        store: StoreServer,
         num_ranks: int,
         num_params: int,
         shard_sizes: Mapping[int, int] | None = None,
@@ -89,8 +111,7 @@ class ControlChannel:
         Args: shard_sizes, the number of parameters by rank of the ranks that hold a shard of the
         model; all others hold `num_params`.
         """
-        self.awake_s = 0.0  # seconds for which this process was not stopped, up to now
-        self.resumed_s = 0.0  # `awake_s` at the end of the latest stop
+        self.awake = AwakeTime()
         # `awake_s` at the latest report of each rank
         self.last_heard_s = dict.fromkeys(range(num_ranks), 0.0)
         # the incarnation of each rank whose reports count
@@ -99,7 +120,6 @@ class ControlChannel:
         self.control_update = ControlUpdate()
         # join requests: a worker, or None for any, with the future of the answer
         self.join_requests: deque[tuple[int | None, Future[str]]] = deque()
-        self._store = store
         self._sizes = dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {})
         self._inbox: deque[tuple[Record, Content | None, tuple[int, int]]] = deque()
         # by sender, a rank and its incarnation: pieces of the next content
@@ -111,19 +131,17 @@ class ControlChannel:
         self._senders: dict[int, tuple[int, int]] = {}  # by thread of the connection
         self._closed: set[tuple[int, int]] = set()  # senders whose connection was closed
         self._error: AshlError | None = None
-        self._over = threading.Event()
-        threading.Thread(target=self._count_awake, daemon=True, name="awake").start()
-        store.handle(
-            report=self._receive,
-            end_seen=self._note_end_seen,
-            join=self._receive_join,
-            closed=self._note_closed,
-        )
+        store.handlers |= {
+            "report": self._receive,
+            "end_seen": self._note_end_seen,
+            "join": self._receive_join,
+            "closed": self._note_closed,
+        }
 
     @property
-    def refused(self) -> int:
-        """Return how many connections of untrusted clients were refused."""
-        return self._store.refused
+    def awake_s(self) -> float:
+        """Return the seconds for which this process was not stopped, up to now."""
+        return self.awake.passed_s()
 
     def silent_s(self, rank: int) -> float:
         """Return for how long a rank has not reported."""
@@ -167,13 +185,6 @@ class ControlChannel:
         awaited = {*self.last_heard_s} - {*here} - silent - self.absent
         while awaited - self._end_seen and time.monotonic() < until_s:
             time.sleep(POLL_S)
-        self._over.set()
-
-    def _count_awake(self) -> None:
-        awake = AwakeTime()
-        while not self._over.wait(TICK_S):
-            self.awake_s = awake.passed_s()
-            self.resumed_s = awake.resumed_s
 
     def _receive(self, rank: int, incarnation: int, lines: str, piece: bytes) -> str:
         """Apply a report, in the thread of the rank's connection; return the answer."""
@@ -254,10 +265,9 @@ class Reporter:
 
     def __init__(
         self,
-        store: AuthenticatedStore,
+        store: StoreClient,
         rank: int,
         rounds: Rounds,
-        watchdog: Watchdog,
         incarnation: int = 0,
     ) -> None:
         self.stopping: str | None = None  # the reason to stop, once the run is to stop
@@ -275,7 +285,7 @@ class Reporter:
         self._rank = rank
         self._incarnation = incarnation
         self._store = store
-        self._watch = watchdog
+        self.store_failure_code = 1  # exit code of this process if the store fails
         self._broken = False  # True if records cannot be sent any more
         self._outbox: deque[tuple[Record, Any]] = deque()  # each with its content or None
         self._posted: Counter[str] = Counter()  # records with a content, by kind
@@ -321,11 +331,7 @@ class Reporter:
         """Report all queued records, and stop the thread."""
         self._closed.set()
         self._thread.join()
-        if not self._broken:
-            try:
-                self._flush()
-            except Exception as error:
-                self._fail(error)
+        self._try_flush()
 
     def await_run_end(self, limit_s: float = float("inf")) -> End | None:
         """Return how the run ended, once the controller says so; None after `limit_s` or if the
@@ -356,9 +362,13 @@ class Reporter:
         self.learner.wants_state = True
 
     def _loop(self) -> None:
+        while not self._closed.wait(EVERY_S):
+            self._try_flush()
+
+    def _try_flush(self) -> None:
+        """Report a heartbeat and all queued records; after an error, no more of them."""
         try:
-            while not self._closed.wait(EVERY_S):
-                self._flush()
+            self._report([]) if self._broken else self._flush()
         except Exception as error:
             self._fail(error)
 
@@ -371,9 +381,7 @@ class Reporter:
         try:
             self._report([dumps(RankError(self._rank, text, consequence=False))])
         except RuntimeError:
-            exit_process(
-                End(1, f"the job's store at {self._store.address} failed: {first_line(error)}")
-            )
+            exit_process(End(self.store_failure_code, first_line(error)))
         with suppress(OSError):  # the rank's log may be on a full disk
             traceback.print_exception(error)
 
@@ -419,7 +427,6 @@ class Reporter:
             answer = self._store.call(
                 "report", self._rank, self._incarnation, "\n".join(lines), piece
             )
-            self._watch.record_answer()
             if answer is not None:
                 break
             time.sleep(EVERY_S)  # the controller has not begun yet

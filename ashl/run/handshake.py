@@ -25,7 +25,6 @@ from ashl.plan.profile import Profile
 from ashl.planning.compatibility import pluralize
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.control_channel import POLL_S
-from ashl.run.membership_listener import AwakeTime
 from ashl.run.rank import role_name
 from ashl.runtime.records import Text, parse_json, validate
 from ashl.runtime.rendezvous import machine
@@ -97,16 +96,16 @@ def gather_hellos(
     is missing after `timeout_s`.
     """
     hellos = {0: own}
-    awake = AwakeTime()
-    while late := [rank for rank in range(world_size) if rank not in hellos]:
-        for rank in late:
-            if store.check([hello_key(rank)]):
+    # passes are counted and not seconds, in which this process may have been stopped
+    for _ in range(1 + round(timeout_s / POLL_S)):
+        for rank in range(1, world_size):
+            if rank not in hellos and store.check([hello_key(rank)]):
                 hellos[rank] = parse_hello(store.get(hello_key(rank)), rank)
                 check_hello(hellos[rank], own)
-        if awake.passed_s() > timeout_s:
-            raise AshlError(explain_absence(hellos, world_size, timeout_s))
+        if len(hellos) == world_size:
+            return tuple(hellos[rank] for rank in range(world_size))
         time.sleep(POLL_S)
-    return tuple(hellos[rank] for rank in range(world_size))
+    raise AshlError(explain_absence(hellos, world_size, timeout_s))
 
 
 def explain_absence(hellos: Mapping[int, Hello], world_size: int, timeout_s: float) -> str:

@@ -62,7 +62,7 @@ from ashl.run.handshake import (
 )
 from ashl.run.join import Place, parse_place, request_place
 from ashl.run.launch import run_controller
-from ashl.run.membership_listener import Watchdog, exit_process
+from ashl.run.membership_listener import exit_process
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import End
@@ -73,7 +73,7 @@ class JobLead(NamedTuple):
     """Process 0 of a job, after it has decided which process runs which rank."""
 
     job: JobMembership
-    store: AuthenticatedStore
+    store: StoreServer
     places: tuple[Place, ...]  # by process
     # the rank of process 0, and server or coordinator ranks without a process of their own
     rank_settings: tuple[RankSettings, ...]
@@ -206,22 +206,18 @@ def await_place(store: AuthenticatedStore, own: Hello, timeout_s: float) -> Plac
     failure. Then it gets the place of the next incarnation.
     Raises: AshlError with the reason if there is no place for it.
     """
-    watchdog = Watchdog(timeout_s, store.address, 1)
     try:
         is_first = store.add(f"processes/{own.rank}", 1) == 1
         if is_first:
             store.set(hello_key(own.rank), own.dumps())
         while not store.check([place_key(own.rank)]):
-            watchdog.record_answer()
             time.sleep(POLL_S)
         place = parse_place(store.get(place_key(own.rank)))
         if place.refused is not None:
             store.set(f"out/{own.rank}", "")
             raise ERRORS.get(place.exit_code, AshlError)(place.refused)
     except RuntimeError as error:
-        raise AshlError(f"process 0 ended before the run began ({first_line(error)})") from error
-    finally:
-        watchdog.stop()
+        raise AshlError(f"the run did not begin: {first_line(error)}") from error
     if is_first:
         return place
     try:
@@ -311,14 +307,14 @@ def address_of(job: JobMembership, port: int) -> StoreAddress:
     return StoreAddress(job.host, port, shared_secret(job.port, run_id, job.attempt))
 
 
-def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
+def connect_store(job: JobMembership, timeout_s: float) -> StoreClient:
     """Return the job's store, which process 0 serves.
 
     Raises: AshlError if the master does not answer within `timeout_s` seconds.
     """
     try:
         port = exchange_port(job, None, timeout_s)
-        return AuthenticatedStore(StoreClient(address_of(job, port), timeout_s))
+        store = StoreClient(address_of(job, port), timeout_s)
     except (OSError, RuntimeError) as error:
         raise AshlError(
             f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer as the"
@@ -326,9 +322,11 @@ def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
             f" {first_line(error)}; is rank 0 running and reachable, and has it the same secret"
             f" ({SECRET}, else {secret_file()})?"
         ) from error
+    store.limit_answers(max(timeout_s, 2 * PATIENCE_S))  # a join request takes up to PATIENCE_S
+    return store
 
 
-def serve_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
+def serve_store(job: JobMembership, timeout_s: float) -> StoreServer:
     """Serve the job's store in process 0. Raises UsageError if the port is taken."""
     secret = address_of(job, 0).secret
     try:
@@ -340,7 +338,7 @@ def serve_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
             " or end the job that uses it"
         ) from error
     exchange_port(job, server.port, timeout_s)
-    return AuthenticatedStore(server)
+    return server
 
 
 def exchange_port(job: JobMembership, port: int | None, timeout_s: float) -> int:

@@ -137,7 +137,7 @@ def request_place(store: AuthenticatedStore, worker: int | None, again_s: float 
 
 def request_place_in(
     run_dir: Path, endpoint: JoinEndpoint, worker: int | None
-) -> tuple[AuthenticatedStore, Place]:
+) -> tuple[StoreClient, Place]:
     """Return (store of the run in this folder, the controller's answer to a join request).
 
     Raises: UsageError if the run has ended, AshlError if it does not answer within `PATIENCE_S`.
@@ -147,12 +147,9 @@ def request_place_in(
     except ValueError:
         raise UsageError(f"{FILE} holds no valid secret; join another run") from None
     try:
-        client = StoreClient(at, 0.0)
-        store = AuthenticatedStore(client)
-        client.limit_answers(2 * PATIENCE_S)
-        place = request_place(store, worker)
-        client.limit_answers(None)
-        return store, place
+        store = StoreClient(at, 0.0)
+        store.limit_answers(2 * PATIENCE_S)
+        return store, request_place(store, worker)
     except (RuntimeError, OSError) as error:
         # the store of a run that is stopped, for example by Ctrl-Z, never answers
         if isinstance(error.__cause__ or error, TimeoutError):

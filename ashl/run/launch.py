@@ -29,12 +29,7 @@ from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import survives_failure
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
-from ashl.run.authenticated_store import (
-    AuthenticatedStore,
-    StoreAddress,
-    StoreServer,
-    new_secret,
-)
+from ashl.run.authenticated_store import StoreAddress, StoreServer, new_secret
 from ashl.run.checkpoints import (
     Checkpoint,
     CheckpointManager,
@@ -109,7 +104,7 @@ def launch(
             plan,
             run_dir,
             monitor,
-            AuthenticatedStore(server),
+            server,
             StoreAddress(server.host, server.port, secret),
             rank_settings,
             checkpoint_manager,
@@ -121,7 +116,7 @@ def run_controller(
     plan: Plan,
     run_dir: Path,
     monitor: Monitor,
-    store: AuthenticatedStore,
+    store: StoreServer,
     at: StoreAddress,
     rank_settings: Sequence[RankSettings],
     checkpoint_manager: CheckpointManager,
@@ -159,7 +154,7 @@ def run_controller(
     cluster = monitor.job.parts.cluster
     if isinstance(cluster, Cluster) and cluster.bandwidth_mbit_s is not None:
         links = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-        store.handle(nics=Nics(links).call)
+        store.handlers["nics"] = Nics(links).call
     channel = ControlChannel(store, plan.num_ranks, plan.num_params, shard_sizes(stage))
     number, absent = (0, ()) if saved is None else (saved.number, saved.absent)
     epoch = first_epoch(number, absent, plan.num_workers)
@@ -202,7 +197,7 @@ def run_controller(
         raise
     finally:
         channel.close(end, processes)
-        monitor.refused = channel.refused
+        monitor.refused = store.refused.total()
 
 
 @contextmanager

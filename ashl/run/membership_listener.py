@@ -1,10 +1,5 @@
-"""A rank's side of supervision: its view of which peers are members, and its watchdog.
-
-`MembershipListener` applies the controller's control updates: it disconnects failed peers and
-connects rejoining ones. `Watchdog` ends this process when the job's store, which the controller
-serves, is silent for `runtime.heartbeat_timeout_s`. A call to a store over a broken network never
-returns, nor does a collective of gloo. So the watchdog has its own thread, which calls neither. It
-measures only the time in which this process is awake: after a stop, the store has not been silent.
+"""A rank's view of which peers are members: it applies the controller's control updates, that is,
+it disconnects failed peers and connects rejoining ones.
 """
 
 from __future__ import annotations
@@ -13,17 +8,15 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import ControlUpdate, End
 from ashl.runtime.rendezvous import admit_worker
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -110,68 +103,6 @@ class MembershipListener:
         if rank in self.failed_ranks:  # it has failed again in the meantime
             self._kernel.mark_peer_failed(rank, "the run continues without it")
         logger.info("worker %d rejoined as incarnation %d; is connected to it", rank, incarnation)
-
-
-TICK_S = 0.1  # seconds between two checks of the watchdog
-SAME_CAUSE_S = 1.0  # silences that began within this many seconds have one cause
-AWAKE_S = 0.5  # a process with more seconds between two ticks was stopped in between
-
-
-class AwakeTime:
-    """Measures the seconds for which this process was not stopped.
-
-    Limits: call `passed_s` at least every `AWAKE_S` seconds.
-    """
-
-    def __init__(self) -> None:
-        self.resumed_s = 0.0  # seconds passed at the end of the latest stop
-        self._last = time.monotonic()
-        self._passed_s = 0.0
-
-    def passed_s(self) -> float:
-        now = time.monotonic()
-        if now - self._last > AWAKE_S:
-            self.resumed_s = self._passed_s
-        self._passed_s += min(now - self._last, AWAKE_S)
-        self._last = now
-        return self._passed_s
-
-
-class Watchdog:
-    """Ends this process if the job's store does not answer for `timeout_s` seconds."""
-
-    def __init__(self, timeout_s: float, store: str, code: int) -> None:
-        """Args: store, its address; code, the exit code of this process if it is silent."""
-        self._timeout_s = timeout_s
-        self._awake = AwakeTime()
-        self._awake_s = 0.0  # at the latest check
-        self._answered_s = 0.0  # `_awake_s` when the store answered last
-        self._end = End(
-            code,
-            f"the job's store at {store} did not answer for {timeout_s:g} s"
-            " (runtime.heartbeat_timeout_s)",
-        )
-        self._stopped = threading.Event()
-        threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
-
-    def record_answer(self) -> None:
-        """Record that the store has answered."""
-        self._answered_s = self._awake_s
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self._stopped.set()
-
-    def check(self) -> End | None:
-        """Return the reason to end this process, if there is one."""
-        self._awake_s = self._awake.passed_s()
-        return self._end if self._awake_s - self._answered_s > self._timeout_s else None
-
-    def _loop(self) -> None:
-        while not self._stopped.wait(TICK_S):
-            if end := self.check():
-                logger.error("exits with code %d: %s", end.code, end.why)
-                exit_process(end)
 
 
 def exit_process(end: End) -> NoReturn:

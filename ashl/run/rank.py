@@ -1,11 +1,11 @@
 """One rank of a real run, from the start of its process to its end.
 
-`run_rank` connects to the job's store, starts the reporter and the watchdog, and reports how the
-rank ended. `train_rank` builds the stages, makes the process groups, runs the stages on
-`TorchKernel`, and exits together with the other ranks. A rejoining worker makes no process groups:
-it connects to its peers one by one. A rank is either a child of the controller
-(`RankSettings.log`), or a process that another launcher started. Such a process handles Ctrl-C
-itself, and returns the run's exit code.
+`run_rank` starts the reporter, which ends this process if the job's store is silent for
+`runtime.heartbeat_timeout_s`, and reports how the rank ended. `train_rank` builds the stages, makes
+the process groups, runs the stages on `TorchKernel`, and exits together with the other ranks. A
+rejoining worker makes no process groups: it connects to its peers one by one. A rank is either a
+child of the controller (`RankSettings.run_dir`), or a process that another launcher started. Such a
+process handles Ctrl-C itself, and returns the run's exit code.
 """
 
 import logging
@@ -41,11 +41,11 @@ from ashl.planning.compatibility import (
 from ashl.planning.device import device_of, use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
-from ashl.run.authenticated_store import AuthenticatedStore, StoreAddress, StoreClient
+from ashl.run.authenticated_store import StoreAddress, StoreClient
 from ashl.run.checkpoints import RestorePoint, await_restore_point, first_epoch
 from ashl.run.control_channel import Reporter
 from ashl.run.interface import Chosen, use
-from ashl.run.membership_listener import MembershipListener, Watchdog, exit_process
+from ashl.run.membership_listener import MembershipListener, exit_process
 from ashl.run.process_setup import (
     EXIT_CONTROLLER_SILENT,
     EXIT_DECLARED_FAILURE,
@@ -124,7 +124,7 @@ def run_rank_in_child(settings: RankSettings, plan_json: str, at: StoreAddress) 
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     timeout_s = Plan.from_json(plan_json).runtime["heartbeat_timeout_s"]
-    store = AuthenticatedStore(StoreClient(at, max(1.0, timeout_s)))
+    store = StoreClient(at, max(1.0, timeout_s))
     # Destructors of gloo may hang if a peer has ended, so none are run.
     exit_process(End(run_rank(settings, plan_json, store).code))
 
@@ -132,7 +132,7 @@ def run_rank_in_child(settings: RankSettings, plan_json: str, at: StoreAddress) 
 def run_rank(
     settings: RankSettings,
     plan_json: str,
-    store: AuthenticatedStore,
+    store: StoreClient,
     on_evicted: Callable[[End], NoReturn] = exit_process,
     say: Callable[[str], None] = lambda text: None,
 ) -> End:
@@ -144,12 +144,8 @@ def run_rank(
     """
     plan = Plan.from_json(plan_json)
     is_child = settings.run_dir is not None
-    watchdog = Watchdog(
-        plan.runtime["heartbeat_timeout_s"],
-        store.address,
-        EXIT_CONTROLLER_SILENT if is_child else 1,
-    )
-    reporter = make_reporter(settings, store, watchdog)
+    store.limit_answers(plan.runtime["heartbeat_timeout_s"])
+    reporter = make_reporter(settings, store)
     reporter.on_evicted = on_evicted
     try:
         begin_log(settings, plan, store)
@@ -174,15 +170,14 @@ def run_rank(
         exit_process(End(130))
     except Exception as error:
         end = report_error(settings, reporter, error)
-    watchdog.stop()
     return end
 
 
-def make_reporter(
-    settings: RankSettings, store: AuthenticatedStore, watchdog: Watchdog
-) -> Reporter:
+def make_reporter(settings: RankSettings, store: StoreClient) -> Reporter:
     """Start the reporter of a rank, with a writer for its part of checkpoints if it saves them."""
-    reporter = Reporter(store, settings.rank, settings.rounds, watchdog, settings.incarnation)
+    reporter = Reporter(store, settings.rank, settings.rounds, settings.incarnation)
+    if settings.run_dir is not None:
+        reporter.store_failure_code = EXIT_CONTROLLER_SILENT
     if settings.checkpoint_s is not None:
         # only a child of the controller shares the run folder with it for certain
         reporter.checkpoint_writer = RankCheckpointWriter(
@@ -191,7 +186,7 @@ def make_reporter(
     return reporter
 
 
-def begin_log(settings: RankSettings, plan: Plan, store: AuthenticatedStore) -> None:
+def begin_log(settings: RankSettings, plan: Plan, store: StoreClient) -> None:
     """Set the log and the title of a rank's process, and log its first line."""
     if settings.run_dir is not None:
         redirect(settings.run_dir / f"rank{settings.rank}.log")
@@ -280,7 +275,7 @@ def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[Stag
 def train_rank(
     settings: RankSettings,
     plan: Plan,
-    store: AuthenticatedStore,
+    store: StoreClient,
     reporter: Reporter,
     say: Callable[[str], None],
 ) -> None:
@@ -390,7 +385,7 @@ def make_kernel(
     settings: RankSettings,
     plan: Plan,
     parts: Parts,
-    store: AuthenticatedStore,
+    store: StoreClient,
     reporter: Reporter,
     stages: Sequence[StageConfig],
     nccl: bool,
@@ -449,7 +444,7 @@ def make_kernel(
 def rejoin(
     settings: RankSettings,
     kernel: TorchKernel,
-    store: AuthenticatedStore,
+    store: StoreClient,
     reporter: Reporter,
     others: Sequence[int],
     by_epoch: bool,
@@ -496,7 +491,7 @@ def schedule_failures(
 def leave_together(
     settings: RankSettings,
     plan: Plan,
-    store: AuthenticatedStore,
+    store: StoreClient,
     kernel: TorchKernel,
     listener: MembershipListener,
     answers: bool,

@@ -36,7 +36,6 @@ from ashl.run.control_channel import (
     described,
 )
 from ashl.run.join import Place
-from ashl.run.membership_listener import SAME_CAUSE_S
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT, EXIT_DECLARED_FAILURE, EXIT_EVICTED
 from ashl.run.rank import RankSettings, role_name
@@ -74,6 +73,7 @@ logger = logging.getLogger(__name__)
 DISCONNECTED = "disconnected"
 KILLED_BY = "was killed by"  # the cause of a failure begins so, followed by the signal's name
 DECLARED = "failed, as cluster.events says"
+SAME_CAUSE_S = 1.0  # silences that began within this many seconds have one cause
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
 # A rank sends five heartbeats a second. One that is silent for longer may be the cause of errors
 # of others.
@@ -586,7 +586,7 @@ def check_liveness(liveness: LivenessMonitor, timeout_s: float, missing: bool) -
     beats = [liveness.monitor.beats.get(rank) for rank in sorted(running)]
     stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
     # a failure, or a stop of this process, may have held up all ranks
-    since_s = channel.awake_s - max(liveness.last_failure_s, channel.resumed_s)
+    since_s = channel.awake_s - max(liveness.last_failure_s, channel.awake.resumed_s)
     if len(stuck) == len(running) and since_s > timeout_s:
         waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
         raise AshlError(f"deadlock: no rank made progress for {timeout_s:g} s: {waits}")

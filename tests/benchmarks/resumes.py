@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from ashl.run.authenticated_store import AuthenticatedStore, StoreServer, new_secret
+from ashl.run.authenticated_store import StoreServer, new_secret
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.plain_state import decode, encode, to_plain
 from ashl.tracking import jsonl
@@ -301,8 +301,8 @@ def cost(folder: str, *by: str) -> list[str]:
     return [*row, f"{shares[0]:+.2%} to {shares[-1]:+.2%}"]
 
 
-def stores() -> AuthenticatedStore:
-    return AuthenticatedStore(StoreServer(new_secret()))
+def stores() -> StoreServer:
+    return StoreServer(new_secret())
 
 
 def costs() -> None:
