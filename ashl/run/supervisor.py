@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -663,54 +662,46 @@ def join_refusal(liveness: LivenessMonitor, worker: int | None) -> Place | None:
 
 
 def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
-    """Return where the processes were too slow to keep the declared pace; empty if no step and no
-    transfer was paced.
+    """Return by how much the processes were slower than declared; empty if no step and no transfer
+    was paced.
 
-    `workers` has one row per worker: the fraction of its steps and transfers that were late, and by
-    how much they took longer, as a fraction of the declared time. The time of encoding is often
-    declared as zero, so its lateness is a fraction of all declared time. Pushes that a server
-    received count for the worker that sent them, transfers between servers for no worker. The other
-    keys hold the largest value of any worker.
+    `workers` has one row per worker: by how much its steps and transfers took longer, as a fraction
+    of their declared time. The time of encoding is often declared as zero, so its lateness is a
+    fraction of all declared time, as is the total. Pushes that a server received count for the
+    worker that sent them, transfers between servers for no worker. The other keys hold the largest
+    value of any worker.
     """
-    steps, transfers, encodings = ([ON_TIME] * num_workers for _ in range(3))
+    lateness = {kind: [ON_TIME] * num_workers for kind in ("steps", "transfers", "encodings")}
     for report in reports:
         is_worker = report.rank < num_workers
+        parts = [("transfers", sender, late) for sender, late in report.transfers]
         if is_worker:
-            steps[report.rank] = report.steps
-            encodings[report.rank] = report.encodings
-        for sender, late in report.transfers:
+            parts += [("steps", report.rank, report.steps)]
+            parts += [("encodings", report.rank, report.encodings)]
+        for kind, sender, late in parts:
             rank = report.rank if is_worker else sender
             if rank < num_workers:
-                transfers[rank] = add_lateness(transfers[rank], late)
-    if not any(late.count for late in (*steps, *transfers)):
+                lateness[kind][rank] = add_lateness(lateness[kind][rank], late)
+    if not any(late.count for late in (*lateness["steps"], *lateness["transfers"])):
         return {}
-    workers = [
-        pacing_of(rank, *each)
-        for rank, each in enumerate(zip(steps, transfers, encodings, strict=True))
-    ]
-    worst = ("steps_slower_by", "transfers_slower_by", "encodings_slower_by", "slower_by")
-    return {"workers": workers, **{key: max(worker[key] for worker in workers) for key in worst}}
-
-
-def pacing_of(
-    rank: int, steps: Lateness, transfers: Lateness, encodings: Lateness
-) -> dict[str, Any]:
-    """Return the row of one worker in `pacing_summary`."""
-    total = add_lateness(steps, transfers, encodings)
-    return {
-        "rank": rank,
-        "late_steps_share": share(steps.late, steps.count),
-        "late_transfers_share": share(transfers.late, transfers.count),
-        "steps_slower_by": share(steps.late_s, steps.declared_s),
-        "transfers_slower_by": share(transfers.late_s, transfers.declared_s),
-        "encodings_slower_by": share(encodings.late_s, total.declared_s),
-        "slower_by": share(total.late_s, total.declared_s),
-    }
+    workers = []
+    for rank, (steps, transfers, encodings) in enumerate(zip(*lateness.values(), strict=True)):
+        total = add_lateness(steps, transfers, encodings)
+        row = {
+            "rank": rank,
+            "steps_slower_by": fraction(steps.late_s, steps.declared_s),
+            "transfers_slower_by": fraction(transfers.late_s, transfers.declared_s),
+            "encodings_slower_by": fraction(encodings.late_s, total.declared_s),
+            "slower_by": fraction(total.late_s, total.declared_s),
+        }
+        workers.append(row)
+    largest = {key: max(row[key] for row in workers) for key in workers[0] if key != "rank"}
+    return {"workers": workers, **largest}
 
 
 def add_lateness(*rows: Lateness) -> Lateness:
     return Lateness(*map(sum, zip(*rows, strict=True)))
 
 
-def share(part: float, whole: float) -> float:
+def fraction(part: float, whole: float) -> float:
     return part / whole if whole else 0.0

@@ -233,17 +233,16 @@ class Replan(NamedTuple):
 
 
 class Lateness(NamedTuple):
-    """Operations that took longer than declared: how many there were, how many were late, and by
-    how many seconds in total.
+    """Operations that took longer than declared: how many there were, and by how many seconds in
+    total they were late.
     """
 
     count: int
-    late: int
     late_s: float
     declared_s: float
 
 
-ON_TIME = Lateness(0, 0, 0.0, 0.0)
+ON_TIME = Lateness(0, 0.0, 0.0)
 
 
 class PacingStats(NamedTuple):
