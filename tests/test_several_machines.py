@@ -36,6 +36,7 @@ from ashl.run.handshake import (
 from ashl.run.interface import Chosen
 from ashl.run.job import await_place, place_key, refusing_on_error
 from ashl.run.join import Place
+from ashl.run.rank import RankSettings
 from tests.conf_option import conf_option
 from tests.support import planned
 
@@ -453,8 +454,8 @@ def test_a_process_gets_its_place_or_the_error_of_process_0() -> None:
             answer.result(10)
     assert parse_hello(said, 2) == JOB[2]
     store = StoreServer(new_secret())
-    store.set(place_key(2), Place(rank=1, device="cpu").dumps())
-    assert await_place(store, JOB[2], 60.0) == Place(rank=1, device="cpu")
+    store.set(place_key(2), Place(RankSettings(1, "none")).dumps())
+    assert await_place(store, JOB[2], 60.0) == Place(RankSettings(1, "none"))
 
 
 def test_a_second_process_is_refused_while_the_first_one_runs() -> None:
@@ -462,8 +463,8 @@ def test_a_second_process_is_refused_while_the_first_one_runs() -> None:
     refusal = Place(refused="worker 1 has not failed", may_change=True)
     asked = list[int]()
     server.handlers["join"] = lambda worker: asked.append(worker) or refusal.dumps()
-    server.set(place_key(2), Place(rank=1).dumps())
-    assert await_place(server, JOB[2], 0.5) == Place(rank=1)
+    server.set(place_key(2), Place(RankSettings(1, "none")).dumps())
+    assert await_place(server, JOB[2], 0.5) == Place(RankSettings(1, "none"))
     said = (
         "rank 2 is there already, .* on b.lan cannot take its place: worker 1 has not failed; give"
     )

@@ -11,7 +11,7 @@ import pytest
 
 from ashl.run.join import Place, parse_place
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT
-from ashl.run.rank import classify_error, role_name
+from ashl.run.rank import RankSettings, classify_error, role_name
 from ashl.run.supervisor import LivenessMonitor, describe_exit, find_culprit
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.records import (
@@ -124,7 +124,7 @@ def test_the_next_incarnation_gets_the_totals_of_the_worker() -> None:
     monitor.beats[1] = empty_totals(1)._replace(time_ns=5, steps=7)
     liveness.restart_workers(1)
     assert started == [(1, 1, monitor.beats[1])]
-    place = Place(totals=monitor.beats[1])
+    place = Place(RankSettings(1, "all", totals=monitor.beats[1], incarnation=1))
     assert parse_place(place.dumps()) == place
 
 

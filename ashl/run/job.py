@@ -124,27 +124,25 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
             for peer in (hellos[process] for process in processes)
         ]
         apart = have_own_gpus(gpus, parts.runtime)
-    places = [
-        Place(
-            rank=rank,
-            rounds=config["tracking"]["events"],
-            # a worker uses the GPU that it shares with a server
-            device=HOST
-            if rank >= plan.num_workers and gpus[rank] in gpus[:rank]
-            else hellos[process].device,
+    places = list[Place]()
+    for rank, process in enumerate(processes):
+        theirs = hellos[process]
+        # a worker uses the GPU that it shares with a server
+        shared = rank >= plan.num_workers and gpus[rank] in gpus[:rank]
+        settings = RankSettings(
+            rank,
+            config["tracking"]["events"],
+            device=HOST if shared else theirs.device,
             have_own_gpus=apart,
             checkpoint_s=config["run"]["checkpoint_s"],
-            elsewhere=tuple(
-                peer.address
-                for peer in hellos
-                if peer.address and peer.machine != hellos[process].machine
-            ),
         )
-        for rank, process in enumerate(processes)
-    ]
+        others = [
+            peer.address for peer in hellos if peer.machine != theirs.machine and peer.address
+        ]
+        places.append(Place(settings, tuple(filter(None, others))))
     by_process = tuple(places[processes.index(process)] for process in range(job.world_size))
     here = [place for place, process in zip(places, processes, strict=True) if process == 0]
-    rank_settings = tuple(place.settings(chosen) for place in here)
+    rank_settings = tuple(place.settings_here(own.device, chosen) for place in here)
     return JobLead(job, store, by_process, rank_settings, notes)
 
 
@@ -221,7 +219,7 @@ def await_place(store: AuthenticatedStore, own: Hello, timeout_s: float) -> Plac
     if is_first:
         return place
     try:
-        answer = request_place(store, place.rank, again_s=timeout_s)
+        answer = request_place(store, place.settings.rank, again_s=timeout_s)
     except RuntimeError as error:
         raise AshlError(
             f"the run ended before this process got a place in it ({first_line(error)})"
@@ -379,7 +377,8 @@ def run_as_controller(
 
     def answer_hellos(fingerprint: Fingerprint) -> None:
         for process, place in enumerate(lead.places):
-            lead.store.set(place_key(process), place._replace(fingerprint=fingerprint).dumps())
+            settings = place.settings._replace(fingerprint=fingerprint)
+            lead.store.set(place_key(process), place._replace(settings=settings).dumps())
 
     return run_controller(
         plan,
@@ -409,6 +408,5 @@ def run_as_rank(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMem
     def exit_evicted(end: End) -> NoReturn:
         exit_process(end._replace(code=0) if job.agent_store else end)
 
-    device = place.device or own.device
-    settings = place._replace(device=device).settings(chosen)
+    settings = place.settings_here(own.device, chosen)
     return run_rank(settings, plan.to_json(), store, exit_evicted).code

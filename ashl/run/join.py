@@ -22,7 +22,6 @@ import torch
 from ashl import __version__
 from ashl.errors import AshlError, UsageError, parsed
 from ashl.launch.job import is_loopback
-from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import parts_of
@@ -30,7 +29,7 @@ from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreAddres
 from ashl.run.control_channel import PATIENCE_S
 from ashl.run.interface import Chosen, named, reaching, towards
 from ashl.run.rank import RankSettings, run_rank
-from ashl.runtime.records import End, Heartbeat, Rounds, Text, parse_json, validate
+from ashl.runtime.records import End, Text, parse_json, validate
 from ashl.runtime.rendezvous import machine
 
 FILE = "job.json"  # in the run folder while the run can be joined
@@ -54,38 +53,23 @@ class JoinEndpoint(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A rank of the run with its settings, or the reason why a process gets none."""
+    """The settings of a rank of the run, or the reason why a process gets none."""
 
+    settings: RankSettings = RankSettings(0, "none")
+    elsewhere: tuple[Text, ...] = ()  # addresses of processes on other machines
+    how: Text = ""  # the cause of the earlier incarnation's failure
+    plan: str = ""  # for a process that has not composed the configuration
     refused: Text | None = None
     exit_code: int = 1  # exit code of a refused process
     may_change: bool = False  # True if a later request may be admitted
-    rank: int = 0
-    incarnation: int = 0
-    totals: Heartbeat | None = None  # totals of the worker's earlier incarnations
-    how: Text = ""  # the cause of the earlier incarnation's failure
-    plan: str = ""  # for a process that has not composed the configuration
-    rounds: Rounds = "none"
-    device: Text = ""  # "" = the process chooses it
-    have_own_gpus: bool = False
-    checkpoint_s: float | None = None
-    elsewhere: tuple[Text, ...] = ()  # addresses of processes on other machines
-    fingerprint: Fingerprint | None = None  # fingerprint of the controller's model and data
 
     def dumps(self) -> str:
         return json.dumps(self._asdict())
 
-    def settings(self, chosen: Chosen | None) -> RankSettings:
-        """Return the settings of the rank in a process that has chosen this network interface."""
-        return RankSettings(
-            rank=self.rank,
-            rounds=self.rounds,
-            interface=reaching(chosen, self.elsewhere),
-            device=self.device,
-            have_own_gpus=self.have_own_gpus,
-            checkpoint_s=self.checkpoint_s,
-            incarnation=self.incarnation,
-            totals=self.totals,
-            fingerprint=self.fingerprint,
+    def settings_here(self, device: str, chosen: Chosen | None) -> RankSettings:
+        """Return the settings in a process with this device and network interface."""
+        return self.settings._replace(
+            device=self.settings.device or device, interface=reaching(chosen, self.elsewhere)
         )
 
 
@@ -106,10 +90,10 @@ def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[st
     store, place = request_place_in(run_dir, endpoint, worker)
     if place.refused is not None:
         raise UsageError(f"{run_dir}: {place.refused}")
-    say(f"joins {run_dir} as worker {place.rank}, which {place.how}")
+    say(f"joins {run_dir} as worker {place.settings.rank}, which {place.how}")
     runtime = parts_of(Plan.from_json(place.plan)).runtime
     chosen = named(runtime.interface) or towards(endpoint.host, endpoint.port)
-    settings = place._replace(device=place.device or device_of(runtime)).settings(chosen)
+    settings = place.settings_here(device_of(runtime), chosen)
     end = run_rank(settings, place.plan, store, lambda end: join_again(end, run_dir, worker), say)
     if end.code:
         raise AshlError(end.why)

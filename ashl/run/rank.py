@@ -71,6 +71,7 @@ from ashl.runtime.records import (
     Ready,
     Rounds,
     StopAsked,
+    Text,
     WorkerFailed,
     WorkerRejoined,
 )
@@ -108,7 +109,7 @@ class RankSettings(NamedTuple):
     # the run folder of a child of the controller, which logs there to rank<r>.log; else None
     run_dir: Path | None = None
     interface: Chosen | None = None  # network interface of its messages; None = gloo's choice
-    device: str = HOST
+    device: Text = HOST  # "" = the process chooses it
     have_own_gpus: bool = False  # True if every rank of the job has a GPU of its own
     checkpoint_s: float | None = None  # run time between two checkpoints; None = no checkpoints
     incarnation: int = 0  # above 0 for a worker that rejoins a running run

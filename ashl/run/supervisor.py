@@ -605,7 +605,9 @@ def answer_join_requests(liveness: LivenessMonitor) -> None:
             free = liveness.failed.keys() - liveness.rejoining.keys()
             place = admit_process(liveness, min(free) if worker is None else worker)
             logger.info(
-                "admits a process as worker %d, incarnation %d", place.rank, place.incarnation
+                "admits a process as worker %d, incarnation %d",
+                place.settings.rank,
+                place.settings.incarnation,
             )
         else:
             logger.info("rejects a join request: %s", place.refused)
@@ -616,20 +618,16 @@ def admit_process(liveness: LivenessMonitor, rank: int) -> Place:
     """Expect a joining process in the place of a failed worker, and return this place."""
     liveness.expect_rejoin(rank)
     liveness.processes.pop(rank, None)
-    settings = next(iter(liveness.rank_settings.values()))
     on_this_node = liveness.rank_settings.get(rank)
-    return Place(
+    settings = next(iter(liveness.rank_settings.values()))._replace(
         rank=rank,
+        run_dir=None,
+        interface=None,
+        device=on_this_node.device if on_this_node else "",
         incarnation=liveness.channel.incarnations[rank],
         totals=liveness.monitor.beats.get(rank),
-        how=liveness.failed[rank],
-        plan=liveness.plan.to_json(),
-        rounds=settings.rounds,
-        device=on_this_node.device if on_this_node else "",
-        have_own_gpus=settings.have_own_gpus,
-        checkpoint_s=settings.checkpoint_s,
-        fingerprint=settings.fingerprint,
     )
+    return Place(settings, how=liveness.failed[rank], plan=liveness.plan.to_json())
 
 
 def join_refusal(liveness: LivenessMonitor, worker: int | None) -> Place | None:
