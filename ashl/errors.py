@@ -2,6 +2,7 @@
 scripts.
 """
 
+import errno
 import json
 from typing import Any
 
@@ -49,6 +50,30 @@ class NoEffectError(UnusedKeyError):
 
     It is an error in a single run. A sweep leaves the key out.
     """
+
+
+# Errors of a path at which nothing can be written, however much space there is.
+NO_PLACE = (
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
+
+
+def unwritable(what: str, error: OSError, fix: str) -> AshlError:
+    """Return the error of a path that cannot be written.
+
+    It is a usage error, except if the disk is full or fails: then another try may succeed.
+    """
+    text = f"{what} ({(error.strerror or str(error)).lower()}); "
+    if error.errno in NO_PLACE:
+        return UsageError(text + fix)
+    return AshlError(f"{text}free some space or {fix}")
 
 
 class DataMissingError(AshlError):

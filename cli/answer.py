@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -50,12 +50,17 @@ def give(run: Callable[[], Answer | int | None], as_json: bool) -> int:
             found = run()
     if not isinstance(found, Answer):
         return found or 0
-    if as_json:
-        print_json(with_next(found))
-    else:
-        found.show()
-        if found.next:
-            print(f"next: {found.next}")
+    try:
+        if as_json:
+            print_json(with_next(found))
+        else:
+            found.show()
+            if found.next:
+                print(f"next: {found.next}")
+        sys.stdout.flush()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise AshlError(f"standard output cannot be written ({reason}).") from error
     if found.error:
         print(f"ashl: {plain(found.error)}", file=sys.stderr)
         return AshlError.exit_code
@@ -73,7 +78,8 @@ def with_next(found: Answer) -> Mapping[str, Any] | Sequence[Any]:
 def give_error(args: Sequence[str], sentence: str, code: int) -> None:
     """Print the document of a command that failed, if the user asked for one."""
     if JSON in args:
-        print_json({"error": sentence, "exit_code": code})
+        with suppress(OSError):  # standard output itself may be what failed
+            print_json({"error": sentence, "exit_code": code})
 
 
 def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -3,6 +3,7 @@
 No heavy library is imported before a command runs, so that `ashl --help` answers at once.
 """
 
+import errno
 import os
 import shlex
 import sys
@@ -208,6 +209,9 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, AshlError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
+        if error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason = error.strerror.lower()
+            return f"{error.filename} cannot be written ({reason}); free some space."
         return error.strerror + (f": {error.filename}." if error.filename else ".")
     return (
         f"{type(error).__name__}: {' '.join(str(error).split())}; this is a bug in ashl, --debug"

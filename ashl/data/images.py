@@ -11,7 +11,7 @@ import torch
 
 from ashl.data.dataset import Data, Dataset, Split, missing, resolve
 from ashl.data.vision import load_torchvision
-from ashl.errors import AshlError, DataMissingError
+from ashl.errors import DataMissingError, unwritable
 from ashl.option import option
 
 
@@ -102,9 +102,8 @@ def _alone(root: Path) -> Generator[None]:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".ashl.lock").open("wb")
     except OSError as error:
-        raise AshlError(
-            f"{root} cannot be written ({error.strerror}); take dataset.root=DIR to name another."
-        ) from error
+        fix = "take dataset.root=DIR to name another."
+        raise unwritable(f"{root} cannot be written", error, fix) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

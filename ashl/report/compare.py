@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ashl.errors import AshlError, UsageError
+from ashl.errors import UsageError, unwritable
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import Study, read
 from ashl.tracking import jsonl
@@ -63,7 +63,7 @@ def write_report(
     Args: folder stands for the sweep's folder; command is the typed command; beside is a word for
     the file names, so that the files of another target do not replace the sweep's own; said is a
     command's own answer; kinds are those of the figures' files, svg by default for a sweep.
-    Raises: AshlError if a file cannot be written.
+    Raises: UsageError or AshlError if a file cannot be written.
     """
     from ashl.report.figures import figures
     from ashl.report.page import page
@@ -79,9 +79,8 @@ def write_report(
         kinds = kinds or ("svg",)
     place = marked(report.with_name("figures"), beside)
     for figure, kind in product(drawn, kinds):
-        place.mkdir(exist_ok=True)
         stem = "-".join(re.findall("[a-z]+", figure.title.lower()))
-        write(place / f"{stem}.{kind}", figure.saved(kind))
+        write(place / f"{stem}.{kind}", figure.saved(kind), make_folder=True)
     return report
 
 
@@ -101,12 +100,15 @@ def marked(file: Path, word: str) -> Path:
     return file.with_name(f"{file.stem}-{word}{file.suffix}") if word else file
 
 
-def write(file: Path, content: str | bytes) -> None:
-    """Write a file that the user asked for, as a whole or not at all. Raises AshlError."""
+def write(file: Path, content: str | bytes, make_folder: bool = False) -> None:
+    """Write a file that the user asked for, as a whole or not at all.
+
+    Raises: UsageError for a place that cannot be written, AshlError for a full disk.
+    """
     try:
+        if make_folder:
+            file.parent.mkdir(exist_ok=True)
         jsonl.write_bytes(file, content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise AshlError(
-            f"{file} cannot be written ({reason}); name another place with --out FILE."
-        ) from error
+        fix = "name another place with --out FILE."
+        raise unwritable(f"{file} cannot be written", error, fix) from error

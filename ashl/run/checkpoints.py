@@ -296,7 +296,7 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
     the manifest says that they count, and only then replace the records.
     Raises: AshlError while another process writes the records; UsageError if a file is damaged.
     """
-    with writing(run_dir), jsonl.alone(run_dir / METRICS):
+    with writing(run_dir, begins=True), jsonl.alone(run_dir / METRICS):
         manifest = json.loads((saved.folder / MANIFEST).read_text(encoding="utf-8"))
         if not manifest.get(CUT_BACK):
             shortened = {

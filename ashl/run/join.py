@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from ashl import __version__
-from ashl.errors import AshlError, UsageError, parsed
+from ashl.errors import AshlError, UsageError, parsed, unwritable
 from ashl.launch.job import is_loopback
 from ashl.plan.plan import Plan
 from ashl.planning.device import device_of
@@ -167,7 +167,7 @@ def versions() -> tuple[str, str, str]:
 def publish_join_endpoint(run_dir: Path, at: StoreAddress) -> Generator[None]:
     """Publish the join endpoint of a run in its folder until the context ends.
 
-    Raises: AshlError if the file cannot be written.
+    Raises: UsageError or AshlError if the file cannot be written.
     """
     path = run_dir / FILE
     known = machine(), platform.node(), *versions()
@@ -178,9 +178,8 @@ def publish_join_endpoint(run_dir: Path, at: StoreAddress) -> Generator[None]:
         with open(file, "w", encoding="utf-8") as text:
             json.dump(endpoint._asdict(), text)
     except OSError as error:
-        raise AshlError(
-            f"run.dir={run_dir}: cannot write {path.name} ({error.strerror}); choose another folder"
-        ) from error
+        text = f"run.dir={run_dir}: cannot write {path.name}"
+        raise unwritable(text, error, "choose another folder") from error
     try:
         yield
     finally:

@@ -68,7 +68,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     another process writes its records.
     """
     check_other_worker_count(job.parts, run_dir)
-    with writing(run_dir), jsonl.alone(run_dir / METRICS):
+    with writing(run_dir, begins=True), jsonl.alone(run_dir / METRICS):
         pass
     saved = checkpoints.newest(run_dir, identity)
     checkpoints.refuse_other_kernel(run_dir, saved, virtual=job.parts.runtime.name == "sim")

@@ -23,7 +23,7 @@ from rich.console import Console
 from ashl.config.construct import construct, own_faults
 from ashl.config.identity import config_hash
 from ashl.config.recorded import config_of
-from ashl.errors import AshlError, UsageError
+from ashl.errors import AshlError, UsageError, unwritable
 from ashl.launch.environment import JobMembership, read_membership
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
@@ -402,7 +402,10 @@ def is_virtual(config: Mapping[str, Any]) -> bool:
 
 
 def make_run_folder(config: Mapping[str, Any], plan: Plan) -> Path:
-    """Return `run.dir`, or make a new folder under runs/. Raises AshlError if that fails."""
+    """Return `run.dir`, or make a new folder under runs/.
+
+    Raises: UsageError for a place that cannot be written, AshlError for a full disk.
+    """
     if config["run"]["dir"]:
         return Path(config["run"]["dir"]).expanduser()
     day = time.strftime("%Y-%m-%d")
@@ -415,9 +418,8 @@ def make_run_folder(config: Mapping[str, Any], plan: Plan) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise AshlError(
-                f"cannot make the run folder {path} ({error.strerror}); choose another run.dir"
-            ) from error
+            fix = "choose another run.dir"
+            raise unwritable(f"cannot make the run folder {path}", error, fix) from error
         return path
     raise AshlError(f"{base} and 998 folders like it exist; choose another run.dir")
 

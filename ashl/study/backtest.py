@@ -26,7 +26,7 @@ from ashl.config.catalog import CONF, load
 from ashl.config.compose import compose
 from ashl.config.override import key_of
 from ashl.device import HOST
-from ashl.errors import UsageError
+from ashl.errors import UsageError, unwritable
 from ashl.option import Count, Natural, Positive, option
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import assemble
@@ -296,10 +296,14 @@ def save(points: Sequence[Prediction], folder: Path) -> None:
     for point in points:
         values = (point.published, point.predicted, point.kept_back)
         series.setdefault(point.source, []).append(values)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "backtest.csv").write_text(as_csv(points), encoding="utf-8")
     figure = predicted_against_published(series, NEAR)
-    (folder / "backtest.svg").write_bytes(figure.saved("svg"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "backtest.csv").write_text(as_csv(points), encoding="utf-8")
+        (folder / "backtest.svg").write_bytes(figure.saved("svg"))
+    except OSError as error:
+        fix = "name another one with --save FOLDER"
+        raise unwritable(f"cannot write to the folder {folder}", error, fix) from error
 
 
 def as_csv(points: Sequence[Prediction]) -> str:

@@ -19,7 +19,7 @@ from ashl.config.cores import usable_cores
 from ashl.config.flat import flat_config
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
-from ashl.errors import AshlError, UsageError
+from ashl.errors import AshlError, UsageError, unwritable
 from ashl.planning import uncontended_link_note
 from ashl.planning.compile_plan import prepare_plan
 from ashl.report import tables
@@ -354,16 +354,14 @@ def document(
 def locked(folder: Path) -> Generator[None]:
     """Lock the folder for one sweep at a time.
 
-    Raises: AshlError if it cannot be written, or another sweep runs in it.
+    Raises: UsageError if it cannot be written, AshlError if another sweep runs in it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "wb")  # noqa: SIM115
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise AshlError(
-            f"cannot write to the sweep's folder {folder} ({reason}); choose another run.dir"
-        ) from error
+        fix = "choose another run.dir"
+        raise unwritable(f"cannot write to the sweep's folder {folder}", error, fix) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

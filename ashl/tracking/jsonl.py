@@ -153,17 +153,25 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that it holds either its old or the whole new content. Raises OSError."""
-    part = path.parent / f"{path.name}.part"
+    """Write a file so that it holds either its old or the whole new content. Raises OSError.
+
+    A device or a pipe is written to, and never replaced by a file; so is the target of a link.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)
+        return
+    target = Path(os.path.realpath(path))
+    part = target.parent / f"{target.name}.part"
     try:
         with open(part, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
+        os.replace(part, target)
+    except OSError as error:
         with suppress(OSError):  # a read-only file system raises here, too
             part.unlink(missing_ok=True)
+        error.filename = str(path)  # a full disk is reported without it
         raise
 
 

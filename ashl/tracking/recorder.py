@@ -2,12 +2,11 @@
 them.
 """
 
-import errno
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ashl.errors import AshlError, UsageError
+from ashl.errors import AshlError, UsageError, unwritable
 from ashl.runtime.records import Rounds
 from ashl.tracking import jsonl, timeline
 
@@ -15,15 +14,6 @@ EVENTS, METRICS, TRACE, SUMMARY = "events.jsonl", "metrics.jsonl", "trace.json.g
 
 # Beginning of the message about a full or read-only disk.
 UNWRITABLE = "Cannot write to the run folder"
-# Errors of a path at which no run can be written, however much space there is.
-NO_PLACE = (
-    errno.EACCES,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-)
 
 
 class Recorder:
@@ -49,7 +39,7 @@ class Recorder:
                     " would have a gap"
                 )
                 raise UsageError(f"{text}; run this setting again.")
-        with writing(run_dir):
+        with writing(run_dir, begins=True):
             run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = jsonl.Lines(run_dir / METRICS, sizes.get(METRICS))
             self._events = (
@@ -109,8 +99,11 @@ class Recorder:
 
 
 @contextmanager
-def writing(run_dir: Path) -> Generator[None, None, None]:
-    """Convert errors of the operating system to a sentence with the run folder and the fix."""
+def writing(run_dir: Path, begins: bool = False) -> Generator[None, None, None]:
+    """Convert errors of the operating system to a sentence with the run folder and the fix.
+
+    Args: begins, True before the run: a folder that cannot be written is then a usage error.
+    """
     try:
         yield
     except FileExistsError as error:  # the records of two runs must not mix
@@ -121,7 +114,5 @@ def writing(run_dir: Path) -> Generator[None, None, None]:
             f"another process is writing the run in {run_dir}; wait for it to end."
         ) from error
     except OSError as error:
-        text = f"{UNWRITABLE} {run_dir} ({(error.strerror or str(error)).lower()}); "
-        if error.errno in NO_PLACE:
-            raise UsageError(f"{text}choose another run.dir.") from error
-        raise AshlError(f"{text}free some space or choose another run.dir.") from error
+        found = unwritable(f"{UNWRITABLE} {run_dir}", error, "choose another run.dir.")
+        raise (found if begins else AshlError(str(found))) from error

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ashl.errors import UsageError
+from ashl.errors import UsageError, unwritable
 from ashl.tracking.console import number, percent, seconds, table_of
 from ashl.tracking.straggler import StragglerFinder, describe_straggler, find_straggler
 from ashl.watch.records import Records
@@ -85,7 +85,11 @@ def watch(command: Sequence[str], folder: Path | None, quiet: bool) -> int:
 def make_folder(folder: Path | None) -> Path:
     """Return the folder of the records. Raises UsageError if it has records already."""
     folder = folder or Path("runs") / time.strftime("%Y-%m-%d") / time.strftime("%H-%M-%S-watch")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "name another one with --folder DIR"
+        raise unwritable(f"cannot make the folder {folder}", error, fix) from error
     if (folder / SUMMARY).exists():
         raise UsageError(
             f"--folder {folder}: it has the records of another command; name a new one"

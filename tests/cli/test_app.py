@@ -2,6 +2,7 @@
 command runs.
 """
 
+import errno
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from ashl.cli.app import COMMANDS, main
 from ashl.cli.train import starting
 from ashl.config import catalog
 from ashl.errors import AshlError, DataMissingError, UsageError
+from ashl.tracking import jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -252,6 +254,43 @@ def test_completion_in_bash() -> None:
         "$ASHL", _ASHL_COMPLETE="complete_bash", COMP_WORDS="ashl list sync ss", COMP_CWORD="3"
     )
     assert done.stdout.split() == ["ssp"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("train runtime=sim run.dir=/proc/x", "Cannot write to the run folder /proc/x"),
+        (
+            "sweep runtime=sim seed=0,1 run.dir=/proc/x",
+            "cannot write to the sweep's folder /proc/x",
+        ),
+        ("calibrate run.dir=/proc/x", "Cannot write to the run folder /proc/x/profile"),
+        ("watch --folder /proc/x -- true", "cannot make the folder /proc/x"),
+    ],
+)
+def test_a_place_that_cannot_be_written(args: str, says: str, workplace: Path, capsys) -> None:
+    """It is a usage error, of all commands."""
+    assert main([*args.split(), *(["tracking=none"] if "run.dir" in args else [])]) == 2
+    err = capsys.readouterr().err
+    assert f"ashl: {says} (no such file or directory); " in err
+    assert "Traceback" not in err
+
+
+def test_a_full_disk_under_a_sweep(workplace: Path, capsys, monkeypatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jsonl.os, "fsync", full)
+    assert main(["sweep", "runtime=sim", "seed=0,1", "run.dir=grid", "tracking=none"]) == 1
+    reason = "cannot be written (no space left on device); free some space."
+    assert capsys.readouterr().err == f"ashl: grid/sweep.json {reason}\n"
+
+
+@pytest.mark.parametrize("args", ["list", "list --json", "doctor"])
+def test_a_full_standard_output(args: str) -> None:
+    ended = shell(f"$ASHL {args} >/dev/full")
+    assert ended.stderr == "ashl: standard output cannot be written (no space left on device).\n"
+    assert ended.returncode == 1
 
 
 @pytest.mark.parametrize(

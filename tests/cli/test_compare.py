@@ -3,6 +3,7 @@ mistake.
 """
 
 import json
+import os
 from pathlib import Path
 
 import pandas
@@ -96,14 +97,17 @@ def test_a_broken_run_is_named_on_one_line_and_the_others_continue(sweep, capsys
         ("compare study --baseline asp", 2, "name one of: bsp; ssp"),
         ("compare study --figures pdf,eps", 2, "--figures eps: there are svg, pdf, png."),
         ("compare study low", 2, "judge them all by one, as in --target 0.9"),
-        ("compare study --out no/r.html", 1, "no/r.html cannot be written"),
+        ("compare study --out no/r.html", 2, "no/r.html cannot be written"),
+        ("compare study --out study", 2, "study cannot be written (is a directory)"),
+        ("compare study --out /dev/full", 1, "/dev/full cannot be written (no space left"),
+        ("export study --out /dev/full", 1, "/dev/full cannot be written (no space left"),
         ("export nowhere", 2, "nowhere is no folder"),
         ("export empty", 2, "There is no finished run to read"),
         ("export study --format xls", 2, "--format xls: there are csv, parquet, json."),
         ("export study --what all", 2, "--what all: there are summary, metrics, events."),
         ("export study --format parquet", 2, "--out runs.parquet"),
-        ("export study --out no/r.csv", 1, "no/r.csv cannot be written"),
-        ("export study --out no/r.parquet --format parquet", 1, "no/r.parquet cannot be written"),
+        ("export study --out no/r.csv", 2, "no/r.csv cannot be written"),
+        ("export study --out no/r.parquet --format parquet", 2, "no/r.parquet cannot be written"),
     ],
 )
 def test_misuse_is_one_sentence(args: str, code: int, says: str, sweep, workplace, capsys) -> None:
@@ -116,6 +120,19 @@ def test_misuse_is_one_sentence(args: str, code: int, says: str, sweep, workplac
     assert err.count("\n") == 1
     assert not out
     assert not list(workplace.rglob("*.part"))
+
+
+def test_an_export_to_a_pipe_leaves_the_pipe(sweep, workplace) -> None:
+    """A device, for example /dev/null, is not replaced by a file, and a link keeps its target."""
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    Path("link").symlink_to("target.csv")
+    assert main(["export", "study", "--out", "pipe"]) == 0
+    assert main(["export", "study", "--format", "csv", "--out", "link"]) == 0
+    assert Path("pipe").is_fifo()
+    assert os.read(reader, 1 << 20) == Path("target.csv").read_bytes()
+    assert Path("link").is_symlink()
+    os.close(reader)
 
 
 EXACT = {  # null is a word that is typed
