@@ -40,6 +40,10 @@ def test_the_times_of_all_lives_add_up() -> None:
     assert sum(beat.totals_ns.values()) == 280, "the run's time"
     assert (beat.steps, beat.bytes_up, beat.bytes_down, beat.collective_ns) == (5, 11, 22, 4)
     assert beat.measures == {"a": Measured(5.0, 8.0, 3)}
+    unheard = RankContext(cast(Kernel, clock), 1)
+    unheard.time_accounting.start_at(200)
+    unheard.add_totals(None)  # it failed before its first heartbeat
+    assert unheard.heartbeat().totals_ns == totals(down=200)
 
 
 def test_a_beat_never_tells_of_more_than_it_is_late() -> None:

@@ -468,8 +468,7 @@ def rejoin(
         if connected is None:
             return False
         kernel.join_running(*connected)
-    if settings.totals is not None:
-        kernel.ctx.add_totals(settings.totals)
+    kernel.ctx.add_totals(settings.totals)
     reporter.emit(WorkerRejoined(settings.rank, kernel.now_ns))
     return True
 

@@ -320,19 +320,21 @@ class RankContext:
             )
             self.kernel.observer.emit(Round(*what, parts or None, messages or None))
 
-    def add_totals(self, before: Heartbeat) -> None:
+    def add_totals(self, before: Heartbeat | None) -> None:
         """Add the totals of the earlier incarnation of this worker, before this one begins.
 
         Time since the run's zero that no total accounts for counts as down.
+        Args: before, None if the earlier incarnation failed before its first heartbeat.
         """
-        self.steps += before.steps
-        self.measures = dict(before.measures)
         account = self.time_accounting
-        account.totals = dict(before.totals_ns)
+        if before is not None:
+            self.steps += before.steps
+            self.measures = dict(before.measures)
+            account.totals = dict(before.totals_ns)
+            account.bytes_up += before.bytes_up
+            account.bytes_down += before.bytes_down
+            account.collective_ns += before.collective_ns
         account.totals["down"] += max(0, account.cursor - sum(account.totals.values()))
-        account.bytes_up += before.bytes_up
-        account.bytes_down += before.bytes_down
-        account.collective_ns += before.collective_ns
 
     def heartbeat(self) -> Heartbeat:
         """Return the current state of this rank for the monitor. Another thread may call it."""
