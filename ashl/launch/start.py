@@ -5,29 +5,23 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from shlex import join
 
 from ashl.errors import UsageError
 from ashl.launch import kubernetes, mpirun, ray, slurm, ssh, torchrun
-from ashl.launch.job import LOCAL, Launch, Machine
+from ashl.launch.job import Launch
 
 ENGINES = ("ssh", "slurm", "mpirun", "torchrun", "ray", "kubernetes")
+LOOPS = {"ssh": ssh.tasks, "torchrun": torchrun.tasks}  # the tasks of a loop over the hosts
 
 
 def describe(launch: Launch) -> str:
     """Return the commands or the script that would start the job."""
-    launch = with_hosts(launch)
-    if launch.engine == "slurm":
-        return slurm.script(launch)
-    if launch.engine == "kubernetes":
-        return kubernetes.manifest(launch)
-    if launch.engine == "ray":
-        return ray.script(launch)
-    if launch.engine == "mpirun":
-        return join(mpirun.command(launch, find_mpirun())) + "\n"
-    tasks = torchrun.tasks(launch) if launch.engine == "torchrun" else ssh.tasks(launch)
-    return "".join(f"{join(ssh.task_command(launch, task))}\n" for task in tasks)
+    if launch.engine in LOOPS:
+        commands = [ssh.task_command(launch, task) for task in LOOPS[launch.engine](launch)]
+        return "".join(f"{join(command)}\n" for command in commands)
+    command, _, text = command_of(launch)
+    return f"{join(command)}\n" if text is None else text
 
 
 def start(launch: Launch) -> int:
@@ -35,29 +29,26 @@ def start(launch: Launch) -> int:
 
     Raises: UsageError if the engine is missing here.
     """
-    launch = with_hosts(launch)
-    if launch.engine == "ssh":
-        return ssh.run(launch, ssh.tasks(launch))
-    if launch.engine == "torchrun":
-        return ssh.run(launch, torchrun.tasks(launch))
-    if launch.engine == "slurm":
-        command = [find_program("sbatch"), *slurm.SUBMIT]
-        return run_command(command, launch.env, slurm.script(launch))
-    if launch.engine == "ray":
-        return run_command([launch.python, "-P", "-"], launch.env, ray.script(launch))
+    if launch.engine in LOOPS:
+        return ssh.run(launch, LOOPS[launch.engine](launch))
     if launch.engine == "kubernetes":
         raise UsageError(
             "--on kubernetes: ashl starts nothing there; pass the manifest of `--dry-run` to"
             " `kubectl apply -f -`"
         )
-    return run_command(mpirun.command(launch, find_mpirun()), mpirun.environment(launch))
+    command, env, text = command_of(launch)
+    return run_command([find_program(command[0]), *command[1:]], env, text)
 
 
-def with_hosts(launch: Launch) -> Launch:
-    """Return the job with this machine as its host, if torchrun has no other."""
-    if launch.machines or launch.engine != "torchrun":
-        return launch
-    return replace(launch, machines=(Machine(LOCAL, launch.size),))
+def command_of(launch: Launch) -> tuple[list[str], Mapping[str, str], str | None]:
+    """Return (command of an engine, its variables, its standard input or None)."""
+    if launch.engine == "slurm":
+        return ["sbatch", *slurm.SUBMIT], launch.env, slurm.script(launch)
+    if launch.engine == "ray":
+        return [launch.python, "-P", "-"], launch.env, ray.script(launch)
+    if launch.engine == "kubernetes":
+        return ["kubectl", "apply", "-f", "-"], {}, kubernetes.manifest(launch)
+    return mpirun.command(launch, find_mpirun()), mpirun.environment(launch), None
 
 
 def find_mpirun() -> str:

@@ -1,11 +1,13 @@
 """Start by torchrun: an agent per host starts its ranks, and restarts all at a failure."""
 
-from ashl.launch.job import RANK, Launch, Task
+from ashl.launch.job import LOCAL, RANK, HostRanks, Launch, Machine, Task
 
 
 def tasks(launch: Launch) -> list[Task]:
-    """Return the agent of each host; PET_MASTER_ADDR and PET_MASTER_PORT tell it the master."""
-    shares = launch.hosts
+    """Return the agent of each host, by default of this one. PET_MASTER_ADDR and PET_MASTER_PORT
+    tell it the master.
+    """
+    shares = launch.hosts or (HostRanks(Machine(LOCAL, launch.size), range(launch.size)),)
     found = []
     for node, share in enumerate(shares):
         place = [f"--nnodes={len(shares)}", f"--node-rank={node}"]
