@@ -2,7 +2,7 @@
 
 import sys
 
-from ashl.cli.app import main
+from ashl.cli.__main__ import start
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

@@ -82,6 +82,12 @@ class DataMissingError(AshlError):
     exit_code = 3
 
 
+class InterruptError(AshlError):
+    """Ctrl-C or SIGINT ended the command. The records are whole."""
+
+    exit_code = 130
+
+
 class OwnFaultError(AshlError):
     """A part of the user's own failed (model, task, data set or optimizer), and no code of ashl."""
 

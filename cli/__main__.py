@@ -1,8 +1,17 @@
-"""Entry point of `python -m ashl.cli`, by which torchrun starts ashl on every rank."""
+"""Entry point of `ashl` and of `python -m ashl.cli`, by which torchrun starts every rank."""
 
 import sys
 
-from ashl.cli.app import main
+
+def start() -> int:
+    """Run the command line. An interrupt while it is imported ends it in one sentence, too."""
+    try:
+        from ashl.cli.app import main
+    except KeyboardInterrupt:
+        print("ashl: interrupted", file=sys.stderr)
+        return 130
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

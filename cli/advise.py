@@ -55,7 +55,7 @@ def advise(
     with starting(quiet):
         from ashl.advice.advise import advise as asked
 
-    with interruptible(quiet):
+    with interruptible():
         found = asked(
             overrides or [],
             config_dir,

@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from ashl import __version__
 from ashl.config.catalog import CONF, defaults, meant, nearest, parameters
 from ashl.config.override import command_text
-from ashl.errors import AshlError, UsageError, plain
+from ashl.errors import AshlError, InterruptError, UsageError, plain
 from ashl.run.process_setup import standard_streams
 
 from .advise import advise
@@ -71,7 +71,11 @@ class Command(TyperCommand):
         return plain_flags(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> int:
-        return give(partial(super().invoke, ctx), as_json=bool(ctx.params.get("json")))
+        try:
+            return give(partial(super().invoke, ctx), as_json=bool(ctx.params.get("json")))
+        except KeyboardInterrupt as interrupt:
+            kept = map(str, interrupt.args)
+            raise InterruptError("; ".join(["interrupted", *kept])) from interrupt
 
 
 class Group(TyperGroup):
@@ -146,8 +150,9 @@ def _guarded(args: list[str]) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        give_error(args, "interrupted", 130)
-        return 130
+        print("ashl: interrupted", file=sys.stderr)
+        give_error(args, "interrupted", InterruptError.exit_code)
+        return InterruptError.exit_code
     except Exception as error:
         if "--debug" in args:
             traceback.print_exc()

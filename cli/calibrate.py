@@ -37,7 +37,7 @@ def calibrate(
     with starting(quiet):
         from ashl.study.calibrate import calibrate as run_calibration
 
-    with interruptible(quiet):
+    with interruptible():
         found = run_calibration(
             overrides or [],
             config_dir,

@@ -1,6 +1,7 @@
 """`ashl sweep`: run a grid of settings and compare them; an interrupted sweep is resumed."""
 
 import signal
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -104,7 +105,7 @@ def sweep(
         if json:
             return Answer(study.forecast_of(grid, typed, folder, jobs, line), next=str(line))
         return Answer({}, show=partial(study.show, grid, folder, jobs), next=str(line))
-    with interruptible(quiet):
+    with interruptible():
         pool = hosts_pool(ctx.obj, config_dir) if ctx.obj else partial(make_pool, folder)
         outcome = study.sweep(
             grid,
@@ -198,12 +199,15 @@ def hosts_pool(where: "Launch", config_dir: Path | None) -> "Callable[[int], Poo
 
 
 @contextmanager
-def interruptible(quiet: bool) -> Generator[None]:
+def interruptible() -> Generator[None]:
     """End a sweep in order at Ctrl-C, SIGTERM or SIGHUP, and say how to resume it."""
+
+    received: list[int] = []
 
     def leave(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)  # the runs are ending already
-        raise KeyboardInterrupt(signal.Signals(number).name)
+        received.append(number)
+        raise KeyboardInterrupt
 
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
@@ -212,11 +216,11 @@ def interruptible(quiet: bool) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        if not quiet:
-            print("interrupted: what has ended is kept; the same command runs what is missing")
-        if interrupt.args:
-            raise typer.Exit(SHELL + signal.Signals[interrupt.args[0]]) from interrupt
-        raise
+        kept = "what has ended is kept, and the same command runs what is missing"
+        if received:
+            print(f"ashl: interrupted; {kept}", file=sys.stderr)
+            raise typer.Exit(SHELL + received[0]) from interrupt
+        raise KeyboardInterrupt(kept) from interrupt
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -262,7 +266,7 @@ def searched(
     make_setting = partial(compose, config_dir=config_dir)
     corners = make_grid(asked.corners(), make_setting)
     folder = study.folder_of(typed, corners.settings[0].config)
-    with interruptible(quiet):
+    with interruptible():
         outcome = study.search(
             asked,
             corners,

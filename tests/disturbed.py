@@ -12,6 +12,8 @@ import pytest
 
 from ashl.tracking import jsonl
 
+# standard error of a run that an interrupt ended
+INTERRUPTED = "ashl: interrupted; the records are in run, without a checkpoint to resume from\n"
 LONG = [  # two workers and a server, for a minute if nobody ends it
     "-q",
     "tracking=none",

@@ -164,8 +164,10 @@ def conclude(monitor: Monitor, summary: dict[str, Any], failure: Exception | Non
             f"the run diverged: {summary['exit_reason']}; lower optimizer.lr, for example. Its"
             f" records are in {run_dir}"
         )
-    if status == "interrupted":
-        raise KeyboardInterrupt
+    # also an interrupt after the last step ends the command, which may run more
+    if monitor.stopping == "interrupted" or status == "interrupted":
+        kept = "" if list_checkpoints(run_dir) else ", without a checkpoint to resume from"
+        raise KeyboardInterrupt(f"the records are in {run_dir}{kept}")
     return RunOutcome(0, run_dir, summary)
 
 

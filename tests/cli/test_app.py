@@ -17,6 +17,7 @@ import yaml
 
 import ashl
 import ashl.run
+from ashl.cli.__main__ import start
 from ashl.cli.app import COMMANDS, main
 from ashl.cli.train import starting
 from ashl.config import catalog
@@ -120,7 +121,8 @@ def test_cfg_prints_what_can_be_read_back(run, capsys) -> None:
         (AshlError("It broke."), 1, "ashl: It broke."),
         (UsageError("Not so."), 2, "ashl: Not so."),
         (DataMissingError("Not there."), 3, "ashl: Not there."),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "ashl: interrupted"),
+        (KeyboardInterrupt("it is kept"), 130, "ashl: interrupted; it is kept"),
         (PermissionError(13, "Permission denied", "/x"), 1, "ashl: Permission denied: /x."),
         (
             ZeroDivisionError("by zero"),
@@ -145,7 +147,7 @@ def test_exit_codes(error: BaseException, code: int, says: str, run, capsys, mon
     run.run = fail
     assert _code(["train"]) == code
     assert capsys.readouterr().err.strip() == says
-    if says:
+    if code != 130:
         assert _code(["train", "--debug"]) == code
         assert "Traceback" in capsys.readouterr().err
 
@@ -274,6 +276,17 @@ def test_a_place_that_cannot_be_written(args: str, says: str, workplace: Path, c
     err = capsys.readouterr().err
     assert f"ashl: {says} (no such file or directory); " in err
     assert "Traceback" not in err
+
+
+def test_an_interrupt_while_the_command_line_is_imported(capsys, monkeypatch) -> None:
+    def interrupted(name: str, *_: object) -> None:
+        if name == "ashl.cli.app":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupted)])
+    monkeypatch.delitem(sys.modules, "ashl.cli.app")
+    assert start() == 130
+    assert capsys.readouterr().err == "ashl: interrupted\n"
 
 
 def test_a_full_disk_under_a_sweep(workplace: Path, capsys, monkeypatch) -> None:

@@ -20,7 +20,15 @@ import pytest
 from ashl.cli.app import main
 from ashl.run.authenticated_store import StoreAddress, StoreClient, new_secret
 from ashl.tracking import jsonl
-from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
+from tests.disturbed import (
+    INTERRUPTED,
+    LONG,
+    PATIENCE_S,
+    check_records,
+    ranks_of,
+    under_way,
+    wait_for,
+)
 
 
 def test_a_killed_server(train, workplace) -> None:
@@ -73,7 +81,9 @@ def test_untrusted_clients_change_nothing_and_ctrl_c_ends_the_run(train, workpla
 
     code, said = train(act)
     assert code == 130
-    assert re.fullmatch(r"ashl: \d+ connections to the job's store did not know .*\n", said)
+    assert re.fullmatch(
+        r"ashl: \d+ connections to the job's store did not know .*\n" + INTERRUPTED, said
+    )
     summary = check_records(workplace / "run", "interrupted")
     assert summary["steps"] > 0
     assert summary["params_sha256"], "the model was handed in, as at any other end"
@@ -88,7 +98,7 @@ MODES = ["sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]", "sync=ad_psgd
 @pytest.mark.parametrize("mode", MODES)
 def test_ctrl_c(mode: str, train, workplace) -> None:
     code, err = train(lambda run: os.kill(os.getpid(), signal.SIGINT), *mode.split())
-    assert (code, err) == (130, "")
+    assert (code, err) == (130, INTERRUPTED)
     summary = check_records(workplace / "run", "interrupted")
     assert summary["steps"] > 0
     assert summary["params_sha256"], "the model was handed in, as at any other end"
@@ -101,7 +111,7 @@ def test_ctrl_c_while_a_worker_hangs(train, workplace) -> None:
         os.kill(ranks_of(run)[0], signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGINT)
 
-    assert train(act) == (130, "")
+    assert train(act) == (130, INTERRUPTED)
     check_records(workplace / "run", "interrupted")
 
 
@@ -239,7 +249,7 @@ def test_ctrl_c_at_the_very_start(workplace) -> None:
         _, err = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
-    assert (process.returncode, err) == (130, "")
+    assert (process.returncode, err) == (130, INTERRUPTED)
     assert json.loads((workplace / "run/summary.json").read_text())["status"] == "interrupted"
 
 

@@ -245,7 +245,7 @@ def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workpla
     assert closed["status"] == "interrupted"
     assert closed["best"]["test_accuracy"] == whole["best"]["test_accuracy"]
     jsonl.write_json(run / "summary.json", whole)
-    assert main(["compare", "run", "--out", "/proc/report.html"]) == 1
+    assert main(["compare", "run", "--out", "/proc/report.html"]) == 2
     assert "name another place with --out FILE" in capsys.readouterr().err
 
 

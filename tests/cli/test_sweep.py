@@ -75,8 +75,9 @@ def test_an_interrupt_prints_how_to_resume(
     monkeypatch.setattr("ashl.study.sweep.run_settings", interrupted)
     assert main(["sweep", *GRID]) == code
     out, err = capsys.readouterr()
-    assert "interrupted: what has ended is kept; the same command runs what is missing" in out
-    assert not err
+    kept = "what has ended is kept, and the same command runs what is missing"
+    assert err == f"ashl: interrupted; {kept}\n"
+    assert "interrupted" not in out
 
 
 def test_a_failed_run_is_recorded_and_the_others_continue(

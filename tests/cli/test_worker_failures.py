@@ -18,7 +18,7 @@ from ashl.cli.app import main
 from ashl.run.join import JoinEndpoint, versions
 from ashl.runtime.rendezvous import machine
 from ashl.tracking import jsonl
-from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, wait_for
+from tests.disturbed import INTERRUPTED, LONG, PATIENCE_S, check_records, ranks_of, wait_for
 
 OWN = (  # with messages of their own
     "sync=easgd",
@@ -274,7 +274,7 @@ def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(
             assert process.stdout.read() == "the run is over\n"
         assert process.returncode == 0
 
-    assert train(join, *mode) == (130, "")
+    assert train(join, *mode) == (130, INTERRUPTED)
     check_return(workplace / "run", 1, "was killed by SIGKILL", "interrupted")
     assert not (workplace / "run/job.json").exists()
     if mode == ["sync=bsp"]:
@@ -295,7 +295,7 @@ def test_a_joined_worker_fails_again(number: str, code: int, why: str, train, wo
         wait_for(lambda: goes_on(run))  # a failure after the last round is after the end of the run
         os.kill(os.getpid(), signal.SIGINT)
 
-    assert train(join, "sync=bsp") == (130, "")
+    assert train(join, "sync=bsp") == (130, INTERRUPTED)
     lost = check_records(workplace / "run", "interrupted")["failed_workers"]
     assert [(of["worker"], of["reason"]) for of in lost] == [(1, "was killed by SIGKILL"), (1, why)]
     assert lost[0]["rejoined_s"] < lost[1]["time_s"]
@@ -320,7 +320,7 @@ def test_a_joined_and_evicted_worker_joins_again(train, workplace) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         assert process.returncode == 0
 
-    assert train(join, "sync=bsp", "runtime.heartbeat_timeout_s=4") == (130, "")
+    assert train(join, "sync=bsp", "runtime.heartbeat_timeout_s=4") == (130, INTERRUPTED)
     lost = check_records(workplace / "run", "interrupted")["failed_workers"]
     assert [of["reason"] for of in lost] == ["was killed by SIGKILL", "sent no heartbeat for 4 s"]
     assert all(of["rejoined_s"] for of in lost)
