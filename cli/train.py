@@ -60,7 +60,9 @@ OF_WORKERS = (
     "cluster.node",
     "cluster.hosts",
 )
-BESIDE = ("run.dir", "dataset.batch_size")  # keys that may change together with OF_WORKERS
+# keys that may change together with OF_WORKERS
+BESIDE = ("run.dir", "dataset.batch_size", "topology.regions")
+SIZED = ("cluster", "dataset", "topology")  # groups of these keys
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and estimate; run nothing.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -152,7 +154,7 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
     others = (
         [key for key in keys if key in (*OF_WORKERS, *BESIDE)] if {*keys} & {*OF_WORKERS} else []
     )
-    own = [f"{group}={config['choices'][group]}" for group in ("cluster", "dataset") if others]
+    own = [f"{group}={config['choices'][group]}" for group in SIZED if others]
     asked = compose([*own, *overrides], config_dir)
     if not set(config["allow_targets"]) <= set(asked["allow_targets"]):
         raise UsageError(
@@ -185,7 +187,7 @@ def with_workers(config: dict, asked: dict, keys: list[str]) -> dict:
     """Return the configuration with the typed values of `keys`, which describe the workers."""
     from ashl.config.workers import sized
 
-    new = {**config, "cluster": {**config["cluster"]}, "dataset": {**config["dataset"]}}
+    new = {**config, **{group: {**config[group]} for group in SIZED}}
     for group, _, name in (key.partition(".") for key in keys if key != "run.dir"):
         new[group][name] = asked[group][name]
     return (

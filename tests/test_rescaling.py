@@ -4,13 +4,20 @@ its own.
 
 import fcntl
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ashl.cli.app import main
+from ashl.run import rescaling
+from ashl.runtime.time_accounting import KINDS
+from ashl.topology.halos import RegionState
+from ashl.topology.rescaling import rescale_states
+from tests.every_key import BESIDE
 
 SHORT = ("cluster=homogeneous", "tracking=none", "tracking.events=all", "model.hidden=[8]", "-q")
 HALF = ("runtime=sim", *SHORT, "run.dir=four", "run.checkpoint_s=0.1", "cluster.num_workers=4")
@@ -38,6 +45,20 @@ MODES = {
     ),
     "an outer one, sums": (
         "topology=all_reduce sync=local_sgd sync.local_steps=1 outer=nesterov optimizer.momentum=0"
+    ),
+    "shards": (
+        "topology=sharded_server topology.servers=2 sync=bsp optimizer.lr=0.2"
+        f" optimizer.momentum=0.9 {NICS}"
+    ),
+    "means of models": (
+        f"topology=gossip sync=gossip_pga sync.period=1 optimizer.lr=0.2 optimizer.momentum=0 {NICS}"
+    ),
+    "means of models and momenta": (
+        "sync=pr_sgd_momentum sync.local_steps=1 optimizer.lr=0.2 optimizer.momentum=0.9"
+    ),
+    "means of models and momenta, sums": (
+        "topology=all_reduce sync=pr_sgd_momentum sync.local_steps=1 optimizer.lr=0.2"
+        " optimizer.momentum=0.9"
     ),
 }
 SLOW = pytest.mark.slow
@@ -177,39 +198,113 @@ def test_workers_at_their_own_pace(mode: str, workplace: Path) -> None:
     assert found["final"]["train_loss"] < 0.8 * summary("four")["final"]["train_loss"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "cr_psgd",
-        "cr_psgd_catalyst",
-        "adacomm",
-        "dssp",
-        "lb_bsp",
-        "rescaled_asgd",
-        "decoupled",
-        "fedbuff",
-    ],
-)
-def test_each_rule_of_a_server_resumes(rule: str, workplace: Path) -> None:
-    own = (
-        *HALF,
-        f"sync={rule}",
-        "optimizer.lr=0.02",
-        "optimizer.momentum=0",
-        "optimizer.weight_decay=0",
-    )
-    train(*own, "eval.every_commits=8", "stop.epochs=3")
-    train("--resume", "four", "cluster.num_workers=5", "run.dir=five", "stop.epochs=5")
-    assert summary("five")["status"] == "finished"
-    if rule == "cr_psgd":  # batches are as large as they had grown, from the first round on
-        known, ours = lines("four/metrics.jsonl"), lines("five/metrics.jsonl")
-        at = sum(line in known for line in ours)
-        (a, b), (c, d) = ours[at - 2 : at], ours[at : at + 2]
-        before, after = (
-            (y["samples"] - x["samples"]) / (y["step"] - x["step"]) for x, y in ((a, b), (c, d))
+def modes_of_sync() -> dict[str, str]:
+    """Return for each sync mode the settings of its run, on its own topology."""
+    words = {key: text.split() for key, text in BESIDE.items() if key.startswith("sync=")}
+    skipped = ("cluster", "stop.", "optimizer.schedule")
+    return {
+        key.removeprefix("sync="): " ".join(
+            [key, *(word for word in text if not word.startswith(skipped))]
         )
-        assert after >= before > 40
+        for key, text in words.items()
+        if key not in ("sync=profiling", "sync=one_bit_adam")
+    }
+
+
+HALOS = "topology=halos topology.updates=4 cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=200"
+SHARDS = "topology=sharded_server topology.servers=2"
+ALL_MODES = {
+    **modes_of_sync(),
+    "hop": "sync=hop topology=gossip sync.backups=1 topology.graph=complete",
+    "ahl": "sync=ahl schedule.h_preset=[2]",
+    "qsr": "sync=qsr optimizer.schedule=cosine optimizer.horizon_epochs=20",
+    "regions, one of them new": f"sync=asp {HALOS} outer=nesterov",
+    "regions, accumulated": f"sync=fedbuff {HALOS}",
+    "regions by a key": "sync=asp topology=halos topology.updates=4 topology.regions=[0,0,1,1]",
+    "shards, a barrier": f"sync=bsp {SHARDS} optimizer.momentum=0.9",
+    "shards, a bound": f"sync=ssp {SHARDS} compression=topk",
+    "push-sum, two rounds late": "sync=sgp topology=gossip topology.graph=ring sync.overlap=2",
+    "all-reduce of momenta": "sync=pr_sgd_momentum topology=all_reduce",
+}
+QUICK = ("sgp", "swarm", "ripples_random", "regions, one of them new", "shards, a barrier")
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=[SLOW] * (m not in QUICK)) for m in ALL_MODES]
+)
+def test_the_new_workers_begin_at_the_mean_of_the_models_with_all_counts(
+    mode: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = (*NICS.split(), "optimizer.lr=0.01", *ALL_MODES[mode].split())
+    train(*HALF, *own, "stop.steps=480")
+    found = list[tuple[dict[int, Any], Any, list[Any]]]()
+
+    def rescale(stage: Any, before: dict[int, Any], lead: Any, now_s: float) -> list[Any]:
+        states = rescale_states(stage, before, lead, now_s)
+        found.append((before, lead, states))
+        return states
+
+    monkeypatch.setattr(rescaling, "rescale_states", rescale)
+    others = ["topology.regions=[0,0,1,1,2,2]"] if "regions=" in ALL_MODES[mode] else []
+    six = ("cluster.num_workers=6", *others, "run.dir=six", "stop.steps=640")
+    train("--resume", "four", *six)
+    ((before, lead, states),) = found
+    check_model(before, states)
+    check_counts(lead, states)
+    ended = summary("six")
+    assert ended["status"] == "finished"
+    assert ended["steps"] == sum(worker["steps"] for worker in ended["workers"]) >= 640
+    for worker in ended["workers"]:
+        spent = sum(worker[f"{kind}_s"] for kind in KINDS)
+        assert spent == pytest.approx(ended["time_s"], abs=1e-9)
+
+
+def check_model(before: Mapping[int, Any], states: Sequence[Any]) -> None:
+    """Check that the model of the run, the mean of all models, is that of the new workers."""
+    old, new = [before[rank] for rank in range(4)], states[:6]
+    shards = [before[rank].params for rank in sorted(before) if rank > 3]
+    if any(isinstance(state, RegionState) for state in states):
+        for region, rank in ((0, 0), (1, 2)):
+            assert torch.equal(new[rank].params, shards[1 + region])
+        assert torch.equal(new[4].params, shards[0])
+        return
+    if shards and shards[0] is not None:
+        expected = torch.cat(shards)
+    else:
+        masses = [getattr(one.rule_state, "w", 1.0) for one in old]
+        assert sum(masses) == pytest.approx(4)
+        models = [one.params.double() * mass for one, mass in zip(old, masses, strict=True)]
+        expected = (sum(models) / sum(masses)).float()
+    for state in new:
+        assert torch.allclose(state.params, expected, rtol=0, atol=1e-6)
+
+
+def check_counts(lead: Any, states: Sequence[Any]) -> None:
+    """Check that the rank that counts has all counts, and the workers the same ones."""
+    before = lead.progress
+    after = next(one.progress for one in states if type(one) is type(lead))
+    for name in ("version", "dropped_for", "loss", "max_lead", "conflicts"):
+        assert getattr(after, name) == getattr(before, name)
+    for name in ("dropped_by", "drops", "stale_sum", "groups"):
+        assert sum(getattr(after, name) or ()) == sum(getattr(before, name) or ())
+    again = before.steps - after.steps  # gradients that were part of no step
+    assert 0 <= again <= 4
+    for name in ("commits", "steps_by"):
+        assert sum(getattr(after, name)) == sum(getattr(before, name)) - again
+
+
+@pytest.mark.slow
+def test_batches_are_as_large_as_they_had_grown(workplace: Path) -> None:
+    own = ("sync=cr_psgd", "optimizer.lr=0.02", "optimizer.momentum=0", "optimizer.weight_decay=0")
+    train(*HALF, *own, "eval.every_commits=8", "stop.epochs=3")
+    train("--resume", "four", "cluster.num_workers=5", "run.dir=five", "stop.epochs=5")
+    known, ours = lines("four/metrics.jsonl"), lines("five/metrics.jsonl")
+    at = sum(line in known for line in ours)
+    (a, b), (c, d) = ours[at - 2 : at], ours[at : at + 2]
+    before, after = (
+        (y["samples"] - x["samples"]) / (y["step"] - x["step"]) for x, y in ((a, b), (c, d))
+    )
+    assert after >= before > 40
 
 
 @pytest.mark.slow
@@ -254,23 +349,9 @@ def test_what_cannot_be_is_refused(four: Path, capsys) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "topology=gossip sync=d_psgd",
-        pytest.param(
-            "topology=parameter_server sync=pr_sgd_momentum", marks=SLOW
-        ),  # no plain updates
-        pytest.param("topology=sharded_server topology.servers=2 sync=bsp", marks=SLOW),
-    ],
-)
-def test_what_has_no_meaning_for_other_workers_is_refused(
-    mode: str, workplace: Path, capsys
-) -> None:
-    train(*HALF, *mode.split(), "stop.steps=60", "cluster.exchange_s=null", "cluster.bandwidth_mbit_s=50",
-          "cluster.latency_s=0.001")  # fmt: skip
+def test_injected_faults_name_the_workers(workplace: Path, capsys) -> None:
+    train(*HALF, "sync=asp", "stop.steps=60", "cluster.churn={mtbf_s: 100, mttr_s: 1}")
     said = refused(capsys, "--resume", "four", *OTHER)
-    assert said.startswith(f"ashl: cluster.num_workers: a run with {mode.split()[0]} ")
-    assert "cannot resume with another number of workers" in said
+    assert "a run with injected faults (cluster.events, cluster.churn) cannot resume" in said
     assert "run.start_from=four" in said
     assert not Path("two").exists()

@@ -638,7 +638,7 @@ def describe_modes(parts: Parts) -> str:
 
 
 def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
-    """Refuse to resume with another number of workers where the saved state belongs to workers.
+    """Refuse to resume with another number of workers if injected faults name the workers.
 
     Raises: UsageError.
     """
@@ -648,15 +648,6 @@ def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
             " resume with another number of workers; start a new run from its weights with"
             f" run.start_from={run_dir}"
         )
-    for own in parts.stages:
-        shared_state = isinstance(own.topology, ParameterServer | AllReduce)
-        kept = shared_state and has_plain_messages(own.sync)
-        if not kept or not has_failure_protocol(own):
-            raise UsageError(
-                f"cluster.num_workers: a run with {describe_modes(parts)} cannot resume with"
-                " another number of workers, its checkpoint has state of each worker; start a new"
-                f" run from its weights with run.start_from={run_dir}"
-            )
 
 
 def check_max_restarts(parts: Parts) -> None:

@@ -18,6 +18,7 @@ from ashl.planning.compatibility import check_other_worker_count
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
 from ashl.run.checkpoints import RESCALED, Checkpoint
+from ashl.run.evaluation import make_model_set
 from ashl.run.metrics import CompressionStats
 from ashl.run.monitor import Monitor
 from ashl.run.virtual import Saving
@@ -39,7 +40,7 @@ class Origin(NamedTuple):
     saved: Checkpoint
     plan: Plan
     stage: int
-    state: Any  # the lead rank's algorithm state at `time_ns`, or that of a worker in its place
+    state: Any  # of the rank that counts: the lead rank's, or that of a worker in its place
     time_ns: int  # run time
     ranks: dict[int, SavedRank]  # without failed workers
     own: Any  # mean of the workers' module states
@@ -117,14 +118,15 @@ def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Sa
     stage = monitor.job.stages[origin.stage]
     time_ns = origin.time_ns
     old_workers = origin.plan.num_workers
-    states = rescale_states(stage, origin.state, time_ns / 1e9)
+    before = {rank: saved.state for rank, saved in origin.ranks.items()}
+    states = rescale_states(stage, before, origin.state, time_ns / 1e9)
     files = dict[str, str]()
     for rank, state in enumerate(states):
         is_worker = rank < plan.num_workers
         peers = [saved for old, saved in origin.ranks.items() if (old < old_workers) == is_worker]
-        shares = plan.num_workers if is_worker else 1
-        before = [peer.context for peer in peers]
-        context = share_of_contexts(before, rank % len(peers), shares, time_ns)
+        shares = plan.num_workers if is_worker else len(states) - plan.num_workers
+        contexts = [peer.context for peer in peers]
+        context = share_of_contexts(contexts, rank % len(peers), shares, time_ns)
         drawn = origin.ranks[rank].drawn if rank < old_workers and rank in origin.ranks else 0
         own = origin.own if is_worker else None
         made = SavedRank(origin.stage, state, context, time_ns, drawn, own)
@@ -150,6 +152,7 @@ def restore_monitor(origin: Origin, plan: Plan, monitor: Monitor) -> None:
     known = checkpoints.monitor_of(origin.saved, plan.limits)
     run_state = known["books"]
     run_state.compression = CompressionStats(4 * plan.num_params)
+    run_state.parts = make_model_set(monitor.job.stages[0])
     run_state.outages = []
     run_state.stages = [end for end in run_state.stages if end.stage < origin.stage]
     run_state.boundaries = [

@@ -212,7 +212,7 @@ class Snapshots(Updates):
         self.renew(stage, state)
 
     def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
-        return state.rule_state.anchor
+        return state.params if state.rule_state is None else state.rule_state.anchor
 
     async def answer(
         self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool

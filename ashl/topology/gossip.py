@@ -192,6 +192,10 @@ class RoundRule(GossipRule, contract=True):
     def settle(self, state: RoundState, received: Received) -> None:
         """Merge messages that are in flight at the end of a stage, if messages may be late."""
 
+    def mass(self, state: Any) -> float:
+        """Return the weight of a worker's model in the mean of all models."""
+        return 1.0
+
 
 class RoamingRule(GossipRule, contract=True):
     """Asynchronous sync mode of gossip."""

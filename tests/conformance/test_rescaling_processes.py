@@ -12,7 +12,7 @@ import pytest
 from ashl.cli.app import main
 from tests.conformance.test_checkpoint_jobs import ended, torchrun, until_saved, worker_of
 from tests.conformance.test_checkpoint_processes import killed
-from tests.test_rescaling import model, summary, train
+from tests.test_rescaling import NICS, model, summary, train
 
 pytestmark = pytest.mark.slow
 # Epochs of 16 rounds of 64 samples
@@ -27,6 +27,11 @@ OWN_PACE = [
     "sync=asp compression=topk optimizer.lr=0.02",
     "sync=ssp",
     "schedule=ashl optimizer.lr=0.05",
+    "topology=gossip sync=d_psgd topology.graph=complete optimizer.lr=0.02",
+    "topology=gossip sync=ad_psgd topology.graph=ring optimizer.lr=0.02",
+    "topology=partial_all_reduce sync=ripples_random sync.group_size=2 optimizer.lr=0.02",
+    f"topology=sharded_server topology.servers=2 sync=ssp optimizer.lr=0.02 {NICS}",
+    "topology=halos topology.regions=[0,1] topology.updates=4 sync=asp optimizer.lr=0.02",
 ]
 
 
@@ -61,7 +66,9 @@ def test_two_workers_four_and_one_take_one_trajectory(
 def test_workers_at_their_own_pace(mode: str, workplace: Path) -> None:
     own = (*PACED, *mode.split(), "run.checkpoint_s=0.3")
     train("runtime=local", *own, "cluster.num_workers=2", "run.dir=two", "stop.steps=300")
-    train("--resume", "two", "cluster.num_workers=3", "run.dir=three", "stop.steps=600")
+    three = ["cluster.num_workers=3", "run.dir=three", "stop.steps=600"]
+    three += ["topology.regions=[0,1,1]"] if "regions=" in mode else []
+    train("--resume", "two", *three)
     train("--resume", "three", "stop.steps=700")
     found = summary("three")
     assert found["status"] == "finished"
