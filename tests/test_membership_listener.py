@@ -9,9 +9,12 @@ from typing import Any, cast
 
 import pytest
 
+from ashl.run.checkpoints import RestorePoint
 from ashl.run.membership_listener import MembershipListener
+from ashl.run.rank import restore
 from ashl.runtime import rendezvous
 from ashl.runtime.effects import PEER_FAILED, Epoch, Message
+from ashl.runtime.plain_state import encode, to_plain
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import PAUSES
 from ashl.runtime.records import ControlUpdate
@@ -94,6 +97,14 @@ def test_a_joining_worker_begins_its_first_epoch_once() -> None:
     assert begun == [2]
     assert numbers == [2 * PAUSES, 2 * PAUSES + 1]
     assert kernel.heartbeat().first_pause == 2 * PAUSES
+
+
+def test_a_worker_without_a_part_and_without_a_heartbeat_was_down_until_the_checkpoint() -> None:
+    kernel, plan = kernel_of(Quiet()), cast("Any", SimpleNamespace(allow_targets=()))
+    point = RestorePoint(3_000_000_000, 7, (0,), encode(to_plain(None)))
+    assert restore(kernel, point, plan, "cpu") is None
+    totals = kernel.ctx.time_accounting.totals
+    assert totals["down"] == sum(totals.values()) == 3_000_000_000
 
 
 def test_a_joining_worker_takes_part_from_the_first_message_of_its_server_on() -> None:
