@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -99,12 +100,11 @@ def user_secret() -> str:
     try:
         if not path.exists():
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            new = path.with_name(secrets.token_hex(8))
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_hex(32))
-            with suppress(FileExistsError):  # another process of this job was faster
-                os.link(new, path)
-            new.unlink()
+            with NamedTemporaryFile("w", dir=path.parent) as new:  # of mode 600
+                new.write(secrets.token_hex(32))
+                new.flush()
+                with suppress(FileExistsError):  # another process of this job was faster
+                    os.link(new.name, path)
         status = path.stat()
         if status.st_mode & 0o077 or status.st_uid != os.getuid():
             raise UsageError(f"{path}: other users can read it; run `chmod 600 {path}`")
@@ -160,12 +160,7 @@ class Connection:
     def send_message(self, *values: Any) -> None:
         """Send plain values. Bytes follow the others, which have their number in their place."""
         contents = [value for value in values if isinstance(value, bytes | memoryview)]
-        header = json.dumps(
-            [
-                {"nbytes": len(value)} if isinstance(value, bytes | memoryview) else value
-                for value in values
-            ]
-        ).encode()
+        header = json.dumps(values, default=lambda content: {"nbytes": len(content)}).encode()
         self.send(SIZE.pack(len(header)) + header)
         for content in contents:
             self.send(content)

@@ -289,7 +289,6 @@ class Reporter:
         self._broken = False  # True if records cannot be sent any more
         self._outbox: deque[tuple[Record, Any]] = deque()  # each with its content or None
         self._posted: Counter[str] = Counter()  # records with a content, by kind
-        self._used: dict[str, int] = {}  # records with a content that the controller has used
         self._lock = threading.Lock()
         self._flush_lock = threading.Lock()
         self._closed = threading.Event()
@@ -346,7 +345,7 @@ class Reporter:
 
     def _has_room(self, kind: str, most: int) -> bool:
         """Return True if the controller has used all but `most` of the posted contents."""
-        return self._posted[kind] - self._used.get(kind, 0) < most
+        return self._posted[kind] - (self.control_update.taken or {}).get(kind, 0) < most
 
     def _post_state(self) -> None:
         """Post the module's state if fewer than `STATES` are in flight, and request the next one
@@ -435,7 +434,6 @@ class Reporter:
             logger.info("is asked to stop: %s", update.stopping)
         self.stopping = self.stopping or update.stopping
         self.scores = update.scores
-        self._used = update.taken or {}
         self.control_update = update
         self.on_update(update)
         if update.end is None:

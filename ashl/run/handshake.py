@@ -60,11 +60,13 @@ class Hello(NamedTuple):
 
 def make_hello(job: JobMembership, **known: Any) -> Hello:
     """Return the hello of this process; `known` are the fields that the caller knows."""
-    version = torch.__version__.partition("+")[0]  # builds for CPUs and CUDA are compatible
-    python = ".".join(platform.python_version_tuple()[:2])
-    return Hello(
-        job.rank, platform.node(), machine(), job.local_rank, __version__, version, python, **known
-    )
+    return Hello(job.rank, platform.node(), machine(), job.local_rank, *versions(), **known)
+
+
+def versions() -> tuple[str, str, str]:
+    """Return the versions of ashl, torch and Python that the processes of a run must share."""
+    of_torch = torch.__version__.partition("+")[0]  # builds for CPUs and CUDA are compatible
+    return __version__, of_torch, ".".join(platform.python_version_tuple()[:2])
 
 
 def hello_key(rank: int) -> str:

@@ -17,9 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import torch
-
-from ashl import __version__
 from ashl.errors import AshlError, UsageError, parsed, unwritable
 from ashl.launch.job import is_loopback
 from ashl.plan.plan import Plan
@@ -27,6 +24,7 @@ from ashl.planning.device import device_of
 from ashl.planning.instantiate import parts_of
 from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreAddress, StoreClient
 from ashl.run.control_channel import PATIENCE_S
+from ashl.run.handshake import VERSIONS, versions
 from ashl.run.interface import Chosen, named, reaching, towards
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import End, Text, parse_json, validate
@@ -158,11 +156,6 @@ def join_again(end: End, run_dir: Path, worker: int | None) -> NoReturn:
 # --- the join endpoint
 
 
-def versions() -> tuple[str, str, str]:
-    """Return the versions of ashl, torch and Python of this process."""
-    return __version__, torch.__version__, platform.python_version()
-
-
 @contextmanager
 def publish_join_endpoint(run_dir: Path, at: StoreAddress) -> Generator[None]:
     """Publish the join endpoint of a run in its folder until the context ends.
@@ -209,9 +202,7 @@ def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
         raise UsageError(
             f"{run_dir}: the run is on the loopback of {endpoint.name}; join it on that machine"
         )
-    for name, theirs, own in zip(
-        ("ashl", "torch", "Python"), endpoint[-3:], versions(), strict=True
-    ):
+    for name, theirs, own in zip(VERSIONS, endpoint[-3:], versions(), strict=True):
         if theirs != own:
             raise UsageError(
                 f"{run_dir}: the run has {name} {theirs}, and this process has {own}; install the"
