@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ashl.config.override import CommandLine, command_text, key_of
+from ashl.config.signals import handle_signals
 from ashl.errors import UsageError
 
 from .answer import Answer, Json
@@ -209,21 +210,15 @@ def interruptible() -> Generator[None]:
         received.append(number)
         raise KeyboardInterrupt
 
-    numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, leave) for number in numbers}
     try:
-        yield
+        with handle_signals(leave, {signal.SIGTERM, signal.SIGHUP}):
+            yield
     except KeyboardInterrupt as interrupt:
         kept = "what has ended is kept, and the same command runs what is missing"
         if received:
             print(f"ashl: interrupted; {kept}", file=sys.stderr)
             raise typer.Exit(SHELL + received[0]) from interrupt
         raise KeyboardInterrupt(kept) from interrupt
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def refuse(options: dict[str, object]) -> None:

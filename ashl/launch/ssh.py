@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from shlex import join, quote
 from typing import Any
 
+from ashl.config.signals import INTERRUPTS
 from ashl.errors import AshlError, UsageError, plain
 from ashl.launch.job import EVICTED, Launch, Machine, Task, is_loopback, random_port
 
@@ -48,7 +49,6 @@ OPTIONS = (
 )
 DISCONNECTED = 255  # exit code of ssh itself
 CODES = (1, 2, 3, 130)  # exit codes of an ashl command that did not succeed
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass

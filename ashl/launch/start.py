@@ -2,11 +2,11 @@
 
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from shlex import join
 
+from ashl.config.signals import handle_signals
 from ashl.errors import UsageError
 from ashl.launch import kubernetes, mpirun, ray, slurm, ssh, torchrun
 from ashl.launch.job import Launch
@@ -77,14 +77,6 @@ def run_command(command: Sequence[str], env: Mapping[str, str], text: str | None
         text=True,
         start_new_session=True,
     )
-    before = {
-        number: signal.signal(number, lambda number, _: process.send_signal(number))
-        for number in ssh.INTERRUPTS
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
+    with handle_signals(lambda number, _: process.send_signal(number)):
         process.communicate(text)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from ashl.cluster.spec import RealCluster
-from ashl.config.parent import end_with_parent
+from ashl.config.signals import end_with_parent
 from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, plain
 from ashl.launch.environment import JobMembership, resolve

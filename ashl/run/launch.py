@@ -23,6 +23,7 @@ import torch
 
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
+from ashl.config.signals import INTERRUPTS
 from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.fingerprint import Fingerprint
@@ -41,7 +42,6 @@ from ashl.run.evaluation import shard_sizes
 from ashl.run.interface import LOOPBACK, Chosen, check_loopback, named
 from ashl.run.join import publish_join_endpoint
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import INTERRUPTS
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
 from ashl.runtime.records import End, Heartbeat, WorkerRejoined

@@ -1,4 +1,4 @@
-"""Set up a process: its standard streams, its signals, its title, its log and its exit code.
+"""Set up a process: its standard streams, its title, its log and its exit code.
 
 A daemon or a cron job may start with closed descriptors: then the next file that is opened takes
 number 1 and receives what is printed. A terminal may show ASCII only, or close while the process
@@ -10,11 +10,10 @@ import io
 import logging
 import multiprocessing as mp
 import os
-import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -30,8 +29,6 @@ EXIT_ORPHANED = 75  # its parent has ended
 EXIT_CONTROLLER_SILENT = 76
 EXIT_DECLARED_FAILURE = 77  # a worker that fails as cluster.events declares
 EXIT_EVICTED = 78  # a worker without which the run continues, as it missed heartbeats
-# Ctrl-C, the end of a job in a queue, and a terminal that closes.
-INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 LOG_LEVEL = "ASHL_LOG"  # the environment variable that sets how much is logged
 LEVELS = ("debug", "info", "warning", "error")
 REPLACE = "replace"  # error handler of a stream: `?` for a letter that its encoding lacks
@@ -130,24 +127,6 @@ def redirect(path: Path) -> None:
         )
         setattr(sys, name, stream)
     os.close(out)
-
-
-@contextmanager
-def handle_signals(handle: Callable[[int, object], None]) -> Generator[None]:
-    """Handle SIGINT, SIGTERM and SIGHUP by `handle` until the context ends.
-
-    Limits: no effect outside the main thread; a SIGHUP that is ignored (nohup) stays ignored.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    before = {number: signal.signal(number, handle) for number in INTERRUPTS - kept}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def die_with_parent() -> None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from ashl.config.construct import own_faults
 from ashl.config.cores import usable_cores
+from ashl.config.signals import INTERRUPTS, handle_signals
 from ashl.data.dataset import Data
 from ashl.device import HOST, claim_generators, numbers
 from ashl.errors import AshlError
@@ -49,10 +50,8 @@ from ashl.run.membership_listener import MembershipListener, exit_process
 from ashl.run.process_setup import (
     EXIT_CONTROLLER_SILENT,
     EXIT_DECLARED_FAILURE,
-    INTERRUPTS,
     LOG_LEVEL,
     die_with_parent,
-    handle_signals,
     redirect,
     set_title,
     start_log,

@@ -23,6 +23,7 @@ from rich.console import Console
 from ashl.config.construct import construct, own_faults
 from ashl.config.identity import config_hash
 from ashl.config.recorded import config_of
+from ashl.config.signals import handle_signals
 from ashl.errors import AshlError, UsageError, unwritable
 from ashl.launch.environment import JobMembership, read_membership
 from ashl.plan.plan import Plan
@@ -35,7 +36,7 @@ from ashl.run import job as jobs
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
 from ashl.run.host_time import host_here_s
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import handle_signals, log_level, logging_to, titled
+from ashl.run.process_setup import log_level, logging_to, titled
 from ashl.run.rescaling import Origin
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from ashl.config.parent import end_with_parent
 from ashl.config.recorded import CONFIG, read
+from ashl.config.signals import end_with_parent
 from ashl.errors import AshlError, UsageError
 from ashl.tracking import jsonl
 from ashl.tracking.copying import copy_run, digest, gist, params_of

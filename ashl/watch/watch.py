@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from ashl.config.signals import handle_signals
 from ashl.errors import UsageError, unwritable
 from ashl.tracking.console import number, percent, seconds, table_of
 from ashl.tracking.straggler import StragglerFinder, describe_straggler, find_straggler
@@ -49,7 +50,7 @@ def watch(command: Sequence[str], folder: Path | None, quiet: bool) -> int:
             live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))
         process = start(command, folder, piped=live is not None)
         stack.enter_context(process)
-        stack.callback(pass_signals(process))
+        stack.enter_context(pass_signals(process))
         copies = [
             threading.Thread(target=copy_lines, args=(stream, console), daemon=True)
             for stream in (process.stdout, process.stderr)
@@ -120,22 +121,14 @@ def start(command: Sequence[str], folder: Path, piped: bool) -> subprocess.Popen
         ) from error
 
 
-def pass_signals(process: subprocess.Popen[str]) -> Any:
-    """Pass SIGTERM on to the command, and leave SIGINT to it, which the terminal sends to both.
+def pass_signals(process: subprocess.Popen[str]) -> AbstractContextManager[None]:
+    """Pass SIGTERM on to the command, and leave SIGINT to it, which the terminal sends to both."""
 
-    Returns: a function that restores the handlers.
-    """
-    handlers = {
-        signal.SIGINT: lambda *_: None,
-        signal.SIGTERM: lambda number, _: process.send_signal(number),
-    }
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    def handle(number: int, frame: object) -> None:
+        if number == signal.SIGTERM:
+            process.send_signal(number)
 
-    def restore() -> None:
-        for sent, handler in before.items():
-            signal.signal(sent, handler)
-
-    return restore
+    return handle_signals(handle, {signal.SIGINT, signal.SIGTERM})
 
 
 def copy_lines(stream: IO[str], console: Console) -> None:

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from ashl.cli.app import main
 from ashl.config.catalog import catalog
+from ashl.config.signals import handle_signals
 from ashl.launch.environment import ENGINES, clear_launcher_env
 from ashl.report.records import is_summary
 from ashl.run import process_setup
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import handle_signals
 from ashl.tracking import jsonl
 from ashl.tracking.console import Progress
 from ashl.tracking.killed import close_killed
