@@ -100,11 +100,17 @@ def test_the_first_failure_ends_the_job(
 def test_an_interrupt_ends_all_hosts_in_order(
     where: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(ssh, "GRACE_S", 7919)  # seconds, a number that no other process sleeps
     threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert run(where, LINGERING, monkeypatch) == 130
-    here, pid, *said = capfd.readouterr().out.split()
+    out, err = capfd.readouterr()
+    here, pid, *said = out.split()
     assert (here, said) == ("here", ["leaving", "in", "order"])
-    assert gone(int(pid))
+    assert err == "ashl: interrupted\n"
+    sleeping = [
+        p.pid for p in psutil.process_iter(["cmdline"]) if "7919" in (p.info["cmdline"] or ())
+    ]
+    assert gone(int(pid), *sleeping, within_s=2)
 
 
 @pytest.mark.parametrize("how", ["end of input", "SIGTERM"])

@@ -29,7 +29,8 @@ SCRIPT = (
     # the shell itself would say that its process was killed
     "exec 4>&2 2>/dev/null; {command} </dev/null 3<&- 2>&4 4>&- & rank=$!; exec 4>&-; "
     'trap "kill -TERM $rank" TERM HUP INT; '
-    "(cat <&3; kill -TERM $rank; sleep {grace_s}; kill -KILL $rank) >/dev/null & "
+    "(cat <&3; kill -TERM $rank; sleep {grace_s} & s=$!; "
+    'trap "kill $s; exit" TERM; wait $s; kill -KILL $rank) >/dev/null & '
     "wait $rank; code=$?; kill $!; exit $code"
 )
 GREETING = re.compile(r"ashl is there(?: (\S+) \S+ (\S+) \S+)? *")
@@ -282,9 +283,12 @@ async def supervise(
         for task in done:
             connection, code = pending.pop(task), task.result()
             killed = code < 0 or code == EVICTED or (code > 128 and code != 130)
-            if code and failure is None and killed and tolerates_failures and connection.task.rank:
+            # after an interrupt, a rank that has not begun is killed by the signal
+            if not code or failure is not None or interrupts:
+                continue
+            if killed and tolerates_failures and connection.task.rank:
                 sys.stderr.write(f"ashl: {describe(connection, code)}\n")
-            elif code and failure is None:
+            else:
                 failure = code if code in CODES else 1, describe(connection, code)
                 stop_s = min(stop_s, clock() + SETTLE_S)
         if interrupts or clock() >= stop_s:
@@ -292,10 +296,17 @@ async def supervise(
             for connection in pending.values():
                 connection.input.close()
     if interrupts:
+        show_interrupted(shown)
         return 130
     if failure is not None and not any(text.startswith("ashl: ") for text in shown):
         raise (UsageError if failure[0] == 2 else AshlError)(failure[1])
     return failure[0] if failure else 0
+
+
+def show_interrupted(shown: set[str]) -> None:
+    """Print that the job was interrupted, unless rank 0 has printed it."""
+    if not any(text.startswith("ashl: interrupted") for text in shown):
+        sys.stderr.write("ashl: interrupted\n")
 
 
 def describe(connection: Connection, code: int) -> str:
