@@ -255,9 +255,8 @@ class Churn:
             return
         workers = tuple(rank for rank in running if rank < n)
         incarnations = tuple(self.failures[rank] for rank in workers)
-        before, self.epoch = self.epoch, Epoch(self.epoch.number + 1, workers, incarnations)
-        start = partial(self.start, epoch=self.epoch)
-        sim.begin_epoch(running, start, self.epoch.has_joiner(before))
+        self.epoch = Epoch(self.epoch.number + 1, workers, incarnations)
+        sim.begin_epoch(running, partial(self.start, epoch=self.epoch))
 
     def _inform(self, item: tuple[int, int, int, str]) -> None:
         """Notify a peer of a failure, unless it was notified already."""

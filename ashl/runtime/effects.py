@@ -203,12 +203,6 @@ class Epoch(NamedTuple):
     workers: tuple[int, ...]  # the members, in rank order
     incarnations: tuple[int, ...] = ()  # earlier failures of each member
 
-    def has_joiner(self, before: Epoch) -> bool:
-        """Return True if a worker has joined since an earlier epoch."""
-        known = dict(zip(before.workers, before.incarnations, strict=False))
-        members = zip(self.workers, self.incarnations, strict=True)
-        return any(known.get(rank, 0) != incarnation for rank, incarnation in members)
-
 
 class Save(NamedTuple):
     """Save this rank in a checkpoint: `state` holds all that it needs to continue in `stage`. All

@@ -12,10 +12,10 @@ except those of joining workers), finished (`run_until`, then `close_connections
 arrives as PeerFailedError through the inbox.
 
 Epochs, in a run that regroups: the controller publishes the members of the next epoch after a
-failure or a rejoin (`begin_epoch`). After a failure the main thread completes local work that need
-not be repeated (`RankContext.in_local_work`). It then ends all tasks of the rank, and meets the
-other members in a new process group of gloo. It starts the program again with the rank's last safe
-point. A rank whose collective or connection breaks before waits for it.
+failure or a rejoin (`begin_epoch`). The main thread completes local work that need not be repeated
+(`RankContext.in_local_work`). It then ends all tasks of the rank, and meets the other members in a
+new process group of gloo. It starts the program again with the rank's last safe point. A rank whose
+collective or connection breaks before waits for it.
 
 Resume: each rank continues from its part of a checkpoint (`restore`). A worker without a part
 joins. If the run regroups, all ranks begin a new epoch for that. Otherwise the servers receive the
@@ -492,14 +492,14 @@ class TorchKernel:
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends, or until another epoch is to begin."""
-        while not task.done and (self._published is self._epoch or self._completes_work):
+        while not task.done and (self._published is self._epoch or self.ctx.in_local_work):
             task.waiting = None
             self._moved = time.monotonic_ns()
             effect = resume_checked(task, value)
             if effect is None:
                 return self._end(task)
             task.waiting = effect
-            goes_on = self._completes_work and isinstance(effect, fx.Compute)
+            goes_on = self.ctx.in_local_work and isinstance(effect, fx.Compute)
             if self._published is not self._epoch and not goes_on:
                 return None
             if self._unsettled and task.main and not isinstance(effect, fx.Compute):
@@ -508,14 +508,6 @@ class TorchKernel:
             if blocked:
                 return None
         return None
-
-    @property
-    def _completes_work(self) -> bool:
-        """Return True if this rank completes its local work before it begins the published epoch.
-
-        It does not if a worker joins: all members wait for the first work of that worker.
-        """
-        return self.ctx.in_local_work and not self._published.has_joiner(self._epoch)
 
     def _perform(self, task: Task, effect: Any) -> tuple[bool, Any]:
         """Perform an effect; return whether the task blocks, and the effect's value."""

@@ -512,13 +512,11 @@ class Sim:
             self.joining.pop(rank, None)
             self._late.pop(rank, None)
 
-    def begin_epoch(
-        self, ranks: Sequence[int], start: Callable[..., Coroutine], has_joiner: bool
-    ) -> None:
+    def begin_epoch(self, ranks: Sequence[int], start: Callable[..., Coroutine]) -> None:
         """End the tasks of all ranks, and start these ones by `start(ctx, saved=...)`, with their
-        last safe points. A rank in local work completes it first, unless a worker joins.
+        last safe points. A rank in local work that it will keep completes it first.
         """
-        working = [rank for rank in ranks if self._is_working(rank) and not has_joiner]
+        working = [rank for rank in ranks if self._is_working(rank)]
         others = [rank for rank in ranks if rank not in working]
         self.stop_ranks(others)
         self._pausing = {}

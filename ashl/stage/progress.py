@@ -229,10 +229,10 @@ class Progress(RunProgress):
 
     def commit_all(self, steps: Sequence[int], samples: int) -> None:
         """Count a push of every worker that is now part of the model: steps by worker, samples of
-        all.
+        all. A worker without steps has no push.
         """
         assert not self.waiting
-        if self.failed:
+        if self.failed or 0 in steps:
             return self._commit_present(steps, samples)
         self.clocks = [clock + 1 for clock in self.clocks]
         self.commits = [count + 1 for count in self.commits]
@@ -242,15 +242,17 @@ class Progress(RunProgress):
         self.advance(sum(steps), samples, self.num_workers)
 
     def _commit_present(self, steps: Sequence[int], samples: int) -> None:
-        """Count a push of every worker that has not failed."""
+        """Count a push of every worker that has not failed and has steps."""
+        pushes = 0
         for worker in [worker for worker in range(self.num_workers) if worker not in self.failed]:
             self.clocks[worker] += 1
-            self.commits[worker] += 1
+            self.commits[worker] += steps[worker] > 0
             self.steps_by[worker] += steps[worker]
             self.steps += steps[worker]
+            pushes += steps[worker] > 0
         self._at_clock = {clock + 1: workers for clock, workers in self._at_clock.items()}
         self.slowest, self.fastest = self.slowest + 1, self.fastest + 1
-        self.advance(0, samples, self.present)
+        self.advance(0, samples, pushes)
 
     def take_back(self, worker: int, rounds: int, steps: int, samples: int) -> None:
         """Subtract rounds of a failed worker that were counted and are part of no model."""

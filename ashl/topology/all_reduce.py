@@ -46,6 +46,7 @@ from ashl.plan.plan import WorkerPlan
 from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate, slice_vector
+from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.contract import (
     CODEC,
@@ -67,6 +68,7 @@ from ashl.stage.members import (
     cap_local_steps,
     count_merge,
     is_truncated,
+    members_of,
     remaining_rounds,
     shared_members,
     survivors,
@@ -84,6 +86,9 @@ from ashl.topology.ending import (
     local_stop,
 )
 from ashl.topology.epochs import (
+    COMPUTES,
+    IDLES,
+    KEEPS,
     NO_MODEL,
     Standing,
     compare_members,
@@ -246,6 +251,7 @@ class PeerState(WorkerState):
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
     # at a safe point after local work, which is `pending`: the state before it
     before_work: PeerState | None = None
+    idle: tuple[int, ...] = ()  # joining workers that have no work in this round
 
     def begin(self, ctx: RankContext, stage: StageConfig) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
@@ -315,9 +321,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
     state.begin(ctx, stage)
-    planned, team = plan_round(stage, ctx.members, state.rule_state, state.progress), None
-    rest = state.rest if state.pending is None else state.pending_rest
-    exchanged = truncate_round(stage, ctx.members, planned, rest)
+    planned, exchanged = plan_first_round(ctx, stage, state)
+    team = None
     while True:
         state.set_round(planned, ctx.rank)
         if state.coming is None:  # no bucket of the model is in flight
@@ -372,6 +377,21 @@ def plan_round(
     return assign(stage, members.ranks, workers)
 
 
+def plan_first_round(
+    ctx: RankContext, stage: StageConfig, state: PeerState
+) -> tuple[Assignments, Assignments]:
+    """Return the work of the round with which a worker begins its loop: as planned, and as its
+    exchange merges it. A worker in `state.idle` has none.
+    """
+    members = ctx.members if not state.idle else members_with_work(ctx, stage, state, ctx.members)
+    planned = plan_round(stage, members, state.rule_state, state.progress)
+    rest = state.rest if state.pending is None else state.pending_rest
+    exchanged = truncate_round(stage, members, planned, rest)
+    if state.idle:
+        exchanged = without_work(exchanged, state.idle)
+    return planned, exchanged
+
+
 def group_of(ctx: RankContext, stage: StageConfig, part: Part, work: Assignments) -> ProcessGroup:
     """Return the process group that exchanges a part of the model in rounds with this work."""
     team = ProcessGroup.of(ctx, part.stage, work)
@@ -397,10 +417,11 @@ async def end_together(
 def record_merge(ctx: RankContext, stage: StageConfig, state: PeerState, done: Exchanged) -> None:
     """Record a worker's round, and evaluate the model if that is due."""
     work, late = done.work, state.in_time is not None
-    ctx.record_round(
-        stage.index, state.round, work.steps, done.staleness, dropped=late, loss=work.loss
-    )
-    state.round += 1
+    if work.steps:
+        ctx.record_round(
+            stage.index, state.round, work.steps, done.staleness, dropped=late, loss=work.loss
+        )
+        state.round += 1
     if ctx.rank == ctx.members.lead_rank and not done.sums:
         evaluate_if_due(ctx, stage, state)
 
@@ -475,7 +496,7 @@ async def exchange(
         if keeps_work(stage) and ctx.restart_point is not None:
             before = ctx.restart_point[1]
             ctx.keep_work(stage.index, replace(state, pending=work, before_work=before))
-    team.loss = work.loss / team.size
+    team.loss = work.loss / (team.size - len(state.idle))
     x = stage.aggregate.clip(work.payload)
     summing = exchange_update(team, part.stage, part.state, state.progress, version, x)
     if stage.delayed is None:
@@ -645,7 +666,7 @@ def merge(
     result, ahead = ctx.compute_once(team.ranks, moment, compute)
     keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
     state.apply_merge(result)
-    state.pending, state.pending_rest, state.before_work = None, state.rest, None
+    state.pending, state.pending_rest, state.before_work, state.idle = None, state.rest, None, ()
     state.rest, state.rule_state = ahead.rest, ahead.rule_state
     if done.sums:
         position = {"step": state.step, "drawn": state.drawn, "round": state.round + 1}
@@ -711,9 +732,13 @@ def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: P
 # The members exchange the versions of their models. If some of them have missed the last merge, the
 # others go back by one more round. The donor is the lowest rank with the newest state. It sends
 # what all workers have in common to each joining worker, and to a member that has missed the end of
-# a stage. Then the kept work is exchanged, with the members' weights, Σ w_i = 1. Work is computed
-# again if the new members would compute it otherwise (`suits_members`), and if its exchange
-# overlaps with computing (`keeps_work`). The failed worker's steps of the round count as dropped.
+# a stage. Then the kept work is exchanged, with the weights of the members that have work, Σ w_i =
+# 1. Work is computed again if the new members would compute it otherwise (`suits_members`), and if
+# its exchange overlaps with computing (`keeps_work`). The failed worker's steps of the round count
+# as dropped.
+#
+# If any member keeps its work, a joining worker has none in this round: it adds zeros with weight 0
+# (`PeerState.idle`), so that no member waits for it. It computes from the next round on.
 #
 # A survivor keeps its own state: momentum, residual, position in its data. A joining worker begins
 # with momentum and residual zero, and its data continue after the samples that were counted for it.
@@ -739,6 +764,8 @@ class CommonState(NamedTuple):
     rule_state: Any
     assigned: Any  # as planned after profiling
     in_time: InTime | None
+    rest: Remaining  # remaining rounds when this round was begun
+    idle: tuple[int, ...]  # workers without work in this round
 
 
 async def reform(
@@ -754,7 +781,9 @@ async def reform(
     """
     index, state = saved or (0, PeerState(*stages[0].trainer.init()))
     version = state.progress.version if saved else NO_MODEL
-    standing = await compare_members(ctx, stages[0], epoch, index, version, goes_back=True)
+    points = ctx.restart_point, ctx.before_restart_point
+    parts = [part_in_round(stages, point) for point in points]
+    standing = await compare_members(ctx, stages[0], epoch, index, version, True, parts)
     if index < len(stages) and version > standing.version:
         state = go_back(ctx, state)
         assert state.progress.version == standing.version
@@ -778,20 +807,60 @@ async def reform(
 
 
 def keeps_work(stage: StageConfig) -> bool:
-    """Return True if local work ends before its exchange begins, so that an epoch between them need
-    not repeat it.
+    """Return True if an epoch between local work and its exchange need not repeat the work.
+
+    It must if the exchange begins before the work ends, and if the work has the data or the weights
+    of other members in it.
     """
-    return not stage.buckets and stage.delayed is None
+    in_order = not stage.buckets and stage.delayed is None
+    return in_order and not stage.reshards and not stage.trainer.weighs
+
+
+def admits_idle(stage: StageConfig) -> bool:
+    """Return True if a member with weight 0 changes no sum; protocols of codecs have no weights."""
+    return keeps_work(stage) and not isinstance(stage.pipeline.innermost, Collective)
+
+
+def part_in_round(stages: Sequence[StageConfig], saved: tuple[int, PeerState] | None) -> int:
+    """Return the part of a rank in the round of a safe point, see `compare_members`."""
+    if saved is None or saved[0] >= len(stages) or not admits_idle(stages[saved[0]]):
+        return COMPUTES
+    if saved[1].pending is None:
+        return COMPUTES
+    return KEEPS if saved[1].pending.steps else IDLES
+
+
+def members_with_work(
+    ctx: RankContext, stage: StageConfig, state: PeerState, members: Members
+) -> Members:
+    """Return the members that have work in this round as the members of a stage."""
+    ranks = [rank for rank in members.ranks if rank not in state.idle]
+    return members_of(stage, ranks) if state.idle else members
+
+
+def without_work(work: Assignments, idle: Sequence[int]) -> Assignments:
+    """Return the work of a round in which these workers have none."""
+    steps, samples = (
+        tuple(0 if rank in idle else count for rank, count in enumerate(counts))
+        for counts in (work.steps, work.samples)
+    )
+    return replace(work, steps=steps, samples=samples)
+
+
+def no_work(stage: StageConfig, state: PeerState) -> Work:
+    """Return the work of a joining worker in the round under way: zeros."""
+    d = stage.pipeline.d
+    zeros = SizeOnly(4 * d) if isinstance(state.params, SizeOnly) else state.params.new_zeros(d)
+    return Work(zeros, 0.0, 0, 0, 0.0, state.version)
 
 
 def suits_members(ctx: RankContext, stage: StageConfig, state: PeerState, epoch: Epoch) -> bool:
     """Return True if the members of this epoch would compute the kept work of this rank as it is.
 
-    They would not if they have another H, batch or data, or if the work has their weights in it.
+    They would not if they have another H or batch.
     """
-    if stage.reshards or stage.trainer.weighs:
-        return False
-    members = shared_members(ctx, stage, epoch.workers, epoch.number)
+    everyone = shared_members(ctx, stage, epoch.workers, epoch.number)
+    members = members_with_work(ctx, stage, state, everyone)
     planned = plan_round(stage, members, state.rule_state, state.progress)
     merged = truncate_round(stage, members, planned, state.rest)
     kept = state.pending.steps, state.pending.samples
@@ -814,20 +883,27 @@ def continue_with(
 ) -> None:
     """Set the state for a stage with the members of this epoch."""
     before = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
-    planned = plan_round(stage, before, state.rule_state, state.progress)
+    worked = members_with_work(ctx, stage, state, before)
+    planned = plan_round(stage, worked, state.rule_state, state.progress)
     rest = state.rest if stage.delayed is None else state.pending_rest
-    steps = truncate_round(stage, before, planned, rest).steps
+    steps = truncate_round(stage, worked, planned, rest).steps
     state.progress = with_members(state.progress, epoch, standing.joined, steps)
     for rank in {*before.ranks}.difference(epoch.workers).union(standing.joined):
         state.codec_state.forget(rank)
     if standing.behind and not memory_is_local(stage, state.codec_state):
         state.codec_state = CodecState(gradients=state.codec_state.gradients)
     members = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
+    state.idle = standing.idle
+    if state.pending is not None and not state.pending.steps:
+        state.pending = None
+    if ctx.rank in state.idle:
+        state.pending = no_work(stage, state)
     if state.pending is None and state.rest is not None and stage.delayed is not None:
         state.local_steps = cap_local_steps(members.planned, ctx.rank, state.rest)
     else:
         is_ahead = stage.delayed is not None and state.pending is not None
-        state.plan_round(stage, members, ctx.rank, ahead=int(is_ahead))
+        with_work = members_with_work(ctx, stage, state, members)
+        state.plan_round(stage, with_work, ctx.rank, ahead=int(is_ahead))
         if stage.delayed is None:
             state.pending_rest = state.rest
     if ctx.rank in standing.joined:
@@ -846,13 +922,14 @@ def memory_is_local(stage: StageConfig, ends: CodecState) -> bool:
 
 def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) -> CommonState:
     """Return the state of this worker that all workers have in common."""
-    sync = stages[min(index, len(stages) - 1)].sync
+    stage = stages[min(index, len(stages) - 1)]
+    sync = stage.sync
     # all workers have equal moments if they step on the sum
     shares_moments = sync.exchange != "difference" or sync.momentum_travels
     return CommonState(
         index,
         state.progress,
-        state.pending is not None and state.before_work is None,
+        state.pending is not None and stage.delayed is not None,
         state.pending_rest,
         state.last,
         state.moments if shares_moments else None,
@@ -860,6 +937,8 @@ def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) ->
         state.rule_state,
         state.assigned,
         state.in_time,
+        state.rest,
+        state.idle,
     )
 
 
@@ -893,6 +972,8 @@ def take_over(
     state.pending = state.start = state.before_work = None
     state.pending_rest, state.last = known.pending_rest, known.last
     state.rule_state = known.rule_state
-    # a first piece of work is planned as the others' finished piece
-    state.rest = known.pending_rest if known.is_delayed else None
+    state.rest, state.idle = known.rest, known.idle
+    if stage.delayed is not None:
+        # a first piece of work is planned as the others' finished piece
+        state.rest = known.pending_rest if known.is_delayed else None
     return known.index

@@ -17,6 +17,9 @@ from ashl.stage.contract import StageConfig
 from ashl.stage.progress import FAILURE, Progress
 
 NO_MODEL = -1  # version of a joining worker, which has no model yet
+# a rank's part of the round that it continues with: it computes its work, or has computed it, or
+# takes part without work
+COMPUTES, KEEPS, IDLES = range(3)
 
 
 class Standing(NamedTuple):
@@ -26,6 +29,8 @@ class Standing(NamedTuple):
     donor: int  # the lowest rank with that state, or a newer one
     behind: tuple[int, ...]  # members with an older state, or none
     joined: tuple[int, ...]  # members without a model
+    # members without work in the round that continues, if some other member keeps its work
+    idle: tuple[int, ...]
 
 
 async def compare_members(
@@ -35,16 +40,19 @@ async def compare_members(
     index: int,
     version: int,
     goes_back: bool = False,
+    parts: Sequence[int] = (COMPUTES, COMPUTES),
 ) -> Standing:
     """Compare how far the members are. They exchange numbers, which take no bytes.
 
     Args: index: of this rank's stage; version: of its model, or NO_MODEL; goes_back: True if a
-    member that is one round ahead of others goes back by that round.
+    member that is one round ahead of others goes back by that round; parts: COMPUTES, KEEPS or
+    IDLES, for this rank's round and for the one before.
     Raises: AshlError if no member has a model.
     """
-    own = torch.tensor((index, version)).view(torch.uint8)
-    parts = await ctx.all_gather(own, epoch.workers, piggybacked=own.numel())
-    places = [tuple(part.clone().view(torch.int64).tolist()) for part in parts]
+    own = torch.tensor((index, version, *parts)).view(torch.uint8)
+    gathered = await ctx.all_gather(own, epoch.workers, piggybacked=own.numel())
+    numbers = [tuple(part.clone().view(torch.int64).tolist()) for part in gathered]
+    places = [own[:2] for own in numbers]
     newest = max(places, key=lambda place: (place[1] != NO_MODEL, place))
     if newest[1] == NO_MODEL:
         raise AshlError(
@@ -55,11 +63,20 @@ async def compare_members(
     if goes_back and newest[1] == min(same_stage) + 1:
         newest = newest[0], min(same_stage)
     ready = [rank for rank, place in by_rank.items() if place[1] != NO_MODEL and place >= newest]
+    # a member that goes back continues with its part of the round before
+    part_of = {
+        rank: now if by_rank[rank] == newest else before
+        for rank, (_, _, now, before) in zip(epoch.workers, numbers, strict=True)
+        if rank in ready
+    }
+    joined = tuple(rank for rank, place in by_rank.items() if place[1] == NO_MODEL)
+    idle = {*joined, *(rank for rank, part in part_of.items() if part == IDLES)}
     return Standing(
         version=newest[1],
         donor=ready[0],
         behind=tuple(rank for rank in epoch.workers if rank not in ready),
-        joined=tuple(rank for rank, place in by_rank.items() if place[1] == NO_MODEL),
+        joined=joined,
+        idle=tuple(sorted(idle)) if KEEPS in part_of.values() else (),
     )
 
 
