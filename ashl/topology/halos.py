@@ -75,7 +75,7 @@ from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import (
     ServerRule,
     ServerState,
-    admit,
+    admit_all,
     apply_merge,
     check_min_workers,
     finish_stage,
@@ -236,8 +236,7 @@ async def region_server(ctx: RankContext, stage: StageConfig, state: RegionState
         state.sent, state.away, state.merges = state.params, False, progress.version
     pause, is_ready = stage.tag("pause"), False
     incoming = stage.tag("push"), signal_tag(stage), pause, PEER_FAILED, JOIN
-    while state.newcomers:
-        await admit(ctx, stage, state, state.newcomers[0])
+    await admit_all(ctx, stage, state)
     while True:
         ctx.safe_point(stage.index, state)
         # once it is ready to pause, the global server decides for it

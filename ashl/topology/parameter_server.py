@@ -576,7 +576,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
     handlers = {push: on_push, **buckets, CLOSE: merge_buffered}
     deadline_s = stage.stop_criteria.deadline_s
     endless = ctx.recv(*incoming) if math.isinf(deadline_s) else None
-    await admit_newcomers(ctx, stage, state)
+    await admit_all(ctx, stage, state)
     while True:
         ctx.safe_point(stage.index, state)
         message = state.ahead or await (endless or ctx.recv(*incoming, before_s=deadline_s))
@@ -890,7 +890,8 @@ def rounds_ahead(stage: StageConfig, state: ServerState) -> Remaining:
 # that were merged before contain the failed worker's part; the others are merged without it. A
 # joining worker is admitted between two steps.
 #
-# Rejoin: the worker receives the stage, the model and its assignment. Its count of rounds starts at
+# Rejoin: the worker receives the stage, the model and its assignment: with a barrier after the next
+# merge, otherwise at once. Its count of rounds starts at
 # that of the slowest worker. Its optimizer and its codec start with an empty state. Its data
 # continue after the last position that the server knows. A worker that asks at a stage boundary
 # joins in the next stage. The server tells a worker that asks after the end that the run is over.
@@ -925,8 +926,20 @@ async def admit_newcomers(ctx: RankContext, stage: StageConfig, state: ServerSta
     """Admit the workers that have asked to join.
 
     They wait while a stage ends, and while some buckets of a step are merged and others are not.
+    With a barrier they wait for the next merge, so that no round waits for a worker that joins
+    within it.
     """
-    while state.newcomers and state.signal in (GO, PAUSE) and not (state.made or state.counted):
+    if state.signal not in (GO, PAUSE) or state.made or state.counted:
+        return
+    progress, rule = state.progress, stage.sync
+    if rule.in_rounds and progress.present and not [*rule.may_proceed(state.rule_state, progress)]:
+        return
+    await admit_all(ctx, stage, state)
+
+
+async def admit_all(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
+    """Admit all workers that have asked to join."""
+    while state.newcomers:
         await admit(ctx, stage, state, state.newcomers[0])
 
 

@@ -86,6 +86,8 @@ from ashl.topology.parameter_server import (
     ServerRule,
     ServerState,
     admit,
+    admit_all,
+    admit_newcomers,
     apply_merge,
     ask_to_join,
     enter_running_stage,
@@ -425,8 +427,7 @@ async def run_first(ctx: RankContext, stage: StageConfig, state: ShardState) -> 
     """
     progress, push, others = state.progress, stage.tag("push"), all_servers(stage)[1:]
     stage = enter_shard(ctx, stage, state)
-    while state.newcomers:
-        await admit(ctx, stage, state, state.newcomers[0])
+    await admit_all(ctx, stage, state)
     while True:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(push, PEER_FAILED, JOIN, before_s=stage.stop_criteria.deadline_s)
@@ -439,6 +440,8 @@ async def run_first(ctx: RankContext, stage: StageConfig, state: ShardState) -> 
         if changed and stage.stop_criteria.take_evaluation(state, ctx.now):
             await evaluate_all_shards(ctx, stage, state)
         decide(ctx, stage, state)
+        if state.newcomers:
+            await admit_newcomers(ctx, stage, state)
         if may_end(stage, state):
             break
         if state.signal == GO:

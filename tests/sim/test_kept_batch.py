@@ -42,14 +42,14 @@ def test_no_minibatch_is_larger_than_planned() -> None:
 def test_every_round_has_the_global_batch(topology: str) -> None:
     """One of three workers fails and rejoins: every merge holds 48 samples.
 
-    Behind a server the round of the failure lacks 16, and that of the rejoin has 16 more.
+    Behind a server the round of the failure lacks 16.
     """
     events = lost(2, 0.31), back(2, 0.8)
     ran = run(with_events(planned(*KEEPS, f"topology={topology}", "stop.epochs=2"), *events))
     counts = [record for record, _ in ran.snapshots]
     beyond = [record["samples"] - 48 * record["merges"] for record in counts]
     assert {*beyond} == ({0} if topology == "all_reduce" else {0, -16})
-    assert beyond[-1] == 0
+    assert beyond == sorted(beyond, reverse=True)
     rounds = ran.of("Round")
     fewer = [r for r in rounds if r["rank"] == 2]
     assert len(fewer) < len([r for r in rounds if r["rank"] == 0]) - 3

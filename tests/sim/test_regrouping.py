@@ -299,6 +299,20 @@ def test_survivors_repeat_no_step_after_a_rejoin(mode: tuple[str, ...]) -> None:
         assert sum(5e8 + 1.31e7 * moment < r["end_ns"] < first_ns for r in rounds[0]) == 1
 
 
+@pytest.mark.parametrize("mode", [("sync=bsp",), H3[:2]], ids=["bsp", "local_sgd"])
+def test_no_round_at_a_server_waits_for_a_worker_that_joins_within_it(
+    mode: tuple[str, ...],
+) -> None:
+    """Worker 2 rejoins at any moment of a round: no round takes longer than without failures."""
+    plan = planned(*RUN, *mode, "runtime.gradients=false", "stop.steps=60")
+    longest_ns = max(r["end_ns"] - r["start_ns"] for r in run(plan).of("Round"))
+    for moment in range(20):
+        ran = run(with_events(plan, lost(2, 0.2), back(2, 0.5 + 0.0131 * moment)))
+        rounds = [r for r in ran.of("Round") if r["rank"] == 0]
+        assert max(r["end_ns"] - r["start_ns"] for r in rounds) <= longest_ns
+        assert ran.end["commits"][2] > 0
+
+
 def computed_by(ran: Ran) -> list[tuple[dict[str, int], int]]:
     """Return the time totals and the counted steps of each worker."""
     return list(zip(ran.ledgers, ran.end["steps_by"], strict=True))
