@@ -932,7 +932,8 @@ async def admit_newcomers(ctx: RankContext, stage: StageConfig, state: ServerSta
     if state.signal not in (GO, PAUSE) or state.made or state.counted:
         return
     progress, rule = state.progress, stage.sync
-    if rule.in_rounds and progress.present and not [*rule.may_proceed(state.rule_state, progress)]:
+    has_barrier = rule.in_rounds and not stage.merges_buckets
+    if has_barrier and progress.present and not [*rule.may_proceed(state.rule_state, progress)]:
         return
     await admit_all(ctx, stage, state)
 
