@@ -848,7 +848,7 @@ def without_work(work: Assignments, idle: Sequence[int]) -> Assignments:
 
 
 def no_work(stage: StageConfig, state: PeerState) -> Work:
-    """Return the work of a joining worker in the round under way: zeros."""
+    """Return the work of a joining worker in the round in progress: zeros."""
     d = stage.pipeline.d
     zeros = SizeOnly(4 * d) if isinstance(state.params, SizeOnly) else state.params.new_zeros(d)
     return Work(zeros, 0.0, 0, 0, 0.0, state.version)

@@ -284,7 +284,7 @@ H3 = ("sync=local_sgd", "sync.local_steps=3", "stop.steps=60")
 
 @pytest.mark.parametrize("mode", [("sync=bsp",), H3[:2]], ids=["bsp", "local_sgd"])
 def test_survivors_repeat_no_step_after_a_rejoin(mode: tuple[str, ...]) -> None:
-    """Worker 2 rejoins at any moment of a round. It has no work in the round under way, and
+    """Worker 2 rejoins at any moment of a round. It has no work in the round in progress, and
     nobody waits for it.
     """
     plan = planned(*SIZES, *mode, "stop.steps=60")
