@@ -147,15 +147,20 @@ def rejoins() -> int:
     return Path("run/events.jsonl").read_text().count('"worker_rejoined"')
 
 
+OTHERS = ("all-reduce", "server, a bound", "two servers", "push-sum, two rounds late", "pairs")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["topology=all_reduce sync=bsp", "sync=ssp"])
-def test_a_run_resumes_with_other_workers_after_a_failure(mode: str, workplace: Path) -> None:
-    process = started(*LINE, *mode.split(), f"stop.steps={STEPS}", "runtime=local")
+@pytest.mark.parametrize("name", [*OTHERS, "groups", "regions"])
+def test_a_run_resumes_with_other_workers_after_a_failure(name: str, workplace: Path) -> None:
+    process = started(*LINE, *MODES[name].split(), f"stop.steps={STEPS}", "runtime=local")
     wait_for(process, has_checkpoint)
     os.kill(ranks_of(Path("run"))[0], signal.SIGKILL)
     wait_for(process, lambda: has_checkpoint(absent=(0,)))
     kill_everything(process)
-    assert main(["train", "--resume", "run", "cluster.num_workers=2", "run.dir=two", "-q"]) == 0
+    two = ["cluster.num_workers=2", "run.dir=two"]
+    two += ["topology.regions=[0,1]"] if name == "regions" else []
+    assert main(["train", "--resume", "run", *two, "-q"]) == 0
     summary = json.loads(Path("two/summary.json").read_text())
     assert (summary["status"], len(summary["workers"])) == ("finished", 2)
     assert summary["steps"] == sum(one["steps"] for one in summary["workers"]) >= STEPS
