@@ -257,16 +257,9 @@ def placement_of(parts: Parts) -> PlacementRequest:
     )
 
 
-def notes_before_start(plan: Plan, parts: Parts, path: str | None) -> tuple[str, ...]:
-    """Return the notes about the server's placement before a job starts.
-
-    Args: path, of the profile file, or None.
-    """
-    request = placement_of(parts)
-    host = request.server
-    if path and request == PlacementRequest():
-        host = read_profile(path).server_host
-    return server_note(plan, host)
+def notes_before_start(plan: Plan, parts: Parts) -> tuple[str, ...]:
+    """Return the notes about the server's placement before a job starts."""
+    return server_note(plan, placement_of(parts).server)
 
 
 def check_interfaces(hellos: tuple[Hello, ...]) -> None:

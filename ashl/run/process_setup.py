@@ -191,11 +191,8 @@ def logging_to(path: Path, name: str) -> Generator[None]:
 
 def set_title(title: str) -> None:
     """Set the title of this process in ps, top and kill; its environment in /proc is unchanged."""
-    kept = os.environ.get("SPT_NOENV")
     os.environ["SPT_NOENV"] = "1"  # read at the first call
     setproctitle.setproctitle(title)
-    if kept is None:
-        del os.environ["SPT_NOENV"]
 
 
 @contextmanager

@@ -389,10 +389,7 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
     )
     construct(config["tracking"], "tracking", config["allow_targets"])
     if job or processes:
-        plan = replace(
-            plan,
-            notes=(*plan.notes, *jobs.notes_before_start(plan, parts, config["profile"])),
-        )
+        plan = replace(plan, notes=(*plan.notes, *jobs.notes_before_start(plan, parts)))
     leads = job is None or job.rank == 0
     host_s = None
     if leads and is_virtual(config):
