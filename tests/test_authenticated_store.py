@@ -145,6 +145,17 @@ def test_clients_that_wait_do_not_keep_others_out(server, monkeypatch) -> None:
         connection.close()
 
 
+def test_a_client_that_sends_byte_by_byte_has_no_more_time(server, monkeypatch) -> None:
+    monkeypatch.setattr("ashl.run.authenticated_store.CHALLENGE_S", 0.3)
+    link = socket.create_connection((server.host, server.port))
+    began_s = time.monotonic()
+    with link, suppress(OSError):
+        while not server.refused:
+            assert time.monotonic() < began_s + 3.0
+            link.send(b"x")
+            time.sleep(0.15)
+
+
 def test_where_a_secret_comes_from(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.delenv("ASHL_JOB_SECRET", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
