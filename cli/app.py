@@ -4,6 +4,7 @@ No heavy library is imported before a command runs, so that `ashl --help` answer
 """
 
 import errno
+import logging
 import os
 import shlex
 import sys
@@ -71,11 +72,7 @@ class Command(TyperCommand):
         return plain_flags(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> int:
-        try:
-            return give(partial(super().invoke, ctx), as_json=bool(ctx.params.get("json")))
-        except KeyboardInterrupt as interrupt:
-            kept = map(str, interrupt.args)
-            raise InterruptError("; ".join(["interrupted", *kept])) from interrupt
+        return give(partial(super().invoke, ctx), as_json=bool(ctx.params.get("json")))
 
 
 class Group(TyperGroup):
@@ -83,6 +80,13 @@ class Group(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return plain_flags(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            kept = map(str, interrupt.args)
+            raise InterruptError("; ".join(["interrupted", *kept])) from interrupt
 
 
 app = typer.Typer(
@@ -140,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # else torch prints stack frames before the sentence
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    # else matplotlib prints two paragraphs if the home folder is read-only
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     with standard_streams():
         return _guarded([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
 

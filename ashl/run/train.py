@@ -167,8 +167,9 @@ def conclude(monitor: Monitor, summary: dict[str, Any], failure: Exception | Non
         )
     # also an interrupt after the last step ends the command, which may run more
     if monitor.stopping == "interrupted" or status == "interrupted":
-        kept = "" if list_checkpoints(run_dir) else ", without a checkpoint to resume from"
-        raise KeyboardInterrupt(f"the records are in {run_dir}{kept}")
+        lacks = status == "interrupted" and not list_checkpoints(run_dir)
+        without = ", without a checkpoint to resume from" if lacks else ""
+        raise KeyboardInterrupt(f"the records are in {run_dir}{without}")
     return RunOutcome(0, run_dir, summary)
 
 

@@ -23,6 +23,7 @@ from ashl.cli.train import starting
 from ashl.config import catalog
 from ashl.errors import AshlError, DataMissingError, UsageError
 from ashl.tracking import jsonl
+from tests.run_folders import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -276,6 +277,14 @@ def test_a_place_that_cannot_be_written(args: str, says: str, workplace: Path, c
     err = capsys.readouterr().err
     assert f"ashl: {says} (no such file or directory); " in err
     assert "Traceback" not in err
+
+
+def test_a_home_folder_that_cannot_be_written(workplace: Path) -> None:
+    write_run(workplace / "run")
+    ended = shell(
+        "$ASHL compare run", HOME="/proc", XDG_CONFIG_HOME="/proc", XDG_CACHE_HOME="/proc"
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_an_interrupt_while_the_command_line_is_imported(capsys, monkeypatch) -> None:
