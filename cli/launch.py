@@ -1,6 +1,7 @@
 """`ashl launch`: run a command of ashl on several machines, by an engine."""
 
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -94,7 +95,7 @@ def launch(
         hint = "; write `-- train`, `-- profile` or `-- sweep` behind its options."
         raise UsageError(f"`ashl launch` cannot run {name}{meant(name, LAUNCHED, hint)}")
     with starting(quiet="-q" in args or "--quiet" in args):
-        from ashl.launch.job import SECRET, Launch, copied_environment, new_secret, read_machines
+        from ashl.launch.job import SECRET, Launch, copied_environment, read_machines
         from ashl.launch.start import ENGINES
 
     if on not in ENGINES:
@@ -128,7 +129,7 @@ def launch(
         python=python,
         folder=folder or os.getcwd(),
         env={
-            SECRET: new_secret(),
+            SECRET: secrets.token_hex(32),
             "COLUMNS": columns,
             **copied,
             TYPED_LAUNCH: shlex.join(launched(ctx)),

@@ -145,11 +145,6 @@ def is_loopback(host: str) -> bool:
         return host == LOCAL
 
 
-def new_secret() -> str:
-    """Return a random secret of 32 bytes in hexadecimal digits."""
-    return secrets.token_hex(32)
-
-
 def random_port() -> int:
     """Return a port for the store of a job; another job takes it with probability 1/20,000."""
     return secrets.choice(PORTS)
