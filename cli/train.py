@@ -61,7 +61,7 @@ OF_WORKERS = (
     "cluster.hosts",
 )
 # keys that may change together with OF_WORKERS
-BESIDE = ("run.dir", "dataset.batch_size", "topology.regions")
+BESIDE = ("run.dir", "dataset.batch_size", "topology.regions", "cluster.events")
 SIZED = ("cluster", "dataset", "topology")  # groups of these keys
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and estimate; run nothing.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +23,6 @@ from ashl.planning import compile_plan
 from ashl.planning.compatibility import (
     check_faults,
     check_max_restarts,
-    check_other_worker_count,
 )
 from ashl.planning.instantiate import OptionFactory, Parts
 from tests.every_key import BESIDE, LINKS, NODES
@@ -46,12 +44,10 @@ PULLS = ("compression=topk", "topology.pull_ratio=0.1")
 COLUMNS = (
     "failure",
     "rejoin",
-    "resume with other workers",
     "delayed",
     "buckets",
     "compressed pulls",
 )
-RUN = Path("RUN")
 
 Row = tuple[str, ...]  # a cell for each of `COLUMNS`
 
@@ -154,12 +150,11 @@ def both(sim: str | None, real: str | None, note: Callable[[str], str]) -> str:
 
 
 def row_of(found: Any, note: Callable[[str], str]) -> list[str]:
-    """Return the cells for failure, rejoin and resume of a plan that is legal."""
+    """Return the cells for failure and rejoin of a plan that is legal."""
     sim, stages = found.parts, found.plan.stages
     real = replace(sim, runtime=local_runtime())
     restarting = replace(sim, runtime=replace(local_runtime(), max_restarts=1))
     failed, rejoined = with_events(sim, "fail"), with_events(sim, "fail", "rejoin")
-    resumed = refusal(lambda: check_other_worker_count(sim, RUN))
     return [
         both(
             refusal(lambda: check_faults(failed, stages)),
@@ -171,7 +166,6 @@ def row_of(found: Any, note: Callable[[str], str]) -> list[str]:
             refusal(lambda: check_max_restarts(restarting)),
             note,
         ),
-        "yes" if resumed is None else f"no {note(resumed)}",
     ]
 
 

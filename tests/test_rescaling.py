@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from ashl.cli.app import main
+from ashl.config.recorded import config_of
 from ashl.run import rescaling
+from ashl.run.checkpoints import newest
+from ashl.run.train import identity
 from ashl.runtime.time_accounting import KINDS
 from ashl.topology.halos import RegionState
 from ashl.topology.rescaling import rescale_states
@@ -349,9 +352,36 @@ def test_what_cannot_be_is_refused(four: Path, capsys) -> None:
     )
 
 
-def test_injected_faults_name_the_workers(workplace: Path, capsys) -> None:
-    train(*HALF, "sync=asp", "stop.steps=60", "cluster.churn={mtbf_s: 100, mttr_s: 1}")
-    said = refused(capsys, "--resume", "four", *OTHER)
-    assert "a run with injected faults (cluster.events, cluster.churn) cannot resume" in said
-    assert "run.start_from=four" in said
-    assert not Path("two").exists()
+FAULTS = (
+    "cluster.events=[{time_s: 0.2, worker: 1, fail: true}, {time_s: 0.9, worker: 1, rejoin: true},"
+    " {time_s: 1.2, worker: 1, fail: true}, {time_s: 1.4, worker: 1, rejoin: true}]"
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "faults"),
+    [
+        ("topology=gossip sync=d_psgd topology.graph=ring", FAULTS),
+        pytest.param("sync=asp", FAULTS, marks=SLOW),
+        pytest.param("sync=asp", "cluster.churn={mtbf_s: 0.5, mttr_s: 0.2}", marks=SLOW),
+        pytest.param(
+            "topology=all_reduce sync=bsp", "cluster.churn={mtbf_s: 1, mttr_s: 0.2}", marks=SLOW
+        ),
+    ],
+)
+def test_all_new_workers_take_part_and_later_faults_remain(
+    mode: str, faults: str, workplace: Path
+) -> None:
+    """The checkpoint is of a moment at which a declared failure has taken worker 1."""
+    own = (*NICS.split(), *mode.split(), "optimizer.lr=0.02", faults)
+    train(*HALF, *own, "stop.seconds=0.8")
+    saved_s = newest(Path("four"), identity(config_of(Path("four")))).time_ns / 1e9
+    train("--resume", "four", *OTHER, "stop.seconds=2.5")
+    found = summary("two")
+    assert (found["status"], found["num_workers"]) == ("finished", 2)
+    assert found["steps"] == sum(worker["steps"] for worker in found["workers"])
+    times = [failure["time_s"] for failure in found["failed_workers"]]
+    assert times == [1.2] if faults == FAULTS else min(times) > saved_s
+    for worker in found["workers"]:
+        spent = sum(worker[f"{kind}_s"] for kind in KINDS)
+        assert spent == pytest.approx(found["time_s"], abs=1e-9)

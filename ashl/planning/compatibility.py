@@ -3,14 +3,12 @@
 `ashl.planning.capabilities` finds options that do not work together. The checks here need more than
 the options: the number of workers, the layers of the model, the order of stages, or faults. Each
 raises UsageError with one sentence, `key=value: problem; fix`. The predicates at the end of the
-module answer during a run: may the run continue without a failed worker, may a worker rejoin, may
-the run resume with another number of workers.
+module answer during a run: may the run continue without a failed worker, and may a worker rejoin.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from ashl.cluster.spec import FAIL, SERVER_FAIL, Cluster, RealCluster
@@ -635,19 +633,6 @@ def describe_modes(parts: Parts) -> str:
         words += [f"topology={option_name(own.topology)}", f"sync={option_name(own.sync)}"]
         words += [f"overlap={option_name(own.overlap)}"] if overlaps_steps(own) else []
     return " ".join(dict.fromkeys(words))
-
-
-def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
-    """Refuse to resume with another number of workers if injected faults name the workers.
-
-    Raises: UsageError.
-    """
-    if parts.cluster.fault_kinds:
-        raise UsageError(
-            "cluster.num_workers: a run with injected faults (cluster.events, cluster.churn) cannot"
-            " resume with another number of workers; start a new run from its weights with"
-            f" run.start_from={run_dir}"
-        )
 
 
 def check_max_restarts(parts: Parts) -> None:

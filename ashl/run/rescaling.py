@@ -14,7 +14,6 @@ from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError, UsageError
 from ashl.learn.module_state import mean_of
 from ashl.plan.plan import Plan
-from ashl.planning.compatibility import check_other_worker_count
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
 from ashl.run.checkpoints import RESCALED, Checkpoint
@@ -24,7 +23,7 @@ from ashl.run.monitor import Monitor
 from ashl.run.virtual import Saving
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.plain_state import encode, to_plain
-from ashl.runtime.rank_checkpoint import SavedRank
+from ashl.runtime.rank_checkpoint import ABSENT, SavedRank
 from ashl.runtime.time_accounting import KINDS, TimeAccounting
 from ashl.topology.rescaling import rescale_states
 from ashl.tracking import jsonl
@@ -68,7 +67,6 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     Raises: UsageError if the run cannot be resumed with another number of workers; AshlError while
     another process writes its records.
     """
-    check_other_worker_count(job.parts, run_dir)
     with writing(run_dir, begins=True), jsonl.alone(run_dir / METRICS):
         pass
     saved = checkpoints.newest(run_dir, identity)
@@ -81,11 +79,12 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
         )
     packages = ("ashl", *plan.allow_targets)
     device = job.stages[0].trainer.device
-    present = sorted({*range(before.num_ranks)}.difference(saved.absent))
-    ranks = rank_checkpoint.read_ranks(saved.folder, present, packages, device)
-    lead = ranks.get(before.lead_rank, ranks[present[0]])
+    with_part = sorted({*range(before.num_ranks)}.difference(saved.absent))
+    found = rank_checkpoint.read_ranks(saved.folder, with_part, packages, device)
+    ranks = {rank: saved for rank, saved in found.items() if saved.stage != ABSENT}
+    lead = ranks.get(before.lead_rank, ranks[min(ranks)])
     state = lead.state
-    workers = [ranks[rank] for rank in present if rank < before.num_workers]
+    workers = [ranks[rank] for rank in ranks if rank < before.num_workers]
     known = [rank.own for rank in workers if rank.own is not None]
     own = mean_of(known) if known else None
     cluster = job.parts.cluster

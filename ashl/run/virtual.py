@@ -11,7 +11,7 @@ from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
-from ashl.run.checkpoints import VIRTUAL, Checkpoint
+from ashl.run.checkpoints import RESCALED, VIRTUAL, Checkpoint
 from ashl.run.monitor import Monitor
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.churn import Churn
@@ -131,6 +131,8 @@ def beginning(plan: Plan, job: Job, saved: Checkpoint, churn: Churn | None) -> B
     packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
     ranks = rank_checkpoint.read_ranks(saved.folder, range(plan.num_ranks), packages, device)
     epoch = None
-    if churn is not None:
+    if churn is not None and saved.how == RESCALED:
+        churn.start_at(saved.time_ns)
+    elif churn is not None:
         epoch = churn.restore(decode((saved.folder / FAULTS).read_bytes()))
     return partial(restore_ranks, ranks=[*ranks.values()], time_ns=saved.time_ns, epoch=epoch)

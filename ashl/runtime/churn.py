@@ -189,11 +189,9 @@ class Churn:
         for rank, draws in saved.draws.items():
             self._streams[rank].exponential(size=draws - self._draws[rank])
             self._draws[rank] = draws
-        own = self._pending()
-        events = [item for item in sim._heap if item not in own]
-        events += [(at, place, getattr(self, name), of) for at, place, name, of in saved.pending]
-        sim._heap[:] = events
-        heapify(sim._heap)
+        self._replace_pending(
+            [(at, place, getattr(self, name), of) for at, place, name, of in saved.pending]
+        )
         for rank, known in saved.failed_peers.items():
             found = {peer: PeerFailedError(peer, why, before) for peer, why, before in known}
             sim._mail[rank].failed_peers.update(found)
@@ -202,6 +200,24 @@ class Churn:
         for rank, failures in self.failures.items():
             sim.contexts[rank].incarnation = 0 if self.regroups else failures
         return self.epoch if self.regroups and self.epoch.number else None
+
+    def start_at(self, time_ns: int) -> None:
+        """Begin at this run time, at which all workers run: declared events of before are over, and
+        times to random failures count from it.
+        """
+        events = list[tuple[int, int, Any, Any]]()
+        for at, place, what, own in self._pending():
+            is_declared = what == self._apply_event
+            if not is_declared or at > time_ns:
+                events.append((at if is_declared else at + time_ns, place, what, own))
+        self._replace_pending(events)
+
+    def _replace_pending(self, events: Sequence[tuple[int, int, Any, Any]]) -> None:
+        """Replace the events of faults that are to come."""
+        own = self._pending()
+        heap = self.sim._heap
+        heap[:] = [*(item for item in heap if item not in own), *events]
+        heapify(heap)
 
     # --- a failure and a rejoin
 
