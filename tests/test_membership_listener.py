@@ -20,6 +20,7 @@ from ashl.runtime.rank_checkpoint import PAUSES
 from ashl.runtime.records import ControlUpdate
 from ashl.runtime.rendezvous import JOINER, SERVER, admit_worker, join_servers
 from ashl.runtime.transport import Received
+from ashl.topology.local_work import WorkerState
 from tests.kernels import Quiet
 
 
@@ -97,6 +98,20 @@ def test_a_joining_worker_begins_its_first_epoch_once() -> None:
     assert begun == [2]
     assert numbers == [2 * PAUSES, 2 * PAUSES + 1]
     assert kernel.heartbeat().first_pause == 2 * PAUSES
+
+
+def test_a_pause_does_not_hide_the_round_before() -> None:
+    """Members that have missed the last merge before the pause go back to that round with all."""
+    ctx = kernel_of(Quiet(), meet=lambda *_: None).ctx
+    for version in range(3):
+        ctx.safe_point(0, WorkerState(None, None, version=version))
+    after = WorkerState(None, None, version=3)
+    ctx.mark_pause(0, after)
+    ctx.safe_point(0, after)
+    assert ctx.restart_point[1].version == 3
+    assert ctx.before_restart_point[1].version == 2
+    ctx.safe_point(0, WorkerState(None, None, version=4))
+    assert ctx.before_restart_point[1].version == 3
 
 
 def test_a_worker_without_a_part_and_without_a_heartbeat_was_down_until_the_checkpoint() -> None:

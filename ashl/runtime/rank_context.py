@@ -119,6 +119,7 @@ class RankContext:
     """One rank of the job. An algorithm knows nothing else of where it runs."""
 
     __slots__ = (
+        "at_pause",
         "before_restart_point",
         "counter",
         "in_local_work",
@@ -162,6 +163,7 @@ class RankContext:
         self.restart_point: tuple[int, Any] | None = None
         # the last safe point of the round before that one
         self.before_restart_point: tuple[int, Any] | None = None
+        self.at_pause = False  # True until the loop that follows a pause marks its top
         # True during local work whose end is a safe point; an epoch waits for that end
         self.in_local_work = False
 
@@ -218,9 +220,18 @@ class RankContext:
         """
         if self.tolerates_failures:
             self.in_local_work = before_work
-            if self.restart_point is not None and self.restart_point[1] is not state:
-                self.before_restart_point = self.restart_point
+            before = self.restart_point
+            if before is not None and before[1] is not state and not self.at_pause:
+                self.before_restart_point = before
+            self.at_pause = False
             self.restart_point = stage, state.copy_to_restart()
+
+    def mark_pause(self, stage: int, state: Any) -> None:
+        """Mark a pause as a safe point. The top of the next round marks the same round again, so
+        that the point before stays that of the round before.
+        """
+        self.safe_point(stage, state)
+        self.at_pause = True
 
     def keep_work(self, stage: int, state: Any) -> None:
         """Mark the end of local work: the safe point moves to here, within the same round."""

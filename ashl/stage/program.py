@@ -60,7 +60,7 @@ async def program(
         loop = select_loop(stage, ctx.rank)
         while (signal := await loop(ctx, stage, state)) == PAUSE:
             state.end_pass()
-            ctx.safe_point(stage.index, state)
+            ctx.mark_pause(stage.index, state)
             await ctx.save(stage.index, state)
         if signal == STOP:
             break
