@@ -101,6 +101,7 @@ def test_a_broken_run_is_named_on_one_line_and_the_others_continue(sweep, capsys
         ("compare study --out study", 2, "study cannot be written (is a directory)"),
         ("compare study --out /dev/full", 1, "/dev/full cannot be written (no space left"),
         ("export study --out /dev/full", 1, "/dev/full cannot be written (no space left"),
+        ("watch --folder empty/file -- true", 2, "cannot make the folder empty/file (file exists)"),
         ("export nowhere", 2, "nowhere is no folder"),
         ("export empty", 2, "There is no finished run to read"),
         ("export study --format xls", 2, "--format xls: there are csv, parquet, json."),
@@ -112,6 +113,7 @@ def test_a_broken_run_is_named_on_one_line_and_the_others_continue(sweep, capsys
 )
 def test_misuse_is_one_sentence(args: str, code: int, says: str, sweep, workplace, capsys) -> None:
     (workplace / "empty").mkdir()
+    (workplace / "empty/file").touch()
     write_run(workplace / "low", target=0.8)
     assert main(args.split()) == code
     out, err = capsys.readouterr()
