@@ -12,7 +12,7 @@ except those of joining workers), finished (`run_until`, then `close_connections
 arrives as PeerFailedError through the inbox.
 
 Epochs, in a run that regroups: the controller publishes the members of the next epoch after a
-failure or a rejoin (`begin_epoch`). The main thread completes local work that need not be repeated
+failure or a rejoin (`begin_epoch`). The main thread completes the present step of local work
 (`RankContext.in_local_work`). It then ends all tasks of the rank, and meets the other members in a
 new process group of gloo. It starts the program again with the rank's last safe point. A rank whose
 collective or connection breaks before waits for it.
@@ -495,11 +495,13 @@ class TorchKernel:
         while not task.done and (self._published is self._epoch or self.ctx.in_local_work):
             task.waiting = None
             self._moved = time.monotonic_ns()
+            before = self.ctx.restart_point
             effect = resume_checked(task, value)
             if effect is None:
                 return self._end(task)
             task.waiting = effect
-            goes_on = self.ctx.in_local_work and isinstance(effect, fx.Compute)
+            is_amid_step = self.ctx.in_local_work and self.ctx.restart_point is before
+            goes_on = is_amid_step and isinstance(effect, fx.Compute)
             if self._published is not self._epoch and not goes_on:
                 return None
             if self._unsettled and task.main and not isinstance(effect, fx.Compute):

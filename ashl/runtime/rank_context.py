@@ -164,7 +164,7 @@ class RankContext:
         # the last safe point of the round before that one
         self.before_restart_point: tuple[int, Any] | None = None
         self.at_pause = False  # True until the loop that follows a pause marks its top
-        # True during local work whose end is a safe point; an epoch waits for that end
+        # True during local work with safe points; an epoch waits for the next one
         self.in_local_work = False
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
@@ -216,7 +216,7 @@ class RankContext:
         this stage. The next epoch of a run that tolerates failures begins here.
 
         Args: before_work: True if local work follows, up to `keep_work`. An epoch that begins
-        meanwhile waits for the end of this work, because the work need not be repeated.
+        meanwhile waits for the next safe point, so that no step is repeated.
         """
         if self.tolerates_failures:
             self.in_local_work = before_work
@@ -233,11 +233,15 @@ class RankContext:
         self.safe_point(stage, state)
         self.at_pause = True
 
-    def keep_work(self, stage: int, state: Any) -> None:
-        """Mark the end of local work: the safe point moves to here, within the same round."""
-        self.in_local_work = False
+    def keep_step(self, stage: int, state: Any) -> None:
+        """Mark the end of a step of local work: the safe point moves to here, in the same round."""
         if self.tolerates_failures:
             self.restart_point = stage, state.copy_to_restart()
+
+    def keep_work(self, stage: int, state: Any) -> None:
+        """Mark the end of local work: the safe point moves to here, in the same round."""
+        self.in_local_work = False
+        self.keep_step(stage, state)
 
     @property
     def own_state(self) -> Any:

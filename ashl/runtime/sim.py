@@ -514,7 +514,7 @@ class Sim:
 
     def begin_epoch(self, ranks: Sequence[int], start: Callable[..., Coroutine]) -> None:
         """End the tasks of all ranks, and start these ones by `start(ctx, saved=...)`, with their
-        last safe points. A rank in local work that it will keep completes it first.
+        last safe points. A rank in local work reaches its next safe point first.
         """
         working = [rank for rank in ranks if self._is_working(rank)]
         others = [rank for rank in ranks if rank not in working]
@@ -531,19 +531,21 @@ class Sim:
             self._start_member(rank, start)
 
     def _is_working(self, rank: int) -> bool:
-        """Return True if this rank is in local work that need not be repeated."""
+        """Return True if this rank computes, and reaches a safe point before it sends or waits."""
         main = self._mains[rank]
         is_computing = isinstance(main.waiting, Compute) and not main.done
         return is_computing and self.contexts[rank].in_local_work
 
     def _complete_work(self, main: Task, value: Any) -> Compute | None:
-        """Resume a rank that completes its local work, in place of `Task.send`; return the next
-        computation of this work.
+        """Resume a rank in local work up to its next safe point, in place of `Task.send`; return
+        the next computation before it.
 
-        After the work the task ends, the rank begins the present epoch, and None is returned.
+        At the safe point the task ends, the rank begins the present epoch, and None is returned.
         """
-        effect, rank = main.coro.send(value), main.ctx.rank
-        if main.ctx.in_local_work and isinstance(effect, Compute):
+        ctx, rank = main.ctx, main.ctx.rank
+        before = ctx.restart_point
+        effect = main.coro.send(value)
+        if ctx.in_local_work and ctx.restart_point is before and isinstance(effect, Compute):
             return effect
         main.coro.close()
         main.done = True

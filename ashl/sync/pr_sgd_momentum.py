@@ -90,7 +90,7 @@ async def with_momentum(ctx: RankContext, stage: StageConfig, state: WorkerState
 
     The state keeps the momentum from before the work, from which both averages are taken.
     """
-    before = state.moments
+    before = state.moments if state.begun is None else state.begun.moments
     work = await local_work(ctx, stage, state)
     turned = state.moments[0] - before[0] if before else work.payload
     state.moments = before

@@ -249,7 +249,7 @@ class PeerState(WorkerState):
     # model and counts of the last merge within `stop.seconds`, once a merge has ended later
     in_time: InTime | None = None
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
-    # at a safe point after local work, which is `pending`: the state before it
+    # at a safe point in or after local work, which is `begun` or `pending`: the state before it
     before_work: PeerState | None = None
     idle: tuple[int, ...] = ()  # joining workers that have no work in this round
 
@@ -328,6 +328,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
         if state.coming is None:  # no bucket of the model is in flight
             computes = state.pending is None and keeps_work(stage)
             ctx.safe_point(stage.index, state, before_work=computes)
+            if computes and state.begun is None and ctx.restart_point is not None:
+                state.before_work = ctx.restart_point[1]
         if stage.delayed is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.pending_rest = state.rest
@@ -493,9 +495,8 @@ async def exchange(
     work = state.pending
     if work is None:
         work = await stage.sync.work()(ctx, stage, state)
-        if keeps_work(stage) and ctx.restart_point is not None:
-            before = ctx.restart_point[1]
-            ctx.keep_work(stage.index, replace(state, pending=work, before_work=before))
+        if keeps_work(stage):
+            ctx.keep_work(stage.index, replace(state, pending=work))
     team.loss = work.loss / (team.size - len(state.idle))
     x = stage.aggregate.clip(work.payload)
     summing = exchange_update(team, part.stage, part.state, state.progress, version, x)
@@ -728,7 +729,8 @@ def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: P
 # Epochs: how the members of a new epoch continue
 #
 # Each member goes back to its last safe point: the top of a round (`RankContext.safe_point`), or
-# the end of its local work (`RankContext.keep_work`). A member in local work completes it before.
+# the end of its last local step (`keep_step`, `keep_work`). A member amid a step completes it
+# before.
 # The members exchange the versions of their models. If some of them have missed the last merge, the
 # others go back by one more round. The donor is the lowest rank with the newest state. It sends
 # what all workers have in common to each joining worker, and to a member that has missed the end of
@@ -826,7 +828,7 @@ def part_in_round(stages: Sequence[StageConfig], saved: tuple[int, PeerState] | 
     if saved is None or saved[0] >= len(stages) or not admits_idle(stages[saved[0]]):
         return COMPUTES
     if saved[1].pending is None:
-        return COMPUTES
+        return COMPUTES if saved[1].begun is None else KEEPS
     return KEEPS if saved[1].pending.steps else IDLES
 
 
@@ -863,7 +865,8 @@ def suits_members(ctx: RankContext, stage: StageConfig, state: PeerState, epoch:
     members = members_with_work(ctx, stage, state, everyone)
     planned = plan_round(stage, members, state.rule_state, state.progress)
     merged = truncate_round(stage, members, planned, state.rest)
-    kept = state.pending.steps, state.pending.samples
+    work, begun = state.pending, state.begun
+    kept = (work.steps, work.samples) if begun is None else begun.planned
     return kept == (merged.steps[ctx.rank], merged.samples[ctx.rank])
 
 
@@ -969,7 +972,7 @@ def take_over(
         state.moments = stage.trainer.moments()
     state.round, state.step = known.progress.rounds_and_steps_of(ctx.rank)
     state.drawn = state.step * state.batch
-    state.pending = state.start = state.before_work = None
+    state.pending = state.start = state.begun = state.before_work = None
     state.pending_rest, state.last = known.pending_rest, known.last
     state.rule_state = known.rule_state
     state.rest, state.idle = known.rest, known.idle

@@ -37,7 +37,7 @@ from ashl.stage.contract import GO, NEXT, PAUSE, STOP, StageConfig
 from ashl.stage.members import shared_members
 from ashl.stage.progress import FAILURE, RUN_END, RUN_START, Progress, ProgressMark
 from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
-from ashl.topology.local_work import WorkerState
+from ashl.topology.local_work import WorkerState, steps_apart
 
 SNAPSHOT, BYE = 5, 6  # further signals, in addition to NEXT, STOP and PAUSE
 
@@ -68,7 +68,7 @@ class Member(NamedTuple):
     has_model: float  # 0 for a joining worker
     index: float  # stage of its safe point; beyond the last stage once it has ended
     rounds: float  # merges that its model contains
-    steps: float  # steps that it has taken
+    steps: float  # steps that its model contains
     origin: float  # identifies its model: workers with equal numbers have equal models
 
 
@@ -394,14 +394,9 @@ async def rejoin_members(
     Returns: (stage, state) to continue with, and the coordinator's answer.
     """
     state = fresh() if saved is None else saved[1]
-    if state.pending is not None:  # it is part of no model, and is computed again
-        state.step, state.drawn = (
-            state.step - state.pending.steps,
-            state.drawn - state.pending.samples,
-        )
-        state.pending = None
     index = 0 if saved is None else saved[0]
-    report = Member(saved is not None, index, state.round, state.step, state.origin)
+    merged = state.step - steps_apart(state)
+    report = Member(saved is not None, index, state.round, merged, state.origin)
     await ctx.send(stages[0].server, epoch_tag("member", epoch), None, report)
     message = await ctx.recv(epoch_tag("epoch", epoch), src=stages[0].server)
     size = len(EpochReply._fields)

@@ -67,6 +67,7 @@ class WorkerState:
     squares: Any = None  # sums of squares of parts of the last gradient, for codecs that use them
     rule_state: Any = None  # state of the sync mode, if it has one at workers
     start: Any = None  # start of the next local steps, if it is not `params`
+    begun: Begun | None = None  # local steps so far, at a safe point between them
     pending: Any = None  # finished work to exchange next, with delayed exchanges
     pending_rest: Remaining = None  # `rest` when that work was begun
     fragment_codec_states: tuple[CodecState, ...] = ()  # the codec's state of each fragment
@@ -90,6 +91,7 @@ class WorkerState:
         self.plan_round(stage, members, rank)
         self.interval_s = stage.sync.interval_s
         self.anchor = self.squares = self.rule_state = self.start = self.pending = None
+        self.begun = None
         self.last = False
         if stage.resets_outer:
             self.own_moments = None
@@ -114,6 +116,20 @@ class WorkerState:
         self.local_steps = cap_local_steps(planned, rank, self.rest)
 
 
+class Begun(NamedTuple):
+    """Local steps that were taken so far, from which the work continues."""
+
+    planned: tuple[int, int]  # steps and samples of the whole work
+    params: Any  # the model from which they started
+    moments: Any  # of the optimizer then
+    lr: float
+    local: Any  # the model after them
+    grads: Any  # Σ lr·∇f, if gradients are accumulated
+    losses: list[Any]  # of these steps, and perhaps of later ones
+    steps: int = 0
+    spent_s: float = 0.0  # seconds that they took
+
+
 class Work(NamedTuple):
     """Result of local work."""
 
@@ -136,6 +152,8 @@ async def local_work(
 
     The learning rate is that of the samples applied before the last pull. A peer may replace
     `state.params` meanwhile. The result stays relative to the model at the start.
+    Where an epoch may begin meanwhile, each step is a safe point, and the work continues from
+    `state.begun`.
     Args: trainer: computes the local steps instead of the stage's.
     """
     start, kind, version = ctx.now, stage.sync.exchange, state.version
@@ -143,9 +161,10 @@ async def local_work(
         loss, grad, samples = await estimate_gradient(ctx, stage, state)
         return Work(grad, loss, 1, samples, ctx.now - start, version)
     trainer = trainer or trainer_of(stage, state)
-    params = start_of(state)
-    local, lr, losses, steps = params, trainer.rate(state.samples), [], 0
-    start_ns, interval_ns, grads = ctx.now_ns, round(state.interval_s * 1e9), None
+    begun = state.begun or begin_steps(state, trainer)
+    params, lr, local, grads, steps = begun.params, begun.lr, begun.local, begun.grads, begun.steps
+    losses = begun.losses[:steps]
+    start_ns, interval_ns = ctx.now_ns, round(state.interval_s * 1e9)
     while ctx.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
         step, span = next_batch(state)
         if kind == "accumulated":
@@ -156,15 +175,34 @@ async def local_work(
             loss, state.moments, local = await ctx.compute(work, state.batch)
         steps += 1
         losses.append(loss)
+        if ctx.in_local_work and steps < state.local_steps:
+            spent_s = begun.spent_s + ctx.now - start
+            state.begun = begun._replace(
+                local=local, grads=grads, losses=losses, steps=steps, spent_s=spent_s
+            )
+            ctx.keep_step(stage.index, state)
+    state.begun = None
+    spent_s = begun.spent_s + (ctx.now - start)
     total, payload = 0.0, local - params if grads is None else grads
     for loss in numbers(losses):
         total += loss
     if trainer.weighs and kind == "difference" and WEIGHTS in stage.topology.supports:
         share = share_of(ctx, trainer, range(state.step - steps, state.step))
         payload, total = payload * share, total * share
-    return Work(
-        payload, total / steps, steps, steps * state.batch, (ctx.now - start) / steps, version
-    )
+    return Work(payload, total / steps, steps, steps * state.batch, spent_s / steps, version)
+
+
+def begin_steps(state: WorkerState, trainer: Any) -> Begun:
+    """Return the begin of local work: no step yet."""
+    params = start_of(state)
+    planned = state.local_steps, state.local_steps * state.batch
+    return Begun(planned, params, state.moments, trainer.rate(state.samples), params, None, [])
+
+
+def steps_apart(state: WorkerState) -> int:
+    """Return the steps of a worker that no model contains: of finished or begun work."""
+    work = state.pending or state.begun
+    return 0 if work is None else work.steps
 
 
 def share_of(ctx: RankContext, trainer: Any, steps: range) -> float:

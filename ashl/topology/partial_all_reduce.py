@@ -20,7 +20,7 @@ Limit: one group of all workers is local SGD by all-reduce, bit for bit. Source:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -190,8 +190,11 @@ async def worker(ctx: RankContext, stage: StageConfig, state: Replica) -> int:
     state.enter(stage, ctx.members, ctx.rank)
     signal = GO
     while signal == GO:
-        ctx.safe_point(stage.index, state)
-        work = state.pending or await local_work(ctx, stage, state)
+        ctx.safe_point(stage.index, state, before_work=state.pending is None)
+        work = state.pending
+        if work is None:
+            work = await local_work(ctx, stage, state)
+            ctx.keep_work(stage.index, replace(state, pending=work))
         reply, members = await meet(ctx, stage, state, work)
         signal = int(reply.signal)
         state.pending, state.has_asked = (work, True) if signal == PAUSE else (None, False)
