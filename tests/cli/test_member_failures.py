@@ -128,14 +128,13 @@ def test_sums_after_a_rejoin_are_those_of_all_from_that_state(
     alone = Alone(assemble(Plan.from_json((run / "plan.json").read_text()), "cpu").stages[0])
     rejoined_s, merges = summary["failed_workers"][0]["rejoined_s"], summary["commits"]
     events = jsonl.read(run / "events.jsonl")
-    since = sum(
-        e["kind"] == "round"
-        and e["rank"] == rank
-        and e["start_s"] > rejoined_s - 0.1
-        and not e["dropped"]
+    first = min(
+        e["round"]
         for e in events
+        if e["kind"] == "round" and e["rank"] == rank and e["end_s"] > rejoined_s
     )
-    before = summary["workers"][rank]["commits"] - since
+    before = first - 1  # one more round was dropped
+    since = summary["workers"][rank]["commits"] - before
     for number in range(merges):
         if number == merges - since:
             alone.workers[rank] = alone.worker(
