@@ -55,6 +55,7 @@ class NoEffectError(UnusedKeyError):
 # Errors of a path at which nothing can be written, however much space there is.
 NO_PLACE = (
     errno.EACCES,
+    errno.EBUSY,  # the place of a folder that is mounted, for example /
     errno.EEXIST,  # a file where a folder is to be
     errno.EISDIR,
     errno.ELOOP,
