@@ -37,7 +37,7 @@ from ashl.stage.contract import GO, NEXT, PAUSE, STOP, StageConfig
 from ashl.stage.members import shared_members
 from ashl.stage.progress import FAILURE, RUN_END, RUN_START, Progress, ProgressMark
 from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
-from ashl.topology.local_work import WorkerState, steps_apart
+from ashl.topology.local_work import WorkerState, unmerged_steps
 
 SNAPSHOT, BYE = 5, 6  # further signals, in addition to NEXT, STOP and PAUSE
 
@@ -153,9 +153,16 @@ class RoamingState(ReplicaState):
     asked: int | None = None  # the worker whose answer is still in flight
 
     def begin_epoch(self) -> None:
-        """Begin again on the members' graph, without messages in flight."""
+        """Begin again on the members' graph, without messages in flight.
+
+        Finished work is computed again, because its model was sent to the members of before.
+        """
         self.end_pass()
         self.rule_state = None
+        if self.pending is not None:
+            self.step -= self.pending.steps
+            self.drawn -= self.pending.samples
+            self.pending = None
 
     def enter(self, stage: StageConfig, members: Members, rank: int) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
@@ -395,7 +402,7 @@ async def rejoin_members(
     """
     state = fresh() if saved is None else saved[1]
     index = 0 if saved is None else saved[0]
-    merged = state.step - steps_apart(state)
+    merged = state.step - unmerged_steps(state)
     report = Member(saved is not None, index, state.round, merged, state.origin)
     await ctx.send(stages[0].server, epoch_tag("member", epoch), None, report)
     message = await ctx.recv(epoch_tag("epoch", epoch), src=stages[0].server)

@@ -121,11 +121,11 @@ class Begun(NamedTuple):
 
     planned: tuple[int, int]  # steps and samples of the whole work
     params: Any  # the model from which they started
-    moments: Any  # of the optimizer then
+    moments: Any  # the optimizer's moments at that model
     lr: float
     local: Any  # the model after them
     grads: Any  # Σ lr·∇f, if gradients are accumulated
-    losses: list[Any]  # of these steps, and perhaps of later ones
+    losses: list[Any]  # one a step; the running work appends to the same list
     steps: int = 0
     spent_s: float = 0.0  # seconds that they took
 
@@ -199,7 +199,7 @@ def begin_steps(state: WorkerState, trainer: Any) -> Begun:
     return Begun(planned, params, state.moments, trainer.rate(state.samples), params, None, [])
 
 
-def steps_apart(state: WorkerState) -> int:
+def unmerged_steps(state: WorkerState) -> int:
     """Return the steps of a worker that no model contains: of finished or begun work."""
     work = state.pending or state.begun
     return 0 if work is None else work.steps

@@ -18,7 +18,8 @@ from ashl.stage.compression_pipeline import CompressionPipeline
 from ashl.stage.contract import StageConfig
 from ashl.stage.members import members_of
 from ashl.topology import all_reduce
-from ashl.topology.local_work import WorkerState, context_of
+from ashl.topology.coordinator import RoamingState
+from ashl.topology.local_work import Work, WorkerState, context_of, unmerged_steps
 from tests.sim.test_churn import DETECT_S, RUN, back, lost, with_events
 from tests.support import Ran, planned, run
 
@@ -318,6 +319,15 @@ def test_a_worker_joins_between_steps_that_travel_in_buckets(overlap: tuple[str,
     plan = planned(*RUN, "sync=bsp", *PORTS, *overlap, "runtime.gradients=false", "stop.steps=60")
     ran = run(with_events(plan, lost(2, 0.2), back(2, 0.5)))
     assert any(r["rank"] == 2 and r["start_ns"] > 5e8 for r in ran.of("Round"))
+
+
+def test_an_asynchronous_gossip_worker_computes_work_of_a_pause_again() -> None:
+    """The members of the epoch have not received the model of that work, as `sync=hop` sends it."""
+    work = Work(torch.ones(2), 0.5, 3, 48, 0.1, 0)
+    state = RoamingState(torch.zeros(2), (), step=5, drawn=80, pending=work)
+    assert unmerged_steps(state) == 3
+    state.begin_epoch()
+    assert (state.step, state.drawn, state.pending) == (2, 32, None)
 
 
 def computed_by(ran: Ran) -> list[tuple[dict[str, int], int]]:
