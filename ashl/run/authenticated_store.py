@@ -100,7 +100,7 @@ def user_secret() -> str:
     try:
         if not path.exists():
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            with NamedTemporaryFile("w", dir=path.parent) as new:  # of mode 600
+            with NamedTemporaryFile("w", dir=path.parent) as new:  # only its owner reads it
                 new.write(secrets.token_hex(32))
                 new.flush()
                 with suppress(FileExistsError):  # another process of this job was faster

@@ -39,7 +39,7 @@ class Origin(NamedTuple):
     saved: Checkpoint
     plan: Plan
     stage: int
-    state: Any  # of the rank that counts: the lead rank's, or that of a worker in its place
+    state: Any  # state of the rank that counts progress: the lead rank, or a worker in its place
     time_ns: int  # run time
     ranks: dict[int, SavedRank]  # without failed workers
     own: Any  # mean of the workers' module states
@@ -81,7 +81,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     device = job.stages[0].trainer.device
     with_part = sorted({*range(before.num_ranks)}.difference(saved.absent))
     found = rank_checkpoint.read_ranks(saved.folder, with_part, packages, device)
-    ranks = {rank: saved for rank, saved in found.items() if saved.stage != ABSENT}
+    ranks = {rank: part for rank, part in found.items() if part.stage != ABSENT}
     lead = ranks.get(before.lead_rank, ranks[min(ranks)])
     state = lead.state
     workers = [ranks[rank] for rank in ranks if rank < before.num_workers]

@@ -500,9 +500,8 @@ class TorchKernel:
             if effect is None:
                 return self._end(task)
             task.waiting = effect
-            is_amid_step = self.ctx.in_local_work and self.ctx.restart_point is before
-            goes_on = is_amid_step and isinstance(effect, fx.Compute)
-            if self._published is not self._epoch and not goes_on:
+            is_amid_step = self.ctx.is_amid_step(before, effect)
+            if self._published is not self._epoch and not is_amid_step:
                 return None
             if self._unsettled and task.main and not isinstance(effect, fx.Compute):
                 self._wait_for_device()

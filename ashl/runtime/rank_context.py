@@ -243,6 +243,13 @@ class RankContext:
         self.in_local_work = False
         self.keep_step(stage, state)
 
+    def is_amid_step(self, before: tuple[int, Any] | None, effect: Any) -> bool:
+        """Return True if local work computes on with this effect, and has marked no safe point
+        since `before`. An epoch waits until then.
+        """
+        is_unmarked = self.in_local_work and self.restart_point is before
+        return is_unmarked and isinstance(effect, Compute)
+
     @property
     def own_state(self) -> Any:
         """Return the state of this rank's module beside its parameters."""

@@ -545,7 +545,7 @@ class Sim:
         ctx, rank = main.ctx, main.ctx.rank
         before = ctx.restart_point
         effect = main.coro.send(value)
-        if ctx.in_local_work and ctx.restart_point is before and isinstance(effect, Compute):
+        if ctx.is_amid_step(before, effect):
             return effect
         main.coro.close()
         main.done = True

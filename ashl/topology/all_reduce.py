@@ -385,13 +385,10 @@ def plan_first_round(
     """Return the work of the round with which a worker begins its loop: as planned, and as its
     exchange merges it. A worker in `state.idle` has none.
     """
-    members = ctx.members if not state.idle else members_with_work(ctx, stage, state, ctx.members)
+    members = members_with_work(stage, state, ctx.members)
     planned = plan_round(stage, members, state.rule_state, state.progress)
     rest = state.rest if state.pending is None else state.pending_rest
-    exchanged = truncate_round(stage, members, planned, rest)
-    if state.idle:
-        exchanged = without_work(exchanged, state.idle)
-    return planned, exchanged
+    return planned, without_work(truncate_round(stage, members, planned, rest), state.idle)
 
 
 def group_of(ctx: RankContext, stage: StageConfig, part: Part, work: Assignments) -> ProcessGroup:
@@ -730,14 +727,13 @@ def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: P
 #
 # Each member goes back to its last safe point: the top of a round (`RankContext.safe_point`), or
 # the end of its last local step (`keep_step`, `keep_work`). A member amid a step completes it
-# before.
-# The members exchange the versions of their models. If some of them have missed the last merge, the
-# others go back by one more round. The donor is the lowest rank with the newest state. It sends
-# what all workers have in common to each joining worker, and to a member that has missed the end of
-# a stage. Then the kept work is exchanged, with the weights of the members that have work, Σ w_i =
-# 1. Work is computed again if the new members would compute it otherwise (`suits_members`), and if
-# its exchange overlaps with computing (`keeps_work`). The failed worker's steps of the round count
-# as dropped.
+# before. The members exchange the versions of their models. If some of them have missed the last
+# merge, the others go back by one more round. The donor is the lowest rank with the newest state.
+# It sends what all workers have in common to each joining worker, and to a member that has missed
+# the end of a stage. Then the kept work is exchanged. The weights are those of the members that
+# have work; they add up to 1. Work is computed again if the new members would compute it otherwise
+# (`suits_members`), and if its exchange overlaps with computing (`keeps_work`). The failed worker's
+# steps of the round count as dropped.
 #
 # If any member keeps its work, a joining worker has none in this round: it adds zeros with weight 0
 # (`PeerState.idle`), so that no member waits for it. It computes from the next round on.
@@ -832,16 +828,17 @@ def part_in_round(stages: Sequence[StageConfig], saved: tuple[int, PeerState] | 
     return KEEPS if saved[1].pending.steps else IDLES
 
 
-def members_with_work(
-    ctx: RankContext, stage: StageConfig, state: PeerState, members: Members
-) -> Members:
+def members_with_work(stage: StageConfig, state: PeerState, members: Members) -> Members:
     """Return the members that have work in this round as the members of a stage."""
-    ranks = [rank for rank in members.ranks if rank not in state.idle]
-    return members_of(stage, ranks) if state.idle else members
+    if not state.idle:
+        return members
+    return members_of(stage, [rank for rank in members.ranks if rank not in state.idle])
 
 
 def without_work(work: Assignments, idle: Sequence[int]) -> Assignments:
     """Return the work of a round in which these workers have none."""
+    if not idle:
+        return work
     steps, samples = (
         tuple(0 if rank in idle else count for rank, count in enumerate(counts))
         for counts in (work.steps, work.samples)
@@ -862,7 +859,7 @@ def suits_members(ctx: RankContext, stage: StageConfig, state: PeerState, epoch:
     They would not if they have another H or batch.
     """
     everyone = shared_members(ctx, stage, epoch.workers, epoch.number)
-    members = members_with_work(ctx, stage, state, everyone)
+    members = members_with_work(stage, state, everyone)
     planned = plan_round(stage, members, state.rule_state, state.progress)
     merged = truncate_round(stage, members, planned, state.rest)
     work, begun = state.pending, state.begun
@@ -886,7 +883,7 @@ def continue_with(
 ) -> None:
     """Set the state for a stage with the members of this epoch."""
     before = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
-    worked = members_with_work(ctx, stage, state, before)
+    worked = members_with_work(stage, state, before)
     planned = plan_round(stage, worked, state.rule_state, state.progress)
     rest = state.rest if stage.delayed is None else state.pending_rest
     steps = truncate_round(stage, worked, planned, rest).steps
@@ -905,7 +902,7 @@ def continue_with(
         state.local_steps = cap_local_steps(members.planned, ctx.rank, state.rest)
     else:
         is_ahead = stage.delayed is not None and state.pending is not None
-        with_work = members_with_work(ctx, stage, state, members)
+        with_work = members_with_work(stage, state, members)
         state.plan_round(stage, with_work, ctx.rank, ahead=int(is_ahead))
         if stage.delayed is None:
             state.pending_rest = state.rest
@@ -923,19 +920,21 @@ def memory_is_local(stage: StageConfig, ends: CodecState) -> bool:
     return not (shared or any(kept is not None for kept in ends.receivers.values()))
 
 
+def shares_moments(rule: StepRule) -> bool:
+    """Return True if all workers have equal moments, because they step on the sum."""
+    return rule.exchange != "difference" or rule.momentum_travels
+
+
 def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) -> CommonState:
     """Return the state of this worker that all workers have in common."""
     stage = stages[min(index, len(stages) - 1)]
-    sync = stage.sync
-    # all workers have equal moments if they step on the sum
-    shares_moments = sync.exchange != "difference" or sync.momentum_travels
     return CommonState(
         index,
         state.progress,
         state.pending is not None and stage.delayed is not None,
         state.pending_rest,
         state.last,
-        state.moments if shares_moments else None,
+        state.moments if shares_moments(stage.sync) else None,
         state.outer_state,
         state.rule_state,
         state.assigned,

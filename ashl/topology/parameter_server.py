@@ -891,12 +891,12 @@ def rounds_ahead(stage: StageConfig, state: ServerState) -> Remaining:
 # joining worker is admitted between two steps.
 #
 # Rejoin: the worker receives the stage, the model and its assignment: with a barrier after the next
-# merge, otherwise at once. Its count of rounds starts at
-# that of the slowest worker. Its optimizer and its codec start with an empty state. Its data
-# continue after the last position that the server knows. A worker that asks at a stage boundary
-# joins in the next stage. The server tells a worker that asks after the end that the run is over.
-# An incarnation is identified by the time of its join request, which is part of the tag of every
-# message to it. So no worker mistakes a reply to an earlier incarnation for its own.
+# merge, otherwise at once. Its count of rounds starts at that of the slowest worker. Its optimizer
+# and its codec start with an empty state. Its data continue after the last position that the server
+# knows. A worker that asks at a stage boundary joins in the next stage. The server tells a worker
+# that asks after the end that the run is over. An incarnation is identified by the time of its join
+# request, which is part of the tag of every message to it. So no worker mistakes a reply to an
+# earlier incarnation for its own.
 #
 # Source: membership as in Li et al., "Scaling Distributed Machine Learning with the Parameter
 # Server", OSDI 2014, section 3.8; rounds of the survivors as with the backup workers of Chen et

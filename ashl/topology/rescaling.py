@@ -215,7 +215,7 @@ def rescale_peers(stage: StageConfig, before: PeerState, now_s: float) -> list[P
             outer_state=before.outer_state,
         )
         begin(stage, rank, state, progress)
-        shares_moments = rule.exchange != "difference" or rule.momentum_travels
+        shares_moments = all_reduce.shares_moments(rule)
         state.moments = before.moments if shares_moments else stage.trainer.moments()
         state.rest, state.rule_state = rest, rule_state
         states.append(state)
