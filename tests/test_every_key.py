@@ -46,7 +46,6 @@ QUICK = (
 )
 QUICK_CROSSING = ()
 TEXTS = (
-    "cluster.server_host",
     "cluster.trace",
     "dataset.path",
     "dataset.root",

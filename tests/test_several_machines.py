@@ -21,7 +21,6 @@ from ashl.run import job as jobs
 from ashl.run.authenticated_store import StoreServer, new_secret
 from ashl.run.handshake import (
     Hello,
-    PlacementRequest,
     assign_ranks,
     check_gpus,
     check_profile,
@@ -29,7 +28,6 @@ from ashl.run.handshake import (
     gather_hellos,
     hello_key,
     parse_hello,
-    placement_by_profile,
     server_note,
     settings_in_common,
 )
@@ -167,37 +165,19 @@ JOB = (process(0, "a"), process(1, "a"), process(2, "b.lan"), process(3, "c"))
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
+    ("hosts", "found"),
     [
-        (PlacementRequest(), (0, 2, 3, 1)),  # the server beside process 0, and behind it
-        (PlacementRequest(server="c"), (0, 1, 2, 3)),
-        (PlacementRequest(server="a:0"), (1, 2, 3, 0)),
-        (PlacementRequest(("c", "b", "a")), (3, 2, 0, 1)),
-        (PlacementRequest(("c", "a:1", "a")), (3, 1, 0, 2)),  # the server is what is left
-        (PlacementRequest(("c", "a", "a"), server="b.lan"), (3, 0, 1, 2)),
-        (PlacementRequest(("10.0.0.c", "b", "a"), server="a"), (3, 2, 0, 1)),
+        ((), (0, 2, 3, 1)),  # the server beside process 0, and behind it
+        (("a", "a", "b"), (0, 1, 2, 3)),
+        (("c", "a:1", "a"), (3, 1, 0, 2)),  # the server is what is left
+        (("10.0.0.c", "b.lan", "a"), (3, 2, 0, 1)),
+        (("c", "a", "b", "a"), (3, 0, 2, 1)),  # without a server
     ],
 )
 def test_workers_and_a_server_find_their_processes(
-    wanted: PlacementRequest, found: tuple[int, ...]
+    hosts: tuple[str, ...], found: tuple[int, ...]
 ) -> None:
-    assert assign_ranks(JOB, 3, 4, wanted) == found
-
-
-def test_a_server_without_a_process_of_its_own_is_a_child_of_process_0() -> None:
-    assert assign_ranks(JOB, 4, 5, PlacementRequest()) == (0, 1, 2, 3, 0)
-    assert assign_ranks(JOB, 4, 5, PlacementRequest(("c", "a", "b", "a"), server="a")) == (
-        3,
-        0,
-        2,
-        1,
-        0,
-    )
-    with pytest.raises(
-        UsageError,
-        match=r"names c: .* shares the node of process 0, a; start one process more, on c",
-    ):
-        assign_ranks(JOB, 4, 5, PlacementRequest(server="c"))
+    assert assign_ranks(JOB, len(hosts) or 3, 4, hosts) == found
 
 
 @pytest.mark.parametrize(
@@ -205,33 +185,11 @@ def test_a_server_without_a_process_of_its_own_is_a_child_of_process_0() -> None
     [
         ("", 3, None, 2),
         ("", 2, 1, 1),
-        ("", 2, 2, 2),
         ("", 3, 2, 2),
+        ("", 2, 2, r"the job has 2 processes, and 2 workers and 1 server need 3; change"),
         ("topology=all_reduce", 2, None, 2),
-        (
-            "",
-            2,
-            None,
-            (
-                r"the job has 2 processes, and 2 workers and 1 server need 3, or 2 if the server"
-                r" shares a node; change --nproc-per-node, or set cluster.num_workers"
-            ),
-        ),
-        (
-            "",
-            1,
-            None,
-            (r"the job has 1 process, and 2 workers and 1 server need 3"),
-        ),
-        (
-            "",
-            4,
-            2,
-            (
-                r"the job has 4 processes, and 2 workers and 1 server need 3, or 2 if the server"
-                r" shares a node"
-            ),
-        ),
+        ("", 1, None, r"the job has 1 process, and 2 workers and 1 server need 3"),
+        ("", 4, 2, r"the job has 4 processes, and 2 workers and 1 server need 3"),
         ("topology=gossip sync=hop", 2, None, r"2 workers and 1 coordinator need 3"),
     ],
 )
@@ -248,37 +206,27 @@ def test_how_many_workers_a_job_has(
         compile_plan(config, world_size=size)
 
 
-def test_without_a_server_all_keep_their_order() -> None:
-    assert assign_ranks(JOB, 4, 4, PlacementRequest()) == (0, 1, 2, 3)
-    assert assign_ranks(JOB, 4, 4, PlacementRequest(("c", "a", "b", "a"))) == (3, 0, 2, 1)
-
-
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("hosts", "said"),
     [
         (
-            PlacementRequest(("a", "d", "c")),
+            ("a", "d", "c"),
             r"cluster.hosts names d, and .* there are: a \(2 processes\), b.lan \(1 process\), c",
         ),
         (
-            PlacementRequest(("a", "c", "c")),
+            ("a", "c", "c"),
             r"cluster.hosts names c once more than the job has processes there \(1\); start more",
         ),
+        (("a:0", "a:0", "c"), "cluster.hosts names a:0 once more than"),
         (
-            PlacementRequest(("a", "b", "c"), server="c"),
-            "cluster.hosts names c once more than",
-        ),
-        (PlacementRequest(("a:0", "a:0", "c")), "cluster.hosts names a:0 once more than"),
-        (
-            PlacementRequest(("a:2", "b", "c")),
+            ("a:2", "b.lan", "c"),
             "cluster.hosts names a:2, and no process of the job is there; there are: a",
         ),
-        (PlacementRequest(server="d"), "cluster.server_host names d"),
     ],
 )
-def test_hosts_that_cannot_be(wanted: PlacementRequest, said: str) -> None:
+def test_hosts_that_cannot_be(hosts: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        assign_ranks(JOB, 3, 4, wanted)
+        assign_ranks(JOB, 3, 4, hosts)
 
 
 def test_two_machines_of_one_name() -> None:
@@ -286,8 +234,8 @@ def test_two_machines_of_one_name() -> None:
     with pytest.raises(
         UsageError, match=r"the name of several machines; use their addresses: 10.0.0.pi, "
     ):
-        assign_ranks(twins, 2, 2, PlacementRequest(("pi", "pi")))
-    assert assign_ranks(twins, 2, 2, PlacementRequest(("10.0.0.9", "10.0.0.pi"))) == (1, 0)
+        assign_ranks(twins, 2, 2, ("pi", "pi"))
+    assert assign_ranks(twins, 2, 2, ("10.0.0.9", "10.0.0.pi")) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +248,8 @@ def test_two_machines_of_one_name() -> None:
 )
 def test_fewer_hosts_than_workers(hosts: list[str], workers: int | None, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        RealCluster(num_workers=workers, hosts=tuple(hosts), server_host=None)
-    assert RealCluster(num_workers=None, hosts=("a", "b"), server_host=None).num_workers == 2
+        RealCluster(num_workers=workers, hosts=tuple(hosts))
+    assert RealCluster(num_workers=None, hosts=("a", "b")).num_workers == 2
 
 
 def test_two_workers_on_one_gpu() -> None:
@@ -326,69 +274,26 @@ def test_two_workers_on_one_gpu() -> None:
 PLAN = planned("cluster=homogeneous", "cluster.compute=[1,1,1]", "sync=asp", "runtime=local")
 
 
-def profile(
-    *hosts: str | None,
-    server: str | None = None,
-    bound: float | None = None,
-    rates: tuple[float, ...] = (),
-):
-    """A measured one, with the host and the rate of each worker, and the server's."""
+def test_a_profile_of_other_hosts_is_refused() -> None:
     known = profile_of_declared_costs(
-        conf_option("cluster", "homogeneous", compute=[1] * len(hosts)), "mlp", 1000, 8
-    )
-    pairs = zip(known.workers, hosts, rates or (1e6,) * len(hosts), strict=True)
-    workers = [
-        replace(w, host=host, push_bytes_s=rate, pull_bytes_s=rate) for w, host, rate in pairs
-    ]
-    return replace(
-        known, source="measured", workers=tuple(workers), server_host=server, server_bytes_s=bound
+        conf_option("cluster", "homogeneous", compute=[1] * 3), "mlp", 1000, 8
     )
 
+    def measured_on(*hosts: str | None) -> Profile:
+        pairs = zip(known.workers, hosts, strict=True)
+        return replace(known, workers=tuple(replace(own, host=host) for own, host in pairs))
 
-def test_workers_are_where_their_profile_has_measured_them() -> None:
-    known = profile("c", "b.lan", "a", server="a")
-    wanted = placement_by_profile(known, JOB, PlacementRequest(), "FILE")
-    processes = assign_ranks(JOB, 3, 4, wanted)
-    assert processes == (3, 2, 0, 1)
-    check_profile(known, JOB, processes, "FILE")
-    assert server_note(PLAN, "a") == (
-        "the job is 3 workers and a server; the server runs on host a (cluster.server_host chooses"
-        " another)",
+    check_profile(measured_on("c", "b.lan", "a"), JOB, (3, 2, 0, 1), "FILE")
+    said = (
+        r"profile=FILE has measured worker 0 on c, and here it is on a; set"
+        r" cluster.hosts=\[c,b.lan,a\], or run"
     )
-    assert server_note(PLAN, None) == ("the job is 3 workers and a server",)
-    with pytest.raises(
-        UsageError,
-        match="profile=FILE has measured worker 0 on c, and here it is on a; run",
-    ):
-        check_profile(known, JOB, (0, 2, 3, 1), "FILE")
-    with pytest.raises(
-        UsageError,
-        match=r"profile=FILE names c once more than .*; run `ashl profile` again",
-    ):
-        assign_ranks(JOB, 3, 4, wanted._replace(server="c"))
-    given = PlacementRequest(("a", "a", "c"))
-    assert placement_by_profile(known, JOB, given, "FILE") == given
-    for elsewhere in (profile("x", "y", "z", server="x"), profile(None, None, None), None):
-        assert (
-            placement_by_profile(elsewhere, JOB, PlacementRequest(), "FILE") == PlacementRequest()
-        )
+    with pytest.raises(UsageError, match=said):
+        check_profile(measured_on("c", "b.lan", "a"), JOB, (0, 2, 3, 1), "FILE")
+    for elsewhere in (measured_on("x", "y", "z"), measured_on(None, None, None), None):
         check_profile(elsewhere, JOB, (0, 2, 3, 1), "FILE")
-
-
-@pytest.mark.parametrize(
-    ("known", "better"),
-    [
-        (
-            profile("a", "b", "c", server="a", rates=(9e9, 25e6, 6e6)),
-            None,
-        ),  # nobody is slowed down at the server
-        (profile("c", "b", "a", server="c", bound=6e6, rates=(9e9, 5.9e6, 6e6)), "a"),
-        (profile("a", "b", "c", server="a", bound=125e6, rates=(9e9, 25e6, 6e6)), None),
-        (profile("b", "c", bound=6e6), None),  # nobody knows where the server was
-    ],
-)
-def test_a_link_that_is_better_than_the_servers(known: Profile, better: str | None) -> None:
-    assert known.better_host == better
+    (note,) = server_note(PLAN, "a")
+    assert note == "the job is 3 workers and a server; the server runs on host a"
 
 
 # --- the handshake

@@ -355,7 +355,6 @@ class RealCluster:
     workers_rejoin: ClassVar[bool] = False
     num_workers: Count | None
     hosts: tuple[Annotated[str, Field(min_length=1)], ...] | None
-    server_host: Annotated[str, Field(min_length=1)] | None
 
     def __post_init__(self) -> None:
         if self.hosts is None:

@@ -24,8 +24,6 @@ from ashl.plan.plan import Spec
 
 SCHEMA = 5
 TICK_S = 1e-9  # resolution of the experiment's clock, seconds
-# A link that reaches this share of the rate of the server's NIC may be faster than the NIC.
-PORT_SHARE = 0.9
 # cost → its noise
 NOISES = {"step_s": "step_noise_s", "push_s": "push_noise_s", "pull_s": "pull_noise_s"}
 PASSES = ("forward_s", "backward_s")
@@ -134,26 +132,6 @@ class Profile:
     def codec(self, name: str | None) -> CodecCost | None:
         """Return the costs of the codec of this class, or None if it was not timed."""
         return next((own for own in self.codecs if own.codec == name), None)
-
-    @property
-    def better_host(self) -> str | None:
-        """Return a host whose link is at least as good as the server's by the measurements, or
-        None.
-
-        Workers on the server's host used no link. If no worker was slower while all pushed at once,
-        the server's NIC is as fast as all other links together. If workers were slower, no link is
-        known to be faster than the server's NIC.
-        """
-        bound = self.server_bytes_s
-        if self.server_host is None or bound is None:
-            return None
-        rates = {
-            worker.host: min(worker.push_bytes_s or bound, worker.pull_bytes_s or bound)
-            for worker in self.workers
-            if worker.host not in (None, self.server_host)
-        }
-        best = max(rates, key=lambda host: rates[host], default=None)
-        return best if best is not None and rates[best] >= PORT_SHARE * bound else None
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -293,14 +293,12 @@ def check_quorum(sync: Rule, num_workers: int) -> None:
 def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
     """Return the number of workers.
 
-    A job with as many processes as workers runs its server or coordinator as an additional process
-    on the node of process 0.
     Raises: UsageError if the job's size does not fit the number of workers.
     """
     cluster, runtime, topology = (parts[key] for key in ("cluster", "runtime", "topology"))
     num_workers, extra = cluster.num_workers, extra_ranks(topology, parts["sync"], cluster.node)
     if isinstance(cluster, RealCluster):
-        check_host_keys(cluster, runtime.name, extra)
+        check_hosts(cluster, runtime.name)
     if runtime.name != "torchrun":
         if num_workers is None:
             raise UsageError(
@@ -313,19 +311,15 @@ def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
             "runtime=torchrun: this process is not part of a job; start it as `torchrun … -m"
             " ashl.cli train …`"
         )
-    found = world_size - extra if num_workers is None else num_workers
-    shared = int(extra == 1)  # a server or coordinator may share a worker's node
-    if num_workers is None and (not extra or found > 1):
-        return found
-    if num_workers is not None and world_size - found in (extra, extra - shared):
+    found = world_size - extra
+    if found == num_workers or (num_workers is None and (not extra or found > 1)):
         return found
     asked = num_workers or 2
     other = "server" if topology.has_server else "coordinator"
     beside = f" and {pluralize(extra, other, other + 's')}" if extra else ""
-    less = f", or {asked} if the {other} shares a node" if extra == 1 else ""
     raise UsageError(
         f"runtime=torchrun: the job has {pluralize(world_size, 'process', 'processes')}, and"
-        f" {pluralize(asked, 'worker', 'workers')}{beside} need {asked + extra}{less}; change"
+        f" {pluralize(asked, 'worker', 'workers')}{beside} need {asked + extra}; change"
         " --nproc-per-node, or set cluster.num_workers"
     )
 
@@ -334,24 +328,14 @@ def pluralize(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
 
 
-def check_host_keys(cluster: RealCluster, runtime: str, extra: int) -> None:
-    """Refuse keys that place workers or a server where the launcher cannot place them.
-
-    Raises: UsageError.
-    """
-    for key, value in (("hosts", cluster.hosts), ("server_host", cluster.server_host)):
-        if value is not None and runtime != "torchrun":
-            raise UsageError(
-                f"cluster.{key}: places processes of a job, and runtime={runtime} starts its own on"
-                " this machine; start the command on these hosts, for example by torchrun, or"
-                f" remove cluster.{key}"
-            )
-    if cluster.server_host is not None and not extra:
-        text = (
-            "cluster.server_host: no effect, this run has no server; remove it, or take another"
-            " topology"
+def check_hosts(cluster: RealCluster, runtime: str) -> None:
+    """Raise UsageError if cluster.hosts is set where no launcher places the processes."""
+    if cluster.hosts is not None and runtime != "torchrun":
+        raise UsageError(
+            f"cluster.hosts: places processes of a job, and runtime={runtime} starts its own on"
+            " this machine; start the command on these hosts, for example by torchrun, or remove"
+            " cluster.hosts"
         )
-        raise UnusedKeyError(text, "cluster.server_host")
 
 
 def check_targets(limits: Limits, gradients: bool, task: Task, name: str) -> None:

@@ -184,55 +184,29 @@ def first_difference(own: str, other: str) -> tuple[str, str]:
     return first, second
 
 
-class PlacementRequest(NamedTuple):
-    """Nodes that the user or a profile requests for the workers and the server."""
-
-    hosts: tuple[str, ...] | None = None  # `host` or `host:local_rank` of each worker
-    hosts_by: str = "cluster.hosts"  # the key that requests them
-    server: str | None = None
-
-
 def assign_ranks(
-    hellos: Sequence[Hello], num_workers: int, num_ranks: int, request: PlacementRequest
+    hellos: Sequence[Hello], num_workers: int, num_ranks: int, hosts: Sequence[str]
 ) -> tuple[int, ...]:
     """Return the process (rank in the job) for each rank of the plan.
 
-    Workers take the processes on the hosts of `request`; without a request they keep the order of
-    processes. A server, or coordinator, takes a process on `request.server`; without a request it
-    takes the last remaining one on the node of process 0, or the last remaining one anywhere. If
-    the job has as many processes as workers, process 0 runs the server beside its own worker.
-    Raises: UsageError if the request cannot be met.
+    Workers take processes on `hosts`, in this order; the others keep the order of processes. A
+    server, or coordinator, takes the last remaining process on the node of process 0, else the last
+    remaining one.
+    Raises: UsageError if the job has no such processes.
     """
-    if shares_a_node(hellos, num_ranks):
-        if request.server is not None and 0 not in processes_on(
-            hellos, request.server, "cluster.server_host"
-        ):
-            raise UsageError(
-                f"cluster.server_host names {request.server}: in a job of as many processes as"
-                f" workers the server shares the node of process 0, {hellos[0].host}; start one"
-                f" process more, on {request.server}"
-            )
-        return *assign_ranks(hellos, num_workers, num_workers, request._replace(server=None)), 0
-    named = {rank: (name, request.hosts_by) for rank, name in enumerate(request.hosts or ())}
-    if num_ranks > num_workers and request.server is not None:
-        named[num_workers] = request.server, "cluster.server_host"
     taken: dict[int, int] = {}
-    # names of one process come first, then the server
-    for rank in sorted(named, key=lambda rank: (":" not in named[rank][0], rank < num_workers)):
-        name, by = named[rank]
-        found = processes_on(hellos, name, by)
+    # names of one process come first
+    for worker in sorted(range(len(hosts)), key=lambda worker: ":" not in hosts[worker]):
+        found = processes_on(hellos, hosts[worker])
         free = [process for process in found if process not in taken.values()]
         if not free:
-            fix = "start more, or name other hosts"
-            if by.startswith("profile="):
-                fix = "run `ashl profile` again with the server on its node, or drop profile="
             raise UsageError(
-                f"{by} names {name} once more than the job has processes there ({len(found)});"
-                f" {fix}"
+                f"cluster.hosts names {hosts[worker]} once more than the job has processes there"
+                f" ({len(found)}); start more, or name other hosts"
             )
-        taken[rank] = free[0] if rank < num_workers else free[-1]
+        taken[worker] = free[0]
     unassigned = [process for process in range(len(hellos)) if process not in taken.values()]
-    if num_ranks > num_workers not in taken:
+    if num_ranks > num_workers:
         first_node = hellos[0].machine
         near = [process for process in unassigned if hellos[process].machine == first_node]
         taken[num_workers] = (near or unassigned)[-1]
@@ -241,14 +215,7 @@ def assign_ranks(
     return tuple(taken[rank] if rank in taken else next(remaining) for rank in range(num_ranks))
 
 
-def shares_a_node(hellos: Sequence[Hello], num_ranks: int) -> bool:
-    """Return True if the job has no process for the server, or coordinator, so that process 0
-    starts it as a child.
-    """
-    return num_ranks == len(hellos) + 1
-
-
-def processes_on(hellos: Sequence[Hello], name: str, by: str) -> list[int]:
+def processes_on(hellos: Sequence[Hello], name: str) -> list[int]:
     """Return the processes on the host `name`, or the one process `host:local_rank`.
 
     Raises: UsageError if there is none, or if several machines have this name.
@@ -260,8 +227,8 @@ def processes_on(hellos: Sequence[Hello], name: str, by: str) -> list[int]:
     if len({peer.machine for peer in found}) > 1:
         known = ", ".join(dict.fromkeys(peer.address or "?" for peer in found))
         raise UsageError(
-            f"{by} names {host}, which is the name of several machines; use their addresses:"
-            f" {known}"
+            f"cluster.hosts names {host}, which is the name of several machines; use their"
+            f" addresses: {known}"
         )
     chosen = [
         peer.rank
@@ -274,24 +241,9 @@ def processes_on(hellos: Sequence[Hello], name: str, by: str) -> list[int]:
             f"{other} ({pluralize(n, 'process', 'processes')})" for other, n in counts
         )
         raise UsageError(
-            f"{by} names {name}, and no process of the job is there; there are: {there}"
+            f"cluster.hosts names {name}, and no process of the job is there; there are: {there}"
         )
     return chosen
-
-
-def placement_by_profile(
-    profile: Profile | None, hellos: Sequence[Hello], request: PlacementRequest, path: str
-) -> PlacementRequest:
-    """Return the request with the workers on the hosts where a profile measured them.
-
-    The request is unchanged if it names hosts itself, or if a host of the profile is not in the
-    job.
-    """
-    there = {peer.host for peer in hellos}
-    hosts = [worker.host for worker in profile.workers if worker.host in there] if profile else []
-    if profile is None or request.hosts is not None or len(hosts) < profile.num_workers:
-        return request
-    return request._replace(hosts=tuple(map(str, hosts)), hosts_by=f"profile={path}")
 
 
 def check_profile(
@@ -300,13 +252,16 @@ def check_profile(
     """Raise UsageError if a worker is on another host than where the profile measured it, and that
     host is in the job: the profile would predict another machine's costs.
     """
+    if profile is None:
+        return
     there = {peer.host for peer in hellos}
-    for rank, worker in enumerate(profile.workers if profile else ()):
+    measured = ",".join(str(worker.host) for worker in profile.workers)
+    for rank, worker in enumerate(profile.workers):
         host = hellos[processes[rank]].host
         if worker.host in there and worker.host != host:
             raise UsageError(
                 f"profile={path} has measured worker {rank} on {worker.host}, and here it is on"
-                f" {host}; run `ashl profile` again, or drop profile="
+                f" {host}; set cluster.hosts=[{measured}], or run `ashl profile` again"
             )
 
 
@@ -325,16 +280,14 @@ def check_gpus(hellos: Sequence[Hello], workers: Sequence[int], share: bool) -> 
             )
 
 
-def server_note(plan: Plan, host: str | None) -> tuple[str, ...]:
+def server_note(plan: Plan, host: str) -> tuple[str, ...]:
     """Return a note about the number of workers and the host of the server or coordinator; none if
     the plan has no such rank.
-
-    Args: host, None if unknown.
     """
     if plan.num_ranks == plan.num_workers:
         return ()
     role = role_name(plan, plan.num_workers).partition(" (")[0].removeprefix("the ")
-    text = f"the job is {pluralize(plan.num_workers, 'worker', 'workers')} and a {role}"
-    if host is not None:
-        text += f"; the {role} runs on host {host} (cluster.server_host chooses another)"
-    return (text,)
+    return (
+        f"the job is {pluralize(plan.num_workers, 'worker', 'workers')} and a {role}; the {role}"
+        f" runs on host {host}",
+    )

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from ashl.cluster.spec import RealCluster
 from ashl.config.signals import end_with_parent
 from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, plain
@@ -49,14 +48,12 @@ from ashl.run.control_channel import PATIENCE_S, POLL_S
 from ashl.run.handshake import (
     ERRORS,
     Hello,
-    PlacementRequest,
     assign_ranks,
     check_gpus,
     check_profile,
     gather_hellos,
     hello_key,
     make_hello,
-    placement_by_profile,
     server_note,
     settings_in_common,
 )
@@ -75,8 +72,7 @@ class JobLead(NamedTuple):
     job: JobMembership
     store: StoreServer
     places: tuple[Place, ...]  # by process
-    # the rank of process 0, and server or coordinator ranks without a process of their own
-    rank_settings: tuple[RankSettings, ...]
+    rank_settings: RankSettings  # of process 0
     notes: tuple[str, ...]  # about the placement of ranks, for the user
 
 
@@ -117,7 +113,11 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
     with refusing_on_error(store, job):
         hellos = gather_hellos(store, own, job.world_size, timeout_s)
         check_interfaces(hellos)
-        processes, notes = assign_processes(plan, parts, config["profile"], hellos)
+        hosts = getattr(parts.cluster, "hosts", None) or ()
+        processes = assign_ranks(hellos, plan.num_workers, plan.num_ranks, hosts)
+        path = config["profile"]
+        check_profile(path and read_profile(path), hellos, processes, str(path))
+        notes = server_note(plan, hellos[processes[-1]].host)
         check_gpus(hellos, processes[: plan.num_workers], bool(parts.runtime.share_gpu))
         gpus = [
             peer.gpu and (peer.machine, peer.gpu)
@@ -141,9 +141,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         ]
         places.append(Place(settings, tuple(filter(None, others))))
     by_process = tuple(places[processes.index(process)] for process in range(job.world_size))
-    here = [place for place, process in zip(places, processes, strict=True) if process == 0]
-    rank_settings = tuple(place.settings_here(own.device, chosen) for place in here)
-    return JobLead(job, store, by_process, rank_settings, notes)
+    return JobLead(job, store, by_process, by_process[0].settings_here(own.device, chosen), notes)
 
 
 @contextmanager
@@ -231,35 +229,6 @@ def await_place(store: AuthenticatedStore, own: Hello, timeout_s: float) -> Plac
             " MASTER_PORT of its own"
         )
     return answer
-
-
-def assign_processes(
-    plan: Plan, parts: Parts, path: str | None, hellos: tuple[Hello, ...]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return (process by rank of the plan, notes about the server's placement).
-
-    Args: path, of the profile file, or None.
-    """
-    profile = read_profile(path) if path else None
-    request = placement_by_profile(profile, hellos, placement_of(parts), str(path))
-    processes = assign_ranks(hellos, plan.num_workers, plan.num_ranks, request)
-    check_profile(profile, hellos, processes, str(path))
-    return processes, server_note(plan, hellos[processes[-1]].host)
-
-
-def placement_of(parts: Parts) -> PlacementRequest:
-    """Return the hosts on which the configuration places workers and server."""
-    cluster = parts.cluster
-    return (
-        PlacementRequest(cluster.hosts, server=cluster.server_host)
-        if isinstance(cluster, RealCluster)
-        else PlacementRequest()
-    )
-
-
-def notes_before_start(plan: Plan, parts: Parts) -> tuple[str, ...]:
-    """Return the notes about the server's placement before a job starts."""
-    return server_note(plan, placement_of(parts).server)
 
 
 def check_interfaces(hellos: tuple[Hello, ...]) -> None:
@@ -364,7 +333,7 @@ def run_as_controller(
     """Run the controller in process 0.
 
     Its rank of the plan runs in a child process, so that evaluation and records do not delay this
-    rank. A server without a process of its own is a child as well.
+    rank.
     Returns and raises as `run_controller`.
     """
 
@@ -379,7 +348,7 @@ def run_as_controller(
         monitor,
         lead.store,
         address_of(lead.job, lead.store.port),
-        lead.rank_settings,
+        [lead.rank_settings],
         checkpoint_manager,
         saved,
         answer_hellos,

@@ -102,7 +102,7 @@ def run(
         launch.check_local(plan, parts.runtime)
     torch.set_num_threads(parts.runtime.threads)
     with jobs.refusing_on_error(lead and lead.store, job):
-        device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
+        device = lead.rank_settings.device if lead else device_of(parts.runtime)
         whole = assemble(plan, device, parts, data)
         if resume is not None:
             close_killed(resume)
@@ -389,8 +389,6 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
         config, job.world_size if job else processes, overrides, strict=True
     )
     construct(config["tracking"], "tracking", config["allow_targets"])
-    if job or processes:
-        plan = replace(plan, notes=(*plan.notes, *jobs.notes_before_start(plan, parts)))
     leads = job is None or job.rank == 0
     host_s = None
     if leads and is_virtual(config):

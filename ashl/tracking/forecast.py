@@ -55,18 +55,12 @@ def show_profile(console: Console, profile: Profile) -> None:
 
 
 def show_hosts(console: Console, profile: Profile) -> None:
-    """Print where a profile of several nodes was measured, and a node that may suit the server."""
+    """Print where a profile of several nodes was measured."""
     hosts = [worker.host for worker in profile.workers]
     if len({*hosts, profile.server_host} - {None}) < 2:
         return
     workers = listing(f"worker {rank} on {host}" for rank, host in enumerate(hosts))
     console.print(f"{workers}; the server on {profile.server_host}", markup=False)
-    if better := profile.better_host:
-        console.print(
-            f"all traffic that the server's NIC can take comes from {better}: its link is no"
-            f" worse, perhaps better; to find out, set cluster.server_host={better}",
-            markup=False,
-        )
 
 
 def show_links(console: Console, profile: Profile) -> None:

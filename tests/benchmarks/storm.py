@@ -312,15 +312,18 @@ class AshlRun:
             *([f"runtime.heartbeat_timeout_s={TUNED_S}"] if self.system.tuned else []),
             *WORKLOAD,
         ]
+        replicas = [*range(REPLICAS)]
+        if "topology=parameter_server" in METHODS[self.system.method]:
+            replicas.append(0)  # the server is beside the first worker
         world = {
-            "WORLD_SIZE": str(REPLICAS),
+            "WORLD_SIZE": str(len(replicas)),
             "MASTER_ADDR": address(self.processes.names[0]),
             "MASTER_PORT": str(free_port()),
             "ASHL_LOG": "info",
         }
-        for rank in range(REPLICAS):
+        for rank, replica in enumerate(replicas):
             self.trains[rank] = self.processes.start(
-                rank,
+                replica,
                 f"process{rank}.log",
                 ["-m", "ashl.cli", "train", *setting],
                 RANK=str(rank),

@@ -35,7 +35,7 @@ MODES = {
 }
 GOSSIP = {"ad_psgd": "topology=gossip sync=ad_psgd"}
 APART = {
-    f"{name}, its server apart": f"{mode} cluster.server_host={{last}}"
+    f"{name}, its server apart": f"{mode} cluster.hosts=[{{0}},{{1}}]"
     for name, mode in (MODES | GOSSIP).items()
     if name != "all_reduce"
 }
@@ -75,7 +75,7 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
         world = {"WORLD_SIZE": "3", "MASTER_ADDR": address(names[0]), "MASTER_PORT": "29500"}
         world |= {"GLOO_SOCKET_IFNAME": "eth0"}
         mode = {**MODES, **GOSSIP, **APART, **BY_AGENTS, "groups": GROUPS}[request.param]
-        command = ["-m", "ashl.cli", "train", *RUN.split(), *mode.format(last=names[2]).split()]
+        command = ["-m", "ashl.cli", "train", *RUN.split(), *mode.format(*names).split()]
         folders = [tmp_path / str(rank) for rank in range(3)]
 
         def starter(rank: int) -> list[str]:

@@ -189,7 +189,7 @@ def test_a_clock_runs_from_when_all_have_come() -> None:
     """Not from when a process has made its kernel: what is declared for a moment of the run would
     come too early.
     """
-    real = RealCluster(num_workers=2, hosts=None, server_host=None)
+    real = RealCluster(num_workers=2, hosts=None)
     kernel = TorchKernel(
         0, Quiet(), lambda clock: Throttle(real, 0, 1, 0, 4, clock, HashStore()), (1,), 8, True, {}
     )

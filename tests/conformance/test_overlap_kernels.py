@@ -20,7 +20,7 @@ from tests.laws.machines import cluster
 DECLARED = cluster(
     2, step_s=0.1, compress_s=0.1, exchange_s=0.2
 )  # a sum of the whole model between two takes 0.1 s
-REAL = RealCluster(num_workers=2, hosts=None, server_host=None)
+REAL = RealCluster(num_workers=2, hosts=None)
 
 
 def results(ended):

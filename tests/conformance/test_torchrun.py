@@ -102,24 +102,6 @@ def test_ranks_on_machines_of_their_own(topology: str, tmp_path: Path) -> None:
     check(jobs, folders, topology)
 
 
-@pytest.mark.parametrize(
-    "more", [[], pytest.param(["run.checkpoint_s=0.2"], marks=pytest.mark.slow)]
-)
-def test_a_server_that_shares_a_node(more: list[str], tmp_path: Path) -> None:
-    """Two processes are two workers, and the first one has the server beside its worker."""
-    folders = [tmp_path / str(rank) for rank in range(2)]
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    jobs = [
-        start(folder, "parameter_server", ["ashl.cli"], more, RANK=str(r), **world)
-        for r, folder in enumerate(folders)
-    ]
-    check(jobs, folders, "parameter_server")
-    assert {path.name for path in (tmp_path / "0/run").glob("rank*.log")} == {
-        "rank0.log",
-        "rank2.log",
-    }
-
-
 def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -> None:
     """It hung, on the first one for ever."""
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
