@@ -408,7 +408,6 @@ OWN: dict[
         "true",
         "compression=topk run.compression_stats_every=4",
     ),
-    "run.compression_stats_vs_mean": ("true", "compression=topk run.compression_stats_every=4"),
     "run.checkpoint_s": ("0.2", ""),
     "tracking.events": ("none", ""),
 }

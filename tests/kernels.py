@@ -23,7 +23,7 @@ from ashl.run.authenticated_store import (
 )
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.records import Record, Rounds, Snapshot, TimeTotals, UpdateShown
+from ashl.runtime.records import Record, Rounds, Snapshot, TimeTotals
 from ashl.runtime.sim import Sim
 from ashl.runtime.throttle import Nics, Throttle
 from ashl.runtime.transport import NEVER
@@ -48,7 +48,7 @@ class Quiet:
         if isinstance(record, TimeTotals):
             self.totals[record.rank] = record.totals_ns
 
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None: ...
+    def snapshot(self, record: Snapshot, vector: Vector | None) -> None: ...
 
 
 class Ended(NamedTuple):

@@ -26,7 +26,6 @@ from ashl.runtime.records import (
     Record,
     Rounds,
     Snapshot,
-    UpdateShown,
     WorkerFailed,
     WorkerRejoined,
     as_fields,
@@ -67,9 +66,7 @@ class Ran:
             (flat(whole.snapshot) | {"consensus_distance": whole.distance}, whole.params)
         )
 
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        if isinstance(record, UpdateShown):
-            return
+    def snapshot(self, record: Snapshot, vector: Vector | None) -> None:
         vector = to_host(vector) if isinstance(vector, Tensor) else vector
         whole = EvaluatedModel(record, vector)
         if self.parts is not None:

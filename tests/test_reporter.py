@@ -31,7 +31,6 @@ from ashl.runtime.records import (
     RankError,
     Record,
     Snapshot,
-    UpdateShown,
     dumps,
 )
 from tests.disturbed import wait_for
@@ -78,25 +77,17 @@ def test_a_model_travels_in_pieces(channel, reporter, monkeypatch) -> None:
     models = {tick: torch.randn(D) for tick in range(2)}
     for tick, model in models.items():
         reporter.snapshot(Snapshot(3, 5, tick), model)
-        reporter.snapshot(UpdateShown(3, 3, tick), -model)
     reporter.snapshot(Snapshot(3, 6, 2), None)
     reporter.emit(ProcessExited(3))
     reporter.close()
     said = [
         (record, vector) for record, vector in received(channel) if not isinstance(record, Alive)
     ]
-    assert [type(record) for record, _ in said] == [Snapshot, UpdateShown] * 2 + [
-        Snapshot,
-        ProcessExited,
-    ]
-    for record, vector in said[:4]:
-        assert isinstance(record, Snapshot | UpdateShown)
-        assert record.tick is not None
+    assert [type(record) for record, _ in said] == [Snapshot] * 3 + [ProcessExited]
+    for (_, vector), model in zip(said, models.values(), strict=False):
         assert vector is not None
-        assert torch.equal(
-            vector, models[record.tick] * (1 if isinstance(record, Snapshot) else -1)
-        )
-    assert [vector for _, vector in said[4:]] == [None, None]
+        assert torch.equal(vector, model)
+    assert [vector for _, vector in said[2:]] == [None, None]
 
 
 def test_what_the_monitor_cannot_keep_up_with_is_spared(channel, reporter) -> None:

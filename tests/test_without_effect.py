@@ -93,7 +93,6 @@ INERT: list[tuple[str, str, str | None]] = [  # None: it takes what is not here,
         "sync=bsp compression=topk run.compression_stats_every=null",
         "run.compression_stats_every=20",
     ),
-    ("run.compression_stats_vs_mean=true", "sync=asp compression=topk", "sync=bsp"),
     ("tracking.experiment=mine", "sync=bsp tracking=none", "tracking=mlflow"),
     (
         "compression.masking=false",

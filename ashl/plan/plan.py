@@ -142,7 +142,6 @@ class Plan:
     start_from: str | None = None  # path of the initial weights; None = random, from the seed
     compression_stats_every: int | None = None  # rounds between two measurements; None = never
     compression_stats_per_layer: bool = False
-    compression_stats_vs_mean: bool = False
     notes: tuple[str, ...] = ()  # remarks for the user, one sentence each
 
     @property

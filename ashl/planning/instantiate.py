@@ -355,7 +355,6 @@ def bind_stages(
                 profile=known,
                 compression_stats_every=plan.compression_stats_every,
                 compression_stats_per_layer=plan.compression_stats_per_layer,
-                compression_stats_vs_mean=plan.compression_stats_vs_mean,
                 seed=plan.seed,
                 nodes=parts.cluster.node,
                 answer_block=answer_block(parts.cluster, fragments),

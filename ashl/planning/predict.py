@@ -14,7 +14,7 @@ from ashl.overlap.contract import overlapped_steps
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.step_timelines import Uncontended, make_group_timeline
 from ashl.runtime.contended_sim import simulator
-from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd, UpdateShown
+from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd
 from ashl.size_only import Vector
 from ashl.stage.compression_pipeline import CompressionPipeline
 from ashl.stage.contract import StageConfig, extra_ranks
@@ -74,9 +74,9 @@ class StageObserver:
                     if kind == "wait"
                 ]
 
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
+    def snapshot(self, record: Snapshot, vector: Vector | None) -> None:
         """Record that a counting rank has reached an evaluation; there is nothing to evaluate."""
-        if not isinstance(record, Snapshot) or record.final:
+        if record.final:
             return
         if record.counts is not None:
             version = record.counts.merges

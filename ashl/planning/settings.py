@@ -45,7 +45,6 @@ class Run:
     start_from: str | None
     compression_stats_every: Count | None
     compression_stats_per_layer: bool
-    compression_stats_vs_mean: bool
     checkpoint_s: Span | None
 
 

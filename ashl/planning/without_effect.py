@@ -418,27 +418,14 @@ CONDITIONS = (
         (
             "run.compression_stats_every",
             "run.compression_stats_per_layer",
-            "run.compression_stats_vs_mean",
         ),
         "a compression, for example compression=topk",
         lambda context: context.lossy,
     ),
     Condition(
-        ("run.compression_stats_per_layer", "run.compression_stats_vs_mean"),
+        ("run.compression_stats_per_layer",),
         "measurements every few rounds, for example run.compression_stats_every=20",
         lambda context: context.config["run"]["compression_stats_every"] is not None,
-    ),
-    Condition(
-        ("run.compression_stats_vs_mean",),
-        "a barrier, for example sync=bsp",
-        lambda context: any(
-            not own.topology.replicas
-            and (
-                not own.topology.has_server
-                or own.sync.quorum(context.plan.num_workers) == context.plan.num_workers
-            )
-            for own in context.stages
-        ),
     ),
     Condition(
         ("tracking.experiment",),

@@ -48,7 +48,7 @@ from ashl.tracking.recorder import METRICS, writing
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 15
+SCHEMA = 16
 CUT_BACK = "cut_back"  # manifest key: True once later records than the checkpoint are removed
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "absent")  # manifest keys
 VIRTUAL, PROCESSES, RESCALED = "virtual", "processes", "rescaled"

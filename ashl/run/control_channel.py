@@ -47,7 +47,6 @@ from ashl.runtime.records import (
     Snapshot,
     StageBoundary,
     StageEnd,
-    UpdateShown,
     dumps,
     loads,
 )
@@ -61,8 +60,8 @@ FINAL_SIGNAL_S = 1.5  # seconds that the controller waits for ranks of a failed 
 PATIENCE_S = 5.0
 CHUNK = 1_000_000  # characters of records in a report
 PIECE = 4_000_000  # bytes of a model or state in a report
-# Models (and updates) of a rank that the controller has not used yet. Beyond that, the rank drops
-# all except the last one.
+# Models of a rank that the controller has not used yet. Beyond that, the rank drops all except the
+# last one.
 MAX_PENDING = 8
 STATES = 2  # states of a worker's module that are in flight at a time
 Content = Tensor | bytes  # what travels ahead of a record
@@ -216,7 +215,7 @@ class ControlChannel:
 
         Raises: AshlError if it has another size than announced or expected.
         """
-        if not isinstance(record, Snapshot | UpdateShown | ModuleState | CheckpointPartSaved):
+        if not isinstance(record, Snapshot | ModuleState | CheckpointPartSaved):
             return None
         if not record.nbytes:
             return None
@@ -306,16 +305,16 @@ class Reporter:
             logger.debug("reports %s", type(record).__name__)
         self._outbox.append((record, content))
 
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        """Report a model or an update; it is dropped if the controller has not used `MAX_PENDING`
-        of this rank yet, and it is not the last one.
+    def snapshot(self, record: Snapshot, vector: Vector | None) -> None:
+        """Report a model; it is dropped if the controller has not used `MAX_PENDING` of this rank
+        yet, and it is not the last one.
         """
         if not isinstance(vector, Tensor):
             return self._outbox.append((record, None))
-        is_last = isinstance(record, Snapshot) and record.final
+        kind = type(record).__name__
         with self._lock:
-            if self._has_room(type(record).__name__, MAX_PENDING) or is_last:
-                self._posted[type(record).__name__] += 1
+            if record.final or self._has_room(kind, MAX_PENDING):
+                self._posted[kind] += 1
                 self._outbox.append((record, vector))
 
     def show_last_state(self, state: Any) -> None:

@@ -10,13 +10,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from ashl.compression.error_metrics import cosine
 from ashl.run.evaluation import Evaluation
 from ashl.runtime import records
-from ashl.runtime.records import Counts, Measures, UpdateShown
+from ashl.runtime.records import Counts, Measures
 
 
 class Waited(NamedTuple):
@@ -118,9 +114,6 @@ class CompressionStats:
     # reports in a row with a relative error above 1, by worker
     grown: dict[int, int] = field(default_factory=dict)
     warning: str | None = None
-    aggregate_cosine: float | None = None  # of the merged update with the mean of the dense ones
-    # by tick, by worker (None = the merged update): weight and update; until all are there
-    _updates: dict[int, dict[int | None, tuple[float, Tensor]]] = field(default_factory=dict)
 
     def add(self, report: records.CompressionReport) -> None:
         """Add a worker's report on one of its messages."""
@@ -141,23 +134,6 @@ class CompressionStats:
                 " ratio, or a codec that is a contraction"
             )
 
-    def update(self, shown: UpdateShown, vector: Tensor, num_workers: int) -> None:
-        """Add a worker's update before compression, or the merged update; once all are there,
-        compute their cosine.
-
-        Updates of earlier ticks that are still incomplete are then discarded.
-        """
-        parts = self._updates.setdefault(shown.tick, {})
-        parts[shown.of] = (shown.weight, vector)
-        if len(parts) <= num_workers:
-            return
-        _, merged = parts.pop(None)
-        mean = torch.zeros(merged.numel(), dtype=torch.float64)
-        for weight, x in parts.values():
-            mean += weight * x
-        self.aggregate_cosine = cosine(merged.double(), mean)
-        self._updates = {other: kept for other, kept in self._updates.items() if other > shown.tick}
-
     def metrics(self) -> dict[str, float]:
         """Return the means over the workers' latest reports."""
         rows = self.latest.values()
@@ -167,9 +143,6 @@ class CompressionStats:
             ],
             "residual": [row.residual for row in rows if row.residual is not None],
             "cosine": [row.cosine for row in rows if row.cosine is not None],
-            "aggregate_cosine": (
-                [self.aggregate_cosine] if self.aggregate_cosine is not None else []
-            ),
             "bits": [32 * fmean(row.nbytes for row in rows) / self.dense_bytes] if rows else [],
         }
         return {f"compress/{name}": fmean(values) for name, values in columns.items() if values}

@@ -52,7 +52,6 @@ from ashl.runtime.records import (
     StageBoundary,
     StageEnd,
     TimeTotals,
-    UpdateShown,
     WorkerFailed,
     WorkerRejoined,
 )
@@ -286,15 +285,10 @@ class Monitor:
                 known = replace(known, server_host=placed.host)
         return replace(known, workers=tuple(workers)).to_json()
 
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        """Evaluate a model, once the snapshots of all ranks that hold a part of it are there; add
-        an update to the compression metrics.
-        """
+    def snapshot(self, record: Snapshot, vector: Vector | None) -> None:
+        """Evaluate a model, once the snapshots of all ranks that hold a part of it are there."""
         vector = to_host(vector) if isinstance(vector, Tensor) else vector
-        if isinstance(record, UpdateShown):
-            if isinstance(vector, Tensor):
-                self.run_state.compression.update(record, vector, self.plan.num_workers)
-        elif self.run_state.parts is None:
+        if self.run_state.parts is None:
             self.evaluate(EvaluatedModel(record, vector))
         elif whole := self.run_state.parts.add(record, vector):
             self.evaluate(whole)

@@ -62,7 +62,6 @@ from ashl.runtime.records import (
     StageBoundary,
     StageEnd,
     StopAsked,
-    UpdateShown,
     WorkerFailed,
     WorkerRejoined,
 )
@@ -134,7 +133,7 @@ class LivenessMonitor:
                 self.monitor.stopping = self.monitor.stopping or record.reason
             case PacingStats():
                 self.pace.append(record)
-            case Snapshot() | UpdateShown():
+            case Snapshot():
                 assert not isinstance(content, bytes)
                 self.monitor.snapshot(record, content)
             case ModuleState():

@@ -36,7 +36,6 @@ from ashl.runtime.records import (
     Rounds,
     Snapshot,
     TimeTotals,
-    UpdateShown,
     is_recorded,
 )
 from ashl.runtime.time_accounting import TimeAccounting
@@ -70,7 +69,7 @@ class Observer(Protocol):
 
     def emit(self, record: Record) -> None: ...
 
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None: ...
+    def snapshot(self, record: Snapshot, vector: Vector | None) -> None: ...
 
 
 class ReportsProgress(Protocol):
@@ -403,12 +402,3 @@ class RankContext:
         at_ns = self.now_ns if time_ns is None else time_ns
         shown = Snapshot(self.rank, at_ns, tick, final, counts, without=tuple(sorted(without)))
         self.kernel.observer.snapshot(shown, params)
-
-    def show_update(self, x: Vector, *, of: int | None, tick: int, weight: float = 1.0) -> None:
-        """Send an update to the monitor, which compares the workers' mean before and after
-        compression.
-
-        `of` is the worker of an update before compression, with its weight; None marks the merged
-        update of all workers.
-        """
-        self.kernel.observer.snapshot(UpdateShown(self.rank, of, tick, weight), x)

@@ -316,16 +316,6 @@ class Snapshot(NamedTuple):
     without: tuple[int, ...] = ()  # with the counts: workers without a model in this evaluation
 
 
-class UpdateShown(NamedTuple):
-    """An update before compression, or (`of` None) the merged update of all workers."""
-
-    rank: int
-    of: int | None
-    tick: int
-    weight: float = 1.0
-    nbytes: int | None = None
-
-
 Record = (
     Round
     | StageEnd
@@ -349,7 +339,6 @@ Record = (
     | CheckpointPartSaved
     | ModuleState
     | Snapshot
-    | UpdateShown
 )
 KINDS: dict[str, type[Record]] = {kind.__name__: kind for kind in get_args(Record)}
 

@@ -299,7 +299,6 @@ class StageConfig:
     # rounds between two measurements of compression errors; None = never
     compression_stats_every: int | None = None
     compression_stats_per_layer: bool = False
-    compression_stats_vs_mean: bool = False
     seed: int = 0  # seed of graphs, matchings and partners, which all ranks draw identically
     nodes: tuple[int, ...] | None = None  # node of each worker, if the cluster declares it
     # workers that several servers answer while one worker receives all its shards
@@ -332,7 +331,6 @@ class StageConfig:
             replace(
                 self,
                 fragments=(),
-                compression_stats_vs_mean=False,
                 size=own.size,
                 layout=own.layout,
                 codec=own.codec,

@@ -32,7 +32,7 @@ from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import assemble
 from ashl.report.figures import predicted_against_published
 from ashl.run.virtual import observe
-from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd, UpdateShown
+from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd
 from ashl.size_only import Vector
 from ashl.tracking.console import plain_table
 
@@ -131,7 +131,7 @@ class RoundObserver:
             case StageEnd():
                 self.steps_per_s = record.counts.steps / record.end_ns * 1e9
 
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
+    def snapshot(self, record: Snapshot, vector: Vector | None) -> None:
         """Ignore a model: it has no values."""
 
 

@@ -37,7 +37,6 @@ from ashl.topology.local_work import (
     context_of,
     not_finite,
     report_health,
-    reports_mean,
 )
 
 
@@ -60,13 +59,7 @@ async def exchange_update(
         return await team.all_reduce(x, team.weight)
     if not isinstance(x, SizeOnly) and not_finite(ctx, stage, state, x):
         x, team.loss = torch.zeros_like(x), math.nan
-    looks = reports_mean(stage, tick) and not isinstance(x, SizeOnly)
-    if looks:
-        ctx.show_update(x, of=ctx.rank, tick=tick, weight=team.weight)
-    update = await exchange_compressed(team, stage, state, tick, x)
-    if looks and ctx.rank == ctx.members.lead_rank:
-        ctx.show_update(update, of=None, tick=tick)
-    return update
+    return await exchange_compressed(team, stage, state, tick, x)
 
 
 async def exchange_compressed(
@@ -213,8 +206,6 @@ class BucketEncoder:
                 for k, pipeline in enumerate(stage.pipelines)
             ]
             report_health(ctx, stage, state, x * weight, sent[::-1])
-            if reports_mean(stage, self.version):
-                ctx.show_update(x, of=ctx.rank, tick=self.version, weight=self.team.weight)
         return self.finite
 
     async def exchange_bucket(self, team: ProcessGroup, k: int, payload: Payload) -> Any:
@@ -231,10 +222,7 @@ class BucketEncoder:
             return SizeOnly(4 * stage.pipeline.d)
         if team.not_finite:
             return torch.zeros_like(join_slices(self.vectors))
-        update = await team.compute(partial(self.sum, results))
-        if reports_mean(stage, self.version) and team.ctx.rank == team.ctx.members.lead_rank:
-            team.ctx.show_update(update, of=None, tick=self.version)
-        return update
+        return await team.compute(partial(self.sum, results))
 
     def sum(self, results: Sequence[Any]) -> Vector:
         sums = {}

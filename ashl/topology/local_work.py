@@ -233,9 +233,6 @@ async def encode_update(
     )
     payload = await ctx.compute(encode, work=1, kind="compress")
     report_health(ctx, stage, state, x, [(stage.pipeline, state.codec_state, payload)])
-    if reports_mean(stage, state.version):
-        weight = ctx.members.planned.weights[ctx.rank]
-        ctx.show_update(x, of=ctx.rank, tick=state.version, weight=weight)
     return payload, work.loss
 
 
@@ -272,20 +269,6 @@ def report_health(
             pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer
         )
     ctx.emit(CompressionReport(ctx.rank, state.round, ctx.now_ns, **found))
-
-
-def reports_mean(stage: StageConfig, version: int) -> bool:
-    """Return True if every worker shows its update before this merge.
-
-    Applies only if all updates are merged at once.
-    """
-    barrier = not stage.topology.has_server or stage.quorum == stage.num_workers
-    return (
-        stage.compression_stats_vs_mean
-        and barrier
-        and stage.compression_stats_every is not None
-        and not version % stage.compression_stats_every
-    )
 
 
 def context_of(stage: StageConfig, rank: int, state: WorkerState, version: int) -> EncodeContext:

@@ -100,7 +100,6 @@ from ashl.topology.local_work import (
     finish_piece,
     local_work,
     part_of,
-    reports_mean,
     with_part,
 )
 from ashl.topology.members import as_members, failed_as_numbers
@@ -719,19 +718,13 @@ async def merge_push(
 
     Returns: True if the model changed.
     """
-    progress, part = state.progress, part_of(stage, state, state.progress.version)
+    part = part_of(stage, state, state.progress.version)
     payload = part.stage.pipeline.receive_payload(
         part.state.codec_state, message.src, message.payload
     )
     push = push_of(ctx, state, message, payload)
     work = part.stage.push_share
     update = await ctx.compute(partial(apply_merge, stage, state, push), work, "apply")
-    if (
-        update is not None
-        and not stage.pipeline.traits.lossless
-        and reports_mean(stage, progress.version - 1)
-    ):
-        ctx.show_update(update, of=None, tick=progress.version - 1)
     observe_push(ctx, stage, state, push)
     return update is not None
 

@@ -17,7 +17,7 @@ from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.outer.average import Average
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.predict import WITHOUT
-from ashl.runtime.records import Record, Rounds, Snapshot, UpdateShown
+from ashl.runtime.records import Record, Rounds, Snapshot
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 from ashl.stage.contract import StageConfig, extra_ranks
@@ -54,7 +54,7 @@ class Seen:
     def emit(self, record: Record) -> None:
         self.records.append(flat(record))
 
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
+    def snapshot(self, record: Snapshot, vector: Vector | None) -> None:
         self.commits.append(flat(record))
         self.models[record.rank] = vector
 
