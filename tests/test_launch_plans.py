@@ -98,7 +98,6 @@ def test_ranks_on_slots() -> None:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "4",
         "LOCAL_WORLD_SIZE": "1",
-        "GROUP_RANK": "2",
     }
 
 
@@ -118,19 +117,23 @@ def test_what_is_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "seen_from", "address"),
+    ("addresses", "env", "master"),
     [
-        ("10.0.0.1", ["10.0.0.9"], "10.0.0.1"),
-        ("a", [None], "a"),  # what stands in for ssh does not tell
-        # the launcher is on it: as the others see it
-        ("127.0.1.1", ["10.0.0.1", "10.0.0.1"], "10.0.0.1"),
-        ("localhost", [None, "10.0.0.1"], "10.0.0.1"),
-        ("localhost", ["127.0.0.1"], "127.0.0.1"),
-        ("::1", ["::1"], "127.0.0.1"),
+        (["10.0.0.1", "10.0.0.2"], {}, "10.0.0.1"),
+        (["localhost", "127.0.0.2"], {}, "127.0.0.1"),
+        (["localhost", "10.0.0.2"], {"MASTER_ADDR": "10.0.0.1"}, "10.0.0.1"),
+        (["localhost", "10.0.0.2"], {}, None),
     ],
 )
-def test_the_address_to_meet_at(first: str, seen_from: list[str | None], address: str) -> None:
-    assert ssh.master_address(first, seen_from) == address
+def test_the_address_to_meet_at(
+    addresses: list[str], env: dict[str, str], master: str | None
+) -> None:
+    launch = replace(job("ssh", 2, THREE), env=env)
+    if master is None:
+        with pytest.raises(UsageError, match=r"cannot reach the first one at 127\.0\.0\.1"):
+            ssh.environment_line(launch, addresses)
+    else:
+        assert f" PET_MASTER_ADDR={master} " in ssh.environment_line(launch, addresses).decode()
 
 
 def test_the_command_line_of_ssh() -> None:
@@ -158,7 +161,7 @@ def test_a_secret_is_in_no_command_line() -> None:
         ray.script(launch),
     ]
     assert not [text for text in texts if "s3cret" in text]
-    assert b"ASHL_JOB_SECRET=s3cret" in ssh.environment_line(launch, "a")
+    assert b"ASHL_JOB_SECRET=s3cret" in ssh.environment_line(launch, ["a"])
 
 
 def test_agents_of_torchrun() -> None:

@@ -108,7 +108,7 @@ HOMES = {
     ),  # the experiment's clock, host seconds
     "datetime": ("ashl/runtime/", "ashl/tracking/", "ashl/run/"),
     "random": ("ashl/device.py",),
-    "asyncio": ("ashl/launch/ssh.py",),
+    "asyncio": ("ashl/launch/ssh.py", "ashl/launch/start.py"),
     "ashl.tracking": (
         "ashl/tracking/",
         "ashl/report/",

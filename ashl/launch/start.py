@@ -1,5 +1,6 @@
 """Start a job by its engine, or say what would start it."""
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -30,7 +31,7 @@ def start(launch: Launch) -> int:
     Raises: UsageError if the engine is missing here.
     """
     if launch.engine in LOOPS:
-        return ssh.run(launch, LOOPS[launch.engine](launch))
+        return asyncio.run(ssh.run(launch, LOOPS[launch.engine](launch)))
     if launch.engine == "kubernetes":
         raise UsageError(
             "--on kubernetes: ashl starts nothing there; pass the manifest of `--dry-run` to"
