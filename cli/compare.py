@@ -43,9 +43,6 @@ def compare(
             )
         ),
     ] = None,
-    hold: Annotated[
-        int | None, typer.Option(min=1, help="Evaluations in a row that must reach the target.")
-    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 20,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file of the report.")
@@ -54,7 +51,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="KINDS",
-            help="Write each figure as a file of these kinds: svg, pdf, png; default: svg.",
+            help="Write each figure as files of these kinds: svg, pdf, png.",
         ),
     ] = None,
     json: Json = False,
@@ -63,28 +60,28 @@ def compare(
     """Rank the settings of finished runs, with their differences and how certain these are.
 
     Runs that differ only in their seed are one setting. report.html is written into the sweep's
-    folder, or here; with --target 0.9 it is report-target-0.9.html. Files of figures are written
-    into a folder beside it: for a sweep, or with --figures pdf,png for example.
+    folder, or here; with --target 0.9 it is report-target-0.9.html. With --figures pdf,png a folder
+    beside it receives the files of the figures.
     """
     from ashl.report.compare import check_kinds, write_report
-    from ashl.report.compare import compare as compared
+    from ashl.report.leaderboard import rank
+    from ashl.report.records import read
     from ashl.report.tables import document, show
 
     kinds = figures.split(",") if figures else ()
     check_kinds(kinds)
-    asked = {"target": target, "hold": hold}
-    beside = "-".join(f"{key}-{value:g}" for key, value in asked.items() if value is not None)
-    found = compared(folders, target=target, hold=hold, baseline=baseline)
-    report = write_report(found, out=out, command=str(typed(ctx)), beside=beside, kinds=kinds)
-    show_left_out(found.board.left_out)
+    board = rank(read(folders), target=target, baseline=baseline)
+    beside = "" if target is None else f"-target-{target:g}"
+    report = write_report(board, out=out, command=str(typed(ctx)), beside=beside, kinds=kinds)
+    show_left_out(board.left_out)
 
     def print_tables() -> None:
         screen = console()
-        show(screen, found.board, top=top)
+        show(screen, board, top=top)
         screen.print(f"report  {report}", soft_wrap=True, markup=False)
 
     following = command_text("export", *folders, "--out", "runs.csv")
-    return Answer({"report": str(report), **document(found.board)}, print_tables, following)
+    return Answer({"report": str(report), **document(board)}, print_tables, following)
 
 
 def show_left_out(left_out: "Sequence[LeftOut]") -> None:

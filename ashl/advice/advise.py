@@ -139,23 +139,21 @@ def advise(
         grid = race_grid(field, tries, scale, place)
         # The copy to the tracker has its own time limit, which does not depend on the budget.
         with copied_to_tracker(grid, folder, str(command), console, TRACKING_S) as to_tracker:
-            found, unreached = final(field, tries, scale, place, RACING * budget_s, to_tracker)
-            if found is None:
+            board, unreached = final(field, tries, scale, place, RACING * budget_s, to_tracker)
+            if board is None:
                 needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)
                 raise AshlError(
                     f"not enough budget for an answer: no run ended in {budget_s:g} s; give"
                     f" --budget {needed_s:.0f}: the same command continues"
                 )
-            known = evidence(
-                field, found.board, unreached, scale, load, wanted.rates, place, began_s
-            )
+            known = evidence(field, board, unreached, scale, load, wanted.rates, place, began_s)
             follows = Follows(command, real, folder / HOSTS)
             race_on = partial(time_on, scale=scale, place=place, until_s=ANSWERING * budget_s)
             result = answered(
-                field, tries, scale, found, unreached, known, follows, deadline, race_on
+                field, tries, scale, board, unreached, known, follows, deadline, race_on
             )
             keep(folder, result, scale)
-            report(folder, str(command), field, found, result)
+            report(folder, str(command), field, result)
     return Advice(field, place, load, scale, result)
 
 

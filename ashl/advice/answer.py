@@ -23,7 +23,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
 from ashl.report.answer import Answer, Said, SaidTable, answer, interval, standing, unsure
-from ashl.report.compare import REPORT, Comparison, write_report
+from ashl.report.compare import REPORT, write_report
 from ashl.report.leaderboard import KINDS, Leaderboard, Row
 from ashl.report.measure import Target, describe
 from ashl.study.grid import checked
@@ -183,7 +183,7 @@ def answered(
     field: Field,
     tries: Sequence[Tuned],
     scale: Scale,
-    found: Comparison,
+    board: Leaderboard,
     unreached: Target | None,
     known: Evidence,
     follows: Follows,
@@ -197,7 +197,6 @@ def answered(
     Raises: AshlError if no setting reached the target although whole runs of enough candidates
     ended.
     """
-    board = found.board
     first, *others = board.ranked
     if unreached is not None and scale.length == 1 and known.enough_ran:
         raise AshlError(nobody(board, describe(unreached), deadline))
@@ -370,11 +369,11 @@ def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
     )
 
 
-def report(folder: Path, command: str, field: Field, found: Comparison, result: Answered) -> None:
+def report(folder: Path, command: str, field: Field, result: Answered) -> None:
     """Write the report: what the terminal prints, where time goes, and all candidates."""
     tables = (time_table(result.board), *field_tables(field))
     said = Said(result.words, result.lines, tables)
-    write_report(found, folder=folder, command=command, said=said)
+    write_report(result.board, folder=folder, command=command, said=said)
 
 
 def show(console: Console, result: Answered, folder: Path) -> None:

@@ -24,8 +24,9 @@ from ashl.config.override import CommandLine, key_of
 from ashl.config.workers import LISTS
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
-from ashl.report.compare import Comparison, compare
+from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.measure import Target
+from ashl.report.records import read
 from ashl.study.grid import Grid, Setting, Skipped, label
 from ashl.study.jobs import clear_remains, has_ended, local_pool
 from ashl.study.race import Course, Race, Seen
@@ -164,7 +165,7 @@ def judged(field: Field, scale: Scale, place: Place) -> Scale:
     if own or scale.target is not None or len(scale.rates) == 1:
         return scale
     with suppress(UsageError):  # no run has ended
-        found = compare([place.folder / TUNING]).board.target
+        found = rank(read([place.folder / TUNING])).target
         return replace(scale, target=found[0] if found else None)
     return scale
 
@@ -311,11 +312,11 @@ def final(
     place: Place,
     until_s: float,
     to_tracker: Callable[[Setting], None],
-) -> tuple[Comparison | None, Target | None]:
+) -> tuple[Leaderboard | None, Target | None]:
     """Race the best candidates over several seeds; the first two get more until they are separated
     or the budget is used up.
 
-    Returns: the comparison of the last round, or of the tuning if no run of the rounds ended, or
+    Returns: the leaderboard of the last round, or of the tuning if no run of the rounds ended, or
     None if no run ended at all; and the requested target if no setting reached it.
     """
     counts = dict[str, int]()
@@ -325,7 +326,7 @@ def final(
         phase = "further seeds" if counts else "race"
         run(grid, place.folder, place, until_s, phase, to_tracker)
         now_s, (found, unreached) = place.deadline.spent_s, compared(place)
-        second = found.board.second if found else None
+        second = found.second if found else None
         if (
             found is None
             or second is None
@@ -333,7 +334,7 @@ def final(
             or now_s + (now_s - began_s) / 2 > until_s
         ):
             break
-        counts |= {row.runs[0].label: further for row in found.board.ranked[:2]}
+        counts |= {row.runs[0].label: further for row in found.ranked[:2]}
     return found, unreached
 
 
@@ -359,27 +360,25 @@ def time_on(
     if record is None or any(open_in(folder, setting, record) for setting in settings):
         return None
     with suppress(UsageError):
-        return compare([folder]).board.ranked[0].spread.middle
+        return rank(read([folder])).ranked[0].spread.middle
     return None
 
 
-def compared(place: Place) -> tuple[Comparison | None, Target | None]:
-    """Return the comparison of the last round, or of the tuning if that compares more settings.
+def compared(place: Place) -> tuple[Leaderboard | None, Target | None]:
+    """Return the leaderboard of the last round, or of the tuning if that compares more settings.
 
     It ranks by the requested target if a setting has reached it. Else it ranks by a target that all
     settings reached, and returns the requested target, too.
     """
-    outcomes = list[tuple[Comparison, Target | None]]()
+    outcomes = list[tuple[Leaderboard, Target | None]]()
     for folder in (place.folder, place.folder / TUNING):
         with suppress(UsageError):
-            found, target = compare([folder]), None
-            if found.board.target is not None and not math.isfinite(
-                found.board.ranked[0].spread.middle
-            ):
+            found, target = rank(read([folder])), None
+            if found.target is not None and not math.isfinite(found.ranked[0].spread.middle):
                 found, target = (
-                    compare([folder], own_target=False),
-                    found.board.target,
+                    rank(read([folder]), own_target=False),
+                    found.target,
                 )
             outcomes.append((found, target))
-    several = (outcome for outcome in outcomes if len(outcome[0].board.ranked) > 1)
+    several = (outcome for outcome in outcomes if len(outcome[0].ranked) > 1)
     return next(several, outcomes[-1] if outcomes else (None, None))

@@ -61,7 +61,7 @@ def _answer(board: Leaderboard) -> Answer:
     board = replace(board, rows=board.ranked)
     measure, first = board.measure, board.rows[0]
     outcome = f"{measure.title} {_of(first, measure)}"
-    if len(board.rows) == 1 and board.dropped:
+    if len(board.rows) == 1 and board.study.dropped:
         only = "is the only setting that the race has not dropped"
         return Answer(f"{first.label} {only}: {outcome}.", board.notes)
     if len(board.rows) == 1:

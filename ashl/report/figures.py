@@ -9,12 +9,11 @@ import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,10 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, PathPatch, Rectangle
 from matplotlib.path import Path as Outline
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ashl.report.leaderboard import KINDS, Leaderboard, Row
-from ashl.report.measure import Measure, measurable
+from ashl.report.measure import measurable
 from ashl.report.records import Run
 from ashl.report.sensitivity import Cell, Terrain, lead, letters, terrain
 from ashl.tracking import timeline
@@ -62,9 +61,6 @@ MAX_EVENTS = 3000  # most events that are read for the first rounds
 STRETCH = (
     8.0  # The first rounds end at most at this multiple of the time the fastest setting needs.
 )
-MAX_COUNTED, BINS = 10_000, 20  # rounds whose staleness is counted, and bins of a histogram
-MAX_DOTS, MAX_VALUES = 300, 16  # settings and values of an axis that are drawn
-ABSENT = "(none)"  # value of a setting that has no such key
 
 CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, in addition to the baseline
 
@@ -78,11 +74,6 @@ MEAN_LINES = (
 ONE_RUN_RING = "Ring: the run reaches the target."
 TRAINING = "On the training set, at each evaluation."
 BYTES = "Bytes as sent, headers and indices included."
-SINGLE_RINGS = "Rings: settings; bars: the median of the rings."
-MEDIAN_RINGS = (
-    "Rings: settings, by their median over seeds with its interval; bars: the median of the rings."
-)
-PUSHES = f"Pushes that were applied, of the first {MAX_COUNTED:,} events."
 MAP_NOTES = (
     "(n): clusters that it wins",
     "number in a cell: how far the second is",
@@ -103,12 +94,11 @@ def drawn_plainly(**settings: Any) -> Generator[None]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its title and note; `hints` has tooltips by the identifier of an artist."""
+    """A figure with its title and note."""
 
     title: str
     drawing: Drawing
     note: str
-    hints: Mapping[str, str] = field(default_factory=dict)
 
     def saved(self, kind: str) -> bytes:
         """Return the figure as a file: svg, pdf or png. Equal figures have equal bytes."""
@@ -121,12 +111,10 @@ class Figure:
 
     @cached_property
     def svg(self) -> str:
-        """The figure as an element of a page, in the page's font and with tooltips."""
+        """The figure as an element of a page, in the page's font."""
         text = self.saved("svg").decode()
         text = re.sub("<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
         text = re.sub(r' id="[a-z]+[0-9a-z]*_\d+"', "", text)
-        for name, hint in self.hints.items():
-            text = text.replace(f'<g id="{name}">', f"<g><title>{escape(hint)}</title>")
         text = re.sub(r"\s*\n\s*", " ", text)
         start = f'<svg role="img" aria-label="{escape(self.title)}" '
         text = text[text.index("<svg") :].replace("<svg ", start, 1)
@@ -142,19 +130,6 @@ def axes_in(drawing: Drawing, left: float, top: float, width: float, height: flo
 
 def canvas(height: float) -> Drawing:
     return Drawing(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
-
-
-def panels(
-    count: int, columns: int, inside: float, below: float, above: float = 24
-) -> tuple[Drawing, list[Axes]]:
-    """Return a grid of equal panels: pixels inside of each, below for ticks, and above all."""
-    height, width = inside + below + 24, WIDTH / columns
-    drawing = canvas(math.ceil(count / columns) * height + above - 24)
-    places = []
-    for index in range(count):
-        left, top = index % columns * width + 66, index // columns * height + above
-        places.append(axes_in(drawing, left, top, width - 84, inside))
-    return drawing, places
 
 
 def short(text: str, pixels: float) -> str:
@@ -381,93 +356,21 @@ def mark_stages(axes: Axes, board: Leaderboard, x: str) -> None:
         write_beside(axes, words, (start, 0), (3, 5), **at_bottom)
 
 
-def unit_of(measure: Measure) -> tuple[float, str]:
-    """Return the factor of a measure's values in a figure, and the end of the axis title."""
-    if measure.unit:
-        return 1.0, f", {measure.unit}"
-    return (1.0, "") if measure.ratio else (100.0, ", %")
-
-
-def by_value(board: Leaderboard, axis: str) -> dict[str, list[Row]]:
-    """Return the rows by their value on an axis: numbers in their order, words as in the grid.
-
-    Returns nothing for an axis that does not separate rows. A missing key counts as a value only
-    for a group, which then has its default: a parameter that only one option has would repeat the
-    axis of its group.
-    """
-    found: dict[str, list[Row]] = {}
-    for row in sorted(board.rows, key=lambda row: row.order):
-        found.setdefault(row.setting.axes.get(axis, ABSENT), []).append(row)
-    if len(found.keys() - {ABSENT} if "." in axis else found) < 2:
-        return {}
-    numbers = pd.to_numeric(pd.Series([*found]), errors="coerce")
-    if numbers.isna().sum() > (ABSENT in found):
-        return found
-    return {value: found[value] for value in np.array([*found])[numbers.argsort()]}
-
-
-def by_axis(board: Leaderboard) -> Drawing | None:
-    """Draw the outcome against each axis: a ring for each setting, and each value's median."""
-    found = {axis: rows for axis in board.axes if (rows := by_value(board, axis))}
-    factor, unit = unit_of(board.measure)
-    spreads = [(row, [row.spread.low, row.spread.middle, row.spread.high]) for row in board.rows]
-    ends = {row: factor * np.array(spread) for row, spread in spreads}
-    finite = np.concatenate([*ends.values()])
-    finite = finite[np.isfinite(finite)]
-    if not found or not len(finite):
-        return None
-    turned = any(sum(map(len, [*values][:MAX_VALUES])) > 50 for values in found.values())
-    drawing, places = panels(len(found), 2, 180, 76 if turned else 36)
-    for axes, (axis, values) in zip(places, found.items(), strict=True):
-        more = f", the first {MAX_VALUES} of {len(values)} values" * (len(values) > MAX_VALUES)
-        axes.set_title(short(axis + more, 400))
-        scale(axes, "y", finite.min(), finite.max(), short(board.measure.title + unit, 230))
-        if any(math.isinf(row.spread.middle) for row in board.rows):
-            words = f"crosses: {board.measure.worst}"
-            axes.set_title(words, loc="right", weight="normal", color=SOFT)
-        names = [short(value, 90) for value in [*values][:MAX_VALUES]]
-        axes.set_xticks(range(len(names)), names)
-        if turned:
-            axes.tick_params(axis="x", rotation=30)
-        axes.set_xlim(-0.5, len(names) - 0.5)
-        axes.grid(False, axis="x")
-        for place, rows in enumerate([*values.values()][:MAX_VALUES]):
-            drawn = [ends[row] for row in rows if row in board.rows[:MAX_DOTS]]
-            draw_value(axes, place, drawn, finite)
-            good = [ends[row][1] for row in rows if math.isfinite(row.spread.middle)]
-            if good:
-                axes.hlines(median(good), place - 0.3, place + 0.3, INK, linewidth=2)
-    return drawing
-
-
-def draw_value(axes: Axes, place: int, spreads: Sequence[np.ndarray], finite: np.ndarray) -> None:
-    """Draw settings at one value of an axis, side by side so that equal outcomes stay visible.
-
-    Settings that did not reach the target are below the axis.
-    """
-    for index, (low, middle, high) in enumerate(spreads):
-        x = place + (((index * 7) % 11) - 5) / 11 * 0.6 * (len(spreads) > 1)
-        if math.isfinite(middle):
-            inside = np.clip([low, high], finite.min(), finite.max())
-            axes.vlines(x, *inside, colors="C0", alpha=0.5, linewidth=1)
-            axes.plot(x, middle, "o", color="C0", markerfacecolor="white")
-        else:
-            at_bottom = axes.get_xaxis_transform()
-            axes.plot(x, -0.05, "x", color=SOFT, transform=at_bottom, clip_on=False)
-
-
 def time_shares(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
     """Draw each worker's shares of the experiment's time, means over a setting's seeds."""
     data = {row: found for row in rows if (found := row.time_shares)}
     if not data:
         return None
     most = min(max(map(len, data.values())), MAX_WORKERS)
-    drawing, places = panels(len(data), 2, most * 15, 46, 50)
+    high = most * 15
+    drawing = canvas(math.ceil(len(data) / 2) * (high + 70) + 26)
     workers = [worker for found in data.values() for worker in found]
     # In a fixed order: with that of a set, equal figures had other bytes in each process.
     seen = [kind for kind in KINDS if any(worker[kind] for worker in workers)]
     kinds_legend(drawing, seen)
-    for axes, (row, found) in zip(places, data.items(), strict=True):
+    for index, (row, found) in enumerate(data.items()):
+        left, top = index % 2 * WIDTH / 2 + 66, index // 2 * (high + 70) + 50
+        axes = axes_in(drawing, left, top, WIDTH / 2 - 84, high)
         shares = 100 * pd.DataFrame(found[:MAX_WORKERS])
         starts = shares.cumsum(axis="columns") - shares
         drawn = {}
@@ -545,37 +448,7 @@ def first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
     return drawing
 
 
-def staleness_of(run: Run) -> list[int]:
-    """Return the staleness of each applied push, in server versions."""
-    rounds = [event for event in run.rounds(MAX_COUNTED) if not event.get("dropped")]
-    return [event["staleness"] for event in rounds if type(event.get("staleness")) is int]
-
-
-def staleness(board: Leaderboard, rows: Sequence[Row], hints: dict[str, str]) -> Drawing | None:
-    """Draw how stale the applied pushes were: a histogram for each setting."""
-    found = {row: counts for row, counts in recorded(rows, staleness_of).items() if counts}
-    if not found:
-        return None
-    most = max(max(counts) for counts in found.values())
-    wide = -(-(most + 1) // BINS)
-    edges = np.arange(0, most + wide + 1, wide)
-    drawing, places = panels(len(found), 3, 130, 46)
-    for axes, (row, counts) in zip(places, found.items(), strict=True):
-        shares = 100 * np.histogram(counts, edges)[0] / len(counts)
-        bars = axes.bar(edges[:-1] - 0.5 + wide / 2, shares, 0.8 * wide)
-        for bar, start, share in zip(bars, edges, shares, strict=False):
-            last = f" to {start + wide - 1}" * (wide > 1)
-            bar.set_gid(f"hint-{len(hints)}")
-            hints[f"hint-{len(hints)}"] = f"staleness {start}{last}: {share:.1f} %"
-        axes.set_title(name_of(board, row, 230))
-        mean = f"mean {sum(counts) / len(counts):.1f}, largest {max(counts)}"
-        axes.set(ylim=(0, 100), xlabel=f"staleness in versions ({mean})", ylabel="pushes, %")
-        axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
-        axes.grid(False, axis="x")
-    return drawing
-
-
-def winners_map(ground: Terrain, hints: dict[str, str]) -> Drawing:
+def winners_map(ground: Terrain) -> Drawing:
     """Draw the winner on each cluster, over two properties of the cluster."""
     across, up = ground.axes
     columns, lines = len(across.values), len(up.values)
@@ -591,14 +464,12 @@ def winners_map(ground: Terrain, hints: dict[str, str]) -> Drawing:
     known = letters(ground.contestants)
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
     for x, y in product(range(columns), range(lines)):
-        cell, hint, words = ground.cells.get((x, y)), "no setting got there", "–"
+        cell, words = ground.cells.get((x, y)), "–"
         if cell:
-            costs = [f"{name}: {ground.measure.text(abs(cost))}" for name, cost in cell.ranking[:6]]
-            hint, words = "; ".join(costs), known[cell.winner] + "?" * (not cell.sure)
+            words = known[cell.winner] + "?" * (not cell.sure)
             words += f"\n{lead_text(ground, cell)}" if high > 34 and wide > 44 else ""
         shown = looks[cell.winner] if cell else {"facecolor": "#f3f3f3", "linewidth": 0}
-        axes.add_patch(Rectangle((x, y), 1, 1, gid=f"hint-{len(hints)}", **shown))
-        hints[f"hint-{len(hints)}"] = hint
+        axes.add_patch(Rectangle((x, y), 1, 1, **shown))
         axes.text(x + 0.5, y + 0.5, words, bbox=box, ha="center", va="center", weight="bold")
     axes.set(xlim=(0, columns), ylim=(0, lines), xlabel=across.name, ylabel=up.name)
     axes.set_xticks(np.arange(columns) + 0.5, [f"{value:g}" for value in across.values])
@@ -634,7 +505,8 @@ def lead_text(ground: Terrain, cell: Cell) -> str:
 def winners_lines(ground: Terrain) -> Drawing:
     """Draw each contestant's outcome over one property."""
     axis, measure = ground.axes[0], ground.measure
-    factor, unit = unit_of(measure)
+    unit = f", {measure.unit}" if measure.unit else "" if measure.ratio else ", %"
+    factor = 100.0 if unit == ", %" else 1.0
     sign = factor if measure.lower_is_better else -factor
     at = [axis.values[point[0]] for point in ground.cells]
     found = {name: [cell.of(name) for cell in ground.cells.values()] for name in ground.contestants}
@@ -658,7 +530,7 @@ def winners_lines(ground: Terrain) -> Drawing:
 def figures(board: Leaderboard) -> list[Figure]:
     """Return every figure for which there is data.
 
-    Only the map and the figure by axis show several environments; the others show the first one.
+    Only the figure of winners shows several environments; the others show the first one.
     """
     main, seeds = board.environments[0], any(row.spread.count > 1 for row in board.rows)
     drawn, some, few = (first_rows(main, most) for most in (CURVES, PANELS, GANTTS))
@@ -668,11 +540,10 @@ def figures(board: Leaderboard) -> list[Figure]:
     lines = MEAN_LINES if seeds else ONE_RUN_RING if alone else SINGLE_LINES
     stages = stage_note(main)
     metric = scored([run for row in drawn for run in row.runs])
-    hints: dict[str, str] = {}
     found: list[tuple[str, Sequence[Row], Drawing | None, Sequence[str]]] = []
     with drawn_plainly():
         if ground := terrain(board):
-            wins = winners_map(ground, hints) if len(ground.axes) == 2 else winners_lines(ground)
+            wins = winners_map(ground) if len(ground.axes) == 2 else winners_lines(ground)
             found += [("Who wins where", (), wins, (f"By {ground.measure.title}.", medians))]
         found += [("Against time", drawn, curves(main, drawn, "time_s", *metric), (lines, stages))]
         if len(main.rows) == 1 and metric[0] != "train/loss":
@@ -680,13 +551,11 @@ def figures(board: Leaderboard) -> list[Figure]:
             found += [("Loss against time", drawn, loss, (TRAINING, stages))]
         found += [
             ("Against bytes", drawn, curves(main, drawn, "bytes", *metric), (BYTES, stages)),
-            ("By axis", (), by_axis(board), (MEDIAN_RINGS if seeds else SINGLE_RINGS,)),
             ("Where the workers' time goes", some, time_shares(main, some), (means,)),
             ("The first rounds", few, first_rounds(main, few), (one_run,)),
-            ("Staleness", some, staleness(main, some, hints), (one_run, PUSHES)),
         ]
     return [
-        Figure(title, drawing, " ".join(filter(None, (*note, cut_note(board, main, rows)))), hints)
+        Figure(title, drawing, " ".join(filter(None, (*note, cut_note(board, main, rows)))))
         for title, rows, drawing, note in found
         if drawing
     ]

@@ -102,20 +102,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """The ranked settings, by environment and from the best to the worst.
+    """The ranked settings of a study, by environment and from the best to the worst."""
 
-    `ended_badly` are the runs that failed, diverged or were interrupted.
-    """
-
+    study: Study
     measure: Measure
     target: Target | None
     axes: tuple[str, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    left_out: tuple[LeftOut, ...]
-    ended_badly: tuple[LeftOut, ...]
-    dropped: tuple[LeftOut, ...]  # runs that racing dropped
-    common: str  # settings that all runs share
+    left_out: tuple[LeftOut, ...]  # from the study, and runs whose evaluations cannot be read
+
+    @cached_property
+    def ended_badly(self) -> tuple[LeftOut, ...]:
+        """The runs that failed, diverged or were interrupted."""
+        return ended_badly(self.study)
+
+    @cached_property
+    def common(self) -> str:
+        """The settings that all runs share."""
+        return common_to(self.study)
 
     @property
     def ranked(self) -> tuple[Row, ...]:
@@ -195,7 +200,6 @@ def rank(
     study: Study,
     *,
     target: float | None = None,
-    hold: int | None = None,
     baseline: str | None = None,
     own_target: bool = True,
 ) -> Leaderboard:
@@ -210,11 +214,11 @@ def rank(
     """
     axes, settings = settings_of(study)
     counted = [run for setting in settings for run in setting.by_seed().values()]
-    badly = tuple(_ended(run) for run in study.runs if not good(run))
     if not counted:
-        raise UsageError(f"no run has finished; the first: {badly[0].name}: {badly[0].reason}.")
-    asked = target_of(counted, target, hold) if own_target else None
-    recomputed = target is not None or hold is not None
+        first = ended_badly(study)[0]
+        raise UsageError(f"no run has finished; the first: {first.name}: {first.reason}.")
+    asked = target_of(counted, target) if own_target else None
+    recomputed = target is not None
     left_out, notes = study.left_out, list[str]()
     if asked is None or recomputed:
         counted, unreadable = measurable(counted)
@@ -240,8 +244,7 @@ def rank(
         *_pace_note(rows),
         *uncontended_link_note.note_comparison(run.config for run in counted),
     ]
-    facts = (left_out, badly, study.dropped, common_to(study))
-    return Leaderboard(measure, asked, axes, rows, tuple(notes), *facts)
+    return Leaderboard(study, measure, asked, axes, rows, tuple(notes), left_out)
 
 
 def _rows(
@@ -317,14 +320,15 @@ def _with_baseline(
     return tuple(rows)
 
 
-def good(run: Run) -> bool:
-    """Return True if the run finished, or if a race stopped it."""
-    return run.summary["status"] == "finished" or run.dropped
-
-
-def _ended(run: Run) -> LeftOut:
-    reason = " ".join(str(run.summary.get("exit_reason") or "").split())
-    return LeftOut(str(run.folder), run.summary["status"] + (f": {reason}" if reason else ""))
+def ended_badly(study: Study) -> tuple[LeftOut, ...]:
+    """Return the runs that did not finish and that no race stopped, with the reason."""
+    found = []
+    for run in study.runs:
+        status, why = run.summary["status"], str(run.summary.get("exit_reason") or "")
+        if status != "finished" and not run.dropped:
+            reason = ": ".join(filter(None, [status, " ".join(why.split())]))
+            found.append(LeftOut(str(run.folder), reason))
+    return tuple(found)
 
 
 def _pace_note(rows: Sequence[Row]) -> Iterable[str]:
@@ -367,12 +371,11 @@ def _stopped_note(runs: Sequence[Run], asked: Target | None) -> Iterable[str]:
     """Yield the note on runs that ended at an easier target of their own."""
     if asked is None:
         return
-    once = asked._replace(hold=1)
     ended = [run for run in runs if run.summary.get("time_to_target_s") is not None]
-    early = [run for run in ended if math.isinf(reached_at(run, once)[0])]
+    early = [run for run in ended if math.isinf(reached_at(run, asked)[0])]
     if early:
         own = describe(own_target(early[0]))
         yield (
             f"{len(early)} of {len(runs)} runs ended at their own target ({own}, for example"
-            f" {early[0].name}), below {describe(once)}: they count as censored at their end."
+            f" {early[0].name}), below {describe(asked)}: they count as censored at their end."
         )

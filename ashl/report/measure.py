@@ -96,7 +96,7 @@ class Measure:
         return value if self.lower_is_better else -value
 
 
-def target_of(runs: Sequence[Run], target: float | None, hold: int | None) -> Target | None:
+def target_of(runs: Sequence[Run], target: float | None) -> Target | None:
     """Return the requested target, or the target that all runs share.
 
     A requested number is a value of the task's own metric if all runs have the same one, else an
@@ -107,13 +107,12 @@ def target_of(runs: Sequence[Run], target: float | None, hold: int | None) -> Ta
     if target is not None:
         metrics = {run.metric for run in runs}
         if len(metrics) == 1 and (own_metric := metrics.pop()):
-            return Target(metric=(target, *own_metric), hold=hold or 1)
+            return Target(metric=(target, *own_metric))
         if not 0 < target <= 1:
             problem = "is no accuracy; give a share, as in --target 0.9."
             raise UsageError(f"--target {target:g} {problem}")
-        return Target(target, hold=hold or 1)
-    own = {run: own_target(run)._replace(hold=hold or own_target(run).hold) for run in runs}
-    example = {target: run.name for run, target in reversed(own.items())}
+        return Target(target)
+    example = {own_target(run): run.name for run in reversed(runs)}
     found = sorted(example, key=str)
     if len(found) > 1:
         named = ", ".join(f"{describe(of)} ({example[of]})" for of in found[:4])

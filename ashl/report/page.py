@@ -12,23 +12,18 @@ from urllib.parse import quote
 from ashl import __version__
 from ashl.config.override import command_line, command_text
 from ashl.report.answer import Said, answer
+from ashl.report.compare import REPORT
 from ashl.report.figures import Figure
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import Study
 from ashl.report.tables import MAX_ROWS, WORDS, filled, method
 from ashl.tracking.straggler import describe_straggler
 
-PAGE = "report.html"  # file in the folder of a run or of a sweep
 UNFOLDED, LISTED, LINKS = 20, 50, 10
 
 
 def page(
-    study: Study,
-    board: Leaderboard,
-    figures: Sequence[Figure],
-    command: str,
-    home: Path = Path(),
-    said: Said | None = None,
+    board: Leaderboard, figures: Sequence[Figure], command: str, home: Path, said: Said | None
 ) -> str:
     """Return the whole page with these figures.
 
@@ -37,6 +32,7 @@ def page(
     """
     from jinja2 import Environment, PackageLoader
 
+    study = board.study
     name = str((study.sweep or {}).get("name") or "comparison")
     counted = f"{name}, {len(study.runs)} runs of {len(board.rows)} settings"
     columns = filled(board, board.rows[:UNFOLDED])
@@ -88,7 +84,7 @@ def links(row: Row, home: Path) -> list[tuple[str, int]]:
     """Return a link to the page of each run, or to its folder if it has no page, and its seed."""
     found = []
     for run in row.setting.runs[:LINKS]:
-        own = PAGE if (run.folder / PAGE).exists() else ""
+        own = REPORT if (run.folder / REPORT).exists() else ""
         found.append((f"{quote(os.path.relpath(run.folder, home))}/{own}", run.seed))
     return found
 

@@ -1,4 +1,4 @@
-"""Make tables of a leaderboard: for the terminal, Markdown and JSON."""
+"""Make tables of a leaderboard for the terminal and as JSON."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ashl.report.answer import Answer, answer, number_of
+from ashl.report.answer import answer, number_of
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
 from ashl.tracking.console import number, percent
@@ -230,7 +230,7 @@ def document(board: Leaderboard) -> dict[str, Any]:
         ],
         "ended_badly": [asdict(out) for out in board.ended_badly],
         "left_out": [asdict(out) for out in board.left_out],
-        "dropped": [asdict(out) for out in board.dropped],
+        "dropped": [asdict(out) for out in board.study.dropped],
     }
 
 
@@ -250,19 +250,3 @@ def row_document(board: Leaderboard, row: Row) -> dict[str, Any]:
         "means": row.means,
         "deviations": row.deviations,
     }
-
-
-def markdown(board: Leaderboard, words: Answer | None = None) -> str:
-    """Return the answer and the leaderboard as Markdown, which MLflow shows as a table.
-
-    Args: words is the answer; None = that of the leaderboard.
-    """
-    answered, columns = words or answer(board), filled(board, board.rows)
-    rows = [[title for title, _ in columns], ["---"] * len(columns)]
-    for row in board.rows[:MAX_ROWS]:
-        rows.append([cell(row).replace("|", "\\|") for _, cell in columns])
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
-    common = f"All: {board.common}" if board.common else ""
-    headline, sentences = f"**{answered.headline}**", " ".join(answered.sentences)
-    parts = (headline, sentences, common, table, method(board))
-    return "\n\n".join(filter(None, parts)) + "\n"

@@ -116,8 +116,8 @@ def search(
             pool = pool._replace(at_once=min(pool.at_once, slots))
             for _ in sweep.run_settings(folder, tried.choose(trials), pool, progress, to_tracker):
                 tried.tell()
-            found = sweep.conclude(folder, command, console)
-        return sweep.swept(folder, tuple(tried.settings.values()), found, command)
+            board = sweep.conclude(folder, command, console)
+        return sweep.swept(folder, tuple(tried.settings.values()), board, command)
 
 
 def open_study(folder: Path) -> "Study":

@@ -23,7 +23,9 @@ from ashl.errors import AshlError, UsageError, unwritable
 from ashl.planning import uncontended_link_note
 from ashl.planning.compile_plan import prepare_plan
 from ashl.report import tables
-from ashl.report.compare import Comparison, compare, write_report
+from ashl.report.compare import write_report
+from ashl.report.leaderboard import Leaderboard, rank
+from ashl.report.records import read
 from ashl.report.settings import label_named, usual_baseline
 from ashl.run.host_time import Costs, host_s, measured_costs
 from ashl.run.train import RUNS, is_virtual
@@ -72,13 +74,13 @@ def folder_of(grid: Grid, run_dir: str | None, name: str | None) -> Path:
 class Swept(NamedTuple):
     """The outcome of a sweep: its folder, the summaries of its runs, and how they compare.
 
-    `found` is None if no run has finished. `winner` is the command that repeats the winner, "" if
+    `board` is None if no run has finished. `winner` is the command that repeats the winner, "" if
     no setting reached the target.
     """
 
     folder: Path
     summaries: list[dict[str, Any]]
-    found: Comparison | None
+    board: Leaderboard | None
     winner: str
 
     @property
@@ -88,7 +90,7 @@ class Swept(NamedTuple):
 
     def document(self) -> dict[str, Any]:
         """Return the answer, the leaderboard, and the summaries of the runs."""
-        board = {} if self.found is None else tables.document(self.found.board)
+        board = {} if self.board is None else tables.document(self.board)
         return {"folder": str(self.folder), **board, "runs": self.summaries}
 
 
@@ -128,17 +130,17 @@ def sweep(
                 stays = kept_in(grid, baseline)
                 contest = Race(grid.settings, folder, record["dropped"], stays, progress.say)
             fill(grid, record, folder, missing, pool, progress, to_tracker, contest)
-            found = conclude(folder, command, console, baseline)
-        return swept(folder, grid.settings, found, command)
+            board = conclude(folder, command, console, baseline)
+        return swept(folder, grid.settings, board, command)
 
 
 def swept(
-    folder: Path, settings: Sequence[Setting], found: Comparison | None, command: CommandLine
+    folder: Path, settings: Sequence[Setting], board: Leaderboard | None, command: CommandLine
 ) -> Swept:
     """Return the outcome of a sweep whose runs have ended."""
-    best = winner(found, command) if found else ""
+    best = winner(board, command) if board else ""
     summaries = [read_summary(folder / setting.hash) for setting in settings]
-    return Swept(folder, [summary for summary in summaries if summary], found, best)
+    return Swept(folder, [summary for summary in summaries if summary], board, best)
 
 
 def begin_record(
@@ -245,31 +247,31 @@ def kept_in(grid: Grid, baseline: str | None) -> str:
 
 def conclude(
     folder: Path, command: CommandLine, console: Console, baseline: str | None = None
-) -> Comparison | None:
+) -> Leaderboard | None:
     """Print the answer (winner, lead, certainty), and write it as a report into the sweep's
     folder.
 
-    Returns: the comparison, or None if no run has finished.
+    Returns: the leaderboard, or None if no run has finished.
     """
     try:
-        found = compare([folder], baseline=baseline)
+        board = rank(read([folder]), baseline=baseline)
     except UsageError as error:  # no run has finished
         console.print(str(error), soft_wrap=True, markup=False)
         return None
-    report = write_report(found, command=str(command))
-    tables.show(console, found.board)
+    report = write_report(board, command=str(command))
+    tables.show(console, board)
     console.print(f"report  {report}", soft_wrap=True, markup=False)
-    return found
+    return board
 
 
-def winner(found: Comparison, command: CommandLine) -> str:
+def winner(board: Leaderboard, command: CommandLine) -> str:
     """Return the command that repeats the winner; "" if no setting reached the target."""
-    first = found.board.ranked[0]
+    first = board.ranked[0]
     if not math.isfinite(first.spread.middle):
         return ""
     overrides = next(
         s["overrides"]
-        for s in (found.study.sweep or {})["settings"]
+        for s in (board.study.sweep or {})["settings"]
         if s["hash"] == first.runs[0].hash
     )
     own = [text for text in overrides if key_of(text) not in ("run.dir", "sweep")]

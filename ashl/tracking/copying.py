@@ -33,7 +33,7 @@ SHARE = 0.05
 MAX_REASON = 300  # characters
 ARTIFACTS = (
     *(SUMMARY, "config.yaml", "overrides.yaml", "profile.json", "plan.json", TRACE, "report.html"),
-    *("sweep.json", "leaderboard.md", "figures"),
+    "sweep.json",
 )
 ENDED_SWEEP = {"status": "finished"}  # a sweep has no summary
 UNFINISHED = {"status": "failed", "exit_reason": "the run's process ended without a summary"}

@@ -27,7 +27,7 @@ TINY = [
     "run.dir=study",
     "tracking=none",
 ]
-OWN = [".lock", "figures", "leaderboard.md", "report.html", "sweep.json"]
+OWN = [".lock", "report.html", "sweep.json"]
 
 pytestmark = pytest.mark.usefixtures("workplace")
 

@@ -26,7 +26,7 @@ from tests.test_advice import written
 
 OWN = "my options"
 TINY = ["--config-dir", OWN, "model=tiny", "runtime=sim", "stop.steps=8"]
-NUMBERS = ("target", "hold", "top", "jobs", "budget", "seconds", "search")
+NUMBERS = ("target", "top", "jobs", "budget", "seconds", "search")
 DRY = ("train", "profile", "sweep", "advise", "calibrate", "launch")  # these have --dry-run
 
 
