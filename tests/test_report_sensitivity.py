@@ -36,13 +36,13 @@ def test_the_base_is_what_was_written_first(tmp_path) -> None:
     ground = ground_of(
         tmp_path, along({"4": (4.0, 2.0), "1": (1.0, 2.0), "16": (16.0, 2.0)}), EXCHANGE
     )
-    assert ground.base == (1,)
+    assert ground.base == (4,)
 
 
 def test_a_setting_that_never_reaches_the_target_loses(tmp_path) -> None:
     times = {("bsp", "1"): 1.0, ("ssp", "1"): 2.0, ("bsp", "4"): None, ("ssp", "4"): 2.0}
     ground = ground_of(tmp_path, times, EXCHANGE)
-    assert [cell.winner for cell in ground.cells.values()] == ["bsp", "ssp"]
+    assert [ground.winner(point) for point in ground.costs] == ["bsp", "ssp"]
     assert statement(ground) == (
         "Of 2 clusters, bsp wins 1, ssp wins 1, by time to 90.0 % accuracy; in 2 of them the first"
         " is not separated from all others.",

@@ -30,7 +30,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from ashl.report.leaderboard import KINDS, Leaderboard, Row
 from ashl.report.measure import measurable
 from ashl.report.records import Run
-from ashl.report.sensitivity import Cell, Terrain, lead, letters, terrain
+from ashl.report.sensitivity import Point, Terrain, terrain
 from ashl.tracking import timeline
 from ashl.tracking.console import seconds
 
@@ -51,6 +51,7 @@ LOOKS = {
     "part": ("#a9c4dc", "", SOFT),
     "message": ("#e3cf6b", "", SOFT),
 }
+EMPTY: dict[str, Any] = {"facecolor": "#f3f3f3", "linewidth": 0}  # a cell without a winner
 HATCHES = ("", "//", "\\\\", "--", "||", "xx", "..", "++")  # fill patterns of the settings on a map
 MAX_BANDS = 3  # bands of the first settings, and the baseline's; more would hide each other
 BELOW = 25.0  # The accuracy axis begins at most this many points below the target.
@@ -450,53 +451,49 @@ def first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
 
 def winners_map(ground: Terrain) -> Drawing:
     """Draw the winner on each cluster, over two properties of the cluster."""
-    across, up = ground.axes
-    columns, lines = len(across.values), len(up.values)
+    (xlabel, across), (ylabel, up) = ground.axes.items()
+    columns, lines = len(across), len(up)
     wide, high = min(110.0, (WIDTH - 370) / columns), min(62.0, 420 / lines)
-    drawing = canvas(max(high * lines + 70, 22 * (len(ground.contestants) + 6)))
+    drawing = canvas(max(high * lines + 70, 22 * (len(ground.wins) + 6)))
     axes = axes_in(drawing, 90, 14, wide * columns, high * lines)
-    looks: dict[str, dict[str, Any]] = {}
-    for index, name in enumerate(ground.contestants):
+    looks, handles = dict[str, dict[str, Any]](), list[Any]()
+    letters = {name: chr(65 + k) if k < 26 else str(k) for k, name in enumerate(ground.wins)}
+    for index, (name, wins) in enumerate(ground.wins.items()):
         color = np.array(to_rgb(look(index)["color"]))
         fill, lines_of = (tuple(1 - strength * (1 - color)) for strength in (0.22, 0.6))
         hatch = HATCHES[index % len(HATCHES)]
         looks[name] = {"facecolor": fill, "edgecolor": lines_of, "hatch": hatch, "linewidth": 0}
-    known = letters(ground.contestants)
+        handles.append(Patch(label=short(f"{letters[name]}  {name} ({wins})", 230), **looks[name]))
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
-    for x, y in product(range(columns), range(lines)):
-        cell, words = ground.cells.get((x, y)), "–"
-        if cell:
-            words = known[cell.winner] + "?" * (not cell.sure)
-            words += f"\n{lead_text(ground, cell)}" if high > 34 and wide > 44 else ""
-        shown = looks[cell.winner] if cell else {"facecolor": "#f3f3f3", "linewidth": 0}
+    for (x, left), (y, below) in product(enumerate(across), enumerate(up)):
+        point, shown, words = (left, below), EMPTY, "–"
+        if point in ground.costs:
+            shown = looks[ground.winner(point)]
+            words = letters[ground.winner(point)] + "?" * (not ground.sure[point])
+            words += f"\n{lead_text(ground, point)}" if high > 34 and wide > 44 else ""
         axes.add_patch(Rectangle((x, y), 1, 1, **shown))
         axes.text(x + 0.5, y + 0.5, words, bbox=box, ha="center", va="center", weight="bold")
-    axes.set(xlim=(0, columns), ylim=(0, lines), xlabel=across.name, ylabel=up.name)
-    axes.set_xticks(np.arange(columns) + 0.5, [f"{value:g}" for value in across.values])
-    axes.set_yticks(np.arange(lines) + 0.5, [f"{value:g}" for value in up.values])
+    axes.set(xlim=(0, columns), ylim=(0, lines), xlabel=xlabel, ylabel=ylabel)
+    axes.set_xticks(np.arange(columns) + 0.5, [f"{value:g}" for value in across])
+    axes.set_yticks(np.arange(lines) + 0.5, [f"{value:g}" for value in up])
     axes.tick_params(length=0)
     axes.grid(False)
     axes.vlines(range(columns + 1), 0, lines, "white", linewidth=2)
     axes.hlines(range(lines + 1), 0, columns, "white", linewidth=2)
     axes.spines[:].set_visible(False)
-    handles = []
-    for name, style_of in looks.items():
-        wins = sum(cell.winner == name for cell in ground.cells.values())
-        handles.append(Patch(label=short(f"{known[name]}  {name} ({wins})", 230), **style_of))
     notes = [*MAP_NOTES]
-    if base := ground.base:
-        frame = Rectangle((base[0], base[1]), 1, 1, fill=False, edgecolor=INK, zorder=4)
-        frame.set_linewidth(2.2)
-        axes.add_patch(frame)
+    if ground.base in ground.costs:
+        x, y = across.index(ground.base[0]), up.index(ground.base[1])
+        axes.add_patch(Rectangle((x, y), 1, 1, fill=False, edgecolor=INK, zorder=4, linewidth=2.2))
         notes.append("framed: the values written first")
     handles += [Patch(alpha=0, label=note) for note in notes]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1.03), handlelength=2)
     return drawing
 
 
-def lead_text(ground: Terrain, cell: Cell) -> str:
+def lead_text(ground: Terrain, point: Point) -> str:
     """Return how far the second is behind, for a cell of the map."""
-    better = lead(ground, cell)
+    better = ground.lead(point) if len(ground.costs[point]) > 1 else None
     if better is None:
         return "alone"
     return f"{better:.2f}×" if ground.measure.ratio else f"+{100 * better:.1f}"
@@ -504,24 +501,24 @@ def lead_text(ground: Terrain, cell: Cell) -> str:
 
 def winners_lines(ground: Terrain) -> Drawing:
     """Draw each contestant's outcome over one property."""
-    axis, measure = ground.axes[0], ground.measure
+    measure, (name,) = ground.measure, ground.axes
     unit = f", {measure.unit}" if measure.unit else "" if measure.ratio else ", %"
     factor = 100.0 if unit == ", %" else 1.0
     sign = factor if measure.lower_is_better else -factor
-    at = [axis.values[point[0]] for point in ground.cells]
-    found = {name: [cell.of(name) for cell in ground.cells.values()] for name in ground.contestants}
-    costs = sign * pd.DataFrame(found, index=at).replace([math.inf, -math.inf], math.nan)
+    at = [place for (place,) in ground.costs]
+    costs = sign * pd.DataFrame(ground.costs.values(), at, [*ground.wins])
+    costs = costs.replace([math.inf, -math.inf], math.nan)
     drawing = canvas(360)
     axes = axes_in(drawing, 90, 14, WIDTH - 370, 290)
-    for index, name in enumerate(ground.contestants[:8]):
-        line = costs[name].dropna()
-        axes.plot(line.index, line, **look(index), label=short(name, 200))
+    for index, setting in enumerate(costs.columns[:8]):
+        line = costs[setting].dropna()
+        axes.plot(line.index, line, **look(index), label=short(setting, 200))
     low, high = costs.min(axis=None), costs.max(axis=None)
     # Lines cross more visibly on a logarithmic axis, so a factor of 5 is enough here.
     scale(axes, "y", low if measure.ratio else 0, 4 * high, measure.title + unit)
-    log = axis.values[0] > 0
-    axes.set(xlabel=axis.name + ", logarithmic" * log, xscale="log" if log else "linear")
-    axes.set_xticks(axis.values, [f"{value:g}" for value in axis.values])
+    log = at[0] > 0
+    axes.set(xlabel=name + ", logarithmic" * log, xscale="log" if log else "linear")
+    axes.set_xticks(at, [f"{value:g}" for value in at])
     axes.minorticks_off()
     axes.legend(loc="upper left", bbox_to_anchor=(1.03, 1.03))
     return drawing
