@@ -25,8 +25,8 @@ PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and no dens
 def show_profile(console: Console, profile: Profile) -> None:
     """Print the cost of a step, a push, a pull and an encoding for each worker.
 
-    Costs by layer group, quantiles of step times, loaded exchanges and contention are in
-    profile.json alone.
+    Costs by layer group, quantiles of step times, loaded exchanges, lines over message sizes and
+    contention are in profile.json alone.
     """
     size = f"{escape(profile.model)} with {profile.num_params:,} parameters"
     console.print(f"[bold]profile[/] {profile.source}, {size}")
@@ -41,39 +41,19 @@ def show_profile(console: Console, profile: Profile) -> None:
         rows.append((str(rank), *costs, *rates, milliseconds(worker.compress_s)))
     console.print(plain_table(titles, rows, left=(), gap=1))
     show_rest(console, profile.num_workers, "workers")
-    show_hosts(console, profile)
+    hosts = [worker.host for worker in profile.workers]
+    if len({*hosts, profile.server_host} - {None}) > 1:
+        workers = listing(f"worker {rank} on {host}" for rank, host in enumerate(hosts))
+        console.print(f"{workers}; the server on {profile.server_host}", markup=False)
     for cost, noise in NOISES.items():
         for ranks in group_equal_workers(profile.workers, cost, noise):
             listed = listing(map(str, ranks))
             what = cost.removesuffix("_s")
             console.print(f"equal within their noise: {what} of workers {listed}")
-    show_links(console, profile)
     for codec in profile.codecs:
         name = codec.codec.rpartition(".")[2]
         times = f"in {span(codec.encode_s)} ms and decodes it in {milliseconds(codec.decode_s)} ms"
         console.print(f"{name} encodes the model {times}")
-
-
-def show_hosts(console: Console, profile: Profile) -> None:
-    """Print where a profile of several nodes was measured."""
-    hosts = [worker.host for worker in profile.workers]
-    if len({*hosts, profile.server_host} - {None}) < 2:
-        return
-    workers = listing(f"worker {rank} on {host}" for rank, host in enumerate(hosts))
-    console.print(f"{workers}; the server on {profile.server_host}", markup=False)
-
-
-def show_links(console: Console, profile: Profile) -> None:
-    """Print the latency and the time per MB of messages, and of an all-reduce."""
-    ways = [line for worker in profile.workers for line in (worker.push_line, worker.pull_line)]
-    messages = [line for line in ways if line is not None]
-    sums = [line for line in (profile.all_reduce,) if line is not None]
-    measured = {"a message to or from the server": messages, "an all-reduce": sums}
-    for what, lines in measured.items():
-        if lines:
-            latency = span([line.latency_s for line in lines])
-            rate = span([1e6 * line.s_per_byte for line in lines])
-            console.print(f"{what}: {latency} ms, and {rate} ms per MB")
 
 
 def show_rest(console: Console, count: int, what: str) -> None:
