@@ -36,6 +36,7 @@ from ashl.config.catalog import (
     parents,
 )
 from ashl.config.construct import found
+from ashl.config.flat import PRESETS
 from ashl.config.override import command_line, key_of
 from ashl.config.workers import sized
 from ashl.errors import UnusedKeyError, UsageError
@@ -47,7 +48,6 @@ LINKS = (
     "intra_node_bandwidth_mbit_s",
     "intra_node_latency_s",
 )
-PRESETS = ("experiment", "debug")  # groups that set values of other groups only
 CHOOSERS = ("dataset", "schedule")  # groups whose options may choose options of other groups
 MOST = 10_000  # maximum number of values of one key in a sweep
 

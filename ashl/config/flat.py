@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-PRESETS = ("experiment", "debug")  # the configuration itself contains what a preset sets
+# Groups that set values of other groups only; the configuration itself contains what they set.
+PRESETS = ("experiment", "debug")
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:

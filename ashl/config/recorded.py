@@ -5,8 +5,13 @@ from typing import Any
 
 import yaml
 
+try:
+    from yaml import CSafeLoader as SafeLoader  # six times as fast, if it was built
+except ImportError:
+    from yaml import SafeLoader
+
 from ashl.config.catalog import catalog
-from ashl.config.compose import PRESETS
+from ashl.config.flat import PRESETS
 from ashl.errors import UsageError
 
 CONFIG, TYPED = "config.yaml", "overrides.yaml"
@@ -18,7 +23,7 @@ def config_of(run_dir: Path) -> dict[str, Any]:
 
     Raises: UsageError if it cannot be read, or is not a configuration.
     """
-    config = read(run_dir, CONFIG)
+    config = read_yaml(run_dir, CONFIG)
     groups = [group for group in catalog() if group not in PRESETS]
     kinds = {"choices": dict, **dict.fromkeys((*BESIDE, *groups), dict), "allow_targets": list}
     lacking = [
@@ -43,15 +48,15 @@ def typed_of(run_dir: Path) -> list[str]:
 
     Raises: UsageError if they cannot be read.
     """
-    typed = read(run_dir, TYPED)
+    typed = read_yaml(run_dir, TYPED)
     if not isinstance(typed, list) or not all(isinstance(text, str) for text in typed):
         raise UsageError(f"{run_dir / TYPED} is no list of what was typed; name another run.")
     return typed
 
 
-def read(run_dir: Path, name: str) -> Any:
+def read_yaml(run_dir: Path, name: str) -> Any:
     """Return the content of a YAML file of a run folder. Raises: UsageError."""
     try:
-        return yaml.safe_load((run_dir / name).read_text(encoding="utf-8"))
+        return yaml.load((run_dir / name).read_text(encoding="utf-8"), SafeLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{run_dir}: there is no run whose {name} can be read.") from error

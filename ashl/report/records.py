@@ -10,22 +10,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-try:
-    from yaml import CSafeLoader as SafeLoader  # six times as fast, if it was built
-except ImportError:
-    from yaml import SafeLoader
-
 from ashl.config.flat import flat_config
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
+from ashl.config.recorded import CONFIG, read_yaml, typed_of
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
 from ashl.tracking.killed import close_killed
 
-SWEEP, SUMMARY, CONFIG, OVERRIDES = "sweep.json", "summary.json", "config.yaml", "overrides.yaml"
+SWEEP, SUMMARY = "sweep.json", "summary.json"
 COMMAND = "command.txt"  # the typed command, quoted for a shell
 STATUSES = ("finished", "diverged", "failed", "interrupted")
 NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
@@ -100,9 +94,8 @@ class Run:
     def typed(self) -> Mapping[str, str]:
         """Typed keys and their values, as written; empty if `overrides.yaml` is missing."""
         try:
-            lines = yaml.load((self.folder / OVERRIDES).read_text(encoding="utf-8"), SafeLoader)
-            return {key_of(text): text.partition("=")[2] for text in lines or ()}
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+            return {key_of(text): text.partition("=")[2] for text in typed_of(self.folder)}
+        except UsageError:
             return {}
 
     @cached_property
@@ -275,19 +268,11 @@ def read_run(
     if summary.get("exit_reason") == "profiled":
         raise BrokenRecordError("is a profile, in which nothing was learned")
     try:
-        config = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), SafeLoader)
+        config = read_yaml(folder, CONFIG)
         return Run(
             folder, digest or config_hash(config), flat_config(config), summary, axes or {}, label
         )
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RecursionError,
-        yaml.YAMLError,
-    ):
+    except (UsageError, ValueError, TypeError, KeyError, AttributeError):
         raise BrokenRecordError("config.yaml is missing or broken") from None
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from ashl.config.recorded import CONFIG, read
+from ashl.config.recorded import CONFIG, read_yaml
 from ashl.config.signals import end_with_parent
 from ashl.errors import AshlError, UsageError
 from ashl.tracking import jsonl
@@ -104,7 +104,7 @@ def link_of(store: Path, address: str, folder: Path | None) -> str:
 
 def copy_missing(tracker: MlflowTracker, folder: Path) -> None:
     """Copy a run that has ended, unless MLflow has a whole copy of it in any experiment."""
-    config = read(folder, CONFIG)
+    config = read_yaml(folder, CONFIG)
     summary = jsonl.whole(folder / SUMMARY) or {}
     experiment = config.get("tracking", {}).get("experiment", "ashl")
     name = f"{summary.get('name')}-s{summary.get('seed')}"
