@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ashl.advice.candidates import RATE, Candidate, Field, LeftOut
+from ashl.advice.deadline import Deadline
 from ashl.advice.leave_out import Racer, Spec
 from ashl.advice.scale import Scale
 from ashl.config.identity import config_hash
@@ -32,7 +33,6 @@ from ashl.study.jobs import clear_remains, has_ended, local_pool
 from ashl.study.race import Course, Race, Seen
 from ashl.study.sweep import SWEEP, begin_record, fill
 from ashl.tracking import jsonl
-from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
 # folders, inside the study, of the sweep that chose the learning rates and of the runs without a
@@ -134,9 +134,7 @@ def run(
     waiting = [setting for setting in grid.settings if open_in(folder, setting, record)]
     if not waiting or place.deadline.spent_s >= until_s:
         return
-    progress = SweepProgress(
-        place.console, len(waiting), quiet=place.quiet, deadline=place.deadline, phase=phase
-    )
+    progress = SweepProgress(place.console, len(waiting), quiet=place.quiet, phase=phase)
     stays = label(grid.settings[0], without="seed") if seeds == 1 else ""
     race = Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
     pool, over = local_pool(place.slots), lambda: place.deadline.spent_s >= until_s

@@ -21,11 +21,9 @@ from rich.table import Column
 
 from ashl.tracking import jsonl
 from ashl.tracking.console import number, percent, seconds
-from ashl.tracking.deadline import Deadline
 
 MAX_LINES = 12  # runs in progress that are shown
 BAR = 20  # characters
-BUDGET = "budget"
 
 
 class Running(NamedTuple):
@@ -65,24 +63,15 @@ class Reading:
 class SweepProgress:
     """The progress of several runs: bars on a terminal, lines in a pipe, nothing if quiet.
 
-    Args: deadline is the time limit of all runs together; phase names the runs in front of the
-    counters, for example "tuning" if a command has several such counters one after the other.
+    Args: phase names the runs in front of the counters, for example "tuning" if a command has
+    several such counters one after the other.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        total: int,
-        *,
-        quiet: bool,
-        deadline: Deadline | None = None,
-        phase: str = "",
-    ) -> None:
+    def __init__(self, console: Console, total: int, *, quiet: bool, phase: str = "") -> None:
         self.console = console
         self.total = total
         self.quiet = quiet
         self.phase = phase
-        self.deadline = deadline
         self.done = 0
         name_column = Column(ratio=1, no_wrap=True)  # as wide as the other columns allow
         self.bars = Progress(
@@ -97,9 +86,6 @@ class SweepProgress:
             disable=quiet or not console.is_terminal,
         )
         self._all = self.bars.add_task("", total=total, score="")
-        self._budget = None
-        if deadline is not None:
-            self._budget = self.bars.add_task(BUDGET, total=deadline.budget_s, score="")
         self._tasks = dict[str, TaskID]()  # of the runs in progress, by label
         self.show([])
         self.bars.start()
@@ -131,8 +117,6 @@ class SweepProgress:
                 self._tasks[label], total=total, completed=run.done or 0.0, score=run.score or "-"
             )
         self._count(len(running))
-        if self._budget is not None and self.deadline is not None:
-            self.bars.update(self._budget, completed=self.deadline.spent_s)
 
     def _count(self, running: int) -> None:
         """Show how many runs have ended and how many are in progress."""

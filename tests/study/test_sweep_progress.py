@@ -10,7 +10,6 @@ from rich.console import Console
 
 from ashl.cli.app import main
 from ashl.tracking.counting import Counting
-from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import Reading, Running, SweepProgress
 
 LABELS = [
@@ -55,15 +54,6 @@ def test_something_is_shown_before_any_run_has_begun() -> None:
     progress = SweepProgress(console, 12, quiet=False)
     progress.close()
     assert "0 of 12 runs, starting" in console.file.getvalue()
-
-
-def test_a_budget_has_a_line_of_its_own() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    progress = SweepProgress(console, 12, quiet=True, deadline=Deadline(60.0))
-    progress.show([Running("sync=bsp", 0.5, "91.2 %")])
-    console.print(progress.bars.get_renderable())
-    line = console.file.getvalue().splitlines()[1]
-    assert re.match(r"budget +0:00:00 ", line)
 
 
 def test_how_far_a_run_is_follows_its_nearest_limit(tmp_path: Path) -> None:
