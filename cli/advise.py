@@ -8,7 +8,7 @@ import typer
 from .answer import Answer, Json
 from .sweep import interruptible
 from .table import console
-from .train import ConfigDir, ConfigFile, Debug, Overrides, starting
+from .train import ConfigDir, ConfigFile, Debug, DryRun, Overrides, Quiet, starting
 from .typed import typed
 
 
@@ -24,12 +24,7 @@ def advise(
         float,
         typer.Option(metavar="SECONDS", min=1, max=1e7, help="Limit of the time on this machine."),
     ] = 300.0,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Show the candidates and the time of their race; run nothing."
-        ),
-    ] = False,
+    dry_run: DryRun = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; default: all cores.")
     ] = None,
@@ -40,7 +35,7 @@ def advise(
             help="Measure the hosts of this file, and answer only H and its utilisation.",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> Answer:

@@ -9,7 +9,7 @@ from ashl.config.override import key_of
 from .answer import Answer, Json
 from .sweep import interruptible
 from .table import console
-from .train import ConfigDir, ConfigFile, Debug, Overrides, starting
+from .train import ConfigDir, ConfigFile, Debug, DryRun, Overrides, Quiet, starting
 from .typed import typed
 
 
@@ -21,10 +21,8 @@ def calibrate(
     seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=1e7, help="Time of each run.")
     ] = 3.0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the combinations; run nothing.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> Answer:

@@ -15,7 +15,17 @@ from ashl.config.signals import handle_signals
 from ashl.errors import UsageError
 
 from .answer import Answer, Json
-from .train import ConfigDir, ConfigFile, Debug, Overrides, as_yaml, starting, without_unused
+from .train import (
+    ConfigDir,
+    ConfigFile,
+    Debug,
+    DryRun,
+    Overrides,
+    Quiet,
+    as_yaml,
+    starting,
+    without_unused,
+)
 from .typed import typed as typed_line
 
 if TYPE_CHECKING:
@@ -36,7 +46,7 @@ def sweep(
     cfg: Annotated[
         bool, typer.Option("--cfg", help="Print every run's resolved configuration and stop.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the grid; run nothing.")] = False,
+    dry_run: DryRun = False,
     jobs: Annotated[
         int | None,
         typer.Option(min=1, help="Runs at a time; default: all cores in virtual time, else 1."),
@@ -68,7 +78,7 @@ def sweep(
     rerun_failed: Annotated[
         bool, typer.Option("--rerun-failed", help="Repeat runs that failed or diverged.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> Answer:

@@ -64,6 +64,7 @@ OF_WORKERS = (
 BESIDE = ("run.dir", "dataset.batch_size", "topology.regions", "cluster.events")
 SIZED = ("cluster", "dataset", "topology")  # groups of these keys
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and estimate; run nothing.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -80,7 +81,7 @@ def train(
             metavar="RUN", help="Resume this run; stop.* may change, or cluster.num_workers."
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> Answer | int:
