@@ -113,9 +113,8 @@ def sweep(
     first = grid.settings[0].config
     folder = study.folder_of(grid, first["run"]["dir"], first["name"])
     if dry_run:
-        if json:
-            return Answer(study.forecast_of(grid, typed, folder, jobs, line), next=str(line))
-        return Answer({}, show=partial(study.show, grid, folder, jobs), next=str(line))
+        forecast = study.forecast_of(grid, typed, folder, jobs, line)
+        return Answer(forecast, partial(study.show, grid, folder, forecast), str(line))
     with interruptible():
         pool = hosts_pool(ctx.obj, config_dir) if ctx.obj else partial(make_pool, folder)
         outcome = study.sweep(

@@ -185,7 +185,7 @@ def test_the_report_of_one_run_tells_its_whole_story(tmp_path) -> None:
     """Its curve ended where the best was reached, at half the run; no loss, no stage, no command
     was there.
 
-    Each curve marks the stage boundaries, and its note has the names and times of all stages.
+    The curves over time mark the stage boundaries, and their notes have all names and times.
     """
     stages = [
         {"name": "ahl", "start_s": 0.0, "end_s": 1.5},
@@ -198,14 +198,13 @@ def test_the_report_of_one_run_tells_its_whole_story(tmp_path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "command.txt").write_text("ashl train 'run.dir=a run'\n")
     page = page_of(run, out=tmp_path / "report.html")
-    titles = ("Against time", LOSS_TITLE, "Against bytes")
-    time, loss, sent = (
-        page.split(f"<h2>{title}</h2>")[1].split("</section>")[0] for title in titles
+    time, loss = (
+        page.split(f"<h2>{title}</h2>")[1].split("</section>")[0]
+        for title in ("Against time", LOSS_TITLE)
     )
     for figure in (time, loss):
         assert ">4.0<" in figure, "the axis goes to the end of the run"
         assert ">ahl from 0 s<" in figure
-    for figure in (time, loss, sent):
         assert ">shl from 1.5 s<" in figure
         assert "Stages: ahl 0 s to 1.5 s, shl 1.5 s to 4 s." in figure
     assert "training loss" in loss
@@ -215,21 +214,3 @@ def test_the_report_of_one_run_tells_its_whole_story(tmp_path) -> None:
     assert LOSS_TITLE not in page_of_both
     assert "Stages:" not in page_of_both
     assert len(set(re.findall(r'clipPath id="([^"]*)"', page))) == page.count("<clipPath")
-
-
-def test_stages_begin_where_they_began(tmp_path) -> None:
-    """A start is interpolated between evaluations on the axis of bytes."""
-    stages = [
-        {"name": "ahl", "start_s": 0.0, "end_s": 1.5},
-        {"name": "shl", "start_s": 1.5, "end_s": 4.0},
-    ]
-    run = write_run(tmp_path / "run", reach_s=None, target=None, end_s=4.0, stages=stages)
-    found = figures_of(run)
-    for title, begin in (("Against time", 1.5), ("Against bytes", 4.5)):
-        lines = found[title].drawing.axes[0].lines
-        dashed = [
-            line.get_xdata()[0]
-            for line in lines
-            if list(line.get_xdata()[:1]) * 2 == list(line.get_xdata())
-        ]
-        assert begin in [pytest.approx(place) for place in dashed]

@@ -37,6 +37,7 @@ from ashl.tracking.console import seconds
 STYLE = Path(__file__).with_name("report.mplstyle")
 WIDTH, DPI = 940, 96  # pixels of a figure on the page, and pixels per inch
 INK, SOFT = "#1a1a1a", "#5f5f5f"
+POINTS: dict[str, Any] = {"textcoords": "offset points"}
 CLOCK, SENT = "seconds on the experiment's clock", "MB sent, up and down together, all workers"
 DOTTED: dict[str, Any] = {"color": INK, "dashes": (3, 3), "linewidth": 0.8, "marker": ""}
 # Fill, hatching and line colour of each kind of time. Hatching and lightness distinguish them on
@@ -311,7 +312,7 @@ def curves(board: Leaderboard, rows: Sequence[Row], x: str, key: str, title: str
         place = (end, np.interp(end, line.index, line["mean"]))
         ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
         aside = (5 + 8 * (index % 3), -3)
-        write_beside(axes, board.rank(row), place, aside, weight="bold", bbox=ground)
+        axes.annotate(board.rank(row), place, aside, **POINTS, weight="bold", bbox=ground)
     if target:
         axes.axhline(target, label=f"target: {target:g} %", **DOTTED)
         low = axes.get_ylim()[0]
@@ -320,14 +321,10 @@ def curves(board: Leaderboard, rows: Sequence[Row], x: str, key: str, title: str
         color = styles[row]["color"]
         axes.vlines(time_s, axes.get_ylim()[0], target, color, ":", linewidth=0.9)
         axes.plot(time_s, target, "o", color=color, markerfacecolor="white", markersize=6, zorder=5)
-    mark_stages(axes, board, x)
+    if x == "time_s":
+        mark_stages(axes, board)
     series_legend(axes, board, lines, styles)
     return drawing
-
-
-def write_beside(axes: Axes, text: str, place: Any, aside: tuple, **look: Any) -> None:
-    """Write a text at a distance in points from a place."""
-    axes.annotate(text, place, aside, textcoords="offset points", **look)
 
 
 def stages_of(board: Leaderboard) -> Sequence[Mapping[str, Any]]:
@@ -337,24 +334,13 @@ def stages_of(board: Leaderboard) -> Sequence[Mapping[str, Any]]:
     return stages if len(stages) > 1 else []
 
 
-def mark_stages(axes: Axes, board: Leaderboard, x: str) -> None:
-    """Draw the start of each stage of a single run, with its name and start time.
-
-    On the axis of bytes a start is interpolated between evaluations. A stage that begins before the
-    first evaluation is not drawn there.
-    """
+def mark_stages(axes: Axes, board: Leaderboard) -> None:
+    """Draw the start of each stage of a single run, with its name and start time."""
     for stage in stages_of(board):
-        start = stage["start_s"]
-        if x == "bytes":
-            rows = board.rows[0].runs[0].metrics
-            times, sent = zip(*((row["time_s"], sent_mb(row)) for row in rows), strict=True)
-            if start < times[0]:
-                continue
-            start = np.interp(start, times, sent)
-        axes.axvline(start, color=SOFT, dashes=(6, 3), linewidth=0.8)
+        axes.axvline(stage["start_s"], color=SOFT, dashes=(6, 3), linewidth=0.8)
         words = f"{stage['name']} from {seconds(stage['start_s'])}"
         at_bottom = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "color": SOFT}
-        write_beside(axes, words, (start, 0), (3, 5), **at_bottom)
+        axes.annotate(words, (stage["start_s"], 0), (3, 5), **POINTS, **at_bottom)
 
 
 def time_shares(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
@@ -547,7 +533,7 @@ def figures(board: Leaderboard) -> list[Figure]:
             loss = curves(main, drawn, "time_s", "train/loss", "training loss")
             found += [("Loss against time", drawn, loss, (TRAINING, stages))]
         found += [
-            ("Against bytes", drawn, curves(main, drawn, "bytes", *metric), (BYTES, stages)),
+            ("Against bytes", drawn, curves(main, drawn, "bytes", *metric), (BYTES,)),
             ("Where the workers' time goes", some, time_shares(main, some), (means,)),
             ("The first rounds", few, first_rounds(main, few), (one_run,)),
         ]

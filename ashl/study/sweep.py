@@ -6,7 +6,7 @@ The same grid finds the same folder again and runs only what is missing there.
 import fcntl
 import hashlib
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -406,13 +406,14 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
         )
 
 
-def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
+def show(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None:
     """Print what a sweep would run: each run's predicted time on its own clock, and all on this
     machine.
+
+    Args: forecast is that of `forecast_of`.
     """
-    console = Console(highlight=False)
-    missing = missing_in(grid, folder)
-    announce(console, grid, folder, len(missing))
+    console, missing = Console(highlight=False), len(forecast["missing"])
+    announce(console, grid, folder, missing)
     # Lines have keys of their own, so that columns by key would be mostly empty.
     named = any(setting.label for setting in grid.settings)
     titles = ["run", *(["setting"] if named else grid.axes), "predicted"]
@@ -429,28 +430,26 @@ def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
     console.print(
         f"predicted total: {seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}"
     )
-    at_once = min(slots or slots_for(grid), len(missing))
-    if (host_s := host_time_s(missing, at_once)) is not None:
-        together = f", {at_once} at a time" if at_once > 1 else ""
-        runs = f"{len(missing)} run{'s' * (len(missing) != 1)}"
-        text = f"on this machine about {seconds(host_s)} at most for {runs}{together}"
+    if forecast["host_s"] is not None:
+        together = f", {forecast['at_once']} at a time" if forecast["at_once"] > 1 else ""
+        runs = f"{missing} run{'s' * (missing != 1)}"
+        text = f"on this machine about {seconds(forecast['host_s'])} at most for {runs}{together}"
         console.print(text, soft_wrap=True)
-
-
-def missing_in(grid: Grid, folder: Path) -> list[Setting]:
-    """Return the settings of a grid that have not ended in its folder."""
-    return [setting for setting in grid.settings if not has_ended(folder / setting.hash)]
 
 
 def forecast_of(
     grid: Grid, overrides: Sequence[str], folder: Path, slots: int | None, command: CommandLine
 ) -> dict[str, Any]:
     """Return what a sweep would run: its record, and the seconds of the missing runs here."""
-    missing = missing_in(grid, folder)
-    host_s = host_time_s(missing, min(slots or slots_for(grid), len(missing)))
-    planned = document(grid, overrides, folder.name, [], command)
-    names = [setting.hash for setting in missing]
-    return {"folder": str(folder), **planned, "missing": names, "host_s": host_s}
+    missing = [setting for setting in grid.settings if not has_ended(folder / setting.hash)]
+    at_once = min(slots or slots_for(grid), len(missing))
+    return {
+        "folder": str(folder),
+        **document(grid, overrides, folder.name, [], command),
+        "missing": [setting.hash for setting in missing],
+        "at_once": at_once,
+        "host_s": host_time_s(missing, at_once),
+    }
 
 
 def host_time_s(missing: Sequence[Setting], at_once: int) -> float | None:

@@ -11,7 +11,7 @@ from ashl.config.override import command_line
 from ashl.errors import UsageError
 from ashl.study.grid import MAX_POINTS, Grid, grid_lines, make_grid
 from ashl.study.jobs import local_pool
-from ashl.study.sweep import begin_record, fill, folder_of, show
+from ashl.study.sweep import begin_record, fill, folder_of, forecast_of, show
 from ashl.tracking.sweep_progress import SweepProgress
 
 SIM = ("runtime=sim", "tracking=none")
@@ -101,7 +101,8 @@ def test_a_preset_may_bring_lines_of_settings(
     assert {setting.axes["optimizer.lr"] for setting in found.settings} == {"0.1", "0.2", "0.3"}
     assert {setting.label for setting in found.settings} == {"", "ASHL, as printed"}
     assert {setting.axes.get("sync") for setting in found.settings if setting.label} == {None}
-    show(found, tmp_path / "study")
+    folder, command = tmp_path / "study", command_line("sweep", [])
+    show(found, folder, forecast_of(found, [], folder, 1, command))
     assert "ASHL, as printed: optimizer.lr=0.3 seed=0 schedule=ashl" in " ".join(
         capsys.readouterr().out.split()
     )
