@@ -73,7 +73,8 @@ def page(
 
 def stragglers(board: Leaderboard) -> list[str]:
     """Return the verdict on the straggler in the first run of each of the first settings."""
-    named = [(row, row.setting.runs[0].summary.get("straggler")) for row in board.rows[:UNFOLDED]]
+    rows = board.environments[0].rows[:UNFOLDED]
+    named = [(row, row.setting.runs[0].summary.get("straggler")) for row in rows]
     label = "" if len(board.rows) == 1 else "{}: "
     return [
         label.format(row.label) + describe_straggler(found) + "." for row, found in named if found
