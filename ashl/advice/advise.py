@@ -33,7 +33,6 @@ from ashl.advice.answer import (
 )
 from ashl.advice.candidates import Asked, Field, asked, field_of
 from ashl.advice.contest import Place, final, judged, race_grid, time_on, tuned
-from ashl.advice.deadline import Deadline
 from ashl.advice.evidence import enough_s, evidence
 from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
@@ -48,6 +47,7 @@ from ashl.run.train import TRACKING_S, is_virtual
 from ashl.study.sweep import copied_to_tracker, locked
 from ashl.tracking import jsonl
 from ashl.tracking.counting import Counting
+from ashl.tracking.deadline import Deadline
 
 ADVICE = Path("runs/advice")
 FILE = "advice.json"

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from ashl.advice.candidates import Candidate, Field, dropped_notes
 from ashl.advice.contest import Place, Tuned
-from ashl.advice.deadline import Deadline
 from ashl.advice.evidence import Evidence
 from ashl.advice.leave_out import RaceOn, Racer, leave_out_of
 from ashl.advice.scale import Load, Scale
@@ -29,6 +28,7 @@ from ashl.report.leaderboard import KINDS, Leaderboard, Row
 from ashl.report.measure import Target, describe
 from ashl.study.grid import checked
 from ashl.tracking.console import megabytes, number, percent, plain_table, seconds
+from ashl.tracking.deadline import Deadline
 from ashl.tracking.recorder import SUMMARY
 
 PREDICTED = 5  # at most so many candidates have their times predicted without a worker

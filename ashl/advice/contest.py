@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ashl.advice.candidates import RATE, Candidate, Field, LeftOut
-from ashl.advice.deadline import Deadline
 from ashl.advice.leave_out import Racer, Spec
 from ashl.advice.scale import Scale
 from ashl.config.identity import config_hash
@@ -33,6 +32,7 @@ from ashl.study.jobs import clear_remains, has_ended, local_pool
 from ashl.study.race import Course, Race, Seen
 from ashl.study.sweep import SWEEP, begin_record, fill
 from ashl.tracking import jsonl
+from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
 # folders, inside the study, of the sweep that chose the learning rates and of the runs without a

@@ -29,12 +29,12 @@ from rich.table import Table
 from ashl.advice.advise import advise
 from ashl.advice.candidates import Field, asked, field_of
 from ashl.advice.contest import Place, grid_of, rates_of, setting_of
-from ashl.advice.deadline import Deadline
 from ashl.advice.scale import RATES, Scale
 from ashl.config.override import command_line, key_of
 from ashl.study.jobs import local_pool, read_summary
 from ashl.study.sweep import begin_record, fill
 from ashl.tracking import jsonl
+from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
 CLUSTERS = ("one_slow", "ashl_paper", "homogeneous", "mixed", "four_nodes")
