@@ -13,7 +13,6 @@ from ashl.tracking import jsonl
 if TYPE_CHECKING:
     from ashl.report.answer import Said
 
-REPORT = "report.html"  # file in the folder of a run or of a sweep
 KINDS = ("svg", "pdf", "png")  # of figures' files
 
 

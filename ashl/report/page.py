@@ -12,10 +12,9 @@ from urllib.parse import quote
 from ashl import __version__
 from ashl.config.override import command_line, command_text
 from ashl.report.answer import Said, answer
-from ashl.report.compare import REPORT
 from ashl.report.figures import Figure
 from ashl.report.leaderboard import Leaderboard, Row
-from ashl.report.records import Study
+from ashl.report.records import REPORT, Study
 from ashl.report.tables import MAX_ROWS, WORDS, filled, method
 from ashl.tracking.straggler import describe_straggler
 

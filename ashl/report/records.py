@@ -19,7 +19,7 @@ from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
 from ashl.tracking.killed import close_killed
 
-SWEEP, SUMMARY = "sweep.json", "summary.json"
+SWEEP, SUMMARY, REPORT = "sweep.json", "summary.json", "report.html"
 COMMAND = "command.txt"  # the typed command, quoted for a shell
 STATUSES = ("finished", "diverged", "failed", "interrupted")
 NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
