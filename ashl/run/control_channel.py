@@ -404,8 +404,8 @@ class Reporter:
     def _report_content(self, record: Record, content: Any) -> None:
         """Report what belongs to a record in pieces, the last one with the record."""
         if isinstance(content, Tensor):
-            with in_host(content.to(torch.float32)) as here:
-                return self._report_bytes(record, memoryview(here.contiguous().numpy()).cast("B"))
+            here = in_host(content.to(torch.float32)).contiguous()
+            return self._report_bytes(record, memoryview(here.numpy()).cast("B"))
         if isinstance(record, ModuleState):
             content = encode(to_plain(content))
         return self._report_bytes(record, memoryview(content))

@@ -17,15 +17,14 @@ import ctypes
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ashl.device import to_device, to_host
+from ashl.device import to_device
 from ashl.errors import AshlError
 from ashl.learn.staging import in_host
 from ashl.runtime import collectives
@@ -286,12 +285,14 @@ class Communicator:
             pending = queue.committed[0]
         asked_ns = max(self._clock(), free_ns)
         number = pending.number + (self._epoch << 32)
-        with self._staged(pending.effect) as tensor:
-            value, moved, begin, cost = self._transfer(pending.effect, tensor, number, asked_ns)
-            if self._settle is not None:
-                self._settle()
-            elif isinstance(value, torch.Tensor):
-                value = to_device(value, str(pending.effect.tensor.device))
+        tensor = pending.effect.tensor
+        # process groups of gloo transport host memory only
+        here = tensor if self._settle is not None else in_host(tensor)
+        value, moved, begin, cost = self._transfer(pending.effect, here, number, asked_ns)
+        if self._settle is not None:
+            self._settle()
+        elif isinstance(value, torch.Tensor):
+            value = to_device(value, str(tensor.device))
         end_ns = self._clock()
         if cost is not None:
             self._throttle.transfers[self._rank].add(cost, end_ns - begin)
@@ -344,15 +345,6 @@ class Communicator:
         call_unless_failed(call, self._is_over)
         if self._is_over():
             raise RuntimeError("another epoch has begun")
-
-    @contextmanager
-    def _staged(self, effect: Collective) -> Generator[torch.Tensor]:
-        """Yield the tensor of a collective in memory that the process groups can transport."""
-        if self._settle is not None or not isinstance(effect, AllReduce):
-            yield effect.tensor if self._settle is not None else to_host(effect.tensor)
-            return
-        with in_host(effect.tensor) as tensor:
-            yield tensor
 
     def _transfer(
         self, effect: Collective, tensor: torch.Tensor, number: int, asked_ns: int

@@ -338,8 +338,7 @@ class HostPayloads:
 
     def send(self, connection: PeerConnection, payload: Tensor) -> None:
         """Send a payload of uint8 whose header has left."""
-        with in_host(payload) as flat:
-            connection.group.send([flat], connection.group_rank, framing.PAYLOADS).wait()
+        connection.group.send([in_host(payload)], connection.group_rank, framing.PAYLOADS).wait()
 
     def recv(self, connection: PeerConnection, nbytes: int, device: str) -> Tensor:
         """Receive a payload of uint8 on `device`, after its header."""
