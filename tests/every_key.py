@@ -46,7 +46,6 @@ BESIDE: dict[str, str] = {
     "model=linear": "sync=bsp",
     "model=mlp": "sync=bsp",
     "model=gpt": TEXT,
-    "model=transformer": TEXT,
     "model=resnet8": IMAGES,
     "model=resnet20": IMAGES,
     "model=resnet18_small": f"{IMAGES} stop.steps=4",

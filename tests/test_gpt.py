@@ -2,15 +2,9 @@
 small images.
 """
 
-import json
-import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from ashl.errors import DataMissingError, UsageError
 from ashl.model.gpt import angles, turned
@@ -115,66 +109,6 @@ def test_a_folder_is_one_text_and_bytes_are_themselves(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataMissingError, match="a folder without a file of UTF-8"):
         conf_option("dataset", "text", path=str(tmp_path / "empty")).load()
-
-
-class Words:
-    """A stand-in for `tokenizers.Tokenizer`: words between blanks that a file lists."""
-
-    def __init__(self, words: list[str]) -> None:
-        self.words = words
-
-    @classmethod
-    def from_file(cls, path: str) -> "Words":
-        return cls(json.loads(Path(path).read_text()))
-
-    def encode(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
-        assert not add_special_tokens
-        return SimpleNamespace(ids=[self.words.index(word) for word in text.split()])
-
-    def get_vocab_size(self) -> int:
-        return len(self.words)
-
-
-def test_the_tokens_of_a_file_of_the_users(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", ModuleType("tokenizers"))
-    monkeypatch.setattr(sys.modules["tokenizers"], "Tokenizer", Words, raising=False)
-    (tmp_path / "words.json").write_text('["to", "be", "or", "not", "unused"]')
-    (tmp_path / "text").write_text("to be or not to be " * 40)
-    chosen = {
-        "path": str(tmp_path / "text"),
-        "sequence_length": 4,
-        "tokenizer": str(tmp_path / "words.json"),
-    }
-    data = conf_option("dataset", "text", **chosen).load()
-    assert data.num_classes == 5
-    assert data.train.inputs[:2].tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
-    assert data.train.targets[0].tolist() == [1, 2, 3, 0]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "error", "says"),
-    [
-        ("words", ValidationError, "should be 'characters', 'bytes' or a tokenizer's FILE.json"),
-        (
-            "none.json",
-            DataMissingError,
-            r"dataset.tokenizer=none.json: there is no such file; use for example dataset.tokenizer=bytes",
-        ),
-        ("text.json", UsageError, r"is no tokenizer for this text: Expecting value"),
-        ("words.json", UsageError, r"is no tokenizer for this text: 'and' is not in list"),
-        ("gone", UsageError, r"needs the library tokenizers: pip install 'ashl\[tokenizers\]'"),
-    ],
-)
-def test_a_file_that_is_no_tokenizer(tokens, error, says, workplace, monkeypatch):
-    gone = tokens == "gone"
-    library = None if gone else SimpleNamespace(Tokenizer=Words)
-    monkeypatch.setitem(sys.modules, "tokenizers", library)
-    Path("text.json").write_text("to be and not to be")
-    Path("words.json").write_text('["to", "be"]')
-    with pytest.raises(error, match=says):
-        conf_option(
-            "dataset", "text", path="text.json", tokenizer="words.json" if gone else tokens
-        ).load()
 
 
 def test_the_standard_library_is_a_text_on_every_machine():

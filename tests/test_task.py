@@ -156,7 +156,7 @@ def test_a_text_is_cut_into_samples_whose_targets_are_one_character_on(tmp_path)
         conf_option("dataset", "text", path=str(path)).load()
 
 
-def test_the_transformer_learns_a_text_and_looks_at_nothing_that_comes_later(tmp_path):
+def test_a_decoder_learns_a_text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("to be or not to be, " * 100, encoding="utf-8")
     small = (
@@ -166,15 +166,10 @@ def test_the_transformer_learns_a_text_and_looks_at_nothing_that_comes_later(tmp
         "dataset.sequence_length=16",
         "dataset.batch_size=8",
     )
-    ran = simulated("dataset=text", *small, "sync=bsp", "stop.steps=60", "optimizer.lr=0.1")
+    adamw = "optimizer=adamw", "optimizer.lr=0.01"
+    ran = simulated("dataset=text", *small, *adamw, "sync=bsp", "stop.steps=60")
     found = ran.learner.evaluate(ran.params)
     assert (found["test_accuracy"], found["test_metric"] < 4) == (None, True)  # of 8 characters
-    model = conf_option("model", "transformer").build((16,), 8).eval()
-    tokens = torch.randint(8, (2, 16), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[:, 9:] = 0
-    assert torch.allclose(model(tokens)[:, :9], model(changed)[:, :9], atol=1e-5)
-    assert not torch.allclose(model(tokens)[:, 9:], model(changed)[:, 9:], atol=1e-5)
 
 
 def test_a_metric_has_a_name_of_its_own_in_the_records():

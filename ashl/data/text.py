@@ -1,15 +1,12 @@
-"""Load text as tokens (characters, bytes or those of a tokenizer's file) for next-token
-prediction.
-"""
+"""Load text as tokens (characters or bytes) for next-token prediction."""
 
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import AfterValidator
 from torch import Tensor
 
 from ashl.data.dataset import Data, Dataset, Split, resolve
@@ -23,12 +20,6 @@ STDLIB = "stdlib"
 OTHERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
 
-def known(tokens: str) -> str:
-    if tokens not in ("characters", "bytes") and not tokens.endswith(".json"):
-        raise ValueError("should be 'characters', 'bytes' or a tokenizer's FILE.json")
-    return tokens
-
-
 @option
 class Text(Dataset):
     """A text divided into samples of `sequence_length` tokens; targets are the inputs shifted by
@@ -36,12 +27,11 @@ class Text(Dataset):
 
     The last tenth of the samples is for testing. Without a path the text is the language reference
     that comes with Python. With `path=stdlib` it is the sources of Python's standard library, which
-    differ between versions. For a folder it is all UTF-8 files below it, by name. `tokenizer` may
-    be a file of the library `tokenizers`.
+    differ between versions. For a folder it is all UTF-8 files below it, by name.
     """
 
     path: str | None
-    tokenizer: Annotated[str, AfterValidator(known)]
+    tokenizer: Literal["characters", "bytes"]
     sequence_length: Count
     max_mb: Positive | None
 
@@ -105,43 +95,14 @@ class Text(Dataset):
 def numbered(text: bytes, tokens: str) -> tuple[np.ndarray, int]:
     """Return a number for each token, int64, and the size of the vocabulary.
 
-    Bytes are their own numbers, characters are numbered in their order, and a tokenizer's file has
-    its own numbers.
+    Bytes are their own numbers, and characters are numbered in their order.
     """
     if tokens == "bytes":
         return np.frombuffer(text, np.uint8).astype(np.int64), BYTES
-    if tokens != "characters":
-        return by_file(text.decode(), tokens)
     characters, numbers = np.unique(
         np.frombuffer(text.decode().encode("utf-32-le"), "<u4"), return_inverse=True
     )
     return numbers.astype(np.int64, copy=False), len(characters)
-
-
-def by_file(text: str, name: str) -> tuple[np.ndarray, int]:
-    """Return the token numbers of a tokenizer's file, without its special marks around a
-    sequence.
-    """
-    if not (path := resolve(name)).is_file():
-        raise DataMissingError(
-            f"dataset.tokenizer={name}: there is no such file; use for example"
-            " dataset.tokenizer=bytes"
-        )
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise UsageError(
-            f"dataset.tokenizer={name} needs the library tokenizers: pip install"
-            " 'ashl[tokenizers]', or take dataset.tokenizer=bytes."
-        ) from error
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-        numbers = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-    except Exception as error:  # the library raises no narrower class
-        raise UsageError(
-            f"dataset.tokenizer={name} is no tokenizer for this text: {error}."
-        ) from error
-    return numbers, max(tokenizer.get_vocab_size(), 1 + int(numbers.max(initial=0)))
 
 
 def cut(text: bytes, most: int | None) -> bytes:

@@ -27,7 +27,9 @@ RUN = (
     " eval.every_commits=6"
 )
 OWN = "from ashl.data.digits import Digits\n\n\nclass Photos(Digits):\n    pass\n"
-TEXT = "model=transformer dataset=text task=language_model dataset.batch_size=2"
+TEXT = (
+    "model=gpt model.width=64 model.layers=2 dataset=text task=language_model dataset.batch_size=2"
+)
 
 
 def trained(*overrides: str) -> Path:
@@ -42,7 +44,7 @@ def trained(*overrides: str) -> Path:
         "overlap=wfbp model=cnn dataset.batch_size=8",
         f"overlap=wfbp {TEXT}",  # a backward pass mixes the gradients of neighbouring messages
     ],
-    ids=["mlp", "cnn", "transformer"],
+    ids=["mlp", "cnn", "gpt"],
 )
 def test_ddp_has_the_same_messages_and_learns_the_same(
     what: str, workplace, gloo, monkeypatch

@@ -42,10 +42,9 @@ def test_the_same_model_of_one_sample_at_a_time() -> None:
     "model",
     [
         ("model=resnet8", "dataset=synthetic", "dataset.batch_size=8"),
-        ("model=transformer", "dataset=text"),
         ("dataset=text", "model=gpt", "model.width=32"),
     ],
-    ids=["normalised", "text", "gpt"],
+    ids=["normalised", "gpt"],
 )
 def test_the_same_model_of_other_networks(model) -> None:
     chosen = (*SUMS, *UNEQUAL, *model, "stop.steps=14", "optimizer.momentum=0.9")
