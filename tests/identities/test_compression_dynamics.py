@@ -13,9 +13,6 @@ from ashl.stage.compression_pipeline import CompressionPipeline
 from tests.conf_option import conf_option
 from tests.support import simulated
 
-# --- known dynamics
-# --------------------------------------------------------------------------------------------------
-
 
 def descent(option, gradients, start: list[float], steps: int, rate) -> Tensor:
     """Return x after steps along the mean of the workers' decoded gradients."""
@@ -87,9 +84,6 @@ def test_signs_fail_where_feedback_does_not() -> None:
     assert float(kept.abs().max()) < 0.02
 
 
-# --- what is dropped
-# --------------------------------------------------------------------------------------------------
-
 BACKUP = ("sync=backup", "stop.epochs=2", "model.hidden=[16]", "optimizer.momentum=0")
 
 
@@ -136,7 +130,3 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
     for worker, whole in given.items():
         rest = applied.get(worker, 0) + kept[worker].double()
         assert torch.allclose(rest, whole, atol=1e-4)
-
-
-# --- what is summed on its way
-# ----------------------------------------------------------------------------------------

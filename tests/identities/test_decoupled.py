@@ -20,23 +20,6 @@ TIMED = (
 )
 
 
-@pytest.mark.limit("sync=decoupled")
-def test_all_learners_are_diloco_through_a_server() -> None:
-    at = (
-        "outer=nesterov",
-        "optimizer.momentum=0.9",
-        "stop.steps=64",
-        "compression=topk",
-        "cluster.link=[1,2,1,1]",
-    )
-    everyone, diloco = (
-        decoupled(*at, "sync.min_learners=4", "sync.grace_s=5"),
-        run(*at, "sync=local_sgd"),
-    )
-    assert (everyone.sha256, everyone.time_ns) == (diloco.sha256, diloco.time_ns)
-    assert everyone.end == diloco.end | {"name": "decoupled"}
-
-
 @pytest.mark.parametrize(("grace_s", "merges", "slow"), [(0.005, 39, 13), (0.045, 16, 16)])
 def test_a_merge_waits_for_its_quorum_and_as_long_as_it_may(
     grace_s: float, merges: int, slow: int

@@ -32,17 +32,6 @@ tree = partial(
 )
 
 
-@pytest.mark.limit("topology=halos")
-@pytest.mark.parametrize(
-    "extra", [["outer=delayed_nesterov"], ["compression=topk", "outer=nesterov", "outer.lr=0.3"]]
-)
-def test_one_region_is_the_parameter_server(extra: list[str]) -> None:
-    at = ("stop.steps=64", "optimizer.momentum=0.9", *extra)
-    one, server = run("topology=halos", "topology.regions=[3,3,3,3]", *at), run(*at)
-    assert (one.sha256, one.time_ns, one.end) == (server.sha256, server.time_ns, server.end)
-    assert one.plan.num_ranks == server.plan.num_ranks == 5
-
-
 def test_a_region_alone_whose_every_push_goes_up_goes_as_the_server_goes() -> None:
     """α = γ = 1 and no momentum: a region receives the model that it sent. A worker alone has
     weight 1 in its region.

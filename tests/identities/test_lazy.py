@@ -53,15 +53,6 @@ def sent(ran: Ran, ratio: float = 1.0) -> float:
     return up / (ran.end["steps"] * (20 + ratio * dense))
 
 
-@pytest.mark.limit("compression=laq")
-@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
-def test_lag_that_skips_nothing_is_gradient_descent(topology: str) -> None:
-    base = (*QUADRATIC, WHOLE, f"topology={topology}", "stop.epochs=30")
-    lag = simulated(*base, *LAG, "compression.xi=0")
-    assert lag.sha256 == simulated(*base).sha256
-    assert lag.end["steps"] == 120
-
-
 def test_laq_is_the_same_with_and_without_a_server() -> None:
     chosen = (*DIGITS, "compression=laq", "compression.bits=4", "stop.epochs=20")
     server, ring = (

@@ -1,5 +1,5 @@
-"""Growing batches, FedPAQ, Ringleader and Rescaled ASGD, EASGD and Gossip-PGA at their limits, and
-what each is for.
+"""Growing batches, Ringleader and Rescaled ASGD, EASGD and Gossip-PGA by hand, and what each is
+for.
 """
 
 from functools import cache, partial
@@ -26,36 +26,8 @@ ONE = ("cluster.compute=[1]", "cluster.link=null")
 GOSSIP = "topology=gossip"
 
 
-def same(a, b):
-    assert (a.sha256, a.time_ns, a.end["commits"]) == (b.sha256, b.time_ns, b.end["commits"])
-
-
 def close(a, b):
     torch.testing.assert_close(a.params, b.params, rtol=1e-3, atol=2e-5)
-
-
-# --- growing batches
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.limit("sync=cr_psgd")
-def test_batches_that_do_not_grow_are_bsp():
-    same(run("sync=cr_psgd", "sync.growth=1"), run("sync=bsp"))
-
-
-@pytest.mark.limit("sync=cr_psgd_catalyst")
-def test_a_catalyst_of_single_steps_is_bsp_whatever_holds_it():
-    same(
-        run("sync=cr_psgd_catalyst", "sync.growth=1", "sync.theta=9", "sync.budget=1"),
-        run("sync=bsp"),
-    )
-
-
-@pytest.mark.limit("sync=cr_psgd_catalyst")
-@pytest.mark.slow
-def test_a_catalyst_without_restarts_and_with_a_weak_pull_is_cr_psgd():
-    catalyst = run("sync=cr_psgd_catalyst", "sync.theta=1e-30", "sync.budget=100000000")
-    assert catalyst.sha256 == run("sync=cr_psgd").sha256
 
 
 def test_batches_grow_to_the_maximum_and_begin_again():
@@ -95,28 +67,6 @@ def test_a_catalyst_is_held_to_where_each_run_of_it_began():
         moments, w = trainer.apply(w, moments, g + 2 * (w - begin), 0.02)
         drawn += batch
     torch.testing.assert_close(ran.params, w)
-
-
-# --- FedPAQ
-# --------------------------------------------------------------------------------------------------
-
-
-FEDPAQ = ("experiment=fedpaq", "model.hidden=[16]", "stop.steps=80")
-
-
-@pytest.mark.slow
-def test_fedpaq_without_a_codec_is_local_sgd():
-    local = ("sync=local_sgd", "sync.local_steps=10", "optimizer.momentum=0")
-    assert simulated(*FEDPAQ, "compression=none").sha256 == simulated(*local, *FEDPAQ[1:]).sha256
-
-
-# --- asynchronous, and fair to everybody's data
-# -----------------------------------------------------------------------
-
-
-@pytest.mark.limit("sync=ringleader")
-def test_a_ringleader_of_one_worker_is_sgd():
-    same(run("sync=ringleader", *ONE), run("sync=bsp", *ONE))
 
 
 def pushed(worker: int, gradient: float) -> Push:
@@ -200,26 +150,6 @@ def test_rescaled_asgd_steps_by_how_long_a_workers_cycle_is():
         assert rule.step(stage, state, 1.0, 0.1)[2] == pytest.approx(1 + factor)
 
 
-@pytest.mark.limit("sync=rescaled_asgd")
-@pytest.mark.slow
-def test_rescaled_asgd_of_equal_workers_is_asp():
-    rescaled, asp = (
-        run(f"sync={name}", "cluster=homogeneous") for name in ("rescaled_asgd", "asp")
-    )
-    close(rescaled, asp)
-    assert (rescaled.time_ns, rescaled.end["commits"]) == (asp.time_ns, asp.end["commits"])
-
-
-# --- elastic averaging, and a global average now and then
-# -------------------------------------------------------------
-
-
-@pytest.mark.limit("sync=easgd")
-def test_one_worker_on_a_spring_of_a_half_is_asp_at_half_the_scale():
-    close(run("sync=easgd", "sync.local_steps=3", "sync.alpha=0.5", *ONE),
-          run("sync=asp", "sync.local_steps=3", "aggregate.scale=0.5", *ONE))  # fmt: skip
-
-
 def test_both_ends_of_a_spring_by_hand():
     """Two equal workers push their models one after the other."""
     alpha, two = 0.3, ("cluster.compute=[1,1]", "cluster.link=null", "stop.steps=12")
@@ -236,23 +166,6 @@ def test_both_ends_of_a_spring_by_hand():
             pull = alpha * (own[rank] - middle)
             own[rank], middle = own[rank] - pull, middle + pull
     torch.testing.assert_close(ran.params, middle)
-
-
-@pytest.mark.limit("sync=gossip_pga")
-def test_gossip_that_never_meets_is_d_psgd():
-    never = run("sync=gossip_pga", "sync.period=null", GOSSIP)
-    same(never, run("sync=d_psgd", "sync.order=atc", GOSSIP))
-
-
-@pytest.mark.limit("sync=gossip_pga")
-@pytest.mark.slow
-def test_gossip_that_always_meets_is_local_sgd():
-    always = run("sync=gossip_pga", "sync.period=1", "sync.local_steps=2", GOSSIP)
-    close(
-        always,
-        run("sync=local_sgd", "sync.local_steps=2", "topology=all_reduce", "aggregate=uniform"),
-    )
-    assert always.snapshots[-1][0]["consensus_distance"] == 0
 
 
 def test_where_all_meet_they_meet_in_the_mean_that_gossip_keeps():

@@ -17,13 +17,6 @@ BASE = ("optimizer.lr=0.01", "stop.steps=40", "model.hidden=[16]", "cluster=homo
 MODE = ("schedule=one_bit_adam", *BASE)
 
 
-@pytest.mark.limit("sync=one_bit_adam", "schedule=one_bit_adam")
-@pytest.mark.slow
-def test_a_warm_up_to_the_end_is_adam():
-    adam = simulated("sync=bsp", "topology=all_reduce", "optimizer=adam", *BASE)
-    assert simulated(*MODE, "schedule.warmup_epochs=9").sha256 == adam.sha256
-
-
 @pytest.mark.limit("sync=one_bit_adam")
 def test_without_loss_it_is_adam_over_a_frozen_variance():
     """One worker by hand: ten steps of Adam, then m changes and v does not."""

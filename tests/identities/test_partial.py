@@ -1,5 +1,4 @@
-"""Partial all-reduce at its limits: one group of all workers is local SGD by all-reduce, bit for
-bit and to the nanosecond; one average is a symmetric, doubly stochastic, idempotent matrix; no
+"""Partial all-reduce: one average is a symmetric, doubly stochastic, idempotent matrix; no
 sequence of them moves the mean.
 """
 
@@ -17,37 +16,10 @@ from ashl.runtime.rank_context import RankContext
 from ashl.topology.members import as_members, as_numbers
 from ashl.topology.partial_all_reduce import PartialAllReduce, average_group
 from tests.conf_option import conf_option
-from tests.support import simulated
 from tests.swarm.drawn import run
 from tests.swarm.test_swarm import plain
 
-BASE = (
-    "schedule=single",
-    "optimizer.momentum=0.9",
-    "optimizer.lr=0.02",
-    "optimizer.schedule=cosine",
-    "optimizer.horizon_epochs=2",
-    "stop.steps=48",
-    "model.hidden=[16]",
-)
-WORLD = [
-    ["sync=ripples_random", "sync.group_size=4"],
-    ["sync=ripples_first_come", "sync.group_size=4"],
-    ["sync=ripples_smart", "sync.group_size=4", "sync.inter_intra=false"],
-]
 SCHEDULERS = ["random", "smart", "static", "first_come"]
-
-
-@pytest.mark.limit("topology=partial_all_reduce", "sync=ripples_first_come", "sync=ripples_random")
-@pytest.mark.parametrize("sync", WORLD, ids=lambda sync: sync[0])
-def test_one_group_of_all_is_local_sgd(sync: list[str]) -> None:
-    partial = simulated(*BASE, "topology=partial_all_reduce", *sync, "sync.local_steps=3")
-    whole = simulated(*BASE, "topology=all_reduce", "sync=local_sgd", "sync.local_steps=3")
-    assert partial.sha256 == whole.sha256
-    assert partial.time_ns == whole.time_ns
-    assert partial.end["steps"] == whole.end["steps"]
-    assert partial.end["merges"] == whole.end["merges"]
-    assert len({model.numpy().tobytes() for model in partial.models.values()}) == 1
 
 
 class Standing(SizeOnlyTrainer):

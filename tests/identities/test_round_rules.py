@@ -45,26 +45,6 @@ def test_by_all_reduce_it_learns_what_it_does_at_a_server(name: str) -> None:
     ][-1:]
 
 
-@pytest.mark.limit("sync=qsr", "sync=cr_psgd", "sync=adacomm", "sync=lb_bsp")
-@pytest.mark.parametrize(
-    ("rule", "other"),
-    [
-        ("sync=qsr sync.local_steps=4 sync.h_max=4", "sync=local_sgd sync.local_steps=4"),
-        ("sync=qsr sync.local_steps=4 sync.alpha=0.01", "sync=local_sgd sync.local_steps=4"),
-        ("sync=cr_psgd sync.growth=1 aggregate=samples", "sync=bsp aggregate=samples"),
-        ("sync=adacomm sync.local_steps=1 sync.every_s=0.1", "sync=local_sgd sync.local_steps=1"),
-        ("sync=lb_bsp", "sync=bsp"),
-    ],
-)
-def test_at_its_limit_it_is_the_other(rule: str, other: str) -> None:
-    own, limit = run(rule, RING), run(other, RING)
-    assert (own.sha256, own.time_ns, own.end["commits"]) == (
-        limit.sha256,
-        limit.time_ns,
-        limit.end["commits"],
-    )
-
-
 def test_adacomm_adapts_to_the_loss_a_round_after_the_lead_rank_says_so() -> None:
     ran = run("sync=adacomm sync.local_steps=8 sync.every_s=0.05", RING)
     steps = [record["steps"] for record in ran.of("Round") if record["rank"] == 0]

@@ -14,13 +14,6 @@ whole = partial(
 )
 
 
-def test_sent_whole_it_is_diloco_without_momentum() -> None:
-    sparse = whole(
-        "experiment=sparse_loco", "compression.ratio=1", "compression.values=fp32", "stop.steps=24"
-    )
-    assert sparse.sha256 == whole("experiment=diloco", "outer.momentum=0", "stop.steps=24").sha256
-
-
 def test_an_error_feedback_is_its_outer_momentum() -> None:
     chunk = (
         "compression.chunk=121",

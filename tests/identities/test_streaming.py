@@ -32,16 +32,6 @@ SERVER = "topology=parameter_server"
 WHOLE = ("overlap.fragments=1", "overlap.delay=0", "overlap.alpha=0")
 
 
-@pytest.mark.limit("overlap=streaming")
-@pytest.mark.parametrize(
-    "through", [(), (SERVER, "topology.pull_ratio=0.3")], ids=["sums", "server"]
-)
-def test_one_fragment_without_delay_is_diloco(through: tuple[str, ...]) -> None:
-    at = ("outer=nesterov", "stop.steps=31", "compression=topk", "compression.ratio=0.2", *through)
-    one, diloco = stream(*at, *WHOLE), run(*at)
-    assert (one.sha256, one.time_ns, one.end) == (diloco.sha256, diloco.time_ns, diloco.end)
-
-
 def test_fragments_through_a_server_are_those_of_sums() -> None:
     """The models are equal, except the counts: with mixing, and momentum and a residual for each
     fragment.
@@ -136,17 +126,6 @@ def test_fragments_are_whole_layer_groups_and_balanced(model: tuple[str, ...], c
     sizes = [held.size for held in fragments]
     assert all(sizes)
     assert max(sizes) - min(sizes) <= max(group.stop - group.start for group in groups)
-
-
-@pytest.mark.limit("overlap=loscar")
-def test_all_elements_without_delay_are_local_sgd() -> None:
-    for at in (("stop.steps=31",), ("stop.steps=31", SERVER)):
-        loscar, local = run("overlap=loscar", "overlap.share=1", "overlap.delay=0", *at), run(*at)
-        assert (loscar.sha256, loscar.time_ns, loscar.end) == (
-            local.sha256,
-            local.time_ns,
-            local.end,
-        )
 
 
 def test_elements_that_were_drawn_are_averaged_and_what_was_learned_meanwhile_is_kept() -> None:
