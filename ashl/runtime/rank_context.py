@@ -238,7 +238,9 @@ class RankContext:
             self.restart_point = stage, state.copy_to_restart()
 
     def keep_work(self, stage: int, state: Any) -> None:
-        """Mark the end of local work: the safe point moves to here, in the same round."""
+        """Mark the end of local work, if `in_local_work`: the safe point moves to here, in the same
+        round.
+        """
         self.in_local_work = False
         self.keep_step(stage, state)
 

@@ -10,6 +10,7 @@ ended; `close_at` then truncates what lies past the end. `reclassify_as_push` an
 import math
 
 KINDS = ("compute", "compress", "push", "pull", "wait", "down")
+MANY_SPANS = 64  # spans and transfers that a rank without reported rounds keeps at most
 Span = tuple[str, int, int]
 
 
@@ -179,6 +180,11 @@ class TimeAccounting:
         self._traffic = []
         self._start = cursor
         return spans, start, cursor
+
+    def fold_if_many(self) -> None:
+        """Fold the spans of a rank whose rounds are not reported, once they are many."""
+        if len(self._spans) + len(self._traffic) > MANY_SPANS:
+            self.end_round()
 
     def take_overlapped(self) -> tuple[list[int], list[tuple[int, int]]]:
         """Return, since the last call, when parts were ready, and (begin, end) of collectives."""

@@ -322,11 +322,11 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     """
     state.begin(ctx, stage)
     planned, exchanged = plan_first_round(ctx, stage, state)
-    team = None
+    team, keeps = None, keeps_work(stage)
     while True:
         state.set_round(planned, ctx.rank)
         if state.coming is None:  # no bucket of the model is in flight
-            computes = state.pending is None and keeps_work(stage)
+            computes = keeps and state.pending is None
             ctx.safe_point(stage.index, state, before_work=computes)
             if computes and state.begun is None and ctx.restart_point is not None:
                 state.before_work = ctx.restart_point[1]
@@ -492,7 +492,7 @@ async def exchange(
     work = state.pending
     if work is None:
         work = await stage.sync.work()(ctx, stage, state)
-        if keeps_work(stage):
+        if ctx.in_local_work:
             ctx.keep_work(stage.index, replace(state, pending=work))
     team.loss = work.loss / (team.size - len(state.idle))
     x = stage.aggregate.clip(work.payload)

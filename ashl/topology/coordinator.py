@@ -186,7 +186,7 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: CoordinatorSt
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(reported, before_s=deadline_s)
         # the coordinator's rounds are not reported, so drop their spans
-        ctx.time_accounting.end_round()
+        ctx.time_accounting.fold_if_many()
         if message is None:
             state.signal, state.reason = STOP, "seconds"
             break

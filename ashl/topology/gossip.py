@@ -359,7 +359,10 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
     graph = graph_of(stage, members.ranks)
     state.enter(stage, members, rank, ctx.now)
     while True:
-        counted = truncate_round(stage, members, members.planned, state.rest)
+        counted = members.planned
+        if is_truncated(state.rest):
+            truncate = partial(truncate_round, stage, members, counted, state.rest)
+            counted = ctx.compute_once(members.ranks, ("last", stage.index, state.k), truncate)
         ctx.safe_point(stage.index, state)
         k, params = state.k, state.params
         now = GossipRound(ctx, stage, graph, k)

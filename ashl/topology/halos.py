@@ -242,7 +242,7 @@ async def region_server(ctx: RankContext, stage: StageConfig, state: RegionState
         # once it is ready to pause, the global server decides for it
         before_s = math.inf if is_ready else stage.stop_criteria.deadline_s
         message = await ctx.recv(*incoming, before_s=before_s)
-        ctx.time_accounting.end_round()
+        ctx.time_accounting.fold_if_many()
         if message is not None and message.tag == pause:
             await reply_to_all(ctx, stage, state, progress.waiting, PAUSE)
             return PAUSE
@@ -362,7 +362,7 @@ async def global_server(ctx: RankContext, stage: StageConfig, state: GlobalServe
         ctx.safe_point(stage.index, state)
         before_s = math.inf if state.signal == STOP else deadline_s
         message = await ctx.recv(update, ready, PEER_FAILED, JOIN, before_s=before_s)
-        ctx.time_accounting.end_round()
+        ctx.time_accounting.fold_if_many()
         if message is None:
             await change_signal(ctx, stage, state, STOP, "seconds", notify=state.signal == PAUSE)
             continue

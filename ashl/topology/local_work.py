@@ -126,8 +126,8 @@ class Begun(NamedTuple):
     local: Any  # the model after them
     grads: Any  # Σ lr·∇f, if gradients are accumulated
     losses: list[Any]  # one a step; the running work appends to the same list
-    steps: int = 0
-    spent_s: float = 0.0  # seconds that they took
+    steps: int
+    spent_s: float  # seconds that they took
 
 
 class Work(NamedTuple):
@@ -161,9 +161,14 @@ async def local_work(
         loss, grad, samples = await estimate_gradient(ctx, stage, state)
         return Work(grad, loss, 1, samples, ctx.now - start, version)
     trainer = trainer or trainer_of(stage, state)
-    begun = state.begun or begin_steps(state, trainer)
-    params, lr, local, grads, steps = begun.params, begun.lr, begun.local, begun.grads, begun.steps
-    losses = begun.losses[:steps]
+    if state.begun is None:
+        planned = state.local_steps, state.local_steps * state.batch
+        first, lr, before_s = state.moments, trainer.rate(state.samples), 0.0
+        params = local = start_of(state)
+        grads, losses, steps = None, [], 0
+    else:
+        planned, params, first, lr, local, grads, losses, steps, before_s = state.begun
+        losses = losses[:steps]
     start_ns, interval_ns = ctx.now_ns, round(state.interval_s * 1e9)
     while ctx.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
         step, span = next_batch(state)
@@ -176,13 +181,11 @@ async def local_work(
         steps += 1
         losses.append(loss)
         if ctx.in_local_work and steps < state.local_steps:
-            spent_s = begun.spent_s + ctx.now - start
-            state.begun = begun._replace(
-                local=local, grads=grads, losses=losses, steps=steps, spent_s=spent_s
-            )
+            spent_s = before_s + ctx.now - start
+            state.begun = Begun(planned, params, first, lr, local, grads, losses, steps, spent_s)
             ctx.keep_step(stage.index, state)
     state.begun = None
-    spent_s = begun.spent_s + (ctx.now - start)
+    spent_s = before_s + (ctx.now - start)
     total, payload = 0.0, local - params if grads is None else grads
     for loss in numbers(losses):
         total += loss
@@ -190,13 +193,6 @@ async def local_work(
         share = share_of(ctx, trainer, range(state.step - steps, state.step))
         payload, total = payload * share, total * share
     return Work(payload, total / steps, steps, steps * state.batch, spent_s / steps, version)
-
-
-def begin_steps(state: WorkerState, trainer: Any) -> Begun:
-    """Return the begin of local work: no step yet."""
-    params = start_of(state)
-    planned = state.local_steps, state.local_steps * state.batch
-    return Begun(planned, params, state.moments, trainer.rate(state.samples), params, None, [])
 
 
 def unmerged_steps(state: WorkerState) -> int:

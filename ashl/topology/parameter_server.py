@@ -247,10 +247,12 @@ class Updates:
         """Return the payload of a reply: the model, or its compressed difference; None if the model
         did not change.
         """
+        if not changed:
+            return None
         part = part_of(stage, state, state.progress.version - 1)
         model = part.state.params
-        if not changed or stage.topology.pull_ratio is None:
-            return model if changed else None
+        if stage.topology.pull_ratio is None:
+            return model
         context = EncodeContext(
             stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version
         )
@@ -580,7 +582,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
         ctx.safe_point(stage.index, state)
         message = state.ahead or await (endless or ctx.recv(*incoming, before_s=deadline_s))
         state.ahead = None
-        ctx.time_accounting.end_round()  # the server's rounds are not reported, so drop their spans
+        ctx.time_accounting.fold_if_many()
         if message is None:
             state.signal, state.reason = STOP, "seconds"
             break
@@ -599,7 +601,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
             continue
         if rule.takes_all:  # handle all messages that have arrived before any worker is answered
             state.ahead = await receive_more(ctx, stage, state, incoming)
-        if state.ahead is None:
+        if state.ahead is None and progress.waiting:
             await reply_to_all(ctx, stage, state, rule.may_proceed(state.rule_state, progress))
     await drain_buckets(ctx, stage, state)
     await ctx.discard(*buckets)  # parts of pushes that will not be merged
@@ -612,12 +614,12 @@ async def reply_to_all(
     ctx: RankContext, stage: StageConfig, state: ServerState, ranks: Iterable[int], signal: int = GO
 ) -> None:
     """Let these waiting workers proceed on the present model, or pause."""
-    changed = list[int]()
-    for rank in sorted(ranks):
-        if await reply(ctx, stage, state, rank, signal):
-            changed.append(rank)
-    if stage.overlaps_next_forward and not stage.merges_buckets:
-        await send_remaining_buckets(ctx, stage, changed, state.params)
+    if not stage.overlaps_next_forward or stage.merges_buckets:
+        for rank in sorted(ranks):
+            await reply(ctx, stage, state, rank, signal)
+        return
+    changed = [rank for rank in sorted(ranks) if await reply(ctx, stage, state, rank, signal)]
+    await send_remaining_buckets(ctx, stage, changed, state.params)
 
 
 async def pause(ctx: RankContext, stage: StageConfig, state: ServerState) -> bool:

@@ -194,7 +194,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: Replica) -> int:
         work = state.pending
         if work is None:
             work = await local_work(ctx, stage, state)
-            ctx.keep_work(stage.index, replace(state, pending=work))
+            if ctx.in_local_work:
+                ctx.keep_work(stage.index, replace(state, pending=work))
         reply, members = await meet(ctx, stage, state, work)
         signal = int(reply.signal)
         state.pending, state.has_asked = (work, True) if signal == PAUSE else (None, False)
@@ -284,7 +285,7 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: GroupCoordina
         before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
         message = await ctx.recv(*coordinator_tags(stage), before_s=before_s)
         # the coordinator's rounds are not reported, so drop their spans
-        ctx.time_accounting.end_round()
+        ctx.time_accounting.fold_if_many()
         if message is None and before_s == deadline_s:
             state.signal, state.reason = STOP, "seconds"
             break

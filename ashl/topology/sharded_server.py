@@ -431,7 +431,7 @@ async def run_first(ctx: RankContext, stage: StageConfig, state: ShardState) -> 
     while True:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(push, PEER_FAILED, JOIN, before_s=stage.stop_criteria.deadline_s)
-        ctx.time_accounting.end_round()
+        ctx.time_accounting.fold_if_many()
         if message is None:
             state.signal, state.reason = STOP, "seconds"
             break
@@ -550,7 +550,7 @@ async def run_other(ctx: RankContext, stage: StageConfig, state: ShardState) -> 
     while not has_caught_up(state):
         ctx.safe_point(stage.index, state)
         message: Message = await ctx.recv(*incoming)
-        ctx.time_accounting.end_round()
+        ctx.time_accounting.fold_if_many()
         await handle_message(ctx, stage, state, message)
         for version in [due for due in state.due if due <= state.progress.version]:
             ctx.snapshot(state.history.get(version, state.params), tick=version)
