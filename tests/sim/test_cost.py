@@ -16,7 +16,7 @@ from ashl.planning.compile_plan import prepare_plan
 from tests.benchmarks.simulator import simulation
 
 FEW, MANY = 25, 100
-ROUNDS = 5
+ROUNDS = 3
 MOST = 1.3  # times as many steps for each round of a worker
 GROUPS = "topology=partial_all_reduce schedule=single"
 CASES = {

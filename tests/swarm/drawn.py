@@ -25,6 +25,7 @@ from tests.support import befallen, flat
 
 BATCH = 8
 WHAT = ("compute", "link")
+REPEATED = 8  # one seed in so many is played twice
 MOST_EVENTS = 50_000  # of one run: many times what the longest needs
 
 
@@ -207,6 +208,13 @@ def check_books(
             cursor[record["rank"]] = end
         assert record["end_ns"] == cursor[record["rank"]]
     return cursor
+
+
+def check_repeat(seed: int, seen: Seen, play: Callable[[], Seen]) -> None:
+    """Check that a run of the same seed has equal records."""
+    if seed % REPEATED == 0:
+        again = play()
+        assert (again.records, again.commits) == (seen.records, seen.commits)
 
 
 def check_mail(sim: Sim) -> None:
