@@ -161,7 +161,7 @@ def test_processes_are_refused_what_they_cannot_import(workplace: Path, cell: Mo
         ({"loss": "mse"}, "is no loss; give a function or a module, or an option"),
         ({"optimizer": 0.1}, "optimizer is float; give the name of an option, or a class"),
         ({"model": functools.partial(nn.Linear, 2, 2)}, "name the arguments of functools.partial"),
-        ({"optimizer": torch.optim.LBFGS}, "its step needs a closure"),
+        ({"optimizer": torch.optim.LBFGS}, "argument: 'closure'"),
         ({"sync": nn.ReLU()}, "sync=ReLU: a setting is a text"),
     ],
 )

@@ -12,7 +12,7 @@ every method. Running averages that such a norm gathers in training are never re
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -350,28 +350,6 @@ class Learner:
         elements [start, stop) = parts[k] have their gradient. Parts consist of whole tensors. If
         the parameters come in pieces, the forward pass waits for each piece at its first use.
         """
-        batch = self._moved(indices, worker, step)
-        with self._drawing(Purpose.MODEL, worker, step):
-            loss = self._in_parts(
-                params, batch, worker, step, parts, hand_out, halfway, self._share(indices, share)
-            )
-        self._leave(worker)
-        return loss
-
-    def _in_parts(
-        self,
-        params: Tensor | Pieces,
-        batch: tuple[Tensor, Tensor],
-        worker: int,
-        step: int,
-        parts: Sequence[tuple[int, int]],
-        hand_out: Callable[[int, Tensor], None],
-        halfway: Callable[[], None],
-        share: float,
-    ) -> float:
-        """Compute the loss and emit slices of its gradient, see `gradient_in_parts`."""
-        loss = self._batch_loss(params, batch, worker, step, share)
-        halfway()
         parameters = self._here.parameters
         bounds = [0, *accumulate(p.numel() for p in parameters)]
         holds = [range(bounds.index(start), bounds.index(stop)) for start, stop in parts]
@@ -379,34 +357,34 @@ class Learner:
         found: dict[int, Tensor] = {}
         left = [len(tensors) for tensors in holds]
 
+        def give(k: int, gradients: Mapping[int, Tensor | None]) -> None:
+            own = [gradients[i] for i in holds[k]]
+            hand_out(k, self._vector(own, [parameters[i] for i in holds[k]])[0])
+
         def arrived(i: int, gradient: Tensor) -> None:
             k = part_of[i]
             found[i], left[k] = gradient, left[k] - 1
             if not left[k]:
-                hand_out(
-                    k,
-                    self._vector(
-                        [found.pop(j) for j in holds[k]], [parameters[j] for j in holds[k]]
-                    )[0],
-                )
+                give(k, {j: found.pop(j) for j in holds[k]})
 
-        hooks = [p.register_hook(partial(arrived, i)) for i, p in enumerate(parameters)]
-        try:
-            with Guard(self._of_backward, place_of(worker, step)):
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self._look(place_of(worker, step))
-        for k, tensors in enumerate(holds):
-            if left[k]:  # some of them take no part in the loss
-                hand_out(
-                    k,
-                    self._vector([gradients[i] for i in tensors], [parameters[i] for i in tensors])[
-                        0
-                    ],
-                )
-        return numbers([loss.detach()])[0]
+        place, batch = place_of(worker, step), self._moved(indices, worker, step)
+        with self._drawing(Purpose.MODEL, worker, step):
+            loss = self._batch_loss(params, batch, worker, step, self._share(indices, share))
+            halfway()
+            hooks = [p.register_hook(partial(arrived, i)) for i, p in enumerate(parameters)]
+            try:
+                with Guard(self._of_backward, place):
+                    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        self._look(place)
+        for k in range(len(holds)):
+            if left[k]:  # some of its tensors take no part in the loss
+                give(k, dict(enumerate(gradients)))
+        value = numbers([loss.detach()])[0]
+        self._leave(worker)
+        return value
 
     def passes_in_parts(
         self,
@@ -714,7 +692,7 @@ class Learner:
         if self._here.resident is None:
             self._here.point_at(torch.empty(self.num_params, device=self.device))
         before = self.worker_state(worker)
-        arriving = Arriving(pieces, self._here.parameters, self._bring)
+        arriving = Arriving(pieces, self._here.parameters)
         arriving.await_all(self._here.hidden)
         with arriving:
             outputs = self._forward(inputs)
@@ -726,9 +704,6 @@ class Learner:
         self._here.hidden |= arriving.unseen
         with self._drawing(Purpose.MODEL, worker, step):
             return self._forward(inputs)
-
-    def _bring(self, parameter: nn.Parameter, values: Tensor) -> None:
-        parameter.data.copy_(values)
 
     def _calibrate(self) -> None:
         """Estimate BatchNorm's statistics at these parameters, as plain averages over equal
@@ -783,13 +758,10 @@ class Learner:
                         .reshape(len(targets), -1)
                         .sum(0)
                     )
-        metric = self._value(sums, len(indices)) if isinstance(sums, Tensor) else None
-        return losses / total, metric
-
-    def _value(self, sums: Tensor, count: int) -> float:
-        """Return the task's metric from the sums of the scores of `count` samples."""
+        if not isinstance(sums, Tensor):
+            return losses / total, None
         with Guard(self._of_loss, EVALUATING):
-            return float(self._task.value(to_host(sums) / count))
+            return losses / total, float(self._task.value(to_host(sums) / len(indices)))
 
 
 def place_of(worker: int, step: int) -> str:

@@ -73,15 +73,7 @@ def count_common(train: Any, test: Any) -> int:
 
 def content_of(item: Any) -> tuple[bytes, ...]:
     """Return the bytes of an item (input, target); unknown types count by their text."""
+    arrays = (part.detach().numpy() if hasattr(part, "detach") else part for part in item)
     return tuple(
-        part.tobytes() if hasattr(part, "tobytes") else repr_of(part)
-        for part in map(as_array, item)
+        part.tobytes() if hasattr(part, "tobytes") else repr(part).encode() for part in arrays
     )
-
-
-def as_array(part: Any) -> Any:
-    return part.detach().numpy() if hasattr(part, "detach") else part
-
-
-def repr_of(part: Any) -> bytes:
-    return repr(part).encode()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -28,16 +28,10 @@ class Pieces(NamedTuple):
 class Arriving(TorchFunctionMode):
     """A mode in which each parameter is brought at its first use."""
 
-    def __init__(
-        self,
-        pieces: Pieces,
-        parameters: Sequence[nn.Parameter],
-        bring: Callable[[nn.Parameter, Tensor], None],
-    ) -> None:
-        """`bring` gives a parameter its values."""
+    def __init__(self, pieces: Pieces, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         bounds = [0, *accumulate(p.numel() for p in parameters)]
-        self._take, self._bring = pieces.take, bring
+        self._take = pieces.take
         self._held = [
             parameters[bounds.index(start) : bounds.index(stop)] for start, stop in pieces.slices
         ]
@@ -61,7 +55,7 @@ class Arriving(TorchFunctionMode):
             for parameter, own in zip(
                 self._held[k], values.split([p.numel() for p in self._held[k]]), strict=True
             ):
-                self._bring(parameter, own.view_as(parameter))
+                parameter.data.copy_(own.view_as(parameter))
 
     def _meet(self, values: Iterable[Any]) -> None:
         for value in values:

@@ -396,8 +396,9 @@ def density(counts: np.ndarray, batches: Batches, steps: range) -> float:
 
 
 class SizeOnlyTrainer:
-    """A trainer without computation, for timing thousands of workers; its vectors are sizes
-    only.
+    """A trainer without computation, for timing thousands of workers; its vectors are sizes only.
+
+    Its methods have the results of `Trainer`, and ignore the arguments that these do not need.
     """
 
     warmup_samples = 0
@@ -414,16 +415,16 @@ class SizeOnlyTrainer:
         self.dense_bytes = 4 * num_params
         self._size_only = SizeOnly(self.dense_bytes)
 
-    def reshard(self, shares: Sequence[float]) -> SizeOnlyTrainer:
+    def reshard(self, *_: Any) -> SizeOnlyTrainer:
         return self
 
-    def redistribute(self, failed: frozenset[int]) -> SizeOnlyTrainer:
+    def redistribute(self, *_: Any) -> SizeOnlyTrainer:
         return self
 
-    def worker_state(self, worker: int) -> None:
+    def worker_state(self, *_: Any) -> None:
         """Return None: there is no state."""
 
-    def set_worker_state(self, worker: int, state: Any) -> None:
+    def set_worker_state(self, *_: Any) -> None:
         """Ignore the state."""
 
     def blank(self, size: float) -> SizeOnly:
@@ -435,14 +436,10 @@ class SizeOnlyTrainer:
     def moments(self) -> Moments:
         return ()
 
-    def sweep(
-        self, params: SizeOnly, moments: Moments, blocks: Any, worker: int
-    ) -> tuple[float, Any, SizeOnly]:
+    def sweep(self, *_: Any) -> tuple[float, Any, SizeOnly]:
         return 0.0, None, SizeOnly(4 * self.statistics)
 
-    def gradient(
-        self, params: SizeOnly, worker: int, step: int, span: range | None = None
-    ) -> tuple[float, SizeOnly]:
+    def gradient(self, params: SizeOnly, *_: Any) -> tuple[float, SizeOnly]:
         return 0.0, params
 
     def gradient_in_parts(
@@ -476,63 +473,36 @@ class SizeOnlyTrainer:
     def shard_size(self, worker: int) -> int:
         return max(1, (self.epoch_samples + self.num_workers - 1 - worker) // self.num_workers)
 
-    def full_gradient(self, params: SizeOnly, worker: int, batch: int) -> tuple[float, SizeOnly]:
+    def full_gradient(self, params: SizeOnly, *_: Any) -> tuple[float, SizeOnly]:
         return 0.0, params
 
-    def reduced_gradient(
-        self, params: SizeOnly, anchor: SizeOnly, worker: int, step: int, span: range
-    ) -> tuple[float, SizeOnly]:
+    def reduced_gradient(self, params: SizeOnly, *_: Any) -> tuple[float, SizeOnly]:
         return 0.0, params
 
-    def spread_gradient(
-        self, params: SizeOnly, worker: int, step: int, span: range, parts: int
-    ) -> tuple[float, SizeOnly, SizeOnly]:
+    def spread_gradient(self, params: SizeOnly, *_: Any) -> tuple[float, SizeOnly, SizeOnly]:
         return 0.0, params, params
 
-    def local_step(
-        self,
-        params: SizeOnly,
-        moments: Moments,
-        worker: int,
-        step: int,
-        lr: float,
-        span: range | None = None,
-    ) -> tuple[float, Moments, SizeOnly]:
+    def local_step(self, params: SizeOnly, *_: Any) -> tuple[float, Moments, SizeOnly]:
         return 0.0, (), params
 
     def stepped_from(self, params: SizeOnly) -> SizeOnly:
         return params
 
-    def share(self, worker: int, steps: range, weights: Sequence[float] | None = None) -> float:
+    def share(self, *_: Any) -> float:
         return 1.0
 
-    def apply(
-        self,
-        params: SizeOnly,
-        moments: Moments,
-        grad: SizeOnly,
-        lr: float,
-        exact: bool = True,
-        place: str = "",
-    ) -> tuple[Moments, SizeOnly]:
+    def apply(self, params: SizeOnly, *_: Any) -> tuple[Moments, SizeOnly]:
         return (), params
 
     def apply_slice(
-        self,
-        params: SizeOnly,
-        moments: Moments,
-        start: int,
-        stop: int,
-        grad: SizeOnly,
-        lr: float,
-        exact: bool = True,
+        self, params: SizeOnly, moments: Moments, start: int, stop: int, grad: SizeOnly, *_: Any
     ) -> tuple[Moments, SizeOnly]:
         return (), grad
 
-    def joined(self, slices: Sequence[tuple[Moments, SizeOnly]]) -> tuple[Moments, SizeOnly]:
+    def joined(self, *_: Any) -> tuple[Moments, SizeOnly]:
         return (), self._size_only
 
-    def rate(self, samples: int) -> float:
+    def rate(self, *_: Any) -> float:
         return 0.0
 
 

@@ -11,7 +11,7 @@ differ.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -166,18 +166,9 @@ def plain_optimizer(part: Maker, keys: Mapping[str, Any]) -> PlainOptimizer | No
     name = f"optimizer names '{part.__module__}.{part.__qualname__}'"
     own = {key: value for key, value in keys.items() if key not in (*OWN, "lr")}
     known = inspect.signature(part).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    if "lr" not in known and not open_ended:
-        raise UsageError(
-            f"{name}; it takes no lr, and ashl sets the learning rate of each step; give it one"
-        )
     lr = keys.get("lr", known["lr"].default if "lr" in known else inspect.Parameter.empty)
     if lr is inspect.Parameter.empty:
         raise UsageError(f"{name}; it needs a learning rate; add a line like lr: 0.001 to its file")
-    unknown = [] if open_ended else [key for key in own if key not in known]
-    if unknown:
-        takes = ", ".join(key for key in known if key != "params")
-        raise UsageError(f"{name}; it has no argument {unknown[0]!r}; its arguments are: {takes}")
     made = PlainOptimizer(
         make=part,
         keys=own,
@@ -212,9 +203,7 @@ def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
     except UsageError as error:
         raise UsageError(f"{name}; {error}") from error
     except Exception as error:
-        raise UsageError(
-            f"{name}; it cannot step on a model as one vector: {reason(error)}"
-        ) from error
+        raise UsageError(f"{name}; its try-out on one vector failed: {reason(error)}") from error
     scale = (right - first).abs().max() + torch.finfo(first.dtype).tiny
     if not bool(((found - right).abs() <= TOLERANCE * (scale + right.abs())).all()):
         raise UsageError(
@@ -234,10 +223,6 @@ def lasting(
     """
     parameter = nn.Parameter(first.clone())
     optimizer = made.make([parameter], lr=made.lr, **made.keys)
-    if "closure" in (needed := required(optimizer.step)):
-        raise UsageError("its step needs a closure; ashl computes one gradient for each step")
-    if needed:
-        raise UsageError(f"its step needs {needed[0]!r}; a step is called without arguments")
     for grad, lr in zip(grads, rates, strict=True):
         step_once(optimizer, parameter, grad.clone(), lr)
     held = [
@@ -260,12 +245,6 @@ def in_slices(
     return torch.cat(halves).view_as(first)
 
 
-def required(step: Callable[..., Any]) -> list[str]:
-    """Return the parameters without a default."""
-    known = inspect.signature(step).parameters.values()
-    return [one.name for one in known if one.default is one.empty and one.kind in (0, 1, 3)]
-
-
 def kept(name: str, value: Any, parameter: Tensor) -> Held:
     """Return how a value is kept.
 
@@ -273,7 +252,9 @@ def kept(name: str, value: Any, parameter: Tensor) -> Held:
     """
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         return Held(name, value.dtype, each=True)
-    if not is_number(value):
+    if not (
+        isinstance(value, bool | int | float) or (isinstance(value, Tensor) and not value.dim())
+    ):
         what = (
             f"a tensor of shape {list(value.shape)}"
             if isinstance(value, Tensor)
@@ -284,7 +265,3 @@ def kept(name: str, value: Any, parameter: Tensor) -> Held:
             " the parameter's shape"
         )
     return Held(name, value.dtype if isinstance(value, Tensor) else type(value), each=False)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float) or (isinstance(value, Tensor) and not value.dim())
