@@ -17,7 +17,7 @@ from ashl.topology.members import as_members, as_numbers
 from ashl.topology.partial_all_reduce import PartialAllReduce, average_group
 from tests.conf_option import conf_option
 from tests.swarm.drawn import run
-from tests.swarm.test_swarm import plain
+from tests.swarm.one_stage import plain
 
 SCHEDULERS = ["random", "smart", "static", "first_come"]
 

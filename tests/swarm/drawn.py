@@ -10,7 +10,7 @@ from typing import Any
 
 from ashl.aggregate.mean import Mean
 from ashl.cluster.network import network
-from ashl.cluster.spec import Cluster, Event
+from ashl.cluster.spec import Churn, Cluster, Event
 from ashl.cluster.speed import Speed
 from ashl.compression.none import Dense
 from ashl.learn.trainer import SizeOnlyTrainer
@@ -104,6 +104,43 @@ def drawn_cluster(rng: random.Random) -> Cluster:
     )
 
 
+def drawn_events(rng: random.Random, n: int, until_s: float) -> list[Event]:
+    """Draw failures and rejoins of each worker, and times at which its link is down."""
+    events = []
+    for worker in range(n):
+        time_s, there = 0.0, True
+        while rng.random() < 0.6:
+            time_s += rng.choice([0.0, 0.001, rng.expovariate(2 / until_s)])
+            events.append(Event(time_s=time_s, worker=worker, fail=there, rejoin=not there))
+            there = not there
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            down_s = rng.choice([1e-9, 0.005, rng.uniform(0, until_s)])
+            events.append(Event(time_s=rng.uniform(0, until_s), worker=worker, link_down=down_s))
+    return events
+
+
+def befallen_cluster(rng: random.Random) -> Cluster:
+    cluster = drawn_cluster(rng)
+    until_s = rng.choice([0.05, 0.5, 3.0])
+    churn = (
+        Churn(mtbf_s=rng.uniform(0.1, 3), mttr_s=rng.uniform(0.01, 1))
+        if rng.random() < 0.4
+        else None
+    )
+    events = sorted(
+        (*cluster.events, *drawn_events(rng, cluster.num_workers, until_s)),
+        key=lambda event: event.time_s,
+    )
+    failure_detection_s, step_s = rng.choice([0.0, 0.02, 0.3]), max(0.001, cluster.step_s or 0.0)
+    return replace(
+        cluster,
+        step_s=step_s,
+        events=tuple(events),
+        churn=churn,
+        failure_detection_s=failure_detection_s,
+    )
+
+
 def drawn_limits(rng: random.Random) -> Limits:
     """An end that comes, and soon, also where steps cost next to nothing."""
     steps, seconds = (
@@ -145,6 +182,13 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
         limits=limits,
         epoch_samples=100,
     )
+
+
+def chained(stages: list[StageConfig]) -> list[StageConfig]:
+    """Return the stages as those of one run: the last one ends by the limits alone."""
+    last = stages[-1]
+    last = replace(last, plan=replace(last.plan, until={}))
+    return [*(replace(stage, following=True) for stage in stages[:-1]), last]
 
 
 def run(

@@ -1,264 +1,125 @@
-"""Many small random clusters, each through one stage in virtual time without gradients.
+"""Many small random runs of each kind: all end, lose no message, and their accounting balances.
 
-In every case the run ends, loses no message, keeps its bounds, and its accounting balances to the
-nanosecond, the step and the byte.
+A planted worker that leaves early, and a planted message that nobody receives, are detected.
 """
 
-import random
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate, pairwise
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 
-from ashl.cluster.spec import Cluster
-from ashl.compression.contract import EncodeContext, Layer
-from ashl.compression.wrappers import wrap_codec
 from ashl.errors import AshlError
-from ashl.overlap.layerwise import Layerwise
-from ashl.overlap.timeline import buckets_of_tensors
-from ashl.overlap.wfbp import WFBP
-from ashl.plan.plan import Limits
-from ashl.planning.instantiate import link_of
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.effects import Compute
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.sim import Sim
-from ashl.size_only import SizeOnly
-from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.contract import StageConfig
 from ashl.stage.program import program
-from ashl.sync.asp import ASP
-from ashl.sync.backup import Backup
 from ashl.sync.bsp import BSP
+from ashl.sync.d_psgd import DPSGD
 from ashl.sync.local_sgd import LocalSGD
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
+from ashl.topology.gossip import Gossip
 from ashl.topology.parameter_server import ParameterServer
-from tests.conf_option import conf_option
-from tests.swarm.drawn import (
-    BATCH,
-    Seen,
-    bound,
-    check_mail,
-    check_repeat,
-    check_time,
-    drawn_cluster,
-    drawn_limits,
-    each,
-    run,
+from tests.swarm import (
+    checkpoints,
+    churn,
+    churn_parts,
+    gossip,
+    groups,
+    one_stage,
+    overlap,
+    protocols,
+    stages,
+    teams,
 )
+from tests.swarm.drawn import each, run
+from tests.swarm.one_stage import plain
 
-SEEDS, IN_PARTS = 500, 100
 CHUNK = 50  # seeds of one test: enough tests to name the seed that fails, few enough to be quick
 
 
-def drawn_stage(rng: random.Random, n: int) -> StageConfig:
-    """A sync mode with its parameters on a topology that it knows, and an end by steps, by seconds
-    or by both.
-    """
-    local_steps = rng.randint(1, 5)
-    sync = rng.choice(
-        [
-            BSP(exchange=rng.choice(["gradient", "difference"])),
-            LocalSGD(local_steps=local_steps),
-            ASP(local_steps=local_steps),
-            SSP(staleness=rng.choice([0, 1, 2, 5]), local_steps=local_steps),
-            SSP(staleness=None, local_steps=local_steps),
-            Backup(backups=rng.randrange(n), exchange=rng.choice(["gradient", "difference"])),
-        ]
-    )
-    topologies = (ParameterServer(pull_ratio=None), AllReduce())
-    topology = rng.choice([t for t in topologies if isinstance(sync, t.policy_type)])
-    return bound(rng, sync, topology, n, drawn_limits(rng))
+class Swarm(NamedTuple):
+    """A kind of random runs: how a seed is checked, what it draws, and its seeds."""
+
+    check: Callable[[int], None]
+    drawn: Callable[[int], Any]
+    seeds: range
+    more: range = range(0)  # with -m slow
+    found: tuple[int, ...] = ()  # seeds that have found a fault
 
 
-def drawn_in_parts(rng: random.Random, n: int) -> StageConfig:
-    """Gradients that travel in parts, dense or each compressed by itself."""
-    stage = bound(rng, BSP(exchange="gradient"), AllReduce(), n, drawn_limits(rng))
-    d = stage.trainer.num_params
-    bounds = sorted({0, d, *(rng.randint(1, d) for _ in range(rng.randint(0, 5)))})
-    layout = tuple(Layer(str(a), (b - a,)) for a, b in pairwise(bounds))
-    parts = buckets_of_tensors([layer.shape for layer in layout], [rng.random() for _ in layout])
-    shares = tuple(rng.choice([0.01, 0.3]) for _ in parts)
-    overlap = rng.choice([WFBP(), Layerwise(plan="none", ratio=shares, max_ratio=1.0)])
-    if not overlap.compresses:
-        return replace(stage, overlap=overlap, parts=parts)
-    codec = conf_option("compression", rng.choice(["topk", "random_mask", "qsgd"]))
-    links = tuple(link_of(codec, layout, part.start, part.stop) for part in parts)
-    return replace(
-        stage,
-        overlap=overlap,
-        parts=parts,
-        pipelines=links,
-        layout=layout,
-        codec=wrap_codec(codec, layout),
-    )
+def resumed(drawn: Callable[[int], Any], more: range) -> Swarm:
+    return Swarm(partial(checkpoints.check_resumed, drawn), drawn, range(20), more)
 
 
-def drawn(seed: int) -> tuple[Cluster, StageConfig]:
-    rng = random.Random(seed)
-    cluster = drawn_cluster(rng)
-    if seed < SEEDS:
-        return cluster, drawn_stage(rng, cluster.num_workers)
-    return replace(cluster, compress_s=rng.choice([0.0, 0.01])), drawn_in_parts(
-        rng, cluster.num_workers
-    )
+def in_parts(kind: str) -> Swarm:
+    check, drawn = (partial(own, kind) for own in (churn_parts.check, churn_parts.drawn))
+    return Swarm(check, drawn, range(60_000, 60_060), range(60_060, 65_000))
 
 
-def played(seed: int) -> tuple[Sim, Seen, StageConfig]:
-    cluster, stage = drawn(seed)
-    return *run(cluster, (stage,), seed), stage
+SWARMS = {
+    "one stage": Swarm(one_stage.check, one_stage.drawn, range(600)),
+    "stages": Swarm(stages.check, stages.drawn, range(200)),
+    "overlap": Swarm(overlap.check, overlap.drawn, range(120)),
+    "protocols": Swarm(protocols.check, protocols.drawn, range(300)),
+    "gossip": Swarm(gossip.check, gossip.drawn, range(200), range(10_000, 13_000)),
+    "groups": Swarm(groups.check, groups.drawn, range(360), range(360, 4100)),
+    "failures at a server": Swarm(
+        churn.check, churn.drawn, range(20_000, 20_060), range(20_060, 30_000)
+    ),
+    "failures by all-reduce": Swarm(
+        teams.check_ring,
+        teams.drawn_rings,
+        range(40_000, 40_060),
+        range(40_060, 42_000),
+        (40_161, 40_972, 41_099, 52_085),
+    ),
+    "failures in groups": Swarm(
+        teams.check_groups,
+        teams.drawn_groups,
+        range(40_000, 40_060),
+        range(40_060, 42_000),
+        (40_097, 40_157, 40_185),
+    ),
+    "failures with parts": in_parts("parts"),
+    "failures with shards": in_parts("shards"),
+    "resumed gossip": resumed(gossip.drawn, range(20, 1000)),
+    "resumed after failures at a server": resumed(churn.drawn, range(20, 1000)),
+    "resumed after failures by all-reduce": resumed(teams.drawn_rings, range(20, 1000)),
+    "resumed after failures in groups": resumed(teams.drawn_groups, range(20, 1000)),
+    "resumed after failures in gossip": resumed(checkpoints.drawn_gossip, range(20, 1000)),
+}
 
 
-def check_counts(seen: Seen, stage: StageConfig, end: dict) -> None:
-    """Computed work was applied or dropped, or was in flight at the end."""
-    n = stage.num_workers
-    assert end["steps"] == sum(end["steps_by"])
-    steps_each = [
-        1 if stage.sync.exchange == "gradient" else worker.local_steps
-        for worker in stage.plan.workers
-    ]
-    cut = stage.sync.in_rounds and (
-        stage.limits.steps is not None or stage.limits.epochs is not None
-    )
-    for taken, c, h in zip(end["steps_by"], end["commits"], steps_each, strict=True):
-        assert taken == c * h or (cut and (c - 1) * h < taken < c * h), "the last round may be cut"
-    samples = [
-        s * worker.batch for s, worker in zip(end["steps_by"], stage.plan.workers, strict=True)
-    ]
-    assert end["samples"] == sum(samples)
-    assert sum(end["commits"]) == end["merges"] * (stage.quorum if stage.topology.has_server else n)
-    done = Counter()
-    for record in seen.of("Round"):
-        done[record["rank"]] += record["steps"]
-    for rank in range(n):
-        assert end["steps_by"][rank] + end["dropped_by"][rank] <= done[rank]
-        under_way = done[rank] - end["steps_by"][rank] - end["dropped_by"][rank]
-        assert under_way in (0, steps_each[rank]) or (cut and under_way < steps_each[rank])
-    if end["reason"] == "steps":
-        assert end["steps"] >= stage.limits.steps
-        last = (
-            seen.commits[-2]["steps"] if len(seen.commits) > 1 else 0
-        )  # the last is the final snapshot
-        assert not seen.commits[:-2] or seen.commits[-3]["steps"] < stage.limits.steps, (
-            "the end comes at once"
-        )
-        assert last <= end["steps"]
+def cut(name: str, seeds: range, size: int, *marks: pytest.MarkDecorator) -> Iterable[Any]:
+    for first in range(0, len(seeds), size):
+        part = seeds[first : first + size]
+        yield pytest.param(name, part, id=f"{name}-{part[0]}", marks=marks)
 
 
-def check_bounds(seen: Seen, stage: StageConfig, end: dict) -> None:
-    """The lead of SSP at every commit, and how old what a barrier merges may be."""
-    s = getattr(stage.sync, "staleness", None)
-    if s is not None:
-        assert end["max_lead"] <= s
-        assert all(max(r["commits"]) - min(r["commits"]) <= s + 1 for r in seen.commits)
-        # while a worker computes, each other one can go from s behind it to s + 1 ahead of it
-        assert max(end["stale_max"]) <= (stage.num_workers - 1) * (2 * s + 1)
-    if isinstance(stage.sync, BSP | LocalSGD):
-        assert max(end["stale_max"]) == 0
-        assert len(set(end["commits"])) == 1
-
-
-def messages_bytes(stage: StageConfig) -> list[int]:
-    """Return the bytes of each message of a collective, in each direction."""
-    n, link = stage.num_workers, stage.pipeline
-    if not stage.buckets:
-        return [2 * (n - 1) * 4 * link.d // n]
-    if not stage.pipelines:
-        return [2 * (n - 1) * 4 * (part.stop - part.start) // n for part in stage.buckets]
-    contexts = [EncodeContext(ratio=bucket.ratio) for bucket in stage.buckets]
-    bodies = [
-        own.encode(CodecState(), SizeOnly(0), context)
-        for own, context in zip(stage.pipelines, contexts, strict=True)
-    ]
-    if not link.traits.linear:
-        return [(n - 1) * body.nbytes for body in bodies]
-    summed = [
-        own.summand(*coded).nbytes
-        for own, *coded in zip(stage.pipelines, bodies, contexts, strict=True)
-    ]
-    return [2 * (n - 1) * nbytes // n for nbytes in summed]
-
-
-def check_bytes(seen: Seen, stage: StageConfig, end: dict) -> None:
-    """Every exchange moves the dense model, and what one end sends the other end gets."""
-    n, dense = stage.num_workers, stage.trainer.dense_bytes
-    ledgers = {record["rank"]: record for record in seen.of("TimeTotals")}
-    if not stage.topology.has_server:
-        each = messages_bytes(stage)
-        moved = end["merges"] * sum(each)
-        begun = (
-            set(accumulate(each, initial=0)) if end["reason"] == "seconds" else {0}
-        )  # in time, and paid
-        assert {(r["bytes_up"], r["bytes_down"]) for r in ledgers.values()} <= {
-            (moved + late,) * 2 for late in begun
-        }
-        return
-    workers = [ledgers[rank] for rank in range(n)]
-    assert sum(r["bytes_up"] for r in workers) == ledgers[n]["bytes_down"]
-    assert sum(r["bytes_down"] for r in workers) == ledgers[n]["bytes_up"]
-    for rank, record in enumerate(workers):
-        assert record["bytes_up"] % dense == record["bytes_down"] % dense == 0
-        assert record["bytes_up"] >= end["commits"][rank] * dense
-        assert 0 <= record["bytes_up"] - record["bytes_down"] <= dense
-
-
-def check(seed: int) -> None:
-    sim, seen, stage = played(seed)
-    (end,) = seen.of("StageEnd")
-    check_mail(sim)
-    assert end["end_ns"] <= sim.now_ns
-    if end["reason"] == "seconds":
-        assert end["end_ns"] == round(stage.limits.seconds * 1e9), (
-            "a budget is one on every topology"
-        )
-    check_time(seen, stage.num_workers, end["end_ns"])
-    check_counts(seen, stage, end)
-    check_bounds(seen, stage, end)
-    check_bytes(seen, stage, end)
-    check_repeat(seed, seen, lambda: played(seed)[1])
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS + IN_PARTS, CHUNK))
-def test_a_swarm(first: int) -> None:
-    each(range(first, first + CHUNK), check, drawn)
-
-
-def plain(
-    sync: Any, topology: Any, limits: Limits = WITHOUT, n: int = 3
-) -> tuple[Cluster, StageConfig]:
-    """A small cluster and stage without any chance in it."""
-    cluster, stage = drawn(0)
-    none = dict.fromkeys(
-        ("link", "bandwidth_mbit_s", "latency_s", "server_bandwidth_mbit_s", "node")
-    )
-    costs = {
-        "step_s": 0.01,
-        "exchange_s": 0.01,
-        "server_step_s": 0.0,
-        "intra_node_bandwidth_mbit_s": None,
-    }
-    cluster = replace(
-        cluster,
-        num_workers=None,
-        compute=(1.0, 2.0, 3.0)[:n],
-        jitter=0.0,
-        events=(),
-        **none,
-        **costs,
-    )
-    workers = (replace(stage.plan.workers[0], local_steps=1, batch=BATCH),) * n
-    stage = replace(
-        stage,
-        sync=sync,
-        topology=topology,
-        limits=limits,
-        plan=replace(stage.plan, workers=workers),
-    )
-    return cluster, stage
+@pytest.mark.parametrize(
+    ("name", "seeds"),
+    [
+        *(case for name, swarm in SWARMS.items() for case in cut(name, swarm.seeds, CHUNK)),
+        *(
+            pytest.param(name, own.found, id=f"{name}-found")
+            for name, own in SWARMS.items()
+            if own.found
+        ),
+        *(
+            case
+            for name, own in SWARMS.items()
+            for case in cut(name, own.more, 250, pytest.mark.slow)
+        ),
+    ],
+)
+def test_a_swarm(name: str, seeds: Iterable[int]) -> None:
+    each(seeds, SWARMS[name].check, SWARMS[name].drawn)
 
 
 def deserting(stage: StageConfig, rank: int, rounds: int):
@@ -317,3 +178,24 @@ def test_a_message_that_nobody_receives_is_found() -> None:
 
     sim, _ = run(cluster, (stage,), main=main)
     assert list(sim._mail[1].messages) == [("stray", 0, 0)]
+
+
+def test_a_stage_ends_by_what_rank_0_alone_knows() -> None:
+    """The stop decision holds after the round by which all ranks have read it: no rank waits, and
+    none continues.
+    """
+    cluster, stage = plain(DPSGD(local_steps=1, order="awc"), Gossip(graph="ring", degree=2))
+    cluster = replace(cluster, num_workers=None, compute=(1.0,) * 7)
+    plan = replace(stage.plan, workers=(stage.plan.workers[0],) * 7)
+    stage = replace(stage, plan=plan, limits=replace(WITHOUT, seconds=0.5, eval_every_s=0.125))
+    _, seen = run(cluster, (stage,))
+    end = seen.of("StageEnd")[-1]
+    assert end["reason"] == "seconds"
+    assert (
+        end["commits"] == [50] * 7
+    )  # round 50 ends at 0.5 s, and what comes later does not count:
+    assert end["dropped_by"] == [3] * 7  # the far side of a ring of 7 is three rounds away
+    assert end["end_ns"] == 500_000_000
+    ticks = Counter(record["tick"] for record in seen.commits if not record.get("final"))
+    assert set(ticks.values()) == {7}
+    assert len(ticks) == 3  # the fourth falls due with the end

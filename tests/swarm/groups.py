@@ -9,8 +9,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from ashl.cluster.spec import Cluster
 from ashl.planning.predict import WITHOUT
 from ashl.stage.contract import StageConfig
@@ -25,13 +23,9 @@ from tests.swarm.drawn import (
     check_time,
     drawn_cluster,
     drawn_limits,
-    each,
     run,
 )
-from tests.swarm.test_swarm_stages import check_borders
-
-SEEDS = 360
-CHUNK = 60
+from tests.swarm.stages import check_borders
 
 
 def drawn_sync(rng: random.Random, n: int) -> Any:
@@ -123,14 +117,3 @@ def check(seed: int) -> None:
     ledgers = [record for record in seen.of("TimeTotals") if record["rank"] < n]
     assert sum(r["bytes_up"] for r in ledgers) == sum(r["bytes_down"] for r in ledgers)
     check_repeat(seed, seen, lambda: run(cluster, stages, seed)[1])
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_a_swarm(first: int) -> None:
-    each(range(first, first + CHUNK), check, drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(SEEDS, 4100, 200))
-def test_a_large_swarm(first: int) -> None:
-    each(range(first, first + 200), check, drawn)

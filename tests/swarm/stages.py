@@ -6,8 +6,6 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
-
 from ashl.cluster.spec import Cluster
 from ashl.compression.wrappers import wrap_codec
 from ashl.overlap.delayed import OneStepDelayed
@@ -44,12 +42,8 @@ from tests.swarm.drawn import (
     check_repeat,
     check_time,
     drawn_cluster,
-    each,
     run,
 )
-
-SEEDS = 200
-CHUNK = 50
 
 
 def drawn_sync(rng: random.Random, topology: object, n: int) -> object:
@@ -220,8 +214,3 @@ def check(seed: int) -> None:
     check_leads(seen, stages)
     check_bytes(seen, stages)
     check_repeat(seed, seen, lambda: played(seed)[1])
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_a_swarm_of_stages(first: int) -> None:
-    each(range(first, first + CHUNK), check, drawn)

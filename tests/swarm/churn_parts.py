@@ -6,10 +6,7 @@ counted twice or forgotten.
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-
-import pytest
 
 from ashl.cluster.spec import Cluster
 from ashl.compression.contract import Layer
@@ -24,14 +21,10 @@ from ashl.stage.fragment import Fragment
 from ashl.topology.parameter_server import ParameterServer
 from ashl.topology.sharded_server import ShardedServer
 from tests.conf_option import conf_option
-from tests.swarm.drawn import bound, check_books, each
-from tests.swarm.test_swarm_churn import play_counted
-from tests.swarm.test_swarm_overlap import drawn_parts
-from tests.swarm.test_swarm_stages import drawn_sync, plain
-from tests.swarm.test_swarm_teams import befallen_cluster
-
-SEEDS, MANY = 60, 5_000
-FIRST = 60_000  # other clusters than those of the other swarms
+from tests.swarm.churn import play_counted
+from tests.swarm.drawn import befallen_cluster, bound, chained, check_books
+from tests.swarm.overlap import drawn_parts
+from tests.swarm.stages import drawn_sync, plain
 
 
 def fragments(stage: StageConfig, cuts: Sequence[int]) -> tuple[Fragment, ...]:
@@ -119,8 +112,7 @@ def drawn(kind: str, seed: int) -> tuple[Cluster, list[StageConfig]]:
         elif count == 1:  # fragments over several stages are not implemented
             stage = in_fragments(rng, stage)
         stages.append(stage)
-    stages[-1] = replace(stages[-1], plan=replace(stages[-1].plan, until={}))
-    return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
+    return cluster, chained(stages)
 
 
 def check(kind: str, seed: int) -> None:
@@ -140,16 +132,3 @@ def check(kind: str, seed: int) -> None:
         assert 0 <= in_flight <= incarnations * servers, "a push in flight at the end"
     for mail in sim._mail[n:]:
         assert {tag[0] for tag in mail.messages} <= {"lost"}, "no part waits for others"
-
-
-@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
-@pytest.mark.parametrize("kind", ["parts", "shards"])
-def test_a_swarm(kind: str, first: int) -> None:
-    each(range(first, first + 30), partial(check, kind), partial(drawn, kind))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 500))
-@pytest.mark.parametrize("kind", ["parts", "shards"])
-def test_a_large_swarm(kind: str, first: int) -> None:
-    each(range(first, first + 500), partial(check, kind), partial(drawn, kind))

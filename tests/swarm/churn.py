@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ashl.cluster.spec import Churn, Cluster, Event
+from ashl.cluster.spec import Cluster
 from ashl.compression.wrappers import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.delayed import OneStepDelayed
@@ -19,26 +19,8 @@ from ashl.stage.contract import SERIAL, StageConfig
 from ashl.stage.progress import Progress
 from ashl.topology.parameter_server import ParameterServer
 from tests.conf_option import conf_option
-from tests.swarm.drawn import Seen, bound, check_books, drawn_cluster, each, run
-from tests.swarm.test_swarm_stages import drawn_sync, plain
-
-SEEDS, MANY = 60, 10_000
-FIRST = 20_000  # other clusters than those of the other swarms
-
-
-def drawn_events(rng: random.Random, n: int, until_s: float) -> list[Event]:
-    """Draw failures and rejoins of each worker, and times at which its link is down."""
-    events = []
-    for worker in range(n):
-        time_s, there = 0.0, True
-        while rng.random() < 0.6:
-            time_s += rng.choice([0.0, 0.001, rng.expovariate(2 / until_s)])
-            events.append(Event(time_s=time_s, worker=worker, fail=there, rejoin=not there))
-            there = not there
-        for _ in range(rng.choice([0, 0, 1, 2])):
-            down_s = rng.choice([1e-9, 0.005, rng.uniform(0, until_s)])
-            events.append(Event(time_s=rng.uniform(0, until_s), worker=worker, link_down=down_s))
-    return events
+from tests.swarm.drawn import Seen, befallen_cluster, bound, chained, check_books, run
+from tests.swarm.stages import drawn_sync, plain
 
 
 def with_messages(rng: random.Random) -> object:
@@ -55,23 +37,8 @@ def with_messages(rng: random.Random) -> object:
 
 def drawn(seed: int) -> tuple[Cluster, list[StageConfig]]:
     rng = random.Random(seed)
-    cluster = drawn_cluster(rng)
-    n, until_s = cluster.num_workers, rng.choice([0.05, 0.5, 3.0])
-    churn = (
-        Churn(mtbf_s=rng.uniform(0.1, 3), mttr_s=rng.uniform(0.01, 1))
-        if rng.random() < 0.4
-        else None
-    )
-    events = sorted(
-        (*cluster.events, *drawn_events(rng, n, until_s)), key=lambda event: event.time_s
-    )
-    cluster = replace(
-        cluster,
-        step_s=max(0.001, cluster.step_s or 0.0),
-        events=tuple(events),
-        churn=churn,
-        failure_detection_s=rng.choice([0.0, 0.02, 0.3]),
-    )
+    cluster = befallen_cluster(rng)
+    n, churn = cluster.num_workers, cluster.churn
     topology = ParameterServer(pull_ratio=rng.choice([None, None, 0.1]))
     seconds = rng.choice(
         [0.5, 5.0, 5.0 if churn else None]
@@ -107,9 +74,7 @@ def drawn(seed: int) -> tuple[Cluster, list[StageConfig]]:
                 reshards=seed % 2 == 0,
             )
         )
-    last = stages[-1]
-    stages[-1] = replace(last, plan=replace(last.plan, until={}))
-    return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
+    return cluster, chained(stages)
 
 
 class Counted:
@@ -173,14 +138,3 @@ def check(seed: int) -> None:
         )
     for mail in sim._mail[n:]:
         assert {tag[0] for tag in mail.messages} <= {"lost"}, "nobody forgot a message"
-
-
-@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
-def test_a_swarm(first: int) -> None:
-    each(range(first, first + 30), check, drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 500))
-def test_a_large_swarm(first: int) -> None:
-    each(range(first, first + 500), check, drawn)

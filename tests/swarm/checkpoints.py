@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-import pytest
-
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
@@ -21,9 +19,8 @@ from ashl.runtime.rank_checkpoint import next_due_ns, saved_rank
 from ashl.runtime.sim import Sim, restore_ranks
 from ashl.stage.contract import StageConfig, extra_ranks
 from ashl.stage.program import program, ranks_to_notify
-from tests.swarm import test_swarm_churn, test_swarm_teams
-from tests.swarm.drawn import BATCH, Seen, each
-from tests.swarm.test_swarm_gossip import drawn, drawn_stages
+from tests.swarm.drawn import BATCH, Seen, befallen_cluster
+from tests.swarm.gossip import drawn_stages
 
 Checkpoints = list[tuple[tuple[bytes, bytes], int, int]]  # files, its moment, records until then
 Drawn = Callable[[int], tuple[Cluster, list[StageConfig]] | None]
@@ -91,7 +88,7 @@ def check_resumed(drawn_by: Drawn, seed: int) -> None:
 def drawn_gossip(seed: int) -> tuple[Cluster, list[StageConfig]] | None:
     """Gossip with failures; None where the mode cannot keep to the graph."""
     rng = random.Random(seed)
-    cluster = test_swarm_teams.befallen_cluster(rng)
+    cluster = befallen_cluster(rng)
     stages = drawn_stages(rng, cluster.num_workers)
     try:
         for stage in stages:
@@ -101,34 +98,3 @@ def drawn_gossip(seed: int) -> tuple[Cluster, list[StageConfig]] | None:
     if any(stage.topology.has_fixed_size for stage in stages):
         return None
     return cluster, [replace(stage, elastic=True, joins=True) for stage in stages]
-
-
-FAILING = {
-    "server": test_swarm_churn.drawn,
-    "all-reduce": test_swarm_teams.drawn_rings,
-    "groups": test_swarm_teams.drawn_groups,
-    "gossip": drawn_gossip,
-}
-
-
-def test_a_swarm() -> None:
-    each(range(16), partial(check_resumed, drawn), drawn)
-
-
-@pytest.mark.parametrize("topology", FAILING)
-def test_a_swarm_with_failures(topology: str) -> None:
-    each(range(20), partial(check_resumed, FAILING[topology]), FAILING[topology])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 1000, 250))
-@pytest.mark.parametrize("topology", FAILING)
-def test_a_large_swarm_with_failures(first: int, topology: str) -> None:
-    by = FAILING[topology]
-    each(range(first, first + 250), partial(check_resumed, by), by)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 1000, 250))
-def test_a_large_swarm(first: int) -> None:
-    each(range(first, first + 250), partial(check_resumed, drawn), drawn)

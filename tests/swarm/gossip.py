@@ -8,11 +8,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from ashl.cluster.spec import Cluster
 from ashl.errors import UsageError
-from ashl.planning.predict import WITHOUT
 from ashl.stage.contract import StageConfig
 from ashl.sync.ad_psgd import ADPSGD
 from ashl.sync.choco import Choco
@@ -35,13 +32,8 @@ from tests.swarm.drawn import (
     check_time,
     drawn_cluster,
     drawn_limits,
-    each,
     run,
 )
-from tests.swarm.test_swarm import plain
-
-SEEDS = 200
-CHUNK = 50
 
 
 def drawn_mode(rng: random.Random) -> Any:
@@ -156,35 +148,3 @@ def check(seed: int) -> None:
     check_time(seen, cluster.num_workers, end["end_ns"])
     check_counts(seen, stages)
     check_repeat(seed, seen, lambda: run(cluster, stages, seed)[1])
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_a_swarm(first: int) -> None:
-    each(range(first, first + CHUNK), check, drawn)
-
-
-@pytest.mark.slow
-def test_thousands_of_clusters() -> None:
-    for seed in range(10_000, 13_000):
-        check(seed)
-
-
-def test_a_stage_ends_by_what_rank_0_alone_knows() -> None:
-    """The stop decision holds after the round by which all ranks have read it: no rank waits, and
-    none continues.
-    """
-    cluster, stage = plain(DPSGD(local_steps=1, order="awc"), Gossip(graph="ring", degree=2))
-    cluster = replace(cluster, num_workers=None, compute=(1.0,) * 7)
-    plan = replace(stage.plan, workers=(stage.plan.workers[0],) * 7)
-    stage = replace(stage, plan=plan, limits=replace(WITHOUT, seconds=0.5, eval_every_s=0.125))
-    _, seen = run(cluster, (stage,))
-    end = seen.of("StageEnd")[-1]
-    assert end["reason"] == "seconds"
-    assert (
-        end["commits"] == [50] * 7
-    )  # round 50 ends at 0.5 s, and what comes later does not count:
-    assert end["dropped_by"] == [3] * 7  # the far side of a ring of 7 is three rounds away
-    assert end["end_ns"] == 500_000_000
-    ticks = Counter(record["tick"] for record in seen.commits if not record.get("final"))
-    assert set(ticks.values()) == {7}
-    assert len(ticks) == 3  # the fourth falls due with the end

@@ -9,9 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
-import pytest
-
-from ashl.cluster.spec import Churn, Cluster
+from ashl.cluster.spec import Cluster
 from ashl.compression.wrappers import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.wfbp import WFBP
@@ -21,36 +19,11 @@ from ashl.stage.contract import StageConfig
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from tests.conf_option import conf_option
-from tests.swarm.drawn import bound, check_books, drawn_cluster, each, run
-from tests.swarm.test_swarm_churn import drawn_events
-from tests.swarm.test_swarm_groups import drawn_sync
-from tests.swarm.test_swarm_overlap import drawn_parts
+from tests.swarm.drawn import befallen_cluster, bound, chained, check_books, run
+from tests.swarm.groups import drawn_sync
+from tests.swarm.overlap import drawn_parts
 
-SEEDS, MANY = 60, 2_000
-FIRST = 40_000  # other clusters than those of the other swarms
 ENDS = ("fewer than runtime.min_workers", "workers remain that have the model")
-
-
-def befallen_cluster(rng: random.Random) -> Cluster:
-    cluster = drawn_cluster(rng)
-    until_s = rng.choice([0.05, 0.5, 3.0])
-    churn = (
-        Churn(mtbf_s=rng.uniform(0.1, 3), mttr_s=rng.uniform(0.01, 1))
-        if rng.random() < 0.4
-        else None
-    )
-    events = sorted(
-        (*cluster.events, *drawn_events(rng, cluster.num_workers, until_s)),
-        key=lambda event: event.time_s,
-    )
-    failure_detection_s, step_s = rng.choice([0.0, 0.02, 0.3]), max(0.001, cluster.step_s or 0.0)
-    return replace(
-        cluster,
-        step_s=step_s,
-        events=tuple(events),
-        churn=churn,
-        failure_detection_s=failure_detection_s,
-    )
 
 
 def drawn_rings(seed: int) -> tuple[Cluster, list[StageConfig]]:
@@ -104,8 +77,7 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[StageConfig]]:
         ):
             parts = drawn_parts(other, stage.trainer.num_params)
             stages[-1] = replace(stages[-1], overlap=WFBP(), parts=parts)
-    stages[-1] = replace(stages[-1], plan=replace(stages[-1].plan, until={}))
-    return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
+    return cluster, chained(stages)
 
 
 class Over(NamedTuple):
@@ -167,21 +139,6 @@ def check_ring(seed: int) -> None:
         assert not mail.messages
 
 
-@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
-def test_a_swarm(first: int) -> None:
-    each(range(first, first + 30), check_ring, drawn_rings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 250))
-def test_a_large_swarm(first: int) -> None:
-    each(range(first, first + 250), check_ring, drawn_rings)
-
-
-def test_rounds_in_progress_are_dropped_once_and_repeated_ones_count_once() -> None:
-    each((40_161, 40_972, 41_099, 52_085), check_ring, drawn_rings)
-
-
 def drawn_groups(seed: int) -> tuple[Cluster, list[StageConfig]]:
     """One or two schedulers of partial all-reduce."""
     rng = random.Random(seed)
@@ -216,8 +173,7 @@ def drawn_groups(seed: int) -> tuple[Cluster, list[StageConfig]]:
                 **befallen,
             )
         )
-    stages[-1] = replace(stages[-1], plan=replace(stages[-1].plan, until={}))
-    return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
+    return cluster, chained(stages)
 
 
 def check_groups(seed: int) -> None:
@@ -231,18 +187,3 @@ def check_groups(seed: int) -> None:
     for mail in ran.sim._mail[:-1]:
         assert not mail.waiters
         assert not mail.messages
-
-
-@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
-def test_a_swarm_of_groups(first: int) -> None:
-    each(range(first, first + 30), check_groups, drawn_groups)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 250))
-def test_a_large_swarm_of_groups(first: int) -> None:
-    each(range(first, first + 250), check_groups, drawn_groups)
-
-
-def test_failures_after_the_end_and_messages_to_failed_workers() -> None:
-    each((40_097, 40_157, 40_185), check_groups, drawn_groups)

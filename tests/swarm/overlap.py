@@ -7,8 +7,6 @@ import random
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-import pytest
-
 from ashl.cluster.spec import Cluster
 from ashl.overlap.dear import DeAR
 from ashl.overlap.none import Serial
@@ -28,13 +26,9 @@ from tests.swarm.drawn import (
     check_time,
     drawn_cluster,
     drawn_limits,
-    each,
     run,
 )
-from tests.swarm.test_swarm import check_bounds, check_counts
-
-SEEDS = 120
-CHUNK = 40
+from tests.swarm.one_stage import check_bounds, check_counts
 
 
 def drawn_parts(rng: random.Random, size: int) -> tuple[Bucket, ...]:
@@ -87,8 +81,3 @@ def check(seed: int) -> None:
         ]
     elif end["reason"] == "seconds":
         assert end["end_ns"] == round(stage.limits.seconds * 1e9)
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_a_swarm(first: int) -> None:
-    each(range(first, first + CHUNK), check, drawn)

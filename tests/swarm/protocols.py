@@ -8,8 +8,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from ashl.cluster.spec import Cluster
 from ashl.compression.contract import Layer, size_of
 from ashl.compression.gtopk import bits_bytes
@@ -20,10 +18,8 @@ from ashl.sync.bsp import BSP
 from ashl.sync.local_sgd import LocalSGD
 from ashl.topology.all_reduce import AllReduce
 from tests.conf_option import conf_option
-from tests.swarm.drawn import bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
+from tests.swarm.drawn import bound, check_mail, check_time, drawn_cluster, drawn_limits, run
 
-SEEDS = 300
-CHUNK = 100
 LAYOUT = (Layer("a", (40, 30)), Layer("b", (40,)), Layer("c", (10, 40)))
 D = size_of(LAYOUT)
 OPTIONS = {
@@ -90,8 +86,3 @@ def check(seed: int) -> None:
         )
     else:
         assert up == down == end["merges"] * moved(name, n)
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_a_swarm_of_protocols(first: int) -> None:
-    each(range(first, first + CHUNK), check, drawn)
