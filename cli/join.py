@@ -9,10 +9,7 @@ from .train import Debug, starting
 
 
 def join(
-    run: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN", help="Folder of the run; default: the newest running one."),
-    ] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
     worker: Annotated[
         int | None, typer.Option(min=0, help="The worker; default: the lowest failed one.")
     ] = None,
@@ -25,9 +22,8 @@ def join(
     """
     with starting():
         from ashl.run.join import join as run_as_rank
-        from ashl.run.train import RUNS
 
     def say(text: str) -> None:
         print(text, flush=True)
 
-    return run_as_rank(run, worker, RUNS, say)
+    return run_as_rank(run, worker, say)

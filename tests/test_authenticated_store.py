@@ -109,7 +109,7 @@ def test_a_client_without_the_secret_is_refused(
             connection.shutdown(socket.SHUT_WR)
             assert len(connection.recv(1 << 16)) <= 32
             assert connection.recv(1 << 16) == b""
-    wait_for(lambda: server.refused.total() == 3, 5)
+    wait_for(lambda: server.refused == {"127.0.0.1"}, 5)
     refusals = [record for record in caplog.records if "does not know" in record.message]
     assert len(refusals) == 1
     mine.set("key", "still there")

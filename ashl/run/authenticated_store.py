@@ -30,7 +30,6 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from datetime import timedelta
@@ -259,7 +258,7 @@ class StoreServer(AuthenticatedStore):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=128)
         self.host, self.port = host or "127.0.0.1", self._listener.getsockname()[1]
-        self.refused: Counter[str] = Counter()  # connections without the secret, by address
+        self.refused = set[str]()  # addresses of clients without the secret
         # answers to requests that are no operation of torch's store, by name
         self.handlers = dict[str, Callable[..., Any]]()
         self._secret, self._closed = secret, False
@@ -300,9 +299,9 @@ class StoreServer(AuthenticatedStore):
             try:
                 connection.prove(self._secret, (SERVER, CLIENT))
             except OSError:
-                self.refused[address] += 1
-                if self.refused[address] == 1:
+                if address not in self.refused:
                     logger.warning("refuses %s, which does not know the job's secret", address)
+                self.refused.add(address)
                 raise
             finally:
                 self._pending.release()

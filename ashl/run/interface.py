@@ -77,34 +77,13 @@ def named(wanted: str | None) -> Chosen | None:
         return None
     there = addresses()
     for name in names.split(","):
-        if name not in there:
-            raise UsageError(
-                f"{by}={names}, and {socket.gethostname()} has no interface {name!r}; there are:"
-                f" {', '.join(there)}"
-            )
-        if not there[name]:
+        if not there.get(name):
             having = ", ".join(other for other, own in there.items() if own)
             raise UsageError(
-                f"{by}={names}, and {name} has no address; those that have one are: {having}"
+                f"{by}={names}, and {socket.gethostname()} has no interface {name!r} with an"
+                f" address; there are: {having}"
             )
     return Chosen(names, there[names.split(",")[0]][0], by)
-
-
-def own_address(host: str) -> str:
-    """Return the address of this machine by which its name `host` is known; "" = all addresses.
-
-    A name may resolve to loopback here and to another address elsewhere: then it is the address of
-    GLOO_SOCKET_IFNAME, else all addresses.
-    """
-    if is_loopback(host):
-        return "127.0.0.1" if host == LOCAL else host
-    known = {address for own in addresses().values() for address in own}
-    with suppress(OSError):
-        for *_, target in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            if target[0] in known and not is_loopback(str(target[0])):
-                return str(target[0])
-    chosen = named(None)
-    return chosen.address if chosen else ""
 
 
 def towards(host: str, port: int = ANY_PORT) -> Chosen | None:
@@ -123,6 +102,20 @@ def towards(host: str, port: int = ANY_PORT) -> Chosen | None:
             if is_loopback(own):  # any of 127.0.0.0/8
                 return Chosen(LOOPBACK, own)
     return None
+
+
+def own_address(host: str) -> str:
+    """Return the address of this machine by which its name `host` is known; "" = all addresses.
+
+    A name may resolve to loopback here and to another address elsewhere: then it is the address of
+    GLOO_SOCKET_IFNAME, else all addresses.
+    """
+    if is_loopback(host):
+        return "127.0.0.1" if host == LOCAL else host
+    found = towards(host)
+    if found is None or found.loopback:
+        found = named(None)
+    return found.address if found else ""
 
 
 def reaching(chosen: Chosen | None, elsewhere: Iterable[str | None]) -> Chosen | None:

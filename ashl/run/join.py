@@ -76,14 +76,12 @@ def parse_place(text: str | bytes) -> Place:
     return validate(Place, parse_json(text), "the answer of the run")
 
 
-def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[str], None]) -> int:
+def join(run_dir: Path, worker: int | None, say: Callable[[str], None]) -> int:
     """Join a run as a worker until the run ends, and return the exit code.
 
-    Args: run_dir, None for the newest running run under `runs`; worker, None for any failed worker;
-    say, shows a line to the user.
+    Args: worker, None for any failed worker; say, shows a line to the user.
     Raises: UsageError if the run rejects the request, AshlError if the run fails.
     """
-    run_dir = run_dir or newest_joinable_run(runs)
     endpoint = read_join_endpoint(run_dir)
     store, place = request_place_in(run_dir, endpoint, worker)
     if place.refused is not None:
@@ -218,19 +216,3 @@ def why_not_joinable(run_dir: Path) -> str:
     if not (run_dir / "config.yaml").exists():
         return "there is no run; name the folder of one that is running"
     return "this run cannot be joined: it is in virtual time, or was killed"
-
-
-def newest_joinable_run(runs: Path) -> Path:
-    """Return the folder of the run under `runs` that published its join endpoint last.
-
-    Raises: UsageError if no run there can be joined.
-    """
-    joinable: list[tuple[float, Path]] = []
-    for path in runs.glob(f"**/{FILE}"):
-        with suppress(OSError):
-            joinable.append((path.stat().st_mtime, path.parent))
-    if not joinable:
-        raise UsageError(
-            f"no run under {runs} is running and can be joined; name the folder of one"
-        )
-    return max(joinable)[1]

@@ -197,7 +197,6 @@ def run_controller(
         raise
     finally:
         channel.close(end, processes)
-        monitor.refused = store.refused.total()
 
 
 @contextmanager

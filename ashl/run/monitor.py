@@ -156,7 +156,6 @@ class Monitor:
         # True if workers send their modules' states, the final one after their last model
         self.states_travel = False
         self._waiting: EvaluatedModel | None = None  # the last model, until those states are there
-        self.refused = 0  # messages in the job's store that were not of this run
         self._started_s = time.monotonic()
         self._state_host_s: float | None = None  # host seconds in the latest `state`
 

@@ -1,4 +1,4 @@
-"""Set up a process: its standard streams, its title, its log and its exit code.
+"""Set up a process: its standard streams, its log and its exit code.
 
 A daemon or a cron job may start with closed descriptors: then the next file that is opened takes
 number 1 and receives what is printed. A terminal may show ASCII only, or close while the process
@@ -10,7 +10,6 @@ import io
 import logging
 import multiprocessing as mp
 import os
-import stat
 import sys
 import threading
 from collections.abc import Generator
@@ -18,8 +17,6 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TextIO
-
-import setproctitle
 
 from ashl.errors import UsageError
 
@@ -68,32 +65,25 @@ def open_descriptors() -> None:
             os.set_inheritable(number, True)
 
 
-def read_elsewhere(stream: TextIO) -> bool:
-    """Return True if a stream may lose its reader: a terminal, a pipe or a socket."""
-    mode = os.fstat(stream.fileno()).st_mode
-    return stream.isatty() or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
-
-
 def usable(stream: TextIO | None) -> TextIO:
     """Return a replacement of a stream that accepts any text, also once its reader has ended."""
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):  # a notebook's, or a test's
         return stream
-    if isinstance(stream.buffer, io.BufferedWriter | io.FileIO) and read_elsewhere(
-        stream
-    ):  # FileIO by `python -u`
-        stream.flush()
-        raw = Output(stream.fileno(), "wb", closefd=False)
-        return io.TextIOWrapper(
-            io.BufferedWriter(raw) if isinstance(stream.buffer, io.BufferedWriter) else raw,
-            stream.encoding,
-            REPLACE,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-    stream.reconfigure(errors=REPLACE)
-    return stream
+    stream.flush()
+    buffer = stream.buffer
+    if not isinstance(buffer, io.BufferedWriter | io.FileIO):  # FileIO by `python -u`
+        stream.reconfigure(errors=REPLACE)
+        return stream
+    raw = Output(stream.fileno(), "wb", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw) if isinstance(buffer, io.BufferedWriter) else raw,
+        stream.encoding,
+        REPLACE,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 @contextmanager
@@ -101,17 +91,15 @@ def standard_streams() -> Generator[None]:
     """Replace the standard streams by ones that accept any text, until the context ends."""
     open_descriptors()
     before = sys.stdout, sys.stderr
-    errors = [getattr(stream, "errors", None) for stream in before]
     sys.stdout, sys.stderr = map(usable, before)
     try:
         yield
     finally:
-        for stream, own, handler in zip(before, (sys.stdout, sys.stderr), errors, strict=True):
+        for stream, own in zip(before, (sys.stdout, sys.stderr), strict=True):
             if stream is None:
                 own.close()
-            elif isinstance(stream, io.TextIOWrapper) and not stream.closed:
+            elif not own.closed:
                 own.flush()
-                stream.reconfigure(errors=handler)
         sys.stdout, sys.stderr = before
 
 
@@ -146,7 +134,7 @@ def die_with_parent() -> None:
     threading.Thread(target=guard, daemon=True, name="guard").start()
 
 
-# --- the log of a process, and its title
+# --- the log of a process
 
 
 logger = logging.getLogger("ashl")
@@ -187,20 +175,3 @@ def logging_to(path: Path, name: str) -> Generator[None]:
         logger.removeHandler(handler)
         logger.propagate = True
         handler.close()
-
-
-def set_title(title: str) -> None:
-    """Set the title of this process in ps, top and kill; its environment in /proc is unchanged."""
-    os.environ["SPT_NOENV"] = "1"  # read at the first call
-    setproctitle.setproctitle(title)
-
-
-@contextmanager
-def titled(title: str) -> Generator[None]:
-    """Set the title of this process until the context ends."""
-    before = setproctitle.getproctitle()
-    set_title(title)
-    try:
-        yield
-    finally:
-        set_title(before)

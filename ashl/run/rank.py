@@ -53,7 +53,6 @@ from ashl.run.process_setup import (
     LOG_LEVEL,
     die_with_parent,
     redirect,
-    set_title,
     start_log,
 )
 from ashl.runtime.collectives import Hierarchy, hierarchy_of
@@ -187,16 +186,14 @@ def make_reporter(settings: RankSettings, store: StoreClient) -> Reporter:
 
 
 def begin_log(settings: RankSettings, plan: Plan, store: StoreClient) -> None:
-    """Set the log and the title of a rank's process, and log its first line."""
+    """Set the log of a rank's process, and log its first line."""
     if settings.run_dir is not None:
         redirect(settings.run_dir / f"rank{settings.rank}.log")
     if settings.run_dir is not None or LOG_LEVEL in os.environ:
         start_log(logging.StreamHandler(), f"rank {settings.rank}")
-    title = title_of(plan, settings.rank)
-    set_title(f"ashl {title}")
     logger.info(
         "starts as %s, incarnation %d, process %d on %s; the job's store is at %s",
-        title,
+        role_name(plan, settings.rank),
         settings.incarnation,
         os.getpid(),
         platform.node(),
@@ -238,16 +235,6 @@ def role_name(plan: Plan, rank: int) -> str:
         "partial_all_reduce",
     )
     return f"the {'coordinator' if coordinated else 'server'} (rank {rank})"
-
-
-def title_of(plan: Plan, rank: int) -> str:
-    """Return the title of a rank's process, for example `worker 1`, `server`, `server 2` or
-    `coordinator`.
-    """
-    if rank < plan.num_workers:
-        return f"worker {rank}"
-    role = role_name(plan, rank).partition(" (")[0].removeprefix("the ")
-    return f"{role} {rank - plan.num_workers}" if plan.num_ranks > plan.num_workers + 1 else role
 
 
 def raise_interrupt(number: int, frame: object) -> NoReturn:

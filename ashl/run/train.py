@@ -36,7 +36,7 @@ from ashl.run import job as jobs
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
 from ashl.run.host_time import host_here_s
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import log_level, logging_to, titled
+from ashl.run.process_setup import log_level, logging_to
 from ashl.run.rescaling import Origin
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
@@ -153,11 +153,6 @@ def conclude(monitor: Monitor, summary: dict[str, Any], failure: Exception | Non
     """
     run_dir, status = monitor.recorder.run_dir, summary["status"]
     warn(monitor.run_state.compression.warning)
-    if monitor.refused:
-        warn(
-            f"{monitor.refused} connections to the job's store did not know its secret and were"
-            " refused"
-        )
     if failure:
         raise failure
     if status == "diverged":
@@ -247,7 +242,6 @@ def run_kernel(
     with (
         jobs.refusing_on_error(lead and lead.store, lead and lead.job),
         logging_to(run_dir / CONTROLLER_LOG, "controller"),
-        titled("ashl controller"),
     ):
         if saved is not None:
             monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))

@@ -81,9 +81,7 @@ def test_untrusted_clients_change_nothing_and_ctrl_c_ends_the_run(train, workpla
 
     code, said = train(act)
     assert code == 130
-    assert re.fullmatch(
-        r"ashl: \d+ connections to the job's store did not know .*\n" + INTERRUPTED, said
-    )
+    assert said == INTERRUPTED
     summary = check_records(workplace / "run", "interrupted")
     assert summary["steps"] > 0
     assert summary["params_sha256"], "the model was handed in, as at any other end"

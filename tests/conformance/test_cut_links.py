@@ -121,10 +121,8 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
 
 
 def is_rank(command: list[str]) -> bool:
-    """Return True if this is the command, or the title, of a rank that an agent has started."""
-    return "ashl.cli" in command or " ".join(command).startswith(
-        ("ashl worker", "ashl server", "ashl controller")
-    )
+    """Return True if this is the command of a rank that an agent has started."""
+    return "ashl.cli" in command
 
 
 def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[str]:
