@@ -40,7 +40,7 @@ def doctor(json: Json = False, debug: Debug = False) -> Answer:
     The exit code is 1 if something is broken.
     """
     rows: list[Row] = []
-    for check in (_versions, _machine, _torch, _vision, _network, _data, _store):
+    for check in (_versions, _torch, _network, _data, _store):
         try:
             rows.extend(check())
         except Exception as error:  # a broken installation is what this command is for
@@ -67,16 +67,14 @@ def _versions() -> Iterator[Row]:
             yield name, version(name)
         except PackageNotFoundError:
             yield name, MISSING
-
-
-def _machine() -> Iterator[Row]:
-    allowed = usable_cores()
-    yield "cores", f"{allowed} of {os.cpu_count()} may be used"
+    yield "cores", f"{usable_cores()} of {os.cpu_count()} may be used"
 
 
 def _torch() -> Iterator[Row]:
     import torch
     from torch import distributed
+
+    from ashl.data.vision import load_torchvision
 
     yield "gloo", "on" if distributed.is_available() and distributed.is_gloo_available() else "off"
     yield "nccl", "on" if distributed.is_available() and distributed.is_nccl_available() else "off"
@@ -89,15 +87,7 @@ def _torch() -> Iterator[Row]:
         "cuda",
         ", ".join(names) or ("no device" if torch.version.cuda else "off, a CPU build of torch"),
     )
-
-
-def _vision() -> Iterator[Row]:
-    from ashl.data.vision import native_operators
-
-    yield (
-        "torchvision operators",
-        "on" if native_operators() else "off (not needed: a CUDA build beside a CPU torch)",
-    )
+    load_torchvision()
 
 
 def _network() -> Iterator[Row]:

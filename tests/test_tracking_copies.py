@@ -1,7 +1,6 @@
 """Copies in trackers: what arrives there, and that a run never suffers from a tracker that fails."""
 
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.tracking import copying
-from ashl.tracking.copying import Copier, RunCopy, finals, params_of, points, tracker_maker
+from ashl.tracking.copying import Copier, finals, params_of, points, tracker_maker
 from ashl.tracking.recorder import Recorder
 from ashl.tracking.tracker import Point, TrackedRun
 from tests.run_folders import empty_database
@@ -93,14 +92,9 @@ def wait_for_running(store: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store with one run of each fate; nobody continues the copy of `orphan`."""
+    """Return a store with one run of each fate."""
     runs = tmp_path_factory.mktemp('the runs\' "own"')
     (runs / "mlflow.db").write_bytes(empty_database())
-    orphan, _ = begin(runs / "orphan", runs, make=lambda: Unsteady([]))
-    orphan.leave()
-    RunCopy(
-        tracker_maker("mlflow", runs)(), TrackedRun(runs / "orphan", "orphan", "ashl")
-    ).advance()
     for name, status in {"good": "finished", "stopped": "interrupted", "bad": "diverged"}.items():
         shown, warning = end(begin(runs / name, runs), status)
         assert warning is None
@@ -118,10 +112,9 @@ def test_the_status_follows_the_summary(store: Path) -> None:
         "stopped": "KILLED",
         "bad": "FAILED",
         "died": "FAILED",
-        "orphan": "FAILED",  # as the next run found it; it had no plan to make a summary of
     }
     assert query(store, "SELECT count(*) FROM experiments WHERE name = 'ashl'") == [(1,)]
-    fates = {"good", "stopped", "bad", "died", "orphan"}
+    fates = {"good", "stopped", "bad", "died"}
     assert {path.name for path in store.iterdir()} - fates == {"mlflow.db", "artifacts"}
 
 
@@ -322,15 +315,3 @@ def test_eight_processes_write_to_one_store(tmp_path: Path) -> None:
     assert statuses(tmp_path / "store") == expected
     ((count,),) = query(tmp_path / "store", "SELECT count(*) FROM metrics WHERE step > 0")
     assert count == 8 * 9
-
-
-@pytest.mark.slow
-def test_the_next_run_ends_a_killed_one(tmp_path: Path) -> None:
-    """After SIGKILL, which no process can handle; SIGTERM is handled by the run itself."""
-    chosen = ["runtime=sim", "cluster=one_slow", "model.hidden=[8]", "stop.epochs=900"]
-    command = [sys.executable, "-m", "ashl", "train", "-q", *chosen]
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        with subprocess.Popen([*command, f"name=n{number:d}"], cwd=tmp_path) as run:
-            wait_for_running(tmp_path / "runs", f"n{number:d}-s0")
-            run.send_signal(number)
-    assert statuses(tmp_path / "runs") == {"n9-s0": "KILLED", "n15-s0": "KILLED"}

@@ -42,11 +42,6 @@ def load_torchvision() -> ModuleType:
         ) from error
 
 
-def native_operators() -> bool:
-    """Return True if torchvision's own compiled operators are available."""
-    return load_torchvision().extension._has_ops()
-
-
 def _declare_operators(complaint: str) -> None:
     """Declare the operators that torchvision describes to torch without having loaded them.
 

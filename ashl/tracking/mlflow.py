@@ -8,15 +8,13 @@ locks of SQLite.
 import hashlib
 import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ashl.tracking import jsonl
-from ashl.tracking.killed import close_killed
-from ashl.tracking.recorder import METRICS, SUMMARY
+from ashl.tracking.recorder import SUMMARY
 from ashl.tracking.tracker import Point, TrackedRun, shell_command
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ class MlflowTracker:
     def open(self, run: TrackedRun) -> str:
         """Begin a run; earlier copies that are incomplete, or of a sweep's run, are deleted.
 
-        A sweep continues its own run. Runs of killed processes are ended.
+        A sweep continues its own run.
         """
         experiment = get_or_create_experiment(self.client, run.experiment, self.store)
         self.tracked = run
@@ -73,12 +71,10 @@ class MlflowTracker:
                 return earlier.info.run_id
             if run.parent or earlier.info.status == "RUNNING":
                 self.client.delete_run(earlier.info.run_id)
-        end_killed(self.client, experiment)
         tags = {
             "mlflow.source.name": "ashl",
             "mlflow.note.content": run.note[:MAX_TEXT],
             "ashl.kind": run.kind,
-            "ashl.host": socket.gethostname(),
             "ashl.run_dir": str(run.folder),
             FOLDER: folder_tag(run.folder),
             **({"mlflow.parentRunId": run.parent} if run.parent else {}),
@@ -211,23 +207,6 @@ def find(
 def folder_tag(folder: Path) -> str:
     """Return a hash of a folder's path, which may hold characters that a query cannot."""
     return hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
-
-
-def end_killed(client: "MlflowClient", experiment: "Experiment") -> None:
-    """End runs of this host that are still RUNNING although no process writes their records."""
-    query = f"attributes.status = 'RUNNING' and tags.`ashl.host` = '{socket.gethostname()}'"
-    for run in client.search_runs(
-        [experiment.experiment_id], f"{query} and tags.`ashl.kind` = 'run'"
-    ):
-        folder = Path(run.data.tags["ashl.run_dir"])
-        try:
-            with jsonl.alone(folder / METRICS):
-                pass
-        except OSError:
-            continue
-        close_killed(folder)
-        summary = jsonl.whole(folder / SUMMARY) or {"status": "failed"}
-        client.set_terminated(run.info.run_id, STATUS.get(summary["status"], "FAILED"))
 
 
 def accepted(name: str) -> str:
