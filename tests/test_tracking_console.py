@@ -173,7 +173,7 @@ def test_the_outcome_fits_80_columns_but_for_what_is_copied():
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_the_table_of_workers_cuts_no_word_and_no_number(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
-    shares = {f"{part}_s": 1.0 for part in screen.SHARES}
+    shares = {f"{part}_s": 1.0 for part in KINDS}
     worker = summary()["workers"][0] | shares | {"steps": 12345, "bytes_up": 2.11e6}
     profile = {
         "name": "profile",
@@ -191,7 +191,7 @@ def test_the_table_of_workers_cuts_no_word_and_no_number(width: int) -> None:
     absent = re.findall(r"no room for (.*);", said)
     assert bool(absent) == (width < 100)
     shown = next(line for line in said.splitlines() if "worker" in line and "steps" in line).split()
-    titles = {"worker", "steps", *screen.SHARES, "profiling", "staleness", "max", "up"}
+    titles = {"worker", "steps", *KINDS, "profiling", "staleness", "max", "up"}
     assert {*shown, *"".join(absent).split(", ")} - {""} == titles
 
 

@@ -24,9 +24,10 @@ from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
 from ashl.report.answer import Answer, Said, SaidTable, answer, interval, standing, unsure
 from ashl.report.compare import write_report
-from ashl.report.leaderboard import KINDS, Leaderboard, Row
+from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Target, describe
 from ashl.report.records import REPORT
+from ashl.runtime.time_accounting import KINDS
 from ashl.study.grid import checked
 from ashl.tracking.console import megabytes, number, percent, plain_table, seconds
 from ashl.tracking.deadline import Deadline

@@ -27,10 +27,11 @@ from matplotlib.patches import Patch, PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from ashl.report.leaderboard import KINDS, Leaderboard, Row
+from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import measurable
 from ashl.report.records import Run
 from ashl.report.sensitivity import Point, Terrain, terrain
+from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import timeline
 from ashl.tracking.console import seconds
 

@@ -27,12 +27,12 @@ from ashl.report.measure import (
 from ashl.report.records import LeftOut, Run, Study
 from ashl.report.settings import Setting, common_to, label, label_named, settings_of, usual_baseline
 from ashl.report.statistics import LEVEL, Effect, Key, Spread, effect, holm, spread
+from ashl.runtime.time_accounting import KINDS
 from ashl.tracking.console import percent
 
 # Keys of the environment, as are `cluster.*`: settings compete within an environment.
 ENVIRONMENT = ("cluster", "dataset", "model")
 LATE = 0.05  # Settings whose runs were slower than declared by more than this share are not ranked.
-KINDS = ("compute", "compress", "push", "pull", "wait", "down")  # of a worker's time
 
 
 @dataclass(frozen=True, eq=False)

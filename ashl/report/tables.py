@@ -13,7 +13,7 @@ from rich.text import Text
 from ashl.report.answer import answer, number_of
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
-from ashl.tracking.console import number, percent
+from ashl.tracking.console import narrow, number, percent
 
 MAX_NAMED = 10  # runs that ended badly and are listed
 MAX_ROWS = 200  # rows of a file
@@ -202,10 +202,8 @@ def fitting(
     for title, cell in columns:
         longest = max(map(len, (*fill(title, TITLE).split("\n"), *map(cell, rows))))
         wide[title] = 2 + (min(longest, NAME) if title in WORDS else longest)
-    absent: list[str] = []
-    for title in (*RARE, *(name for name in wide if name.startswith("measure ")), *USUAL):
-        if sum(wide.values()) > width and wide.pop(title, None):
-            absent.append(title)
+    measured = [name for name in wide if name.startswith("measure ")]
+    absent = narrow(wide, (*RARE, *measured, *USUAL), width)
     return [column for column in columns if column[0] in wide], absent
 
 

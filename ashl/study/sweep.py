@@ -138,7 +138,11 @@ def swept(
     folder: Path, settings: Sequence[Setting], board: Leaderboard | None, command: CommandLine
 ) -> Swept:
     """Return the outcome of a sweep whose runs have ended."""
-    best = winner(board, command) if board else ""
+    best = ""
+    if board and math.isfinite(board.ranked[0].spread.middle):
+        winner = next(s for s in settings if s.hash == board.ranked[0].runs[0].hash)
+        own = [text for text in winner.overrides if key_of(text) not in ("run.dir", "sweep")]
+        best = command.followed_by("train", *own)
     summaries = [read_summary(folder / setting.hash) for setting in settings]
     return Swept(folder, [summary for summary in summaries if summary], board, best)
 
@@ -262,20 +266,6 @@ def conclude(
     tables.show(console, board)
     console.print(f"report  {report}", soft_wrap=True, markup=False)
     return board
-
-
-def winner(board: Leaderboard, command: CommandLine) -> str:
-    """Return the command that repeats the winner; "" if no setting reached the target."""
-    first = board.ranked[0]
-    if not math.isfinite(first.spread.middle):
-        return ""
-    overrides = next(
-        s["overrides"]
-        for s in (board.study.sweep or {})["settings"]
-        if s["hash"] == first.runs[0].hash
-    )
-    own = [text for text in overrides if key_of(text) not in ("run.dir", "sweep")]
-    return command.followed_by("train", *own)
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import stages
 from ashl.tracking.straggler import describe_straggler
 
 FRAME_S = 0.25  # seconds between two drawings of the table; 16 rows take 6 ms
 LINE_S = 2.0  # seconds between two lines in a pipe
 MAX_ROWS = 16
-MAX_WIDTH = 1000  # characters of the widest table
 MAX_FAILED = 4  # failed workers that the outcome lists one by one
 # The outcome reports a machine that was slower than declared by more than this share.
 SLOWER = 0.02
@@ -29,8 +29,6 @@ SLOWER = 0.02
 STYLE = {"finished": "bold green", "interrupted": "bold yellow"}
 # Columns of the outcome that a narrow terminal leaves out, in this order.
 LEAST_IMPORTANT = ("max", "staleness", "compress", "down", "pull", "push")
-# Parts of a worker's time, named as in summary.json.
-SHARES = ("compute", "compress", "push", "pull", "wait", "down")
 
 
 class WorkerFrame(NamedTuple):
@@ -185,6 +183,18 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
     for row in islice(zip(*columns.values(), strict=True), MAX_ROWS):
         table.add_row(*row)
     return table
+
+
+def narrow(wide: dict[str, int], least: Iterable[str], width: int) -> list[str]:
+    """Remove columns, least important first, until the rest fits, and return their titles.
+
+    Args: wide has the characters of each column by title; columns that `least` lacks stay.
+    """
+    absent = []
+    for title in least:
+        if sum(wide.values()) > width and wide.pop(title, None):
+            absent.append(title)
+    return absent
 
 
 def plain_table(
@@ -343,7 +353,7 @@ def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
     columns["steps"] = [number(worker.get("steps")) for worker in workers]
     # Waiting during profiling has a column of its own.
     _, profiled = stages.profiling(summary)
-    for part in SHARES:
+    for part in KINDS:
         spent_s = [worker.get(f"{part}_s") or 0.0 for worker in workers]
         if part == "wait" and profiled:
             spent_s = [max(0.0, own - other) for own, other in zip(spent_s, profiled, strict=True)]
@@ -354,17 +364,12 @@ def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
     columns["staleness"] = [number(worker.get("staleness_mean")) for worker in workers]
     columns["max"] = [number(worker.get("staleness_max")) for worker in workers]
     columns["up"] = [megabytes(worker.get("bytes_up")) for worker in workers]
-    absent: list[str] = []
-    for title in LEAST_IMPORTANT:
-        unbounded = console.options.update(max_width=MAX_WIDTH)
-        if console.measure(table_of(columns), options=unbounded).maximum <= console.width:
-            break
-        if columns.pop(title, None):
-            absent.append(title)
+    wide = {title: 2 + max(map(len, (title, *cells))) for title, cells in columns.items()}
+    absent = narrow(wide, LEAST_IMPORTANT, console.width)
     captions = [f"no room for {', '.join(absent)}; see summary.json"] * bool(absent)
     hidden = len(workers) - MAX_ROWS
     captions += [f"and {hidden} more workers, in summary.json"] * (hidden > 0)
-    table = table_of(columns)
+    table = table_of({title: columns[title] for title in wide})
     table.caption = "\n".join(captions) or None
     return table
 
