@@ -116,7 +116,12 @@ def sweep(
         forecast = study.forecast_of(grid, typed, folder, jobs, line)
         return Answer(forecast, partial(study.show, grid, folder, forecast), str(line))
     with interruptible():
-        pool = hosts_pool(ctx.obj, config_dir) if ctx.obj else partial(make_pool, folder)
+        pool = partial(make_pool, folder)
+        if ctx.obj:
+            from ashl.study.jobs import local_pool, on_hosts
+
+            run = partial(on_hosts, launch=ctx.obj, config_dir=config_dir)
+            pool = partial(local_pool, run=run)
         outcome = study.sweep(
             grid,
             typed,
@@ -199,13 +204,6 @@ def whole_grid(
             progress=counting.update,
             processes=partial(real_job_size, launch=where) if where else alone,
         )
-
-
-def hosts_pool(where: "Launch", config_dir: Path | None) -> "Callable[[int], Pool]":
-    """Return the function that makes the pool for the engine of `ashl launch`."""
-    from ashl.study.jobs import local_pool, on_hosts
-
-    return partial(local_pool, run=partial(on_hosts, launch=where, config_dir=config_dir))
 
 
 @contextmanager

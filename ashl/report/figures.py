@@ -30,7 +30,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import measurable
 from ashl.report.records import Run
-from ashl.report.sensitivity import Point, Terrain, terrain
+from ashl.report.sensitivity import Terrain, terrain
 from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import timeline
 from ashl.tracking.console import seconds
@@ -438,7 +438,7 @@ def first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
 
 def winners_map(ground: Terrain) -> Drawing:
     """Draw the winner on each cluster, over two properties of the cluster."""
-    (xlabel, across), (ylabel, up) = ground.axes.items()
+    measure, ((xlabel, across), (ylabel, up)) = ground.measure, ground.axes.items()
     columns, lines = len(across), len(up)
     wide, high = min(110.0, (WIDTH - 370) / columns), min(62.0, 420 / lines)
     drawing = canvas(max(high * lines + 70, 22 * (len(ground.wins) + 6)))
@@ -457,7 +457,11 @@ def winners_map(ground: Terrain) -> Drawing:
         if point in ground.costs:
             shown = looks[ground.winner(point)]
             words = letters[ground.winner(point)] + "?" * (not ground.sure[point])
-            words += f"\n{lead_text(ground, point)}" if high > 34 and wide > 44 else ""
+            if high > 34 and wide > 44:
+                better = ground.lead(point)
+                much = "{:.2f}×" if measure.ratio else "{:+.1f}"
+                factor = 1 if measure.ratio else 100
+                words += "\nalone" if better is None else "\n" + much.format(factor * better)
         axes.add_patch(Rectangle((x, y), 1, 1, **shown))
         axes.text(x + 0.5, y + 0.5, words, bbox=box, ha="center", va="center", weight="bold")
     axes.set(xlim=(0, columns), ylim=(0, lines), xlabel=xlabel, ylabel=ylabel)
@@ -476,14 +480,6 @@ def winners_map(ground: Terrain) -> Drawing:
     handles += [Patch(alpha=0, label=note) for note in notes]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1.03), handlelength=2)
     return drawing
-
-
-def lead_text(ground: Terrain, point: Point) -> str:
-    """Return how far the second is behind, for a cell of the map."""
-    better = ground.lead(point) if len(ground.costs[point]) > 1 else None
-    if better is None:
-        return "alone"
-    return f"{better:.2f}×" if ground.measure.ratio else f"+{100 * better:.1f}"
 
 
 def winners_lines(ground: Terrain) -> Drawing:

@@ -237,8 +237,12 @@ def rank(
     # win by it.
     found = _rows(axes, settings, set(counted), measure)
     rows = _with_baseline(found, measure, baseline, dropped_last=unasked)
+    if study.dropped:
+        last = f"{study.dropped[-1].name}: {study.dropped[-1].reason}"
+        notes.append(
+            f"Racing dropped {len(study.dropped)} runs on the way, the last of them {last}."
+        )
     notes += [
-        *_race_note(study),
         *_clock_note(counted),
         *_stopped_note(counted, None if target is None else asked),
         *_pace_note(rows),
@@ -347,12 +351,6 @@ def _target_note(study: Study, target: Target, behind: int) -> str:
     other = ("--target", f"{target.accuracy:g}")
     another = command_text("compare", study.folder, *other) if study.folder else " ".join(other)
     return f"These runs had no target: this one is the best that {most}; for another one: {another}"
-
-
-def _race_note(study: Study) -> Iterable[str]:
-    if study.dropped:
-        last = f"{study.dropped[-1].name}: {study.dropped[-1].reason}"
-        yield f"Racing dropped {len(study.dropped)} runs on the way, the last of them {last}."
 
 
 def _clock_note(runs: Sequence[Run]) -> Iterable[str]:

@@ -32,9 +32,11 @@ class Terrain:
         return next(iter(self.costs[point]))
 
     def lead(self, point: Point) -> float | None:
-        """Return how much better the winner is than the second, as `Measure.gain` does."""
-        first, second = (self.measure.order(cost) for cost in [*self.costs[point].values()][:2])
-        return self.measure.gain(first, second)
+        """Return how much better the winner is than the second, as `Measure.gain` does; None if it
+        is alone.
+        """
+        first, *others = (self.measure.order(cost) for cost in self.costs[point].values())
+        return self.measure.gain(first, others[0]) if others else None
 
 
 def terrain(board: Leaderboard) -> Terrain | None:
@@ -97,16 +99,17 @@ def statement(ground: Terrain) -> tuple[str, ...]:
         pairs = zip(ground.axes, ground.base, strict=True)
         where = " and ".join(f"{name} = {value:g}" for name, value in pairs)
         sure = "" if ground.sure[ground.base] else " (not separated)"
-        won = f"{ground.winner(ground.base)} wins{margin_text(ground, ground.base)}{sure}"
+        won = f"{ground.winner(ground.base)} wins{margin_text(ground)}{sure}"
         sentences.append(f"At {where} (written first) {won}.")
     return tuple(sentences)
 
 
-def margin_text(ground: Terrain, point: Point) -> str:
-    """Return the lead of the winner on a cluster, as the end of a clause."""
-    if len(ground.costs[point]) < 2:
+def margin_text(ground: Terrain) -> str:
+    """Return the lead of the winner at the base, as the end of a clause."""
+    _, *others = ground.costs[ground.base]
+    better = ground.lead(ground.base)
+    if not others:
         return ", alone"
-    second, better = [*ground.costs[point]][1], ground.lead(point)
     if better is None:
-        return f", the only one that got there ({second} did not)"
-    return f", {ground.measure.lead(better)} {second}"
+        return f", the only one that got there ({others[0]} did not)"
+    return f", {ground.measure.lead(better)} {others[0]}"

@@ -176,15 +176,6 @@ def fetch_run_folder(launch: Launch, run_dir: Path) -> bool:
     return count > 0
 
 
-def start_process(main: Callable[..., None], *args: Any) -> BaseProcess:
-    context: Any = mp.get_context("forkserver")
-    start_fork_server("ashl.study.jobs")
-    process = context.Process(target=main, args=args)
-    with allow_children():
-        process.start()
-    return process
-
-
 def local_pool(slots: int, run: Callable[[Job], int] = here) -> Pool:
     """Return a pool of processes on this machine, in which `run` brings a job to its end."""
     return Pool(lambda jobs: [LocalProcess(job, run) for job in jobs], slots)
@@ -195,7 +186,11 @@ class LocalProcess:
 
     def __init__(self, job: Job, run: Callable[[Job], int]) -> None:
         self.job, self.stopped = job, False
-        self.process = start_process(play, job, run)
+        context: Any = mp.get_context("forkserver")
+        start_fork_server("ashl.study.jobs")
+        self.process: BaseProcess = context.Process(target=play, args=(job, run))
+        with allow_children():
+            self.process.start()
         self.sentinel = self.process.sentinel
 
     def is_running(self) -> bool:

@@ -9,7 +9,7 @@ interrupted, and no run that has ended.
 import hashlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,26 +142,24 @@ def open_study(folder: Path) -> "Study":
     return study
 
 
+@dataclass
 class Tried:
     """The settings that this search and earlier ones in this folder tried, as in `sweep.json`."""
 
-    def __init__(
-        self,
-        asked: Search,
-        study: "Study",
-        folder: Path,
-        make_setting: Callable[[Sequence[str]], dict[str, Any]],
-        progress: SweepProgress,
-        typed: Sequence[str],
-        command: CommandLine,
-    ) -> None:
-        self.asked, self.study, self.folder = asked, study, folder
-        self.make_setting, self.progress = make_setting, progress
-        self.typed, self.command = typed, command
-        self.settings: dict[str, Setting] = {}
-        self.skipped: dict[str, Skipped] = {}
-        self.open: dict[int, tuple[Setting, ...]] = {}  # trials without a result, by number
-        before = jsonl.whole(folder / sweep.SWEEP) or {}
+    asked: Search
+    study: "Study"
+    folder: Path
+    make_setting: Callable[[Sequence[str]], dict[str, Any]]
+    progress: SweepProgress
+    typed: Sequence[str]
+    command: CommandLine
+    settings: dict[str, Setting] = field(default_factory=dict)
+    skipped: dict[str, Skipped] = field(default_factory=dict)
+    # trials without a result, by number
+    open: dict[int, tuple[Setting, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        before = jsonl.whole(self.folder / sweep.SWEEP) or {}
         for entry in before.get("settings", []):
             known = {key: entry[key] for key in ("hash", "overrides", "axes", "predicted_s")}
             self.settings[entry["hash"]] = Setting(**known, config={})

@@ -89,11 +89,12 @@ class RunCopy:
         return shown
 
 
-def copy_run(tracker: Tracker, run: TrackedRun) -> str:
-    """Copy a run that has ended; return the command or the address that shows it."""
-    copy = RunCopy(tracker, run)
-    copy.advance()
-    return copy.close()
+def copy_missing(tracker: Tracker, run: TrackedRun) -> None:
+    """Copy a run that has ended, unless the tracker has a whole copy of it."""
+    if not tracker.has(run, digest(run.folder)):
+        copy = RunCopy(tracker, run)
+        copy.advance()
+        copy.close()
 
 
 class Copier:
@@ -149,7 +150,8 @@ class Copier:
                 own = own or RunCopy(self._make(), self.run)
                 own.advance()
                 while self._children:
-                    self._copy_child(replace(self._children[0], parent=own.identifier))
+                    run = replace(self._children[0], parent=own.identifier)
+                    copy_missing(self._make(), run)
                     self._children.popleft()
                 if over:
                     self._shown = own.close()
@@ -157,11 +159,6 @@ class Copier:
             except Exception as error:  # trackers and their stores fail in too many ways
                 self._failure = gist(str(error) or type(error).__name__)
             pause_s = min(MAX_PAUSE_S, max(PERIOD_S, (time.monotonic() - began_s) / SHARE))
-
-    def _copy_child(self, run: TrackedRun) -> None:
-        tracker = self._make()
-        if not tracker.has(run, digest(run.folder)):
-            copy_run(tracker, run)
 
 
 def digest(folder: Path) -> str:

@@ -17,7 +17,7 @@ from ashl.config.recorded import CONFIG, read_yaml
 from ashl.config.signals import end_with_parent
 from ashl.errors import AshlError, UsageError
 from ashl.tracking import jsonl
-from ashl.tracking.copying import copy_run, digest, gist, params_of
+from ashl.tracking.copying import copy_missing, gist, params_of
 from ashl.tracking.mlflow import (
     FOLDER,
     TRAINING,
@@ -86,7 +86,11 @@ def link_of(store: Path, address: str, folder: Path | None) -> str:
     """Return the page of a run, of a sweep's experiment, or of the latest experiment."""
     client = client_of(store)
     if folder is not None and (folder / SUMMARY).exists():
-        copy_missing(MlflowTracker(store), folder.absolute())
+        config, summary = read_yaml(folder, CONFIG), jsonl.whole(folder / SUMMARY) or {}
+        experiment = config.get("tracking", {}).get("experiment", "ashl")
+        name = f"{summary.get('name')}-s{summary.get('seed')}"
+        run = TrackedRun(folder.absolute(), name, experiment, params_of(config))
+        copy_missing(MlflowTracker(store), run)
     tags = {} if folder is None else {FOLDER: folder_tag(folder)}
     found = find(client, client.search_experiments(), tags)
     if not found and folder is None:
@@ -100,17 +104,6 @@ def link_of(store: Path, address: str, folder: Path | None) -> str:
     if folder is None or (folder / "sweep.json").exists():
         return experiment_page(address, info.experiment_id)
     return f"{address}/#/experiments/{info.experiment_id}/runs/{info.run_id}?{TRAINING}"
-
-
-def copy_missing(tracker: MlflowTracker, folder: Path) -> None:
-    """Copy a run that has ended, unless MLflow has a whole copy of it in any experiment."""
-    config = read_yaml(folder, CONFIG)
-    summary = jsonl.whole(folder / SUMMARY) or {}
-    experiment = config.get("tracking", {}).get("experiment", "ashl")
-    name = f"{summary.get('name')}-s{summary.get('seed')}"
-    run = TrackedRun(folder, name, experiment, params_of(config))
-    if not tracker.has(run, digest(folder)):
-        copy_run(tracker, run)
 
 
 def check_port(host: str, port: int) -> None:
