@@ -244,24 +244,30 @@ class Seen:
     """A reader of the metrics of a run that may still be writing them."""
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        self.path, self.read = path, 0
+        self.path, self.row = path, dict[str, Any]()  # the latest metrics
+        self._offset = 0
         self.loss = "test/loss" if config["stop"]["target_loss"] is None else "train/loss"
         self.times: list[float] = []
         self.losses: list[float] = []
         self.last: Course | None = None
 
-    def course(self) -> Course | None:
-        """Read the new metrics and return the progress of the run; None if it has not begun."""
-        if (self.last and self.last.ended) or not self.path.exists():
-            return self.last
-        summary = read_summary(self.path)
-        rows, self.read = jsonl.tail(self.path / METRICS, self.read)
+    def read(self) -> None:
+        """Read the new metrics."""
+        rows, self._offset = jsonl.tail(self.path / METRICS, self._offset)
         if rows and self.times and rows[0]["time_s"] <= self.times[-1]:  # it was rewritten
             self.times, self.losses = [], []
         for row in rows:
             loss = row.get(self.loss)
             self.times.append(row["time_s"])
             self.losses.append(math.inf if loss is None else loss)
+            self.row = row
+
+    def course(self) -> Course | None:
+        """Read the new metrics and return the progress of the run; None if it has not begun."""
+        if (self.last and self.last.ended) or not self.path.exists():
+            return self.last
+        summary = read_summary(self.path)
+        self.read()
         ended = summary is not None and by_itself(summary)
         failed = summary is not None and ended and summary["status"] != "finished"
         reached_s = summary.get("time_to_target_s") if summary else None

@@ -42,14 +42,13 @@ from ashl.study.jobs import (
     run_all,
     withdraw_jobs,
 )
-from ashl.study.race import Race
+from ashl.study.race import Race, Seen
 from ashl.tracking import jsonl
 from ashl.tracking.console import plain_table, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
 from ashl.tracking.counting import Counting
 from ashl.tracking.option import TITLES
-from ashl.tracking.recorder import METRICS
-from ashl.tracking.sweep_progress import Reading, SweepProgress
+from ashl.tracking.sweep_progress import SweepProgress, running
 from ashl.tracking.tracker import TrackedRun
 
 SCHEMA = 1
@@ -203,21 +202,24 @@ def run_settings(
     Each is taken when it can begin, and yielded when it has ended. The progress is closed at the
     end.
     """
-    by_folder, readings = dict[Path, Setting](), dict[Path, Reading]()
+    by_folder, seen = dict[Path, Setting](), dict[Path, Seen]()
 
     def jobs() -> Iterator[Job]:
         for setting in settings:
-            path, limits = folder / setting.hash, setting.config["stop"]
+            path = folder / setting.hash
             clear_remains(path)
             by_folder[path] = setting
-            readings[path] = Reading(path / METRICS, limits, setting.predicted_s)
+            seen[path] = race.seen[setting.hash] if race else Seen(path, setting.config)
             config = inside(setting.config, path)
             yield Job(path, config, setting.overrides, resume=bool(list_checkpoints(path)))
 
-    def show(running: list[Job]) -> None:
-        progress.show(
-            [readings[job.folder].running(label(by_folder[job.folder])) for job in running]
-        )
+    def show(jobs: list[Job]) -> None:
+        shown = []
+        for job in jobs:
+            seen[job.folder].read()
+            row, own = seen[job.folder].row, by_folder[job.folder]
+            shown.append(running(label(own), row, own.config["stop"], own.predicted_s))
+        progress.show(shown)
         if race:
             race.judge()
 

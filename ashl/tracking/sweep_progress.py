@@ -5,7 +5,6 @@ run that ended.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -19,7 +18,6 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from ashl.tracking import jsonl
 from ashl.tracking.console import number, percent, seconds
 
 MAX_LINES = 12  # runs in progress that are shown
@@ -34,30 +32,20 @@ class Running(NamedTuple):
     score: str = ""
 
 
-class Reading:
-    """A reader of the metrics of a run that may still be writing them."""
-
-    def __init__(self, metrics: Path, limits: Mapping[str, Any], predicted_s: float | None) -> None:
-        self.metrics = metrics
-        self.limits = limits
-        self.predicted_s = predicted_s
-        self._read = 0
-        self._last: dict[str, Any] = {}
-
-    def running(self, label: str) -> Running:
-        """Read the new metrics and return the progress of the run, named `label`."""
-        rows, self._read = jsonl.tail(self.metrics, self._read)
-        self._last = row = rows[-1] if rows else self._last
-        if not row:
-            return Running(label, 0.0)
-        ends = (self.predicted_s, self.limits.get("seconds"))
-        shares = [row["time_s"] / end_s for end_s in ends if end_s]
-        if self.limits.get("steps") and row.get("step") is not None:
-            shares.append(row["step"] / self.limits["steps"])
-        loss = row.get("test/loss") if row.get("train/loss") is None else row["train/loss"]
-        accuracy = row.get("test/acc")
-        score = f"loss {number(loss)}" if accuracy is None else percent(accuracy)
-        return Running(label, min(1.0, max(shares)) if shares else None, score)
+def running(
+    label: str, row: Mapping[str, Any], limits: Mapping[str, Any], predicted_s: float | None
+) -> Running:
+    """Return the progress of a run by its latest metrics, which are empty before the first."""
+    if not row:
+        return Running(label, 0.0)
+    ends = (predicted_s, limits.get("seconds"))
+    shares = [row["time_s"] / end_s for end_s in ends if end_s]
+    if limits.get("steps") and row.get("step") is not None:
+        shares.append(row["step"] / limits["steps"])
+    loss = row.get("test/loss") if row.get("train/loss") is None else row["train/loss"]
+    accuracy = row.get("test/acc")
+    score = f"loss {number(loss)}" if accuracy is None else percent(accuracy)
+    return Running(label, min(1.0, max(shares)) if shares else None, score)
 
 
 class SweepProgress:

@@ -1,7 +1,6 @@
 """The live view of a sweep at several widths, and the host time that a dry run predicts."""
 
 import io
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from rich.console import Console
 
 from ashl.cli.app import main
 from ashl.tracking.counting import Counting
-from ashl.tracking.sweep_progress import Reading, Running, SweepProgress
+from ashl.tracking.sweep_progress import Running, SweepProgress, running
 
 LABELS = [
     "sync=bsp",
@@ -56,19 +55,13 @@ def test_something_is_shown_before_any_run_has_begun() -> None:
     assert "0 of 12 runs, starting" in console.file.getvalue()
 
 
-def test_how_far_a_run_is_follows_its_nearest_limit(tmp_path: Path) -> None:
-    metrics, limits = tmp_path / "metrics.jsonl", {"seconds": None, "steps": 10}
-    reading = Reading(metrics, limits, predicted_s=8.0)
-    assert reading.running("a") == Running("a", 0.0, "")
-    with metrics.open("w") as file:
-        file.write(json.dumps({"time_s": 2.0, "step": 1, "test/acc": 0.5}) + "\n")
-    assert reading.running("a") == Running("a", 0.25, "50.0 %")
-    with metrics.open("a") as file:
-        file.write(
-            json.dumps({"time_s": 3.0, "step": 6, "test/acc": None, "train/loss": 0.25}) + "\n"
-        )
-    assert reading.running("a") == Running("a", 0.6, "loss 0.25")
-    assert reading.running("a") == Running("a", 0.6, "loss 0.25")
+def test_how_far_a_run_is_follows_its_nearest_limit() -> None:
+    limits = {"seconds": None, "steps": 10}
+    assert running("a", {}, limits, 8.0) == Running("a", 0.0, "")
+    first = {"time_s": 2.0, "step": 1, "test/acc": 0.5}
+    assert running("a", first, limits, 8.0) == Running("a", 0.25, "50.0 %")
+    second = {"time_s": 3.0, "step": 6, "test/acc": None, "train/loss": 0.25}
+    assert running("a", second, limits, 8.0) == Running("a", 0.6, "loss 0.25")
 
 
 def test_a_dry_run_says_host_time(workplace: Path, capsys: pytest.CaptureFixture) -> None:
