@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import pytest
 
 from ashl.tracking import jsonl
+from tests.run_folders import adds_up
 
 # standard error of a run that an interrupt ended
 INTERRUPTED = "ashl: interrupted; the records are in run, without a checkpoint to resume from\n"
@@ -57,9 +57,5 @@ def check_records(run: Path, status: str) -> dict:
     assert summary["status"] == status
     assert any(record["kind"] == "round" for record in jsonl.read(run / "events.jsonl"))
     assert (run / "trace.json.gz").is_file()
-    parts = ["compute_s", "compress_s", "push_s", "pull_s", "wait_s", "down_s"]
-    assert all(
-        sum(w[part] for part in parts) == pytest.approx(summary["time_s"])
-        for w in summary["workers"]
-    )
+    assert adds_up(summary)
     return summary

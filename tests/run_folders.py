@@ -10,11 +10,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import yaml
 
+from ashl.runtime.time_accounting import KINDS
 from ashl.tracking.mlflow import client_of, set_environment
 
-KINDS = ("compute", "compress", "push", "pull", "wait", "down")
+
+def adds_up(summary: Mapping[str, Any]) -> bool:
+    """Return True if the time classes of each worker add up to the time of the run."""
+    return all(
+        sum(worker[f"{kind}_s"] for kind in KINDS) == pytest.approx(summary["time_s"], abs=1e-6)
+        for worker in summary["workers"]
+    )
 
 
 def write_run(

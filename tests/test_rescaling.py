@@ -17,10 +17,10 @@ from ashl.config.recorded import config_of
 from ashl.run import rescaling
 from ashl.run.checkpoints import newest
 from ashl.run.train import identity
-from ashl.runtime.time_accounting import KINDS
 from ashl.topology.halos import RegionState
 from ashl.topology.rescaling import rescale_states
 from tests.every_key import BESIDE
+from tests.run_folders import adds_up
 
 SHORT = ("cluster=homogeneous", "tracking=none", "tracking.events=all", "model.hidden=[8]", "-q")
 HALF = ("runtime=sim", *SHORT, "run.dir=four", "run.checkpoint_s=0.1", "cluster.num_workers=4")
@@ -160,11 +160,7 @@ def test_records_continue_in_a_folder_that_names_the_run(four: Path, workplace: 
         200,
         200,
     ]
-    for worker in found["workers"]:
-        spent = sum(
-            worker[f"{kind}_s"] for kind in ("compute", "compress", "push", "pull", "wait", "down")
-        )
-        assert spent == pytest.approx(found["time_s"], abs=1e-9)
+    assert adds_up(found)
     assert found["bytes_up"] == pytest.approx(200 * summary("four")["bytes_up"] / 120, abs=4)
     rounds = [
         (event["rank"], event["round"])
@@ -257,9 +253,7 @@ def test_the_new_workers_begin_at_the_mean_of_the_models_with_all_counts(
     ended = summary("six")
     assert ended["status"] == "finished"
     assert ended["steps"] == sum(worker["steps"] for worker in ended["workers"]) >= 640
-    for worker in ended["workers"]:
-        spent = sum(worker[f"{kind}_s"] for kind in KINDS)
-        assert spent == pytest.approx(ended["time_s"], abs=1e-9)
+    assert adds_up(ended)
 
 
 def check_model(before: Mapping[int, Any], states: Sequence[Any]) -> None:
@@ -382,6 +376,4 @@ def test_all_new_workers_take_part_and_later_faults_remain(
     assert found["steps"] == sum(worker["steps"] for worker in found["workers"])
     times = [failure["time_s"] for failure in found["failed_workers"]]
     assert times == [1.2] if faults == FAULTS else min(times) > saved_s
-    for worker in found["workers"]:
-        spent = sum(worker[f"{kind}_s"] for kind in KINDS)
-        assert spent == pytest.approx(found["time_s"], abs=1e-9)
+    assert adds_up(found)

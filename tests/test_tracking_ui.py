@@ -17,13 +17,8 @@ from ashl.tracking import copying, ui
 from ashl.tracking.copying import tracker_maker
 from ashl.tracking.mlflow import experiment_page
 from ashl.tracking.tracker import TrackedRun
+from tests.engines import free_port
 from tests.run_folders import empty_database, write_run, write_sweep
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import argparse
 import io
 import json
 import os
-import socket
 import tempfile
 from contextlib import redirect_stdout
 from functools import partial
@@ -20,6 +19,7 @@ from ashl.config.compose import compose
 from ashl.run.train import run
 from tests.benchmarks import torch_ddp
 from tests.benchmarks.table import alternate, ratio, show, thousands
+from tests.engines import free_port
 
 TURNS = 7
 IMAGES = ("dataset=synthetic", "dataset.num_train=640", "dataset.num_test=10")
@@ -61,12 +61,6 @@ def ours(*overrides: str) -> float:
         config = compose([*overrides, f"run.dir={folder}/run"], None)
         run(config, list(overrides), quiet=True)
         return json.loads((Path(folder) / "run/summary.json").read_text())["samples_per_s"]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def compared(device: str, workers: int) -> list[list[str]]:

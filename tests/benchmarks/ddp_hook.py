@@ -9,7 +9,6 @@ Printed: milliseconds a step (median), the ratio to no hook, and sent bytes over
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ashl
 from tests import namespaces
+from tests.engines import free_port
 
 RATES = (1000, 100)  # Mbit/s
 TURNS, STEPS = 3, 6  # steps of each hook in a turn; the first one is a warm-up
@@ -120,11 +120,6 @@ def run_rank() -> None:
         print(json.dumps(found), flush=True)
     dist.barrier()
     os._exit(0)  # gloo may abort while it is destroyed
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def on_loopback(command: list[str]) -> str:

@@ -17,9 +17,9 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from ashl.config.compose import compose
-from tests.benchmarks.ddp import free_port
 from tests.benchmarks.table import alternate, ratio, show
 from tests.benchmarks.torch_ddp import WORKERS
+from tests.engines import free_port
 from tests.namespaces import job, machines, missing
 
 IMAGES = ("dataset=synthetic", "dataset.num_train=2560", "dataset.num_test=10")

@@ -37,9 +37,9 @@ import torch
 
 from ashl.planning.instantiate import assemble
 from ashl.tracking import jsonl
-from tests.benchmarks.ddp import free_port
 from tests.benchmarks.table import show, write_csv
 from tests.disturbed import ranks_of
+from tests.engines import free_port
 from tests.namespaces import HOSTS, address, cut, inside, machines, missing
 from tests.support import planned
 

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from ashl.tracking import jsonl
-from tests.benchmarks.ddp import free_port
 from tests.benchmarks.table import show, write_csv
+from tests.engines import free_port
 
 STEP_S, SLOWER, LOCAL_STEPS, TARGET, LR = 0.025, 4, 100, 0.2, 0.01
 WORKLOAD = (

@@ -20,8 +20,8 @@ import tempfile
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from tests.benchmarks.ddp import free_port
 from tests.benchmarks.table import show, write_csv
+from tests.engines import free_port
 from tests.namespaces import job, machines, missing
 
 STEP_S = 0.01

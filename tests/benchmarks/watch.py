@@ -24,7 +24,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ashl.watch.watch import FOLDER, HOOK
-from tests.benchmarks.ddp_hook import free_port, on_loopback
+from tests.benchmarks.ddp_hook import on_loopback
+from tests.engines import free_port
 
 TURNS, STEPS = 60, 20  # a turn has two blocks, of so many steps each
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.test_checkpoint_processes import LINE, checked
-from tests.conformance.test_torchrun import free_port
+from tests.engines import free_port
 from tests.support import simulated
 
 pytestmark = pytest.mark.slow

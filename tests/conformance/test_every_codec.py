@@ -6,7 +6,8 @@ here, or better.
 import pytest
 
 from tests.cli.test_compression_table import CODECS, allowed
-from tests.conformance.test_kernels import adds_up, real, trained
+from tests.conformance.test_kernels import real, trained
+from tests.run_folders import adds_up
 from tests.support import simulated
 
 PAIR = (

@@ -16,6 +16,7 @@ from ashl.run import train as run
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.throttle import Throttle
 from tests.kernels import Quiet
+from tests.run_folders import adds_up
 from tests.support import simulated
 
 QUICK = (
@@ -37,14 +38,6 @@ def trained(folder, *overrides):
     chosen = ["tracking=none", f"run.dir={folder}", *overrides]
     assert run.run(compose(chosen, None), chosen, quiet=True).code == 0
     return json.loads((folder / "summary.json").read_text())
-
-
-def adds_up(summary):
-    keys = [f"{kind}_s" for kind in ("compute", "compress", "push", "pull", "wait", "down")]
-    return all(
-        sum(w[key] for key in keys) == pytest.approx(summary["time_s"], abs=1e-9)
-        for w in summary["workers"]
-    )
 
 
 GROUPS = "topology=partial_all_reduce cluster=homogeneous cluster.compute=[1,1,1,3]"

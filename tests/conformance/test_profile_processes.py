@@ -14,7 +14,7 @@ REAL = (
 
 
 def test_a_profile_of_processes_plans_messages(workplace, capsys) -> None:
-    assert main(["profile", *REAL.split(), "model=cnn", "run.dir=run"]) == 0
+    assert main(["profile", *REAL.split(), "run.dir=run"]) == 0
     said = capsys.readouterr().out
     assert max(map(len, said.partition("note:")[0].splitlines())) <= 80
     profile, plan = (
@@ -30,9 +30,7 @@ def test_a_profile_of_processes_plans_messages(workplace, capsys) -> None:
     assert sum(plan["stages"][0]["overlap"]["plan"]) == len(profile["group_bytes"])
     assert plan["shares"] == sorted(plan["shares"])
     assert plan["shares"][-1] == 1
-    assert (
-        main(["profile", *REAL.split(), "model=cnn", "profile=run/profile.json", "--dry-run"]) == 2
-    )
+    assert main(["profile", *REAL.split(), "profile=run/profile.json", "--dry-run"]) == 2
     assert "there is nothing to measure; drop profile=" in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.ddp import free_port
+from tests.engines import free_port
 from tests.namespaces import job, machines, missing
 
 RUN = (

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ashl.plan.plan import Plan, Spec
-from tests.conformance.test_kernels import QUICK, adds_up, real
+from tests.conformance.test_kernels import QUICK, real
+from tests.run_folders import adds_up
 from tests.support import Ran, planned, simulated
 
 COMMON = (*QUICK, "cluster=homogeneous", "stop.steps=96")

@@ -6,13 +6,14 @@ import json
 import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.engines import free_port
 
 TWO = [
     "cluster.compute=[1,1]",
@@ -59,11 +60,6 @@ def start(
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def check(jobs: Sequence[subprocess.Popen], folders: Sequence[Path], topology: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ashl.config.catalog import catalog
-from tests.conformance.test_kernels import adds_up, real
+from tests.conformance.test_kernels import real
 from tests.golden.facts import (
     GOLDEN,
     arithmetic,
@@ -19,6 +19,7 @@ from tests.golden.facts import (
     write,
 )
 from tests.golden.runs import RUNS
+from tests.run_folders import adds_up
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 

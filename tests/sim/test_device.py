@@ -21,7 +21,7 @@ QUICK = (  # rows of the golden set by mechanism; `-m slow` tries every row
     "bsp", "outer-nesterov", "topk-both-ways", "uniform-clipped", "adamw-linear-decay", "topk-corrected", "power-sgd",
     "terngrad-shared", "ring-dear", "ring-layerwise", "choco-topk", "ad-psgd", "ripples-random",
 )  # fmt: skip
-BRIEF = "stop.steps=18"  # the stand-in is slow
+BRIEF = "stop.steps=12"  # the stand-in is slow
 # the last bits of their lengths and products are the device's own
 ROUNDED = ("qsgd", "qsgd-feedback", "terngrad", "demo", "rotated-pco")
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.conformance.test_kernels import adds_up, trained
+from tests.conformance.test_kernels import trained
+from tests.run_folders import adds_up
 from tests.sim.test_overlapped_runs import SUMS, UNEQUAL
 from tests.support import planned, simulated
 
