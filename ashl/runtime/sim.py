@@ -521,6 +521,8 @@ class Sim:
         self.stop_ranks(others)
         self._pausing = {}
         self.collective_queues.abort()
+        for task in [task for task in self._tasks if task.ctx.rank in working and not task.main]:
+            self._cancel(task)
         for rank in working:
             self._mail[rank] = Mailbox()
             self.restarts[rank] += 1

@@ -110,6 +110,27 @@ def with_batches(workers: Iterable[WorkerPlan], batches: Iterable[int]) -> tuple
     return tuple(replace(worker, batch=batch) for worker, batch in both)
 
 
+# A round in progress when workers join
+
+
+def members_with_work(stage: StageConfig, members: Members, idle: Collection[int]) -> Members:
+    """Return the members that have work in a round in which the workers in `idle` have none."""
+    if not idle:
+        return members
+    return members_of(stage, [rank for rank in members.ranks if rank not in idle])
+
+
+def without_work(work: Assignments, idle: Collection[int]) -> Assignments:
+    """Return the work of a round in which these workers have none."""
+    if not idle:
+        return work
+    steps, samples = (
+        tuple(0 if rank in idle else count for rank, count in enumerate(counts))
+        for counts in (work.steps, work.samples)
+    )
+    return replace(work, steps=steps, samples=samples)
+
+
 # The last round
 
 

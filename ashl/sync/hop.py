@@ -49,7 +49,7 @@ from ashl.topology.coordinator import (
 )
 from ashl.topology.gossip import RoamingRule, graph_of
 from ashl.topology.graph import Round
-from ashl.topology.local_work import Work, local_work
+from ashl.topology.local_work import Work, kept_work
 
 Sent = dict[int, Any]  # iteration → model, of one neighbour; ascending
 
@@ -62,6 +62,7 @@ class Heard:
 
     models: dict[int, Sent]
     k: int = 0
+    sent_at: int = -1  # the latest iteration whose model was sent
     sent: int = 0  # models sent to each neighbour in this stage
     received: dict[int, int] = field(default_factory=dict)  # models received from each neighbour
     announced: dict[int, int] = field(default_factory=dict)  # models that each one has sent
@@ -144,10 +145,10 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
     heard = known.models
     dropped = 0
     while state.signal == GO:
-        ctx.safe_point(stage.index, state)
-        if state.pending is None:
-            state.pending = await begin_iteration(ctx, stage, state, rule)
-        work: Work = state.pending
+        ctx.safe_point(stage.index, state, before_work=state.keeps_steps)
+        if known.sent_at < known.k:
+            await begin_iteration(ctx, stage, state, rule)
+        work = state.pending = await kept_work(ctx, stage, state)
         k = known.k
         await await_answer(ctx, stage, state)
         while await on_message(ctx, stage, state, before_s=ctx.now):
@@ -172,8 +173,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
 
 async def begin_iteration(
     ctx: RankContext, stage: StageConfig, state: RoamingState, rule: Hop
-) -> Work:
-    """Skip iterations if this worker is far behind, send the model, and compute."""
+) -> None:
+    """Skip iterations if this worker is far behind, and send the model."""
     known: Heard = state.rule_state
     ahead = min((max(sent, default=-1) for sent in known.models.values()), default=known.k)
     if rule.skip_lead is not None and ahead - known.k >= rule.skip_lead:
@@ -181,8 +182,7 @@ async def begin_iteration(
         state.params = mix_by_age(rule, ahead, state.params, ctx.rank, known.models, age)
     for peer in known.models:
         await ctx.send(peer, stage.tag("model"), state.params, (known.k,))
-    known.sent += 1
-    return await local_work(ctx, stage, state)
+    known.sent, known.sent_at = known.sent + 1, known.k
 
 
 async def end_iteration(

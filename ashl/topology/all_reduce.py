@@ -46,7 +46,6 @@ from ashl.plan.plan import WorkerPlan
 from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate, slice_vector
-from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.contract import (
     CODEC,
@@ -68,11 +67,12 @@ from ashl.stage.members import (
     cap_local_steps,
     count_merge,
     is_truncated,
-    members_of,
+    members_with_work,
     remaining_rounds,
     shared_members,
     survivors,
     truncate_round,
+    without_work,
 )
 from ashl.stage.process_group import ProcessGroup
 from ashl.stage.program import apply_assignments
@@ -86,9 +86,6 @@ from ashl.topology.ending import (
     local_stop,
 )
 from ashl.topology.epochs import (
-    COMPUTES,
-    IDLES,
-    KEEPS,
     NO_MODEL,
     Standing,
     compare_members,
@@ -105,8 +102,12 @@ from ashl.topology.local_work import (
     begins_next_piece,
     compute_by_bucket,
     finish_piece,
+    kept_work,
     local_work,
+    mark_round,
+    no_work,
     part_of,
+    suits_round,
     with_part,
 )
 
@@ -249,9 +250,6 @@ class PeerState(WorkerState):
     # model and counts of the last merge within `stop.seconds`, once a merge has ended later
     in_time: InTime | None = None
     signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
-    # at a safe point in or after local work, which is `begun` or `pending`: the state before it
-    before_work: PeerState | None = None
-    idle: tuple[int, ...] = ()  # joining workers that have no work in this round
 
     def begin(self, ctx: RankContext, stage: StageConfig) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
@@ -322,14 +320,11 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     """
     state.begin(ctx, stage)
     planned, exchanged = plan_first_round(ctx, stage, state)
-    team, keeps = None, keeps_work(stage)
+    team = None
     while True:
         state.set_round(planned, ctx.rank)
         if state.coming is None:  # no bucket of the model is in flight
-            computes = keeps and state.pending is None
-            ctx.safe_point(stage.index, state, before_work=computes)
-            if computes and state.begun is None and ctx.restart_point is not None:
-                state.before_work = ctx.restart_point[1]
+            mark_round(ctx, stage, state)
         if stage.delayed is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.pending_rest = state.rest
@@ -385,7 +380,7 @@ def plan_first_round(
     """Return the work of the round with which a worker begins its loop: as planned, and as its
     exchange merges it. A worker in `state.idle` has none.
     """
-    members = members_with_work(stage, state, ctx.members)
+    members = members_with_work(stage, ctx.members, state.idle)
     planned = plan_round(stage, members, state.rule_state, state.progress)
     rest = state.rest if state.pending is None else state.pending_rest
     return planned, without_work(truncate_round(stage, members, planned, rest), state.idle)
@@ -489,11 +484,7 @@ async def exchange(
     if stage.buckets:
         return await exchange_by_bucket(team, stage, state)
     ctx, version, steps = team.ctx, state.version, state.local_steps
-    work = state.pending
-    if work is None:
-        work = await stage.sync.work()(ctx, stage, state)
-        if ctx.in_local_work:
-            ctx.keep_work(stage.index, replace(state, pending=work))
+    work = await kept_work(ctx, stage, state, stage.sync.work())
     team.loss = work.loss / (team.size - len(state.idle))
     x = stage.aggregate.clip(work.payload)
     summing = exchange_update(team, part.stage, part.state, state.progress, version, x)
@@ -779,9 +770,7 @@ async def reform(
     """
     index, state = saved or (0, PeerState(*stages[0].trainer.init()))
     version = state.progress.version if saved else NO_MODEL
-    points = ctx.restart_point, ctx.before_restart_point
-    parts = [part_in_round(stages, point) for point in points]
-    standing = await compare_members(ctx, stages[0], epoch, index, version, True, parts)
+    standing = await compare_members(ctx, stages, epoch, index, version, goes_back=True)
     if index < len(stages) and version > standing.version:
         state = go_back(ctx, state)
         assert state.progress.version == standing.version
@@ -804,67 +793,15 @@ async def reform(
     return index, state
 
 
-def keeps_work(stage: StageConfig) -> bool:
-    """Return True if an epoch between local work and its exchange need not repeat the work.
-
-    It must if the exchange begins before the work ends, and if the work has the data or the weights
-    of other members in it.
-    """
-    in_order = not stage.buckets and stage.delayed is None
-    return in_order and not stage.reshards and not stage.trainer.weighs
-
-
-def admits_idle(stage: StageConfig) -> bool:
-    """Return True if a member with weight 0 changes no sum; protocols of codecs have no weights."""
-    return keeps_work(stage) and not isinstance(stage.pipeline.innermost, Collective)
-
-
-def part_in_round(stages: Sequence[StageConfig], saved: tuple[int, PeerState] | None) -> int:
-    """Return the part of a rank in the round of a safe point, see `compare_members`."""
-    if saved is None or saved[0] >= len(stages) or not admits_idle(stages[saved[0]]):
-        return COMPUTES
-    if saved[1].pending is None:
-        return COMPUTES if saved[1].begun is None else KEEPS
-    return KEEPS if saved[1].pending.steps else IDLES
-
-
-def members_with_work(stage: StageConfig, state: PeerState, members: Members) -> Members:
-    """Return the members that have work in this round as the members of a stage."""
-    if not state.idle:
-        return members
-    return members_of(stage, [rank for rank in members.ranks if rank not in state.idle])
-
-
-def without_work(work: Assignments, idle: Sequence[int]) -> Assignments:
-    """Return the work of a round in which these workers have none."""
-    if not idle:
-        return work
-    steps, samples = (
-        tuple(0 if rank in idle else count for rank, count in enumerate(counts))
-        for counts in (work.steps, work.samples)
-    )
-    return replace(work, steps=steps, samples=samples)
-
-
-def no_work(stage: StageConfig, state: PeerState) -> Work:
-    """Return the work of a joining worker in the round in progress: zeros."""
-    d = stage.pipeline.d
-    zeros = SizeOnly(4 * d) if isinstance(state.params, SizeOnly) else state.params.new_zeros(d)
-    return Work(zeros, 0.0, 0, 0, 0.0, state.version)
-
-
 def suits_members(ctx: RankContext, stage: StageConfig, state: PeerState, epoch: Epoch) -> bool:
     """Return True if the members of this epoch would compute the kept work of this rank as it is.
 
     They would not if they have another H or batch.
     """
     everyone = shared_members(ctx, stage, epoch.workers, epoch.number)
-    members = members_with_work(stage, state, everyone)
+    members = members_with_work(stage, everyone, state.idle)
     planned = plan_round(stage, members, state.rule_state, state.progress)
-    merged = truncate_round(stage, members, planned, state.rest)
-    work, begun = state.pending, state.begun
-    kept = (work.steps, work.samples) if begun is None else begun.planned
-    return kept == (merged.steps[ctx.rank], merged.samples[ctx.rank])
+    return suits_round(state, truncate_round(stage, members, planned, state.rest), ctx.rank)
 
 
 def go_back(ctx: RankContext, state: PeerState) -> PeerState:
@@ -883,7 +820,7 @@ def continue_with(
 ) -> None:
     """Set the state for a stage with the members of this epoch."""
     before = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
-    worked = members_with_work(stage, state, before)
+    worked = members_with_work(stage, before, state.idle)
     planned = plan_round(stage, worked, state.rule_state, state.progress)
     rest = state.rest if stage.delayed is None else state.pending_rest
     steps = truncate_round(stage, worked, planned, rest).steps
@@ -902,7 +839,7 @@ def continue_with(
         state.local_steps = cap_local_steps(members.planned, ctx.rank, state.rest)
     else:
         is_ahead = stage.delayed is not None and state.pending is not None
-        with_work = members_with_work(stage, state, members)
+        with_work = members_with_work(stage, members, state.idle)
         state.plan_round(stage, with_work, ctx.rank, ahead=int(is_ahead))
         if stage.delayed is None:
             state.pending_rest = state.rest

@@ -152,17 +152,17 @@ class RoamingState(ReplicaState):
     may_leave: bool = False  # True once it may leave
     asked: int | None = None  # the worker whose answer is still in flight
 
-    def begin_epoch(self) -> None:
-        """Begin again on the members' graph, without messages in flight.
-
-        Finished work is computed again, because its model was sent to the members of before.
+    @property
+    def keeps_steps(self) -> bool:
+        """Return True if an epoch waits for the step in progress. A single step is computed again,
+        so that fast workers do not wait for a slow one.
         """
+        return self.pending is None and self.local_steps > 1
+
+    def begin_epoch(self) -> None:
+        """Begin again on the members' graph, without messages in flight."""
         self.end_pass()
         self.rule_state = None
-        if self.pending is not None:
-            self.step -= self.pending.steps
-            self.drawn -= self.pending.samples
-            self.pending = None
 
     def enter(self, stage: StageConfig, members: Members, rank: int) -> None:
         """Enter a stage, unless the state is that of a pause within it."""

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ashl.compression.contract import Collective
 from ashl.errors import AshlError
 from ashl.runtime.effects import Epoch, Tag
 from ashl.runtime.plain_state import join_tensors, split_tensors
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.contract import StageConfig
 from ashl.stage.progress import FAILURE, Progress
+from ashl.topology.local_work import keeps_work
 
 NO_MODEL = -1  # version of a joining worker, which has no model yet
 # a rank's part of the round that it continues with: it computes its work, or has computed it, or
@@ -33,22 +35,36 @@ class Standing(NamedTuple):
     idle: tuple[int, ...]
 
 
+def admits_idle(stage: StageConfig) -> bool:
+    """Return True if a member with weight 0 changes no sum; protocols of codecs have no weights."""
+    return keeps_work(stage) and not isinstance(stage.pipeline.innermost, Collective)
+
+
+def part_in_round(stages: Sequence[StageConfig], saved: tuple[int, Any] | None) -> int:
+    """Return the part of a rank in the round of a safe point: COMPUTES, KEEPS or IDLES."""
+    if saved is None or saved[0] >= len(stages) or not admits_idle(stages[saved[0]]):
+        return COMPUTES
+    if saved[1].pending is None:
+        return COMPUTES if saved[1].begun is None else KEEPS
+    return KEEPS if saved[1].pending.steps else IDLES
+
+
 async def compare_members(
     ctx: RankContext,
-    stage: StageConfig,
+    stages: Sequence[StageConfig],
     epoch: Epoch,
     index: int,
     version: int,
     goes_back: bool = False,
-    parts: Sequence[int] = (COMPUTES, COMPUTES),
 ) -> Standing:
     """Compare how far the members are. They exchange numbers, which take no bytes.
 
     Args: index: of this rank's stage; version: of its model, or NO_MODEL; goes_back: True if a
-    member that is one round ahead of others goes back by that round; parts: COMPUTES, KEEPS or
-    IDLES, for this rank's round and for the one before.
+    member that is one round ahead of others goes back by that round.
     Raises: AshlError if no member has a model.
     """
+    points = ctx.restart_point, ctx.before_restart_point
+    parts = [part_in_round(stages, point) for point in points]
     own = torch.tensor((index, version, *parts)).view(torch.uint8)
     gathered = await ctx.all_gather(own, epoch.workers, piggybacked=own.numel())
     numbers = [tuple(part.clone().view(torch.int64).tolist()) for part in gathered]
@@ -56,7 +72,7 @@ async def compare_members(
     newest = max(places, key=lambda place: (place[1] != NO_MODEL, place))
     if newest[1] == NO_MODEL:
         raise AshlError(
-            f"0 of {stage.num_workers} workers remain that have the model: the run ends here"
+            f"0 of {stages[0].num_workers} workers remain that have the model: the run ends here"
         )
     by_rank = dict(zip(epoch.workers, places, strict=True))
     same_stage = [place[1] for place in places if place[0] == newest[0] and place[1] != NO_MODEL]

@@ -21,8 +21,9 @@ Asynchronous modes (`RoamingRule`) have loops of their own, and the coordinator 
 `ashl.topology.coordinator`.
 
 After a failure or a rejoin all members continue at the highest round of any of them. Each has its
-own model, and the graph is that of so many workers. A joining worker receives a model of that
-round. State of a sync mode begins again, because it belongs to the edges of a graph.
+own model and its kept work, and the graph is that of so many workers. A member that was behind
+skips rounds, which do not count for it. A joining worker receives a model of that round, and has no
+work in it. State of a sync mode begins again, because it belongs to the edges of a graph.
 
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
 2017.
@@ -54,7 +55,14 @@ from ashl.stage.contract import (
     StageConfig,
     Topology,
 )
-from ashl.stage.members import is_truncated, shared_members, survivors, truncate_round
+from ashl.stage.members import (
+    is_truncated,
+    members_with_work,
+    shared_members,
+    survivors,
+    truncate_round,
+    without_work,
+)
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
 from ashl.topology.coordinator import (
@@ -74,6 +82,7 @@ from ashl.topology.ending import (
 )
 from ashl.topology.epochs import (
     NO_MODEL,
+    Standing,
     compare_members,
     receive_state,
     send_state,
@@ -87,7 +96,13 @@ from ashl.topology.graph import (
     graph_among,
     rounds_of,
 )
-from ashl.topology.local_work import WorkerState, local_work
+from ashl.topology.local_work import (
+    WorkerState,
+    kept_work,
+    mark_round,
+    no_work,
+    suits_round,
+)
 
 DECISIONS = (*REASONS, "diverged")
 Received = Mapping[int, Message]  # by sender
@@ -360,20 +375,22 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
     state.enter(stage, members, rank, ctx.now)
     while True:
         counted = members.planned
-        if is_truncated(state.rest):
-            truncate = partial(truncate_round, stage, members, counted, state.rest)
-            counted = ctx.compute_once(members.ranks, ("last", stage.index, state.k), truncate)
-        ctx.safe_point(stage.index, state)
+        if state.idle or is_truncated(state.rest):
+            moment = "work", stage.index, state.k, state.idle
+            work_of_round = partial(work_of_all, stage, members, state)
+            counted = ctx.compute_once(members.ranks, moment, work_of_round)
+        mark_round(ctx, stage, state)
         k, params = state.k, state.params
         now = GossipRound(ctx, stage, graph, k)
         if rule.early:
             await send(ctx, stage, state, await rule.outgoing(now, state, None))
-        work = await local_work(ctx, stage, state)
+        work = await kept_work(ctx, stage, state)
         if not rule.early:
             await send(ctx, stage, state, await rule.outgoing(now, state, work.payload))
         received = await receive_models(ctx, stage, graph, state, k - rule.lag)
         rule.merge(now, state, work.payload, received)
-        merge_headers(state, rank, work.loss, received)
+        state.pending, state.before_work, state.idle = None, None, ()
+        merge_headers(state, rank, [work.loss] if work.steps else [], received)
         late = keep_within_budget(ctx, stage, state, params)
         count_round(stage, state, members, counted)
         state.plan_round(stage, members, rank)
@@ -394,13 +411,21 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
                 state.params, tick=progress.version, counts=counts, without=progress.failed
             )
         signal = await end_signal(ctx, stage, graph, state)
-        ctx.record_round(
-            stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss
-        )
-        state.round += 1
+        if work.steps:
+            ctx.record_round(
+                stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss
+            )
+            state.round += 1
         state.k += signal in (GO, PAUSE)
         if signal != GO:
             return signal
+
+
+def work_of_all(stage: StageConfig, members: Members, state: RoundState) -> Assignments:
+    """Return the work of a round, in which the workers in `state.idle` have none."""
+    working = members_with_work(stage, members, state.idle)
+    work = truncate_round(stage, working, working.planned, state.rest)
+    return without_work(work, state.idle)
 
 
 async def end_signal(
@@ -453,14 +478,14 @@ async def receive_models(
     return {rank: await ctx.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
 
-def merge_headers(state: RoundState, rank: int, loss: float, received: Received) -> None:
-    """Merge the header of this rank with its loss and the headers it has received."""
+def merge_headers(state: RoundState, rank: int, own: Sequence[float], received: Received) -> None:
+    """Merge the header of this rank, its loss if it has work, and the headers it has received."""
     headers = [
         GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in received.values()
     ]
     known = [state.header, *headers]
     losses = [
-        value for value in (loss, *(header.loss for header in headers)) if math.isfinite(value)
+        value for value in (*own, *(header.loss for header in headers)) if math.isfinite(value)
     ]
     # a decision of an earlier round was a pause, which is over
     decision, last = max(
@@ -469,7 +494,8 @@ def merge_headers(state: RoundState, rank: int, loss: float, received: Received)
     state.header = GossipHeader(
         loss=sum(losses) / len(losses) if losses else math.nan,
         not_finite=max(
-            0 if math.isfinite(loss) else rank + 1, *(header.not_finite for header in known)
+            0 if all(map(math.isfinite, own)) else rank + 1,
+            *(header.not_finite for header in known),
         ),
         decision=decision,
         last=last,
@@ -479,9 +505,11 @@ def merge_headers(state: RoundState, rank: int, loss: float, received: Received)
 
 def count_round(stage: StageConfig, state: RoundState, members: Members, work: Assignments) -> None:
     """Count one more merge of every worker, with this work."""
-    progress = state.progress
+    progress, loss = state.progress, state.header.loss
     if isinstance(progress, Progress):
-        progress.observe_all(stage.sync.lag, state.header.loss, "the workers' loss", commits=1)
+        # a joining worker without work may have received no loss
+        if state.header.not_finite or math.isfinite(loss):
+            progress.observe_all(stage.sync.lag, loss, "the workers' loss", commits=1)
         progress.commit_all(work.steps, work.total_samples)
         progress.merge()
     else:
@@ -546,6 +574,7 @@ class RoundsDone(NamedTuple):
     k: int  # rounds of that stage
     progress: Progress
     assigned: Any  # as planned after profiling
+    in_time: Any  # counts of the last merge within the budget, once a merge has ended later
 
 
 async def reform_rounds(
@@ -563,10 +592,12 @@ async def reform_rounds(
     """
     index, state = saved
     version = NO_MODEL if is_new else state.progress.version
-    standing = await compare_members(ctx, stages[0], epoch, index, version)
+    standing = await compare_members(ctx, stages, epoch, index, version)
+    counts, decision = await gather_counts(ctx, state, epoch, standing)
     if ctx.rank == standing.donor:
         assert isinstance(state.progress, Progress)
-        known = RoundsDone(index, state.k, state.progress, state.assigned)
+        in_time = state.in_time and state.in_time.progress
+        known = RoundsDone(index, state.k, state.progress, state.assigned, in_time)
         for rank in standing.behind:
             model = state.params if rank in standing.joined else None
             await send_state(ctx, rank, epoch, model, known)
@@ -574,9 +605,13 @@ async def reform_rounds(
         model, known = await receive_state(ctx, stages[0], standing.donor, epoch)
         state.params = model if is_new else state.params
         index, state.progress, state.assigned = known.index, known.progress, known.assigned
+        if known.in_time is not None:
+            state.in_time = state.in_time or InTime(state.params, known.in_time)
         if index < len(stages):
             ranks = survivors(stages[index], state.progress.failed)
             members = shared_members(ctx, stages[index], ranks, epoch.number)
+            if state.entered != index and state.before_work is not None:
+                state.repeat_work()
             state.enter(stages[index], members, ctx.rank, ctx.now)
             state.progress, state.k = known.progress.copy(), known.k
     if index >= len(stages):
@@ -584,19 +619,72 @@ async def reform_rounds(
         return index, state
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
-    stage = stages[index]
+    assert isinstance(state.progress, Progress)
+    correct = partial(with_counts, state.progress, stages[index], counts)
+    state.progress = ctx.compute_once(epoch.workers, ("counts", epoch.number), correct)
+    continue_with(ctx, stages[index], state, epoch, standing)
+    if decision:  # all members know it, so it holds after this round
+        state.header = NO_HEADER._replace(decision=decision, last=state.k)
+    return index, state
+
+
+async def gather_counts(
+    ctx: RankContext, state: RoundState, epoch: Epoch, standing: Standing
+) -> tuple[list[list[int]], int]:
+    """Exchange how far each worker is, and the decision of the lead rank.
+
+    Returns: the rounds and steps of each worker that models contain; the position in DECISIONS.
+    A member that continues counts its own rounds. The slowest member counts the rounds of a failed
+    worker. A pause is decided again.
+    """
+    progress, decision = state.progress, int(state.header.decision)
+    counts = torch.full((progress.num_workers + 1, 2), torch.iinfo(torch.int64).min)
+    counts[-1] = 0 if DECISIONS[decision] == CHECKPOINT else decision
+    if ctx.rank not in standing.joined:
+        assert isinstance(progress, Progress)
+        gone = {*range(progress.num_workers)}.difference(epoch.workers)
+        for rank in gone.union(standing.joined, [ctx.rank]):
+            counts[rank] = -torch.tensor(progress.rounds_and_steps_of(rank))
+    total = await ctx.all_reduce(counts, epoch.workers, "max", piggybacked=counts.numel())
+    return (-total[:-1]).tolist(), int(total[-1, 0])
+
+
+def with_counts(progress: Progress, stage: StageConfig, counts: list[list[int]]) -> Progress:
+    """Return the progress with these rounds and steps of each worker."""
+    progress = progress.copy()
+    for rank, (rounds, steps) in enumerate(counts):
+        counted_rounds, counted = progress.rounds_and_steps_of(rank)
+        samples = (counted - steps) * stage.worker(rank).batch
+        progress.take_back(rank, counted_rounds - rounds, counted - steps, samples)
+    return progress
+
+
+def continue_with(
+    ctx: RankContext, stage: StageConfig, state: RoundState, epoch: Epoch, standing: Standing
+) -> None:
+    """Set the state for a stage with the members of this epoch."""
+    is_new = ctx.rank in standing.joined
     before = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
+    count_as(state, state.progress)
+    state.plan_round(stage, before, ctx.rank)
     steps = truncate_round(stage, before, before.planned, state.rest).steps
     assert isinstance(state.progress, Progress)
     state.progress = with_members(state.progress, epoch, standing.joined, steps)
     members = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
-    count_as(state, state.progress)
     if is_new:
         state.round, state.step = state.progress.rounds_and_steps_of(ctx.rank)
         state.drawn = state.step * state.batch
     state.begin_epoch(stage, ctx.rank)
-    state.plan_round(stage, members, ctx.rank)
+    state.idle = standing.idle
+    state.plan_round(stage, members_with_work(stage, members, state.idle), ctx.rank)
+    if ctx.rank in state.idle:
+        state.pending = no_work(stage, state)
+    elif state.pending is not None and not state.pending.steps:
+        state.pending = None
+    elif state.before_work is not None and not suits_round(
+        state, work_of_all(stage, members, state), ctx.rank
+    ):
+        state.repeat_work()
     is_new_lead = is_new or members.lead_rank != before.lead_rank
     if ctx.rank == members.lead_rank and is_new_lead:
         state.evaluated = state.progress.mark_at(ctx.now)
-    return index, state

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +24,7 @@ from ashl.compression.wrappers import Layerwise
 from ashl.device import numbers, to_host
 from ashl.learn.pieces import Pieces
 from ashl.overlap.contract import overlapped_steps
-from ashl.plan.assignments import Members
+from ashl.plan.assignments import Assignments, Members
 from ashl.runtime.effects import Encoding
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import CompressionReport, NotFinite
@@ -68,7 +68,11 @@ class WorkerState:
     rule_state: Any = None  # state of the sync mode, if it has one at workers
     start: Any = None  # start of the next local steps, if it is not `params`
     begun: Begun | None = None  # local steps so far, at a safe point between them
-    pending: Any = None  # finished work to exchange next, with delayed exchanges
+    # finished work to exchange next: with delayed exchanges, or at a safe point after it
+    pending: Any = None
+    # at a safe point in or after local work, which is `begun` or `pending`: the state before it
+    before_work: Any = None
+    idle: tuple[int, ...] = ()  # joining workers that have no work in this round
     pending_rest: Remaining = None  # `rest` when that work was begun
     fragment_codec_states: tuple[CodecState, ...] = ()  # the codec's state of each fragment
     outer_state: Any = None  # moments of the outer optimizer, if this worker takes its steps
@@ -91,7 +95,7 @@ class WorkerState:
         self.plan_round(stage, members, rank)
         self.interval_s = stage.sync.interval_s
         self.anchor = self.squares = self.rule_state = self.start = self.pending = None
-        self.begun = None
+        self.begun = self.before_work = None
         self.last = False
         if stage.resets_outer:
             self.own_moments = None
@@ -108,6 +112,12 @@ class WorkerState:
         before.codec_state = self.codec_state.copy()
         before.fragment_codec_states = tuple(one.copy() for one in self.fragment_codec_states)
         return before
+
+    def repeat_work(self) -> None:
+        """Return to the state before the kept work, which is computed again."""
+        before = self.before_work
+        self.step, self.drawn, self.moments = before.step, before.drawn, before.moments
+        self.begun = self.pending = self.before_work = None
 
     def plan_round(self, stage: StageConfig, members: Members, rank: int, ahead: int = 0) -> None:
         """Set H of the next round, or of the one `ahead` rounds later; the last is truncated."""
@@ -193,6 +203,56 @@ async def local_work(
         share = share_of(ctx, trainer, range(state.step - steps, state.step))
         payload, total = payload * share, total * share
     return Work(payload, total / steps, steps, steps * state.batch, spent_s / steps, version)
+
+
+def keeps_work(stage: StageConfig) -> bool:
+    """Return True if an epoch between local work and its exchange need not repeat the work.
+
+    It must if the exchange begins before the work ends, and if the work has the data or the weights
+    of other members in it.
+    """
+    in_order = not stage.buckets and stage.delayed is None
+    return in_order and not stage.reshards and not stage.trainer.weighs
+
+
+def mark_round(ctx: RankContext, stage: StageConfig, state: WorkerState) -> None:
+    """Mark the top of a round as a safe point. It moves with each step that is kept."""
+    if not ctx.tolerates_failures:
+        return
+    computes = state.pending is None and keeps_work(stage)
+    ctx.safe_point(stage.index, state, before_work=computes)
+    if computes and state.begun is None:
+        assert ctx.restart_point is not None
+        state.before_work = ctx.restart_point[1]
+
+
+async def kept_work(
+    ctx: RankContext, stage: StageConfig, state: WorkerState, compute: Any = local_work
+) -> Work:
+    """Return the work of this round: finished before this epoch, or computed now.
+
+    Where the loop has said at its safe point that work follows, the safe point moves behind it.
+    """
+    if state.pending is not None:
+        return state.pending
+    work = await compute(ctx, stage, state)
+    if ctx.in_local_work:
+        ctx.keep_work(stage.index, replace(state, pending=work))
+    return work
+
+
+def suits_round(state: WorkerState, round_of_all: Assignments, rank: int) -> bool:
+    """Return True if the kept work of a rank is its part of a round with this work."""
+    work, begun = state.pending, state.begun
+    kept = (work.steps, work.samples) if begun is None else begun.planned
+    return kept == (round_of_all.steps[rank], round_of_all.samples[rank])
+
+
+def no_work(stage: StageConfig, state: WorkerState) -> Work:
+    """Return the work of a joining worker in the round in progress: zeros."""
+    d = stage.pipeline.d
+    zeros = SizeOnly(4 * d) if isinstance(state.params, SizeOnly) else state.params.new_zeros(d)
+    return Work(zeros, 0.0, 0, 0, 0.0, state.version)
 
 
 def unmerged_steps(state: WorkerState) -> int:

@@ -30,7 +30,7 @@ from ashl.topology.coordinator import (
 )
 from ashl.topology.gossip import RoamingRule, graph_of
 from ashl.topology.graph import MemberGraph
-from ashl.topology.local_work import local_work
+from ashl.topology.local_work import kept_work
 
 
 class PairRule(RoamingRule, contract=True):
@@ -63,11 +63,12 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState) -> i
     answering = ctx.spawn(answer(ctx, stage, state))
     peers, dropped = rule.peers(graph_of(stage, ctx.members.ranks), ctx.rank), 0
     while state.signal == GO:
-        ctx.safe_point(stage.index, state)
+        ctx.safe_point(stage.index, state, before_work=state.keeps_steps)
         version, sent = state.version, state.params
         if rule.overlap:
             await ask(ctx, stage, state, peers)
-        work = await local_work(ctx, stage, state)
+        work = await kept_work(ctx, stage, state)
+        state.pending = None
         await await_answer(ctx, stage, state)
         staleness = state.version - version
         if not rule.overlap and state.signal != STOP:

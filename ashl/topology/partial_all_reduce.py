@@ -20,7 +20,7 @@ Limit: one group of all workers is local SGD by all-reduce, bit for bit. Source:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -49,7 +49,7 @@ from ashl.topology.ending import (
     record_end,
 )
 from ashl.topology.group_generator import Group, GroupRule, Groups
-from ashl.topology.local_work import Work, local_work
+from ashl.topology.local_work import Work, kept_work
 from ashl.topology.members import as_members, as_numbers
 
 Done = tuple[int, int]  # (steps, samples)
@@ -191,11 +191,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: Replica) -> int:
     signal = GO
     while signal == GO:
         ctx.safe_point(stage.index, state, before_work=state.pending is None)
-        work = state.pending
-        if work is None:
-            work = await local_work(ctx, stage, state)
-            if ctx.in_local_work:
-                ctx.keep_work(stage.index, replace(state, pending=work))
+        work = await kept_work(ctx, stage, state)
         reply, members = await meet(ctx, stage, state, work)
         signal = int(reply.signal)
         state.pending, state.has_asked = (work, True) if signal == PAUSE else (None, False)

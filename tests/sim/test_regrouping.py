@@ -17,9 +17,8 @@ from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.compression_pipeline import CompressionPipeline
 from ashl.stage.contract import StageConfig
 from ashl.stage.members import members_of
-from ashl.topology import all_reduce
-from ashl.topology.coordinator import RoamingState
-from ashl.topology.local_work import Work, WorkerState, context_of, unmerged_steps
+from ashl.topology import epochs, local_work
+from ashl.topology.local_work import WorkerState, context_of
 from tests.sim.test_churn import DETECT_S, RUN, back, lost, with_events
 from tests.support import Ran, planned, run
 
@@ -321,13 +320,42 @@ def test_a_worker_joins_between_steps_that_travel_in_buckets(overlap: tuple[str,
     assert any(r["rank"] == 2 and r["start_ns"] > 5e8 for r in ran.of("Round"))
 
 
-def test_an_asynchronous_gossip_worker_computes_work_of_a_pause_again() -> None:
-    """The members of the epoch have not received the model of that work, as `sync=hop` sends it."""
-    work = Work(torch.ones(2), 0.5, 3, 48, 0.1, 0)
-    state = RoamingState(torch.zeros(2), (), step=5, drawn=80, pending=work)
-    assert unmerged_steps(state) == 3
-    state.begin_epoch()
-    assert (state.step, state.drawn, state.pending) == (2, 32, None)
+GOSSIP = (
+    ("sync=d_psgd",),
+    ("sync=d_psgd", "sync.order=atc", "sync.local_steps=3"),
+    ("sync=noloco", "sync.local_steps=3"),
+    ("sync=choco", "sync.local_steps=3", "compression=topk"),
+    ("sync=gossip_pga", "sync.local_steps=3"),
+    ("sync=relay_sum", "sync.local_steps=3"),
+    ("sync=sgp", "sync.local_steps=3", "sync.overlap=1"),
+)
+ROAMING = tuple((f"sync={name}", "sync.local_steps=3") for name in ("ad_psgd", "swarm", "hop"))
+
+
+@pytest.mark.parametrize("mode", [*GOSSIP, *ROAMING], ids=" ".join)
+def test_survivors_in_gossip_repeat_no_step(mode: tuple[str, ...]) -> None:
+    """Worker 2 fails and rejoins twice, at any moments. In rounds a survivor waits for no joining
+    worker. Asynchronous workers record the work that the end of the run drops as a whole.
+    """
+    plan = planned(*RUN, "topology=gossip", *mode, "runtime.gradients=false", "stop.steps=150")
+    longest_ns = max(r["end_ns"] - r["start_ns"] for r in run(plan).of("Round"))
+    for moment in range(10):
+        at_s = 0.2 + 0.0231 * moment
+        ran = run(with_events(plan, *(e for s in (at_s, at_s + 0.3) for e in twice(2, s))))
+        for rank in (0, 1):
+            rounds = [r for r in ran.of("Round") if r["rank"] == rank]
+            step_ns = (20_000_000, 40_000_000)[rank]
+            missing_ns = step_ns * sum(r["steps"] for r in rounds) - ran.ledgers[rank]["compute"]
+            assert 0 <= missing_ns <= (mode in ROAMING) * 3 * step_ns
+            if mode in GOSSIP:
+                assert ran.end["steps_by"][rank] == sum(r["steps"] for r in rounds)
+                took_ns = max(r["end_ns"] - r["start_ns"] for r in rounds[:-1])
+                assert took_ns <= longest_ns + 2 * DETECT_S * 1e9
+
+
+def twice(worker: int, time_s: float) -> tuple[dict, dict]:
+    """Return the events of a worker that fails and rejoins 0.1 s later."""
+    return lost(worker, time_s), back(worker, time_s + 0.1)
 
 
 def computed_by(ran: Ran) -> list[tuple[dict[str, int], int]]:
@@ -342,8 +370,10 @@ def computed_by(ran: Ran) -> list[tuple[dict[str, int], int]]:
         (*H3, "runtime.on_worker_failure=reshard"),
         ("sync=bsp", "runtime.on_worker_failure=keep_batch", "stop.steps=30"),
         (*H3[:2], "stop.steps=32"),
+        ("topology=gossip", "sync=d_psgd", "sync.local_steps=3", "stop.steps=60"),
+        ("topology=gossip", "sync=d_psgd", "sync.local_steps=3", "stop.steps=32"),
     ],
-    ids=["kept", "other data", "other batch", "truncated"],
+    ids=["kept", "other data", "other batch", "truncated", "gossip", "gossip, truncated"],
 )
 def test_kept_work_gives_the_model_of_repeated_work(
     mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -351,18 +381,20 @@ def test_kept_work_gives_the_model_of_repeated_work(
     """Worker 2 fails while the others wait. The survivors repeat their work if their data, batch or
     H changes.
     """
-    plan = planned(*RING, *mode)
+    own = RUN if "topology=gossip" in mode else RING
+    plan = planned(*own, *mode, "optimizer.momentum=0.9")
     rounds = [r for r in run(plan).of("Round") if r["rank"] == 2]
     last = rounds[-1 if "stop.steps=32" in mode else 2]
     begin_s, end_s = last["start_ns"] / 1e9, last["end_ns"] / 1e9
     plan = with_events(plan, lost(2, begin_s + 0.8 * (end_s - begin_s)))
     kept = run(plan)
-    monkeypatch.setattr(all_reduce, "keeps_work", lambda stage: False)
+    for module in (local_work, epochs):
+        monkeypatch.setattr(module, "keeps_work", lambda stage: False)
     repeated = run(plan)
     assert kept.end["steps_by"] == repeated.end["steps_by"]
     assert torch.equal(kept.snapshots[-1][1], repeated.snapshots[-1][1])
     is_kept = kept.ledgers[0]["compute"] < repeated.ledgers[0]["compute"]
-    assert is_kept == ("outer=nesterov" in mode)
+    assert is_kept == ("outer=nesterov" in mode or "stop.steps=60" in mode[-1:])
 
 
 OVERLAPS = (
