@@ -14,18 +14,23 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib.machinery import PathFinder
-from itertools import chain, takewhile
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from ashl.errors import UsageError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 MERGE = "tag:yaml.org,2002:merge"  # YAML's tag of `<<`
+RECURSIVE = "found unconstructable recursive node"  # PyYAML's message
 CONFIG_DIR = "ASHL_CONFIG_DIR"  # environment variable for --config-dir
+# words that Hydra or YAML read as a number, a truth value or null
+NOT_TEXT = ("true", "false", "yes", "no", "on", "off", "y", "n", "null", "nan", "inf")
 A_FEW = 12  # maximum number of names in a message
 # in an installation, or in a checkout
 CONF = next(f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir())
@@ -53,17 +58,32 @@ def own_folder(config_dir: str | PathLike[str] | None) -> Path | None:
 def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
     """Return every group with its options, sorted by name, including those of `config_dir`.
 
-    Raises: UsageError if `config_dir` is not a folder.
+    Raises: UsageError if `config_dir` is not a folder, or has a file with a name that is taken or
+    cannot be typed.
     """
     if config_dir is not None and not config_dir.is_dir():
         raise UsageError(f"--config-dir {config_dir}: there is no such folder.")
     found: dict[str, dict[str, Path]] = {}
     for group in defaults():
-        # CONF last, so that a user's file never hides a shipped one
-        roots = [root for root in (config_dir, CONF) if root]
-        options = {file.stem: file for root in roots for file in (root / group).glob("[!_]*.yaml")}
+        options = {file.stem: file for file in (CONF / group).glob("[!_]*.yaml")}
+        for file in (config_dir / group).glob("[!_]*.yaml") if config_dir else ():
+            if not file.samefile(options.setdefault(file.stem, file)):
+                raise UsageError(
+                    f"{file} has the name of an option of ashl's own; rename it, as in"
+                    f" my_{file.name}"
+                )
+            if not is_option_name(file.stem):
+                raise UsageError(
+                    f"{file}: the name of an option has letters, digits, _ and - only, begins with"
+                    " a letter, and is no number or truth value; rename it, as in my_option.yaml"
+                )
         found[group] = dict(sorted(options.items()))
     return found
+
+
+def is_option_name(name: str) -> bool:
+    """Return True if Hydra and YAML read a name as text, without quotes."""
+    return bool(re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name)) and name.lower() not in NOT_TEXT
 
 
 @cache
@@ -103,8 +123,9 @@ def parameters(file: Path) -> list[Parameter]:
     A file that starts from another option of its group (`defaults: [mixed]`) also has that option's
     parameters.
     """
-    text = checked(file)
-    root = _parsed(yaml.compose, text, file)
+    load(file)  # checks it
+    text = read(file)
+    root = yaml.compose(text)
     own = list(_leaves(root, "", text.splitlines())) if isinstance(root, yaml.MappingNode) else []
     inherited: dict[str, Parameter] = {}
     for parent in parents(file):
@@ -212,102 +233,52 @@ def head(file: Path) -> str:
     )
 
 
+class CheckedLoader(yaml.SafeLoader):
+    """A loader that refuses a key that a mapping has twice, and an anchor that contains itself."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        self.deep_construct = True  # a recursive node is an error then
+        return super().construct_document(node)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge the mappings that `<<` names; a key of the mapping's own replaces a merged one.
+
+        Versions of PyYAML differ in which of two merged values they use.
+        Raises: ConstructorError for a key that is written twice, or that two merged mappings have.
+        """
+        written = [pair for pair in node.value if pair[0].tag != MERGE]
+        merged = []
+        for key, value in node.value:
+            if key.tag != MERGE:
+                continue
+            for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(part, yaml.MappingNode):
+                    raise ConstructorError(
+                        problem="`<<` merges mappings only", problem_mark=key.start_mark
+                    )
+                self.flatten_mapping(part)
+                merged += part.value
+        for pairs in (written, merged):
+            names = [str(key.value) for key, _ in pairs]
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise ConstructorError(
+                    problem=f"{repeated[0]} is twice in one mapping, directly or through `<<`;"
+                    " write it once",
+                    problem_mark=node.start_mark,
+                )
+        node.value = list(
+            {str(key.value): (key, value) for key, value in merged + written}.values()
+        )
+
+
 def load(file: Path) -> dict:
     """Return the content of a YAML file as a dict.
 
     Raises: UsageError, naming the line, for invalid YAML, an anchor that contains itself, and a key
     that a mapping has twice.
     """
-    text = checked(file)
-    if repeated := _parsed(repeated_key, text, file):
-        line, key = repeated
-        raise UsageError(
-            f"{file}, line {line}: {key} is twice in one mapping, directly or through `<<`, and"
-            " YAML parsers differ in which value they use; write it once"
-        )
-    content = _parsed(yaml.safe_load, text, file)
+    content = _parsed(lambda text: yaml.load(text, CheckedLoader), read(file), file)
     return content if isinstance(content, dict) else {}
-
-
-def checked(file: Path) -> str:
-    """Return the text of a YAML file. Raises: UsageError for an anchor that contains itself."""
-    text = read(file)
-    if line := _parsed(endless_line, text, file):
-        raise UsageError(
-            f"{file}, line {line}: this anchor contains itself; write its content in full"
-        )
-    return text
-
-
-def endless_line(text: str) -> int | None:
-    """Return the line of the first anchor that contains an alias of itself, or None."""
-    done: set[int] = set()
-
-    def look(node: yaml.Node | None, around: frozenset[int]) -> int | None:
-        if not isinstance(node, yaml.CollectionNode) or id(node) in done:
-            return None
-        if id(node) in around:
-            return node.start_mark.line + 1 if node.start_mark else 1
-        parts = (
-            node.value if isinstance(node, yaml.SequenceNode) else chain.from_iterable(node.value)
-        )
-        line = next(filter(None, (look(part, around | {id(node)}) for part in parts)), None)
-        done.add(id(node))
-        return line
-
-    return look(yaml.compose(text, yaml.SafeLoader), frozenset())
-
-
-def repeated_key(text: str) -> tuple[int, str] | None:
-    """Return the line and the name of the first key that a mapping has twice, or None.
-
-    It is written twice, or is in two of the mappings that `<<` merges. A key of the mapping's own
-    that replaces a merged key is allowed, because all parsers agree on it.
-    """
-
-    looked_at: set[int] = set()  # an alias is the node of its anchor again
-
-    def look(node: yaml.Node | None) -> tuple[int, str] | None:
-        if id(node) in looked_at:
-            return None
-        looked_at.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            return next(filter(None, map(look, node.value)), None)
-        if not isinstance(node, yaml.MappingNode):
-            return None
-        own: set[str] = set()
-        merged: set[str] = set()
-        for key, value in node.value:
-            is_merge = key.tag == MERGE
-            names = (
-                [name for part in _parts(value) for name in sorted(_names(part))]
-                if is_merge
-                else [str(key.value)]
-            )
-            seen = merged if is_merge else own
-            for name in names:
-                if name in seen:
-                    return key.start_mark.line + 1, name
-                seen.add(name)
-            if found := look(value):
-                return found
-        return None
-
-    return look(yaml.compose(text, yaml.SafeLoader))
-
-
-def _parts(merged: yaml.Node) -> list[yaml.MappingNode]:
-    """Return the mappings that one `<<` names."""
-    nodes = merged.value if isinstance(merged, yaml.SequenceNode) else [merged]
-    return [node for node in nodes if isinstance(node, yaml.MappingNode)]
-
-
-def _names(node: yaml.MappingNode) -> set[str]:
-    """Return the keys of a mapping, including merged ones."""
-    found: set[str] = set()
-    for key, value in node.value:
-        found |= set().union(*map(_names, _parts(value))) if key.tag == MERGE else {str(key.value)}
-    return found
 
 
 def read(file: Path) -> str:
@@ -353,7 +324,8 @@ def _parsed(parse, text: str, file: Path):
         return parse(text)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}" if error.problem_mark else "some line"
-        raise UsageError(f"{file}, {line}, is not valid YAML: {error.problem}.") from error
+        problem = str(error.problem).replace(RECURSIVE, "this anchor contains itself")
+        raise UsageError(f"{file}, {line}, is not valid YAML: {problem}.") from error
     except RecursionError as error:
         raise UsageError(f"{file} nests its values too deep; write them flatter.") from error
 

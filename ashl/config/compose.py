@@ -5,7 +5,6 @@ latter lacks does not exist, whether it was mistyped on the command line, forced
 written in a preset.
 """
 
-import re
 import shlex
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ashl.config.catalog import (
@@ -92,7 +91,6 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     with _one_sentence(known, config_dir or CONF):
         chosen, choices = composed(groups)
         config = _with(chosen, values)
-        _refuse_hidden(choices, config_dir)
         presets = [group for group in PRESETS if group in choices]
         source = "".join(f"{group}={choices[group]}: " for group in presets)
         if presets:
@@ -224,6 +222,11 @@ def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
         ) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(sentence(error)) from error
+    except ValueError as error:  # YAML reads a name in a `defaults` list as a number or a boolean
+        raise UsageError(
+            f"A `defaults` list of a file in {folder} names an option that is not text:"
+            f" {sentence(error)}"
+        ) from error
 
 
 @lru_cache(maxsize=256)
@@ -259,48 +262,20 @@ def _with(config: DictConfig, values: Sequence[Override]) -> DictConfig:
             )
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UsageError(
-                f"{change.input_line} cannot be set: {_in_the_way(config, change.key_or_group)}"
+                f"{change.input_line} cannot be set: a list or a single value is there, not keys;"
+                " write it whole, as in 'cluster.compute=[1,2]'"
             ) from error
     return changed
-
-
-def _in_the_way(config: DictConfig, key: str) -> str:
-    """Return what is at the place of a key, or of the keys of its value, and the fix."""
-    name = key.rpartition(".")[2]
-    while not isinstance(node := _standing(config, key), ListConfig):
-        if "." not in key:
-            return f"{key} is {node!r}, and no group of keys."
-        key = key.rpartition(".")[0]
-    group = key.rpartition(".")[0]
-    if group and name in _standing(config, group):
-        return f"{key} is a list of {len(node)}; did you mean {group}.{name}?"
-    return f"{key} is a list of {len(node)}; write it whole, as in '{key}=[1,2]'."
-
-
-def _standing(config: DictConfig, key: str) -> Any:
-    with suppress(OmegaConfBaseException, ValueError, TypeError):
-        return OmegaConf.select(config, key)
 
 
 def _compose(options: Sequence[str], config_dir: Path | None) -> tuple[DictConfig, dict[str, str]]:
     """Return one composition by Hydra, and the final option of each group."""
     path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'") if config_dir else ""
     search = [f"hydra.searchpath=['file://{path}']"] if config_dir else []
-    choosing = [
-        f"{group}={in_quotes(option)}"
-        for group, _, option in (text.partition("=") for text in options)
-    ]
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF), **VERSION_BASE):
-            config = hydra.compose("config", [*choosing, *search], return_hydra_config=True)
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:  # YAML reads a name in a `defaults` list as a number or a boolean
-        raise UsageError(
-            f"{' '.join(choosing) or config_dir}: a `defaults` list names an option that YAML does"
-            f" not read as text; quote it, as in {{override /sync: '1'}} ({sentence(error)})"
-        ) from error
+            config = hydra.compose("config", [*options, *search], return_hydra_config=True)
     finally:
         GlobalHydra.instance().clear()
     choices = {
@@ -387,10 +362,6 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
             )
     if not values:
         raise UsageError(f"{text} matches nothing; `ashl list {key}` shows what there is.")
-    if key in known:
-        values = [
-            re.sub(r"\\(.)", r"\1", re.sub("^'(.*)'$", r"\1", str(value))) for value in values
-        ]
     singles = [f"{key}={value}" for value in values]
     for single in singles:
         _change(single, known, config_dir)
@@ -447,10 +418,14 @@ def parsed(text: str, known: Catalog) -> Override:
         fix = f"; did you mean {group}={text}?" if group else ", as in sync=bsp or seed=1."
         raise UsageError(f"{text!r} is not of the form KEY=VALUE{fix}")
     try:
-        options = known.get(key_of(text))
-        return _parsed(quoted(text) if options is None else with_names(text, options))
+        return _parsed(quoted(text))
     except HydraException as error:
-        raise UsageError(f"{text} cannot be read: {_unreadable(key, value)}.") from error
+        twice = shlex.quote(f'{key}="{value}"')
+        raise UsageError(
+            f"{text} cannot be read: its brackets do not match, a value is missing beside a comma,"
+            f" or it has special characters; write a list as '{key}=[1,2]', or quote the value"
+            f" twice, as in {twice}."
+        ) from error
 
 
 def quoted(text: str) -> str:
@@ -467,71 +442,9 @@ def quoted(text: str) -> str:
     return text
 
 
-def with_names(text: str, options: Container[str]) -> str:
-    """Return an override of a group with quoted option names if Hydra would read them as other
-    values.
-
-    Hydra reads them as numbers, booleans or several words: a file may be called 1.yaml, NaN.yaml or
-    o'hara.yaml.
-
-    >>> with_names("sync=ssp,1", {"ssp", "1"}), with_names("sync=choice(NaN,ssp)", {"ssp", "NaN"})
-    ("sync=ssp,'1'", "sync=choice('NaN',ssp)")
-    """
-    key, equals, value = text.partition("=")
-    if value == "null" and key_of(text) in PRESETS:  # takes none of them
-        return text
-    if value in options:
-        return f"{key}={in_quotes(value)}"
-    parts = re.split(r"([,()])", value)
-    return f"{key}{equals}{''.join(in_quotes(part) if part in options else part for part in parts)}"
-
-
-def in_quotes(name: str) -> str:
-    """Return the name of an option, quoted if Hydra would read it as another value."""
-    if re.fullmatch(r"[A-Za-z_]\w*", name) and name.lower() not in (
-        "true",
-        "false",
-        "null",
-        "nan",
-        "inf",
-    ):
-        return name
-    return "'" + name.replace("'", "\\'") + "'"
-
-
 @lru_cache(maxsize=1024)
 def _parsed(text: str) -> Override:
     return OverridesParser.create().parse_override(text)
-
-
-def _unreadable(key: str, value: str) -> str:
-    """Return the fault of a value that cannot be read, and its correct form.
-
-    The form has an additional pair of quotes, which the shell removes.
-    """
-    if value.count("[") != value.count("]"):
-        return f"its brackets do not match; write a list as '{key}=[1,2,3]'"
-    if value.endswith(",") or value.startswith(",") or ",," in value:
-        one = ",".join(part for part in value.split(",") if part)
-        return f"a value is missing beside a comma; write {key}={one}"
-    if "'" in value:
-        return "it has special characters; quote the value twice, as in " + shlex.quote(
-            f'{key}="{value}"'
-        )
-    return "it has special characters; quote the value twice, as in " + f"{key}=\"'{value}'\""
-
-
-def _refuse_hidden(choices: Mapping[str, str], config_dir: Path | None) -> None:
-    """Refuse a chosen option that exists in the user's folder and in ashl; Hydra would take ashl's.
-
-    Raises: UsageError.
-    """
-    for group, option in choices.items():
-        own, shipped = (root / group / f"{option}.yaml" for root in (config_dir or CONF, CONF))
-        if own.is_file() and shipped.is_file() and not own.samefile(shipped):
-            raise UsageError(
-                f"{own} has the name of an option of ashl's own; rename it, as in my_{option}.yaml."
-            )
 
 
 def _refuse_hidden_links(files: Sequence[Path]) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ashl.config.catalog import CONF, catalog, values
+from ashl.config.catalog import CONF, catalog, is_option_name, values
 from ashl.config.construct import SESSION
 from ashl.config.override import key_of
 from ashl.errors import UsageError
@@ -175,12 +175,9 @@ def written(
             setattr(module, made.name, made.part)
         home = SESSION if made.alone else made.part.__module__
         allow.append(home.partition(".")[0])
-        option = re.sub(r"\W", "_", made.name)
-        option = (
-            f"my_{option}"
-            if (CONF / group / f"{option}.yaml").exists() or not option[:1].isalpha()
-            else option
-        )
+        option = re.sub(r"[^A-Za-z0-9_]", "_", made.name)
+        if (CONF / group / f"{option}.yaml").exists() or not is_option_name(option):
+            option = f"my_{option}"
         spec: dict[str, Any] = {"defaults": ["_own"]} if group in OWN else {}
         spec |= {"_target_": f"{home}.{made.name}", **defaults_of(made.part), **made.keys}
         if keyword == "loss":

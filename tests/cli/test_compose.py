@@ -2,7 +2,6 @@
 spelling.
 """
 
-import json
 import random
 import re
 
@@ -10,7 +9,7 @@ import pytest
 
 from ashl.config import compose as module
 from ashl.config.catalog import CONF, catalog
-from ashl.config.compose import LINKS, PRESETS, alternatives, compose
+from ashl.config.compose import LINKS, PRESETS, compose
 from ashl.errors import UsageError
 
 
@@ -152,18 +151,13 @@ def test_the_environment_names_the_data_root(monkeypatch) -> None:
         ("lr=3", "There is no key lr; did you mean optimizer.lr?"),
         ("++new.key=3", "There is no key new.key"),
         ("+sync.bound=3", "There is no key sync.bound"),
-        ("cluster.link.latency_s=3", "is a list of 4; did you mean cluster.latency_s?"),
-        ("cluster.compute.a=3", "cluster.compute is a list of 4; write it whole"),
-        (
-            "cluster.compute.x.y=3",
-            "cluster.compute.x.y=3 cannot be set: cluster.compute is a list of 4",
-        ),
-        ("allow_targets={a:1}", "allow_targets={a:1} cannot be set: allow_targets is a list of 0"),
+        ("cluster.compute.a=3", "cluster.compute.a=3 cannot be set: a list or a single value"),
+        ("cluster.compute.x.y=3", "cluster.compute.x.y=3 cannot be set: a list or a single value"),
+        ("allow_targets={a:1}", "allow_targets={a:1} cannot be set: a list or a single value"),
         (
             "allow_targets=true",
             "allow_targets=True is not a list; write it like 'allow_targets=[mypackage]'",
         ),
-        ("model.hidden={a:1}", "model.hidden={a:1} cannot be set: model.hidden is a list of "),
         ("sync=bsp sync.staleness=3", "sync=bsp has no key staleness; these have one: "),
         ("stop=3", "stop is no value but a group of them: stop.epochs, "),
         (
@@ -176,7 +170,7 @@ def test_the_environment_names_the_data_root(monkeypatch) -> None:
         ("ssp", "'ssp' is not of the form KEY=VALUE; did you mean sync=ssp?"),
         ("=3", "'=3' is not of the form KEY=VALUE"),
         ("seed=[", "seed=[ cannot be read"),
-        ("run.dir=/tmp/(x)", """quote the value twice, as in run.dir="'/tmp/(x)'"."""),
+        ("run.dir=/tmp/(x)", "quote the value twice, as in 'run.dir=\"/tmp/(x)\"'."),
         ("~seed", "cannot be taken away"),
         ("hydra.run.dir=x", "Hydra's own settings"),
         ("hydra.searchpath=[x]", "--config-dir"),
@@ -206,77 +200,31 @@ def test_own_options_are_found(mine) -> None:
     assert "did you mean mine?" in message("sync=min", config_dir=folder)
 
 
-NAMES = [
-    "NaN",
-    "On",
-    "1",
-    "-1",
-    "1e3",
-    "1_000",
-    "0x1f",
-    "inf",
-    "null",
-    "True",
-    "o'hara",
-    "a b",
-    "x=y",
-    "a.b",
-    "é",
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_option_may_have_any_name(name: str, mine) -> None:
-    """Hydra reads some of these as numbers, truth values or null."""
-    folder = mine(f"sync/{name}.yaml", "defaults: [ssp]\nstaleness: 7\n")
-    mine(
-        "experiment/mine.yaml",
-        f"# @package _global_\ndefaults: [{{override /sync: {json.dumps(name)}}}]\n",
-    )
-    for typed in (f"sync={name}", f"+sync={name}", "experiment=mine"):
-        config = compose([typed], folder)
-        assert (config["choices"].get("sync", name), config["sync"]["staleness"]) == (name, 7)
-    assert alternatives(f"sync=ssp,{name}", folder) == ["sync=ssp", f"sync={name}"]
-    assert alternatives(f"sync=choice({name},ssp)", folder) == [f"sync={name}", "sync=ssp"]
-    assert f"sync={name}" in message(f"sync={name}") or f"'{name}'" in message(f"sync={name}")
-
-
 @pytest.mark.parametrize(
     ("path", "text", "override", "says"),
     [
         ("model/a.yaml", "x: [1\ny: 2\n", "model=a", "model/a.yaml, line 2, is not valid YAML"),
         ("model/a.yaml", "x: 1\nx: 2\n", "model=a", "duplicate key x"),
+        ("sync/a b.yaml", "staleness: 1\n", "seed=1", "rename it, as in my_option.yaml"),
+        ("sync/On.yaml", "staleness: 1\n", "seed=1", "rename it, as in my_option.yaml"),
         (
             "model/a.yaml",
             "x: {<<: [&a {k: 1}, &b {k: 1}]}\n",
             "model=a",
-            "line 1: k is twice in one mapping",
+            "line 1, is not valid YAML: k is twice in one mapping",
         ),
         (
             "model/a.yaml",
             "x:\n  y: &a {k: 1}\n  z: {<<: [*a, *a]}\n",
             "model=a",
-            "line 3: k is twice in one mapping",
+            "line 3, is not valid YAML: k is twice in one mapping",
         ),
         ("model/a.yaml", "x: \xff\n", "model=a", "not UTF-8"),
         (
             "model/a.yaml",
             "x: 1\ny: &a\n  z: *a\n",
             "model=a",
-            "a.yaml, line 2: this anchor contains itself",
-        ),
-        (
-            "model/a.yaml",
-            "x: 1\ny: &a [1, [*a]]\n",
-            "model=a",
-            "a.yaml, line 2: this anchor contains itself",
-        ),
-        ("model/a.yaml", "x: &a {<<: [{k: 1}, *a]}\n", "model=a", "contains itself"),
-        (
-            "experiment/a.yaml",
-            "# @package _global_\nrun: &a\n  dir: *a\n",
-            "experiment=a",
-            "contains itself",
+            "line 2, is not valid YAML: this anchor",
         ),
         (
             "model/a.yaml",
@@ -288,10 +236,10 @@ def test_an_option_may_have_any_name(name: str, mine) -> None:
             "experiment/a.yaml",
             "defaults: [{override /sync: 1}]\n",
             "experiment=a",
-            "quote it, as in {override /sync: '1'}",
+            "names an option that is not text",
         ),
         ("model/a.yaml", "- 1\n", "model=a", "must hold keys and values"),
-        ("sync/ssp.yaml", "staleness: 1\n", "sync=ssp", "rename it, as in my_ssp.yaml."),
+        ("sync/ssp.yaml", "staleness: 1\n", "sync=ssp", "rename it, as in my_ssp.yaml"),
         ("snyc/a.yaml", "x: 1\n", "snyc=a", "There is no group 'snyc'"),
         (
             "experiment/a.yaml",
@@ -320,7 +268,7 @@ def test_own_files_with_faults(mine, path: str, text: str, override: str, says: 
 def test_a_file_that_an_own_option_starts_from_is_looked_at_too(mine) -> None:
     mine("model/_base.yaml", "x: {<<: [&a {k: 1}, &b {k: 2}]}\n")
     folder = mine("model/mine.yaml", "defaults: [_base]\ny: 1\n")
-    assert "_base.yaml, line 1: k is twice in one mapping" in message(
+    assert "_base.yaml, line 1, is not valid YAML: k is twice in one mapping" in message(
         "model=mine", config_dir=folder
     )
 
