@@ -18,6 +18,8 @@ EQUAL = "cluster=homogeneous"
 ONE = "cluster.compute=[1] cluster.link=null"
 TWO = "cluster.compute=[1,2] cluster.link=null"
 THREE = "cluster.compute=[1,1,3] cluster.link=null"
+THREES = "sync=local_sgd sync.local_steps=3"
+SPARSE_STEPS = "outer=nesterov compression=topk compression.ratio=0.2"
 RING = "topology=all_reduce"
 GOSSIP = "topology=gossip"
 ATC = "sync=d_psgd sync.order=atc"
@@ -31,8 +33,8 @@ FROZEN = (
     "cluster=homogeneous cluster.compute=[1] cluster.exchange_s=0 optimizer.weight_decay=0"
     " dataset.batch_size=8 optimizer.lr=0.2"
 )
-LATE = f"{THREE} sync=local_sgd sync.local_steps=3 stop.steps=31"
-STREAM = f"{LATE} outer=nesterov compression=topk compression.ratio=0.2"
+LATE = f"{THREE} {THREES} stop.steps=31"
+STREAM = f"{LATE} {SPARSE_STEPS}"
 WHOLE = "overlap=streaming overlap.fragments=1 overlap.delay=0 overlap.alpha=0"
 ALL = "overlap=loscar overlap.share=1 overlap.delay=0"
 LEARNERS = (
@@ -45,6 +47,17 @@ GRADIENT_DESCENT = (
     " dataset.batch_size=240 stop.epochs=30"
 )
 SPARSE = "model.hidden=[16] cluster.num_workers=2 sync.local_steps=3 outer.lr=0.7 stop.steps=24"
+PORTS = (
+    "cluster=homogeneous cluster.exchange_s=null cluster.bandwidth_mbit_s=20"
+    " cluster.server_bandwidth_mbit_s=20 cluster.latency_s=0.002 cluster.step_s=0.03"
+    " sync=ssp cluster.compute=[1,2,3,5]"
+)
+PAPER = "cluster=ashl_paper"
+DECAYED = (
+    "compression=topk topology.pull_ratio=0.1 aggregate=uniform planner=online overlap=delayed"
+    " schedule.h_preset=[1] schedule.r_preset=[0.1] eval.every_commits=10"
+)
+TOP_K = "compression=topk optimizer.momentum=0"
 ADAM = f"{EQUAL} optimizer.lr=0.01 optimizer=adam stop.steps=40 model.hidden=[16]"
 SLOW = pytest.mark.slow
 # the options that the limit is of, how close it holds, the run, and the run that it equals
@@ -98,14 +111,23 @@ LIMITS = [
     ("sync=hop", CLOSE, f"{GOSSIP} {EQUAL} sync=hop sync.staleness=0 sync.backups=0", f"{GOSSIP} {EQUAL} sync=d_psgd sync.order=awc"),
     ("sync=gossip_pga", SAME, f"{GOSSIP} sync=gossip_pga sync.period=null", f"{GOSSIP} {ATC}"),
     ("sync=gossip_pga", CLOSE, f"{GOSSIP} sync=gossip_pga sync.period=1 sync.local_steps=2", f"{RING} sync=local_sgd sync.local_steps=2 aggregate=uniform", SLOW),
-    *((f"topology=partial_all_reduce sync=ripples_{sync}", SAME, f"{COSINE} sync=ripples_{sync} {GROUPS}", f"{COSINE} {RING} sync=local_sgd sync.local_steps=3") for sync in ("random", "first_come")),
-    ("topology=partial_all_reduce", SAME, f"{COSINE} sync=ripples_smart sync.inter_intra=false {GROUPS}", f"{COSINE} {RING} sync=local_sgd sync.local_steps=3"),
+    *((f"topology=partial_all_reduce sync=ripples_{sync}", SAME, f"{COSINE} sync=ripples_{sync} {GROUPS}", f"{COSINE} {RING} {THREES}") for sync in ("random", "first_come")),
+    ("topology=partial_all_reduce", SAME, f"{COSINE} sync=ripples_smart sync.inter_intra=false {GROUPS}", f"{COSINE} {RING} {THREES}"),
     ("overlap=streaming", SAME, f"{STREAM} {RING} {WHOLE}", f"{STREAM} {RING}"),
     ("overlap=streaming", SAME, f"{STREAM} topology.pull_ratio=0.3 {WHOLE}", f"{STREAM} topology.pull_ratio=0.3"),
     ("overlap=loscar", SAME, f"{LATE} {RING} {ALL}", f"{LATE} {RING}"),
     ("overlap=loscar", SAME, f"{LATE} {ALL}", LATE),
     ("sync=decoupled", SAME, f"{LEARNERS} sync=decoupled sync.min_learners=4 sync.grace_s=5", f"{LEARNERS} sync=local_sgd"),
     *(("topology=halos", SAME, f"{REGIONS} {more} topology=halos topology.regions=[3,3,3,3]", f"{REGIONS} {more}") for more in ("outer=delayed_nesterov", "compression=topk outer=nesterov outer.lr=0.3")),
+    ("topology=sharded_server", SAME, f"{PORTS} topology=sharded_server topology.servers=1", PORTS),
+    *(("schedule=post_local", SAME, f"{PAPER} {topology} schedule=post_local schedule.local_steps=1 schedule.switch_epochs=0.5", f"{PAPER} {topology} sync=bsp sync.exchange=difference") for topology in ("topology=parameter_server", RING)),
+    ("schedule=ashl_next", SAME, f"{PAPER} schedule=ashl_next schedule.decay_stages=1 eval.every_commits=10", f"{PAPER} schedule=single sync=shl {DECAYED}"),
+    ("overlap=eager", BITS, f"{RING} cluster.num_workers=1 {THREES} outer=nesterov overlap=eager", f"{RING} cluster.num_workers=1 {THREES} outer=nesterov"),
+    ("overlap=eager", SAME, f"{RING} {THREES} overlap=eager", f"{RING} {THREES} overlap=delayed overlap.local_weight=0.25"),
+    ("", BITS, f"{RING} {THREES} overlap=delayed {SPARSE_STEPS}", f"{THREES} overlap=delayed {SPARSE_STEPS}"),
+    ("", SAME, f"{THREE} sync=bsp overlap=delayed aggregate.max_staleness=1", f"{THREE} sync=bsp overlap=delayed"),
+    ("", BITS, f"{RING} {TOP_K} sync=bsp", f"{TOP_K} sync=bsp"),
+    *(("compression=topk", CLOSE, f"{RING} {mode} {TOP_K} compression.ratio=1", f"{RING} {mode} optimizer.momentum=0") for mode in ("sync=bsp", THREES)),
 ]  # fmt: skip
 OTHER_MODELS = [
     ("sync=one_bit_adam schedule=one_bit_adam", BITS, f"{ADAM} schedule=one_bit_adam schedule.warmup_epochs=9", f"{ADAM} sync=bsp {RING}", SLOW),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from ashl.cli.app import main
 from ashl.compression.contract import EncodeContext, Layer
@@ -33,23 +32,6 @@ BASE = (
     "optimizer.momentum=0",
     "model.hidden=[16]",
 )
-GATHER = "topology=all_reduce"
-
-
-def test_gathered_bodies_sum_to_what_a_server_sums() -> None:
-    """The merge equals the formula to the bit: the same payloads, decoded and added in rank order."""
-    assert simulated(*BASE).sha256 == simulated(*BASE, GATHER).sha256
-
-
-@pytest.mark.limit("compression=topk")
-@pytest.mark.parametrize("mode", [("sync=bsp",), ("sync=local_sgd", "sync.local_steps=3")])
-def test_nothing_left_out_is_no_compression(mode: tuple[str, ...]) -> None:
-    whole = (*BASE, *mode, GATHER, "compression.ratio=1")
-    assert torch.allclose(
-        simulated(*whole).params,
-        simulated(*BASE, *mode, GATHER, "compression=none").params,
-        atol=1e-6,
-    )
 
 
 def test_what_was_looked_at() -> None:

@@ -74,19 +74,8 @@ def test_two_decay_stages_with_a_loss_between_are_ashl_plus():
     assert (own.sha256, own.time_ns, own.ledgers) == (other.sha256, other.time_ns, other.ledgers)
 
 
-@pytest.mark.limit("schedule=ashl_next", "schedule=decay_on_rise")
+@pytest.mark.limit("schedule=decay_on_rise")
 def test_one_decay_stage_is_a_single_stage():
-    own = simulated(*NEXT, "schedule.decay_stages=1")
-    codec = (
-        "compression=topk",
-        "topology.pull_ratio=0.1",
-        "aggregate=uniform",
-        "planner=online",
-        "overlap=delayed",
-    )
-    presets = ("schedule.h_preset=[1]", "schedule.r_preset=[0.1]")
-    single = simulated(*BASE, "schedule=single", "sync=shl", *codec, *presets)
-    assert (own.sha256, own.time_ns) == (single.sha256, single.time_ns)
     falling = planned(*BASE, "schedule=decay_on_rise", "schedule.decay_stages=1", *ONE_H).stages
     assert [replace(stage, name="ssp") for stage in falling] == list(
         planned(*BASE, "schedule=single", *ONE_H).stages

@@ -153,23 +153,6 @@ LOCAL = (
     "stop.epochs=4",
     "schedule.switch_epochs=2",
 )
-WHOLE = ("sync=bsp", "sync.exchange=difference", "stop.epochs=4")
-
-
-@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
-def test_a_boundary_between_equal_stages_has_no_effect(topology):
-    """Post-local SGD with H = 1 is BSP throughout, bit for bit and to the nanosecond: momentum goes
-    over whole.
-    """
-    two = simulated(*BASE, *LOCAL, f"topology={topology}")
-    one = simulated(*BASE, *WHOLE, f"topology={topology}")
-    assert [s["name"] for s in two.of("StageEnd")] == ["bsp", "local_sgd"]
-    assert (two.sha256, two.time_ns, two.end["steps"]) == (
-        one.sha256,
-        one.time_ns,
-        one.end["steps"],
-    )
-    assert two.ledgers == one.ledgers
 
 
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
@@ -284,13 +267,6 @@ def test_qsr_follows_the_rate():
     rates = (1.0, 0.1, 0.05, 0.03, 0.0125, 0.001, 1e-300, 0.0)
     assert [rule._steps_at_rate(4, lr) for lr in rates] == [4, 4, 4, 11, 64, 64, 64, 4]
     assert rule._steps_at_rate(100, 1e-3) == 100
-
-
-@pytest.mark.limit("sync=qsr")
-def test_qsr_with_a_constant_rate_is_local_sgd():
-    qsr = simulated(*BASE, "sync=qsr", "sync.local_steps=3", "sync.alpha=0.05")
-    local = simulated(*BASE, "sync=local_sgd", "sync.local_steps=3")
-    assert (qsr.sha256, qsr.time_ns) == (local.sha256, local.time_ns)
 
 
 def test_qsr_takes_the_rate_after_the_warm_up_for_that_in_it():
