@@ -7,7 +7,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -398,18 +398,13 @@ def opening(run: Run) -> tuple[Tracks, float]:
     return [(name, spans) for name, spans in shown if spans], max(wanted, default=0.0)
 
 
-def recorded(rows: Sequence[Row], read: Callable[[Run], Any]) -> dict[Row, Any]:
-    """Return what `read` finds in the events of each row's first run, if it finds anything."""
-    found = {}
-    for row in rows:
-        with suppress(KeyError, TypeError, ValueError, IndexError):
-            found[row] = read(row.runs[0])
-    return found
-
-
 def first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
     """Draw the first rounds of each worker: a panel for each setting, on one time axis."""
-    found = {row: first for row, first in recorded(rows, opening).items() if first[0]}
+    found = dict[Row, tuple[Tracks, float]]()
+    for row in rows:
+        with suppress(KeyError, TypeError, ValueError, IndexError):  # damaged events
+            found[row] = opening(row.runs[0])
+    found = {row: first for row, first in found.items() if first[0]}
     if not found:
         return None
     wanted = [wanted_s for _, wanted_s in found.values()]
@@ -516,26 +511,30 @@ def figures(board: Leaderboard) -> list[Figure]:
     drawn, some, few = (first_rows(main, most) for most in (CURVES, PANELS, GANTTS))
     alone = len(main.rows) == 1 and not seeds
     one_run = "" if alone else "One run of each setting."
-    medians, means = ("Medians over seeds.", "Means over seeds.") if seeds else ("", "")
     lines = MEAN_LINES if seeds else ONE_RUN_RING if alone else SINGLE_LINES
-    stages = stage_note(main)
     metric = scored([run for row in drawn for run in row.runs])
-    found: list[tuple[str, Sequence[Row], Drawing | None, Sequence[str]]] = []
+    found: list[tuple[str, Sequence[Row], Drawing | None, str]] = []
     with drawn_plainly():
         if ground := terrain(board):
             wins = winners_map(ground) if len(ground.axes) == 2 else winners_lines(ground)
-            found += [("Who wins where", (), wins, (f"By {ground.measure.title}.", medians))]
-        found += [("Against time", drawn, curves(main, drawn, "time_s", *metric), (lines, stages))]
+            note = f"By {ground.measure.title}" + ", medians over seeds" * seeds + "."
+            found += [("Who wins where", (), wins, note)]
+        found += [("Against time", drawn, curves(main, drawn, "time_s", *metric), lines)]
         if len(main.rows) == 1 and metric[0] != "train/loss":
             loss = curves(main, drawn, "time_s", "train/loss", "training loss")
-            found += [("Loss against time", drawn, loss, (TRAINING, stages))]
+            found += [("Loss against time", drawn, loss, TRAINING)]
         found += [
-            ("Against bytes", drawn, curves(main, drawn, "bytes", *metric), (BYTES,)),
-            ("Where the workers' time goes", some, time_shares(main, some), (means,)),
-            ("The first rounds", few, first_rounds(main, few), (one_run,)),
+            ("Against bytes", drawn, curves(main, drawn, "bytes", *metric), BYTES),
+            (
+                "Where the workers' time goes",
+                some,
+                time_shares(main, some),
+                "Means over seeds." * seeds,
+            ),
+            ("The first rounds", few, first_rounds(main, few), one_run),
         ]
     return [
-        Figure(title, drawing, " ".join(filter(None, (*note, cut_note(board, main, rows)))))
+        Figure(title, drawing, f"{note} {cut_note(board, main, rows)}".strip())
         for title, rows, drawing, note in found
         if drawing
     ]
@@ -559,10 +558,3 @@ def cut_note(board: Leaderboard, main: Leaderboard, rows: Sequence[Row]) -> str:
     if rows and len(main.rows) < len(board.rows):
         notes.append(f"Of {main.rows[0].environment} only.")
     return " ".join(notes)
-
-
-def stage_note(board: Leaderboard) -> str:
-    """Return names and times of a single run's stages; "" for one stage or several runs."""
-    stages = stages_of(board)
-    times = [f"{s['name']} {seconds(s['start_s'])} to {seconds(s['end_s'])}" for s in stages]
-    return f"Dashed vertical lines: a stage begins. Stages: {', '.join(times)}." if times else ""
