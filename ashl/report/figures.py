@@ -511,6 +511,7 @@ def figures(board: Leaderboard) -> list[Figure]:
     drawn, some, few = (first_rows(main, most) for most in (CURVES, PANELS, GANTTS))
     alone = len(main.rows) == 1 and not seeds
     one_run = "" if alone else "One run of each setting."
+    means = "Means over seeds." * seeds
     lines = MEAN_LINES if seeds else ONE_RUN_RING if alone else SINGLE_LINES
     metric = scored([run for row in drawn for run in row.runs])
     found: list[tuple[str, Sequence[Row], Drawing | None, str]] = []
@@ -525,12 +526,7 @@ def figures(board: Leaderboard) -> list[Figure]:
             found += [("Loss against time", drawn, loss, TRAINING)]
         found += [
             ("Against bytes", drawn, curves(main, drawn, "bytes", *metric), BYTES),
-            (
-                "Where the workers' time goes",
-                some,
-                time_shares(main, some),
-                "Means over seeds." * seeds,
-            ),
+            ("Where the workers' time goes", some, time_shares(main, some), means),
             ("The first rounds", few, first_rounds(main, few), one_run),
         ]
     return [
