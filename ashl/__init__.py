@@ -116,7 +116,7 @@ def sweep(
     overrides = (*overrides, *keyword_overrides(settings))
     grid = make_grid(grid_lines(overrides, folder), partial(compose, config_dir=folder))
     first = grid.settings[0].config
-    place = study.folder_of(grid, first["run"]["dir"], first["name"])
+    place = study.folder_of([setting.hash for setting in grid.settings], first)
     with _guest():
         study.sweep(
             grid,

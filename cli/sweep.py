@@ -111,7 +111,7 @@ def sweep(
         configs = [without_unused(setting.config) for setting in grid.settings]
         return Answer({"settings": configs}, show=partial(show_configurations, grid))
     first = grid.settings[0].config
-    folder = study.folder_of(grid, first["run"]["dir"], first["name"])
+    folder = study.folder_of([setting.hash for setting in grid.settings], first)
     if dry_run:
         forecast = study.forecast_of(grid, typed, folder, jobs, line)
         return Answer(forecast, partial(study.show, grid, folder, forecast), str(line))
@@ -254,7 +254,7 @@ def searched(
     from ashl.config.compose import alternatives, axis_of, compose
     from ashl.study import search as study
     from ashl.study.grid import make_grid
-    from ashl.study.sweep import slots_for
+    from ashl.study.sweep import folder_of, slots_for
 
     # of a key that is typed twice the last value counts, as in train
     last = {key_of(text): text for text in typed}
@@ -267,7 +267,7 @@ def searched(
     )
     make_setting = partial(compose, config_dir=config_dir)
     corners = make_grid(asked.corners(), make_setting)
-    folder = study.folder_of(typed, corners.settings[0].config)
+    folder = folder_of(typed, corners.settings[0].config)
     with interruptible():
         outcome = study.search(
             asked,

@@ -6,7 +6,6 @@ is a sweep's folder, with Optuna's journal. A resumed search first repeats the s
 interrupted, and no run that has ended.
 """
 
-import hashlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,16 +67,6 @@ class Search:
         ]
 
 
-def folder_of(overrides: Sequence[str], config: dict[str, Any]) -> Path:
-    """Return the folder of a search; its name depends on the typed overrides and not on their
-    order.
-    """
-    if config["run"]["dir"]:
-        return Path(config["run"]["dir"])
-    digest = hashlib.sha256("\n".join(sorted(overrides)).encode()).hexdigest()[:8]
-    return sweep.SWEEPS / f"{config['name'] or 'search'}-{digest}"
-
-
 def search(
     asked: Search,
     corners: Grid,
@@ -116,8 +105,7 @@ def search(
             pool = pool._replace(at_once=min(pool.at_once, slots))
             for _ in sweep.run_settings(folder, tried.choose(trials), pool, progress, to_tracker):
                 tried.tell()
-            board = sweep.conclude(folder, command, console)
-        return sweep.swept(folder, tuple(tried.settings.values()), board, command)
+            return sweep.conclude(folder, [*tried.settings.values()], command, console)
 
 
 def open_study(folder: Path) -> "Study":

@@ -60,14 +60,12 @@ COSTLY = ("model", "dataset", "task", "optimizer", "runtime", "allow_targets")
 TRACKING_S = 120.0  # seconds that the end of a sweep waits for its copy in a tracker
 
 
-def folder_of(grid: Grid, run_dir: str | None, name: str | None) -> Path:
-    """Return the folder of a grid; its name depends on its configurations and not on their
-    order.
-    """
-    digest = hashlib.sha256(
-        "".join(sorted(setting.hash for setting in grid.settings)).encode()
-    ).hexdigest()[:8]
-    return Path(run_dir) if run_dir else SWEEPS / f"{name or 'sweep'}-{digest}"
+def folder_of(texts: Iterable[str], config: Mapping[str, Any]) -> Path:
+    """Return run.dir, or else a folder whose name depends on these texts and not on their order."""
+    if config["run"]["dir"]:
+        return Path(config["run"]["dir"])
+    digest = hashlib.sha256("".join(sorted(texts)).encode()).hexdigest()[:8]
+    return SWEEPS / f"{config['name'] or 'sweep'}-{digest}"
 
 
 class Swept(NamedTuple):
@@ -129,21 +127,7 @@ def sweep(
                 stays = kept_in(grid, baseline)
                 contest = Race(grid.settings, folder, record["dropped"], stays, progress.say)
             fill(grid, record, folder, missing, pool, progress, to_tracker, contest)
-            board = conclude(folder, command, console, baseline)
-        return swept(folder, grid.settings, board, command)
-
-
-def swept(
-    folder: Path, settings: Sequence[Setting], board: Leaderboard | None, command: CommandLine
-) -> Swept:
-    """Return the outcome of a sweep whose runs have ended."""
-    best = ""
-    if board and math.isfinite(board.ranked[0].spread.middle):
-        winner = next(s for s in settings if s.hash == board.ranked[0].runs[0].hash)
-        own = [text for text in winner.overrides if key_of(text) not in ("run.dir", "sweep")]
-        best = command.followed_by("train", *own)
-    summaries = [read_summary(folder / setting.hash) for setting in settings]
-    return Swept(folder, [summary for summary in summaries if summary], board, best)
+            return conclude(folder, grid.settings, command, console, baseline)
 
 
 def begin_record(
@@ -252,22 +236,31 @@ def kept_in(grid: Grid, baseline: str | None) -> str:
 
 
 def conclude(
-    folder: Path, command: CommandLine, console: Console, baseline: str | None = None
-) -> Leaderboard | None:
-    """Print the answer (winner, lead, certainty), and write it as a report into the sweep's
-    folder.
-
-    Returns: the leaderboard, or None if no run has finished.
+    folder: Path,
+    settings: Sequence[Setting],
+    command: CommandLine,
+    console: Console,
+    baseline: str | None = None,
+) -> Swept:
+    """Print the answer of a sweep whose runs have ended, write its report, and return its
+    outcome.
     """
+    summaries = [read_summary(folder / setting.hash) for setting in settings]
+    known = [summary for summary in summaries if summary]
     try:
         board = rank(read([folder]), baseline=baseline)
     except UsageError as error:  # no run has finished
         console.print(str(error), soft_wrap=True, markup=False)
-        return None
+        return Swept(folder, known, None, "")
     report = write_report(board, command=str(command))
     tables.show(console, board)
     console.print(f"report  {report}", soft_wrap=True, markup=False)
-    return board
+    first = board.ranked[0]
+    if not math.isfinite(first.spread.middle):
+        return Swept(folder, known, board, "")
+    winner = next(setting for setting in settings if setting.hash == first.runs[0].hash)
+    own = [text for text in winner.overrides if key_of(text) not in ("run.dir", "sweep")]
+    return Swept(folder, known, board, command.followed_by("train", *own))
 
 
 @contextmanager

@@ -80,9 +80,14 @@ def test_what_cannot_be_combined_is_skipped_with_its_reason() -> None:
 
 def test_the_same_grid_finds_the_same_folder_in_whatever_order() -> None:
     one, other = grid("sync=bsp,asp", "seed=0,1"), grid("seed=1,0", "sync=asp,bsp")
-    assert folder_of(one, None, None) == folder_of(other, None, None)
-    assert folder_of(one, None, "mine") != folder_of(grid("sync=bsp,asp", "seed=0,2"), None, "mine")
-    assert folder_of(one, "there", None) == Path("there")
+    third = grid("sync=bsp,asp", "seed=0,2")
+    config = one.settings[0].config
+    first, second, changed = (
+        folder_of([setting.hash for setting in found.settings], config)
+        for found in (one, other, third)
+    )
+    assert first == second != changed
+    assert folder_of([], config | {"run": {"dir": "there"}}) == Path("there")
 
 
 def test_a_preset_may_bring_lines_of_settings(
