@@ -28,18 +28,6 @@ def test_it_looks_at_nothing_that_comes_later_and_knows_places():
     assert not torch.allclose(model(tokens)[:, -1], model(swapped)[:, -1], atol=1e-6)
 
 
-def test_attention_goes_by_distance():
-    """Turned by their places, a query and a key meet at an angle that is that of the distance
-    between them.
-    """
-    draw = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, 1, 1, 8, generator=draw).expand(1, 1, 12, 8) for _ in range(2))
-    scores = turned(query, angles(12, 8)) @ turned(key, angles(12, 8)).transpose(2, 3)
-    near = scores[0, 0]
-    torch.testing.assert_close(near[3:, 3:], near[:-3, :-3], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(near[0, 1:], near[0, :-1], atol=1e-3)
-
-
 def test_a_block_by_hand_and_first_weights():
     """Queries and keys are turned by their places, values are not; what joins the shortcuts begins
     smaller.

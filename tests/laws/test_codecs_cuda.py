@@ -2,15 +2,12 @@
 device.
 """
 
-import numpy as np
 import pytest
 import torch
 
 from ashl.compression.contract import EncodeContext
-from ashl.compression.kernels import block_sums, pack, unpack
-from ashl.data.counter_rng import CounterRng
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
-from tests.laws.codecs import ROWS, bits, every_codec, vector
+from tests.laws.codecs import ROWS, bits, every_codec
 from tests.laws.test_codecs_device import KINDS, LAST_BIT, of_kind
 
 pytestmark = [
@@ -47,26 +44,3 @@ def test_the_same_bytes(name: str, d: int) -> None:
             assert there.decode(CodecState(), 0, same).is_cuda
         if alike:
             assert bits(same.cpu()) == bits(body), kind
-
-
-@pytest.mark.parametrize("width", range(1, 33))
-def test_packing(width: int) -> None:
-    numbers = np.random.default_rng(width).integers(0, 2 ** min(width, 31), 70_001)
-    stream = pack(numbers, width)
-    there = pack(torch.from_numpy(numbers).cuda(), width)
-    assert torch.equal(there.cpu(), stream)
-    assert unpack(there, width, numbers.size).cpu().tolist() == numbers.tolist()
-
-
-def test_random_words() -> None:
-    stream, like = EncodeContext(seed=5).words(), torch.empty(0)
-    assert (
-        stream.words(like.cuda(), 3, 10**6).cpu().numpy().tobytes()
-        == stream.words(like, 3, 10**6).numpy().tobytes()
-    )
-    assert CounterRng(0).words(torch.empty(0).cuda(), 0, 1).tolist() == [0]
-
-
-def test_sums() -> None:
-    x = vector("heavy", 1_000_003).abs()
-    assert block_sums(x.cuda()) == block_sums(x)

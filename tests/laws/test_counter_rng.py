@@ -41,22 +41,6 @@ def test_of_the_host_and_of_a_device(start: int, count: int) -> None:
         assert torch.equal(words[: count // 2], stream.words(NONE, start, count // 2))
 
 
-def test_every_name_is_a_stream_of_its_own() -> None:
-    names = [
-        EncodeContext(),
-        EncodeContext(seed=1),
-        EncodeContext(worker=1),
-        EncodeContext(round=1),
-        EncodeContext(layer=1),
-    ]
-    keys = {context.words(*more).key for context in names for more in ((), (1,))}
-    assert (
-        len(keys)
-        == 10
-        == len({context.words(*more).key for context in names for more in ((), (1,))} | keys)
-    )
-
-
 def test_they_are_spread_evenly() -> None:
     """Check each of the four random numbers in a word: mean, variance, and correlation.
 

@@ -71,15 +71,6 @@ def test_the_same_with_and_without_a_server(method):
     assert runs[0].params.isfinite().all()
 
 
-@every_method
-def test_it_costs_no_bytes_and_no_time(method):
-    """An outer optimizer steps on the merged update; a run without gradients is timed without it."""
-    plain, stepped = (
-        simulated(*LOCAL, f"outer={o}", "runtime.gradients=false") for o in ("average", method)
-    )
-    assert plain.records == stepped.records
-
-
 @pytest.mark.limit(
     "outer=nesterov",
     "outer=heavy_ball",

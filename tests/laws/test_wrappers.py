@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import Codec, EncodeContext, Layer
+from ashl.compression.contract import EncodeContext, Layer
 from ashl.compression.payload import PayloadError
 from ashl.compression.wrappers import (
     Clipping,
@@ -21,7 +21,6 @@ from ashl.compression.wrappers import (
     with_steps,
     wrap_codec,
 )
-from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.conf_option import conf_option
@@ -45,16 +44,6 @@ def test_ecq_is_the_recursion_of_its_paper() -> None:
         assert torch.allclose(sent, decoded(TOPK, TOPK.encode(None, g + h * 0.5)[1], D))
         h = 0.9 * h + (g - sent)
         assert torch.allclose(sender.error, h, atol=1e-6)
-
-
-def test_ecq_of_one_and_one_is_error_feedback() -> None:
-    plain, ecq = wrap_codec(TOPK, LAYOUT), with_steps(TOPK, ErrorFeedback(gain=1.0, decay=1.0))
-    one = other = None
-    for g in updates(4):
-        one, body = plain.encode(one, g)
-        other, again = ecq.encode(other, g)
-        assert torch.equal(body, again)
-        assert torch.equal(one.error, other.error)
 
 
 @pytest.mark.parametrize("momentum", [None, 0.0])
@@ -248,12 +237,3 @@ def test_everything_at_once_and_what_is_handed_over() -> None:
     assert convert_sender(Residual(total), conf_option("compression", "adacomp")) == Residual(total)
     undone = codec.restore_dropped(sender, body)
     assert torch.allclose(undone.error, sender.error + decoded(codec, body, D))
-
-
-def test_momentum_needs_what_feedback_needs() -> None:
-    class Enlarging(Codec):
-        traits = TOPK.traits._replace(contraction=False)
-        momentum, masking = 0.9, True
-
-    with pytest.raises(UsageError, match="never exceeds the update"):
-        wrap_codec(Enlarging(), LAYOUT)
