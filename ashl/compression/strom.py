@@ -5,10 +5,8 @@ Avoid when: the scale of gradients changes: the number of sent elements then dri
 Alternatives: `topk`; `dryden`.
 
 Rule: with v = x + e of error feedback, C(v)_j = τ·sign(v_j) if |v_j| > τ, else 0.
-Bits: 32 for the scale, and 32 for each element sent: 31 for its index and 1 for its sign
-(`indices=words`). With an index code, 1 for its sign and those of the code. If 2 bits for every
-element are fewer, or with `dense=true`, each element is sent as 0, τ or −τ, which is the form of
-MXNet.
+Bits: 32 for the scale, and 32 for each element sent: 31 for its index and 1 for its sign. If 2
+bits for every element are fewer, each element is sent as 0, τ or −τ, which is the form of MXNet.
 
 Limits: ‖C(x) − x‖ ≤ ‖x‖, but it is not a contraction: if all |x_j| ≤ τ, no element is sent. With
 error feedback, |e_j| ≤ τ while |x_j| ≤ τ: the residual stays bounded, and everything is sent in the
@@ -21,25 +19,23 @@ Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Comp
 """
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.coding import check_ascending, index_bytes, read_indices, write_indices
+from ashl.compression.coding import check_ascending
 from ashl.compression.contract import Elements, EncodeContext, Traits, Wrappable
 from ashl.compression.kernels import (
     beside,
     convert,
     empty,
-    flip_signs,
     is_true,
     look_up,
     magnitudes_above,
     native,
     pack,
-    pack_truths,
     packed_bytes,
     tensor,
     unpack,
@@ -48,7 +44,7 @@ from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
 from ashl.device import to_host
 from ashl.option import Positive, option
 
-WORDS, INDICES, DENSE = 0, 1, 2  # forms of a payload
+WORDS, DENSE = 0, 2  # forms of a payload
 SIGN = 1 << 31  # bit of the sign in a word
 
 
@@ -60,8 +56,6 @@ class Strom(Wrappable):
     on_host: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(drains=True, variable=True)
     threshold: Positive
-    indices: Literal["words", "int32", "packed", "bitmap", "golomb"]
-    dense: bool
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         found = magnitudes_above(x, float(np.float32(self.threshold)))
@@ -70,53 +64,34 @@ class Strom(Wrappable):
         finite = is_true((abs(sent) < math.inf).all())
         scales = torch.tensor([self.threshold if finite else math.nan])
         negative = sent < 0
-        if self.dense or self._sparse_bytes(k, d) >= packed_bytes(d, 2):
+        if 4 * k >= packed_bytes(d, 2):
             codes = empty(sent, d, dtype=torch.uint8)
             codes[:] = 0
             codes[indices] = convert(negative, torch.uint8) + 1
             return Parts(d, pack(codes, 2), scales=scales, form=DENSE)
-        if self.indices == "words":
-            return Parts(k, pack(indices | negative * SIGN, 32), scales=scales, form=WORDS)
-        coded = write_indices(self.indices, found, d)
-        return Parts(k, pack_truths(negative), coded, scales, INDICES)
+        return Parts(k, pack(indices | negative * SIGN, 32), scales=scales, form=WORDS)
 
     def unpack(self, parts: Parts, d: int) -> Elements:
         tau = float(to_host(typed_part(parts.scales, torch.float32, 1, "scales"))[0])
         k, form = parts.count, parts.form
-        if form == DENSE and k == d:
-            _expect(parts, packed_bytes(d, 2), indices=False)
-            codes = tensor(unpack(parts.values, 2, d))
-            if not is_true(codes.max() <= 2):
-                raise PayloadError("received an element of 3; elements of two bits are 0, 1 or 2")
-            return Elements(slice(None), look_up(torch.tensor([0, tau, -tau]), codes))
-        if form == WORDS:
-            _expect(parts, 4 * k, indices=False)
-            words = typed_part(parts.values, torch.int32, k, "words")
-            indices = words & SIGN - 1
-            check_ascending(indices, k, d)
-            bits = beside(words, torch.tensor([tau]).view(torch.int32))
-            return Elements(indices, (words & -SIGN ^ bits).view(torch.float32))
-        if form != INDICES or self.indices == "words":
+        if len(parts.indices) or not (form == WORDS or (form == DENSE and k == d)):
             raise PayloadError(
                 f"expected elements of ±τ; received form {form} with {k} values of {d}"
             )
-        _expect(parts, -(-k // 8), indices=True)
-        indices = read_indices(self.indices, parts.indices, k, d)
-        return Elements(indices, flip_signs(parts.values, torch.tensor([tau]), k))
+        if form == DENSE:
+            stream = typed_part(parts.values, torch.uint8, packed_bytes(d, 2), "elements")
+            codes = tensor(unpack(stream, 2, d))
+            if not is_true(codes.max() <= 2):
+                raise PayloadError("received an element of 3; elements of two bits are 0, 1 or 2")
+            return Elements(slice(None), look_up(torch.tensor([0, tau, -tau]), codes))
+        words = typed_part(parts.values, torch.int32, k, "words")
+        indices = words & SIGN - 1
+        check_ascending(indices, k, d)
+        bits = beside(words, torch.tensor([tau]).view(torch.int32))
+        return Elements(indices, (words & -SIGN ^ bits).view(torch.float32))
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + packed_bytes(d, 2)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return 1.0
-
-    def _sparse_bytes(self, k: int, d: int) -> int:
-        return 4 * k if self.indices == "words" else -(-k // 8) + index_bytes(self.indices, k, d)
-
-
-def _expect(parts: Parts, size: int, indices: bool) -> None:
-    if len(parts.values) != size or (len(parts.indices) and not indices):
-        raise PayloadError(
-            f"received {len(parts.values)} bytes of values and {len(parts.indices)} of indices,"
-            f" which do not hold {parts.count} signs"
-        )

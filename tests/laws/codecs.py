@@ -29,7 +29,7 @@ ROWS: dict[str, Any] = {
     },
     # quantizers with a threshold, of atoms, and with an entropy code
     "strom": codec("strom", threshold=1.5),
-    "strom-dense": codec("strom", dense=True),
+    "strom-dense": codec("strom", threshold=0.01),
     "atomo": codec("atomo"),
     "atomo-singular": codec("atomo", atoms="singular"),
     "dryden": codec("dryden", indices="bitmap"),
