@@ -5,9 +5,9 @@ Avoid when: error feedback is not possible.
 Alternatives: `sign` with one scale; `terngrad`, unbiased.
 
 Rule: C(x)_j is the mean of all x_i ≥ 0 if x_j ≥ 0, else the mean of all x_i < 0. The means are
-those of the whole vector, of each layer, or of each column (or row) of each layer's matrix
-[outputs, all else]; the paper uses columns. The mean of an empty side is 0. ‖C(x) − x‖² ≤ (1 −
-1/d)‖x‖², with d the largest number of elements that share two means.
+those of the whole vector, of each layer, or of each column of each layer's matrix [outputs, all
+else], as in the paper. The mean of an empty side is 0. ‖C(x) − x‖² ≤ (1 − 1/d)‖x‖², with d the
+largest number of elements that share two means.
 Bits: d, and 64 for each pair of means.
 
 Limits: −0 counts as negative. If a layer has few outputs, its columns are short: for columns of 10
@@ -52,16 +52,10 @@ from ashl.option import option
 
 @dataclass(frozen=True)
 class Matrix:
-    """A part of the vector whose columns, or else rows, share means; a vector is one column."""
+    """A part of the vector with a pair of means for each column; a vector is one column."""
 
     rows: int
     columns: int = 1
-    by_column: bool = True
-
-    @property
-    def pairs(self) -> int:
-        """Number of pairs of means."""
-        return self.columns if self.by_column else self.rows
 
 
 @option
@@ -71,11 +65,11 @@ class OneBit(Wrappable):
     code: ClassVar[int] = 12
     traits: ClassVar[Traits] = Traits(contraction=True)
     layout: ClassVar[Layout | None] = None
-    per: Literal["vector", "layer", "row", "column"]
+    per: Literal["vector", "layer", "column"]
 
     @property
     def on_host(self) -> bool:
-        return self.per in ("row", "column")
+        return self.per == "column"
 
     def for_layout(self, layout: Layout) -> Codec:
         return self if self.per == "vector" else with_layout(self, layout)
@@ -85,10 +79,8 @@ class OneBit(Wrappable):
         matrices = []
         for layer in self.layout or (Layer("all", (d,)),):
             rows, columns = layer.matrix
-            if self.per in ("vector", "layer") or len(layer.shape) < 2 or rows == 1:
-                matrices.append(Matrix(layer.size))
-            else:
-                matrices.append(Matrix(rows, columns, self.per == "column"))
+            single = self.per != "column" or len(layer.shape) < 2 or rows == 1
+            matrices.append(Matrix(layer.size) if single else Matrix(rows, columns))
         return matrices
 
     def split(self, x: Tensor) -> Iterator[tuple[Matrix, Tensor]]:
@@ -100,7 +92,7 @@ class OneBit(Wrappable):
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         means = [
-            means_of_vector(part.view(-1)) if matrix.pairs == 1 else means_of_rows(matrix, part)
+            means_of_vector(part.view(-1)) if matrix.columns == 1 else means_of_columns(part)
             for matrix, part in self.split(x)
         ]
         return Parts(len(x), pack_signs(x), scales=torch.cat(means).float())
@@ -114,28 +106,25 @@ class OneBit(Wrappable):
             self.split(x), self.split(negative), strict=True
         ):
             # Elements are composed by exclusive or from the bits of both means.
-            own = means.view(-1, 2)[start : start + matrix.pairs].T.contiguous().view(torch.int32)
-            start += matrix.pairs
-            above, below = native(own.view((2, 1, -1) if matrix.by_column else (2, -1, 1)))
+            own = means.view(-1, 2)[start : start + matrix.columns].T.contiguous().view(torch.int32)
+            start += matrix.columns
+            above, below = native(own.view(2, 1, -1))
             bits, truths = native(part.view(torch.int32)), native(below_zero)
             for where in blocks(bits, max(1, BLOCK // matrix.columns)):
-                rows = slice(None) if matrix.by_column else where
                 block = bits[where]
                 block[:] = truths[where]
-                block *= above[rows] ^ below[rows]
-                block ^= above[rows]
+                block *= above ^ below
+                block ^= above
         return x
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + packed_bytes(d, 1) + 8 * self._num_pairs(d)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        return 1 - 1 / max(
-            matrix.rows if matrix.by_column else matrix.columns for matrix in self.matrices(d)
-        )
+        return 1 - 1 / max(matrix.rows for matrix in self.matrices(d))
 
     def _num_pairs(self, d: int) -> int:
-        return sum(matrix.pairs for matrix in self.matrices(d))
+        return sum(matrix.columns for matrix in self.matrices(d))
 
 
 def means_of_vector(x: Tensor) -> Tensor:
@@ -149,11 +138,9 @@ def means_of_vector(x: Tensor) -> Tensor:
     return torch.tensor([sums], dtype=torch.float64) / torch.tensor([counts])
 
 
-def means_of_rows(matrix: Matrix, part: Tensor) -> Tensor:
-    """Return the means [pairs, 2], float64, of non-negative and of negative elements of each
-    column or row.
-    """
-    rows = part.numpy().T if matrix.by_column else part.numpy()
+def means_of_columns(part: Tensor) -> Tensor:
+    """Return the means [columns, 2], float64, of non-negative and of negative elements."""
+    rows = part.numpy().T
     sums, counts = np.zeros((2, len(rows))), np.zeros((2, len(rows)))
     step = max(1, BLOCK // len(rows))
     for start in range(0, rows.shape[1], step):

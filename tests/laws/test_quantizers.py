@@ -175,20 +175,18 @@ def test_clipping_makes_ternaries_biased() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("per", ["layer", "row", "column"])
+@pytest.mark.parametrize("per", ["layer", "column"])
 def test_one_bit_by_parts(per: str) -> None:
     """The columns of a matrix span all outputs; a bias is one part."""
     codec = option("one_bit", per=per).for_layout(LAYOUT)
     x = vector("normal", 23, 4)
     got = draw(codec, x)
-    parts = {"layer": [range(12)], "row": [range(4)], "column": [range(0, 12, 4), range(1, 12, 4)]}[
-        per
-    ]
+    parts = {"layer": [range(12)], "column": [range(0, 12, 4), range(1, 12, 4)]}[per]
     for part in [*map(list, parts), [12, 13, 14]]:
         for side in (True, False):
             here = [i for i in part if (x[i] < 0) == side]
             assert got[here].tolist() == pytest.approx([float(x[here].mean())] * len(here))
-    count = {"layer": 3, "row": 3 + 1 + 2, "column": 4 + 1 + 4}[per]
+    count = {"layer": 3, "column": 4 + 1 + 4}[per]
     body = codec.encode(None, x)[1]
     assert body.nbytes == codec.encoded_nbytes(None, 23) == 20 + 3 + 8 * count
     assert length(got - x) <= codec.bound(None, 23) * length(x)
