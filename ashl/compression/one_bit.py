@@ -5,8 +5,8 @@ Avoid when: error feedback is not possible.
 Alternatives: `sign` with one scale; `terngrad`, unbiased.
 
 Rule: C(x)_j is the mean of all x_i ≥ 0 if x_j ≥ 0, else the mean of all x_i < 0. The means are
-those of the whole vector, of each layer, or of each column of each layer's matrix [outputs, all
-else], as in the paper. The mean of an empty side is 0. ‖C(x) − x‖² ≤ (1 − 1/d)‖x‖², with d the
+those of the whole vector, of each layer, or of each column of a layer's matrix [outputs, all else];
+the paper uses columns. The mean of an empty side is 0. ‖C(x) − x‖² ≤ (1 − 1/d)‖x‖², with d the
 largest number of elements that share two means.
 Bits: d, and 64 for each pair of means.
 
