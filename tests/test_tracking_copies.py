@@ -220,8 +220,8 @@ def test_what_a_tracker_refused_for_a_while_arrives_later(tmp_path: Path) -> Non
         refuse()
         kept.extend(points)
 
-    tracker = Mock(**{"open.side_effect": refuse, "log_params.side_effect": refuse})
-    tracker.configure_mock(**{"log_metrics.side_effect": accept, "close.return_value": "shown"})
+    tracker = Mock(**{"open.side_effect": refuse, "log_metrics.side_effect": accept})
+    tracker.close.return_value = "shown"
     recorder, copier = begin(tmp_path / "run", tmp_path, make=lambda: tracker)
     for step in range(100, 3100):
         recorder.metric(ROW | {"step": step})

@@ -67,9 +67,7 @@ class RunCopy:
     def advance(self) -> None:
         """Begin the run if there is none, then copy the new metrics."""
         if self.identifier is None:
-            identifier = self.tracker.open(self.run)
-            self.tracker.log_params(self.run.params)
-            self.identifier = identifier
+            self.identifier = self.tracker.open(self.run)
         rows, end = jsonl.tail(self.run.folder / METRICS, self._copied)
         self.tracker.log_metrics([point for row in rows for point in points(row)])
         self._copied = end

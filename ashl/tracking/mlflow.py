@@ -84,9 +84,10 @@ class MlflowTracker:
         self.run = self.client.create_run(
             experiment.experiment_id, span[0] if span else None, tags, run.name
         )
+        self._log_params(run.params)
         return self.run.info.run_id
 
-    def log_params(self, params: Mapping[str, str]) -> None:
+    def _log_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
         found: dict[str, str] = {}

@@ -24,15 +24,12 @@ class TensorboardTracker:
 
         self.folder = run.folder
         self.started_s = time.time()
-        self.params: dict[str, str] = {}
+        self.params = dict(run.params)
         self.ends: dict[str, float] = {}
         shutil.rmtree(run.folder / EVENTS, ignore_errors=True)  # of an earlier, incomplete copy
         self.writer = SummaryWriter(str(run.folder / EVENTS))
         self.writer.add_text(run.name, run.note)
         return str(run.folder)
-
-    def log_params(self, params: Mapping[str, str]) -> None:
-        self.params |= params
 
     def log_metrics(self, points: Sequence[Point]) -> None:
         for name, value, step, host_s in points:

@@ -30,15 +30,13 @@ class WandbTracker:
             group=run.parent,
             name=run.name,
             id=hashlib.sha256(str(run.folder).encode()).hexdigest()[:16],
+            config=dict(run.params),
             notes=run.note,
             reinit="create_new",
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
         self.run.define_metric("*", step_metric="time/s")  # the run's own clock
         return run.name
-
-    def log_params(self, params: Mapping[str, str]) -> None:
-        self.run.config.update(dict(params))
 
     def log_metrics(self, points: Sequence[Point]) -> None:
         """Log each evaluation in one call; the numbers of the outcome become W&B's summary."""
