@@ -292,11 +292,6 @@ class Monitor:
         elif whole := self.run_state.parts.add(record, vector):
             self.evaluate(whole)
 
-    def set_module_state(self, rank: int, state: Any) -> None:
-        """Set the state of a worker's module: the values that forward passes change."""
-        if state is not None:
-            self.job.learner.set_worker_state(rank, state)
-
     def evaluate_pending(self) -> None:
         """Evaluate the last model if it has waited for the states of the workers' modules.
 

@@ -139,7 +139,8 @@ class LivenessMonitor:
             case ModuleState():
                 assert isinstance(content, bytes)
                 state = decode(content, ("ashl", *self.plan.allow_targets))
-                self.monitor.set_module_state(record.rank, state)
+                if state is not None:
+                    self.monitor.job.learner.set_worker_state(record.rank, state)
             case _:
                 self.adjust_clock_zero(record)
                 self.monitor.emit(record)
@@ -408,7 +409,6 @@ def supervise(
         raise_settled_failure(liveness, run_dir, now_s)
         interrupted_s = liveness.interrupted_s
         if interrupted_s is not None and now_s - interrupted_s > PATIENCE_S:
-            check_disconnected(liveness)
             liveness.monitor.evaluate_pending()
             return None
         check_liveness(liveness, timeout_s, bool({*late} - liveness.failed.keys()))
@@ -461,14 +461,6 @@ def raise_settled_failure(liveness: LivenessMonitor, run_dir: Path, now_s: float
         logger.warning("a rank failed; waits %g s for records that name the cause", SETTLE_S)
     elif now_s - liveness.failure_seen_s > SETTLE_S:
         raise run_failure(liveness, run_dir)
-
-
-def check_disconnected(liveness: LivenessMonitor) -> None:
-    """Raise AshlError if a rank on another node is silent after the run was interrupted."""
-    for rank in liveness.silent_ranks(PATIENCE_S - SETTLE_S):
-        if rank not in liveness.processes:
-            name = rank_name(liveness, rank)
-            raise AshlError(f"{name} disconnected, and the run was interrupted")
 
 
 # levels of the records that are logged above DEBUG

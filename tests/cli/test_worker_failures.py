@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,40 +42,6 @@ IN_PARTS = (
     "sync=spy optimizer.momentum=0 optimizer.weight_decay=0",
 )
 FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
-
-
-@pytest.mark.slow  # by default one takes its place, below
-@pytest.mark.parametrize("rank", [0, 1])  # the first waits at a barrier, the second computes
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "sync=ssp",
-        "sync=bsp",
-        "sync=local_sgd sync.local_steps=4",
-        "sync=asp",
-        "sync=fedbuff",
-        "sync=backup",
-        *OWN,
-        *LATE,
-        *IN_PARTS,
-    ],
-)
-def test_a_run_continues_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
-    code, err = train(
-        lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split(), "stop.seconds=3"
-    )
-    assert (code, err) == (0, "")
-    summary = check_records(workplace / "run", "finished")
-    (lost,) = summary["failed_workers"]
-    assert (lost["worker"], lost["reason"], lost["rejoined_s"]) == (
-        rank,
-        "was killed by SIGKILL",
-        None,
-    )
-    away_s = summary["workers"][rank]["down_s"]
-    assert away_s == pytest.approx(summary["time_s"] - lost["time_s"], abs=0.5)
-    assert summary["workers"][1 - rank]["down_s"] == 0
-    assert summary["workers"][1 - rank]["commits"] > summary["workers"][rank]["commits"]
 
 
 @pytest.mark.slow
@@ -119,7 +84,21 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl", *OWN, *LATE, *IN_PARTS])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "sync=bsp",
+        "sync=ssp",
+        "sync=asp",
+        "sync=local_sgd sync.local_steps=4",
+        "sync=fedbuff",
+        "sync=backup",
+        "schedule=ashl",
+        *OWN,
+        *LATE,
+        *IN_PARTS,
+    ],
+)
 def test_a_killed_worker_is_restarted(mode: str, train, workplace) -> None:
     kill, own = (
         lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL),
@@ -353,19 +332,6 @@ def test_a_folder_that_nobody_can_join(files: dict[str, str], why: str, workplac
         Path("runs/other", name).write_text(text)
     assert main(["join", "runs/other"]) == 2
     assert why in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_worker_with_a_short_pause_is_late(train, workplace) -> None:
-    def stop_for_a_while(run: Path) -> None:
-        os.kill(stopped := ranks_of(run)[1], signal.SIGSTOP)
-        time.sleep(2)
-        os.kill(stopped, signal.SIGCONT)
-
-    assert train(
-        stop_for_a_while, "sync=bsp", "runtime.heartbeat_timeout_s=6", "stop.seconds=5"
-    ) == (0, "")
-    assert check_records(workplace / "run", "finished")["failed_workers"] == []
 
 
 @pytest.mark.slow

@@ -157,20 +157,3 @@ def test_ranks_share_no_folder(tmp_path: Path) -> None:
     (failure,) = summary["failed_workers"]
     assert failure["worker"] == 1
     assert failure["rejoined_s"]
-
-
-def test_all_have_to_leave_the_same_checkpoints(tmp_path: Path) -> None:
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    more = ([], ["run.checkpoint_s=1"])
-    jobs = [
-        started(
-            ["ashl.cli", "train", *LINE, *PUSH_SUM, *SAVED, *more[r]],
-            tmp_path / str(r),
-            RANK=str(r),
-            **world,
-        )
-        for r in range(2)
-    ]
-    said = ended(*jobs)
-    assert all("has run.checkpoint_s=1 and rank 0 on" in line for line in said), said
-    assert [job.returncode for job in jobs] == [2, 2]

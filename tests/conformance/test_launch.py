@@ -24,18 +24,7 @@ SHORT = [
     "eval.every_commits=20",
     "run.save_weights=false",
 ]
-MODES = {
-    "bsp": ["sync=bsp"],
-    "ssp": ["sync=ssp"],
-    "ashl": ["schedule=ashl"],
-    "all_reduce": ["topology=all_reduce", "sync=bsp"],
-    "partial_all_reduce": [
-        "topology=partial_all_reduce",
-        "sync=ripples_smart",
-        "sync.group_size=2",
-    ],
-    "gossip": ["topology=gossip", "sync=ad_psgd", "topology.graph=ring"],
-}
+MODES = {"server": ["schedule=ashl"], "all_reduce": ["topology=all_reduce", "sync=bsp"]}
 
 
 @pytest.fixture

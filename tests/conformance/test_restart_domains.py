@@ -1,5 +1,5 @@
 """A worker of a job is a restart domain: its process is killed and started again, as an engine
-does, or replaced by `ashl join`. The processes get RANK and WORLD_SIZE as from an engine.
+does. The processes get RANK and WORLD_SIZE as from an engine.
 """
 
 import json
@@ -29,9 +29,9 @@ MODES = {
 
 
 @contextmanager
-def job(folder: Path, mode: str, restarts: bool) -> Generator[list[subprocess.Popen[bytes]]]:
-    """Start a job of this mode, kill rank 1 once a metric is recorded, and start it again if
-    `restarts`. Yields the processes by rank, the restarted one last.
+def job(folder: Path, mode: str) -> Generator[list[subprocess.Popen[bytes]]]:
+    """Start a job of this mode, kill rank 1 once a metric is recorded, and start it again. Yields
+    the processes by rank, the restarted one last.
     """
     words, size = MODES[mode]
     port = free_port()
@@ -49,7 +49,7 @@ def job(folder: Path, mode: str, restarts: bool) -> Generator[list[subprocess.Po
         wait_for(lambda: metrics.exists() and metrics.stat().st_size)
         ranks[1].kill()
         ranks[1].wait()
-        ranks += [start(1)] if restarts else []
+        ranks += [start(1)]
         yield ranks
     finally:
         for process in ranks:
@@ -71,18 +71,7 @@ def check_rejoined(folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_that_is_started_again_rejoins(mode: str, tmp_path: Path) -> None:
-    with job(tmp_path, mode, restarts=True) as ranks:
+    with job(tmp_path, mode) as ranks:
         ranks[0].wait(90)
         assert ranks[-1].wait(20) == 0
-        check_rejoined(tmp_path)
-
-
-def test_a_join_replaces_a_killed_process_of_a_job(tmp_path: Path) -> None:
-    with job(tmp_path, "server", restarts=False) as ranks:
-        wait_for(lambda: "failed" in (tmp_path / "run/controller.log").read_text())
-        command = [sys.executable, "-m", "ashl.cli", "join", "run"]
-        joined = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90)
-        ranks[0].wait(90)
-        assert joined.returncode == 0, joined.stderr
-        assert "joins run as worker 1" in joined.stdout
         check_rejoined(tmp_path)
