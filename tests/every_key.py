@@ -403,10 +403,6 @@ OWN: dict[
     "eval.every_commits": ("8", ""),
     "run.save_weights": ("false", ""),
     "run.compression_stats_every": ("3", "compression=topk"),
-    "run.compression_stats_per_layer": (
-        "true",
-        "compression=topk run.compression_stats_every=4",
-    ),
     "run.checkpoint_s": ("0.2", ""),
     "tracking.events": ("none", ""),
 }

@@ -215,9 +215,7 @@ def left_by(*overrides: str) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(
     "key",
-    quick(
-        OWN, ("stop.target_consecutive_evals", "eval.every_s", "run.compression_stats_per_layer")
-    ),
+    quick(OWN, ("stop.target_consecutive_evals", "eval.every_s")),
 )
 def test_every_key_of_the_run_itself_changes_its_records(key: str, workplace) -> None:
     value, beside = OWN[key]

@@ -88,11 +88,6 @@ INERT: list[tuple[str, str, str | None]] = [  # None: it takes what is not here,
     ("stop.target_consecutive_evals=2", "sync=bsp", "stop.target_accuracy=0.9"),
     ("eval.every_commits=5", "sync=bsp eval.every_s=1", "eval.every_s=null"),
     ("run.compression_stats_every=5", "sync=bsp", "compression=topk"),
-    (
-        "run.compression_stats_per_layer=true",
-        "sync=bsp compression=topk run.compression_stats_every=null",
-        "run.compression_stats_every=20",
-    ),
     ("tracking.experiment=mine", "sync=bsp tracking=none", "tracking=mlflow"),
     (
         "compression.masking=false",

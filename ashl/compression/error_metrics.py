@@ -2,9 +2,8 @@
 
 Measures: p is the vector that was encoded, C(p) the decoded vector, and x the update.
 `relative_error` = ‖p − C(p)‖²/‖p‖²; it exceeds 1 if the codec is not a contraction here. `residual`
-= ‖p − C(p)‖/‖x‖ if the sender keeps the difference. `cosine` is the cosine between C(p) and x. Each
-is also available by layer. The monitor computes the metrics of the workers' mean, see
-`ashl.run.metrics`.
+= ‖p − C(p)‖/‖x‖ if the sender keeps the difference. `cosine` is the cosine between C(p) and x. The
+monitor computes the workers' mean, see `ashl.run.metrics`.
 
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the contraction, measured
 during training).
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import Codec, Layout, slices
+from ashl.compression.contract import Codec
 from ashl.compression.payload import HEADER, Split
 from ashl.compression.wrappers import Layerwise, length
 
@@ -26,28 +25,23 @@ def measure_compression_error(
     pieces: Sequence[tuple[Codec, int, Tensor]],
     kept_back: Tensor | None,
     x: Tensor,
-    layout: Layout,
-    layers: bool,
 ) -> dict[str, Any]:
-    """Return the metrics of one update as plain values.
+    """Return the metrics of one update as plain values; None if a norm in a denominator is 0.
 
     Args: pieces has a (codec, elements, payload) for each message of x; each codec decodes without
     state. kept_back is the sender's residual, None if it keeps none.
     """
     sent = torch.cat([codec.decode(None, payload, d)[1] for codec, d, payload in pieces])
-    kept = kept_back is not None
     error = x - sent if kept_back is None else kept_back
-    found = payload_sizes([payload for _, _, payload in pieces])
-    found |= error_measures(x, sent, error, kept)
-    # The error of an unbiased codec averages out, and may exceed the vector.
-    found["unbiased"] = pieces[0][0].traits.unbiased
-    if layers:
-        parts = zip(layout, slices([layer.size for layer in layout]), strict=True)
-        found["layers"] = {
-            layer.name: error_measures(x[part], sent[part], error[part], kept)
-            for layer, part in parts
-        }
-    return found
+    encoded_norm, error_norm, update_norm = length(sent + error), length(error), length(x)
+    kept = kept_back is not None and update_norm
+    return payload_sizes([payload for _, _, payload in pieces]) | {
+        "relative_error": (error_norm / encoded_norm) ** 2 if encoded_norm else None,
+        "residual": error_norm / update_norm if kept else None,
+        "cosine": cosine(sent, x),
+        # The error of an unbiased codec averages out, and may exceed the vector.
+        "unbiased": pieces[0][0].traits.unbiased,
+    }
 
 
 def payload_sizes(payloads: Sequence[Tensor]) -> dict[str, Any]:
@@ -59,19 +53,6 @@ def payload_sizes(payloads: Sequence[Tensor]) -> dict[str, Any]:
         "split": together,
         "nbytes": sum(payload.nbytes for payload in payloads),
         "unbiased": True,
-    }
-
-
-def error_measures(x: Tensor, sent: Tensor, error: Tensor, kept: bool) -> dict[str, float | None]:
-    """Return relative error, residual and cosine; None if a norm in a denominator is 0.
-
-    The residual is None, too, if the sender does not keep the error.
-    """
-    encoded_norm, error_norm, update_norm = length(sent + error), length(error), length(x)
-    return {
-        "relative_error": (error_norm / encoded_norm) ** 2 if encoded_norm else None,
-        "residual": error_norm / update_norm if kept and update_norm else None,
-        "cosine": cosine(sent, x),
     }
 
 

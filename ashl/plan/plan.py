@@ -141,7 +141,6 @@ class Plan:
     allow_targets: tuple[str, ...] = ()
     start_from: str | None = None  # path of the initial weights; None = random, from the seed
     compression_stats_every: int | None = None  # rounds between two measurements; None = never
-    compression_stats_per_layer: bool = False
     notes: tuple[str, ...] = ()  # remarks for the user, one sentence each
 
     @property

@@ -192,7 +192,6 @@ def _prepare_plan(
         ),
         start_from=learner.start,
         compression_stats_every=settings.run.compression_stats_every,
-        compression_stats_per_layer=settings.run.compression_stats_per_layer,
         allow_targets=settings.allow_targets,
     )
     if settings.plan is not None:

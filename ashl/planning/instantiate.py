@@ -354,7 +354,6 @@ def bind_stages(
                 planner=planner_for(own.overlap, parts.planner),
                 profile=known,
                 compression_stats_every=plan.compression_stats_every,
-                compression_stats_per_layer=plan.compression_stats_per_layer,
                 seed=plan.seed,
                 nodes=parts.cluster.node,
                 answer_block=answer_block(parts.cluster, fragments),

@@ -44,7 +44,6 @@ class Run:
     save_weights: bool | None
     start_from: str | None
     compression_stats_every: Count | None
-    compression_stats_per_layer: bool
     checkpoint_s: Span | None
 
 

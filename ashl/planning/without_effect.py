@@ -415,17 +415,9 @@ CONDITIONS = (
         lambda context: context.config["eval"]["every_s"] is None,
     ),
     Condition(
-        (
-            "run.compression_stats_every",
-            "run.compression_stats_per_layer",
-        ),
+        ("run.compression_stats_every",),
         "a compression, for example compression=topk",
         lambda context: context.lossy,
-    ),
-    Condition(
-        ("run.compression_stats_per_layer",),
-        "measurements every few rounds, for example run.compression_stats_every=20",
-        lambda context: context.config["run"]["compression_stats_every"] is not None,
     ),
     Condition(
         ("tracking.experiment",),

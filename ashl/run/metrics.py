@@ -122,15 +122,9 @@ class CompressionStats:
         grows = error is not None and error > 1 and not report.unbiased
         self.grown[rank] = self.grown.get(rank, 0) + 1 if grows else 0
         if self.grown[rank] == OFTEN and self.warning is None:
-            layers = {
-                name: found["relative_error"] or 0.0
-                for name, found in (report.layers or {}).items()
-            }
-            worst = max(layers, key=lambda name: layers[name], default=None)
-            where = f", most of all in layer {worst}" if worst else ""
             self.warning = (
                 f"the codec is not a contraction: at worker {rank} the relative error of messages"
-                f" is {error:.3g}, above 1{where}; training may diverge. Take more bits, a larger"
+                f" is {error:.3g}, above 1; training may diverge. Take more bits, a larger"
                 " ratio, or a codec that is a contraction"
             )
 
@@ -148,8 +142,8 @@ class CompressionStats:
         return {f"compress/{name}": fmean(values) for name, values in columns.items() if values}
 
     def report(self) -> dict[str, Any] | None:
-        """Return the compression metrics of the summary, with the bytes of a message by their use,
-        and the first worker's layers; None without a report.
+        """Return the compression metrics of the summary, with the bytes of a message by their use;
+        None without a report.
         """
         if not self.latest:
             return None
@@ -158,6 +152,5 @@ class CompressionStats:
         return {
             **{key.removeprefix("compress/"): value for key, value in self.metrics().items()},
             "bytes": {name: fmean(row.split[i] for row in rows) for i, name in enumerate(names)},
-            "layers": rows[0].layers,
             "warning": self.warning,
         }

@@ -178,12 +178,8 @@ class Placed(NamedTuple):
     cores: int  # cores that it may use there
 
 
-# relative error, residual and cosine, see `ashl.compression.error_metrics`
-Loss = dict[str, float | None]
-
-
 class CompressionReport(NamedTuple):
-    """Compression metrics of one message."""
+    """Compression metrics of one message, see `ashl.compression.error_metrics`."""
 
     rank: int
     round: int
@@ -194,7 +190,6 @@ class CompressionReport(NamedTuple):
     split: tuple[int, int, int, int]  # bytes of headers, scales, values and indices
     nbytes: int
     unbiased: bool
-    layers: dict[Text, Loss] | None = None
 
 
 class NotFinite(NamedTuple):

@@ -298,7 +298,6 @@ class StageConfig:
     timed: tuple[tuple[str, CompressionPipeline], ...] = ()
     # rounds between two measurements of compression errors; None = never
     compression_stats_every: int | None = None
-    compression_stats_per_layer: bool = False
     seed: int = 0  # seed of graphs, matchings and partners, which all ranks draw identically
     nodes: tuple[int, ...] | None = None  # node of each worker, if the cluster declares it
     # workers that several servers answer while one worker receives all its shards

@@ -321,9 +321,7 @@ def report_health(
             if (rest := pipeline.residual(codec_state)) is not None
         ]
         back = torch.cat([to_host(rest) for rest in residuals]) if residuals else None
-        found = measure_compression_error(
-            pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer
-        )
+        found = measure_compression_error(pieces, back, to_host(x))
     ctx.emit(CompressionReport(ctx.rank, state.round, ctx.now_ns, **found))
 
 
