@@ -1,6 +1,5 @@
 """Serve MLflow's page on the store of the runs, as a process that cannot outlive ours."""
 
-import errno
 import os
 import signal
 import socket
@@ -108,19 +107,14 @@ def link_of(store: Path, address: str, folder: Path | None) -> str:
 
 def check_port(host: str, port: int) -> None:
     """Raise AshlError if the address is taken: MLflow itself would report that in 60 lines."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            local = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-            fix = (
-                "leave --host out to listen on this machine"
-                if local
-                else "choose another port with --port"
-            )
-            raise AshlError(f"Cannot listen on {host}:{port} ({reason}); {fix}.") from error
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise AshlError(
+            f"Cannot listen on {host}:{port} ({reason}); choose another port with --port, or leave"
+            " --host out."
+        ) from error
 
 
 def wait_for_answer(process: subprocess.Popen, host: str, port: int, log: IO[bytes]) -> None:
