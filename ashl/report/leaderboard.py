@@ -81,23 +81,18 @@ class Row:
     @property
     def time_shares(self) -> list[dict[str, float]]:
         """The share of each kind of time by worker, as a mean over the seeds."""
-        spent = [
-            [{kind: worker.get(f"{kind}_s") or 0.0 for kind in KINDS} for worker in workers]
-            for run in self.runs
-            if (workers := run.summary.get("workers")) and run.summary.get("time_s")
-        ]
-        times = [run.summary["time_s"] for run in self.runs if run.summary.get("workers")]
-        # Measured parts may add up to a little more than the run's time.
-        return [
-            {
-                kind: fmean(
-                    worker[kind] / max(time_s, sum(worker.values()))
-                    for worker, time_s in zip(same, times, strict=True)
-                )
-                for kind in KINDS
-            }
-            for same in zip(*spent, strict=False)
-        ]
+        from pandas import DataFrame, concat
+
+        found = []
+        for run in self.runs:
+            workers, time_s = run.summary.get("workers"), run.summary.get("time_s")
+            if workers and time_s:
+                spent = DataFrame(workers).reindex(columns=[f"{kind}_s" for kind in KINDS])
+                spent = spent.set_axis(KINDS, axis="columns").astype(float).fillna(0.0)
+                # Measured parts may add up to a little more than the run's time.
+                whole_s = spent.sum(axis="columns").clip(lower=time_s)
+                found.append(spent.div(whole_s, axis="index"))
+        return concat(found).groupby(level=0).mean().to_dict("records") if found else []
 
 
 @dataclass(frozen=True)

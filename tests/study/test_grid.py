@@ -9,7 +9,7 @@ from rich.console import Console
 from ashl.config.compose import alternatives, compose
 from ashl.config.override import command_line
 from ashl.errors import UsageError
-from ashl.study.grid import MAX_POINTS, Grid, grid_lines, make_grid
+from ashl.study.grid import Grid, grid_lines, make_grid
 from ashl.study.jobs import local_pool
 from ashl.study.sweep import begin_record, fill, folder_of, forecast_of, show
 from ashl.tracking.sweep_progress import SweepProgress
@@ -139,10 +139,6 @@ def test_a_preset_may_bring_lines_of_settings(
 def test_what_is_wrong_with_the_whole_grid(overrides: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         grid(*overrides)
-
-
-def test_a_grid_has_a_largest_size() -> None:
-    assert MAX_POINTS == 10_000
 
 
 def test_the_number_of_workers_is_an_axis() -> None:
