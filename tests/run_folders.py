@@ -185,6 +185,7 @@ def write_sweep(
         "schema": 1,
         "name": "study",
         "overrides": typed,
+        "command": " ".join(["ashl sweep", *typed]),
         "axes": axes,
         "settings": rows,
         "skipped": [],

@@ -10,7 +10,7 @@ from platform import python_version
 from urllib.parse import quote
 
 from ashl import __version__
-from ashl.config.override import command_line, command_text
+from ashl.config.override import command_text
 from ashl.report.answer import Said, answer
 from ashl.report.figures import Figure
 from ashl.report.leaderboard import Leaderboard, Row
@@ -93,5 +93,4 @@ def origin(study: Study) -> str:
     """Return the command that made a single run or a sweep; "" if it is unknown."""
     if study.sweep is None:
         return study.runs[0].command if len(study.runs) == 1 else ""
-    typed = [str(text) for text in study.sweep.get("overrides") or ()]
-    return study.sweep.get("command") or (str(command_line("sweep", typed)) if typed else "")
+    return study.sweep.get("command") or ""

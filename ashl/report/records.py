@@ -233,20 +233,15 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Child], dict[str, str],
             (" ".join(point.get("overrides") or ()), point.get("reason"))
             for point in sweep.get("skipped") or ()
         ]
-    except (TypeError, AttributeError, KeyError):
+    except (TypeError, ValueError, AttributeError, KeyError):
         raise BrokenRecordError("sweep.json is broken") from None
     return sweep, children, gone, [LeftOut(name, str(reason)) for name, reason in points]
 
 
 def _dropped(drop: Mapping[str, Any]) -> str:
-    at_s, rung, reason = drop.get("at_s"), drop.get("rung"), str(drop.get("reason") or "")
-    if at_s == 0:
-        return f"before it began, because of another seed: {reason}"
-    when = [
-        f"after {at_s:.3g} s" if isinstance(at_s, int | float) else "",
-        f"rung {rung}" if rung is not None else "",
-    ]
-    return ", ".join(filter(None, [*when, reason]))
+    if drop["at_s"] == 0:
+        return f"before it began, because of another seed: {drop['reason']}"
+    return f"after {drop['at_s']:.3g} s, {drop['reason']}"
 
 
 def read_run(
