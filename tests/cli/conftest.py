@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,20 @@ from ashl.cli.app import main
 from tests.disturbed import LONG, ranks_of, under_way, wait_for
 
 SIM = ["-q", "runtime=sim", "tracking=none"]
+
+
+@pytest.fixture
+def own_module(workplace):
+    """Write modules of the user's own; no other test sees them."""
+    written = []
+
+    def write(name: str, code: str) -> None:
+        (workplace / f"{name}.py").write_text(code)
+        written.append(name)
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture

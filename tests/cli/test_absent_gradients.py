@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ashl.cli.app import main
+from tests.own_parts import choose_own
 
 CODE = '''
 import torch
@@ -128,33 +129,15 @@ def place(workplace: Path):
     """Trains a model of the module from `start.pt`, and returns its last weights."""
     (workplace / "netmodels.py").write_text(CODE)
     sys.path.insert(0, str(workplace))
-    for group, text in {
-        "model": "_target_: netmodels.Net",
-        "dataset": "_target_: netmodels.Blobs",
-    }.items():
-        (workplace / "options" / group).mkdir(parents=True)
-        text = (
-            f"defaults: [_own]\n{text}\nepochs: 10\nbatch_size: {BATCH}\n"
-            if group == "dataset"
-            else text
-        )
-        (workplace / "options" / group / "mine.yaml").write_text(text)
 
     def train(kind: str, *overrides: str) -> dict:
         import netmodels  # ty: ignore[unresolved-import]
 
         torch.manual_seed(0)
         torch.save(getattr(netmodels, kind)(3).state_dict(), "start.pt")
-        Path("options/model/mine.yaml").write_text(f"_target_: netmodels.{kind}\n")
         shutil.rmtree("out", ignore_errors=True)
-        own = [
-            "--config-dir",
-            "options",
-            "allow_targets=[netmodels]",
-            "model=mine",
-            "dataset=mine",
-            "run.dir=out",
-        ]
+        data = f"netmodels.Blobs\nepochs: 10\nbatch_size: {BATCH}\n"
+        own = choose_own("netmodels", model=f"netmodels.{kind}", dataset=data)
         fixed = [
             "tracking=none",
             "dataset.partition=interleaved",
@@ -162,7 +145,7 @@ def place(workplace: Path):
             "cluster=homogeneous",
         ]
         rate = [] if "optimizer=mine" in overrides else RATE
-        code = main(["train", "-q", *own, *fixed, *rate, *overrides])
+        code = main(["train", "-q", *own, "run.dir=out", *fixed, *rate, *overrides])
         return torch.load("out/final.pt") if not code else {"code": code}
 
     yield train

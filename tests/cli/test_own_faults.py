@@ -2,12 +2,10 @@
 step and fix.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from ashl.cli.app import main
+from tests.own_parts import choose_own
 
 CODE = '''
 from typing import ClassVar
@@ -242,34 +240,18 @@ ON_PROCESSES = ("model=Raises", "dataset=Blobs\nbad: 100", "task=BadScores", "op
 
 
 @pytest.fixture
-def said(workplace: Path, capsys):
+def said(own_module, capsys):
     """Train with one part of the user's own that fails; returns the exit code and what was said."""
-    (workplace / "own_faults.py").write_text(CODE)
+    own_module("own_faults", CODE)
 
     def train(fault: str, *overrides: str) -> tuple[int, str]:
         parts = {"dataset": "Blobs\n", "model": "Net", **dict([fault.split("=", 1)])}
-        for group, text in parts.items():
-            (workplace / "options" / group).mkdir(parents=True, exist_ok=True)
-            base = {"dataset": "defaults: [_own]\n", "optimizer": "defaults: [sgd]\n"}.get(
-                group, ""
-            )
-            (workplace / "options" / group / "mine.yaml").write_text(
-                f"{base}_target_: own_faults.{text}"
-            )
-        own = [f"{group}=mine" for group in parts]
-        words = [
-            "--config-dir",
-            "options",
-            *own,
-            *SMALL,
-            "allow_targets=[own_faults]",
-            "run.dir=out",
-            *overrides,
-        ]
-        return main(["train", *words]), capsys.readouterr().err
+        own = choose_own(
+            "own_faults", **{name: f"own_faults.{text}" for name, text in parts.items()}
+        )
+        return main(["train", *own, *SMALL, "run.dir=out", *overrides]), capsys.readouterr().err
 
-    yield train
-    sys.modules.pop("own_faults", None)
+    return train
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def trained(place, workplace: Path, capsys: pytest.CaptureFixture[str], monkeypa
     """
     (workplace / "ownsteps.py").write_text(CODE)
     monkeypatch.syspath_prepend(workplace)
-    (workplace / "options/optimizer").mkdir()
+    (workplace / "options/optimizer").mkdir(parents=True)
 
     def train(target: str, keys: dict, *overrides: str, defaults: str = "") -> dict | str:
         lines = [

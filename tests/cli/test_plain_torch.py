@@ -4,13 +4,13 @@ they do not fit.
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ashl.cli.app import main
+from tests.own_parts import choose_own
 
 CODE = '''
 import torch
@@ -77,30 +77,23 @@ SMALL = ["runtime=sim", "tracking=none", "sync=bsp", "stop.epochs=2", "-q"]
 
 
 @pytest.fixture
-def place(workplace: Path, capsys):
+def place(own_module, capsys):
     """A folder with one module, on no path; writes options, trains, and returns the summary or what
     was said.
     """
-    (workplace / "mymodels.py").write_text(CODE)
+    own_module("mymodels", CODE)
 
     def train(*overrides: str, **options: str) -> dict | str:
-        for name, text in {
-            "model": "_target_: mymodels.Net",
-            "dataset": "_target_: mymodels.Ring",
-            **options,
-        }.items():
-            base = "defaults: [_own]\n" if name == "dataset" else ""
-            (workplace / "options" / name).mkdir(parents=True, exist_ok=True)
-            (workplace / "options" / name / "mine.yaml").write_text(base + text)
-        own = ["--config-dir", "options", "model=mine", "dataset=mine", "run.dir=out"]
+        own = choose_own(
+            "mymodels", **{"model": "mymodels.Net", "dataset": "mymodels.Ring"} | options
+        )
         shutil.rmtree("out", ignore_errors=True)
-        code = main(["train", *own, *SMALL, "allow_targets=[mymodels]", *overrides])
+        code = main(["train", *own, "run.dir=out", *SMALL, *overrides])
         err = capsys.readouterr().err
         assert (code == 0) == (err == ""), err
         return err if code else json.loads(Path("out/summary.json").read_text())
 
-    yield train
-    sys.modules.pop("mymodels", None)
+    return train
 
 
 def test_a_class_of_each_runs_and_what_is_drawn_while_reading_follows_from_the_seed(place) -> None:
@@ -109,7 +102,7 @@ def test_a_class_of_each_runs_and_what_is_drawn_while_reading_follows_from_the_s
     torch.manual_seed(99)
     assert place("stop.epochs=8")["params_sha256"] == first["params_sha256"]
     assert (
-        place("stop.epochs=8", dataset="_target_: mymodels.Ring\nnoise: 0.0")["params_sha256"]
+        place("stop.epochs=8", dataset="mymodels.Ring\nnoise: 0.0")["params_sha256"]
         != first["params_sha256"]
     )
 
@@ -117,8 +110,8 @@ def test_a_class_of_each_runs_and_what_is_drawn_while_reading_follows_from_the_s
 def test_functions_make_them_too_and_values_are_fitted(place) -> None:
     fitted = place(
         "task=regression",
-        model="_target_: mymodels.net\nwidth: 8",
-        dataset="_target_: mymodels.distances\nbatch_size: 8",
+        model="mymodels.net\nwidth: 8",
+        dataset="mymodels.distances\nbatch_size: 8",
     )
     assert (fitted["metric"], fitted["final"]["test_accuracy"]) == ("r2", None)
 
@@ -138,17 +131,17 @@ def test_the_processes_of_a_run_find_them(place) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"model": "_target_: mymodels.Net\nwidht: 3"}, "unexpected keyword argument 'widht'; its keys are: width"),
-        ({"model": "_target_: mymodels.net"}, "net() missing a required argument: 'width'"),
-        ({"model": "_target_: mymodels.number"}, "number returns int, and should return a torch.nn.Module"),
-        ({"model": "_target_: mymodels.Other"}, "which is no model: it has no 'build'"),
-        ({"model": "_target_: mymodels.Crash"}, "has no attribute 'missing'"),
-        ({"model": "_target_: mymodels.nn.Linear"}, "no module 'mymodels.nn'"),
-        ({"model": "_target_: os.system\ncommand: touch was_here"}, "outside of ashl; allow it with"),
-        ({"model": "_target_: ashl.run.train.train"}, "which is not a class defined in ashl.run.train"),
-        ({"dataset": "_target_: mymodels.number"}, "number should take train=True or False, or return a pair"),
-        ({"dataset": "_target_: mymodels.pixels"}, "input 0 is uint8; give float32"),
-        ({"dataset": "_target_: mymodels.uneven"}, "targets differ in shape, for example (1,) and (2,)"),
+        ({"model": "mymodels.Net\nwidht: 3"}, "unexpected keyword argument 'widht'; its keys are: width"),
+        ({"model": "mymodels.net"}, "net() missing a required argument: 'width'"),
+        ({"model": "mymodels.number"}, "number returns int, and should return a torch.nn.Module"),
+        ({"model": "mymodels.Other"}, "which is no model: it has no 'build'"),
+        ({"model": "mymodels.Crash"}, "has no attribute 'missing'"),
+        ({"model": "mymodels.nn.Linear"}, "no module 'mymodels.nn'"),
+        ({"model": "os.system\ncommand: touch was_here"}, "outside of ashl; allow it with"),
+        ({"model": "ashl.run.train.train"}, "which is not a class defined in ashl.run.train"),
+        ({"dataset": "mymodels.number"}, "number should take train=True or False, or return a pair"),
+        ({"dataset": "mymodels.pixels"}, "input 0 is uint8; give float32"),
+        ({"dataset": "mymodels.uneven"}, "targets differ in shape, for example (1,) and (2,)"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_in_a_sentence(

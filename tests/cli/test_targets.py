@@ -1,7 +1,6 @@
 """Targets that do not count, and classes as users number them, against plain torch."""
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from torch import nn
 
 from ashl.cli.app import main
 from ashl.tracking import jsonl
+from tests.own_parts import choose_own
 
 CODE = '''
 from typing import ClassVar
@@ -125,33 +125,18 @@ IN_ROUNDS = (
 
 
 @pytest.fixture
-def place(workplace: Path, capsys):
+def place(own_module, workplace: Path, capsys):
     """A folder with one module; trains on its parts, and returns the summary or what was said."""
-    (workplace / "targets.py").write_text(CODE)
+    own_module("targets", CODE)
 
-    def train(model: str, dataset: str, *overrides: str, task: str = "") -> dict | str:
-        for group, text in {"model": model, "dataset": dataset, "task": task}.items():
-            (workplace / "options" / group).mkdir(parents=True, exist_ok=True)
-            base = "defaults: [_own]\n" if group == "dataset" else ""
-            (workplace / "options" / group / "mine.yaml").write_text(
-                f"{base}_target_: targets.{text}"
-            )
-        own = [
-            "--config-dir",
-            "options",
-            "model=mine",
-            "dataset=mine",
-            "run.dir=out",
-            "-q",
-            *SMALL,
-            *overrides,
-        ]
-        code = main(["train", *own, "allow_targets=[targets]", *(["task=mine"] if task else [])])
+    def train(model: str, dataset: str, *overrides: str, **task: str) -> dict | str:
+        parts = {"model": model, "dataset": dataset, **task}
+        own = choose_own("targets", **{group: f"targets.{text}" for group, text in parts.items()})
+        code = main(["train", *own, "run.dir=out", "-q", *SMALL, *overrides])
         said = capsys.readouterr()
         return (jsonl.whole(workplace / "out/summary.json") or {}) if code == 0 else said.err
 
-    yield train
-    sys.modules.pop("targets", None)
+    return train
 
 
 def plain(mark: int, smoothing: float, momentum: float) -> tuple[dict[str, torch.Tensor], float]:
@@ -205,7 +190,7 @@ def test_another_ignored_target_counts_the_same(task, place, monkeypatch, workpl
         "sync=bsp",
         *ANSWERS,
         *own,
-        task="Smooth" if task == "own" else "",
+        **({"task": "Smooth"} if task == "own" else {}),
     )
     assert isinstance(found, dict), found
     expected, loss = plain(-1, smoothing, 0.9)

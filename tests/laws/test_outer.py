@@ -12,8 +12,6 @@ from ashl.outer.contract import Outer
 from tests.conf_option import conf_option
 from tests.support import simulated
 
-pytestmark = pytest.mark.usefixtures("short_forecasts")
-
 METHODS = tuple(catalog()["outer"])
 D, LR = 1000, 0.1
 LOCAL = ("sync=local_sgd", "sync.local_steps=4", "stop.steps=96", "model.hidden=[16]")

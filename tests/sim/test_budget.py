@@ -6,8 +6,6 @@ import pytest
 
 from tests.support import Ran, simulated
 
-pytestmark = pytest.mark.usefixtures("short_forecasts")
-
 SMALL = ("schedule=single", "cluster=mixed", "model.hidden=[8]", "stop.steps=null")
 MODES = {
     "server": ("sync=local_sgd", "sync.local_steps=16"),

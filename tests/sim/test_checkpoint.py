@@ -30,8 +30,6 @@ from ashl.stage.program import program, ranks_to_notify
 from tests.golden.runs import RUNS
 from tests.support import Ran, planned, simulated
 
-pytestmark = pytest.mark.usefixtures("short_forecasts")
-
 EVERY_S = 0.15
 SHORT = ("stop.epochs=3", "cluster.jitter=0.2", "eval.every_s=0.4")
 QUICK = (  # rows of the golden set with all kinds of states; `-m slow` tries every row

@@ -23,8 +23,6 @@ from tests.conf_option import conf_option
 from tests.laws.codecs import vector
 from tests.support import simulated
 
-pytestmark = pytest.mark.usefixtures("short_forecasts")
-
 BASE = (
     "sync=bsp",
     "stop.epochs=2",

@@ -43,7 +43,7 @@ ALWAYS = [
     "runtime=sim",
     "tracking=none",
     "tracking.events=all",
-    "stop.steps=160",
+    "stop.steps=80",
     "model.hidden=[16]",
 ]
 COMMANDS = [["train", f"run.dir={name}", *ALWAYS, *overrides] for name, overrides in RUNS.items()]

@@ -15,8 +15,6 @@ from tests.sim import test_checkpoint as checkpoints
 from tests.stand_in_device import DEVICE, There, guarded
 from tests.support import planned, run
 
-pytestmark = pytest.mark.usefixtures("short_forecasts")
-
 QUICK = (  # rows of the golden set by mechanism; `-m slow` tries every row
     "bsp", "outer-nesterov", "topk-both-ways", "uniform-clipped", "adamw-linear-decay", "topk-corrected", "power-sgd",
     "terngrad-shared", "ring-dear", "ring-layerwise", "choco-topk", "ad-psgd", "ripples-random",

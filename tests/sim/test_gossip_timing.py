@@ -10,6 +10,12 @@ import pytest
 
 from tests.support import planned, simulated
 
+
+@pytest.fixture(autouse=True)
+def _forecasts() -> None:
+    """Forecasts have their full length here: rates are compared with them."""
+
+
 EQUAL = (
     "runtime.gradients=false",
     "cluster=homogeneous",

@@ -18,8 +18,6 @@ from ashl.planning.instantiate import assemble
 from ashl.stage.members import assign, members_of, survivors
 from tests.support import planned, run
 
-pytestmark = pytest.mark.usefixtures("short_forecasts")
-
 RUN = (
     "cluster=homogeneous",
     "cluster.compute=[1,1.5,2,3]",

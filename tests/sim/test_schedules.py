@@ -20,8 +20,6 @@ from ashl.runtime.records import StageEnd
 from tests.conf_option import conf_option
 from tests.support import planned, simulated
 
-pytestmark = pytest.mark.usefixtures("short_forecasts")
-
 BASE = ("model.hidden=[16]", "cluster=ashl_paper", "optimizer.lr=0.05", "stop.epochs=10")
 COSINE = ("optimizer.schedule=cosine",)
 ORDER = {

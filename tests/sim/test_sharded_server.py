@@ -15,8 +15,6 @@ from ashl.topology.sharded_server import ShardedServer
 from tests.support import planned, simulated
 from tests.support import run as play
 
-pytestmark = pytest.mark.usefixtures("short_forecasts")
-
 LINKS = (
     "cluster.exchange_s=null",
     "cluster.bandwidth_mbit_s=20",
