@@ -185,7 +185,6 @@ VALUES: dict[str, str] = {  # by key, or by option and key
     "sync.decay": "0.1",
     "runtime.precision": "bf16",
     "runtime.min_workers": "4",
-    "sync.window_s": "0.02",
     "sync.staleness": "0",
     "sync.h_max": "5",
     "sync.max_staleness": "2",

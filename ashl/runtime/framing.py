@@ -30,7 +30,7 @@ from ashl.runtime.effects import Tag
 # words 0 to 9: magic, name, stage, iteration, kind, bytes, element type, pauses, count of numbers
 FIRST = struct.Struct("<q16s7q")
 META = 14  # numbers of `meta` in a header
-# bound on all numbers of `meta`, more than a list of members among 100,000 workers takes
+# bound on all numbers of `meta`, which may list the members of a group
 MAX_NUMBERS = 4096
 RECEIPT = FIRST.size // 8 + META  # position of the receipt, which is filled in as the header leaves
 HEADER_WORDS = RECEIPT + 2

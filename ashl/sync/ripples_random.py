@@ -30,7 +30,7 @@ class RipplesRandom(GroupRule):
 
     group_size: GroupSize
 
-    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Ranks]:
+    def draw(self, state: Groups, asker: int) -> list[Ranks]:
         others = chosen(
             state.num_workers - 1, self.group_size - 1, state.seed, Purpose.GROUPS, step=state.draws
         )

@@ -44,7 +44,7 @@ class RipplesSmart(GroupRule):
     threshold: Count
     inter_intra: bool
 
-    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Ranks]:
+    def draw(self, state: Groups, asker: int) -> list[Ranks]:
         fewest = state.requests[asker] - self.threshold + 1  # requests: the slowdown filter
         workers = shuffle(state, state.free(fewest))
         teams = machines(state.nodes, workers)

@@ -46,7 +46,7 @@ class RipplesStatic(GroupRule):
 
     ordered: ClassVar[bool] = True
 
-    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Ranks]:
+    def draw(self, state: Groups, asker: int) -> list[Ranks]:
         return phase(state.nodes, state.draws % PHASES)
 
     def groups(self, nodes: Sequence[int]) -> list[Ranks]:

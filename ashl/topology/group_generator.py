@@ -50,13 +50,9 @@ class GroupRule(Rule, contract=True):
             )
         return size
 
-    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Ranks]:
+    def draw(self, state: Groups, asker: int) -> list[Ranks]:
         """Return the groups to make, in order, for a worker that asks with an empty buffer."""
         raise NotImplementedError
-
-    def wakes(self, state: Groups) -> int | None:
-        """Return the time (ns) at which to draw again; None if time does not matter."""
-        return None
 
     def groups(self, nodes: Sequence[int]) -> list[Ranks]:
         """Return the groups that are known before the run."""
@@ -78,13 +74,6 @@ class Group(NamedTuple):
     members: Ranks
 
 
-class Asked(NamedTuple):
-    """Request of a worker whose group has not begun."""
-
-    number: int  # position in the order of all requests
-    since_ns: int
-
-
 @dataclass
 class Groups:
     """State of the generator, which only the functions of this module change."""
@@ -93,7 +82,8 @@ class Groups:
     seed: int
     buffers: list[list[Group]]  # by worker, oldest first; a running group is still in them
     requests: list[int]  # requests of each worker so far
-    waiting: dict[int, Asked] = field(default_factory=dict)
+    # by worker whose group has not begun: position of its request in the order of all requests
+    waiting: dict[int, int] = field(default_factory=dict)
     made: int = 0  # groups so far
     draws: int = 0
     # groups that shared a worker with an unfinished group of another draw
@@ -119,7 +109,7 @@ class Groups:
     @property
     def idle(self) -> list[int]:
         """Workers that have asked and have no group, in the order of asking."""
-        return sorted(self._idle, key=lambda worker: self.waiting[worker].number)
+        return sorted(self._idle, key=lambda worker: self.waiting[worker])
 
     def free(self, requests: int) -> list[int]:
         """Return the workers without a group and with at least so many requests, in rank order."""
@@ -148,23 +138,23 @@ def reopen(state: Groups) -> None:
     state._free = {0: set(range(n)) - state.failed}
 
 
-def request(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
+def request(state: Groups, rule: GroupRule, worker: int) -> list[Group]:
     """Handle the request of a worker. Returns: the groups that begin now."""
     assert worker not in state.waiting
     empty = not state.buffers[worker]
     if empty:
         _engage(state, worker)
     state.requests[worker] += 1
-    state.waiting[worker] = Asked(state.asks, now_ns)
+    state.waiting[worker] = state.asks
     state.asks += 1
     if empty:
         _release(state, worker)
     else:
         _wait_for_group(state, worker)
-    return _start_groups(state, rule, [worker], now_ns)
+    return _start_groups(state, rule, [worker])
 
 
-def complete_group(state: Groups, rule: GroupRule, group: Group, now_ns: int) -> list[Group]:
+def complete_group(state: Groups, rule: GroupRule, group: Group) -> list[Group]:
     """Remove a group that has averaged from the buffers. Returns: the groups that begin now."""
     for worker in group.members:
         buffer = state.buffers[worker]
@@ -173,12 +163,7 @@ def complete_group(state: Groups, rule: GroupRule, group: Group, now_ns: int) ->
             _release(state, worker)
         elif worker in state.waiting:
             _wait_for_group(state, worker)
-    return _start_groups(state, rule, group.members, now_ns)
-
-
-def wake_up(state: Groups, rule: GroupRule, now_ns: int) -> list[Group]:
-    """Draw at the time that the rule named with `wakes`. Returns: the groups that begin now."""
-    return _start_groups(state, rule, state.idle, now_ns)
+    return _start_groups(state, rule, group.members)
 
 
 def close(state: Groups) -> None:
@@ -212,14 +197,12 @@ def shuffle(state: Groups, workers: Sequence[int]) -> list[int]:
     return [workers[i] for i in order.tolist()]
 
 
-def _start_groups(
-    state: Groups, rule: GroupRule, touched: Iterable[int], now_ns: int
-) -> list[Group]:
+def _start_groups(state: Groups, rule: GroupRule, touched: Iterable[int]) -> list[Group]:
     """Draw for workers that ask with an empty buffer. Returns: the groups that begin now."""
     touched = list(touched)
     for worker in tuple(touched):
         if worker in state._idle and not state.closed:
-            groups = rule.draw(state, worker, now_ns)
+            groups = rule.draw(state, worker)
             _make(state, groups, rule.ordered)
             touched += [member for group in groups for member in group]
     started: list[Group] = []

@@ -102,7 +102,6 @@ from ashl.topology.local_work import (
     part_of,
     with_part,
 )
-from ashl.topology.members import as_members, failed_as_numbers
 
 # Headers of the messages
 
@@ -125,8 +124,7 @@ AS_PLANNED = Assignment()
 class Pull(NamedTuple):
     """Header of every reply to a push.
 
-    With `runtime.on_worker_failure=reshard` the header is followed by numbers that encode the
-    failed workers, see `ashl.topology.members`.
+    With `runtime.on_worker_failure=reshard` the ranks of the failed workers follow the header.
     """
 
     signal: int  # GO, LAST, NEXT or STOP
@@ -528,7 +526,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         reply = parse_reply(Pull, message.meta)
         signal = reply.signal
         if stage.reshards:
-            state.away = as_members(message.meta[PULL_FIELDS:])
+            state.away = tuple(map(int, message.meta[PULL_FIELDS:]))
         if reply.dropped and not stage.pipeline.traits.lossless and not math.isnan(loss):
             stage.pipeline.restore_dropped(state.codec_state, payload)
         if message.payload is not None:
@@ -837,9 +835,14 @@ async def reply(
     counts = progress.version, progress.steps, progress.samples
     meta = Pull(signal, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
     if stage.reshards:
-        meta = (*meta, *failed_as_numbers(stage, progress.failed))
+        meta = (*meta, *failed_ranks(stage, progress))
     await ctx.send(rank, state.pulls[rank], payload, meta)
     return changed
+
+
+def failed_ranks(stage: StageConfig, progress: Progress) -> list[int]:
+    """Return the failed workers for a reply, if the survivors train on their data; else none."""
+    return sorted(progress.failed) if stage.reshards else []
 
 
 def assignment_of(
@@ -1032,7 +1035,7 @@ async def admit(
     pushed = (rounds + len(buffered), done + sum(buffered))
     admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *assignment)
     payload = messages.admission_payload(stage, state)
-    meta = (*admission, *failed_as_numbers(stage, progress.failed))
+    meta = (*admission, *failed_ranks(stage, progress))
     await ctx.send(rank, admission_tag(state.incarnations[rank]), payload, meta)
     if rows is not None:
         await ctx.send(rank, PLANNED, rows)
@@ -1098,7 +1101,7 @@ async def enter_running_stage(
         state.assigned = admission.planned, (await ctx.recv(PLANNED)).payload
         stages = apply_assignments(stages, *state.assigned)
     stage = stages[admission.stage]
-    state.away = as_members(message.meta[ADMISSION_FIELDS:])
+    state.away = tuple(map(int, message.meta[ADMISSION_FIELDS:]))
     state.enter(stage, members_of(stage), ctx.rank)
     if payload is not None:
         stage.messages.apply_admission(state, payload)
@@ -1162,7 +1165,7 @@ async def finish_stage(
         stage.pipeline.record_full_pull(state.codec_state, rank, state.params)
         meta = (
             *Pull(signal, *applied, staleness, late or rank in unmerged, end_ns),
-            *failed_as_numbers(stage, progress.failed),
+            *failed_ranks(stage, progress),
         )
         await ctx.send(rank, state.pulls[rank], state.params if signal == NEXT else None, meta)
     while working:

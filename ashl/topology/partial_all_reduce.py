@@ -50,7 +50,6 @@ from ashl.topology.ending import (
 )
 from ashl.topology.group_generator import Group, GroupRule, Groups
 from ashl.topology.local_work import Work, kept_work
-from ashl.topology.members import as_members, as_numbers
 
 Done = tuple[int, int]  # (steps, samples)
 OWN = -2  # minus a rank: stands for its last group if no other worker has its model
@@ -228,7 +227,7 @@ async def meet(
         state.has_asked = False
         message = await ctx.recv(stage.tag("group"), src=stage.lead_rank)
         reply = GroupReply(*message.meta[:HEAD])
-        members = as_members(message.meta[HEAD:])
+        members = tuple(map(int, message.meta[HEAD:]))
         if reply.signal == PAUSE:
             return reply, members
         if reply.signal == STOP:
@@ -271,18 +270,16 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: GroupCoordina
 
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
-    progress, rule = state.progress, stage.sync
+    progress = state.progress
     state.enter(stage, ctx.now)
     deadline_s, ahead = stage.stop_criteria.deadline_s, None
     await begin_held(ctx, stage, state)
     while state.signal in (GO, PAUSE):
         ctx.safe_point(stage.index, state)
-        wakes = rule.wakes(state.groups)
-        before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
-        message = await ctx.recv(*coordinator_tags(stage), before_s=before_s)
+        message = await ctx.recv(*coordinator_tags(stage), before_s=deadline_s)
         # the coordinator's rounds are not reported, so drop their spans
         ctx.time_accounting.fold_if_many()
-        if message is None and before_s == deadline_s:
+        if message is None:
             state.signal, state.reason = STOP, "seconds"
             break
         on_report(ctx, stage, state, message)
@@ -311,34 +308,29 @@ def coordinator_tags(stage: StageConfig) -> tuple[Tag, ...]:
 
 
 def on_report(
-    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, message: Message | None
+    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, message: Message
 ) -> None:
     """Record the loss of a worker that asks, or count a group that is done."""
     progress = state.progress
-    if message is not None and message.tag[0] == "ask":
+    if message.tag[0] == "ask":
         progress.observe(
             message.src, progress.fastest - progress.clocks[message.src], message.meta[2]
         )
-    elif message is not None and message.tag[0] == "done":
+    else:
         count(ctx, stage, state, int(message.meta[0]))
 
 
 async def on_message(
-    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, message: Message | None
+    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, message: Message
 ) -> None:
-    """Handle a message, or (None) a time at which the scheduler asked to be woken.
-
-    Groups that can begin now begin.
-    """
-    now_ns, rule = ctx.now_ns, stage.sync
-    if message is None:
-        started = generator.wake_up(state.groups, rule, now_ns)
-    elif message.tag[0] == "done":
+    """Handle a message: begin the groups that can begin now."""
+    rule = stage.sync
+    if message.tag[0] == "done":
         group, _ = state.running.pop(int(message.meta[0]))
-        started = generator.complete_group(state.groups, rule, group, now_ns)
+        started = generator.complete_group(state.groups, rule, group)
     else:
         state.asked[message.src] = (int(message.meta[0]), int(message.meta[1]))
-        started = generator.request(state.groups, rule, message.src, now_ns)
+        started = generator.request(state.groups, rule, message.src)
     if state.signal == PAUSE:
         state.held += started
     else:
@@ -355,7 +347,7 @@ async def begin_groups(
     ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, started: list[Group]
 ) -> None:
     """Begin these groups, and those that can begin after them."""
-    now_ns, rule = ctx.now_ns, stage.sync
+    rule = stage.sync
     for group in started:  # the list grows in the loop
         work = [state.asked.pop(member) for member in group.members]
         state.running[group.id] = (group, [] if state.signal == STOP else work)
@@ -363,7 +355,7 @@ async def begin_groups(
         if len(group.members) == 1:  # a group of one is done at once
             count(ctx, stage, state, group.id)
             del state.running[group.id]
-            started += generator.complete_group(state.groups, rule, group, now_ns)
+            started += generator.complete_group(state.groups, rule, group)
 
 
 async def begin(
@@ -383,7 +375,6 @@ async def begin(
     applied = progress.samples + (
         0 if state.signal == STOP else sum(samples for _, samples in work)
     )
-    numbers = as_numbers(group.members)
     for member in group.members:
         state.last[member] = group.id
         reply = GroupReply(
@@ -395,7 +386,7 @@ async def begin(
             state.ticks,
             progress.end_ns,
         )
-        await ctx.send(member, stage.tag("group"), None, (*reply, *numbers))
+        await ctx.send(member, stage.tag("group"), None, (*reply, *group.members))
 
 
 def count(ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, number: int) -> None:

@@ -78,7 +78,6 @@ from ashl.topology.local_work import (
     not_finite,
     report_health,
 )
-from ashl.topology.members import as_members
 from ashl.topology.parameter_server import (
     PULL_FIELDS,
     Admission,
@@ -295,7 +294,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
             )
         follow(state, reply)
         state.versions = [one.version for one in replies]
-        state.away = as_members(answers[0].meta[PULL_FIELDS:])
+        state.away = tuple(map(int, answers[0].meta[PULL_FIELDS:]))
         state.version = min(state.versions)
         if signal != GO:
             leave_stage(ctx, stage, signal, max(reply.end_ns for reply in replies))

@@ -271,9 +271,6 @@ def by_groups() -> dict[str, Row]:
         ),
         "ripples-random": Row(f"{GROUPS} sync=ripples_random {NODES}"),
         "ripples-first-come": Row(f"{GROUPS} sync=ripples_first_come {EIGHT}"),
-        "ripples-window": Row(
-            f"{GROUPS} sync=ripples_first_come sync.group_size=4 sync.window_s=0.03", twin=True
-        ),
     }
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from ashl.learn.trainer import Moments, SizeOnlyTrainer
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.rank_context import RankContext
-from ashl.topology.members import as_members, as_numbers
 from ashl.topology.partial_all_reduce import PartialAllReduce, average_group
 from tests.conf_option import conf_option
 from tests.swarm.drawn import run
@@ -88,11 +87,3 @@ def test_one_average_is_symmetric_doubly_stochastic_and_idempotent(
     torch.testing.assert_close(w @ w, w)
     torch.testing.assert_close(w.sum(dim=0), torch.ones(n))
     assert all(float(w[i, j]) == pytest.approx(1 / len(members)) for i in members for j in members)
-
-
-@pytest.mark.parametrize("members", [(), (0,), (51, 52, 53), (0, 60, 200), tuple(range(300))])
-def test_members_travel_in_a_few_exact_numbers(members: tuple[int, ...]) -> None:
-    numbers = as_numbers(members)
-    assert as_members(numbers) == members
-    assert len(numbers) <= 8
-    assert all(number < 2**53 for number in numbers)

@@ -4,7 +4,6 @@ For all orders of requests groups are atomic, keep their order and all end; each
 guarantees.
 """
 
-import copy
 import itertools
 import random
 from collections import Counter
@@ -26,7 +25,6 @@ from ashl.topology.group_generator import GroupRule, machines
 from tests.conf_option import conf_option
 
 RULES = ("random", "smart", "static", "first_come")
-SECOND = 1_000_000_000
 
 
 def rule_of(scheduler: str, **fields: Any) -> Any:
@@ -39,8 +37,6 @@ def drawn_rule(rng: random.Random, scheduler: str, n: int) -> Any:
     fields: dict[str, Any] = {"group_size": rng.randint(2, n)}
     if scheduler == "smart":
         fields |= {"threshold": rng.randint(1, 5), "inter_intra": rng.random() < 0.5}
-    elif scheduler == "first_come":
-        fields["window_s"] = rng.choice([None, 1.0])
     return rule_of(scheduler, **fields)
 
 
@@ -50,7 +46,6 @@ class Played:
 
     rule: Any
     state: gg.Groups
-    now_ns: int = 0
     running: list[gg.Group] = field(default_factory=list)
     started: list[gg.Group] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
@@ -72,20 +67,16 @@ class Played:
         return [worker for worker in range(self.state.num_workers) if worker not in busy]
 
     def step(self, rng: random.Random) -> None:
-        """One thing that can happen; time passes only where nothing else can."""
+        """One thing that can happen."""
         moves: list[tuple[str, Any]] = [("ask", worker) for worker in self.can_ask()]
         moves += [("done", group) for group in self.running]
-        kind, what = rng.choice(moves) if moves else ("wake", None)
+        assert moves, f"nobody can go on: {self.state}"
+        kind, what = rng.choice(moves)
         if kind == "ask":
-            self.take(gg.request(self.state, self.rule, what, self.now_ns))
-        elif kind == "done":
-            self.running.remove(what)
-            self.take(gg.complete_group(self.state, self.rule, what, self.now_ns))
+            self.take(gg.request(self.state, self.rule, what))
         else:
-            due = self.rule.wakes(self.state)
-            assert due is not None, f"nobody can go on: {self.state}"
-            self.now_ns = due
-            self.take(gg.wake_up(self.state, self.rule, due))
+            self.running.remove(what)
+            self.take(gg.complete_group(self.state, self.rule, what))
         self.check()
 
     def check(self) -> None:
@@ -151,18 +142,18 @@ def test_whoever_asks_whenever_groups_are_atomic_in_order_and_drained(
 
 def test_a_conflict_is_a_group_that_meets_one_of_another_draw() -> None:
     rule, state = rule_of("random", group_size=3), gg.open_groups([0] * 3, 0)
-    assert gg.request(state, rule, 0, 0) == []
+    assert gg.request(state, rule, 0) == []
     assert (state.made, state.conflicts) == (1, 0)
-    assert gg.request(state, rule, 1, 0) == []
-    assert gg.request(state, rule, 2, 0) == [gg.Group(0, (0, 1, 2))]
-    assert gg.request(state, rule, 0, 0) == [], "before the group has said that it is done"
+    assert gg.request(state, rule, 1) == []
+    assert gg.request(state, rule, 2) == [gg.Group(0, (0, 1, 2))]
+    assert gg.request(state, rule, 0) == [], "before the group has said that it is done"
     assert state.made == 1
-    assert gg.complete_group(state, rule, gg.Group(0, (0, 1, 2)), 0) == []
+    assert gg.complete_group(state, rule, gg.Group(0, (0, 1, 2))) == []
     assert state.made == 2, "who asked too early is served now"
     pairs = rule_of("random", group_size=2)
     state = gg.open_groups([0] * 3, 0)
     for worker in range(3):
-        gg.request(state, pairs, worker, 0)
+        gg.request(state, pairs, worker)
     assert state.conflicts == state.made - 1, "two pairs of three workers share one"
 
 
@@ -189,7 +180,7 @@ class Alone(GroupRule):
 
     group_size: int | None
 
-    def draw(self, state: gg.Groups, asker: int, now_ns: int) -> list[tuple[int, ...]]:
+    def draw(self, state: gg.Groups, asker: int) -> list[tuple[int, ...]]:
         return [(asker,)]
 
 
@@ -230,7 +221,7 @@ def test_the_chosen_are_the_first_of_a_permutation(length: int, count: int, step
 def test_random_groups_are_uniform() -> None:
     """Each of the 10 pairs that may join worker 2, about as often."""
     rule, state = rule_of("random", group_size=3), gg.open_groups([0] * 6, 7)
-    seen = Counter(rule.draw(replace(state, draws=draw), 2, 0)[0] for draw in range(2000))
+    seen = Counter(rule.draw(replace(state, draws=draw), 2)[0] for draw in range(2000))
     assert len(seen) == 10
     assert all(2 in group and 140 < count < 260 for group, count in seen.items())
 
@@ -240,10 +231,10 @@ def standing(nodes: list[int], seed: int, requests: list[int], busy: set[int]) -
     state, alone = gg.open_groups(nodes, seed), Alone(group_size=None, local_steps=1)
     for worker, times in enumerate(requests):
         for _ in range(times):
-            (group,) = gg.request(state, alone, worker, 0)
-            gg.complete_group(state, alone, group, 0)
+            (group,) = gg.request(state, alone, worker)
+            gg.complete_group(state, alone, group)
         if worker in busy:
-            gg.request(state, alone, worker, 0)
+            gg.request(state, alone, worker)
     state.draws = 0
     return state
 
@@ -270,7 +261,7 @@ def test_a_division_takes_all_who_are_free_and_keep_up(
     if asker < 0:
         return
     state = standing([0] * n, seed, requests, busy)
-    groups = rule.draw(state, asker, 0)
+    groups = rule.draw(state, asker)
     everyone = list(itertools.chain(*groups))
     expected = {
         w
@@ -290,7 +281,7 @@ def test_a_division_in_two_rounds(nodes: list[int], seed: int) -> None:
     whole.
     """
     rule, n = rule_of("smart", inter_intra=True), len(nodes)
-    groups = rule.draw(gg.open_groups(nodes, seed), 0, 0)
+    groups = rule.draw(gg.open_groups(nodes, seed), 0)
     teams = machines(nodes, range(n))
     if len(teams) == 1:
         assert groups == gg.split_evenly(gg.shuffle(gg.open_groups(nodes, seed), range(n)), 3)
@@ -308,7 +299,7 @@ def test_a_straggler_does_not_hold_up_the_second_round() -> None:
     """It asks itself, so it is in the first one; the others of its machine average without it."""
     rule = rule_of("smart", inter_intra=True, threshold=4)
     state = standing([0, 0, 0, 1, 1, 1], 0, [9, 9, 5, 9, 9, 9], set())
-    groups = rule.draw(state, 2, 0)
+    groups = rule.draw(state, 2)
     assert groups[-2:] == [(0, 1), (3, 4, 5)]
     assert any(2 in group for group in groups)
 
@@ -319,13 +310,8 @@ def test_a_division_of_all_mixes_as_enumerated() -> None:
     assert second(sum(every) / len(every)) == pytest.approx(1 / 3)
 
 
-def test_first_come_groups_close_with_k_or_with_the_window() -> None:
-    rule, state = rule_of("first_come", group_size=3, window_s=1.0), gg.open_groups([0] * 5, 0)
+def test_first_come_groups_close_with_k() -> None:
+    rule, state = rule_of("first_come", group_size=3), gg.open_groups([0] * 5, 0)
     for worker in (4, 1):
-        assert gg.request(state, rule, worker, 0) == []
-    full = copy.deepcopy(state)
-    assert [group.members for group in gg.request(full, rule, 2, SECOND // 2)] == [(1, 2, 4)]
-    assert rule.wakes(full) is None
-    assert rule.wakes(state) == SECOND
-    assert gg.wake_up(state, rule, SECOND - 1) == []
-    assert [group.members for group in gg.wake_up(state, rule, SECOND)] == [(1, 4)]
+        assert gg.request(state, rule, worker) == []
+    assert [group.members for group in gg.request(state, rule, 2)] == [(1, 2, 4)]

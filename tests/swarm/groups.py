@@ -35,8 +35,6 @@ def drawn_sync(rng: random.Random, n: int) -> Any:
         fields["group_size"] = rng.randint(2, n)
     if scheduler == "smart":
         fields |= {"threshold": rng.randint(1, 6), "inter_intra": rng.random() < 0.5}
-    if scheduler == "first_come":
-        fields["window_s"] = rng.choice([None, 1e-9, 0.05])
     return conf_option("sync", f"ripples_{scheduler}", **fields)
 
 
