@@ -110,7 +110,7 @@ def check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = (error.strerror or str(error)).lower().partition(" (")[0]
         raise AshlError(
             f"Cannot listen on {host}:{port} ({reason}); choose another port with --port, or leave"
             " --host out."
