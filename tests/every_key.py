@@ -73,6 +73,7 @@ BESIDE: dict[str, str] = {
     "sync=adsp": "aggregate=uniform sync.gamma_s=0.3 sync.search_s=2 stop.steps=200",
     "sync=adsp_ashlrepo": "aggregate=uniform sync.gamma_s=0.3 sync.search_s=2 stop.steps=200",
     "sync=asylpg": f"compression=grid {PLAIN}",
+    "sync=lb_bsp": "cluster.jitter=0.3",
     "sync=spy": PLAIN,
     "sync=shl": f"schedule.h_preset=[2] {SLOW}",
     "sync=zero_one_adam": (
@@ -121,13 +122,18 @@ BESIDE: dict[str, str] = {
         "optimizer.lr=1 eval.every_commits=4 stop.steps=400"
     ),
     "schedule=one_bit_adam": "schedule.warmup_epochs=1 stop.steps=120",
-    "schedule=post_local": "schedule.switch_epochs=1 schedule.local_steps=4 stop.steps=120",
+    "schedule=post_local": (
+        "schedule.switch_epochs=1 schedule.local_steps=4 stop.steps=120 compression=topk"
+    ),
     "schedule=profile_only": "",
     "schedule=qsr_tail": (
         f"schedule.shl_epochs=1 {SOON} optimizer.schedule=cosine stop.steps=null stop.epochs=6"
     ),
     "schedule=single": f"{PLANNED} compression=topk",
-    "schedule=sync_first": f"schedule.warmup_epochs=0.5 {SOON} stop.steps=400 compression=topk",
+    "schedule=sync_first": (
+        f"schedule.warmup_epochs=0.5 {SOON} stop.steps=400 compression=topk"
+        " schedule.r_preset=[0.1,0.1]"
+    ),
     "runtime=sim": "sync=bsp",
     "outer=co2": "sync=ssp overlap=delayed compression=topk",
     "outer=mla": LATE,
@@ -241,7 +247,6 @@ COUNTS: dict[str, str] = {  # by key, or by option and key
     "dataset.alpha": "dataset.partition=dirichlet dataset.alpha=0.9",
     "dataset.partition": PLANNED,
     "dataset.epochs": "stop.steps=null",
-    "task.ignore_index": "",
     "optimizer.schedule": "optimizer.horizon_epochs=1",
     "optimizer.horizon_epochs": "optimizer.schedule=cosine optimizer.horizon_epochs=2",
     "topology.degree": (
@@ -249,11 +254,9 @@ COUNTS: dict[str, str] = {  # by key, or by option and key
     ),
     "topology.pull_ratio": "compression=topk",
     "topology.algorithm": "cluster.node=[0,0,1,1]",
-    "sync.inter_intra": "topology.workers_per_node=2",
     "sync.delay": "sync.barrier=1",
     "sync.barrier": "sync.delay=2",
     "sync.max_lead": "sync.backups=1",
-    "sync.alpha": "cluster.jitter=0.3",
     "overlap.local_weight": "sync=local_sgd",
     "overlap.max_ratio": "overlap.ratio=adaptive",
     "aggregate.momentum": "sync.local_steps=plan schedule.h_preset=[3]",
@@ -274,8 +277,6 @@ COUNTS: dict[str, str] = {  # by key, or by option and key
     "compression.levels": "compression.quantizer=qsgd",
     "compression.num_levels": "compression.levels=lloyd",
     "compression.conv_bin": f"{IMAGES} model=cnn",
-    "schedule.residual": "compression=topk",
-    "schedule=sync_first schedule.residual": "schedule.r_preset=[0.1,0.1]",
     "runtime.min_workers": FAILS,
     "runtime.on_worker_failure": FAILS,
 }
@@ -375,6 +376,7 @@ QUIET: dict[
     "slices overlap.credit": "slices are longer than messages, of which one is ready at a time",
     "stages compression.warmup_epochs": BOUND,
     "stages runtime.min_workers": "there are 3 workers",
+    "sync=ripples_smart sync.inter_intra": "needs workers on several nodes",
     "sync=adsp sync.search_s": BOUND,
     "sync=adsp sync.rise": BOUND,
     "sync=adsp_ashlrepo sync.search_s": BOUND,

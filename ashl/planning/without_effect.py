@@ -1,8 +1,8 @@
 """Refuse typed values that have no effect, and name the setting that would make them effective.
 
-A single run refuses such a value; a sweep leaves it out of its settings. Each row of `CONDITIONS`
-lists keys and the condition under which they have an effect, judged by the checked plan and its
-options. Keys of one option and keys that depend on other groups use the same mechanism.
+A single run refuses such a value; a sweep leaves it out of its settings. `NEEDED` has the
+keys that depend on the value of another key. Each row of `CONDITIONS` lists keys and the condition
+under which they have an effect, judged by the checked plan and its options.
 
 A value has an effect if it may change anything that is recorded. Values that equal the default, and
 values that a preset sets, are not refused.
@@ -13,25 +13,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ashl.cluster.spec import Cluster, Measured
+from ashl.cluster.spec import Cluster
 from ashl.compression.cast import Cast
-from ashl.compression.contract import Wrappable
 from ashl.compression.fetch_sgd import FetchSGD
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.one_bit import OneBit
 from ashl.compression.power_sgd import PowerSGD
 from ashl.compression.sign import Sign
 from ashl.config.catalog import CONF, catalog, defaults, load, values
+from ashl.config.flat import written
 from ashl.config.override import key_of
 from ashl.data.dataset import Data
 from ashl.device import HOST
 from ashl.errors import NoEffectError
 from ashl.overlap.contract import Delayed
-from ashl.overlap.timeline import merge_buckets, untimed_timeline
-from ashl.plan.plan import TARGETS, Plan, StagePlan
+from ashl.plan.plan import TARGETS, Plan
 from ashl.planning.capabilities import capabilities_of
 from ashl.planning.device import device_of
-from ashl.planning.instantiate import Parts, StageParts, layer_groups
+from ashl.planning.instantiate import Parts, StageParts
 from ashl.stage.contract import WEIGHTS
 from ashl.sync.lb_bsp import LBBSP
 from ashl.sync.profiling import Profiling
@@ -130,6 +129,24 @@ WRAPPED = (  # keys of the wrappers of a codec
     "compression.critical_ratio",
 )
 DENSE = (Cast, NaturalCompression, OneBit, PowerSGD, Sign)  # codecs that send every element
+# The settings that a key needs to have an effect. A number stands for any value except null, false
+# and 0.
+NEEDED = {
+    "compression.bucket": "compression.quantizer=qsgd or ternary",
+    "compression.entropy": "compression.quantizer=qsgd or ternary",
+    "compression.feedback_decay": "compression.error_feedback=true, compression.momentum=null",
+    "compression.feedback_gain": "compression.error_feedback=true, compression.momentum=null",
+    "compression.levels": "compression.quantizer=qsgd",
+    "compression.norm": "compression.quantizer=qsgd or ternary",
+    "compression.num_levels": "compression.levels=lloyd",
+    "eval.every_commits": "eval.every_s=null",
+    "optimizer.horizon_epochs": "optimizer.schedule=cosine or linear or step",
+    "overlap.max_ratio": "overlap.ratio=adaptive",
+    "sync.barrier": "sync.delay=2",
+    "sync.delay": "sync.barrier=1",
+    "sync.max_lead": "sync.backups=1",
+    "topology.degree": "topology.graph=random_regular",
+}
 FAILURES = "worker failures, for example 'cluster.churn={mtbf_s:100,mttr_s:10}'"
 INTRA_NODE_EXCHANGE = (
     "workers of one node that exchange with each other, for example topology=all_reduce"
@@ -174,19 +191,6 @@ class Condition(NamedTuple):
     counts: Callable[[EffectContext], bool]
 
 
-def has(group: str, **fields: Callable[[Any], bool]) -> Callable[[EffectContext], bool]:
-    """Return a condition: in some stage, each named field of the group's option passes its test.
-
-    An option without the field passes.
-    """
-    return lambda context: context.any(
-        group,
-        lambda option: all(
-            holds(getattr(option, name)) for name, holds in fields.items() if name in dir(option)
-        ),
-    )
-
-
 def is_set(value: Any) -> bool:
     return value is not None and value is not False and value != 0
 
@@ -229,43 +233,6 @@ def is_stale(context: EffectContext) -> bool:
     return any(not own.sync.in_rounds or isinstance(own.overlap, Delayed) for own in context.stages)
 
 
-def keeps_residual(context: EffectContext) -> bool:
-    """Return True if a stage before the last may keep a residual of elements that were not sent."""
-
-    def keeps(stage: StagePlan, own: StageParts) -> bool:
-        codec = own.compression
-        if codec.traits.lossless or stage.r_preset == 1.0 or isinstance(own.sync, Profiling):
-            return False
-        return (
-            not isinstance(codec, Wrappable) or codec.error_feedback or codec.momentum is not None
-        )
-
-    return any(map(keeps, context.plan.stages[:-1], context.stages[:-1]))
-
-
-def has_several_nodes(context: EffectContext) -> bool:
-    """Return True if the workers of some stage are on more than one node."""
-    n = context.plan.num_workers
-
-    def count_nodes(topology: Any) -> int:
-        if not isinstance(topology, PartialAllReduce):
-            return n
-        if topology.workers_per_node is None and context.cluster.node is not None:
-            return len(set(context.cluster.node))
-        return -(-n // (topology.workers_per_node or 4))
-
-    return context.any("topology", lambda topology: count_nodes(topology) > 1)
-
-
-def speeds_vary(context: EffectContext) -> bool:
-    """Return True if the duration of a worker's steps may change during the run."""
-    cluster = context.cluster
-    if not isinstance(cluster, Cluster):
-        return True
-    jitters = cluster.jitters if isinstance(cluster, Measured) else ()
-    return bool(cluster.jitter or any(jitters) or cluster.events or cluster.churn)
-
-
 def plans_local_steps(context: EffectContext) -> bool:
     return any(stage.h_preset is not None for stage in context.plan.stages)
 
@@ -275,27 +242,6 @@ def work_differs(context: EffectContext) -> bool:
     return plans_local_steps(context) or any(
         len({worker.local_steps for worker in stage.workers}) > 1 for stage in context.plan.stages
     )
-
-
-def ignores_targets(context: EffectContext) -> bool:
-    """Return True if the data has targets that the task ignores, as set or by default."""
-    ignored = {context.parts.task.ignore_index, usual("task.ignore_index", context)} - {None}
-    halves = (context.data.train.targets, context.data.test.targets)
-    return any(bool((targets == value).any()) for targets in halves for value in ignored)
-
-
-def is_sliced(context: EffectContext) -> bool:
-    """Return True if a slice, as set or by default, is shorter than the longest message."""
-    groups = layer_groups(context.plan)
-    default = usual("overlap.slice", context)
-
-    def slices(overlap: Any) -> bool:
-        sizes = [size for size in (overlap.slice, default) if isinstance(size, int)]
-        whole = merge_buckets(groups, overlap.messages(untimed_timeline(groups)))
-        longest = max(bucket.stop - bucket.start for bucket in whole)
-        return min(sizes, default=0) < longest
-
-    return context.any("overlap", lambda overlap: not hasattr(overlap, "slice") or slices(overlap))
 
 
 def weighs_pushes(context: EffectContext) -> bool:
@@ -371,12 +317,6 @@ CONDITIONS = (
         lambda context: context.any("topology", lambda topology: not topology.has_server),
     ),
     Condition(
-        ("task.ignore_index",),
-        "targets of that value, for example of your own data set: allow_targets=[PACKAGE]"
-        " dataset._target_=PACKAGE.NAME",
-        ignores_targets,
-    ),
-    Condition(
         ("dataset.partition",),
         "a planned H, for example sync.local_steps=plan schedule.h_preset=[8] (shards are equal"
         " otherwise)",
@@ -410,12 +350,7 @@ CONDITIONS = (
         lambda context: any(context.config["stop"][name] is not None for name in TARGETS),
     ),
     Condition(
-        ("eval.every_commits",),
-        "eval.every_s=null",
-        lambda context: context.config["eval"]["every_s"] is None,
-    ),
-    Condition(
-        ("run.compression_stats_every",),
+        ("run.compression_stats_every", "topology.pull_ratio"),
         "a compression, for example compression=topk",
         lambda context: context.lossy,
     ),
@@ -451,29 +386,9 @@ CONDITIONS = (
         ),
     ),
     Condition(
-        ("compression.feedback_gain", "compression.feedback_decay"),
-        "compression.error_feedback=true, and compression.momentum=null",
-        has("compression", error_feedback=is_set, momentum=lambda value: value is None),
-    ),
-    Condition(
         ("compression.ratio",),
         "schedule.r_preset=[null,null] (the preset densities of the stages replace it)",
         lambda context: not preset_ratios(context) or None in preset_ratios(context),
-    ),
-    Condition(
-        ("compression.levels",),
-        "compression.quantizer=qsgd",
-        has("compression", quantizer=lambda value: value == "qsgd"),
-    ),
-    Condition(
-        ("compression.bucket", "compression.norm", "compression.entropy"),
-        "compression.quantizer=qsgd or ternary",
-        has("compression", quantizer=lambda value: value != "natural"),
-    ),
-    Condition(
-        ("compression.num_levels",),
-        "compression.levels=lloyd",
-        has("compression", levels=lambda value: value != "mean"),
     ),
     Condition(
         ("compression.conv_bin",),
@@ -481,25 +396,9 @@ CONDITIONS = (
         lambda context: any(len(shape) > 2 for _, shape in context.plan.layers),
     ),
     Condition(
-        ("optimizer.horizon_epochs",),
-        "a decaying learning rate, for example optimizer.schedule=cosine",
-        has("optimizer", schedule=lambda value: value != "constant"),
-    ),
-    Condition(
-        ("schedule.h_preset",),
-        "sync.local_steps=plan",
-        plans_local_steps,
-    ),
-    Condition(
         ("schedule.r_preset",),
         "a compression with a ratio, for example compression=topk",
-        has("compression", ratio=lambda value: value is not None),
-    ),
-    Condition(
-        ("schedule.residual",),
-        "error feedback before the last stage, for example compression=topk (with preset densities"
-        " also schedule.r_preset=[0.1,0.1])",
-        keeps_residual,
+        lambda context: context.any("compression", lambda codec: codec.ratio is not None),
     ),
     Condition(
         ("schedule.momentum",),
@@ -530,7 +429,7 @@ CONDITIONS = (
         lambda context: context.config["plan"] is None,
     ),
     Condition(
-        ("planner",),
+        ("planner", "schedule.h_preset"),
         "a planned H, for example schedule=ashl, or sync.local_steps=plan schedule.h_preset=[8]",
         plans_local_steps,
     ),
@@ -555,61 +454,14 @@ CONDITIONS = (
         work_differs,
     ),
     Condition(
-        ("topology.pull_ratio",),
-        "a compression, for example compression=topk",
-        lambda context: context.lossy,
-    ),
-    Condition(
-        ("topology.degree",),
-        "topology.graph=random_regular",
-        has("topology", graph=lambda name: name == "random_regular"),
-    ),
-    Condition(
         ("topology.workers_per_node",),
         "groups by node, for example with sync=ripples_smart or sync=ripples_static",
         lambda context: any(map(groups_by_node, context.stages)),
     ),
     Condition(
-        ("sync.inter_intra",),
-        "workers on several nodes, for example topology.workers_per_node=2",
-        has_several_nodes,
-    ),
-    Condition(
-        ("sync.delay",),
-        "a barrier of fewer than all neighbours, for example sync.barrier=1",
-        has("sync", barrier=is_set),
-    ),
-    Condition(
-        ("sync.barrier",),
-        "a staleness bound on neighbours, for example sync.delay=2",
-        has("sync", delay=is_set),
-    ),
-    Condition(
-        ("sync.max_lead",),
-        "workers that do not wait for all, for example sync.backups=1",
-        has("sync", backups=is_set),
-    ),
-    Condition(
-        ("sync.alpha",),
-        "steps of varying duration, for example cluster.jitter=0.1",
-        lambda context: (
-            context.any("sync", lambda sync: not isinstance(sync, LBBSP)) or speeds_vary(context)
-        ),
-    ),
-    Condition(
         ("overlap.local_weight",),
         "a sync mode that exchanges models, for example sync=local_sgd",
-        has("sync", exchange=lambda exchange: exchange == "difference"),
-    ),
-    Condition(
-        ("overlap.slice",),
-        "a message longer than a slice, for example overlap.slice=100",
-        is_sliced,
-    ),
-    Condition(
-        ("overlap.max_ratio",),
-        "overlap.ratio=adaptive",
-        lambda context: context.config["overlap"].get("ratio") == "adaptive",
+        lambda context: context.any("sync", lambda sync: sync.exchange == "difference"),
     ),
 )
 
@@ -621,18 +473,33 @@ def check_effects(context: EffectContext, overrides: Sequence[str]) -> None:
     """
     for override in overrides:
         key = key_of(override)
-        for condition in CONDITIONS:
-            if (
-                names(condition, key)
-                and applies(condition, context)
-                and not condition.counts(context)
-            ):
-                if is_default(key, context):
-                    break
-                raise NoEffectError(
-                    f"{override}: no effect here, it needs {condition.needs}; otherwise remove it",
-                    key,
-                )
+        if (needs := lacking(key, context)) and not is_default(key, context):
+            raise NoEffectError(
+                f"{override}: no effect here, it needs {needs}; otherwise remove it", key
+            )
+
+
+def lacking(key: str, context: EffectContext) -> str:
+    """Return what a key needs to have an effect and does not have; "" if it has an effect."""
+    needs = NEEDED.get(key, "")
+    if needs and not all(is_met(setting, context) for setting in needs.split(", ")):
+        return needs
+    for condition in CONDITIONS:
+        if names(condition, key) and applies(condition, context) and not condition.counts(context):
+            return condition.needs
+    return ""
+
+
+def is_met(setting: str, context: EffectContext) -> bool:
+    """Return True if the configuration has a setting of `NEEDED`, or lacks its key."""
+    key, _, wanted = setting.partition("=")
+    group, _, name = key.partition(".")
+    if name not in context.config[group]:
+        return True
+    value = context.config[group][name]
+    if wanted.isdigit():
+        return is_set(value)
+    return written(value) in wanted.split(" or ")
 
 
 def names(condition: Condition, key: str) -> bool:
