@@ -190,10 +190,10 @@ FITTING = [
     ("lenet", (3, 40, 56)),
     ("resnet8", (3, 32, 32)),
     ("resnet20", (3, 32, 32)),
-    ("resnet18", (1, 32, 32)),
+    ("resnet18", (3, 32, 32)),
     ("resnet50", (3, 32, 32)),
-    ("mobilenet_v2", (4, 32, 32)),
-    ("vgg11_bn", (1, 32, 32)),
+    ("mobilenet_v2", (3, 32, 32)),
+    ("vgg11_bn", (3, 32, 32)),
     pytest.param("vgg16_bn", (3, 32, 32), marks=pytest.mark.slow),
     pytest.param("vgg11_bn", (3, 64, 64), marks=pytest.mark.slow),
 ]
@@ -218,6 +218,7 @@ def test_every_model_learns_from_a_fitting_shape(model, shape):
         ("lenet", (1, 8, 8), r"lenet needs images of at least 28x28"),
         ("resnet8", (7,), r"resnet8 needs images"),
         ("resnet18", (1, 8, 8), r"resnet18 needs images of at least 32x32"),
+        ("resnet18", (1, 32, 32), r"resnet18 needs images of 3 channels"),
     ],
 )
 def test_a_model_that_does_not_fit_says_what_does(model, shape, words):
