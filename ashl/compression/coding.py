@@ -248,22 +248,18 @@ def random_words(rng: np.random.Generator, count: int) -> np.ndarray:
 # overflow and underflow to 0. bf16: the nearest 16-bit number with the range of float32. natural: a
 # sign and a random power of two, 9 bits. int8, int4: the nearest of 255 or 15 levels between plus
 # and minus the largest magnitude of each 1024 values. int2: a sign, and whether the magnitude
-# exceeds the mean of 1024 values. Either group decodes to the mean of its magnitudes. ternary: 0
-# for magnitudes below 0.7 of the mean, else a sign and the mean of those magnitudes, 1.6 bits. The
-# random rounding of TernGrad would not be a contraction. mean: a sign, 1 bit; all magnitudes decode
-# to their mean.
+# exceeds the mean of 1024 values. Either group decodes to the mean of its magnitudes. mean: a sign,
+# 1 bit; all magnitudes decode to their mean.
 #
 # Source: mean as in Sattler et al., STC, 2019; 2 bits for chunks of selected values as in Sarfi et
-# al., SparseLoCo, 2025; ternary as in Li and Liu, "Ternary Weight Networks", 2016; natural: Horváth
-# et al., 2019.
+# al., SparseLoCo, 2025; natural: Horváth et al., 2019.
 
-ValueCode = Literal["fp32", "fp16", "bf16", "natural", "int8", "int4", "int2", "ternary", "mean"]
+ValueCode = Literal["fp32", "fp16", "bf16", "natural", "int8", "int4", "int2", "mean"]
 WIDTHS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "int2": 2, "mean": 1}
 OMEGA = 1 / 8  # bound of `natural`
 CHUNK = 1024  # values that share a scale, with int8, int4 and int2
 # Codes that run on the host also for values on a device: the values are few.
-BY_HOST: Sequence[ValueCode] = ("int8", "int4", "int2", "ternary")
-LOW = 0.7  # fraction of the mean magnitude below which ternary values become 0
+BY_HOST: Sequence[ValueCode] = ("int8", "int4", "int2")
 VALUES = 1  # name of the random stream of values; indices have another one
 
 
@@ -271,8 +267,7 @@ def value_bytes(code: ValueCode, k: int) -> int:
     """Return the size in bytes of k values and their scales."""
     if code == "natural":
         return natural_bytes(k)
-    values = ternary_nbytes(k) if code == "ternary" else packed_bytes(k, WIDTHS[code])
-    return values + 4 * _num_scales(code, k)
+    return packed_bytes(k, WIDTHS[code]) + 4 * _num_scales(code, k)
 
 
 def value_bound(code: ValueCode, k: int) -> float:
@@ -284,8 +279,6 @@ def value_bound(code: ValueCode, k: int) -> float:
     if code in ("int2", "mean"):
         # The mean of k magnitudes keeps at least 1/k of the sum of their squares.
         return 1 - 1 / max(1, min(k, CHUNK) if code == "int2" else k)
-    if code == "ternary":  # the magnitudes below the limit sum to at most 0.7 of ‖v‖₁
-        return 1 - (1 - LOW) ** 2 / max(1, k)
     return {"fp32": 0.0, "fp16": 2.0**-20, "bf16": 2.0**-16, "natural": OMEGA}[code]
 
 
@@ -307,11 +300,6 @@ def write_values(
         return write_natural(values, words()), EMPTY
     if code == "mean":
         return pack_signs(values), mean_magnitude(values)[: len(values)]
-    magnitude = values.abs()
-    if code == "ternary":
-        low = magnitude < LOW * mean_magnitude(values)
-        digits = torch.where(low, 1, torch.where(torch.signbit(values), 0, 2)).to(torch.uint8)
-        return pack_ternary(digits), mean_magnitude(magnitude[~low])[: len(values)]
     write = _two_levels if code == "int2" else _even_levels
     levels, scales = write(code, pad_to(values, CHUNK).view(-1, CHUNK), len(values))
     return pack(levels.view(-1)[: len(values)], WIDTHS[code]), scales.view(-1)
@@ -333,8 +321,6 @@ def read_values(code: ValueCode, values: Tensor, scales: Tensor, k: int) -> Tens
         return read_natural(values, k)
     if code == "mean":
         return flip_signs(values, scales, k)
-    if code == "ternary":
-        return read_ternary(values, scales, k)
     numbers = pad_to(tensor(unpack(values, WIDTHS[code], k)), CHUNK).view(-1, CHUNK)
     if code == "int2":
         low, high = scales.view(-1, 2).split(1, 1)
@@ -348,9 +334,8 @@ def read_values(code: ValueCode, values: Tensor, scales: Tensor, k: int) -> Tens
 def _num_scales(code: ValueCode, k: int) -> int:
     """Return the number of float32 scales of k values."""
     chunks = -(-k // CHUNK)
-    one = min(1, k)
-    counts = {"fp16": 1, "int8": chunks, "int4": chunks, "int2": 2 * chunks}
-    return (counts | {"ternary": one, "mean": one}).get(code, 0)
+    counts = {"fp16": 1, "int8": chunks, "int4": chunks, "int2": 2 * chunks, "mean": min(1, k)}
+    return counts.get(code, 0)
 
 
 def _top(code: ValueCode) -> int:

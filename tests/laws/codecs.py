@@ -53,7 +53,7 @@ ROWS: dict[str, Any] = {
     "block_coordinate": codec("block_coordinate"),
     "block_coordinate-random": codec("block_coordinate", blocks=100, order="random", scaled=True),
     # value codes
-    **{f"topk-{code}": codec("topk", values=code) for code in ("natural", "ternary")},
+    "topk-natural": codec("topk", values="natural"),
     # quantizers
     **{f"uniform-{k}": codec("uniform", levels=k) for k in (2, 256)},
     **{f"rotated-{k}": codec("rotated", levels=k) for k in (2, 16)},

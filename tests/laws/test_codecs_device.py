@@ -49,7 +49,6 @@ KEEPS = {  # what keeps something between messages
 TWINS = {  # of others here, so that only `-m slow` runs them
     *(
         "topk-int4",
-        "topk-ternary",
         "strom-dense",
         "uniform-pco",
         "terngrad-pco",

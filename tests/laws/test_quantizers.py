@@ -294,7 +294,7 @@ def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [*WIDTHS, "natural", "ternary"])
+@pytest.mark.parametrize("code", [*WIDTHS, "natural"])
 def test_values_in_few_bits(code: ValueCode) -> None:
     """The bytes are as declared, for any number of values; the error is at most the stated one."""
     for k in (0, 1, 2, 1023, 1024, 1025, 3000):
