@@ -144,6 +144,3 @@ def test_classes_must_agree(folder):
     (folder / "test" / "dog").rename(folder / "test" / "wolf")
     with pytest.raises(DataMissingError, match=r"dog, wolf"):
         conf_option("dataset", "image_folder", root=str(folder)).load()
-    (folder / "test" / "wolf" / "0.png").unlink()
-    with pytest.raises(DataMissingError, match=r"test/wolf has no image"):
-        conf_option("dataset", "image_folder", root=str(folder)).load()

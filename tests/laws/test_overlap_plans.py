@@ -5,7 +5,6 @@ from itertools import accumulate, pairwise, product
 from typing import ClassVar
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +19,6 @@ from ashl.overlap.timeline import (
     merge_buckets,
     untimed_timeline,
 )
-from tests.support import planned
 
 
 class Counted(StepTimeline):
@@ -51,20 +49,6 @@ def every_plan(groups: int) -> list[tuple[int, ...]]:
     return plans
 
 
-def test_where_merging_greedily_is_not_best() -> None:
-    three = StepTimeline((1, 10, 19), (8, 1, 1), lambda size: 10 + size)
-    assert [
-        three.end_ns(plan)
-        for plan in ((1, 1, 1), (3,), plan_greedily(three), plan_optimally(three))
-    ] == [
-        41,
-        39,
-        39,
-        31,
-    ]
-    assert plan_optimally(three) == (1, 2)
-
-
 @given(costs, layers, costs)
 def test_optimal_is_the_best_of_all_plans_and_greedy_between(forward, drawn, latency) -> None:
     any_chain = chain(forward, drawn, latency)
@@ -90,17 +74,6 @@ def test_without_latency_merging_gains_nothing_and_with_much_of_it_one_message_i
 
 
 slowing = st.tuples(st.floats(0, 0.95), st.floats(1, 3))
-
-
-@given(costs, layers, costs, slowing)
-def test_optimal_is_the_best_of_all_plans_where_sums_slow_computing_down(
-    forward, drawn, latency, slower
-) -> None:
-    """The plan is no worse than one message, which has no contention."""
-    plain = chain(forward, drawn, latency)
-    slow = replace(plain, lost=slower[0], slowed=slower[1])
-    assert slow.end_ns(plan_optimally(slow)) == min(map(slow.end_ns, every_plan(len(drawn))))
-    assert slow.end_ns((len(drawn),)) == plain.end_ns((len(drawn),))
 
 
 @pytest.mark.parametrize("slower", [(0.0, 1.0), (0.3, 1.2)])
@@ -167,25 +140,6 @@ def test_a_hundredth_of_backward_is_a_group_of_its_own() -> None:
     """A smaller remainder joins the layer below it, or the first one."""
     parts = buckets_of_tensors([(2,), (3,), (5,), (7,)], [0.5, 98, 0.5, 1])
     assert [(part.start, part.stop) for part in parts] == [(10, 17), (0, 10)]
-
-
-@pytest.mark.parametrize("model", ["mlp", "lenet", "resnet8"])
-def test_a_gradient_in_parts_is_the_gradient(model) -> None:
-    """Bit for bit; the last layers come first, and what takes no part in the loss comes, too."""
-    from ashl.planning.instantiate import assemble
-
-    plan = planned(
-        "sync=bsp", "topology=all_reduce", f"model={model}", "dataset=synthetic", "overlap=wfbp"
-    )
-    trainer, messages = (stage := assemble(plan, "cpu").stages[0]).trainer, stage.parts
-    params, _ = trainer.init()
-    came = {}
-    slices = [(message.start, message.stop) for message in messages]
-    loss = trainer.gradient_in_parts(params, 0, 0, range(32), slices, came.__setitem__)
-    expected, gradient = trainer.gradient(params, 0, 0, range(32))
-    assert loss == expected
-    assert list(came) == list(range(len(messages))), "the last layers come first"
-    assert torch.equal(torch.cat([came[k] for k in reversed(range(len(came)))]), gradient)
 
 
 @given(costs, layers, costs, st.integers(1, 10))

@@ -18,7 +18,6 @@ from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import bits, codec, decoded, length, vector
 from tests.laws.protocols import drawn, together, top, weighted, whole
-from tests.support import simulated
 
 SHAPES = ((12, 10), (12,), (6, 3, 2, 2), (5, 2))
 LAYOUT = tuple(Layer(str(i), shape) for i, shape in enumerate(SHAPES))
@@ -279,28 +278,3 @@ def test_the_server_half_of_gtopk() -> None:
     assert CompressionPipeline(option, d).reduce(CodecState(), [SizeOnly(9)], [1.0]) == SizeOnly(
         4 * d
     )
-
-
-# --- what makes no sense, and runs
-# ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", REDUCERS)
-@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
-def test_a_timed_run_moves_the_same_bytes(name: str, topology: str) -> None:
-    own = ["optimizer.momentum=0"] if name == "fetch_sgd" else []
-    if (name, topology) == ("sketch_sgd", "parameter_server"):
-        own += ["compression.error_feedback=false"]
-    mode = [
-        f"compression={name}",
-        f"topology={topology}",
-        "sync=bsp",
-        "stop.steps=24",
-        "model.hidden=[16]",
-        *own,
-    ]
-    real, timed = simulated(*mode), simulated(*mode, "runtime.gradients=false")
-    assert [r["bytes_up"] for r in real.of("TimeTotals")] == [
-        r["bytes_up"] for r in timed.of("TimeTotals")
-    ]
-    assert real.time_ns == timed.time_ns

@@ -17,11 +17,10 @@ from ashl.config.construct import construct
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.overlap.none import Serial
 from ashl.overlap.timeline import buckets_of_tensors, merge_buckets
-from ashl.plan.plan import SERIAL, Plan
+from ashl.plan.plan import SERIAL
 from ashl.planning.instantiate import assemble, link_of
 from ashl.planning.step_timelines import make_timeline
 from ashl.stage.contract import StageConfig
-from tests.benchmarks.simulator import simulation
 from tests.conf_option import conf_option
 from tests.support import planned, run, simulated
 from tests.swarm.drawn import run as drawn_run
@@ -135,63 +134,22 @@ def test_without_compression_it_is_merged() -> None:
     assert (ours.sha256, ours.time_ns) == (merged.sha256, merged.time_ns)
 
 
-def declared(step_s: float, compress_s: float, mbit_s: float, latency_s: float = 0.0) -> Plan:
-    """Two equal workers with Top-K, as ints of 4 bytes and floats: 20 bytes and 8 for each
-    element.
-    """
-    plan = planned(
-        *(
-            "topology=all_reduce",
-            "sync=bsp",
-            "runtime.gradients=false",
-            "cluster.compute=[1,1]",
-            "cluster.link=null",
-        ),
-        *(
-            "compression=topk",
-            "compression.indices=int32",
-            "cluster.exchange_s=null",
-            "stop.steps=10",
-            "dataset.batch_size=8",
-        ),
-        *(
-            f"cluster.step_s={step_s}",
-            f"cluster.compress_s={compress_s}",
-            f"cluster.bandwidth_mbit_s={mbit_s}",
-        ),
-        f"cluster.latency_s={latency_s}",
-    )
-    return plan
-
-
-def chained(plan: Plan, sizes: list[int], work: list[int], **overlap: Any) -> Plan:
-    """The plan for layers of these sizes and costs."""
-    stage = replace(plan.stages[0], overlap=SPEC | overlap)
-    layers = tuple((f"layer{k}", (size,)) for k, size in enumerate(sizes))
-    return replace(plan, layers=layers, num_params=sum(sizes), work=tuple(work), stages=(stage,))
-
-
-def test_the_chain_to_the_nanosecond() -> None:
-    """Forward 5 s, backward 3, 1, 2 and 4, selecting 1 each, gathering 5, 1, 1 and 7: groups are
-    there after 10, 13, 15 and 19 s, their messages end after 17, 18, 19 and 24.
-    """
-    plan = declared(
-        step_s=15, compress_s=4, mbit_s=0.000224
-    )  # 28 bytes a second: 1, 15 and 22 elements
-    plan = chained(plan, [100] * 4, [3, 1, 2, 4], ratio=[0.22, 0.01, 0.01, 0.15])
-    sim = simulation(plan)()
-    assert sim.now_ns == 5 * 24 * 10**9
-    for ctx in sim.contexts:
-        totals = ctx.time_accounting.totals
-        assert (totals["compute"], totals["compress"], totals["wait"]) == (
-            75 * 10**9,
-            20 * 10**9,
-            0,
-        )
-        assert ctx.time_accounting.collective_ns == 5 * 14 * 10**9
-
-
-BASE = declared(0.03, 0.004, 20, 0.0005)
+BASE = planned(  # two equal workers
+    "topology=all_reduce",
+    "sync=bsp",
+    "runtime.gradients=false",
+    "cluster.compute=[1,1]",
+    "cluster.link=null",
+    "compression=topk",
+    "compression.indices=int32",
+    "cluster.exchange_s=null",
+    "stop.steps=10",
+    "dataset.batch_size=8",
+    "cluster.step_s=0.03",
+    "cluster.compress_s=0.004",
+    "cluster.bandwidth_mbit_s=20",
+    "cluster.latency_s=0.0005",
+)
 BOUND = assemble(BASE, "cpu").stages[0]
 
 
