@@ -1,21 +1,16 @@
 """Runs in a queue, by submitit, and searches."""
 
 import json
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 import submitit
 
 from ashl.cli.app import main
 from ashl.config.compose import Axis, axis_of
 from ashl.errors import AshlError
-from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.study.jobs import Job, Task, queue_pool, run_all
 from ashl.study.search import NEVER, cost
 
@@ -231,29 +226,6 @@ def test_jobs_of_a_killed_sweep_are_withdrawn_by_the_next(workplace: Path) -> No
     assert not permit.parent.exists()
 
 
-@pytest.mark.slow
-def test_a_requeued_job_resumes_from_its_checkpoint(workplace: Path) -> None:
-    """The executor of submitit for one machine requeues before its time limit, as Slurm does."""
-    grid = ["sync=bsp", *TINY, "stop.epochs=200", "run.checkpoint_s=20"]
-    whole = ["sweep", *grid, "run.dir=whole", "-q"]
-    assert main(whole) == 0
-    command = ["sweep", *grid, "-q", "--launcher", "submitit_local"]
-    with subprocess.Popen([sys.executable, "-m", "ashl.cli", *command]) as process:
-        end = time.monotonic() + 100
-        while not any(map(list_checkpoints, workplace.glob("study/*/"))):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        (pickle,) = workplace.glob("study/launcher-*/submitit/*_submitted.pkl")
-        (controller,) = psutil.Process(int(pickle.name.partition("_")[0])).children()
-        controller.send_signal(signal.SIGUSR2)
-        assert process.wait(100) == 0
-    (summary,) = summaries(workplace / "study").values()
-    (other,) = summaries(workplace / "whole").values()
-    assert summary["status"] == "finished"
-    assert summary["params_sha256"] == other["params_sha256"]
-    assert names(workplace / "study") == sorted([*OWN, *summaries(workplace / "study")])
-
-
 def test_costs_are_finite_and_in_order() -> None:
     aims, none = ({"target_accuracy": target, "target_loss": None} for target in (0.9, None))
 
@@ -279,27 +251,3 @@ def test_axes_of_a_search() -> None:
     assert axis_of("cluster.compute=[1,2],[1,1]", None) == Axis(
         "cluster.compute", ("cluster.compute=[1,2]", "cluster.compute=[1,1]")
     )
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_runs_in_a_queue(workplace: Path) -> None:
-    grid = [
-        "sync=bsp,asp",
-        "seed=0,1",
-        *TINY,
-        "stop.epochs=2000",
-        "--launcher",
-        "submitit_local",
-        "--jobs",
-        "2",
-    ]
-    with subprocess.Popen([sys.executable, "-m", "ashl.cli", "sweep", *grid, "-q"]) as process:
-        end = time.monotonic() + 100
-        while len(list(workplace.glob("study/*/metrics.jsonl"))) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-    assert [summary["status"] for summary in summaries(workplace / "study").values()] == [
-        "interrupted"
-    ] * 2
