@@ -15,7 +15,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from ashl.errors import AshlError, UsageError
+from ashl.errors import AshlError
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Rounds, is_recorded
 from ashl.tracking import jsonl, timeline
@@ -111,26 +111,6 @@ def test_of_rounds_that_nobody_keeps_no_record_is_made(rounds):
         [("compute", r.round, r.round + 1)] for r in emitted
     ]
     assert ctx.steps == 1100  # counted nevertheless
-
-
-def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
-    record_run(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UsageError, match=r"already holds a run; choose another run\.dir"):
-        Recorder(tmp_path, "all")
-    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-
-def test_a_folder_that_cannot_be_written_to_is_named():
-    with pytest.raises(AshlError, match="Cannot write to the run folder /proc/ashl/run"):
-        Recorder(Path("/proc/ashl/run"), "all")
-
-
-@pytest.mark.parametrize("place", ["file/run", "7" * 300])
-def test_a_path_that_can_hold_no_run_is_an_error_of_usage(tmp_path, place):
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"\); choose another run\.dir"):
-        Recorder(tmp_path / place, "all")
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path):

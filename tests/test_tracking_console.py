@@ -128,7 +128,7 @@ def test_quiet_says_nothing():
 
 def test_a_frame_may_know_little():
     console = pipe()
-    unknown = Frame(0.0, 0.0, "", 0, 1, None, None, None, None, None, None, None, [])
+    unknown = Frame(0.0, 0.0, "", 0, 1, math.nan, None, None, None, None, None, None, [])
     with Progress(console, name="demo") as progress:
         progress.update(unknown)
     assert text(console) == "time 0 s  steps 0  loss -  samples/s -  waiting -\n"
@@ -193,13 +193,6 @@ def test_the_table_of_workers_cuts_no_word_and_no_number(width: int) -> None:
     shown = next(line for line in said.splitlines() if "worker" in line and "steps" in line).split()
     titles = {"worker", "steps", *KINDS, "profiling", "staleness", "max", "up"}
     assert {*shown, *"".join(absent).split(", ")} - {""} == titles
-
-
-def test_a_loss_that_nobody_has_computed_is_a_dash() -> None:
-    console = pipe()
-    with Progress(console, name="demo") as progress:
-        progress.update(frame(0.0)._replace(steps=0, loss=math.nan))
-    assert "loss -" in text(console)
 
 
 @pytest.mark.parametrize("status", ["failed", "diverged", "interrupted"])

@@ -126,7 +126,7 @@ READERS = {"csv": pandas.read_csv, "json": pandas.read_json, "parquet": pandas.r
 def test_pandas_reads_an_export_in_one_line(
     kind: str, what: str, rows: int, sweep, workplace
 ) -> None:
-    assert main(["export", "study", "--format", kind, "--what", what, "--out", f"out.{kind}"]) == 0
+    assert main(["export", "study", "--what", what, "--out", f"out.{kind}"]) == 0
     frame = READERS[kind](workplace / f"out.{kind}")
     assert len(frame) == rows
     assert list(frame.columns[:4]) == ["hash", "setting", "seed", "sync"]
@@ -224,13 +224,6 @@ def test_a_folder_of_folders_is_looked_through(tmp_path) -> None:
     assert [(out.name.rpartition("/")[2], out.reason) for out in study.left_out] == [
         ("profile", "is a profile, in which nothing was learned")
     ]
-
-
-def test_an_export_goes_by_the_name_of_its_file(sweep, workplace) -> None:
-    assert main(["export", str(sweep), "--out", "runs.parquet"]) == 0
-    assert (workplace / "runs.parquet").read_bytes()[:4] == b"PAR1"
-    assert main(["export", str(sweep), "--out", "runs.json"]) == 0
-    assert json.loads((workplace / "runs.json").read_text())
 
 
 def test_a_narrow_screen_has_narrow_tables(sweep, capsys, monkeypatch) -> None:
