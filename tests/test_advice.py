@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ashl.advice import advise, candidates, leave_out
-from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origins, thinned
+from ashl.advice.candidates import BSP, Candidate, Field, field_of, origins, thinned
 from ashl.advice.contest import Tuned, front, ranked, steadier
 from ashl.advice.leave_out import Racer, considered, leave_out_of, without_worker
 from ashl.advice.rules import RULES, Rule, Situation
@@ -267,29 +267,30 @@ def field_with(predicted_s: float, step_samples: int = 1) -> Field:
 
 def test_the_race_is_as_large_as_the_budget() -> None:
     load = load_of(field_with(100.0), 0.01, 2, target=True, evaluates=False)
-    scales = [scale_of(load, (), left, left) for left in (1000.0, 60.0, 30.0)]
+    scales = [
+        scale_of(load, tunes=True, left_s=left, budget_s=left) for left in (1000.0, 60.0, 30.0)
+    ]
     assert [scale.length for scale in scales] == [1.0, 0.25, 0.125]
     assert scales[0].rates == RATES
     assert scales[0].every_s == 0.5  # 200 readings of the whole run
-    typed = scale_of(
-        load_of(field_with(100.0), 0.01, 2, target=True, evaluates=True), (0.1, 0.3), 1000.0, 1000.0
-    )
-    assert (typed.rates, typed.every_s) == (pytest.approx((1.0, 3.0)), None)
+    evaluated = load_of(field_with(100.0), 0.01, 2, target=True, evaluates=True)
+    typed = scale_of(evaluated, tunes=False, left_s=1000.0, budget_s=1000.0)
+    assert (typed.rates, typed.every_s) == ((1.0,), None)
     with pytest.raises(
         UsageError, match=r"--budget 1 is too small: a single run of a sixteenth .*; give --budget"
     ):
-        scale_of(load, (), 0.5, 1.0)
+        scale_of(load, tunes=True, left_s=0.5, budget_s=1.0)
 
 
 def test_a_resumed_race_keeps_its_size_unless_the_budget_allows_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = Load(candidates=9, whole_s=1.0, every_s=None, slots=2, ends_early=True)
-    wanted, deadline = asked([], None), SimpleNamespace(budget_s=9.0, spent_s=1.0)
+    deadline = SimpleNamespace(budget_s=9.0, spent_s=1.0)
     place: Any = SimpleNamespace(folder=tmp_path, deadline=deadline, slots=2)
     sizes = iter([Scale(0.25, RATES, 0.1), Scale(0.125, RATES, 0.2), Scale(1.0, RATES, 0.3)])
     monkeypatch.setattr(advise, "scale_of", lambda *args, **more: next(sizes))
-    assert [advise.scaled(load, wanted, place).length for _ in range(3)] == [0.25, 0.25, 1.0]
+    assert [advise.scaled(load, place, tunes=True).length for _ in range(3)] == [0.25, 0.25, 1.0]
 
 
 # --- leaving a worker out
@@ -405,8 +406,7 @@ TINY = [
             2,
             "--target 1.5 is not an accuracy; give a share from 0 to 1, for example --target 0.9",
         ),
-        (["seed=0,1"], 2, "seed=0,1 gives several values, and advise chooses only"),
-        (["optimizer.lr=a,b"], 2, "a learning rate is a number"),
+        (["sync=bsp,asp"], 2, "sync=bsp,asp gives several values"),
         (
             ["profile=broken.json"],
             2,
@@ -455,7 +455,7 @@ def test_nothing_is_left_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
             r" line has"
         ),
     ):
-        field_of(asked([*TINY, "sync=rennala"], None), None, lambda done, size, name: None)
+        field_of((*TINY, "sync=rennala"), None, lambda done, size, name: None)
 
 
 def written(
@@ -637,7 +637,7 @@ def advised(
     monkeypatch.setattr(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in names(rules))
     )
-    monkeypatch.setattr(advise, "scale_of", lambda *args: scale)
+    monkeypatch.setattr(advise, "scale_of", lambda *args, **more: scale)
     monkeypatch.setattr(sweep, "run_all", run_all)
     monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)
     assert main(["advise", *TINY, *args, "-q", "--debug"]) == 0
@@ -795,7 +795,7 @@ def test_a_real_race_and_a_target_that_nobody_reaches(
     monkeypatch.setattr(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
     )
-    assert main(["advise", *TINY, "optimizer.lr=0.1,0.3", "--target", "0.8", "--budget", "90"]) == 0
+    assert main(["advise", *TINY, "--target", "0.8", "--budget", "90"]) == 0
     record = jsonl.whole(Path("study/advice.json"))
     assert record is not None
     assert record["winner"]["seeds"] >= 3

@@ -31,7 +31,7 @@ from ashl.advice.answer import (
     show_field,
     show_forecast,
 )
-from ashl.advice.candidates import Asked, Field, asked, field_of
+from ashl.advice.candidates import RATE, Field, field_of
 from ashl.advice.contest import Place, final, judged, race_grid, time_on, tuned
 from ashl.advice.evidence import enough_s, evidence
 from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
@@ -112,15 +112,16 @@ def advise(
     answer.
     """
     deadline = Deadline(budget_s)
-    typed = with_target(overrides, target)
-    wanted, real = virtual(asked(typed, config_dir), config_dir, console)
+    typed = {key_of(text): text for text in with_target(overrides, target)}
+    tunes = RATE not in typed
+    fixed, real = virtual(tuple(typed.values()), config_dir, console)
     with Counting("planning candidates", quiet=quiet) as counting:
-        field = field_of(wanted, config_dir, counting.update)
-    folder = folder_of(field, wanted)
+        field = field_of(fixed, config_dir, counting.update)
+    folder = folder_of(field, tunes=tunes)
     place = Place(
         folder,
         command,
-        wanted.fixed,
+        fixed,
         slots or usable_cores(),
         deadline,
         console,
@@ -128,10 +129,10 @@ def advise(
     )
     if dry_run:
         load = loaded(field, place)
-        return Advice(field, place, load, chosen_scale(load, wanted, place))
+        return Advice(field, place, load, chosen_scale(load, place, tunes=tunes))
     with locked(folder):
         began_s, load = deadline.spent_s, loaded(field, place)
-        scale = scaled(load, wanted, place)
+        scale = scaled(load, place, tunes=tunes)
         if not quiet:
             announce(console, field, scale, folder)
         tries = tuned(field, scale, place, TUNING * budget_s)
@@ -146,7 +147,7 @@ def advise(
                     f"not enough budget for an answer: no run ended in {budget_s:g} s; give"
                     f" --budget {needed_s:.0f}: the same command continues"
                 )
-            known = evidence(field, board, unreached, scale, load, wanted.rates, place, began_s)
+            known = evidence(field, board, unreached, scale, load, tunes, place, began_s)
             follows = Follows(command, real, folder / HOSTS)
             race_on = partial(time_on, scale=scale, place=place, until_s=ANSWERING * budget_s)
             result = answered(
@@ -181,17 +182,17 @@ def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
 
 
 def virtual(
-    wanted: Asked, config_dir: Path | None, console: Console
-) -> tuple[Asked, tuple[str, ...]]:
-    """Return the request for virtual time, and the overrides of the real run.
+    typed: tuple[str, ...], config_dir: Path | None, console: Console
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the overrides for virtual time, and those of the real run.
 
     For `cluster=real` without a profile, the processes of this machine are measured first.
 
     Raises: UsageError and AshlError.
     """
-    config, typed = compose(wanted.fixed, config_dir), wanted.fixed
+    config = compose(typed, config_dir)
     if is_virtual(config):
-        return wanted, typed
+        return typed, typed
     fixed = [
         text
         for text in typed
@@ -211,16 +212,16 @@ def virtual(
             typed = (*typed, f"profile={place / 'profile.json'}")
         fixed = [text for text in fixed if key_of(text) not in ("cluster", "profile")]
         fixed += ["cluster=profile", *(text for text in typed if key_of(text) == "profile")]
-    return wanted._replace(fixed=(*fixed, "runtime=sim")), typed
+    return (*fixed, "runtime=sim"), typed
 
 
-def folder_of(field: Field, wanted: Asked) -> Path:
+def folder_of(field: Field, *, tunes: bool) -> Path:
     """Return the folder of the study; its name depends on the candidates and not on the budget."""
     first = field.candidates[0].config
     if first["run"]["dir"]:
         return Path(first["run"]["dir"]).expanduser()
     digests = sorted(config_hash(own.config) for own in field.candidates)
-    digest = hashlib.sha256("".join([*digests, *map(str, wanted.rates)]).encode()).hexdigest()[:8]
+    digest = hashlib.sha256("".join(digests + ["one rate"] * (not tunes)).encode()).hexdigest()[:8]
     return ADVICE / f"{first['name'] or 'advice'}-{digest}"
 
 
@@ -236,15 +237,15 @@ def loaded(field: Field, place: Place) -> Load:
     )
 
 
-def scaled(load: Load, wanted: Asked, place: Place) -> Scale:
+def scaled(load: Load, place: Place, *, tunes: bool) -> Scale:
     """Choose the size of the race, and write it to the folder for the same command."""
-    scale, path = chosen_scale(load, wanted, place), place.folder / FILE
+    scale, path = chosen_scale(load, place, tunes=tunes), place.folder / FILE
     before = jsonl.whole(path) or {}  # an earlier answer stays until there is another
     jsonl.write_json(path, {**before, "schema": 1, "scale": asdict(scale)})
     return scale
 
 
-def chosen_scale(load: Load, wanted: Asked, place: Place) -> Scale:
+def chosen_scale(load: Load, place: Place, *, tunes: bool) -> Scale:
     """Return the size of the race.
 
     A resumed race keeps its size, unless the budget now allows a larger one.
@@ -258,7 +259,7 @@ def chosen_scale(load: Load, wanted: Asked, place: Place) -> Scale:
     deadline = place.deadline
     left_s = RACING * deadline.budget_s - deadline.spent_s
     try:
-        scale = scale_of(load, wanted.rates, left_s, deadline.budget_s)
+        scale = scale_of(load, tunes=tunes, left_s=left_s, budget_s=deadline.budget_s)
     except UsageError:
         if before is None:
             raise

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ashl.advice.rules import BSP, RULES, Rule, Situation, situation
-from ashl.config.compose import alternatives, compose
+from ashl.config.compose import compose
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import NoEffectError, UsageError
@@ -36,14 +36,6 @@ GAIN = 1.01
 MOST = 24  # most candidates of a race
 PLAIN = (("sync=bsp", "topology=parameter_server"), ("sync=bsp", "topology=all_reduce"))
 TYPED = Rule(name="as typed", overrides="", why="what the command line says")
-
-
-class Asked(NamedTuple):
-    """The typed request: overrides for every candidate, and keys with several values."""
-
-    fixed: tuple[str, ...]
-    several: dict[str, tuple[str, ...]]
-    rates: tuple[float, ...]  # learning rates; () = the race chooses them
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,44 +87,15 @@ class Field:
     evaluation_s: float  # host seconds of one evaluation
 
 
-def asked(overrides: Sequence[str], config_dir: Path | None) -> Asked:
-    """Parse the typed overrides.
-
-    Raises: UsageError for several values of a key that no rule chooses.
-    """
-    fixed, several, rates = list[str](), dict[str, tuple[str, ...]](), tuple[float, ...]()
-    for text in {key_of(text): text for text in overrides}.values():
-        key, values = (
-            key_of(text),
-            [single.partition("=")[2] for single in alternatives(text, config_dir)],
-        )
-        if key == RATE:
-            try:
-                rates = tuple(map(float, values))
-            except ValueError:
-                raise UsageError(f"{text}: a learning rate is a number, as in {RATE}=0.1") from None
-            fixed.append(f"{RATE}={values[0]}")
-        elif len(values) == 1:
-            fixed.append(text)
-        elif key in CHOSEN:
-            several[key] = tuple(values)
-        else:
-            raise UsageError(
-                f"{text} gives several values, and advise chooses only {', '.join(CHOSEN)} and"
-                f" {RATE}; give one value, or compare them with `ashl sweep`"
-            )
-    return Asked(tuple(fixed), several, rates)
-
-
 def field_of(
-    wanted: Asked, config_dir: Path | None, progress: Callable[[int, int, str], None]
+    typed: tuple[str, ...], config_dir: Path | None, progress: Callable[[int, int, str], None]
 ) -> Field:
-    """Plan every rule and return those that compete.
+    """Plan every rule and return those that compete, all with the typed overrides.
 
     Raises: UsageError if fewer than two candidates remain.
     """
     progress(0, len(RULES), "this cluster and this machine")
-    free = [text for text in wanted.fixed if key_of(text).partition(".")[0] not in CHOSEN]
+    free = [text for text in typed if key_of(text).partition(".")[0] not in CHOSEN]
     plain = [
         prepare_plan(with_effect((*free, *texts), config_dir)[1], None, texts) for texts in PLAIN
     ]
@@ -144,17 +107,15 @@ def field_of(
         )
     evaluation_s, first_loss = evaluation_here(*host)
     found = situation_of(plain, first_loss)
-    typed = (
-        (TYPED,) if any(key_of(text).partition(".")[0] in CHOSEN for text in wanted.fixed) else ()
-    )
-    rules = (*RULES, *typed)
-    taken, left_out = planned(rules, found, wanted, config_dir, progress)
+    chosen = any(key_of(text).partition(".")[0] in CHOSEN for text in typed)
+    rules = (*RULES, TYPED) if chosen else RULES
+    taken, left_out = planned(rules, found, typed, config_dir, progress)
     taken, worse = thinned(taken)
     if len(taken) < 2:
         only = f"only {taken[0].name} is possible" if taken else "no candidate is possible"
         why = f" ({left_out[0].name}: {left_out[0].reason.rstrip('.')})" if left_out else ""
         raise UsageError(
-            f"nothing is left to compare: {only} with {' '.join(wanted.fixed)}{why}; remove some of"
+            f"nothing is left to compare: {only} with {' '.join(typed)}{why}; remove some of"
             " these overrides, or use `ashl sweep`"
         )
     return Field(found, tuple(taken), (*left_out, *worse), host, evaluation_s)
@@ -163,7 +124,7 @@ def field_of(
 def planned(
     rules: Sequence[Rule],
     found: Situation,
-    wanted: Asked,
+    typed: tuple[str, ...],
     config_dir: Path | None,
     progress: Callable[[int, int, str], None],
 ) -> tuple[list[Candidate], list[LeftOut]]:
@@ -172,7 +133,7 @@ def planned(
     for number, rule in enumerate(rules):
         progress(number, len(rules), rule.name)
         try:
-            taken.append(candidate(rule, found, wanted, config_dir))
+            taken.append(candidate(rule, found, typed, config_dir))
         except UsageError as error:
             left_out.append(LeftOut(rule.name, str(error)))
     return taken, left_out
@@ -188,7 +149,9 @@ def situation_of(plain: Sequence[PreparedPlan], first_loss: float) -> Situation:
     return situation(profile, plan, (rates[0], rates[1]), first_loss)
 
 
-def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) -> Candidate:
+def candidate(
+    rule: Rule, s: Situation, typed: tuple[str, ...], config_dir: Path | None
+) -> Candidate:
     """Return the candidate of a rule.
 
     Raises: UsageError if the rule does not apply; its text is the reason in the list of rules left
@@ -197,27 +160,24 @@ def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) 
     if not rule.taken(s):
         raise UsageError(rule.reason(s))
     own = tuple(rule.overrides.format(**s.values).split())
-    typed = {key_of(text): text for text in wanted.fixed}
+    by_key = {key_of(text): text for text in typed}
     if (
-        "experiment" in typed
-        and "topology" not in {*typed, *map(key_of, own)}
+        "experiment" in by_key
+        and "topology" not in {*by_key, *map(key_of, own)}
         and rule is not TYPED
     ):
         own = ("topology=parameter_server", *own)  # a preset may have changed it
     for text in own:
-        if (other := typed.get(key_of(text), text)) != text:
+        if (other := by_key.get(key_of(text), text)) != text:
             raise UsageError(f"the command line has {other}, and this rule needs {text}.")
-    chosen = dict(text.split("=", 1) for text in own)
-    if "schedule" in chosen and "sync" in {*typed, *wanted.several}:
+    if "schedule" in map(key_of, own) and "sync" in by_key:
         raise UsageError(
             "the command line names a sync mode, and this schedule names that of each stage."
         )
-    refuse_others(chosen, wanted)
-    own = tuple(text for text in own if text not in wanted.fixed)
-    refuse_others(compose([*wanted.fixed, *own], config_dir)["choices"], wanted)
+    own = tuple(text for text in own if text not in typed)
     reasons = dict[str, str]()
-    point, config, plan = with_effect((*wanted.fixed, *own), config_dir, reasons)
-    dropped = {text: reasons[key_of(text)] for text in wanted.fixed if text not in point}
+    point, config, plan = with_effect((*typed, *own), config_dir, reasons)
+    dropped = {text: reasons[key_of(text)] for text in typed if text not in point}
     return Candidate(
         rule, tuple(text for text in own if text in point), config, plan, rule.reason(s), dropped
     )
@@ -252,15 +212,6 @@ def dropped_notes(candidates: Sequence[Candidate]) -> list[str]:
             f"{text} was removed from {where}: {reason.removesuffix('; otherwise remove it')}."
         )
     return notes
-
-
-def refuse_others(chosen: Mapping[str, str], wanted: Asked) -> None:
-    """Raise UsageError if a chosen option is not among the values that were typed for its key."""
-    for key, values in wanted.several.items():
-        if chosen.get(key, values[0]) not in values:
-            raise UsageError(
-                f"the command line has {key}={','.join(values)}, and this rule needs {chosen[key]}."
-            )
 
 
 def thinned(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]:

@@ -1,7 +1,6 @@
 """Judge whether enough runs ended for an answer, and which budget would be enough."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ashl.advice.candidates import Field
@@ -61,14 +60,14 @@ def evidence(
     unreached: Target | None,
     scale: Scale,
     load: Load,
-    typed: Sequence[float],
+    tunes: bool,
     place: Place,
     began_s: float,
 ) -> Evidence:
     """Judge the evidence of a race.
 
-    Args: unreached is the requested target if no setting reached it, else None; typed holds the
-    typed learning rates; began_s is the start of the race, in seconds of the budget.
+    Args: unreached is the requested target if no setting reached it, else None; tunes is
+    False if a learning rate was typed; began_s is the start of the race, in seconds of the budget.
     """
     ran = labels_that_ran(place)
     never_ran = tuple(own.name for own in field.candidates if own.name not in ran)
@@ -91,7 +90,7 @@ def evidence(
     if not missing:
         return Evidence((), never_ran, count >= least, None)
     length = 1.0 if unreached is not None else scale.length
-    tries = len(typed) or (len(RATES) if length > scale.length else len(scale.rates))
+    tries = len(RATES) if tunes and length > scale.length else len(scale.rates)
     budget_s = enough_s(load, length, tries, began_s, place.deadline.budget_s)
     return Evidence(tuple(missing), never_ran, count >= least, budget_s)
 

@@ -2,7 +2,6 @@
 candidate.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -103,13 +102,15 @@ def load_of(field: Field, step_s: float, slots: int, *, target: bool, evaluates:
     return Load(len(field.candidates), whole_s, every_s, slots, target)
 
 
-def scale_of(load: Load, typed: Sequence[float], left_s: float, budget_s: float) -> Scale:
+def scale_of(load: Load, *, tunes: bool, left_s: float, budget_s: float) -> Scale:
     """Return the largest race that fits into `left_s` seconds.
 
+    Args: tunes is False if a learning rate was typed, which all candidates use.
     Raises: UsageError if not even one run fits.
     """
     for length, rates in SCALES:
-        if load.race_s(length, len(typed) or len(rates)) <= left_s:
+        rates = rates if tunes else (1.0,)
+        if load.race_s(length, len(rates)) <= left_s:
             break
     if load.run_s(length) > left_s:
         raise UsageError(
@@ -117,4 +118,4 @@ def scale_of(load: Load, typed: Sequence[float], left_s: float, budget_s: float)
             f" about {load.run_s(length):.2g} s here, and {max(0, left_s):.2g} s are left for runs;"
             f" give --budget {budget_s - left_s + 10 * load.run_s(length):.0f} or more"
         )
-    return Scale(length, tuple(rate / typed[0] for rate in typed) or rates, load.every_s)
+    return Scale(length, rates, load.every_s)

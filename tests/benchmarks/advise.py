@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ashl.advice.advise import advise
-from ashl.advice.candidates import Field, asked, field_of
+from ashl.advice.candidates import Field, field_of
 from ashl.advice.contest import Place, grid_of, rates_of, setting_of
 from ashl.advice.scale import RATES, Scale
 from ashl.config.override import command_line, key_of
@@ -130,7 +130,7 @@ def judge_left_out(
         return "nothing", ""
     worker, n = said["worker"], field.candidates[0].plan.num_workers
     without = [without_entry(text, worker) for text in fixed] + [f"cluster.num_workers={n - 1}"]
-    own = field_of(asked(without, None), None, lambda done, size, name: None)
+    own = field_of(tuple(without), None, lambda done, size, name: None)
     best = sorted(times, key=lambda key: median(times[key]))
     known = {candidate.name for candidate in own.candidates}  # a name may hold a planned H
     among = [key for key in best if key[0] in known][:CONTENDERS]
@@ -183,7 +183,7 @@ def main(clusters: list[list[str]], typed: list[str]) -> None:
                 [*fixed, f"run.dir={folder}/advice"], None, console, command=LINE, **how, quiet=True
             )
             record = jsonl.whole(folder / "advice" / "advice.json") or {}
-            field = field_of(asked(fixed, None), None, lambda done, size, name: None)
+            field = field_of(tuple(fixed), None, lambda done, size, name: None)
             times = whole_grid(field, fixed, record["scale"]["every_s"], folder / "grid")
             best = min(times, key=lambda key: median(times[key]))
             name, rate = record["winner"]["name"], f"{record['winner']['optimizer.lr']:g}"
