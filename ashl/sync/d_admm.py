@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
@@ -50,17 +50,22 @@ from ashl.size_only import Vector
 from ashl.stage.contract import GO, STOP, StageConfig
 from ashl.topology.coordinator import (
     RoamingState,
-    apply_signal,
     await_answer,
     close_worker,
     report_done,
     report_merge,
 )
-from ashl.topology.gossip import RoamingRule, graph_of
+from ashl.topology.gossip import (
+    Heard,
+    RoamingRule,
+    graph_of,
+    receive_arrived,
+    receive_in_flight,
+    receive_model,
+    send_model,
+)
 from ashl.topology.graph import Edge, MemberGraph, Round, sources_of
 from ashl.topology.local_work import local_work, trainer_of
-
-Versions = dict[int, Any]  # iteration → model; −1 is the initial one
 
 
 @option
@@ -94,31 +99,20 @@ def may_iterate(rule: DADMM, behind: Sequence[int]) -> bool:
     return sum(b <= 0 for b in behind) >= wanted and all(b <= rule.delay for b in behind)
 
 
-@dataclass
-class Edges:
+@dataclass(kw_only=True)
+class Edges(Heard):
     """A worker's state of its edges."""
 
     dual: Any  # γ_p
     lower: dict[int, bool]  # neighbour → True if its colour is lower
-    own: Versions
-    heard: dict[int, Versions]
+    own: dict[int, Any]  # its own models by iteration; −1 is the initial one
     matched: dict[int, int]  # neighbour → the last iteration that is in the dual
-    # neighbour → its last iteration before a pause or the end, once it has announced that
-    ends: dict[int, int] = field(default_factory=dict)
-    k: int = 0  # iteration
 
     def behind(self, k: int) -> list[int]:
         """Return by how many iterations each neighbour's newest model is behind the one that
         iteration k requires.
         """
-        return [k - (not self.lower[j]) - max(versions) for j, versions in self.heard.items()]
-
-    def lacks(self, j: int) -> bool:
-        """Return True if this neighbour has not announced its last iteration, or has sent a model
-        that has not arrived.
-        """
-        arrived = sum(m > self.matched[j] for m in self.heard[j])
-        return arrived < self.ends.get(j, math.inf) - self.matched[j]
+        return [k - (not self.lower[j]) - max(versions) for j, versions in self.models.items()]
 
     def match(self, rho: float) -> None:
         """Add to the dual the pairs of models that both ends of an edge know, then drop models that
@@ -128,16 +122,16 @@ class Edges:
         """
         pairs = [
             (m, j)
-            for j, versions in self.heard.items()
+            for j, versions in self.models.items()
             for m in versions
             if self.matched[j] < m <= max(self.own)
         ]
         for m, j in sorted(pairs):
-            step = (self.own[m] - self.heard[j][m]) * rho
+            step = (self.own[m] - self.models[j][m]) * rho
             self.dual = self.dual + step
             self.matched[j] = m
-        for j, versions in self.heard.items():
-            self.heard[j] = {
+        for j, versions in self.models.items():
+            self.models[j] = {
                 m: x for m, x in versions.items() if m > self.matched[j] or m == max(versions)
             }
         oldest = min(self.matched.values(), default=max(self.own))
@@ -191,16 +185,17 @@ def open_edges(graph: MemberGraph, state: RoamingState, rank: int) -> Edges:
         dual=params - params,
         lower={j: colour[j] < colour[rank] for j in neighbours},
         own={-1: params},
-        heard={j: {-1: params} for j in neighbours},
+        models={j: {-1: params} for j in neighbours},
+        received=dict.fromkeys(neighbours, 0),
         matched=dict.fromkeys(neighbours, -1),
     )
 
 
 def augment_trainer(trainer: Any, edges: Edges, params: Vector, rho: float) -> Any:
     """Return the trainer with the penalty and the dual in every gradient."""
-    if not edges.heard:
+    if not edges.models:
         return trainer
-    nearest = [versions[max(versions)] for _, versions in sorted(edges.heard.items())]
+    nearest = [versions[max(versions)] for _, versions in sorted(edges.models.items())]
     total = nearest[0]
     for model in nearest[1:]:
         total = total + model
@@ -240,16 +235,15 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
             dropped = work.steps
             break
         state.params = edges.own[edges.k] = state.params + work.payload
-        for peer in edges.heard:
-            await ctx.send(peer, stage.tag("model"), state.params, (edges.k,))
+        await send_model(ctx, stage, state)
         state.version += 1
         edges.k += 1
         await report_merge(ctx, stage, state, work, late)
-    await exchange_last_iterations(ctx, stage, state)
+    await receive_in_flight(ctx, stage, state)
     edges.match(rule.rho)
     await report_done(ctx, stage, state, dropped)
     while not state.may_leave:
-        await on_message(ctx, stage, state)
+        await receive_model(ctx, stage, state)
     return close_worker(ctx, stage, state, dropped)
 
 
@@ -262,42 +256,4 @@ async def await_iteration(
     ctx.safe_point(stage.index, state)
     await receive_arrived(ctx, stage, state)
     while state.signal == GO and (k >= last or not may_iterate(rule, edges.behind(k))):
-        await on_message(ctx, stage, state)
-
-
-async def receive_arrived(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
-    """Receive every message that has arrived by now."""
-    while await on_message(ctx, stage, state, before_s=ctx.now):
-        pass
-
-
-async def exchange_last_iterations(
-    ctx: RankContext, stage: StageConfig, state: RoamingState
-) -> None:
-    """Announce the last iteration to all neighbours, and wait for their models up to their last."""
-    edges: Edges = state.rule_state
-    for peer in edges.heard:
-        await ctx.send(peer, stage.tag("model"), None, (edges.k - 1,))
-    while any(map(edges.lacks, edges.heard)):
-        await on_message(ctx, stage, state)
-    edges.ends = {}
-
-
-async def on_message(
-    ctx: RankContext, stage: StageConfig, state: RoamingState, before_s: float = math.inf
-) -> bool:
-    """Receive a neighbour's model, its last iteration, or a control signal of the coordinator.
-
-    Returns: False if no message arrived before `before_s` (run time in seconds).
-    """
-    message = await ctx.recv(stage.tag("model"), stage.tag("signal"), before_s=before_s)
-    edges: Edges = state.rule_state
-    if message is None:
-        return False
-    if message.tag == stage.tag("signal"):
-        apply_signal(ctx, state, message)
-    elif message.payload is None:
-        edges.ends[message.src] = int(message.meta[0])
-    else:
-        edges.heard[message.src][int(message.meta[0])] = message.payload
-    return True
+        await receive_model(ctx, stage, state)

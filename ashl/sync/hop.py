@@ -28,26 +28,31 @@ Family: gossip.
 Status: reproduction.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
-from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.contract import GO, PAUSE, STOP, StageConfig
 from ashl.topology.coordinator import (
     RoamingState,
-    apply_signal,
     await_answer,
     close_worker,
     report_done,
     report_merge,
 )
-from ashl.topology.gossip import RoamingRule, graph_of
+from ashl.topology.gossip import (
+    Heard,
+    RoamingRule,
+    graph_of,
+    receive_arrived,
+    receive_in_flight,
+    receive_model,
+    send_model,
+)
 from ashl.topology.graph import Round
 from ashl.topology.local_work import Work, kept_work
 
@@ -55,17 +60,10 @@ Sent = dict[int, Any]  # iteration → model, of one neighbour; ascending
 
 
 @dataclass
-class Heard:
-    """A worker's state: its iteration k, and the models of each neighbour that may still be
-    averaged.
-    """
+class Models(Heard):
+    """A worker's state."""
 
-    models: dict[int, Sent]
-    k: int = 0
     sent_at: int = -1  # the latest iteration whose model was sent
-    sent: int = 0  # models sent to each neighbour in this stage
-    received: dict[int, int] = field(default_factory=dict)  # models received from each neighbour
-    announced: dict[int, int] = field(default_factory=dict)  # models that each one has sent
 
 
 @option
@@ -139,8 +137,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
     """Iterate until the coordinator ends the stage. Returns: the final signal."""
     state.enter(stage, ctx.members, ctx.rank)
     near = graph_of(stage, ctx.members.ranks).neighbours[ctx.rank]
-    known = state.rule_state = state.rule_state or Heard(
-        {j: {} for j in near}, received=dict.fromkeys(near, 0)
+    known = state.rule_state = state.rule_state or Models(
+        {j: {} for j in near}, dict.fromkeys(near, 0)
     )
     heard = known.models
     dropped = 0
@@ -151,10 +149,9 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
         work = state.pending = await kept_work(ctx, stage, state)
         k = known.k
         await await_answer(ctx, stage, state)
-        while await on_message(ctx, stage, state, before_s=ctx.now):
-            pass  # receive every message that has arrived by now
+        await receive_arrived(ctx, stage, state)
         while state.signal == GO and not may_end_iteration(rule, k, heard):
-            await on_message(ctx, stage, state)
+            await receive_model(ctx, stage, state)
         if state.signal == PAUSE and not may_end_iteration(rule, k, heard):
             break
         state.pending = None
@@ -166,7 +163,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
         await receive_in_flight(ctx, stage, state)
     await report_done(ctx, stage, state, dropped)
     while not state.may_leave:
-        await on_message(ctx, stage, state)
+        await receive_model(ctx, stage, state)
     await ctx.discard(stage.tag("model"))
     return close_worker(ctx, stage, state, dropped)
 
@@ -175,21 +172,20 @@ async def begin_iteration(
     ctx: RankContext, stage: StageConfig, state: RoamingState, rule: Hop
 ) -> None:
     """Skip iterations if this worker is far behind, and send the model."""
-    known: Heard = state.rule_state
+    known: Models = state.rule_state
     ahead = min((max(sent, default=-1) for sent in known.models.values()), default=known.k)
     if rule.skip_lead is not None and ahead - known.k >= rule.skip_lead:
         age, known.k = ahead - known.k, ahead
         state.params = mix_by_age(rule, ahead, state.params, ctx.rank, known.models, age)
-    for peer in known.models:
-        await ctx.send(peer, stage.tag("model"), state.params, (known.k,))
-    known.sent, known.sent_at = known.sent + 1, known.k
+    await send_model(ctx, stage, state)
+    known.sent_at = known.k
 
 
 async def end_iteration(
     ctx: RankContext, stage: StageConfig, state: RoamingState, rule: Hop, work: Work
 ) -> None:
     """Average by age, and drop models that are no longer needed."""
-    known: Heard = state.rule_state
+    known: Models = state.rule_state
     k, heard = known.k, known.models
     state.params = mix_by_age(rule, k, state.params, ctx.rank, heard) + work.payload
     state.version = k + 1
@@ -202,36 +198,3 @@ async def end_iteration(
         }
     known.k = k + 1
     await report_merge(ctx, stage, state, work, max(0, k - oldest))
-
-
-async def receive_in_flight(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
-    """Receive all models that the neighbours have sent, before a pause."""
-    known: Heard = state.rule_state
-    for peer in known.models:
-        await ctx.send(peer, stage.tag("model"), None, (known.sent,))
-    while known.announced != known.received:
-        await on_message(ctx, stage, state)
-    known.announced = {}
-
-
-async def on_message(
-    ctx: RankContext, stage: StageConfig, state: RoamingState, before_s: float = math.inf
-) -> bool:
-    """Receive a neighbour's model, its number of models, or a control signal of the coordinator.
-
-    Returns: False if no message arrived before `before_s` (run time in seconds).
-    """
-    message: Message | None = await ctx.recv(
-        stage.tag("model"), stage.tag("signal"), before_s=before_s
-    )
-    known: Heard = state.rule_state
-    if message is None:
-        return False
-    if message.tag == stage.tag("signal"):
-        apply_signal(ctx, state, message)
-    elif message.payload is None:
-        known.announced[message.src] = int(message.meta[0])
-    else:
-        known.models[message.src][int(message.meta[0])] = message.payload
-        known.received[message.src] += 1
-    return True

@@ -68,6 +68,7 @@ from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
 from ashl.topology.coordinator import (
     CoordinatorState,
     RoamingState,
+    apply_signal,
     coordinator,
     gather_members,
     rejoin_members,
@@ -226,6 +227,65 @@ class RoamingRule(GossipRule, contract=True):
         neighbours.
         """
         return None
+
+
+@dataclass
+class Heard:
+    """State of an asynchronous worker that counts iterations: its neighbours' models that may still
+    be used.
+    """
+
+    models: dict[int, dict[int, Any]]  # by neighbour: iteration → model, ascending
+    received: dict[int, int]  # number of models that have arrived from each neighbour
+    k: int = 0  # iteration
+    sent: int = 0  # models sent to each neighbour in this stage
+    # by neighbour: number of models that it has sent, once it has announced that
+    announced: dict[int, int] = field(default_factory=dict)
+
+
+async def send_model(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
+    """Send the model of the present iteration to all neighbours."""
+    heard: Heard = state.rule_state
+    for peer in heard.models:
+        await ctx.send(peer, stage.tag("model"), state.params, (heard.k,))
+    heard.sent += 1
+
+
+async def receive_model(
+    ctx: RankContext, stage: StageConfig, state: RoamingState, before_s: float = math.inf
+) -> bool:
+    """Receive a neighbour's model, its number of models, or a signal of the coordinator.
+
+    Returns: False if no message arrived before `before_s` (run time in seconds).
+    """
+    message = await ctx.recv(stage.tag("model"), stage.tag("signal"), before_s=before_s)
+    heard: Heard = state.rule_state
+    if message is None:
+        return False
+    if message.tag == stage.tag("signal"):
+        apply_signal(ctx, state, message)
+    elif message.payload is None:
+        heard.announced[message.src] = int(message.meta[0])
+    else:
+        heard.models[message.src][int(message.meta[0])] = message.payload
+        heard.received[message.src] += 1
+    return True
+
+
+async def receive_arrived(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
+    """Receive every message that has arrived by now."""
+    while await receive_model(ctx, stage, state, before_s=ctx.now):
+        pass
+
+
+async def receive_in_flight(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
+    """Receive all models that the neighbours have sent."""
+    heard: Heard = state.rule_state
+    for peer in heard.models:
+        await ctx.send(peer, stage.tag("model"), None, (heard.sent,))
+    while heard.announced != heard.received:
+        await receive_model(ctx, stage, state)
+    heard.announced = {}
 
 
 @option

@@ -45,7 +45,7 @@ def test_duals_add_up_to_zero(form: tuple[str, ...], monkeypatch: pytest.MonkeyP
     total = sum(edges.dual for edges in everyone)
     torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-5)
     for i, edges in enumerate(everyone):
-        assert all(edges.matched[j] == everyone[j].matched[i] for j in edges.heard), (
+        assert all(edges.matched[j] == everyone[j].matched[i] for j in edges.models), (
             "both ends of an edge agree"
         )
     assert max(ran.end["stale_max"]) <= (2 if form else 0)
