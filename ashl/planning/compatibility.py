@@ -51,10 +51,6 @@ from ashl.topology.sharded_server import ShardedServer
 NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "rises", "plateau"}
 # wire codes of codecs outside this package
 OWN_CODES = range(128, 256)
-# Training may overshoot with at least this optimizer momentum and a codec that keeps more than this
-# share of an update in the residual.
-MUCH_MOMENTUM = 0.8
-MUCH_RESIDUAL = 0.7
 # gradient estimators that compute on minibatches, not on the whole shard
 MINIBATCH_ESTIMATORS = ("minibatch", "moments")
 MEMBERSHIP_KINDS = {FAIL, "rejoin", "churn"}  # faults that change the set of running workers
@@ -459,9 +455,7 @@ def note_compression(
     name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: int, num_workers: int
 ) -> list[str]:
     """Return notes on a codec that is accepted, one sentence each."""
-    topology, sync, momentum = parts["topology"], parts["sync"], parts["optimizer"].momentum
-    ratio, gradients = option.ratio, sync is not None and sync.exchange == "gradient"
-    notes = []
+    topology, ratio, notes = parts["topology"], option.ratio, list[str]()
     if is_biased_without_residual(option):
         takes_feedback = codec.traits.contraction or codec.traits.drains
         without = (
@@ -476,17 +470,6 @@ def note_compression(
         notes.append(
             f"{name} with compression.estimator=minibatch sees gradient noise as change: it skips"
             " hardly any push"
-        )
-    if (
-        gradients
-        and option.error_feedback
-        and momentum >= MUCH_MOMENTUM
-        and codec.bound(ratio, d) > MUCH_RESIDUAL
-    ):
-        notes.append(
-            f"{name} keeps most of an update in the residual, and optimizer.momentum={momentum:g}"
-            " repeats it: training may overshoot; optimizer.momentum=0 with a larger optimizer.lr,"
-            " or compression.momentum, may help"
         )
     if (
         topology.has_server

@@ -2,7 +2,6 @@
 measured.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -11,20 +10,11 @@ from ashl.cluster.spec import Cluster
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.overlap.contract import Delayed, Overlap
-from ashl.overlap.dear import DeAR
-from ashl.overlap.merged import Merged
-from ashl.overlap.none import Serial
-from ashl.overlap.priority import Priority
-from ashl.overlap.slices import Slices
 from ashl.overlap.streaming import Fragmented
-from ashl.overlap.tictac import TicTac
 from ashl.overlap.timeline import (
-    Bucket,
-    CompressedTimeline,
     StepTimeline,
     untimed_timeline,
 )
-from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
 from ashl.planning.instantiate import (
@@ -97,7 +87,7 @@ def plan_buckets(
     stage = replace(stage, overlap=overlap_spec(stage.overlap, planned))
     if timeline is None:
         return stage, []
-    return stage, [describe_step_times(timeline, planned, own.topology, groups, clock)]
+    return stage, [describe_step_times(timeline, planned, own.topology, clock)]
 
 
 def check_timing(
@@ -129,36 +119,15 @@ def overlap_spec(spec: Spec, option: Overlap) -> Spec:
 
 
 def describe_step_times(
-    timeline: StepTimeline,
-    chosen: Overlap,
-    topology: Topology,
-    groups: Sequence[Bucket],
-    cluster: Cluster,
+    timeline: StepTimeline, chosen: Overlap, topology: Topology, cluster: Cluster
 ) -> str:
-    """Return a note on the duration of a step and its exchange, by this overlap and by others."""
-    names = ("none", "wfbp", "merged greedy", "merged optimal")
-    if isinstance(timeline, CompressedTimeline):
-        names = ("in one", "plan=none", "greedy", "optimal")
-    plans = (Serial(), WFBP(), Merged(plan="greedy"), Merged(plan="optimal"))
-    options: dict[str, Overlap] = dict(zip(names, plans, strict=True))
-    if topology.has_server:
-        options["tictac"] = TicTac(plan="tuned")
-        options["slices"] = Slices(slice="auto").with_plan(timeline)
-    elif timeline.needed_ns and not timeline.slows:
-        options["dear"] = DeAR(plan="tuned")
-    if topology.has_server or "dear" in options:
-        options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").with_plan(
-            timeline
-        )
-    times = ", ".join(
-        f"{name} {option.step_ns(timeline) / 1e6:.4g}" for name, option in options.items()
-    )
+    """Return a note on the duration of a step and its exchange."""
     buckets = chosen.plan_buckets(timeline)
     count = len(buckets)
     what = "a step, its push and its pull" if topology.has_server else "a step and its all-reduce"
     sent = f"{count} message{'s' * (count > 1)}"
     least = "at least " * (chosen.overlaps_next_forward and timeline.slows)
-    text = f"{what} take {least}{chosen.step_ns(timeline) / 1e6:.4g} ms in {sent} (ms: {times})"
+    text = f"{what} take {least}{chosen.step_ns(timeline) / 1e6:.4g} ms in {sent}"
     densities = [f"{100 * bucket.ratio:.3g}" for bucket in buckets if bucket.ratio is not None]
     if densities:
         text += f", with densities of {', '.join(densities)} %"

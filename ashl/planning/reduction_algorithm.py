@@ -88,7 +88,7 @@ def check_stage_algorithm(
 
 
 def note_reduction_times(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...]:
-    """Return notes on the duration of an all-reduce by the chosen algorithm and by the others.
+    """Return notes on the duration of an all-reduce by the chosen algorithm.
 
     Raises: UsageError if a stage does not support the algorithm.
     """
@@ -103,17 +103,11 @@ def note_reduction_times(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...
         )
         summing = network(replace(clock, events=()), 4 * plan.num_params, algorithm).summing
         assert summing is not None
-        taken = [summing.by(name, group, nbytes, 0) for name in summing.candidates(group)]
         best = summing.known(group, nbytes)
-        if best.algorithm not in {known.algorithm for known in taken}:
-            taken.append(best)
-        text = f"topology.algorithm={algorithm}" + (
-            f" picks {best.algorithm}" if algorithm == "auto" else ""
-        )
-        times = ", ".join(f"{known.algorithm} {known.cost_ns / 1e6:.4g}" for known in taken)
+        picks = f" picks {best.algorithm}" if algorithm == "auto" else ""
         found.append(
-            f"{text}: an all-reduce of {nbytes} bytes takes {best.cost_ns / 1e6:.4g} ms (ms:"
-            f" {times})"
+            f"topology.algorithm={algorithm}{picks}: an all-reduce of {nbytes} bytes takes"
+            f" {best.cost_ns / 1e6:.4g} ms"
         )
     if (
         isinstance(parts.cluster, RealCluster)

@@ -18,7 +18,6 @@ from ashl.compression.contract import Traits
             "sync=bsp compression.ratio=0.9 optimizer.momentum=0",
             "0.0385 MB a push, as much as without compression",
         ),
-        ("sync=bsp compression=power_sgd", "optimizer.momentum=0.9 repeats it"),
     ],
 )
 def test_what_is_legal_and_worth_knowing(overrides: str, says: str, workplace, capsys) -> None:

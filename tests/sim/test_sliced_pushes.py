@@ -185,5 +185,4 @@ def test_a_plan_weighs_what_all_push_at_once() -> None:
     plan = planned(*SERVER, *alike, "sync=bsp", "overlap=merged")
     note = next(note for note in plan.notes if "its push and its pull" in note)
     whole_ms = 2 + 4 * 4 * plan.num_params * 8 / 20e3
-    assert float(note.split("none ")[1].split(",")[0]) == pytest.approx(30 + 2 * whole_ms, rel=1e-3)
     assert 2 * whole_ms < float(note.split("take ")[1].split()[0]) < 30 + 2 * whole_ms
