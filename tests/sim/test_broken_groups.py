@@ -55,26 +55,6 @@ def test_survivors_of_a_group_average_again() -> None:
     assert first[0]["end_ns"] > 0.263 * 1e9, "once the loss was noticed"
 
 
-def test_survivors_of_groups_repeat_no_step() -> None:
-    """Worker 2 fails and rejoins at any moment: no round of the others has more local steps."""
-    plan = planned(*ALL[:-1], "sync.group_size=2", "runtime.gradients=false", "stop.steps=90")
-    work_ns = computed_by_round(run(plan))
-    assert all(len(own) == 1 for own in work_ns)
-    for moment in range(20):
-        ran = run(with_events(plan, lost(2, 0.3 + 0.0131 * moment), back(2, 0.8)))
-        assert computed_by_round(ran)[:2] == work_ns[:2]
-
-
-def computed_by_round(ran: Ran) -> list[set[int]]:
-    """Return the compute times of the rounds of each worker that count, in ns."""
-    found = [set[int]() for _ in range(3)]
-    for record in ran.of("Round"):
-        spans = [end - start for kind, start, end in record["spans_ns"] if kind == "compute"]
-        if not record["dropped"]:
-            found[record["rank"]].add(sum(spans))
-    return found
-
-
 def present(ran: Ran) -> list[int]:
     return [rank for rank in range(3) if rank in ran.models]
 
