@@ -20,7 +20,7 @@ from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import read
 from ashl.report.statistics import effect, holm, logrank_chance, seeds_needed, spread
-from ashl.report.tables import columns_of, show
+from ashl.report.tables import show
 from tests.run_folders import lines, write_run, write_sweep
 
 KEYS = [(seed, 0) for seed in range(10)]
@@ -359,7 +359,7 @@ def test_without_accuracies_the_tasks_own_metric_ranks_and_is_shown(
         lines(folder / "metrics.jsonl", rows)
     board = ranked(tmp_path / "bsp", tmp_path / "asp")
     assert (board.rows[0].label, board.measure.title) == (first, "mae after 2 s")
-    assert dict(columns_of(board))["mae"](board.rows[0]) == {"bsp": "0.3", "asp": "0.2"}[first]
+    assert tables.table(board)["mae"][0] == {"bsp": "0.3", "asp": "0.2"}[first]
     page = write_report(board, out=tmp_path / "r.html").read_text()
     assert "mae on the test set" in page
     asked = ranked(tmp_path / "bsp", tmp_path / "asp", target=0.3)
@@ -381,8 +381,7 @@ def test_rank_and_sentence_go_by_the_same_number(tmp_path) -> None:
     assert said.headline.startswith("asp leads: time to 90.0 % accuracy 4.9 s")
     assert "1.02 times as fast as the baseline bsp (paired mean 0.78, " in said.headline
     assert [row.label for row in board.rows] == ["asp", "bsp"]
-    table = tables.columns_of(board)
-    assert dict(table)["against"](board.rows[0]) == "0.78x (0.35 .. 1.76)"
+    assert tables.table(board)["against"][0] == "0.78x (0.35 .. 1.76)"
 
 
 def test_runs_that_lost_their_pace_are_no_equals(tmp_path) -> None:
@@ -516,8 +515,8 @@ def test_what_a_race_has_dropped_is_shown_with_how_far_it_came(tmp_path) -> None
     board = ranked(folder)
     assert [row.label for row in board.rows] == ["ssp", "bsp", "asp"]
     assert board.rows[2].reached == 1
-    cells = {title: cell(board.rows[2]) for title, cell in tables.columns_of(board)}
-    assert cells["time to 90.0 % accuracy"] == "5 s", "one run was still under way at 5 s"
+    times = tables.table(board)["time to 90.0 % accuracy"]
+    assert times[2] == "5 s", "one run was still under way at 5 s"
     assert not board.ended_badly
     assert "sync=asp seed=1 (00000005): after 4.5 s, far behind" in " ".join(
         answer(board).sentences

@@ -15,7 +15,7 @@ from ashl.report.answer import Said, answer
 from ashl.report.figures import Figure
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import REPORT, Study
-from ashl.report.tables import MAX_ROWS, WORDS, filled, method
+from ashl.report.tables import MAX_ROWS, WORDS, method, table
 from ashl.tracking.straggler import describe_straggler
 
 UNFOLDED, LISTED, LINKS = 20, 50, 10
@@ -34,14 +34,10 @@ def page(
     study = board.study
     name = str((study.sweep or {}).get("name") or "comparison")
     counted = f"{name}, {len(study.runs)} runs of {len(board.rows)} settings"
-    columns = filled(board, board.rows[:UNFOLDED])
+    texts = table(board).head(MAX_ROWS)
     rows = [
-        {
-            "cells": [cell(row) for _, cell in columns],
-            "links": links(row, home),
-            "first": board.rank(row) == "1",
-        }
-        for row in board.rows[:MAX_ROWS]
+        {"cells": cells, "links": links(row, home), "first": cells[0] == "1"}
+        for row, cells in zip(board.rows, texts.to_numpy().tolist(), strict=False)
     ]
     more = len(board.rows) - len(rows)
     export = f": `{command_text('export', study.folder)}`" if study.folder else ""
@@ -52,7 +48,7 @@ def page(
         board=board,
         said=said or Said(answer(board)),
         figures=figures,
-        titles=[title for title, _ in columns],
+        titles=[*texts],
         words=WORDS,
         rows=rows,
         unfolded=UNFOLDED,

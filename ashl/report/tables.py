@@ -1,9 +1,9 @@
 """Make tables of a leaderboard for the terminal and as JSON."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -15,6 +15,9 @@ from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
 from ashl.tracking.console import narrow, number, percent
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 MAX_NAMED = 10  # runs that ended badly and are listed
 MAX_ROWS = 200  # rows of a file
 WORDS = ("setting", "where")  # columns of text, which are aligned to the left
@@ -23,8 +26,6 @@ TITLE, NAME = 14, 24  # characters: of a line of a title; of a name before it is
 RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "MB up")
 # Columns that are dropped last, after those that the runs measured themselves.
 USUAL = ("accuracy", "hidden", "goodput", "waiting", "reached", "seeds", "against")
-
-Column = tuple[str, Callable[[Row], str]]
 
 
 def between(row: Row, measure: Measure) -> str:
@@ -52,60 +53,60 @@ def against(row: Row, base: Row | None, measure: Measure) -> str:
     return f"{number_of(found.middle, found.ratio)}{unit} ({' .. '.join(ends)})"
 
 
-def own_metric(row: Row, name: str) -> str:
-    """Return the final value of a task's own metric; a dash for another metric."""
-    if {run.metric and run.metric[0] for run in row.runs} != {name}:
-        return "-"
-    return with_deviation(row, "final.test_metric", number)
+def table(board: Leaderboard) -> "DataFrame":
+    """Return the leaderboard as text: a row for each setting, without columns that are empty in all
+    of them.
+    """
+    from pandas import DataFrame
 
-
-def goodput(row: Row) -> str:
-    """Return the goodput of a setting in which a worker failed, else a dash."""
-    failed = any(run.summary.get("failed_workers") for run in row.runs)
-    return percent(row.means.get("goodput")) if failed else "-"
-
-
-def columns_of(board: Leaderboard) -> list[Column]:
-    """Return the columns of the leaderboard: titles, and functions from rows to texts."""
-    measure = board.measure
+    runs = [run for row in board.rows for run in row.runs]
+    metrics = [*dict.fromkeys(run.metric[0] for run in runs if run.metric)]
     bases = {row.environment: row for row in board.rows if row.is_baseline}
+    rows = [cells(board, row, bases.get(row.environment), metrics) for row in board.rows]
+    found = DataFrame(rows).fillna("-")
+    return found.loc[:, ~found.isin(["-", ""]).all()]
 
-    def reached(row: Row) -> str:
-        return f"{row.reached} of {len(row.values)}" if measure.is_time else f"{len(row.values)}"
 
-    def of(key: str, show: Callable[[float | None], str], scale: float = 1) -> Callable[[Row], str]:
-        def cell(row: Row) -> str:
-            value = row.means.get(key)
-            return show(None if value is None else scale * value)
+def cells(board: Leaderboard, row: Row, base: Row | None, metrics: Sequence[str]) -> dict[str, str]:
+    """Return the texts of a setting by title; "-" and "" are empty.
 
-        return cell
+    Args: base is the baseline of its environment; metrics are the tasks' own metrics of all rows.
+    """
+    measure, means = board.measure, row.means
 
-    metrics = dict.fromkeys(run.metric[0] for row in board.rows for run in row.runs if run.metric)
-    measured = dict.fromkeys(
-        key for row in board.rows for key in row.means if key.startswith("measures.")
-    )
-    return [
-        ("", board.rank),
-        ("setting", lambda row: row.label),
-        ("where", lambda row: row.environment),
-        (measure.title, lambda row: measure.text(row.spread.middle, row.spread.bound)),
-        ("between", lambda row: between(row, measure)),
-        ("reached" if measure.is_time else "seeds", reached),
-        ("against", lambda row: against(row, bases.get(row.environment), measure)),
-        ("pace lost", lambda row: "" if row.late is None else percent(row.late, 0)),
-        ("accuracy", accuracy),
-        *((name, lambda row, name=name: own_metric(row, name)) for name in metrics),
-        ("best", of("best.test_accuracy", percent)),
-        ("loss", lambda row: "-" if accuracy(row) != "-" else of("final.train_loss", number)(row)),
-        ("steps/s", of("steps_per_s", number)),
-        ("waiting", of("wait_share", percent)),
-        ("hidden", of("comm_hidden_share", percent)),
-        ("goodput", goodput),
-        ("MB up", of("bytes_up", number, 1e-6)),
-        ("MB down", of("bytes_down", number, 1e-6)),
-        ("consensus distance", of("final.consensus_distance", number)),
-        *((f"measure {key[9:-5]}", of(key, number)) for key in measured if key.endswith(".last")),
-    ]
+    def mean(key: str, scale: float = 1) -> str:
+        return number(scale * means[key]) if key in means else "-"
+
+    reached = f"{row.reached} of " * measure.is_time + str(len(row.values))
+    accuracy = with_deviation(row, "final.test_accuracy", lambda value: f"{100 * value:.1f}", " %")
+    own = {run.metric and run.metric[0] for run in row.runs}
+    failed = any(run.summary.get("failed_workers") for run in row.runs)
+    found = {
+        "": board.rank(row),
+        "setting": row.label,
+        "where": row.environment,
+        measure.title: measure.text(row.spread.middle, row.spread.bound),
+        "between": between(row, measure),
+        "reached" if measure.is_time else "seeds": reached,
+        "against": against(row, base, measure),
+        "pace lost": "" if row.late is None else percent(row.late, 0),
+        "accuracy": accuracy,
+    }
+    for name in metrics:
+        found[name] = with_deviation(row, "final.test_metric", number) if own == {name} else "-"
+    found |= {
+        "best": percent(row.best),
+        "loss": mean("final.train_loss") if accuracy == "-" else "-",
+        "steps/s": mean("steps_per_s"),
+        "waiting": percent(means.get("wait_share")),
+        "hidden": percent(means.get("comm_hidden_share")),
+        "goodput": percent(means.get("goodput")) if failed else "-",
+        "MB up": mean("bytes_up", 1e-6),
+        "MB down": mean("bytes_down", 1e-6),
+        "consensus distance": mean("final.consensus_distance"),
+    }
+    measured = [key for key in means if key.startswith("measures.") and key.endswith(".last")]
+    return found | {f"measure {key[9:-5]}": mean(key) for key in measured}
 
 
 def with_deviation(row: Row, key: str, show: Callable[[float], str], unit: str = "") -> str:
@@ -116,25 +117,12 @@ def with_deviation(row: Row, key: str, show: Callable[[float], str], unit: str =
     return show(row.means[key]) + deviation + unit
 
 
-def accuracy(row: Row) -> str:
-    return with_deviation(row, "final.test_accuracy", lambda value: f"{100 * value:.1f}", " %")
-
-
-def filled(board: Leaderboard, rows: Sequence[Row]) -> list[Column]:
-    """Return the columns that are not empty in all of these rows."""
-    columns = columns_of(board)
-    return [
-        (name, cell) for name, cell in columns if any(cell(row) not in ("-", "") for row in rows)
-    ]
-
-
 def method(board: Leaderboard) -> str:
     """Return sentences that explain the columns."""
     covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
     parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
     sentences = []
-    shown = [name for name, _ in filled(board, board.rows)]
-    if parts and "between" in shown:
+    if parts and "between" in table(board):
         sentences += [
             f"Median over seeds; 'between' covers it with probability {', '.join(parts)} seeds."
         ]
@@ -167,17 +155,19 @@ def show(console: Console, board: Leaderboard, *, top: int = 20) -> None:
     each = top if len(board.rows) <= top else max(1, top // max(1, len(parts)))
     shown = [row for part in parts for row in part.rows[:each]][:top]
     more = len(board.rows) - len(shown)
-    columns, absent = fitting(filled(board, board.rows), shown, console.width)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for title, _ in columns:
+    texts = table(board).iloc[[board.rows.index(row) for row in shown]]
+    wide = {title: width_of(title, texts[title]) for title in texts}
+    measured = [title for title in wide if title.startswith("measure ")]
+    absent = narrow(wide, (*RARE, *measured, *USUAL), console.width)
+    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in wide:
         justify = "left" if title in WORDS else "right"
-        table.add_column(
+        drawn.add_column(
             fill(title, TITLE), vertical="bottom", justify=justify, no_wrap=title not in WORDS
         )
-    for row in shown:
-        bold = "bold" if board.rank(row) == "1" else ""
-        table.add_row(*(Text(cell(row)) for _, cell in columns), style=bold)
-    console.print(table)
+    for line in texts[[*wide]].itertuples(index=False, name=None):
+        drawn.add_row(*map(Text, line), style="bold" if line[0] == "1" else "")
+    console.print(drawn)
     notes = [
         f"no room for {', '.join(absent)}; the report has them" if absent else "",
         f"and {more} more settings; --top shows them" if more > 0 else "",
@@ -192,19 +182,10 @@ def show(console: Console, board: Leaderboard, *, top: int = 20) -> None:
         console.print(Text(others, "yellow"))
 
 
-def fitting(
-    columns: Sequence[Column], rows: Sequence[Row], width: int
-) -> tuple[list[Column], list[str]]:
-    """Return the columns that fit into the width, and the titles of the dropped ones, least
-    needed first.
-    """
-    wide: dict[str, int] = {}
-    for title, cell in columns:
-        longest = max(map(len, (*fill(title, TITLE).split("\n"), *map(cell, rows))))
-        wide[title] = 2 + (min(longest, NAME) if title in WORDS else longest)
-    measured = [name for name in wide if name.startswith("measure ")]
-    absent = narrow(wide, (*RARE, *measured, *USUAL), width)
-    return [column for column in columns if column[0] in wide], absent
+def width_of(title: str, texts: Iterable[str]) -> int:
+    """Return the characters of a column on a terminal; names may be wrapped."""
+    longest = max(map(len, (*fill(title, TITLE).split("\n"), *texts)))
+    return 2 + (min(longest, NAME) if title in WORDS else longest)
 
 
 def document(board: Leaderboard) -> dict[str, Any]:
