@@ -10,15 +10,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 # of traffic that may pass at once, or two frames: more lets small models through after a pause
 BUCKET_S = 0.0005
 # of the bucket, which a packet may fill that is not to be cut; the rest are headers of its frames
 WHOLE = 0.94
-CPU = Path("/sys/fs/cgroup/cpu")  # of version 1
-PERIOD_US = 5000  # in which a slower machine has its share of a core
 HOSTS = Path(
     "/etc/netns"
 )  # `ip netns exec` mounts what lies there in a folder of the namespace's name over /etc
@@ -145,23 +143,8 @@ def job(
 
 def inside(name: str) -> tuple[str, ...]:
     """Return the prefix of a command that runs it on this machine."""
-    there = (
-        "ip",
-        "netns",
-        "exec",
-        name,
-        "unshare",
-        "--uts",
-        "sh",
-        "-c",
-        'hostname "$0"; exec "$@"',
-        name,
-    )
-    return (
-        ("sh", "-c", f'echo $$ > {group(name)}/cgroup.procs; exec "$@"', name, *there)
-        if group(name).exists()
-        else there
-    )
+    named = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name)
+    return ("ip", "netns", "exec", name, *named)
 
 
 def bucket(device: str, mbit_s: float) -> tuple[str, ...]:
@@ -206,25 +189,3 @@ def ssh_between(names: Sequence[str], folder: Path) -> Generator[str]:
         for server in servers:
             server.terminate()
             server.wait()
-
-
-@contextmanager
-def slowed(names: Sequence[str], cores: Sequence[float]) -> Generator[None]:
-    """Limit later processes of these machines to this number of cores, in time slices of a few
-    milliseconds.
-    """
-    try:
-        for name, share in zip(names, cores, strict=True):
-            group(name).mkdir()
-            (group(name) / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (group(name) / "cpu.cfs_quota_us").write_text(str(round(share * PERIOD_US)))
-        yield
-    finally:
-        for name in names:
-            with suppress(OSError):
-                group(name).rmdir()
-
-
-def group(name: str) -> Path:
-    """The control group of a machine, where it has one."""
-    return CPU / name

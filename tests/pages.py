@@ -51,11 +51,6 @@ def prose(text: str) -> str:
     return FENCE.sub("", text)
 
 
-def by_hand(text: str) -> str:
-    """A page without its generated parts."""
-    return GENERATED.sub("", text)
-
-
 def links(text: str) -> list[str]:
     """The targets of links and pictures."""
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", prose(text)))

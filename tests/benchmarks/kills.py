@@ -7,8 +7,7 @@ last tenth. In virtual time all five are tried for each mode. On processes the w
 when the run's clock shows that moment, as the controller sees it; `--sample N --seed S` draws N of
 them.
 
-`--moments` tries all five for each mode on processes, and writes one row a mode as Markdown. With
-`--folder F` outcomes are kept in F/outcomes.jsonl, and the same command continues there.
+`--moments` tries all five for each mode on processes, and prints one row a mode as Markdown.
 
 A run may continue (exit code 0, and the summary names the failed worker, or the run was over by
 then). It may also end in one sentence (exit code 1), or be an error before it begins (exit code 2).
@@ -25,7 +24,6 @@ import io
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -33,7 +31,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -261,52 +259,30 @@ def judged(kill: Kill, folder: Path, code: int, err: str, took_s: float) -> Outc
     return Outcome(WRONG, took_s, f"exit code {code}, lost {lost}: {err}")
 
 
-def kept(path: Path) -> dict[tuple[str, ...], Outcome]:
-    """Return the recorded outcome of each earlier kill; a truncated line does not count."""
-    found = dict[tuple[str, ...], Outcome]()
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            key, outcome = json.loads(line)
-            found[tuple(key)] = Outcome(*outcome)
-    return found
-
-
 def each_moment(topologies: Sequence[str], sample: int | None, seed: int) -> str:
-    """One kill at each moment of each mode on processes, in the folder where this process is;
-    returns the table. Of each mode the draws are its own.
+    """Return the table of one kill at each moment of each mode on processes; each mode has its own
+    draws.
     """
-    path, of = (
-        Path("outcomes.jsonl"),
-        {mode: random.Random(f"{seed} {mode}") for mode in modes(topologies)},
-    )
+    found = dict[tuple[str, ...], Outcome]()
+    of = {mode: random.Random(f"{seed} {mode}") for mode in modes(topologies)}
     drawn = [kill for mode, rng in of.items() for kill in kills(mode, rng)]
-    found = kept(path)
-    for number, kill in enumerate(
-        drawn if sample is None else random.Random(seed).sample(drawn, sample)
-    ):
-        key = (str(seed), *kill[:2], kill.moment)
-        if key not in found:
-            folder = Path(f"real-{Path(kill.plan).stem}-{kill.moment}")
-            shutil.rmtree(folder, ignore_errors=True)  # of one that was cut short
-            found[key] = on_processes(kill, str(folder))
-            with path.open("a") as file:
-                file.write(json.dumps([key, found[key]]) + "\n")
-        print(
-            f"{number + 1} {' '.join(key[1:])}: {found[key].what} {found[key].why}".strip(),
-            flush=True,
-        )
+    if sample is not None:
+        drawn = random.Random(seed).sample(drawn, sample)
+    for number, kill in enumerate(drawn, 1):
+        key = (kill.topology, kill.sync, kill.moment)
+        outcome = on_processes(kill, f"real-{Path(kill.plan).stem}-{kill.moment}")
+        found[key] = outcome
+        print(f"{number} {' '.join(key)}: {outcome.what} {outcome.why}".strip(), flush=True)
     rows = [
         f"| topology | sync | {' | '.join(MOMENTS)} |",
         f"| --- | --- {'| --- ' * len(MOMENTS)}|",
     ]
     for topology, sync, _ in of:
-        outcomes = [found.get((str(seed), topology, sync, moment)) for moment in MOMENTS]
+        outcomes = [found.get((topology, sync, moment)) for moment in MOMENTS]
         if any(outcomes):
             cells = [outcome.label if outcome else "-" for outcome in outcomes]
             rows.append(f"| `{topology}` | `{sync}` | {' | '.join(cells)} |")
-    counts = Counter(
-        outcome.what for (of_seed, *_), outcome in found.items() if of_seed == str(seed)
-    )
+    counts = Counter(outcome.what for outcome in found.values())
     return "\n".join(
         [*rows, "", ", ".join(f"{what}: {count}" for what, count in counts.most_common())]
     )
@@ -337,20 +313,12 @@ def main() -> None:
     parser.add_argument(
         "--moments", action="store_true", help="each moment of each mode, on processes, as Markdown"
     )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="with --moments: folder of the outcomes; the command continues there",
-    )
     asked = parser.parse_args()
     if asked.moments:
         with tempfile.TemporaryDirectory() as folder:
-            (asked.folder or Path(folder)).mkdir(parents=True, exist_ok=True)
-            os.chdir(asked.folder or folder)
-            Path("outcomes.md").write_text(
-                table := each_moment(asked.only.split(","), asked.sample, asked.seed) + "\n"
-            )
-        print(table, end="")
+            os.chdir(folder)
+            table = each_moment(asked.only.split(","), asked.sample, asked.seed)
+        print(table)
         sys.exit(WRONG in table)
     rng, wrong = random.Random(asked.seed), list[str]()
     with tempfile.TemporaryDirectory() as folder:

@@ -39,6 +39,7 @@ from ashl.runtime.plain_state import decode, encode, to_plain
 from ashl.tracking import jsonl
 from tests.benchmarks.table import show
 from tests.disturbed import ranks_of
+from tests.run_folders import adds_up
 from tests.support import simulated
 
 RUN = [
@@ -185,9 +186,6 @@ def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tu
     if ended.returncode or ended.stderr or not path.exists() or ranks_of(Path(folder)):
         return False, f"exit code {ended.returncode}: {ended.stderr}"
     summary = json.loads(path.read_text())
-    spent = [
-        sum(value for key, value in worker.items() if key in KINDS) for worker in summary["workers"]
-    ]
     events = jsonl.read(Path(folder, "events.jsonl"))
     fails = any(e["kind"] == "worker_failed" for e in events)
     rounds = [  # rounds that a failure has interrupted are recorded twice
@@ -198,7 +196,7 @@ def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tu
     balanced = (
         summary["steps"] == sum(worker["steps"] for worker in summary["workers"]) >= STEPS
         and len(rounds) == len(set(rounds))
-        and all(abs(seconds - summary["time_s"]) < 1e-6 for seconds in spent)
+        and adds_up(summary)
         and all(failed["rejoined_s"] for failed in summary["failed_workers"])
     )
     if in_rounds and not fails:
@@ -209,9 +207,6 @@ def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tu
         balanced and loss < 1.25 * expected.loss + 0.05,
         f"loss {loss:.3f}, whole {expected.loss:.3f}",
     )
-
-
-KINDS = {f"{kind}_s" for kind in ("compute", "compress", "push", "pull", "wait", "down")}
 
 
 def trials(count: int, seed: int, only: str, failures: bool) -> None:

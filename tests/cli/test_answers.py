@@ -68,7 +68,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("short_forecasts")
 @pytest.mark.parametrize(
     "line",
     [
@@ -133,7 +132,7 @@ def test_every_sync_mode_has_a_family_and_a_status() -> None:
         assert status in STATUSES
 
 
-@pytest.mark.usefixtures("short_forecasts", "workplace")
+@pytest.mark.usefixtures("workplace")
 def test_the_command_after_a_card_runs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["list", "sync", "--json"])
     options = json.loads(capsys.readouterr().out)["options"]

@@ -20,6 +20,12 @@ from ashl.tracking.copying import params_of
 from ashl.tracking.forecast import duration, forecast
 from tests.support import planned
 
+
+@pytest.fixture(autouse=True)
+def _forecasts() -> None:
+    """Forecasts have their full length here: their sentences have numbers."""
+
+
 SMALL = ["runtime=sim", "tracking=none", "tracking.events=all", "run.dir=run"]
 
 
