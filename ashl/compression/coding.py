@@ -399,7 +399,7 @@ def read_ternary(stream: Tensor, top: Tensor, count: int) -> Tensor:
 
 def level_bytes(count: int, top: int, entropy: EntropyCode) -> int:
     """Return the size in bytes of a stream of `count` levels; an upper bound if entropy-coded."""
-    return bound_bytes(entropy, count, top + 1)
+    return packed_bytes(count, top.bit_length()) + (entropy != "none") * 5
 
 
 def write_levels(
@@ -490,7 +490,6 @@ def unfold(levels: np.ndarray) -> np.ndarray:
 
 EntropyCode = Literal["none", "elias", "pco"]
 PLAIN, CODED, CONSTANT = 0, 1, 2  # first byte of a code: as with `none`, coded, one level only
-MOST_LEVELS = 1 << 16  # with more levels, a table is not worth its size
 PCODEC: Any = pcodec  # has no stubs
 # Levels are independent of each other and have no common divisor, so pcodec only bins them.
 PCO = PCODEC.ChunkConfig(
@@ -500,17 +499,10 @@ PCO = PCODEC.ChunkConfig(
 )
 
 
-def bound_bytes(code: EntropyCode, count: int, num_levels: int) -> int:
-    """Return the largest size in bytes of `count` levels."""
-    return packed_bytes(count, index_width(num_levels)) + (code != "none") * 5
-
-
 def write_entropy(code: EntropyCode, levels: np.ndarray, num_levels: int) -> Tensor:
-    """Encode unsigned integers below num_levels as uint8."""
+    """Encode unsigned integers below num_levels as uint8, by elias or pco."""
     plain = pack(torch.from_numpy(levels), index_width(num_levels))
-    if code == "none":
-        return plain
-    if levels.size and num_levels <= MOST_LEVELS:
+    if levels.size:
         if (levels == levels[0]).all():
             return torch.cat([torch.tensor([CONSTANT], dtype=torch.uint8), _words(int(levels[0]))])
         coded = _write_elias(levels) if code == "elias" else _write_pco(levels)
@@ -521,26 +513,19 @@ def write_entropy(code: EntropyCode, levels: np.ndarray, num_levels: int) -> Ten
 
 def read_entropy(code: EntropyCode, buffer: Tensor, count: int, num_levels: int) -> np.ndarray:
     """Decode `count` levels.   Raises: PayloadError if the buffer is malformed."""
-    width = index_width(num_levels)
-    if code != "none":
-        if not len(buffer):
-            raise PayloadError(f"expected {count} levels; received no bytes")
-        form, buffer = int(buffer[0]), buffer[1:]
-        if form == CODED and count and num_levels <= MOST_LEVELS:
-            read = _read_elias if code == "elias" else _read_pco
-            return _below(read(buffer.numpy(), count, num_levels), num_levels)
-        if form == CONSTANT:
-            level = int.from_bytes(
-                typed_part(buffer, torch.uint8, 4, "levels").numpy().tobytes(), "little"
-            )
-            return _below(np.full(count, level, np.uint32), num_levels)
-        if form != PLAIN:
-            raise PayloadError(
-                f"expected a {code} code of {count} levels; received a code of form {form}"
-            )
-    if len(buffer) != packed_bytes(count, width):
+    width, form, buffer = index_width(num_levels), buffer[:1].tolist(), buffer[1:]
+    if form == [CODED] and count:
+        read = _read_elias if code == "elias" else _read_pco
+        return _below(read(buffer.numpy(), count, num_levels), num_levels)
+    if form == [CONSTANT]:
+        level = int.from_bytes(
+            typed_part(buffer, torch.uint8, 4, "levels").numpy().tobytes(), "little"
+        )
+        return _below(np.full(count, level, np.uint32), num_levels)
+    if form != [PLAIN] or len(buffer) != packed_bytes(count, width):
         raise PayloadError(
-            f"received {len(buffer)} bytes, which do not hold {count} levels below {num_levels}"
+            f"expected a {code} code of {count} levels below {num_levels}; received form {form} and"
+            f" {len(buffer)} bytes"
         )
     return _below(unpack(buffer, width, count), num_levels)
 

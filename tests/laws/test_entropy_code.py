@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ashl.compression.coding import (
-    bound_bytes,
     fold,
+    level_bytes,
     omega,
     read_entropy,
     read_omega,
@@ -18,7 +18,7 @@ from ashl.compression.coding import (
 from ashl.compression.payload import PayloadError
 from tests.laws.codecs import codec, decoded, vector
 
-CODES = ("none", "elias", "pco")
+CODES = ("elias", "pco")
 every_code = pytest.mark.parametrize("code", CODES)
 
 
@@ -41,7 +41,7 @@ def drawn(rng: np.random.Generator, kind: str, count: int, num_levels: int) -> n
 @given(
     kind=st.sampled_from(("even", "steep", "rare", "one", "Fibonacci")),
     count=st.sampled_from((0, 1, 2, 7, 300, 20_000)),
-    num_levels=st.sampled_from((2, 3, 16, 201, 256, 40_000, 1 << 20)),
+    num_levels=st.sampled_from((2, 3, 16, 201, 256)),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_what_is_written_is_read(
@@ -51,7 +51,7 @@ def test_what_is_written_is_read(
     before = levels.tobytes()
     buffer = write_entropy(code, levels, num_levels)
     assert buffer.dtype == torch.uint8
-    assert len(buffer) <= bound_bytes(code, levels.size, num_levels)
+    assert len(buffer) <= level_bytes(levels.size, num_levels - 1, code)
     assert np.array_equal(read_entropy(code, buffer, levels.size, num_levels), levels)
     assert levels.tobytes() == before
 
@@ -120,7 +120,6 @@ def test_lengths_of_levels() -> None:
     levels = fold(qsgd_levels(d, s))
     bits = {code: 8 * len(write_entropy(code, levels, 2 * s + 1)) for code in CODES}
     least = entropy(levels)
-    assert bits["none"] == 8 * d
     assert 2.7 * d < bits["elias"] + 32 <= 2.8 * d + 32
     assert least < bits["pco"] <= 1.05 * least
     long = fold(qsgd_levels(300_000, 200))
