@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ashl.config.override import CommandLine, command_text, key_of
+from ashl.config.override import command_text, key_of
 from ashl.config.signals import handle_signals
 from ashl.errors import UsageError
 
@@ -88,16 +88,17 @@ def sweep(
     The same command resumes the sweep: runs that have ended are not repeated.
     """
     typed, of_launcher = apart(overrides or [], launcher)
-    if search is not None:
-        refuse(
-            {
-                "--race": race,
-                "--strict": strict,
-                "--cfg": cfg,
-                "--dry-run": dry_run,
-                "--baseline": baseline,
-                "--rerun-failed": rerun_failed,
-            }
+    of_grids = {
+        "--race": race,
+        "--strict": strict,
+        "--cfg": cfg,
+        "--dry-run": dry_run,
+        "--baseline": baseline,
+        "--rerun-failed": rerun_failed,
+    }
+    for option in [name for name, value in of_grids.items() if value and search is not None]:
+        raise UsageError(
+            f"{option} goes with a whole grid, and --search chooses as it goes; drop one."
         )
     with starting(quiet):
         from ashl.study import sweep as study
@@ -105,7 +106,14 @@ def sweep(
     make_pool = partial(pool_of, launcher=launcher, of_launcher=of_launcher, jobs=jobs)
     line = typed_line(ctx)
     if search is not None:
-        return searched(line, typed, config_dir, search, jobs, make_pool, quiet=quiet, silent=json)
+        from ashl.study.search import search as run_search
+
+        shown = {"quiet": quiet, "silent": json}
+        with interruptible():
+            found = run_search(
+                typed, config_dir, search, line, slots=jobs, make_pool=make_pool, **shown
+            )
+        return answer_of(found)
     grid = whole_grid(typed, config_dir, strict, ctx.obj)
     if cfg:
         configs = [without_unused(setting.config) for setting in grid.settings]
@@ -226,60 +234,3 @@ def interruptible() -> Generator[None]:
             print(f"ashl: interrupted; {kept}", file=sys.stderr)
             raise typer.Exit(SHELL + received[0]) from interrupt
         raise KeyboardInterrupt(kept) from interrupt
-
-
-def refuse(options: dict[str, object]) -> None:
-    """Raise UsageError for an option that is incompatible with --search."""
-    for option in [option for option, value in options.items() if value]:
-        raise UsageError(
-            f"{option} goes with a whole grid, and --search chooses as it goes; drop one."
-        )
-
-
-def searched(
-    line: CommandLine,
-    typed: list[str],
-    config_dir: Path | None,
-    trials: int,
-    jobs: int | None,
-    make_pool: "Callable[..., Pool]",
-    *,
-    quiet: bool,
-    silent: bool,
-) -> Answer:
-    """Let Optuna choose the settings to run, and return the answer.
-
-    Seeds are no axis of the search: each trial runs all of them, so that no lucky seed wins.
-    """
-    from ashl.config.compose import alternatives, axis_of, compose
-    from ashl.study import search as study
-    from ashl.study.grid import make_grid
-    from ashl.study.sweep import folder_of, slots_for
-
-    # of a key that is typed twice the last value counts, as in train
-    last = {key_of(text): text for text in typed}
-    seeds = tuple(alternatives(last.pop("seed", "seed=0"), config_dir))
-    axes = [axis_of(text, config_dir) for text in last.values()]
-    asked = study.Search(
-        fixed=tuple(axis.singles[0] for axis in axes if len(axis.singles) == 1),
-        axes=tuple(axis for axis in axes if len(axis.singles) > 1),
-        seeds=seeds,
-    )
-    make_setting = partial(compose, config_dir=config_dir)
-    corners = make_grid(asked.corners(), make_setting)
-    folder = folder_of(typed, corners.settings[0].config)
-    with interruptible():
-        outcome = study.search(
-            asked,
-            corners,
-            make_setting,
-            line,
-            typed,
-            folder=folder,
-            slots=jobs or slots_for(corners),
-            trials=trials,
-            quiet=quiet,
-            make_pool=partial(make_pool, folder),
-            silent=silent,
-        )
-    return answer_of(outcome)

@@ -9,13 +9,14 @@ interrupted, and no run that has ended.
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ashl.config.compose import Axis
-from ashl.config.override import CommandLine
+from ashl.config.compose import Axis, alternatives, axis_of, compose
+from ashl.config.override import CommandLine, key_of
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.study import sweep
@@ -67,30 +68,47 @@ class Search:
         ]
 
 
+def space_of(typed: Sequence[str], config_dir: Path | None) -> Search:
+    """Return the space of typed overrides; of a key that is typed twice the last value counts.
+
+    Seeds are no axis: each trial runs all of them, so that no lucky seed wins.
+    """
+    last = {key_of(text): text for text in typed}
+    seeds = tuple(alternatives(last.pop("seed", "seed=0"), config_dir))
+    axes = [axis_of(text, config_dir) for text in last.values()]
+    return Search(
+        fixed=tuple(axis.singles[0] for axis in axes if len(axis.singles) == 1),
+        axes=tuple(axis for axis in axes if len(axis.singles) > 1),
+        seeds=seeds,
+    )
+
+
 def search(
-    asked: Search,
-    corners: Grid,
-    make_setting: Callable[[Sequence[str]], dict[str, Any]],
-    command: CommandLine,
     typed: Sequence[str],
-    *,
-    folder: Path,
-    slots: int,
+    config_dir: Path | None,
     trials: int,
+    command: CommandLine,
+    *,
+    slots: int | None,
     quiet: bool,
-    make_pool: Callable[[int], Pool],
-    silent: bool = False,
+    silent: bool,
+    make_pool: Callable[[Path, int], Pool],
 ) -> sweep.Swept:
     """Try settings until there are `trials` of them, and return the outcome.
 
-    Args: make_setting composes a configuration; the others are those of `sweep`.
+    Args: make_pool returns the pool for a folder and a number of runs at a time; the others are
+    those of `sweep`.
     Raises: UsageError for a preset with a grid; KeyboardInterrupt. Runs that have ended by then are
     kept.
     """
-    if corners.settings[0].config["sweep"]:
+    asked, make_setting = space_of(typed, config_dir), partial(compose, config_dir=config_dir)
+    corners = make_grid(asked.corners(), make_setting)
+    config = corners.settings[0].config
+    if config["sweep"]:
         raise UsageError(
             "a preset that is a grid of its own cannot be searched; run it without --search"
         )
+    folder, slots = sweep.folder_of(typed, config), slots or sweep.slots_for(corners)
     with sweep.locked(folder):
         study = open_study(folder)
         console = Console(highlight=False, quiet=silent)
@@ -101,7 +119,7 @@ def search(
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         tried = Tried(asked, study, folder, make_setting, progress, typed, command)
         with sweep.copied_to_tracker(corners, folder, str(command), console) as to_tracker:
-            pool = make_pool(slots)
+            pool = make_pool(folder, slots)
             pool = pool._replace(at_once=min(pool.at_once, slots))
             for _ in sweep.run_settings(folder, tried.choose(trials), pool, progress, to_tracker):
                 tried.tell()
