@@ -372,9 +372,8 @@ def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
 
 
 def report(folder: Path, command: str, field: Field, result: Answered) -> None:
-    """Write the report: what the terminal prints, where time goes, and all candidates."""
-    tables = (time_table(result.board), *field_tables(field))
-    said = Said(result.words, result.lines, tables)
+    """Write the report: what the terminal prints, and all candidates."""
+    said = Said(result.words, result.lines, tuple(field_tables(field)))
     write_report(result.board, folder=folder, command=command, said=said)
 
 
@@ -390,18 +389,3 @@ def show(console: Console, result: Answered, folder: Path) -> None:
     )
     for key, text in (*result.lines, *places):
         console.print(f"{key:<7} {text}", markup=False, soft_wrap=True)
-
-
-def time_table(board: Leaderboard) -> SaidTable:
-    """Return how the workers' time splits up, for each candidate of the last round."""
-    rows = list[tuple[str, ...]]()
-    for row in board.rows:
-        shares = row.time_shares
-        cells = [
-            percent(fmean(worker[kind] for worker in shares), 0) if shares else "-"
-            for kind in KINDS[:-1]
-        ]
-        rows.append((row.label, board.measure.text(row.spread.middle, row.spread.bound), *cells))
-    return SaidTable(
-        "Where time goes", ("candidate", board.measure.title, *KINDS[:-1]), tuple(rows)
-    )

@@ -195,7 +195,7 @@ def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Gene
         raise
     except Exception as error:
         if short_of_memory(error):
-            raise AshlError(f"{SMALLER} ({brief(error)})") from error
+            raise kind(f"{SMALLER} ({brief(error)})") from error
         if isinstance(error, NotImplementedError) and (lacks := unsaid(error, allow)):
             raise kind(f"an option of your own failed, not ashl: {lacks}") from error
         if not place_of(error, allow):
@@ -260,10 +260,13 @@ def place_of(error: Exception, allow: Sequence[str]) -> str:
 
 
 def explain(error: ValidationError, where: str, cls: Maker) -> str:
-    """Return one sentence about the first error."""
-    first, word = of_a_choice(error.errors())
-    path = [str(part) for part in first["loc"] if not str(part).startswith(BRANCHES)]
-    path = [part for part in path if part != "[key]"]
+    """Return one sentence about the first error.
+
+    A key of several kinds has an error for each; those about the innermost part of the value count.
+    """
+    errors = [(keys_of(each), each) for each in error.errors()]
+    of_key = [(path, each) for path, each in errors if path[:1] == errors[0][0][:1]]
+    path, first = max(of_key, key=lambda found: len(found[0]))
     key = ".".join([*([where] if where else []), *path])
     known = [name for name in getattr(cls, "__dataclass_fields__", {}) if name[0] != "_"]
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -280,44 +283,26 @@ def explain(error: ValidationError, where: str, cls: Maker) -> str:
             f"{where} names {cls.__module__}.{cls.__name__}, which cannot be made:"
             f" {raised or first['msg']}"
         )
-    message = first["msg"]
-    for said, meant in PHRASES:
-        message = re.sub(said, meant, message)
-    if message == "should be a list" and not word and isinstance(first["input"], str | int | float):
-        message += f", for example '{key}=[{as_typed(first['input'])}]'"
+    messages = dict.fromkeys(phrased(each["msg"]) for keys, each in of_key if keys == path)
+    message = ", or ".join(messages).replace(", or should be ", ", or ")
     if isinstance(first["input"], dict) and first["type"] == "value_error":
         return f"{key}: {message}"
-    if word:
-        message = f"{word.removeprefix('Input ')}, or {message.removeprefix('should be ')}"
+    if message == "should be a list" and isinstance(first["input"], str | int | float):
+        message += f", for example '{key}=[{as_typed(first['input'])}]'"
     return f"{key}={as_typed(first['input'])} is not possible: {message}"
 
 
-def of_a_choice(errors: list[ErrorDetails]) -> tuple[ErrorDetails, str]:
-    """Return the error to report, and the wording of pydantic for the allowed words ("" if not
-    needed).
+def keys_of(error: ErrorDetails) -> list[str]:
+    """Return the keys of the value that an error is about, without pydantic's own names."""
+    path = [str(part) for part in error["loc"] if not str(part).startswith(BRANCHES)]
+    return [part for part in path if part != "[key]"]
 
-    If a value may be a word or something else, an input that is not text was meant as the other
-    kind. A text may have been meant as either.
-    """
-    first = errors[0]
-    words = next(
-        (
-            e
-            for e in errors
-            if e["type"] == "literal_error" and str(e["loc"][-1]).startswith("literal[")
-        ),
-        None,
-    )
-    if words is None or words["loc"][:-1] != first["loc"][: len(words["loc"]) - 1]:
-        return first, ""
-    beside = [
-        e
-        for e in errors
-        if e is not words and e["loc"][: len(words["loc"]) - 1] == words["loc"][:-1]
-    ]
-    if not beside:
-        return words, ""
-    return beside[0], words["msg"] if isinstance(words["input"], str) else ""
+
+def phrased(message: str) -> str:
+    """Return a message of pydantic in the wording of ashl."""
+    for said, meant in PHRASES:
+        message = re.sub(said, meant, message)
+    return message
 
 
 def as_typed(value: Any) -> str:

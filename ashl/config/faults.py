@@ -20,7 +20,7 @@ MACHINERY = ("ashl.runtime.", "ashl.stage.", "ashl.topology.", "ashl.learn.piece
 # parts of paths of installed libraries
 LIBRARIES = ("site-packages", "dist-packages", "lib/python")
 NO_MEMORY = ("allocate memory", "out of memory", "OutOfMemory", "MemoryError")
-SMALLER = "there is not enough memory; take a smaller dataset.batch_size or a smaller model"
+SMALLER = "there is not enough memory; take a smaller dataset.batch_size, data set or model"
 HINTS = (  # words of an exception, and the fix
     ("use_reentrant", "pass use_reentrant=False to torch.utils.checkpoint"),
     (

@@ -143,10 +143,8 @@ def _prepare_plan(
     check_costs(parts)
     num_workers = count_workers(parts, world_size)
     check_worker_count(parts["sync"], parts["topology"], num_workers, settings.seed)
-    data, limits = (
-        load_data_set(parts["dataset"], settings.seed),
-        limits_of(settings, parts["dataset"]),
-    )
+    data = load_data(parts["dataset"], settings.seed)
+    limits = limits_of(settings, parts["dataset"])
     with_horizon(parts["optimizer"], limits.epochs)  # raises if the horizon is not known
     check_targets(limits, parts["runtime"].gradients, parts["task"], config["choices"]["task"])
     device_of(parts["runtime"])
@@ -156,12 +154,9 @@ def _prepare_plan(
     found = check_compression(parts, config["choices"], layout, num_workers)
     batch = parts["dataset"].batch_size
     if known is not None:
-        check_profile(known, config, num_workers, num_params, batch)
+        known.check(num_workers, config["choices"]["model"], num_params, batch)
     stages = parts["schedule"].stages(schedule_choices(config, parts, num_workers, layout, known))
     num_ranks = num_workers + extra_ranks(parts["topology"], parts["sync"], parts["cluster"].node)
-    taken = note_profile(known, parts["compression"], replaced, config["choices"])
-    taken += note_whole_steps(parts["sync"], num_workers, config["choices"])
-    taken += note_shared_cores(parts["cluster"], parts["runtime"], num_ranks)
     specs: dict[str, Any] = {
         g: dict(config[g]) for g in ("model", "dataset", "task", "runtime", "planner")
     }
@@ -188,7 +183,9 @@ def _prepare_plan(
             *found,
             *note_implied_bandwidth(parts["cluster"], 4 * num_params),
             *uncontended_link_note.note_plan(config, num_workers),
-            *taken,
+            *note_profile(known, parts["compression"], replaced, config["choices"]),
+            *note_whole_steps(parts["sync"], num_workers, config["choices"]),
+            *note_shared_cores(parts["cluster"], parts["runtime"], num_ranks),
         ),
         start_from=learner.start,
         compression_stats_every=settings.run.compression_stats_every,
@@ -235,33 +232,13 @@ def run_choice(parts: Mapping[str, Any], names: Mapping[str, str]) -> Choice:
     )
 
 
-def load_data_set(dataset: Any, seed: int) -> Data:
-    """Return the loaded data set.
-
-    Raises: UsageError if it does not fit into memory, and DataMissingError.
-    """
-    try:
-        return load_data(dataset, seed)
-    except MemoryError as error:
-        raise UsageError(
-            "the data set does not fit into this machine's memory; make dataset.* smaller"
-        ) from error
-
-
 def make_learner(parts: Mapping[str, Any], data: Data, settings: Settings) -> Learner:
     """Return the learner of the plan.
 
     Raises: UsageError if the model does not fit the data or the initial weights.
     """
     start = start_of(settings.run.start_from)
-    try:
-        learner = Learner(parts["model"], data, parts["task"], seed=settings.seed, start=start)
-    except RuntimeError as error:  # torch has no exception class for missing memory of the host
-        if "allocate memory" not in str(error):
-            raise
-        raise UsageError(
-            "the model does not fit into this machine's memory; make model.* smaller"
-        ) from error
+    learner = Learner(parts["model"], data, parts["task"], seed=settings.seed, start=start)
     if start is not None:
         learner.init()
     return learner
@@ -500,18 +477,6 @@ def note_shared_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:
         f"{here} ranks share {cores} core{'s' * (cores > 1)} of this host: times measured here are"
         " not those of a cluster, where each rank has a core"
     ]
-
-
-def check_profile(
-    profile: Profile, config: Mapping[str, Any], num_workers: int, num_params: int, batch: int
-) -> None:
-    """Refuse a profile of another number of workers, model or batch size.
-
-    Raises: UsageError.
-    """
-    model, before = config["choices"]["model"], config["model"]["_target_"].rpartition(".")[2]
-    # older profiles name the model's class, not its option
-    profile.check(num_workers, before if profile.model == before else model, num_params, batch)
 
 
 def take_stages_of_plan_file(

@@ -80,7 +80,7 @@ VALUES = {
     "sync=local_sgd outer=co2 outer.clip=1e300": "outer.clip=1e+300 is not possible",
     "sync.staleness=1.5": "sync.staleness=1.5 is not possible: should be a whole number",
     "tracking.events=some": "should be 'all', 'sampled' or 'none'",
-    "model.hidden=[100000000000]": "does not fit into this machine's memory; make model.* smaller",
+    "model.hidden=[100000000000]": "there is not enough memory; take a smaller dataset.batch_size, data set or model",
     "model.hidden=null": "model.hidden=null is not possible: should be a list",
     "dataset=synthetic dataset.num_train=10000000000": "less than or equal to 1000000000",
     "schedule=ashl schedule.h_preset=[1]": "should have at least 2 values",
