@@ -74,23 +74,15 @@ DEPENDENT = 1e-6
 
 @option
 class PowerSGD(Wrappable):
-    """Low-rank approximation with a warm start."""
+    """Low-rank approximation with a warm start; `LowRank` encodes the layers of a model."""
 
+    decodes_alone: ClassVar[bool] = False
     traits: ClassVar[Traits] = LOW_RANK
     on_host: ClassVar[bool] = False
     rank: Count
 
     def for_layout(self, layout: Layout) -> LowRank:
         return LowRank(self.rank, tuple(layer.shape for layer in layout))
-
-    def encode(
-        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
-    ) -> tuple[State, Tensor]:
-        """Encode the vector unchanged: without layers there are no matrices."""
-        return LowRank(self.rank, ((x.numel(),),)).encode(sender, x, context)
-
-    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
-        return LowRank(self.rank, ((d,),)).decode(receiver, payload, d)
 
 
 class Basis(NamedTuple):
