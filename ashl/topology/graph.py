@@ -9,7 +9,7 @@ is a tuple of rounds that repeat; a static graph has one round. With n ranks:
     one_peer_exponential          one of these hops per round, in turn; if n is a power of two,
                                   every model is the mean after log2 n rounds.
     random_regular                every rank has `degree` neighbours, drawn from the seed
-    a file                        a line `i j` is an edge; a line `i j w` sets w_ij
+    a file                        a line `i j` is an edge
 
 Weights: metropolis has w_ij = 1/(1 + max(d_i, d_j)), and the diagonal makes rows add up to 1.
 Push-sum has 1/(1 + out-degree of j); its columns add up to 1 on every graph. Weights 1/(1 + d_i)
@@ -36,7 +36,6 @@ from ashl.errors import UsageError
 Sources = tuple[tuple[int, ...], ...]  # by rank: the ranks it receives from, sorted, without itself
 Edge = tuple[int, int]  # the lower rank first
 T = TypeVar("T")
-TOLERANCE = 1e-6  # for sums of weights, which a file gives with a few digits
 ORDERS = 20  # number of edge orders that `matchings_of` tries
 TRIES = 1000  # draws of one more cycle or matching that shares no edge with those before
 
@@ -200,16 +199,12 @@ def rows_of(sources: Sources, weights: str) -> tuple[dict[int, float], ...]:
     for i, neighbours in enumerate(sources):
         if weights == "metropolis":
             row = {j: 1 / (1 + max(degrees[i], degrees[j])) for j in neighbours}
-            row[i] = own_weight(row.values())
+            row[i] = 1.0 - sum(row.values())
         else:
             row = {j: 1 / (1 + out_degrees[j]) for j in neighbours}
             row[i] = 1 / (1 + out_degrees[i])
         rows.append(dict(sorted(row.items())))
     return tuple(rows)
-
-
-def own_weight(others: Iterable[float]) -> float:
-    return 1.0 - sum(others)
 
 
 def round_of(rows: Sequence[dict[int, float]]) -> Round:
@@ -222,12 +217,8 @@ def round_of(rows: Sequence[dict[int, float]]) -> Round:
     return Round(tuple(rows), tuple(map(tuple, targets)), sources)
 
 
-def read_file(path: str, n: int) -> tuple[Sources, dict[Edge, float]]:
-    """Read a graph from a file.
-
-    Returns: (sources, {(i, j): w_ij}, which is empty if the file has no weights).
-    Raises: UsageError.
-    """
+def read_file(path: str, n: int) -> Sources:
+    """Read a graph from a file of edges. Raises: UsageError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -236,64 +227,25 @@ def read_file(path: str, n: int) -> tuple[Sources, dict[Edge, float]]:
             f"topology.graph={path} is neither a file that can be read nor one of {known}"
         ) from error
     edges: set[Edge] = set()
-    weights: dict[Edge, float] = {}
     for number, line in enumerate(text.splitlines(), 1):
         fields = line.partition("#")[0].split()
         if not fields:
             continue
-        i, j, weight = read_edge(fields, n, f"{path}, line {number}", line)
-        if weight is not None:
-            weights[i, j] = weight
-        elif i != j:
-            edges.add(edge(i, j))
-    if edges and weights:
-        raise UsageError(
-            f"{path} gives weights to some of its lines only; give one to all of them, or to none"
-        )
-    if not weights:
-        return sources_of(edges, n), {}
-    sources: list[list[int]] = [[] for _ in range(n)]
-    for i, j in sorted(weights):
-        if i != j:
-            sources[i].append(j)
-    return tuple(map(tuple, sources)), weights
-
-
-def read_edge(
-    fields: Sequence[str], n: int, where: str, line: str
-) -> tuple[int, int, float | None]:
-    """Return (i, j, w_ij or None) from the fields of a line. Raises: UsageError."""
-    try:
-        i, j = int(fields[0]), int(fields[1])
-        if len(fields) > 3 or not (0 <= i < n and 0 <= j < n):
-            raise ValueError
-        return i, j, float(fields[2]) if len(fields) == 3 else None
-    except (ValueError, IndexError) as error:
-        raise UsageError(
-            f"{where}: expected two ranks from 0 to {n - 1}, perhaps a weight, not {line.strip()!r}"
-        ) from error
-
-
-def given_rows(weights: dict[Edge, float], n: int, columns: bool) -> tuple[dict[int, float], ...]:
-    """Return the rows of a file's weights.
-
-    A missing diagonal makes its row add up to 1, or with `columns` its column.
-    """
-    rows: list[dict[int, float]] = [{} for _ in range(n)]
-    lines: list[list[float]] = [[] for _ in range(n)]  # weights of each rank's row, or column
-    for (i, j), weight in sorted(weights.items()) if columns else weights.items():
-        rows[i][j] = weight
-        lines[j if columns else i].append(weight)
-    for i, row in enumerate(rows):
-        row.setdefault(i, own_weight(lines[i]))
-    return tuple(dict(sorted(row.items())) for row in rows)
+        ends = [int(field) for field in fields if field.isdecimal() and int(field) < n]
+        if len(ends) != 2 or len(fields) != 2:
+            raise UsageError(
+                f"{path}, line {number}: expected two ranks from 0 to {n - 1}, not {line.strip()!r}"
+            )
+        if ends[0] != ends[1]:
+            edges.add(edge(*ends))
+    return sources_of(edges, n)
 
 
 def rounds_of(graph: str, weights: str, degree: int, n: int, seed: int) -> tuple[Round, ...]:
     """Return the graph with its weights, by round.
 
     Args: weights: "metropolis", or "columns" for push-sum.
-    Raises: UsageError if the graph is not connected, or if weights do not add up to 1.
+    Raises: UsageError if the graph is not connected.
     """
     return _rounds_of(graph, weights, degree, n, seed, stamp(graph))
 
@@ -302,21 +254,19 @@ def rounds_of(graph: str, weights: str, degree: int, n: int, seed: int) -> tuple
 def _rounds_of(
     graph: str, weights: str, degree: int, n: int, seed: int, stamp: int
 ) -> tuple[Round, ...]:
-    if graph in NAMES:
-        rounds = tuple(
-            round_of(rows_of(sources, weights)) for sources in named(graph, n, degree, seed)
+    by_round = sources_by_round(graph, n, degree, seed)
+    near = tuple(tuple(j for sources in by_round for j in sources[i]) for i in range(n))
+    if min(depths(near)) < 0:
+        raise UsageError(
+            f"topology.graph={graph} is not connected: some workers never receive from others; give"
+            " it more edges"
         )
-    else:
-        sources, weight_of = read_file(graph, n)
-        rounds = (
-            round_of(
-                given_rows(weight_of, n, weights == "columns")
-                if weight_of
-                else rows_of(sources, weights)
-            ),
-        )
-    check_rounds(rounds, f"topology.graph={graph}", weights)
-    return rounds
+    return tuple(round_of(rows_of(sources, weights)) for sources in by_round)
+
+
+def sources_by_round(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
+    """Return the sources of every rank by round, for a graph with a name or in a file."""
+    return named(graph, n, degree, seed) if graph in NAMES else (read_file(graph, n),)
 
 
 def edges_of(graph: str, degree: int, n: int, seed: int) -> tuple[Edge, ...]:
@@ -326,9 +276,8 @@ def edges_of(graph: str, degree: int, n: int, seed: int) -> tuple[Edge, ...]:
 
 @lru_cache(maxsize=64)
 def _edges_of(graph: str, degree: int, n: int, seed: int, stamp: int) -> tuple[Edge, ...]:
-    rounds = named(graph, n, degree, seed) if graph in NAMES else (read_file(graph, n)[0],)
     edges = set[Edge]()
-    for sources in rounds:
+    for sources in sources_by_round(graph, n, degree, seed):
         for i, neighbours in enumerate(sources):
             edges |= {edge(i, j) for j in neighbours}
     return tuple(sorted(edges))
@@ -342,65 +291,6 @@ def stamp(graph: str) -> int:
         return 0
     path = Path(graph)
     return path.stat().st_mtime_ns if path.exists() else 0
-
-
-def check_rounds(rounds: Sequence[Round], what: str, weights: str) -> None:
-    """Raise UsageError unless weights are not negative, add up to 1, and connect all ranks.
-
-    Rows and columns must add up to 1; for push-sum columns only, and no row may be empty.
-    """
-    n = len(rounds[0].rows)
-    for each in rounds:
-        columns = [0.0] * n
-        for i, row in enumerate(each.rows):
-            for j, weight in row.items():
-                columns[j] += weight
-                if weight < 0:
-                    raise UsageError(
-                        f"{what}: worker {j}'s model has the weight {weight:g} at worker {i},"
-                        " below 0"
-                    )
-            total = sum(row.values())
-            if weights == "columns" and total <= 0:
-                raise UsageError(
-                    f"{what} leaves worker {i} a push-sum weight of zero; let it keep or receive"
-                    " a part of a model"
-                )
-            if weights != "columns" and abs(total - 1) > TOLERANCE:
-                raise UsageError(
-                    f"{what}: the weights at worker {i} add up to {total:g}, and should add up to 1"
-                )
-        for j, total in enumerate(columns):
-            if abs(total - 1) > TOLERANCE:
-                more = "" if weights == "columns" else "; give the file others, or take sync=sgp"
-                raise UsageError(
-                    f"{what}: the weights of worker {j}'s model add up to {total:g}, not to 1{more}"
-                )
-    if not reaches_all(rounds, n):
-        raise UsageError(
-            f"{what} is not connected: some workers never receive from others; give it more edges"
-        )
-
-
-def reaches_all(rounds: Sequence[Round], n: int) -> bool:
-    """Return True if the models of all ranks reach each other in the end.
-
-    This holds if rank 0 reaches every rank, and every rank reaches rank 0.
-    """
-    for backwards in (False, True):
-        seen, fresh = {0}, [0]
-        while fresh:
-            rank = fresh.pop()
-            for each in rounds:
-                row = each.rows[rank]
-                near = [j for j in row if row[j] and j != rank] if backwards else each.targets[rank]
-                for other in near:
-                    if other not in seen and (backwards or each.rows[other][rank]):
-                        seen.add(other)
-                        fresh.append(other)
-        if len(seen) < n:
-            return False
-    return True
 
 
 def matrix(each: Round) -> np.ndarray:
