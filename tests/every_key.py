@@ -343,11 +343,7 @@ OUTSIDE: dict[str, str] = {  # by key, or by option
     "sync=one_bit_adam": "is what schedule=one_bit_adam puts behind its first stage",
     "topology.regions": "says of real processes what cluster.node says in virtual time",
 }
-TIMED = "runtime.gradients=false"
 CROSSING: dict[str, str] = {
-    "timed server": f"{TIMED} sync=asp compression=topk outer=nesterov aggregate=fednova",
-    "timed sums": f"{TIMED} {RING} sync=local_sgd {LINKS} compression=qsgd",
-    "timed gossip": f"{TIMED} {GOSSIP} sync=noloco sync.local_steps=6 topology.graph=complete",
     "bsp": "sync=bsp",
     "asp": "sync=asp",
     "sums": f"{RING} sync=bsp {LINKS}",

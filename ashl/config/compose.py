@@ -202,19 +202,10 @@ def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
     """Convert errors of Hydra, OmegaConf and YAML to UsageError."""
     try:
         yield
-    except RecursionError as error:
+    except (RecursionError, yaml.YAMLError, UnicodeDecodeError) as error:
         for file in chain.from_iterable(options.values() for options in known.values()):
             load(file)  # raises an error that names the file
-        raise UsageError(f"A file in {folder} nests its values too deep.") from error
-    except yaml.MarkedYAMLError as error:
-        where = (
-            f"{mark.name}, line {mark.line + 1},"
-            if (mark := error.problem_mark)
-            else f"A file in {folder}"
-        )
-        raise UsageError(f"{where} is not valid YAML: {error.problem}.") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"A file in {folder} is not UTF-8: {error}.") from error
+        raise UsageError(f"A file in {folder} cannot be read: {sentence(error)}") from error
     except MissingConfigException as error:  # an option that a preset names
         group, _, option = str(error.missing_cfg_file or "").partition("/")
         raise (

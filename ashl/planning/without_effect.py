@@ -32,7 +32,6 @@ from ashl.planning.capabilities import capabilities_of
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import Parts, StageParts
 from ashl.stage.contract import WEIGHTS
-from ashl.sync.lb_bsp import LBBSP
 from ashl.sync.profiling import Profiling
 from ashl.sync.ripples_first_come import RipplesFirstCome
 from ashl.sync.ripples_random import RipplesRandom
@@ -59,62 +58,14 @@ COSTS = (
     "cluster.node",
     *LINKS,
 )
-LEARNED = (  # keys that change the learned model, but neither time nor bytes
+# Keys that change the learned model, and neither time nor bytes. Single keys of aggregate,
+# compression, overlap, schedule and sync that change the model alone are not listed.
+LEARNED = (
     "task.",
     "optimizer.",
     "outer",
-    "model.heads",
-    "model.norm",
     "run.save_weights",
     "run.start_from",
-    "aggregate.scale",
-    "aggregate.weights",
-    "aggregate.staleness_discount",
-    "aggregate.clip_norm",
-    "aggregate.momentum",
-    "compression.error_feedback",
-    "compression.feedback_gain",
-    "compression.feedback_decay",
-    "compression.momentum",
-    "compression.masking",
-    "compression.clip_norm",
-    "compression.norm",
-    "compression.alpha",
-    "compression.beta",
-    "compression.eta",
-    "compression.xi",
-    "compression.zeta",
-    "compression.memory",
-    "compression.max_age",
-    "compression.order",
-    "compression.scaled",
-    "compression.decay",
-    "compression.error",
-    "compression.clip_sigmas",
-    "dataset.condition",
-    "dataset.noise",
-    "dataset.seed",
-    "dataset.separation",
-    "dataset.augment",
-    "topology.mixing",
-    "topology.lr",
-    "topology.beta",
-    "topology.buffer",
-    "overlap.local_weight",
-    "overlap.alpha",
-    "sync.beta",
-    "sync.every_s",
-    "sync.exchange",
-    "sync.gamma",
-    "sync.h_max",
-    "sync.l1",
-    "sync.loss_target",
-    "sync.mu",
-    "sync.rho",
-    "sync.rise",
-    "sync.theta",
-    "schedule.momentum",
-    "schedule.residual",
     "runtime.precision",
 )
 LEARNS = "runtime.gradients=true (nothing is learned otherwise)"
@@ -330,14 +281,6 @@ CONDITIONS = (
         LEARNED,
         LEARNS,
         lambda context: context.parts.runtime.gradients,
-    ),
-    Condition(
-        ("sync.alpha",),
-        LEARNS,
-        lambda context: (
-            context.parts.runtime.gradients
-            or context.any("sync", lambda sync: isinstance(sync, LBBSP))
-        ),
     ),
     Condition(
         ("dataset.epochs",),

@@ -204,7 +204,7 @@ def test_own_options_are_found(mine) -> None:
     ("path", "text", "override", "says"),
     [
         ("model/a.yaml", "x: [1\ny: 2\n", "model=a", "model/a.yaml, line 2, is not valid YAML"),
-        ("model/a.yaml", "x: 1\nx: 2\n", "model=a", "duplicate key x"),
+        ("model/a.yaml", "x: 1\nx: 2\n", "model=a", "x is twice in one mapping"),
         ("sync/a b.yaml", "staleness: 1\n", "seed=1", "rename it, as in my_option.yaml"),
         ("sync/On.yaml", "staleness: 1\n", "seed=1", "rename it, as in my_option.yaml"),
         (
@@ -219,7 +219,7 @@ def test_own_options_are_found(mine) -> None:
             "model=a",
             "line 3, is not valid YAML: k is twice in one mapping",
         ),
-        ("model/a.yaml", "x: \xff\n", "model=a", "not UTF-8"),
+        ("model/a.yaml", "x: \xff\n", "model=a", "not text in UTF-8"),
         (
             "model/a.yaml",
             "x: 1\ny: &a\n  z: *a\n",
