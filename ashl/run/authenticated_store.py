@@ -263,6 +263,7 @@ class StoreServer(AuthenticatedStore):
         self.handlers = dict[str, Callable[..., Any]]()
         self._secret, self._closed = secret, False
         self._store = dist.HashStore()
+        self._lock = threading.Lock()
         self._pending = threading.BoundedSemaphore(PENDING)
         threading.Thread(target=self._accept, daemon=True, name="store").start()
 
@@ -299,9 +300,10 @@ class StoreServer(AuthenticatedStore):
             try:
                 connection.prove(self._secret, (SERVER, CLIENT))
             except OSError:
-                if address not in self.refused:
-                    logger.warning("refuses %s, which does not know the job's secret", address)
-                self.refused.add(address)
+                with self._lock:
+                    if address not in self.refused:
+                        logger.warning("refuses %s, which does not know the job's secret", address)
+                    self.refused.add(address)
                 raise
             finally:
                 self._pending.release()

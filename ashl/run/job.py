@@ -19,8 +19,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -43,7 +42,6 @@ from ashl.run.authenticated_store import (
     secret_file,
     shared_secret,
 )
-from ashl.run.checkpoints import Checkpoint, CheckpointManager
 from ashl.run.control_channel import PATIENCE_S, POLL_S
 from ashl.run.handshake import (
     ERRORS,
@@ -58,22 +56,11 @@ from ashl.run.handshake import (
     settings_in_common,
 )
 from ashl.run.join import Place, parse_place, request_place
-from ashl.run.launch import run_controller
+from ashl.run.launch import Lead
 from ashl.run.membership_listener import exit_process
-from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import End
 from ashl.runtime.transport import first_line
-
-
-class JobLead(NamedTuple):
-    """Process 0 of a job, after it has decided which process runs which rank."""
-
-    job: JobMembership
-    store: StoreServer
-    places: tuple[Place, ...]  # by process
-    rank_settings: RankSettings  # of process 0
-    notes: tuple[str, ...]  # about the placement of ranks, for the user
 
 
 def describe_process(
@@ -101,7 +88,7 @@ def describe_process(
     return hello, chosen
 
 
-def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> JobLead:
+def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> Lead:
     """Gather the hellos of all processes at process 0, and decide which process runs which rank.
 
     Raises: AshlError or UsageError, in all processes, if they cannot run this plan.
@@ -141,7 +128,15 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         ]
         places.append(Place(settings, tuple(filter(None, others))))
     by_process = tuple(places[processes.index(process)] for process in range(job.world_size))
-    return JobLead(job, store, by_process, by_process[0].settings_here(own.device, chosen), notes)
+
+    def answer_hellos(fingerprint: Fingerprint) -> None:
+        for process, place in enumerate(by_process):
+            settings = place.settings._replace(fingerprint=fingerprint)
+            store.set(place_key(process), place._replace(settings=settings).dumps())
+
+    # one rank of the plan is in this process's child, so that evaluation does not delay it
+    settings = by_process[0].settings_here(own.device, chosen)
+    return Lead(store, address_of(job, store.port), (settings,), answer_hellos, job, notes)
 
 
 @contextmanager
@@ -320,39 +315,6 @@ def exchange_port(job: JobMembership, port: int | None, timeout_s: float) -> int
             raise RuntimeError("rank 0 has published no port")
         time.sleep(POLL_S)
     return int(agent.get(key))
-
-
-def run_as_controller(
-    plan: Plan,
-    run_dir: Path,
-    monitor: Monitor,
-    lead: JobLead,
-    checkpoint_manager: CheckpointManager,
-    saved: Checkpoint | None = None,
-) -> dict | None:
-    """Run the controller in process 0.
-
-    Its rank of the plan runs in a child process, so that evaluation and records do not delay this
-    rank.
-    Returns and raises as `run_controller`.
-    """
-
-    def answer_hellos(fingerprint: Fingerprint) -> None:
-        for process, place in enumerate(lead.places):
-            settings = place.settings._replace(fingerprint=fingerprint)
-            lead.store.set(place_key(process), place._replace(settings=settings).dumps())
-
-    return run_controller(
-        plan,
-        run_dir,
-        monitor,
-        lead.store,
-        address_of(lead.job, lead.store.port),
-        [lead.rank_settings],
-        checkpoint_manager,
-        saved,
-        answer_hellos,
-    )
 
 
 def run_as_rank(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> int:

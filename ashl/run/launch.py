@@ -1,7 +1,7 @@
 """The controller of a real run: start the ranks of this node, supervise all, and publish the end.
 
-`launch` runs all ranks on this machine (runtime=local). `run_controller` is also used by the
-process of rank 0 of another launcher's job (`ashl.run.job`). `rank_processes` starts ranks by
+`run_controller` begins with a `Lead`: with all ranks on this machine (`lead_here`), or with the
+rank of process 0 of another launcher's job (`ashl.run.job`). `rank_processes` starts ranks by
 Python's fork server, and leaves no process behind.
 """
 
@@ -13,11 +13,11 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from ashl.cluster.spec import Cluster
 from ashl.config.signals import INTERRUPTS
 from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, plain
+from ashl.launch.environment import JobMembership
 from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import survives_failure
@@ -44,7 +45,7 @@ from ashl.run.join import publish_join_endpoint
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
-from ashl.runtime.records import End, Heartbeat, WorkerRejoined
+from ashl.runtime.records import End, Heartbeat, Rounds, WorkerRejoined
 from ashl.runtime.throttle import Nics
 
 logger = logging.getLogger(__name__)
@@ -72,62 +73,47 @@ def devices_of(plan: Plan, runtime: Any) -> list[str]:
     return [device_of(runtime, rank) for rank in range(plan.num_ranks)]
 
 
-def launch(
-    plan: Plan,
-    run_dir: Path,
-    monitor: Monitor,
-    checkpoint_manager: CheckpointManager,
-    saved: Checkpoint | None = None,
-) -> dict | None:
-    """Run all ranks on this machine, from a checkpoint or from the beginning.
+class Lead(NamedTuple):
+    """The store of a run, and the ranks that its controller starts on this node."""
 
-    Returns and raises as `run_controller`.
-    """
-    runtime = monitor.job.parts.runtime
-    through = named(runtime.interface) or Chosen(LOOPBACK, "127.0.0.1")
+    store: StoreServer
+    at: StoreAddress
+    rank_settings: tuple[RankSettings, ...]
+    # called when the ranks of other processes may begin, with the fingerprint of the controller's
+    # model and data
+    announce: Callable[[Fingerprint], None] = lambda fingerprint: None
+    job: JobMembership | None = None  # the job of another launcher
+    notes: tuple[str, ...] = ()  # about the placement of ranks, for the user
+
+
+def lead_here(plan: Plan, runtime: Any, rounds: Rounds, checkpoint_s: float | None) -> Lead:
+    """Serve the store of a run whose ranks are all on this machine."""
+    devices = devices_of(plan, runtime)
+    settings = RankSettings(
+        0,
+        rounds,
+        interface=named(runtime.interface) or Chosen(LOOPBACK, "127.0.0.1"),
+        have_own_gpus=have_own_gpus([*map(gpu_index, devices)], runtime),
+        checkpoint_s=checkpoint_s,
+    )
+    ranks = [settings._replace(rank=rank, device=device) for rank, device in enumerate(devices)]
     secret = new_secret()
-    with closing(StoreServer(secret)) as server:
-        devices = devices_of(plan, runtime)
-        apart = have_own_gpus([*map(gpu_index, devices)], runtime)
-        rank_settings = [
-            RankSettings(
-                rank=rank,
-                rounds=monitor.rounds,
-                interface=through,
-                device=device,
-                have_own_gpus=apart,
-                checkpoint_s=checkpoint_manager.every_s,
-            )
-            for rank, device in enumerate(devices)
-        ]
-        return run_controller(
-            plan,
-            run_dir,
-            monitor,
-            server,
-            StoreAddress(server.host, server.port, secret),
-            rank_settings,
-            checkpoint_manager,
-            saved,
-        )
+    store = StoreServer(secret)
+    return Lead(store, StoreAddress(store.host, store.port, secret), tuple(ranks))
 
 
 def run_controller(
     plan: Plan,
     run_dir: Path,
     monitor: Monitor,
-    store: StoreServer,
-    at: StoreAddress,
-    rank_settings: Sequence[RankSettings],
+    lead: Lead,
     checkpoint_manager: CheckpointManager,
-    saved: Checkpoint | None,
-    announce: Callable[[Fingerprint], None] = lambda fingerprint: None,
+    saved: Checkpoint | None = None,
 ) -> dict | None:
-    """Start these ranks on this node and supervise all ranks until they have exited.
+    """Start the ranks of this node and supervise all ranks until they have exited.
 
     However the run ends, every process of the job is notified.
-    Args: at, the address of the store; announce, called when the ranks of other processes may
-    begin, with the fingerprint of the controller's model and data.
+    Args: saved, the checkpoint to resume from, or None.
     Returns: how well the declared pace was kept; None if the run was interrupted and a rank did not
     exit in time.
     Raises: AshlError that names the failed rank.
@@ -138,7 +124,7 @@ def run_controller(
         " checkpoints: %s",
         plan.num_workers,
         plan.num_ranks,
-        len(rank_settings),
+        len(lead.rank_settings),
         platform.node(),
         runtime.heartbeat_timeout_s,
         f"every {checkpoint_manager.every_s:g} s" if checkpoint_manager.every_s else "none",
@@ -146,8 +132,10 @@ def run_controller(
     monitor.states_travel = True
     fingerprint = monitor.job.learner.fingerprint()
     rank_settings = [
-        settings._replace(run_dir=run_dir, fingerprint=fingerprint) for settings in rank_settings
+        settings._replace(run_dir=run_dir, fingerprint=fingerprint)
+        for settings in lead.rank_settings
     ]
+    store, at = lead.store, lead.at
     totals = {rank: outage.totals for rank, outage in monitor.current_outages.items()}
     publish_restore_points(store, saved, plan.num_ranks, totals)
     stage = monitor.job.stages[0]
@@ -168,7 +156,7 @@ def run_controller(
             publish_join_endpoint(run_dir, at),
             rank_processes(plan, rank_settings, at) as (processes, start),
         ):
-            announce(fingerprint)
+            lead.announce(fingerprint)
             parts = monitor.job.parts
             liveness = LivenessMonitor(
                 plan,

@@ -11,7 +11,7 @@ import shlex
 import signal
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +102,7 @@ def run(
         launch.check_local(plan, parts.runtime)
     torch.set_num_threads(parts.runtime.threads)
     with jobs.refusing_on_error(lead and lead.store, job):
-        device = lead.rank_settings.device if lead else device_of(parts.runtime)
+        device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
         whole = assemble(plan, device, parts, data)
         if resume is not None:
             close_killed(resume)
@@ -172,7 +172,7 @@ def run_to_end(
     plan: Plan,
     run_dir: Path,
     monitor: Monitor,
-    lead: jobs.JobLead | None,
+    lead: launch.Lead | None,
     saving: Saving,
     saved: Checkpoint | None,
     origin: Origin | None,
@@ -225,7 +225,7 @@ def run_kernel(
     plan: Plan,
     run_dir: Path,
     monitor: Monitor,
-    lead: jobs.JobLead | None,
+    lead: launch.Lead | None,
     saving: Saving,
     saved: Checkpoint | None,
 ) -> dict | None:
@@ -245,10 +245,10 @@ def run_kernel(
     ):
         if saved is not None:
             monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
-        if lead:
-            pace = jobs.run_as_controller(plan, run_dir, monitor, lead, checkpoint_manager, saved)
-        else:
-            pace = launch.launch(plan, run_dir, monitor, checkpoint_manager, saved)
+        runtime = monitor.job.parts.runtime
+        lead = lead or launch.lead_here(plan, runtime, monitor.rounds, saving.every_s)
+        with closing(lead.store):
+            pace = launch.run_controller(plan, run_dir, monitor, lead, checkpoint_manager, saved)
     warn(checkpoint_manager.warning)
     return pace
 
