@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from ashl.run.join import Place, parse_place
-from ashl.run.process_setup import EXIT_CONTROLLER_SILENT
 from ashl.run.rank import RankSettings, classify_error, role_name
 from ashl.run.supervisor import LivenessMonitor, describe_exit, find_culprit
 from ashl.runtime.effects import PeerFailedError
@@ -87,7 +86,6 @@ def test_an_error_says_whether_it_is_a_consequence_and_of_whose_end() -> None:
 def test_how_a_process_has_ended() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(3) == "ended with exit code 3"
-    assert "received nothing" in describe_exit(EXIT_CONTROLLER_SILENT)
 
 
 def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, list[Any]]:

@@ -284,7 +284,6 @@ class Reporter:
         self._rank = rank
         self._incarnation = incarnation
         self._store = store
-        self.store_failure_code = 1  # exit code of this process if the store fails
         self._broken = False  # True if records cannot be sent any more
         self._outbox: deque[tuple[Record, Any]] = deque()  # each with its content or None
         self._posted: Counter[str] = Counter()  # records with a content, by kind
@@ -379,7 +378,7 @@ class Reporter:
         try:
             self._report([dumps(RankError(self._rank, text, consequence=False))])
         except RuntimeError:
-            exit_process(End(self.store_failure_code, first_line(error)))
+            exit_process(End(1, first_line(error)))
         with suppress(OSError):  # the rank's log may be on a full disk
             traceback.print_exception(error)
 

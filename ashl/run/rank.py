@@ -48,7 +48,6 @@ from ashl.run.control_channel import Reporter
 from ashl.run.interface import Chosen, use
 from ashl.run.membership_listener import MembershipListener, exit_process
 from ashl.run.process_setup import (
-    EXIT_CONTROLLER_SILENT,
     EXIT_DECLARED_FAILURE,
     LOG_LEVEL,
     die_with_parent,
@@ -175,8 +174,6 @@ def run_rank(
 def make_reporter(settings: RankSettings, store: StoreClient) -> Reporter:
     """Start the reporter of a rank, with a writer for its part of checkpoints if it saves them."""
     reporter = Reporter(store, settings.rank, settings.rounds, settings.incarnation)
-    if settings.run_dir is not None:
-        reporter.store_failure_code = EXIT_CONTROLLER_SILENT
     if settings.checkpoint_s is not None:
         # only a child of the controller shares the run folder with it for certain
         reporter.checkpoint_writer = RankCheckpointWriter(

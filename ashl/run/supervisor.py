@@ -36,7 +36,7 @@ from ashl.run.control_channel import (
 )
 from ashl.run.join import Place
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import EXIT_CONTROLLER_SILENT, EXIT_DECLARED_FAILURE, EXIT_EVICTED
+from ashl.run.process_setup import EXIT_DECLARED_FAILURE, EXIT_EVICTED
 from ashl.run.rank import RankSettings, role_name
 from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import decode
@@ -495,8 +495,6 @@ def run_failure(liveness: LivenessMonitor, run_dir: Path) -> AshlError:
 
 def describe_exit(code: int) -> str:
     """Return the cause of a failure, as a verb phrase about the rank, from its exit code."""
-    if code == EXIT_CONTROLLER_SILENT:
-        return "received nothing from this process for runtime.heartbeat_timeout_s, and exited"
     if code == EXIT_DECLARED_FAILURE:
         return DECLARED
     if code == EXIT_EVICTED:

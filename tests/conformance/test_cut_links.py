@@ -1,4 +1,4 @@
-"""Three machines under a launcher like torchrun (four times torchrun itself), with one fault each.
+"""Three machines under a launcher like torchrun, with one fault each.
 
 A machine loses its network (24 times) or its process, or hangs. If it has a worker alone, the
 others continue. Else every process of every machine ends within twice the timeout, and the failed
@@ -23,7 +23,6 @@ from tests.disturbed import wait_for
 from tests.namespaces import address, cut, machines, missing, start
 
 TIMEOUT_S = 6.0
-AGENT_S = 10.0  # which torchrun's agent may take to end after its rank has
 RUN = (
     f"runtime=torchrun runtime.heartbeat_timeout_s={TIMEOUT_S} cluster=real tracking=none"
     " tracking.events=all model.hidden=[8] stop.seconds=100 run.dir=run --quiet"
@@ -39,7 +38,6 @@ APART = {
     for name, mode in (MODES | GOSSIP).items()
     if name != "all_reduce"
 }
-BY_AGENTS = {f"{name}, by torchrun": MODES[name] for name in ("bsp", "all_reduce")}
 GROUPS = "topology=partial_all_reduce sync=ripples_random sync.group_size=2"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -74,29 +72,14 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
     with machines(1000, 1000, 1000) as names:
         world = {"WORLD_SIZE": "3", "MASTER_ADDR": address(names[0]), "MASTER_PORT": "29500"}
         world |= {"GLOO_SOCKET_IFNAME": "eth0"}
-        mode = {**MODES, **GOSSIP, **APART, **BY_AGENTS, "groups": GROUPS}[request.param]
+        mode = {**MODES, **GOSSIP, **APART, "groups": GROUPS}[request.param]
         command = ["-m", "ashl.cli", "train", *RUN.split(), *mode.format(*names).split()]
         folders = [tmp_path / str(rank) for rank in range(3)]
-
-        def starter(rank: int) -> list[str]:
-            if request.param not in BY_AGENTS:
-                return [sys.executable]
-            place = (
-                f"--nnodes=3 --nproc-per-node=1 --node-rank={rank}"
-                f" --master-addr={address(names[0])}"
-            )
-            return [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                *place.split(),
-                "--master-port=29500",
-            ]
 
         made = Job(
             names,
             [
-                start(name, [*starter(k), *command], folders[k], world | {"RANK": str(k)})
+                start(name, [sys.executable, *command], folders[k], world | {"RANK": str(k)})
                 for k, name in enumerate(names)
             ],
         )
@@ -120,11 +103,6 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
                 process.stdout.close()
 
 
-def is_rank(command: list[str]) -> bool:
-    """Return True if this is the command of a rank that an agent has started."""
-    return "ashl.cli" in command
-
-
 def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[str]:
     """Inject a fault into a run; return the output of every machine except these, in time and with
     no process left.
@@ -134,12 +112,8 @@ def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[
         for process in job.processes
         for child in psutil.Process(process.pid).children(recursive=True)
     ]
-    ranks = [child for child in family if is_rank(child.cmdline())]  # of agents
     act()
     since, took, limit_s = time.monotonic(), {}, 2 * TIMEOUT_S
-    if ranks:
-        assert not psutil.wait_procs(ranks, timeout=limit_s)[1]
-        limit_s += AGENT_S
     while len(took) < len(job.processes) and time.monotonic() < since + limit_s:
         took |= {
             k: time.monotonic() - since
@@ -158,24 +132,17 @@ def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[
     return [line[-1] for k, line in enumerate(lines) if k not in but]
 
 
-def left(job: Job, who: int, act: Callable[[], object]) -> int:
-    """Inject a fault into this machine's process: the others detect it in time and continue. Return
-    how it ended.
+def goes_on(job: Job, who: int, act: Callable[[], object]) -> tuple[str, int, str]:
+    """Inject a fault into this machine's process: the others detect it in time, continue, and end
+    in order when they are asked to. Return why it failed, how it ended, and its last words.
     """
-    events = Path(folder_of(job.processes[job.home()]), "run/events.jsonl")
+    home = job.home()
+    events = Path(folder_of(job.processes[home]), "run/events.jsonl")
     act()
     wait_for(lambda: '"worker_failed"' in events.read_text(), 2 * TIMEOUT_S)
     size = events.stat().st_size
     wait_for(lambda: '"round"' in events.read_text()[size:])
-    return job.processes[who].wait(2 * TIMEOUT_S)
-
-
-def goes_on(job: Job, who: int, act: Callable[[], object]) -> tuple[str, int, str]:
-    """The same, and the others end in order when they are asked to. Why it is lost, how it ended
-    itself, and its last words.
-    """
-    home = job.home()
-    events, code = Path(folder_of(job.processes[home]), "run/events.jsonl"), left(job, who, act)
+    code = job.processes[who].wait(2 * TIMEOUT_S)
     job.processes[home].send_signal(signal.SIGINT)
     assert [job.processes[k].wait(30) for k in range(3) if k != who] == [
         130 if k == home else 0 for k in range(3) if k != who
@@ -197,20 +164,12 @@ def test_a_workers_link_is_cut(job: Job, who: int) -> None:
     assert "the job's store at " in said
 
 
-@pytest.mark.parametrize("job", BY_AGENTS, indirect=True)
-def test_a_workers_link_is_cut_where_torchrun_has_started_it(job: Job) -> None:
-    """Its agent ends with it, and those of the others have them go on."""
-    assert left(job, 2, lambda: cut(job.names[2])) == 1
-    assert [process.poll() for process in job.processes[:2]] == [None, None]
-
-
-@pytest.mark.parametrize("job", [*MODES, *GOSSIP, *BY_AGENTS], indirect=True)
+@pytest.mark.parametrize("job", [*MODES, *GOSSIP], indirect=True)
 def test_the_link_of_the_store_is_cut(job: Job) -> None:
     """The link of the store, or of the controller on the same machine, is cut: the other machines
     name it.
     """
     said = ended(job, lambda: cut(job.names[0]))
-    # beside an agent of torchrun, which has the port 29500, the store has another one
     store = (
         rf"the job's store at {re.escape(address(job.names[0]))}:\d+ did not answer for"
         rf" {TIMEOUT_S:g} s"
