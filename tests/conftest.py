@@ -72,9 +72,7 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def short_forecasts(monkeypatch):
-    """Where runs are compared with runs, how well plans foretell them plays no part, and takes as
-    long as these.
-    """
+@pytest.fixture(autouse=True)
+def _forecasts(monkeypatch):
+    """Shorten the forecasts of plans. A file that compares with them has a fixture of this name."""
     monkeypatch.setattr("ashl.planning.predict.CYCLES", 8)

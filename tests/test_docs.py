@@ -197,7 +197,6 @@ def test_modules_that_are_run_exist(page: Path) -> None:
     assert [name for name in modules(TEXTS[page]) if find_spec(name) is None] == []
 
 
-@pytest.mark.usefixtures("short_forecasts")
 @pytest.mark.parametrize("line", LINES)
 def test_a_command_is_possible(line: str, examples: Path) -> None:
     """Its options are known, and where it says what to run, that composes and can be planned."""

@@ -134,7 +134,6 @@ def quick(names, few) -> list:
     return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.usefixtures("short_forecasts")
 @pytest.mark.parametrize("option", quick(OPTIONS, QUICK))
 def test_every_key_of_an_option_changes_a_run_or_is_refused_and_counts_elsewhere(
     option: str,
@@ -142,7 +141,6 @@ def test_every_key_of_an_option_changes_a_run_or_is_refused_and_counts_elsewhere
     assert walked(option) == []
 
 
-@pytest.mark.usefixtures("short_forecasts")
 @pytest.mark.parametrize("name", quick(CROSSING, QUICK_CROSSING))
 def test_every_key_of_all_groups_changes_a_run_or_is_refused_beside_other_choices(
     name: str,

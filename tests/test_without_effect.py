@@ -129,7 +129,6 @@ def planned(*overrides: str) -> Plan:
     return compile_plan(compose(texts), None, texts, strict=True)
 
 
-@pytest.mark.usefixtures("short_forecasts")
 @pytest.mark.parametrize(("typed", "beside", "fix"), INERT)
 def test_what_has_no_effect_is_refused_and_counts_with_what_the_sentence_names(
     typed: str, beside: str, fix: str | None

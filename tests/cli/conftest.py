@@ -16,11 +16,6 @@ from tests.disturbed import LONG, ranks_of, under_way, wait_for
 SIM = ["-q", "runtime=sim", "tracking=none"]
 
 
-@pytest.fixture(autouse=True)
-def _forecasts(short_forecasts: None) -> None:
-    """Shorten the forecasts, which most commands here only print."""
-
-
 @pytest.fixture
 def own_module(workplace):
     """Write modules of the user's own; no other test sees them."""

@@ -21,8 +21,6 @@ from tests.golden.facts import (
 from tests.golden.runs import RUNS
 from tests.run_folders import adds_up
 
-pytestmark = pytest.mark.usefixtures("short_forecasts")
-
 # a tenth of the presets' costs: timing plays no part, and plans are the same
 STEP, EXCHANGE = "cluster.step_s=0.002", "cluster.exchange_s=0.001"
 SAME = ("params_sha256", "bytes_up", "bytes_down", "steps", "samples")

@@ -27,6 +27,7 @@ GROUPS = "topology=partial_all_reduce sync.local_steps=3 sync.group_size=4"
 COSINE = "schedule=single optimizer.schedule=cosine optimizer.horizon_epochs=2"
 FIXED = "sync.local_steps=4"
 SINGLE = "sync.local_steps=1"
+FALLING = f"sync=local_sgd {FIXED} optimizer.schedule=cosine optimizer.horizon_epochs=1"
 PLAN = "planner=dylu schedule=single schedule.h_preset=[4] sync.local_steps=plan"
 INSTANT = f"{EQUAL} cluster.exchange_s=0 aggregate=uniform"
 FROZEN = (
@@ -36,6 +37,10 @@ FROZEN = (
 LATE = f"{THREE} {THREES} stop.steps=31"
 STREAM = f"{LATE} {SPARSE_STEPS}"
 WHOLE = "overlap=streaming overlap.fragments=1 overlap.delay=0 overlap.alpha=0"
+FRAGMENTS = (
+    f"{LATE} model.hidden=[16,8] overlap=streaming overlap.fragments=3 overlap.delay=2"
+    " outer=nesterov compression=topk stop.steps=52"
+)
 ALL = "overlap=loscar overlap.share=1 overlap.delay=0"
 LEARNERS = (
     "cluster.compute=[1,1,1,3] sync.local_steps=2 outer=nesterov compression=topk stop.steps=64"
@@ -119,6 +124,21 @@ LIMITS = [
     ("overlap=loscar", SAME, f"{LATE} {ALL}", LATE),
     ("sync=decoupled", SAME, f"{LEARNERS} sync=decoupled sync.min_learners=4 sync.grace_s=5", f"{LEARNERS} sync=local_sgd"),
     *(("topology=halos", SAME, f"{REGIONS} {more} topology=halos topology.regions=[3,3,3,3]", f"{REGIONS} {more}") for more in ("outer=delayed_nesterov", "compression=topk outer=nesterov outer.lr=0.3")),
+    *(
+        (f"outer={method}", SAME, f"{place} {FALLING} outer={method} {fields}", f"{place} {FALLING}")
+        for place in ("topology=parameter_server", RING)
+        for method, fields in (
+            ("nesterov", "outer.lr=1 outer.momentum=0"),
+            ("heavy_ball", "outer.lr=1 outer.momentum=0"),
+            ("slowmo", "outer.alpha=1 outer.beta=0"),
+            ("co2", "outer.lr=1 outer.momentum=0"),
+            ("delayed_nesterov", "outer.beta=0"),
+            ("mla", "outer.lr=1 outer.momentum=0"),
+            ("heloco", "outer.lr=1 outer.momentum=0 outer.align_threshold=-1"),
+        )
+    ),
+    ("compression=ef21 compression=econtrol", BITS, f"{EQUAL} sync=bsp optimizer.momentum=0 compression=econtrol compression.ratio=1", f"{EQUAL} sync=bsp optimizer.momentum=0"),
+    ("", BITS, f"{RING} {FRAGMENTS}", FRAGMENTS),
     ("topology=sharded_server", SAME, f"{PORTS} topology=sharded_server topology.servers=1", PORTS),
     *(("schedule=post_local", SAME, f"{PAPER} {topology} schedule=post_local schedule.local_steps=1 schedule.switch_epochs=0.5", f"{PAPER} {topology} sync=bsp sync.exchange=difference") for topology in ("topology=parameter_server", RING)),
     ("schedule=ashl_next", SAME, f"{PAPER} schedule=ashl_next schedule.decay_stages=1 eval.every_commits=10", f"{PAPER} schedule=single sync=shl {DECAYED}"),

@@ -299,14 +299,6 @@ STILL = (
 )
 
 
-@pytest.mark.limit("compression=ef21", "compression=econtrol")
-def test_without_loss_it_is_sgd() -> None:
-    dense, whole = (
-        simulated(*STILL, *more) for more in ((), ("compression=econtrol", "compression.ratio=1"))
-    )
-    assert whole.sha256 == dense.sha256
-
-
 @pytest.mark.slow
 def test_with_beta_and_without_loss_it_is_momentum_sgd() -> None:
     moving = ("optimizer.momentum=0.9", "optimizer.lr=0.02", "optimizer.weight_decay=0")

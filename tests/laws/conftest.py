@@ -1,8 +1,0 @@
-"""Laws hold for codecs, rules and short runs."""
-
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def _forecasts(short_forecasts: None) -> None:
-    """Shorten the forecasts, which most tests here ignore."""
