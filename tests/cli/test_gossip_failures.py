@@ -88,9 +88,9 @@ def test_failures_and_rejoins_in_every_mode(mode: str) -> None:
             assert ran.end["reason"] == "steps"
             assert ran.end["steps"] == sum(ran.end["steps_by"]) >= 120
             assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
-            if mode in ROUNDS:
-                survivors = [rank for rank in (1, 3) if len(events) < 3 or rank == 1]
-                assert {ran.end["commits"][rank] for rank in survivors} == {ran.end["merges"]}
+            for rank in (1, 3) if mode in ROUNDS and len(events) < 3 else ():
+                own_rounds = [r for r in ran.of("Round") if r["rank"] == rank]
+                assert ran.end["commits"][rank] == len(own_rounds) <= ran.end["merges"]
 
 
 @pytest.mark.parametrize(
