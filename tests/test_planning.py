@@ -96,8 +96,8 @@ def given(folder: Path, *lines: str) -> str:
         (
             ("sync=bsp", "sync=bsp topology=all_reduce"),
             (
-                "stage bsp: topology=all_reduce differs from topology=parameter_server of stage bsp,"
-                " and a worker's state cannot be converted; take one topology for the whole run"
+                "stage bsp: the topology, or a key of it, differs from that of stage bsp, and a"
+                " worker's state cannot be converted; take one topology for the whole run"
             ),
         ),
         (

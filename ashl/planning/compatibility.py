@@ -123,7 +123,10 @@ def check_stages(parts: Parts, plan: Plan) -> None:
     Raises: UsageError.
     """
     stages = plan.stages
-    check_one_topology(stages, parts.stages)
+    check_one_topology(stages)
+    topology = parts.stages[0].topology
+    if isinstance(topology, ShardedServer):
+        topology.bounds([layer.size for layer in layout_of(plan.layers)])  # checks them
     check_online_costs(parts, stages)
     extra = {extra_ranks(own.topology, own.sync, parts.cluster.node) for own in parts.stages}
     if len(extra) > 1:
@@ -247,17 +250,22 @@ def check_momentum_handover(stage: str, before: StageParts, own: StageParts) -> 
     )
 
 
-def check_one_topology(stages: Sequence[StagePlan], parts: Sequence[StageParts]) -> None:
-    """Refuse stages of different topologies: a rank's state depends on the topology.
+def check_one_topology(stages: Sequence[StagePlan]) -> None:
+    """Refuse stages of different topologies: a rank's state depends on the topology and its keys.
 
+    Only the density of pulls may differ.
     Raises: UsageError.
     """
-    for stage, own in zip(stages, parts, strict=True):
-        if type(own.topology) is not type(parts[0].topology):
+
+    def fixed(stage: StagePlan) -> Spec:
+        return {key: value for key, value in stage.topology.items() if key != "pull_ratio"}
+
+    for stage in stages:
+        if fixed(stage) != fixed(stages[0]):
             raise UsageError(
-                f"stage {stage.name}: topology={option_name(own.topology)} differs from"
-                f" topology={option_name(parts[0].topology)} of stage {stages[0].name}, and a"
-                " worker's state cannot be converted; take one topology for the whole run"
+                f"stage {stage.name}: the topology, or a key of it, differs from that of stage"
+                f" {stages[0].name}, and a worker's state cannot be converted; take one topology"
+                " for the whole run"
             )
 
 
@@ -510,24 +518,6 @@ def note_gathered_payloads(
         f" {most}{gathered / 1e6:.3g} MB a round; all-reduce without compression moves"
         f" {ring / 1e6:.3g} MB"
     ]
-
-
-def check_sharded_server(plan: Plan, parts: Parts) -> None:
-    """Refuse more servers than the model has shards, and shards that change between stages.
-
-    Raises: UsageError.
-    """
-    topology = parts.stages[0].topology
-    if not isinstance(topology, ShardedServer):
-        return
-    topology.bounds([layer.size for layer in layout_of(plan.layers)])
-    for stage, own in zip(plan.stages, parts.stages, strict=True):
-        if own.topology != topology:
-            raise UsageError(
-                f"topology={option_name(topology)}: stage {stage.name} has other shards than stage"
-                f" {plan.stages[0].name}, and servers cannot exchange shards; take the same"
-                " topology.servers and topology.partition_by in all stages"
-            )
 
 
 def overlaps_steps(own: StageParts) -> bool:

@@ -34,7 +34,6 @@ from ashl.planning.compatibility import (
     check_costs,
     check_faults,
     check_plan_overrides,
-    check_sharded_server,
     check_stages,
     check_sync_overrides,
     check_targets,
@@ -344,10 +343,8 @@ def add_prediction(
     """Return the plan with the prediction of each stage, if the cluster or the profile declares all
     costs.
 
-    Raises: UsageError if the topology cannot partition the model, or does not support the algorithm
-    of all-reduces.
+    Raises: UsageError if the topology does not support the algorithm of all-reduces.
     """
-    check_sharded_server(plan, parts)
     plan = replace(plan, notes=plan.notes + note_reduction_times(plan, parts, cluster))
     if not isinstance(cluster, Cluster) or cluster.missing():
         return plan

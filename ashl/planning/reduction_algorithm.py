@@ -1,6 +1,5 @@
 """Algorithm of all-reduces (`topology.algorithm`): its checks, and a note on its duration."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,22 +20,6 @@ def nodes_of_workers(cluster: Any) -> tuple[int, ...] | None:
     if isinstance(cluster, RealCluster) and cluster.hosts is not None:
         return tuple(map(cluster.hosts.index, cluster.hosts))
     return cluster.node
-
-
-def check_reduction_algorithm(parts: Parts, stages: Sequence[StagePlan], layout: Layout) -> None:
-    """Refuse an algorithm that a stage does not support, or stages of different algorithms.
-
-    Raises: UsageError.
-    """
-    algorithm = parts.stages[0].topology.algorithm
-    for stage, own in zip(stages, parts.stages, strict=True):
-        if own.topology.algorithm != algorithm:
-            raise UsageError(
-                f"stage {stage.name} has topology.algorithm={own.topology.algorithm or 'null'} and"
-                f" stage {stages[0].name} has {algorithm or 'null'}; take the same in all stages"
-            )
-        if algorithm is not None:
-            check_stage_algorithm(algorithm, stage, own, parts, layout)
 
 
 def check_stage_algorithm(
@@ -92,9 +75,12 @@ def note_reduction_times(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...
 
     Raises: UsageError if a stage does not support the algorithm.
     """
-    check_reduction_algorithm(parts, plan.stages, layout_of(plan.layers))
     algorithm, found = parts.stages[0].topology.algorithm, list[str]()
-    if algorithm is None or plan.num_workers == 1:
+    if algorithm is None:
+        return ()
+    for stage, own in zip(plan.stages, parts.stages, strict=True):
+        check_stage_algorithm(algorithm, stage, own, parts, layout_of(plan.layers))
+    if plan.num_workers == 1:
         return ()
     if isinstance(clock, Cluster) and not LINKS & set(clock.missing()):
         nbytes, group = (
