@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conf_option import conf_option
-from PIL import Image
 
-from ashl.data.image_folder import Decoder
 from ashl.data.vision import load_torchvision
 from ashl.errors import AshlError, DataMissingError
 
@@ -90,57 +88,3 @@ def test_cifar_s_colours_come_first(tmp_path, monkeypatch):
     inputs, _ = data.test.batch(np.array([2]))
     green = (pixels[2, :, :, 1] / 255 - 0.4822) / 0.2435
     np.testing.assert_allclose(inputs[0, 1].numpy(), green, rtol=1e-4, atol=1e-5)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Two classes of one colour each, of different sizes; lossless, so that colours can be
-    compared.
-    """
-    for half, count in (("train", 3), ("test", 1)):
-        for number, (name, colour) in enumerate([("cat", (255, 0, 0)), ("dog", (0, 0, 255))]):
-            place = tmp_path / half / name
-            place.mkdir(parents=True)
-            for index in range(count):
-                Image.new("RGB", (12 + 3 * number, 10 + index), colour).save(place / f"{index}.png")
-    return tmp_path
-
-
-@pytest.mark.parametrize("cache_mb", [0, 1])
-def test_image_folder(folder, cache_mb):
-    data = conf_option(
-        "dataset", "image_folder", root=str(folder), image_size=8, cache_mb=cache_mb
-    ).load()
-    assert (len(data.train), len(data.test), data.sample_shape, data.num_classes) == (
-        6,
-        2,
-        (3, 8, 8),
-        2,
-    )
-    assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    for _ in range(2):  # decoded, then from memory
-        inputs, targets = data.train.batch(np.array([5, 0]))
-        assert targets.tolist() == [1, 0]
-        red = (1 - 0.485) / 0.229
-        torch.testing.assert_close(inputs[1, 0], torch.full((8, 8), red))
-        torch.testing.assert_close(inputs[0, 0], torch.full((8, 8), -0.485 / 0.229))
-
-
-def test_decoder_keeps_what_fits_and_decodes_the_rest_again(folder, monkeypatch):
-    paths = sorted(str(path) for path in (folder / "train").rglob("*.png"))
-    size = 400  # 480 kB an image: two fit into a megabyte
-    decoder, opened = Decoder(paths, size, cache_mb=1), []
-    decode = Decoder._decode
-    monkeypatch.setattr(
-        Decoder, "_decode", lambda self, path: opened.append(path) or decode(self, path)
-    )
-    everything = torch.arange(4)
-    first, second = decoder[everything], decoder[everything]
-    assert torch.equal(first, second)
-    assert opened == paths[:4] + paths[2:4]
-
-
-def test_classes_must_agree(folder):
-    (folder / "test" / "dog").rename(folder / "test" / "wolf")
-    with pytest.raises(DataMissingError, match=r"dog, wolf"):
-        conf_option("dataset", "image_folder", root=str(folder)).load()

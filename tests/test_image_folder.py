@@ -13,6 +13,7 @@ from conf_option import conf_option
 from PIL import Image
 
 from ashl.data.dataset import Data
+from ashl.data.image_folder import Decoder
 from ashl.errors import AshlError, DataMissingError
 
 GREY = np.full((16, 16), 128, np.uint8)
@@ -54,6 +55,39 @@ def test_what_programs_leave_is_neither_a_class_nor_an_image(tmp_path) -> None:
     assert data.notes == (
         "dataset: files in the folders of classes that are not used: 1 .heic, 1 .txt",
     )
+
+
+@pytest.mark.parametrize("cache_mb", [0, 1])
+def test_pixels_are_normalised_when_decoded_and_from_memory(tmp_path, cache_mb) -> None:
+    root = str(fill(tmp_path))
+    fields = {"root": root, "image_size": 8, "cache_mb": cache_mb}
+    data = conf_option("dataset", "image_folder", **fields).load()
+    assert (data.sample_shape, data.train.labels.tolist()) == ((3, 8, 8), [0, 0, 1, 1])
+    for _ in range(2):
+        inputs, targets = data.train.batch(np.array([3, 0]))
+        assert targets.tolist() == [1, 0]
+        red = (128 / 255 - 0.485) / 0.229
+        torch.testing.assert_close(inputs[:, 0], torch.full((2, 8, 8), red))
+
+
+def test_decoder_keeps_what_fits_and_decodes_the_rest_again(tmp_path, monkeypatch) -> None:
+    paths = sorted(str(path) for path in (fill(tmp_path) / "train").rglob("*.png"))
+    size = 400  # 480 kB an image: two fit into a megabyte
+    decoder, opened = Decoder(paths, size, cache_mb=1), []
+    decode = Decoder._decode
+    monkeypatch.setattr(
+        Decoder, "_decode", lambda self, path: opened.append(path) or decode(self, path)
+    )
+    everything = torch.arange(4)
+    assert torch.equal(decoder[everything], decoder[everything])
+    assert opened == paths + paths[2:]
+
+
+def test_classes_must_agree(tmp_path) -> None:
+    root = fill(tmp_path)
+    (root / "test" / "dog").rename(root / "test" / "wolf")
+    with pytest.raises(DataMissingError, match=r"dog, wolf"):
+        load(root)
 
 
 def test_links_are_followed_once(tmp_path) -> None:
