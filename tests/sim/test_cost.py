@@ -90,8 +90,7 @@ def test_a_round_costs_a_worker_the_same_among_many(case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["server, bsp", "all-reduce", "ring", "pairs", "smart groups"])
-def test_planning_costs_by_the_worker(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ashl.planning.predict.CYCLES", 8)  # as many for few workers as for many
+def test_planning_costs_by_the_worker(case: str) -> None:
     costs = []
     for n in (FEW, MANY):
         config = composed(CASES[case], n)
