@@ -1,4 +1,4 @@
-"""Under a declared `exchange_s` no port is ever busy: plans, sweeps and reports say so where it
+"""Under a declared `exchange_s` no port is ever busy: sweeps and reports say so where it
 decides the outcome.
 """
 
@@ -10,28 +10,8 @@ from ashl.config.flat import flat_config
 from ashl.planning.uncontended_link_note import note_comparison
 from ashl.study.grid import grid_lines, make_grid
 from ashl.study.sweep import announce
-from tests.support import planned
 
 PORTS = ["cluster.exchange_s=null", "cluster.bandwidth_mbit_s=10", "cluster.latency_s=0.001"]
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("topology=gossip sync=matcha", "MATCHA's budget saves no time"),
-        (
-            "topology=gossip sync=d_psgd topology.graph=complete",
-            "every neighbour beyond the first is free on graph",
-        ),
-        ("sync=asp cluster.num_workers=16", "16 workers never queue at the server"),
-        ("topology=gossip sync=d_psgd", None),
-        ("sync=asp", None),
-    ],
-)
-def test_a_plan_says_what_its_cluster_leaves_out(line: str, says: str | None) -> None:
-    short = ["runtime.gradients=false", "stop.steps=1", *line.split()]
-    assert says in planned(*short).notes[-1] if says else not planned(*short).notes
-    assert not planned(*short, *PORTS).notes
 
 
 @pytest.mark.parametrize(

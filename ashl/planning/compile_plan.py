@@ -27,7 +27,6 @@ from ashl.optimizer.schedule import with_horizon
 from ashl.plan.files import read_plan, read_profile
 from ashl.plan.plan import SCHEMA, Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
-from ashl.planning import uncontended_link_note
 from ashl.planning.capabilities import Choice, check_choice
 from ashl.planning.compatibility import (
     check_compression,
@@ -181,7 +180,6 @@ def _prepare_plan(
             *renamed(parts["task"].metric),
             *found,
             *note_implied_bandwidth(parts["cluster"], 4 * num_params),
-            *uncontended_link_note.note_plan(config, num_workers),
             *note_profile(known, parts["compression"], replaced, config["choices"]),
             *note_whole_steps(parts["sync"], num_workers, config["choices"]),
             *note_shared_cores(parts["cluster"], parts["runtime"], num_ranks),
