@@ -679,9 +679,7 @@ async def reform_rounds(
         return index, state
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
-    assert isinstance(state.progress, Progress)
-    correct = partial(with_counts, state.progress, stages[index], counts)
-    state.progress = ctx.compute_once(epoch.workers, ("counts", epoch.number), correct)
+    correct_counts(ctx, stages[index], state, counts, epoch)
     continue_with(ctx, stages[index], state, epoch, standing)
     if decision:  # all members know it, so it holds after this round
         state.header = NO_HEADER._replace(decision=decision, last=state.k)
@@ -709,11 +707,30 @@ async def gather_counts(
     return (-total[:-1]).tolist(), int(total[-1, 0])
 
 
-def with_counts(progress: Progress, stage: StageConfig, counts: list[list[int]]) -> Progress:
-    """Return the progress with these rounds and steps of each worker."""
+def correct_counts(
+    ctx: RankContext, stage: StageConfig, state: RoundState, counts: list[list[int]], epoch: Epoch
+) -> None:
+    """Set the rounds and steps of each worker, also those within the budget."""
+    assert isinstance(state.progress, Progress)
+    correct = partial(with_counts, state.progress, stage, counts)
+    state.progress = ctx.compute_once(epoch.workers, ("counts", epoch.number), correct)
+    if state.in_time is not None:
+        in_time = with_counts(state.in_time.progress, stage, counts, at_most=True)
+        state.in_time = state.in_time._replace(progress=in_time)
+
+
+def with_counts(
+    progress: Progress, stage: StageConfig, counts: list[list[int]], at_most: bool = False
+) -> Progress:
+    """Return the progress with these rounds and steps of each worker.
+
+    Args: at_most: True if a worker with fewer keeps its own.
+    """
     progress = progress.copy()
     for rank, (rounds, steps) in enumerate(counts):
         counted_rounds, counted = progress.rounds_and_steps_of(rank)
+        if at_most and steps >= counted:
+            continue
         samples = (counted - steps) * stage.worker(rank).batch
         progress.take_back(rank, counted_rounds - rounds, counted - steps, samples)
     return progress

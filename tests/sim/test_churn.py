@@ -160,6 +160,7 @@ TOPOLOGIES = {
         "sync.group_size=2",
         "sync.local_steps=2",
     ),
+    "gossip": ("topology=gossip", "sync=d_psgd", "sync.local_steps=2"),
     "tree of servers": ("topology=halos", "topology.regions=[0,0,1]", "sync=asp"),
 }
 
@@ -171,6 +172,7 @@ def test_failures_at_random_never_end_a_run(topology: str) -> None:
     ran = run(plan)
     assert ran.end["reason"] == "seconds"
     assert len(ran.of("WorkerFailed")) > 5
+    assert min(ran.end["dropped_by"]) >= 0
     there = 3
     for record in ran.records:
         there += {"WorkerFailed": -1, "WorkerRejoined": 1}.get(record["kind"], 0)
