@@ -12,7 +12,7 @@ from copy import deepcopy
 from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import hydra
 import yaml
@@ -171,13 +171,6 @@ def specs_of(
     return [compose([*others, f"{group}={name}"], config_dir)[group] for name in names]
 
 
-@runtime_checkable
-class Naming(Protocol):
-    """A schedule that may set the sync mode of each stage."""
-
-    names_sync: bool
-
-
 def _names_sync(config: Mapping) -> bool:
     """Return True if the schedule sets the sync mode of each stage.
 
@@ -187,7 +180,7 @@ def _names_sync(config: Mapping) -> bool:
         schedule = found(
             config["schedule"].get("_target_", ""), "schedule", config["allow_targets"]
         )
-        return isinstance(schedule, Naming) and schedule.names_sync
+        return bool(getattr(schedule, "names_sync", False))
     return False
 
 
