@@ -276,6 +276,16 @@ def test_a_run_that_is_to_stop_leaves_no_checkpoint(
     assert not folder_of(tmp_path, 0).exists()
 
 
+def test_a_checkpoint_that_is_complete_after_its_stage_has_ended_is_discarded(
+    tmp_path: Path,
+) -> None:
+    """A resumed run would begin with the end of the stage that it continues."""
+    home = Home()
+    home.run_state.stages.append(SimpleNamespace(end_ns=4 * SECOND))
+    made(CheckpointManager(tmp_path, 1, 1.0, "run"), 0, home)
+    assert not folder_of(tmp_path, 0).exists()
+
+
 def test_a_part_that_is_not_written_leaves_no_checkpoint(tmp_path: Path) -> None:
     checkpoint_manager = CheckpointManager(tmp_path, 2, 1.0, "run")
     made(checkpoint_manager, 0, Home(), error="no space left on device")

@@ -149,13 +149,16 @@ def complete(
     the last complete ones, of which `WHOLE` are kept.
 
     Args: files, the hash by name of the files that are there already; about, other manifest keys.
-    Returns: False if the run is about to stop or its time is over; then the checkpoint is deleted.
+    Returns: False if the run is about to stop, if its time is over, or if a stage has ended since;
+    then the checkpoint is deleted.
     Raises: OSError, or RuntimeError (torch's error for a full disk), after this checkpoint is
     deleted.
     """
     budget_s = monitor.plan.limits.seconds
     is_over = budget_s is not None and about["time_ns"] > budget_s * 1e9
-    if is_over or monitor.stopping is not None:
+    # the last part may arrive after the end of its stage, which the monitor's state would hold
+    stage_ended = any(stage.end_ns > about["time_ns"] for stage in monitor.run_state.stages)
+    if is_over or stage_ended or monitor.stopping is not None:
         shutil.rmtree(folder, ignore_errors=True)
         return False
     try:
