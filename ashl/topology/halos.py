@@ -389,7 +389,7 @@ async def merge_region_update(
     last, loss, pushes, latest, samples, lead = message.meta
     if last:
         state.flush_requested += (message.src,)
-    if last and state.signal == PAUSE:  # the time budget has ended in that region
+    if last and state.signal in (GO, PAUSE):  # the time budget has ended in that region
         await change_signal(ctx, stage, state, STOP, "seconds")
     if state.signal == STOP or message.payload is None:
         return

@@ -2,6 +2,7 @@
 up.
 """
 
+import math
 from functools import partial
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from ashl.errors import UsageError
 from ashl.planning.instantiate import assemble
+from ashl.runtime.effects import ANY
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import Progress
 from ashl.topology.halos import GlobalServerState, apply_region_update
 from tests.support import simulated
@@ -146,3 +149,14 @@ def test_a_stage_boundary_counts_all_work_in_flight() -> None:
 def test_what_cannot_be_is_refused(overrides: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         simulated("topology=halos", *overrides.split())
+
+
+def test_regions_that_reach_the_budget_first_end_the_run(monkeypatch) -> None:
+    """On processes the global server may have messages to read until all regions have closed."""
+    receive = RankContext.recv
+
+    def receive_without_budget(ctx, *tags, src=ANY, before_s=math.inf):
+        return receive(ctx, *tags, src=src, before_s=math.inf if ctx.rank == 4 else before_s)
+
+    monkeypatch.setattr(RankContext, "recv", receive_without_budget)
+    assert tree("cluster.compute=[1,1,2,2]", "stop.seconds=0.5").end["reason"] == "seconds"
