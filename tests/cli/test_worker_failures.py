@@ -92,7 +92,6 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
         "sync=asp",
         "sync=local_sgd sync.local_steps=4",
         "sync=fedbuff",
-        "sync=backup",
         "schedule=ashl",
         *OWN,
         *LATE,
