@@ -177,7 +177,7 @@ def test_a_daemonic_process_forked_from_one_that_has_trained(runtime, tmp_path) 
     assert (tmp_path / "second/summary.json").exists()
 
 
-JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+JOB = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
 
 
 @pytest.mark.parametrize(

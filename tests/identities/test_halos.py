@@ -152,7 +152,7 @@ def test_what_cannot_be_is_refused(overrides: str, says: str) -> None:
 
 
 def test_regions_that_reach_the_budget_first_end_the_run(monkeypatch) -> None:
-    """On processes the global server may have messages to read until all regions have closed."""
+    """The global server may have messages to read until all regions have closed, on processes."""
     receive = RankContext.recv
 
     def receive_without_budget(ctx, *tags, src=ANY, before_s=math.inf):
