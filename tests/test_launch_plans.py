@@ -121,6 +121,7 @@ def test_what_is_copied() -> None:
     [
         (["10.0.0.1", "10.0.0.2"], {}, "10.0.0.1"),
         (["localhost", "127.0.0.2"], {}, "127.0.0.1"),
+        (["10.0.0.1", "10.0.0.1"], {}, "127.0.0.1"),  # all ranks are on one host
         (["localhost", "10.0.0.2"], {"MASTER_ADDR": "10.0.0.1"}, "10.0.0.1"),
         (["localhost", "10.0.0.2"], {}, None),
     ],
@@ -146,7 +147,8 @@ def test_the_command_line_of_ssh() -> None:
     assert "cd '/a b'" in script
     assert "RANK=2 WORLD_SIZE=3" in script
     assert "/opt/py -P -m ashl.cli train sync=bsp </dev/null" in script
-    assert ssh.command(launch, Machine("localhost", 1), "x") == ["sh", "-c", "x"]
+    here = ["env", "-u", "SSH_CONNECTION", "sh", "-c", "x"]
+    assert ssh.command(launch, Machine("localhost", 1), "x") == here
 
 
 def test_a_secret_is_in_no_command_line() -> None:

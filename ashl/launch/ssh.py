@@ -74,7 +74,7 @@ def command(launch: Launch, machine: Machine, script: str) -> list[str]:
     If an option is given twice, ssh uses the first value, which is the user's.
     """
     if machine.login == LOCAL:
-        return ["sh", "-c", script]
+        return ["env", "-u", "SSH_CONNECTION", "sh", "-c", script]  # that of this shell, if any
     return [*launch.ssh, *OPTIONS.split(), machine.login, f"exec sh -c {quote(script)}"]
 
 
@@ -91,10 +91,11 @@ def environment_line(launch: Launch, addresses: Sequence[str]) -> bytes:
     Args: addresses, of the hosts; the first one is the master's, unless --env names another.
     Raises: UsageError for a value of several lines, or if other hosts cannot reach the master.
     """
-    first = "127.0.0.1" if is_loopback(addresses[0]) else addresses[0]
+    alone = len({*addresses}) == 1
+    first = "127.0.0.1" if alone or is_loopback(addresses[0]) else addresses[0]
     env = {"MASTER_ADDR": first, "MASTER_PORT": str(random_port()), **launch.env}
     master = env["MASTER_ADDR"]
-    if is_loopback(master) and not all(map(is_loopback, addresses)):
+    if is_loopback(master) and not (alone or all(map(is_loopback, addresses))):
         raise UsageError(
             f"other hosts cannot reach the first one at {master}; name it by an address in the"
             " hosts file, or add --env MASTER_ADDR=ADDRESS"
@@ -117,24 +118,37 @@ async def run(launch: Launch, wanted: Sequence[Task]) -> int:
     """
     connections: list[Connection] = []
     interrupts: list[int] = []
-    limit_s = 0.1
     try:
         await connect(launch, wanted, connections)
         line = environment_line(launch, [str(connection.address) for connection in connections])
-        limit_s = GRACE_S + SETTLE_S
-        for connection in connections:
-            connection.process.stdin.write(line)
-        with handle_signals(lambda number, _: interrupts.append(number)):
+    except BaseException:
+        await end(connections, [], 0.1)
+        raise
+    with handle_signals(lambda number, _: interrupts.append(number)):
+        try:
+            for connection in connections:
+                connection.process.stdin.write(line)
             return await supervise(connections, interrupts)
-    finally:
-        for connection in connections:
-            connection.process.stdin.close()
-        for process in [connection.process for connection in connections]:
+        finally:
+            await end(connections, interrupts, GRACE_S + SETTLE_S)
+
+
+async def end(connections: Sequence[Connection], interrupts: Sequence[int], limit_s: float) -> None:
+    """End the input of all connections, and kill those that last longer; at once after a second
+    interrupt.
+    """
+    for connection in connections:
+        connection.process.stdin.close()
+    for process in [connection.process for connection in connections]:
+        until_s = asyncio.get_running_loop().time() + limit_s
+        while process.returncode is None and asyncio.get_running_loop().time() < until_s:
             with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), limit_s if len(interrupts) < 2 else 0.1)
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with a ProxyCommand of ssh
-                await process.wait()
+                await asyncio.wait_for(process.wait(), min(0.1, limit_s))
+            if len(interrupts) > 1:
+                break
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)  # with a ProxyCommand of ssh
+            await process.wait()
 
 
 async def connect(launch: Launch, wanted: Sequence[Task], connections: list[Connection]) -> None:
@@ -222,7 +236,8 @@ async def supervise(connections: Sequence[Connection], interrupts: Sequence[int]
             # after an interrupt, a rank that has not begun is killed by the signal
             if not code or failed or interrupts:
                 continue
-            if killed and connection.task.rank:
+            # an agent of torchrun is no rank: the others would wait for it for minutes
+            if killed and connection.task.rank and "RANK" in connection.task.env:
                 sys.stderr.write(f"ashl: {describe(connection, code)}\n")
             else:
                 failed, why = code if code in (1, 2, 3, 130) else 1, describe(connection, code)
