@@ -66,7 +66,9 @@ def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
     found: dict[str, dict[str, Path]] = {}
     for group in defaults():
         options = {file.stem: file for file in (CONF / group).glob("[!_]*.yaml")}
-        for file in (config_dir / group).glob("[!_]*.yaml") if config_dir else ():
+        for file in (config_dir / group).glob("[!_.]*.yaml") if config_dir else ():
+            if not file.exists():  # a link that leads nowhere
+                continue
             if not file.samefile(options.setdefault(file.stem, file)):
                 raise UsageError(
                     f"{file} has the name of an option of ashl's own; rename it, as in"
@@ -252,20 +254,22 @@ class CheckedLoader(yaml.SafeLoader):
             if key.tag != MERGE:
                 continue
             for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                if not isinstance(part, yaml.MappingNode):
+                if not isinstance(part, yaml.MappingNode) or part is node:
                     raise ConstructorError(
-                        problem="`<<` merges mappings only", problem_mark=key.start_mark
+                        problem="`<<` merges other mappings only", problem_mark=key.start_mark
                     )
                 self.flatten_mapping(part)
                 merged += part.value
-        for pairs in (written, merged):
-            names = [str(key.value) for key, _ in pairs]
-            if repeated := [name for name in names if names.count(name) > 1]:
-                raise ConstructorError(
-                    problem=f"{repeated[0]} is twice in one mapping, directly or through `<<`;"
-                    " write it once",
-                    problem_mark=node.start_mark,
-                )
+        for pairs, mark in ((written, None), (merged, node.start_mark)):
+            names = set[str]()
+            for key, _ in pairs:
+                if str(key.value) in names:
+                    raise ConstructorError(
+                        problem=f"{key.value} is twice in one mapping, directly or through `<<`;"
+                        " write it once",
+                        problem_mark=mark or key.start_mark,
+                    )
+                names.add(str(key.value))
         node.value = list(
             {str(key.value): (key, value) for key, value in merged + written}.values()
         )
@@ -328,6 +332,8 @@ def _parsed(parse, text: str, file: Path):
         raise UsageError(f"{file}, {line}, is not valid YAML: {problem}.") from error
     except RecursionError as error:
         raise UsageError(f"{file} nests its values too deep; write them flatter.") from error
+    except ValueError as error:  # a date that no calendar has, for example
+        raise UsageError(f"{file} has a value that YAML cannot read: {error}.") from error
 
 
 def parents(file: Path) -> Iterator[Path]:

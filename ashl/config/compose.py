@@ -207,6 +207,8 @@ def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(sentence(error)) from error
     except ValueError as error:  # YAML reads a name in a `defaults` list as a number or a boolean
+        for file in chain.from_iterable(options.values() for options in known.values()):
+            load(file)  # raises an error that names the file, for example for a date
         raise UsageError(
             f"A `defaults` list of a file in {folder} names an option that is not text:"
             f" {sentence(error)}"

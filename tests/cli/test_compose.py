@@ -219,6 +219,14 @@ def test_own_options_are_found(mine) -> None:
             "model=a",
             "line 3, is not valid YAML: k is twice in one mapping",
         ),
+        ("model/a.yaml", "k: 1\nk: 2\n", "model=a", "line 2, is not valid YAML: k is twice"),
+        ("model/a.yaml", "a: &a\n  <<: *a\n", "model=a", "`<<` merges other mappings only"),
+        (
+            "model/a.yaml",
+            "steps: 2020-99-99\n",
+            "model=a",
+            "a.yaml has a value that YAML cannot read",
+        ),
         ("model/a.yaml", "x: \xff\n", "model=a", "not text in UTF-8"),
         (
             "model/a.yaml",
@@ -263,6 +271,15 @@ def test_own_options_are_found(mine) -> None:
 )
 def test_own_files_with_faults(mine, path: str, text: str, override: str, says: str) -> None:
     assert says in message(override, config_dir=mine(path, text))
+
+
+def test_hidden_files_and_broken_links_are_no_options(mine) -> None:
+    """Editors and other systems leave them."""
+    folder = mine("sync/._mine.yaml", "not: [an option")
+    (folder / "sync/.#mine.yaml").symlink_to("nowhere")
+    (folder / "sync/mine.yaml").symlink_to("nowhere")
+    assert "mine" not in catalog(folder)["sync"]
+    assert compose(["sync=bsp"], folder)
 
 
 def test_a_file_that_an_own_option_starts_from_is_looked_at_too(mine) -> None:
