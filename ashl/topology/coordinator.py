@@ -185,7 +185,6 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: CoordinatorSt
     while state.signal == GO:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(reported, before_s=deadline_s)
-        # the coordinator's rounds are not reported, so drop their spans
         ctx.time_accounting.fold_if_many()
         if message is None:
             state.signal, state.reason = STOP, "seconds"

@@ -27,6 +27,7 @@ COMPUTES, KEEPS, IDLES = range(3)
 class Standing(NamedTuple):
     """Progress of the members before they continue."""
 
+    stage: int  # index of the stage in which all members continue
     version: int  # model version with which all members continue
     donor: int  # the lowest rank with that state, or a newer one
     behind: tuple[int, ...]  # members with an older state, or none
@@ -88,6 +89,7 @@ async def compare_members(
     joined = tuple(rank for rank, place in by_rank.items() if place[1] == NO_MODEL)
     idle = {*joined, *(rank for rank, part in part_of.items() if part == IDLES)}
     return Standing(
+        stage=newest[0],
         version=newest[1],
         donor=ready[0],
         behind=tuple(rank for rank in epoch.workers if rank not in ready),

@@ -653,7 +653,7 @@ async def reform_rounds(
     index, state = saved
     version = NO_MODEL if is_new else state.progress.version
     standing = await compare_members(ctx, stages, epoch, index, version)
-    counts, decision = await gather_counts(ctx, state, epoch, standing)
+    counts, decision = await gather_counts(ctx, index, state, epoch, standing)
     if ctx.rank == standing.donor:
         assert isinstance(state.progress, Progress)
         in_time = state.in_time and state.in_time.progress
@@ -687,15 +687,16 @@ async def reform_rounds(
 
 
 async def gather_counts(
-    ctx: RankContext, state: RoundState, epoch: Epoch, standing: Standing
+    ctx: RankContext, index: int, state: RoundState, epoch: Epoch, standing: Standing
 ) -> tuple[list[list[int]], int]:
     """Exchange how far each worker is, and the decision of the lead rank.
 
     Returns: the rounds and steps of each worker that models contain; the position in DECISIONS.
     A member that continues counts its own rounds. The slowest member counts the rounds of a failed
-    worker. A pause is decided again.
+    worker. A pause is decided again, and the decision of an earlier stage has been carried out.
     """
-    progress, decision = state.progress, int(state.header.decision)
+    progress = state.progress
+    decision = int(state.header.decision) if index == standing.stage else 0
     counts = torch.full((progress.num_workers + 1, 2), torch.iinfo(torch.int64).min)
     counts[-1] = 0 if DECISIONS[decision] == CHECKPOINT else decision
     if ctx.rank not in standing.joined:

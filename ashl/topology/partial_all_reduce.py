@@ -277,7 +277,6 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: GroupCoordina
     while state.signal in (GO, PAUSE):
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(*coordinator_tags(stage), before_s=deadline_s)
-        # the coordinator's rounds are not reported, so drop their spans
         ctx.time_accounting.fold_if_many()
         if message is None:
             state.signal, state.reason = STOP, "seconds"
