@@ -21,7 +21,7 @@ from ashl.launch.environment import ENGINES, clear_launcher_env
 from ashl.report.records import is_summary
 from ashl.run import process_setup
 from ashl.run.monitor import Monitor
-from ashl.tracking import jsonl
+from ashl.tracking import jsonl, ui
 from ashl.tracking.console import Progress
 from ashl.tracking.killed import close_killed
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
@@ -244,6 +244,9 @@ def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workpla
     } <= {*same}
     assert closed["status"] == "interrupted"
     assert closed["best"]["test_accuracy"] == whole["best"]["test_accuracy"]
+    (run / "summary.json").unlink()
+    assert "/runs/" in ui.link_of(workplace, "http://here", run), "its copy in MLflow ends"
+    assert jsonl.whole(run / "summary.json") == closed
     jsonl.write_json(run / "summary.json", whole)
     assert main(["compare", "run", "--out", "/proc/report.html"]) == 2
     assert "name another place with --out FILE" in capsys.readouterr().err
