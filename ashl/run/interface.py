@@ -107,13 +107,16 @@ def towards(host: str, port: int = ANY_PORT) -> Chosen | None:
 def own_address(host: str) -> str:
     """Return the address of this machine by which its name `host` is known; "" = all addresses.
 
-    A name may resolve to loopback here and to another address elsewhere: then it is the address of
-    GLOO_SOCKET_IFNAME, else all addresses.
+    A name may resolve to loopback here, or to an address that another machine translates: then it
+    is the address of GLOO_SOCKET_IFNAME, else all addresses.
     """
     if is_loopback(host):
         return "127.0.0.1" if host == LOCAL else host
+    known = set[str]()
+    with suppress(OSError):
+        known = {str(target[0]) for *_, target in socket.getaddrinfo(host, None)}
     found = towards(host)
-    if found is None or found.loopback:
+    if found is None or found.loopback or found.address not in known:
         found = named(None)
     return found.address if found else ""
 

@@ -30,7 +30,7 @@ REPLACE = "replace"  # error handler of a stream: `?` for a letter that its enco
 
 
 class Output(io.FileIO):
-    """The descriptor of a terminal or a pipe, which survives the end of its reader.
+    """A descriptor that survives the end of its reader, if it is a terminal or a pipe.
 
     The terminal may close, or the reader may end (`| head`). Then the descriptor becomes /dev/null
     at the first write that fails, and the command continues.
