@@ -11,7 +11,7 @@ import shlex
 import signal
 import time
 from collections.abc import Generator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -246,9 +246,12 @@ def run_kernel(
         if saved is not None:
             monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
         runtime = monitor.job.parts.runtime
-        lead = lead or launch.lead_here(plan, runtime, monitor.rounds, saving.every_s)
-        with closing(lead.store):
-            pace = launch.run_controller(plan, run_dir, monitor, lead, checkpoint_manager, saved)
+        lead_here = lead or launch.lead_here(plan, runtime, monitor.rounds, saving.every_s)
+        # the store of a job serves late processes until process 0 ends
+        with nullcontext() if lead else closing(lead_here.store):
+            pace = launch.run_controller(
+                plan, run_dir, monitor, lead_here, checkpoint_manager, saved
+            )
     warn(checkpoint_manager.warning)
     return pace
 
