@@ -516,7 +516,7 @@ def test_what_a_race_has_dropped_is_shown_with_how_far_it_came(tmp_path) -> None
     assert [row.label for row in board.rows] == ["ssp", "bsp", "asp"]
     assert board.rows[2].reached == 1
     times = tables.table(board)["time to 90.0 % accuracy"]
-    assert times[2] == "5 s", "one run was still under way at 5 s"
+    assert times[2] == "5 s", "one run was still in progress at 5 s"
     assert not board.ended_badly
     assert "sync=asp seed=1 (00000005): after 4.5 s, far behind" in " ".join(
         answer(board).sentences

@@ -48,8 +48,8 @@ class Connection:
     """A connection to the host of a task."""
 
     task: Task
-    process: Any  # of asyncio, with pipes
-    address: str | None = None  # of the host, once it has answered
+    process: Any  # a process of asyncio, with pipes
+    address: str | None = None  # the address of the host, once it has answered
     last_words: str = ""  # the latest line of its errors, or of a login shell
 
     @property
@@ -139,9 +139,10 @@ async def end(connections: Sequence[Connection], interrupts: Sequence[int], limi
     """
     for connection in connections:
         connection.process.stdin.close()
+    clock = asyncio.get_running_loop().time
     for process in [connection.process for connection in connections]:
-        until_s = asyncio.get_running_loop().time() + limit_s
-        while process.returncode is None and asyncio.get_running_loop().time() < until_s:
+        until_s = clock() + limit_s
+        while process.returncode is None and clock() < until_s:
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), min(0.1, limit_s))
             if len(interrupts) > 1:

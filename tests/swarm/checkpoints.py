@@ -11,7 +11,7 @@ from functools import partial
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
-from ashl.errors import AshlError, UsageError
+from ashl.errors import AshlError
 from ashl.runtime.churn import Churn
 from ashl.runtime.effects import Save
 from ashl.runtime.plain_state import decode, encode, to_plain
@@ -20,7 +20,7 @@ from ashl.runtime.sim import Sim, restore_ranks
 from ashl.stage.contract import StageConfig, extra_ranks
 from ashl.stage.program import program, ranks_to_notify
 from tests.swarm.drawn import BATCH, Seen, befallen_cluster
-from tests.swarm.gossip import drawn_stages
+from tests.swarm.gossip import drawn_stages, fit_graph
 
 Checkpoints = list[tuple[tuple[bytes, bytes], int, int]]  # files, its moment, records until then
 Drawn = Callable[[int], tuple[Cluster, list[StageConfig]] | None]
@@ -90,10 +90,7 @@ def drawn_gossip(seed: int) -> tuple[Cluster, list[StageConfig]] | None:
     rng = random.Random(seed)
     cluster = befallen_cluster(rng)
     stages = drawn_stages(rng, cluster.num_workers)
-    try:
-        for stage in stages:
-            stage.topology.check(stage.sync, cluster.num_workers, stage.seed)
-    except UsageError:
+    if not fit_graph(stages, cluster.num_workers):
         return None
     if any(stage.topology.has_fixed_size for stage in stages):
         return None

@@ -5,6 +5,7 @@ A planted worker that exits early is detected.
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,12 +96,17 @@ def drawn(seed: int) -> tuple[Cluster, list[StageConfig]] | None:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
     stages = drawn_stages(rng, cluster.num_workers)
+    return (cluster, stages) if fit_graph(stages, cluster.num_workers) else None
+
+
+def fit_graph(stages: Sequence[StageConfig], num_workers: int) -> bool:
+    """Return True if every sync mode can keep to its graph."""
     try:
         for stage in stages:
-            stage.topology.check(stage.sync, cluster.num_workers, stage.seed)
+            stage.topology.check(stage.sync, num_workers, stage.seed)
     except UsageError:
-        return None
-    return cluster, stages
+        return False
+    return True
 
 
 def check_counts(seen: Seen, stages: list[StageConfig]) -> None:
