@@ -40,7 +40,7 @@ class Quiet:
     rounds: Rounds = "none"
 
     def __init__(self) -> None:
-        self.stopping: str | None = None
+        self.stop_reason: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.totals: dict[int, dict[str, int]] = {}
 

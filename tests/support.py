@@ -42,7 +42,7 @@ class Ran:
 
     plan: Plan
     rounds: Rounds = "all"
-    stopping: str | None = None
+    stop_reason: str | None = None
     records: list[dict] = field(default_factory=list)
     snapshots: list[tuple[dict, Any]] = field(default_factory=list)
     models: dict[int, Any] = field(

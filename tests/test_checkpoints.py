@@ -30,8 +30,8 @@ SECOND = 1_000_000_000
 class Home:
     """The part of the monitor that a checkpoint uses."""
 
-    def __init__(self, stopping: str | None = None, budget_s: float | None = None) -> None:
-        self.stopping = stopping
+    def __init__(self, stop_reason: str | None = None, budget_s: float | None = None) -> None:
+        self.stop_reason = stop_reason
         self.plan = SimpleNamespace(limits=SimpleNamespace(seconds=budget_s))
         self.beats: dict[int, SimpleNamespace] = {}
         self.run_state = MonitorState(CompressionStats(4), None)
@@ -266,12 +266,12 @@ def test_a_torchrun_restart_resumes_if_there_is_a_checkpoint(kept: Path, capsys)
     assert find_restarted_run(config, again) is None
 
 
-@pytest.mark.parametrize(("stopping", "budget_s"), [("interrupted", None), (None, 2.0)])
+@pytest.mark.parametrize(("stop_reason", "budget_s"), [("interrupted", None), (None, 2.0)])
 def test_a_run_that_is_to_stop_leaves_no_checkpoint(
-    stopping: str | None, budget_s: float | None, tmp_path: Path
+    stop_reason: str | None, budget_s: float | None, tmp_path: Path
 ) -> None:
     """It would stop again as soon as it went on."""
-    home = Home(stopping, budget_s)
+    home = Home(stop_reason, budget_s)
     made(CheckpointManager(tmp_path, 1, 1.0, "run"), 0, home)
     assert not folder_of(tmp_path, 0).exists()
 

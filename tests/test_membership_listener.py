@@ -73,7 +73,7 @@ def test_a_failure_before_a_rank_has_its_connections_arrives_afterwards() -> Non
         listener.on_membership(over)  # the controller repeats it
         return (await ctx.recv(PEER_FAILED, before_s=5.0)).tag[0]
 
-    assert kernel.run(main) == "lost"
+    assert kernel.run(main) == "failed"
 
 
 def test_a_joining_worker_begins_its_first_epoch_once() -> None:

@@ -55,7 +55,7 @@ class StageObserver:
 
     def __init__(self, num_workers: int, home: int) -> None:
         self.num_workers, self.lead_rank = num_workers, home
-        self.stopping: str | None = None
+        self.stop_reason: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.steps: dict[int, int] = {}  # steps at each evaluation, by version of the model
         # moment at which each counting rank reached the evaluation, by version of the model

@@ -158,7 +158,7 @@ def complete(
     is_over = budget_s is not None and about["time_ns"] > budget_s * 1e9
     # the last part may arrive after the end of its stage, which the monitor's state would hold
     stage_ended = any(stage.end_ns > about["time_ns"] for stage in monitor.run_state.stages)
-    if is_over or stage_ended or monitor.stopping is not None:
+    if is_over or stage_ended or monitor.stop_reason is not None:
         shutil.rmtree(folder, ignore_errors=True)
         return False
     try:

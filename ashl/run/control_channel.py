@@ -269,7 +269,7 @@ class Reporter:
         rounds: Rounds,
         incarnation: int = 0,
     ) -> None:
-        self.stopping: str | None = None  # the reason to stop, once the run is to stop
+        self.stop_reason: str | None = None  # the reason to stop, once the run is to stop
         self.scores: dict[str, float | None] | None = None  # results of the latest evaluation
         self.end: End | None = None  # how the run ended, once it has
         self.control_update = ControlUpdate()  # the latest one
@@ -428,9 +428,9 @@ class Reporter:
                 break
             time.sleep(EVERY_S)  # the controller has not begun yet
         update = ControlUpdate.loads(answer)
-        if update.stopping and not self.stopping:
-            logger.info("is asked to stop: %s", update.stopping)
-        self.stopping = self.stopping or update.stopping
+        if update.stop_reason and not self.stop_reason:
+            logger.info("is asked to stop: %s", update.stop_reason)
+        self.stop_reason = self.stop_reason or update.stop_reason
         self.scores = update.scores
         self.control_update = update
         self.on_update(update)

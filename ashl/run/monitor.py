@@ -82,7 +82,7 @@ class MonitorState:
 
     compression: CompressionStats
     parts: ModelSet | None  # incomplete models, if no rank holds the whole model
-    stopping: str | None = None  # the reason why the run is to stop
+    stop_reason: str | None = None  # the reason why the run is to stop
     scores: dict[str, float | None] | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
     target: Target = field(default_factory=Target)
@@ -120,7 +120,7 @@ class MonitorState:
 class Monitor:
     """The observer of a run, in the process that records it.
 
-    Setting `stopping` ends the run: in virtual time at once, on processes once the ranks have
+    Setting `stop_reason` ends the run: in virtual time at once, on processes once the ranks have
     received it.
     """
 
@@ -160,12 +160,12 @@ class Monitor:
         self._state_host_s: float | None = None  # host seconds in the latest `state`
 
     @property
-    def stopping(self) -> str | None:
-        return self.run_state.stopping
+    def stop_reason(self) -> str | None:
+        return self.run_state.stop_reason
 
-    @stopping.setter
-    def stopping(self, reason: str | None) -> None:
-        self.run_state.stopping = reason
+    @stop_reason.setter
+    def stop_reason(self, reason: str | None) -> None:
+        self.run_state.stop_reason = reason
 
     @property
     def scores(self) -> dict[str, float | None] | None:
@@ -326,11 +326,11 @@ class Monitor:
         if record.final:
             self.final = self.with_divergence(counts, found, params)
         hit = self.run_state.target.judge(self.plan.limits, found)
-        self.stopping = self.stopping or hit
-        if self.stopping is None and is_out_of_patience(
+        self.stop_reason = self.stop_reason or hit
+        if self.stop_reason is None and is_out_of_patience(
             self.plan.limits, self.run_state.evaluations
         ):
-            self.stopping = PATIENCE
+            self.stop_reason = PATIENCE
         if not record.final:
             waited = [
                 Waited(beat.rank, beat.totals_ns["wait"] / 1e9, beat.bytes_up, beat.bytes_down)

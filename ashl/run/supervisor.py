@@ -130,7 +130,7 @@ class LivenessMonitor:
             case ProcessExited() | Ready() | WorkerRejoined() | WorkerFailed() | RankError():
                 self.handle_membership_record(record)
             case StopAsked():
-                self.monitor.stopping = self.monitor.stopping or record.reason
+                self.monitor.stop_reason = self.monitor.stop_reason or record.reason
             case PacingStats():
                 self.pace.append(record)
             case Snapshot():
@@ -403,7 +403,7 @@ def supervise(
         late = liveness.silent_ranks(timeout_s)
         liveness.detect_failures(timeout_s, late, now_s)
         checkpoint_manager.complete_checkpoints(liveness.failed, liveness.monitor)
-        if not channel.control_update.stopping and liveness.monitor.final is None:
+        if not channel.control_update.stop_reason and liveness.monitor.final is None:
             liveness.restart_workers(runtime.max_restarts)
         answer_join_requests(liveness)
         raise_settled_failure(liveness, run_dir, now_s)
@@ -440,13 +440,13 @@ def read_records(liveness: LivenessMonitor, checkpoint_manager: CheckpointManage
 
 def publish_stop(liveness: LivenessMonitor, now_s: float) -> None:
     """Ask all ranks to stop, once, if the run is to stop."""
-    channel, reason = liveness.channel, liveness.monitor.stopping
-    if not reason or channel.control_update.stopping:
+    channel, reason = liveness.channel, liveness.monitor.stop_reason
+    if not reason or channel.control_update.stop_reason:
         return
     if reason == "interrupted":
         liveness.interrupted_s = now_s
     logger.info("asks all ranks to stop: %s", reason)
-    channel.control_update = channel.control_update._replace(stopping=reason)
+    channel.control_update = channel.control_update._replace(stop_reason=reason)
 
 
 def raise_settled_failure(liveness: LivenessMonitor, run_dir: Path, now_s: float) -> None:
@@ -631,7 +631,7 @@ def join_refusal(liveness: LivenessMonitor, worker: int | None) -> Place | None:
             f"a run with {describe_modes(parts)} admits no joining process; start a new run with"
             " run.checkpoint_s, which can be resumed"
         )
-    elif monitor.final is not None or monitor.stopping:
+    elif monitor.final is not None or monitor.stop_reason:
         reason = "the run is over"
     elif worker is not None and worker >= plan.num_workers:
         reason = f"there is no worker {worker}; the run has workers 0 to {plan.num_workers - 1}"

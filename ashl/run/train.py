@@ -161,7 +161,7 @@ def conclude(monitor: Monitor, summary: dict[str, Any], failure: Exception | Non
             f" records are in {run_dir}"
         )
     # also an interrupt after the last step ends the command, which may run more
-    if monitor.stopping == "interrupted" or status == "interrupted":
+    if monitor.stop_reason == "interrupted" or status == "interrupted":
         lacks = status == "interrupted" and not list_checkpoints(run_dir)
         without = ", without a checkpoint to resume from" if lacks else ""
         raise KeyboardInterrupt(f"the records are in {run_dir}{without}")
@@ -345,7 +345,7 @@ def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
     if failure is not None:
         return "failed", str(failure)
     if monitor.final is None:  # no final model: at the second interrupt the ranks were not awaited
-        return "interrupted", monitor.stopping or "interrupted"
+        return "interrupted", monitor.stop_reason or "interrupted"
     reason = monitor.run_state.stages[-1].reason or ""
     if monitor.final.diverged:
         return "diverged", monitor.not_finite or monitor.final.diverged
@@ -464,9 +464,9 @@ def stop_on_interrupt(monitor: Monitor) -> Generator[None]:
     """
 
     def handle(number: int, frame: object) -> None:
-        if monitor.stopping == "interrupted" and number != signal.SIGHUP:
+        if monitor.stop_reason == "interrupted" and number != signal.SIGHUP:
             raise KeyboardInterrupt
-        monitor.stopping = "interrupted"
+        monitor.stop_reason = "interrupted"
 
     with handle_signals(handle):
         yield

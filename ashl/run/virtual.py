@@ -60,7 +60,7 @@ def simulate(
         ranks = [saved_rank(ctx, saves.get(ctx.rank), sim.speed) for ctx in sim.contexts]
         contents = {RANKS: encode(to_plain(ranks))}
         if churn is not None:
-            contents[FAULTS] = encode(to_plain(churn.saved()))
+            contents[FAULTS] = encode(to_plain(churn.save_state()))
         try:
             files = {
                 name: rank_checkpoint.write(folder / name, content)
@@ -132,7 +132,7 @@ def beginning(plan: Plan, job: Job, saved: Checkpoint, churn: Churn | None) -> B
     ranks = rank_checkpoint.read_ranks(saved.folder, range(plan.num_ranks), packages, device)
     epoch = None
     if churn is not None and saved.how == RESCALED:
-        churn.start_at(saved.time_ns)
+        churn.begin_after(saved.time_ns)
     elif churn is not None:
         epoch = churn.restore(decode((saved.folder / FAULTS).read_bytes()))
     return partial(restore_ranks, ranks=[*ranks.values()], time_ns=saved.time_ns, epoch=epoch)

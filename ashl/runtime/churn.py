@@ -40,7 +40,7 @@ class SavedFaults(NamedTuple):
 
     epoch: Epoch
     failures: dict[int, int]
-    gone: tuple[int, ...]
+    failed_ranks: tuple[int, ...]
     uninformed: tuple[tuple[int, int, int, str], ...]
     # events to come: time in ns, place in the order of events, name of the method, its argument
     pending: tuple[tuple[int, int, str, Any], ...]
@@ -91,20 +91,22 @@ class Churn:
         }
         for number, event in enumerate(cluster.events):
             if event.server_fail or event.fail or event.rejoin:
-                self._at(event.time_s, self._apply_event, number)
+                self._schedule(event.time_s, self._apply_event, number)
         if cluster.churn is not None:
             for rank in range(len(cluster.compute)):
-                self._draw(rank, cluster.churn.mtbf_s, self._random_failure)
+                self._schedule_random(rank, cluster.churn.mtbf_s, self._fail_at_random)
 
     @property
-    def over(self) -> bool:
+    def has_run_ended(self) -> bool:
         """Return True if a running rank has ended, and thereby the run."""
-        return any(task.done and task.ctx.rank not in self.sim.gone for task in self.sim._mains)
+        return any(
+            task.done and task.ctx.rank not in self.sim.failed_ranks for task in self.sim._mains
+        )
 
-    def _at(self, time_s: float, target: Any, value: Any) -> None:
-        self._at_ns(round(time_s * 1e9), target, value)
+    def _schedule(self, time_s: float, target: Any, value: Any) -> None:
+        self._schedule_ns(round(time_s * 1e9), target, value)
 
-    def _at_ns(self, time_ns: int, target: Any, value: Any) -> None:
+    def _schedule_ns(self, time_ns: int, target: Any, value: Any) -> None:
         heappush(self.sim._heap, (time_ns, self._place, target, value))
         self._place += 1
 
@@ -112,15 +114,15 @@ class Churn:
         """Apply a declared failure or rejoin."""
         event = self.cluster.events[number]
         if event.server_fail:
-            return self._server_fails(event)
+            return self._fail_server(event)
         assert event.worker is not None
         if event.fail:
             self.fail(event.worker, "declared")
         else:
             self.rejoin(event.worker)
 
-    def _server_fails(self, event: Event) -> None:
-        if not self.over:
+    def _fail_server(self, event: Event) -> None:
+        if not self.has_run_ended:
             raise AshlError(
                 f"the server failed at {event.time_s:g} s, as cluster.events says, and no worker"
                 " can continue without it"
@@ -128,41 +130,41 @@ class Churn:
 
     # --- at random
 
-    def _draw(self, rank: int, mean_s: float, what: Callable[[int], None]) -> None:
+    def _schedule_random(self, rank: int, mean_s: float, what: Callable[[int], None]) -> None:
         self._draws[rank] += 1
-        self._at(self.sim.now_ns / 1e9 + self._streams[rank].exponential(mean_s), what, rank)
+        self._schedule(self.sim.now_ns / 1e9 + self._streams[rank].exponential(mean_s), what, rank)
 
-    def _random_failure(self, rank: int) -> None:
+    def _fail_at_random(self, rank: int) -> None:
         churn = self.cluster.churn
         limit_ns = min(ctx.time_accounting.limit_ns for ctx in self.sim.contexts)
-        if self.over or churn is None or self.sim.now_ns > LAST_BUDGETS * limit_ns:
+        if self.has_run_ended or churn is None or self.sim.now_ns > LAST_BUDGETS * limit_ns:
             return
         remaining = (
-            len(self.cluster.compute) - len(self.sim.gone)
+            len(self.cluster.compute) - len(self.sim.failed_ranks)
             if self.has_server
-            else len(self._with_model() - {rank}) + 1
+            else len(self._workers_with_model() - {rank}) + 1
         )
-        if rank in self.sim.gone or remaining > self.min_workers:
+        if rank in self.sim.failed_ranks or remaining > self.min_workers:
             self.fail(rank, "random")
-            self._draw(rank, churn.mttr_s, self._random_rejoin)
+            self._schedule_random(rank, churn.mttr_s, self._rejoin_at_random)
         else:
-            self._draw(rank, churn.mtbf_s, self._random_failure)
+            self._schedule_random(rank, churn.mtbf_s, self._fail_at_random)
 
-    def _random_rejoin(self, rank: int) -> None:
+    def _rejoin_at_random(self, rank: int) -> None:
         churn = self.cluster.churn
-        if not self.over and churn is not None:
+        if not self.has_run_ended and churn is not None:
             self.rejoin(rank)
-            self._draw(rank, churn.mtbf_s, self._random_failure)
+            self._schedule_random(rank, churn.mtbf_s, self._fail_at_random)
 
     # --- checkpoints
 
-    def saved(self) -> SavedFaults:
+    def save_state(self) -> SavedFaults:
         """Return the state of the faults at a pause."""
-        mail, events = self.sim._mail, self._pending()
+        mail, events = self.sim._mail, self._pending_events()
         return SavedFaults(
             self.epoch,
             dict(self.failures),
-            tuple(sorted(self.sim.gone)),
+            tuple(sorted(self.sim.failed_ranks)),
             tuple(sorted(self._uninformed)),
             tuple((time_ns, place, what.__name__, own) for time_ns, place, what, own in events),
             self._place,
@@ -171,10 +173,10 @@ class Churn:
                 rank: tuple((peer, of.why, of.incarnation) for peer, of in box.failed_peers.items())
                 for rank, box in enumerate(mail)
             },
-            {rank: tuple(box.undelivered()) for rank, box in enumerate(mail)},
+            {rank: tuple(box.undelivered_messages()) for rank, box in enumerate(mail)},
         )
 
-    def _pending(self) -> list[tuple[int, int, Any, Any]]:
+    def _pending_events(self) -> list[tuple[int, int, Any, Any]]:
         """Return the events of faults that are to come."""
         return [item for item in self.sim._heap if getattr(item[2], "__self__", None) is self]
 
@@ -185,11 +187,11 @@ class Churn:
         sim = self.sim
         self.epoch, self.failures, self._place = saved.epoch, Counter(saved.failures), saved.places
         self._uninformed = set(saved.uninformed)
-        sim.gone.update(saved.gone)
+        sim.failed_ranks.update(saved.failed_ranks)
         for rank, draws in saved.draws.items():
             self._streams[rank].exponential(size=draws - self._draws[rank])
             self._draws[rank] = draws
-        self._replace_pending(
+        self._replace_pending_events(
             [(at, place, getattr(self, name), of) for at, place, name, of in saved.pending]
         )
         for rank, known in saved.failed_peers.items():
@@ -201,41 +203,41 @@ class Churn:
             sim.contexts[rank].incarnation = 0 if self.regroups else failures
         return self.epoch if self.regroups and self.epoch.number else None
 
-    def start_at(self, time_ns: int) -> None:
+    def begin_after(self, time_ns: int) -> None:
         """Begin at this run time, at which all workers run: declared events of before are over, and
         times to random failures count from it.
         """
         events = list[tuple[int, int, Any, Any]]()
-        for at, place, what, own in self._pending():
+        for at, place, what, own in self._pending_events():
             is_declared = what == self._apply_event
             if not is_declared or at > time_ns:
                 events.append((at if is_declared else at + time_ns, place, what, own))
-        self._replace_pending(events)
+        self._replace_pending_events(events)
 
-    def _replace_pending(self, events: Sequence[tuple[int, int, Any, Any]]) -> None:
+    def _replace_pending_events(self, events: Sequence[tuple[int, int, Any, Any]]) -> None:
         """Replace the events of faults that are to come."""
-        own = self._pending()
+        own = self._pending_events()
         heap = self.sim._heap
         heap[:] = [*(item for item in heap if item not in own), *events]
         heapify(heap)
 
     # --- a failure and a rejoin
 
-    def _with_model(self) -> set[int]:
+    def _workers_with_model(self) -> set[int]:
         """Return the running workers that have a model."""
         workers = self.sim.contexts[: len(self.cluster.compute)]
         return {
             ctx.rank
             for ctx in workers
-            if ctx.rank not in self.sim.gone and ctx.restart_point is not None
+            if ctx.rank not in self.sim.failed_ranks and ctx.restart_point is not None
         }
 
     def fail(self, rank: int, why: str) -> None:
         """Let a running worker fail at this instant."""
         sim, now = self.sim, self.sim.now_ns
-        if rank in sim.gone or self.over:
+        if rank in sim.failed_ranks or self.has_run_ended:
             return
-        sim.gone.add(rank)
+        sim.failed_ranks.add(rank)
         sim.stop_ranks([rank])
         sim.contexts[rank].counter = None
         self.failures[rank] += 1
@@ -247,8 +249,8 @@ class Churn:
             sim.failed_ns[rank] = now
             sim.contexts[rank].restart_point = sim.contexts[rank].before_restart_point = None
             sim.collective_queues.abort_with_member(rank)
-            self._at_ns(noticed_ns, self._notice, rank)
-        if not self.has_server and not self._with_model():
+            self._schedule_ns(noticed_ns, self._notice_failure, rank)
+        if not self.has_server and not self._workers_with_model():
             raise AshlError(
                 f"worker {rank} failed at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)}"
                 " workers remain that have the model: the run ends here"
@@ -256,17 +258,17 @@ class Churn:
         sim._check_pause()
         for peer in () if self.regroups else self.peers_of(rank):
             self._uninformed.add(item := (peer, rank, now, why))
-            self._at_ns(noticed_ns, self._inform, item)
+            self._schedule_ns(noticed_ns, self._notify_peer, item)
 
-    def _notice(self, rank: int) -> None:
+    def _notice_failure(self, rank: int) -> None:
         """Begin an epoch without a failed worker, unless the present one is without it."""
-        if rank in self.sim.gone and rank in self.epoch.workers:
+        if rank in self.sim.failed_ranks and rank in self.epoch.workers:
             self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         """Begin an epoch with the running workers, unless all of them have ended."""
         sim, n = self.sim, len(self.cluster.compute)
-        running = [ctx.rank for ctx in sim.contexts if ctx.rank not in sim.gone]
+        running = [ctx.rank for ctx in sim.contexts if ctx.rank not in sim.failed_ranks]
         if all(sim._mains[rank].done for rank in running):
             return
         workers = tuple(rank for rank in running if rank < n)
@@ -274,14 +276,16 @@ class Churn:
         self.epoch = Epoch(self.epoch.number + 1, workers, incarnations)
         sim.begin_epoch(running, partial(self.start, epoch=self.epoch))
 
-    def _inform(self, item: tuple[int, int, int, str]) -> None:
+    def _notify_peer(self, item: tuple[int, int, int, str]) -> None:
         """Notify a peer of a failure, unless it was notified already."""
         sim, (peer, rank, since_ns, why) = self.sim, item
         if item not in self._uninformed:
             return
         self._uninformed.remove(item)
-        loss = PeerFailedError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.failures[rank] - 1)
-        for task, value in sim._mail[peer].mark_failed(loss, since_ns):
+        failure = PeerFailedError(
+            rank, f"{why}, at {since_ns / 1e9:.6g} s", self.failures[rank] - 1
+        )
+        for task, value in sim._mail[peer].mark_failed(failure, since_ns):
             if task.main:
                 task.ctx.time_accounting.attribute_idle(sim.now_ns)
             sim._resume(task, value)
@@ -289,14 +293,14 @@ class Churn:
     def rejoin(self, rank: int) -> None:
         """Let a failed worker rejoin, without any state."""
         sim = self.sim
-        if rank not in sim.gone or self.over:
+        if rank not in sim.failed_ranks or self.has_run_ended:
             return
         if not self.regroups:
             for item in sorted(item for item in self._uninformed if item[1] == rank):
-                self._inform(item)
+                self._notify_peer(item)
             for peer in self.peers_of(rank):
                 sim._mail[peer].failed_peers.pop(rank, None)
-        sim.gone.remove(rank)
+        sim.failed_ranks.remove(rank)
         ctx = sim.contexts[rank]
         ctx.time_accounting.limit_ns = min(other.time_accounting.limit_ns for other in sim.contexts)
         ctx.time_accounting.attribute_until("down", sim.now_ns)

@@ -150,7 +150,7 @@ class CollectiveQueue:
         )
         self.committed += choose_committed(ready, held)
 
-    def take(self, now_ns: int) -> Posted:
+    def pop_next(self, now_ns: int) -> Posted:
         """Remove and return the next collective, which begins now."""
         if len(self.pending) > 1:
             self.commit(now_ns)
@@ -168,7 +168,7 @@ class CollectiveQueue:
         self.committed.clear()
         self.ready = 0
 
-    def idle(self, now_ns: int) -> bool:
+    def is_idle(self, now_ns: int) -> bool:
         """Return True if the queue has no state that must be kept."""
         return not self.pending and not self.shared and self.free_ns <= now_ns
 
@@ -189,45 +189,44 @@ class CollectiveQueues:
     """The queues of all groups, made at their first use and deleted when they are idle."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int, ...], CollectiveQueue] = {}
+        self._queues: dict[tuple[int, ...], CollectiveQueue] = {}
         self._last = CollectiveQueue(())
-        self._most = 64
+        self._max_queues = 64
 
-    def of(self, group: tuple[int, ...], now_ns: int) -> CollectiveQueue:
+    def get_queue(self, group: tuple[int, ...], now_ns: int) -> CollectiveQueue:
         last = self._last
         # the members of a large group usually ask one after the other, and hashing the group is
         # slow
         if last.group is group:
             return last
-        collective_queue = self._of.get(group)
+        collective_queue = self._queues.get(group)
         if collective_queue is None:
-            if len(self._of) >= self._most:
-                self._of = {known: one for known, one in self._of.items() if not one.idle(now_ns)}
-                self._most = max(64, 2 * len(self._of))
-            collective_queue = self._of[group] = CollectiveQueue(group)
+            if len(self._queues) >= self._max_queues:
+                self._queues = {
+                    known: one for known, one in self._queues.items() if not one.is_idle(now_ns)
+                }
+                self._max_queues = max(64, 2 * len(self._queues))
+            collective_queue = self._queues[group] = CollectiveQueue(group)
         self._last = collective_queue
         return collective_queue
 
     def abort_with_member(self, rank: int) -> None:
         """Delete the queues of groups with this failed member, and their collectives."""
-        for group in [group for group in self._of if rank in group]:
-            self._of.pop(group).abort()
+        for group in [group for group in self._queues if rank in group]:
+            self._queues.pop(group).abort()
         self._last = CollectiveQueue(())
 
     def abort(self) -> None:
         """Discard all collectives that have not begun, and delete all queues."""
-        for collective_queue in self._of.values():
+        for collective_queue in self._queues.values():
             collective_queue.abort()
-        self._of.clear()
+        self._queues.clear()
         self._last = CollectiveQueue(())
 
-    def all(self) -> list[CollectiveQueue]:
-        return list(self._of.values())
-
-    def waiting(self) -> list[Posted]:
+    def list_pending(self) -> list[Posted]:
         """Return collectives that not all members have posted, or that wait for their turn."""
         return [
             posted
-            for collective_queue in self._of.values()
+            for collective_queue in self._queues.values()
             for posted in collective_queue.pending.values()
         ]

@@ -65,7 +65,7 @@ class ComputeUnit:
         """
         cost, kind, encoding = (
             self._throttle.cost_ns(effect.kind, effect.work, start),
-            effect.booked,
+            effect.time_class,
             effect.encoding,
         )
         if not effect.parts and not effect.needs:
@@ -148,10 +148,10 @@ class ComputeUnit:
             future.set_result(message)
         return future is not None
 
-    def mark_peer_failed(self, loss: PeerFailedError) -> None:
+    def mark_peer_failed(self, failure: PeerFailedError) -> None:
         """Raise the failure of a peer in computations that need messages."""
         for tag in [*self._needed]:
-            self._needed.pop(tag).set_exception(loss)
+            self._needed.pop(tag).set_exception(failure)
 
     def finish(self) -> None:
         """End all computations, because their tasks have ended: wait for the one that runs."""

@@ -22,48 +22,50 @@ from ashl.runtime.collective_queue import CollectiveQueue, Posted
 from ashl.runtime.effects import Compute, Message, Recv
 from ashl.runtime.kernel import Task
 from ashl.runtime.rank_context import Observer, RankContext
-from ashl.runtime.sim import LAST, Sim, price_collective
+from ashl.runtime.sim import END_OF_INSTANT, Sim, price_collective
 from ashl.runtime.sums import chunk
 
 COMPUTE, COLLECTIVE = 0, 1  # the two queues of a rank
-Work = tuple[
-    float, Callable[[int], None]
-]  # nanoseconds when alone, and what is called at its end with its begin
+# nanoseconds when alone, and a function that is called at the end of the work with its begin
+Work = tuple[float, Callable[[int], None]]
 
 
 class Contention:
     """The two FIFO queues of one rank, which share its machine."""
 
-    def __init__(self, beside: ContentionCosts) -> None:
+    def __init__(self, costs: ContentionCosts) -> None:
         # progress of each queue while both are active
-        self.rates = (1 - beside.pace_reduction, 1 / beside.collective_slowdown)
+        self.rates = (1 - costs.pace_reduction, 1 / costs.collective_slowdown)
         self.queues: tuple[deque[Work], deque[Work]] = (deque(), deque())
         self.remaining = [0.0, 0.0]  # of the first work of each queue, in nanoseconds when alone
         self.began_ns = [0, 0]  # when the first work of each queue began
         self.changes = 0  # an end that was scheduled before the latest change is void
         self._since_ns = 0
 
-    def emptied(self) -> Contention:
-        """Return one without work; what is scheduled for this one still ends, for others' sake."""
+    def without_work(self) -> Contention:
+        """Return a copy with empty queues. Work that is scheduled for this object still ends,
+        because the other members of a collective wait for it.
+        """
         found = copy(self)
-        found.queues, found.remaining, found.began_ns = (deque(), deque()), [0.0, 0.0], [0, 0]
+        found.queues = (deque(), deque())
+        found.remaining = [0.0, 0.0]
+        found.began_ns = [0, 0]
         return found
 
     def add(self, queue: int, work: Work, now_ns: int) -> None:
-        """Append one piece of work; it begins at once if the queue is empty."""
+        """Append work to a queue; it begins at once if the queue is empty."""
         self.queues[queue].append(work)
         if len(self.queues[queue]) == 1:
-            self._begin(queue, now_ns)
+            self._begin_work(queue, now_ns)
 
-    def _begin(self, queue: int, now_ns: int) -> None:
+    def _begin_work(self, queue: int, now_ns: int) -> None:
         self._advance(now_ns)
-        self.remaining[queue], self.began_ns[queue] = self.queues[queue][0][0], now_ns
+        self.remaining[queue], _ = self.queues[queue][0]
+        self.began_ns[queue] = now_ns
         self.changes += 1
 
     def next_end_ns(self) -> int | None:
-        """Return when the next work ends if nothing else begins, or None where both queues are
-        empty.
-        """
+        """Return when the next work ends if no other work begins; None if both queues are empty."""
         ends = [
             self.remaining[queue] / self._rate(queue)
             for queue in (COMPUTE, COLLECTIVE)
@@ -82,7 +84,7 @@ class Contention:
         began_ns = self.began_ns[queue]
         self.changes += 1
         if self.queues[queue]:
-            self._begin(queue, now_ns)
+            self._begin_work(queue, now_ns)
         return began_ns, callback
 
     def _advance(self, now_ns: int) -> None:
@@ -114,8 +116,8 @@ class ContendedContext(RankContext):
 
 
 class Segment(NamedTuple):
-    """One part of a computation: its kind of time, its nanoseconds when alone, and what is called
-    at its end.
+    """One part of a computation: its class of time, its nanoseconds when alone, and a function that
+    is called at its end.
     """
 
     kind: str
@@ -130,7 +132,7 @@ class Segments(NamedTuple):
 
 
 class ContendedSim(Sim):
-    """Drive the coroutines of all ranks under a virtual clock, with contention between computing
+    """Drives the coroutines of all ranks under a virtual clock, with contention between computing
     and collectives.
     """
 
@@ -140,17 +142,17 @@ class ContendedSim(Sim):
         speed: Speed,
         network: Exchange | Ports,
         observer: Observer,
-        beside: ContentionCosts,
+        costs: ContentionCosts,
     ) -> None:
         super().__init__(num_ranks, speed, network, observer)
         self.contexts = [ContendedContext(self, rank) for rank in range(num_ranks)]
-        self._contention = [Contention(beside) for _ in range(num_ranks)]
-        self._parts_cost = beside.parts
+        self._contention = [Contention(costs) for _ in range(num_ranks)]
+        self._parts_cost = costs.parts
 
     def stop_ranks(self, ranks: Collection[int]) -> None:
         super().stop_ranks(ranks)
         for rank in ranks:
-            self._contention[rank] = self._contention[rank].emptied()
+            self._contention[rank] = self._contention[rank].without_work()
 
     def _perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
         if isinstance(effect, Segments):
@@ -192,7 +194,7 @@ class ContendedSim(Sim):
             segments.append(
                 Segment(kind, alone_ns, partial(self._deliver_part, task, tag, payload))
             )
-        return (*segments, Segment(effect.booked, cost * (1 - done)))
+        return (*segments, Segment(effect.time_class, cost * (1 - done)))
 
     def _deliver_part(self, task: Task, tag: fx.Tag, payload: Any) -> None:
         self._emit_part((task, Message(task.ctx.rank, tag, payload, (), self.now_ns)))
@@ -222,7 +224,7 @@ class ContendedSim(Sim):
             last = place + 1 == len(segments)
             work = segment.alone_ns, partial(self._end_segment, task, segment, value, last)
             contention.add(COMPUTE, work, self.now_ns)
-        self._schedule(contention)
+        self._schedule_next_end(contention)
         return True, None
 
     def _end_segment(
@@ -238,71 +240,65 @@ class ContendedSim(Sim):
         if last:
             self._resume(task, value)
 
-    def _schedule(self, contention: Contention) -> None:
+    def _schedule_next_end(self, contention: Contention) -> None:
+        """Schedule the end of the work of a rank that ends first, as it is now."""
         if (due := contention.next_end_ns()) is not None:
-            self._at(due, self._end_work, (contention, contention.changes))
+            self._schedule(due, self._end_work, (contention, contention.changes))
 
     def _end_work(self, item: tuple[Contention, int]) -> None:
         contention, changes = item
         if changes != contention.changes:
             return
         began_ns, callback = contention.finish(self.now_ns)
-        self._schedule(contention)
+        self._schedule_next_end(contention)
         callback(began_ns)
 
-    def _serve(self, collective_queue: CollectiveQueue) -> None:
+    def _serve_queue(self, collective_queue: CollectiveQueue) -> None:
         if collective_queue.ready and collective_queue.free_ns <= self.now_ns:
-            self._begin(collective_queue)
+            self._begin_collective(collective_queue)
 
-    def _begin(self, collective_queue: CollectiveQueue) -> None:
+    def _begin_collective(self, collective_queue: CollectiveQueue) -> None:
         """Carry out the next collective; it ends when all of its members have done their share."""
-        posted, group = collective_queue.take(self.now_ns), collective_queue.group
+        posted = collective_queue.pop_next(self.now_ns)
+        group = collective_queue.group
         tensors = [posted.arrived[rank][1] for rank in group]
-        result, cost, moved, own = price_collective(
-            posted.effect, tensors, self.network, self.now_ns
-        )
+        result, cost, traffic = price_collective(posted.effect, tensors, self.network, self.now_ns)
         cost += self._handover_ns(posted)
         start = self.network.hold(group, cost, self.now_ns)
         scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
-        working, collective_queue.free_ns, posted_ns = set(group), LAST, self.now_ns
+        collective_queue.free_ns = END_OF_INSTANT  # not known before the last member has ended
+        posted_ns = self.now_ns
+        working = set(group)  # members that have not done their share
 
         def begin(_: None) -> None:
             for rank in group:
                 self._contention[rank].add(
                     COLLECTIVE, (cost, partial(end_share, rank)), self.now_ns
                 )
-                self._schedule(self._contention[rank])
+                self._schedule_next_end(self._contention[rank])
 
         def end_share(rank: int, began_ns: int) -> None:
             working.discard(rank)
             if not working:
-                self._at(max(start + cost, self.now_ns), end, None)
+                self._schedule(max(start + cost, self.now_ns), end, None)
 
         def end(_: None) -> None:
             collective_queue.free_ns = self.now_ns
             broken = self._is_broken(group, posted_ns)
             for place, rank in enumerate(group):
-                member, time_accounting = (
-                    posted.arrived[rank][0],
-                    self.contexts[rank].time_accounting,
-                )
+                member, _ = posted.arrived[rank]
                 if member.done or broken:
                     continue
-                time_accounting.record_traffic(
-                    start,
-                    *((moved, moved) if own is None else (own.sent[place], own.received[place])),
-                )
-                time_accounting.record_collective(start, self.now_ns, member.main)
-                self._at(
-                    self.now_ns, member, chunk(result, len(group), place) if scattered else result
-                )
-            self._at_last(self.now_ns, self._serve, collective_queue)
+                self._record_collective(member, start, self.now_ns, traffic[place])
+                value = chunk(result, len(group), place) if scattered else result
+                self._schedule(self.now_ns, member, value)
+            self._schedule_last(self.now_ns, self._serve_queue, collective_queue)
 
-        self._at(start, begin, None)
+        self._schedule(start, begin, None)
 
     def _handover_ns(self, posted: Posted) -> int:
-        """Return what handing a collective to a thread costs: nothing where each member's main task
-        asked for it.
+        """Return the cost of handing a collective to a thread: 0 if the main task of each member
+        posted it.
         """
         if self._parts_cost is None or all(member.main for member, _ in posted.arrived.values()):
             return 0
@@ -321,7 +317,7 @@ def simulator(
     compute.
     """
     cluster = speed.cluster
-    beside = cluster.contention if overlaps and isinstance(cluster, Measured) else None
-    if beside is None or not isinstance(costs, Ports):
+    contention = cluster.contention if overlaps and isinstance(cluster, Measured) else None
+    if contention is None or not isinstance(costs, Ports):
         return Sim(num_ranks, speed, costs, observer)
-    return ContendedSim(num_ranks, speed, costs, observer, beside)
+    return ContendedSim(num_ranks, speed, costs, observer, contention)

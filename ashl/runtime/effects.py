@@ -14,11 +14,7 @@ from typing import Any, NamedTuple
 ANY = -1  # source of a receive that accepts a message from any rank
 Tag = tuple[str, int, int]  # (name, stage, iteration)
 # tag of the message that the kernel delivers to a rank when a peer of it has failed
-PEER_FAILED: Tag = (
-    "lost",
-    0,
-    0,
-)
+PEER_FAILED: Tag = ("failed", 0, 0)
 JOIN: Tag = ("join", 0, 0)  # tag of the message by which a worker asks to join or rejoin
 
 
@@ -70,7 +66,7 @@ class Compute(NamedTuple):
     needs: tuple[tuple[float, Tag], ...] = ()
 
     @property
-    def booked(self) -> str:
+    def time_class(self) -> str:
         """Return the class of time to which it is attributed."""
         return "compress" if self.kind in ("compress", "decode") else "compute"
 

@@ -28,7 +28,7 @@ from ashl.runtime.effects import (
 )
 from ashl.runtime.rank_context import RankContext
 
-UNAWAITED_TAGS = (PEER_FAILED[0], JOIN[0])  # names of tags that a description of a wait leaves out
+UNNAMED_TAGS = (PEER_FAILED[0], JOIN[0])  # names of tags that a description of a wait leaves out
 
 
 class Task:
@@ -67,7 +67,7 @@ def describe_wait(effect: Any) -> str:
         names = " or ".join(
             f"{name!r} (stage {stage}, iteration {k})"
             for name, stage, k in effect.tags
-            if name not in UNAWAITED_TAGS
+            if name not in UNNAMED_TAGS
         )
         return f"waits for {names} from {'anyone' if effect.src == ANY else f'rank {effect.src}'}"
     if isinstance(effect, AllReduce | AllGather):
@@ -126,7 +126,8 @@ class Mailbox:
             return message
         if self.failed_peers and PEER_FAILED not in recv.tags:
             return next(
-                (loss for rank, loss in self.failed_peers.items() if recv.src in (ANY, rank)), None
+                (failure for rank, failure in self.failed_peers.items() if recv.src in (ANY, rank)),
+                None,
             )
         return None
 
@@ -149,7 +150,7 @@ class Mailbox:
             del self.messages[tag]
         return message
 
-    def undelivered(self) -> list[Message]:
+    def undelivered_messages(self) -> list[Message]:
         """Return all messages that have arrived and were not taken, in order of arrival."""
         return [
             message
@@ -175,7 +176,7 @@ class Mailbox:
         return None
 
     def mark_failed(
-        self, loss: PeerFailedError, since_ns: int
+        self, failure: PeerFailedError, since_ns: int
     ) -> list[tuple[Task, Message | PeerFailedError]]:
         """Record that a peer failed; return the tasks to resume, each with the value to resume it
         with.
@@ -183,20 +184,21 @@ class Mailbox:
         A task that asks for the tag PEER_FAILED receives a message. A receive that can no longer
         end is resumed with the error.
         """
-        if loss.rank in self.failed_peers:
+        if failure.rank in self.failed_peers:
             return []
-        self.failed_peers[loss.rank] = loss
-        peer = (ANY, loss.rank)
+        self.failed_peers[failure.rank] = failure
+        peer = (ANY, failure.rank)
         stuck = [
             task
             for task in self.waiters
             if task.waiting.src in peer and PEER_FAILED not in task.waiting.tags
         ]
         self.waiters = [task for task in self.waiters if task not in stuck]
-        woken = self.put(
-            message := Message(loss.rank, PEER_FAILED, None, (loss.incarnation,), since_ns)
-        )
-        return [*((task, loss) for task in stuck), *([(woken, message)] if woken else [])]
+        message = Message(failure.rank, PEER_FAILED, None, (failure.incarnation,), since_ns)
+        resumed: list[tuple[Task, Message | PeerFailedError]] = [(task, failure) for task in stuck]
+        if (task := self.put(message)) is not None:
+            resumed.append((task, message))
+        return resumed
 
     def has_unread_failure(self, peer: int) -> bool:
         """Return True if no receive has taken the message that this peer has failed.
@@ -206,10 +208,10 @@ class Mailbox:
         return any(message.src == peer for _, message in self.messages.get(PEER_FAILED, ()))
 
     def clear(self) -> None:
-        """Forget all messages and all that wait for one."""
+        """Delete all messages and all waiting tasks."""
         self.__init__()  # type: ignore[misc]
 
-    def close_pass(self, save: Save, is_strict: bool) -> None:
+    def reset_after_pause(self, save: Save, is_strict: bool) -> None:
         """Accept discarded tags again, because the loop begins again after this pause. Messages to
         an earlier incarnation of this rank are deleted, as are requests to join, which are sent
         again.
@@ -225,6 +227,7 @@ class Mailbox:
         self.dropped.clear()
 
     def discard(self, tags: tuple[Tag, ...]) -> None:
+        """Delete messages with these tags, both arrived ones and future ones."""
         self.dropped.update(tags)
         for tag in tags:
             self.messages.pop(tag, None)

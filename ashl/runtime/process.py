@@ -498,7 +498,7 @@ class TorchKernel:
             before = self.ctx.restart_point
             effect = resume_checked(task, value)
             if effect is None:
-                return self._end(task)
+                return self._end_task(task)
             task.waiting = effect
             is_amid_step = self.ctx.is_amid_step(before, effect)
             if self._published is not self._epoch and not is_amid_step:
@@ -548,7 +548,7 @@ class TorchKernel:
             effect.task.joiner = task
             return True, None
         if isinstance(effect, fx.Cancel):
-            self._cancel(effect.task)
+            self._cancel_task(effect.task)
             return False, None
         if isinstance(effect, fx.Save):
             return False, self._save(effect)
@@ -557,7 +557,7 @@ class TorchKernel:
             return False, None
         raise TypeError(f"{effect!r} is not an effect")
 
-    def _end(self, task: Task) -> None:
+    def _end_task(self, task: Task) -> None:
         self._live -= 1
         self._tasks.discard(task)
         if task.joiner is not None:
@@ -686,20 +686,22 @@ class TorchKernel:
         elif message is None:
             self._mail.waiters.append(task)
             if effect.before_s != math.inf:
-                self._timer(deadline_ns(effect.before_s), lambda: self._expire(task, effect))
+                self._timer(
+                    deadline_ns(effect.before_s), lambda: self._expire_receive(task, effect)
+                )
         return message
 
-    def _expire(self, task: Task, effect: fx.Recv) -> None:
+    def _expire_receive(self, task: Task, effect: fx.Recv) -> None:
         if task.waiting is effect and task in self._mail.waiters:
             self._mail.waiters.remove(task)
             self._unblock(task, self.now_ns)
             self._ready.append((task, None))
 
-    def _cancel(self, task: Task) -> None:
+    def _cancel_task(self, task: Task) -> None:
         if task.done:
             return
         if task in self._mail.waiters:
             self._mail.waiters.remove(task)
         task.coro.close()
         task.done = True
-        self._end(task)
+        self._end_task(task)

@@ -130,7 +130,7 @@ def saved_rank(ctx: RankContext, save: Save | None, speed: Speed | None) -> Save
     """Return a rank as it is now, None = an absent one."""
     save = save or Save(ABSENT, None)
     drawn = speed.drawn(ctx.rank) if speed else 0
-    return SavedRank(save.stage, save.state, counters_of(ctx), ctx.now_ns, drawn, ctx.own_state)
+    return SavedRank(save.stage, save.state, counters_of(ctx), ctx.now_ns, drawn, ctx.module_state)
 
 
 def read_ranks(

@@ -53,7 +53,7 @@ class Observer(Protocol):
     """
 
     @property
-    def stopping(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Return why the run should end, or None."""
         ...
 
@@ -214,7 +214,7 @@ class RankContext:
         """Mark the top of a loop: `state` holds all that the task needs to continue from here in
         this stage. The next epoch of a run that tolerates failures begins here.
 
-        Args: before_work: True if local work follows, up to `keep_work`. An epoch that begins
+        Args: before_work: True if local work follows, up to `end_local_work`. An epoch that begins
         meanwhile waits for the next safe point, so that no step is repeated.
         """
         if self.tolerates_failures:
@@ -232,17 +232,17 @@ class RankContext:
         self.safe_point(stage, state)
         self.at_pause = True
 
-    def keep_step(self, stage: int, state: Any) -> None:
+    def move_safe_point(self, stage: int, state: Any) -> None:
         """Mark the end of a step of local work: the safe point moves to here, in the same round."""
         if self.tolerates_failures:
             self.restart_point = stage, state.copy_to_restart()
 
-    def keep_work(self, stage: int, state: Any) -> None:
+    def end_local_work(self, stage: int, state: Any) -> None:
         """Mark the end of local work, if `in_local_work`: the safe point moves to here, in the same
         round.
         """
         self.in_local_work = False
-        self.keep_step(stage, state)
+        self.move_safe_point(stage, state)
 
     def is_amid_step(self, before: tuple[int, Any] | None, effect: Any) -> bool:
         """Return True if local work computes on with this effect, and has marked no safe point
@@ -252,13 +252,13 @@ class RankContext:
         return is_unmarked and isinstance(effect, Compute)
 
     @property
-    def own_state(self) -> Any:
+    def module_state(self) -> Any:
         """Return the state of this rank's module beside its parameters."""
         states = self.kernel.worker_states
         return None if states is None else states.worker_state(self.rank)
 
     @property
-    def checkpoint_due(self) -> bool:
+    def is_checkpoint_due(self) -> bool:
         """Return True if a checkpoint is due by this rank's clock; the lead rank asks."""
         return self.kernel.now_ns >= self.kernel.checkpoint_due_ns
 
@@ -272,11 +272,11 @@ class RankContext:
         return self.kernel.now_ns / 1e9
 
     @property
-    def stopping(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Return why the run should end, once that is decided outside the algorithm (a target
         reached, an interrupt).
         """
-        return self.kernel.observer.stopping
+        return self.kernel.observer.stop_reason
 
     @property
     def scores(self) -> Mapping[str, float | None] | None:

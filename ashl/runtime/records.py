@@ -406,7 +406,7 @@ class End(NamedTuple):
 class ControlUpdate(NamedTuple):
     """The state that the controller tells every rank."""
 
-    stopping: Text | None = None
+    stop_reason: Text | None = None
     scores: dict[str, float | None] | None = None  # of the latest evaluation
     end: End | None = None
     # models, updates and states of this rank that the controller has used, by kind of record

@@ -29,7 +29,6 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
-from ashl.cluster.all_reduce_costs import AllReduceCost
 from ashl.cluster.network import Exchange, Ports
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
@@ -39,7 +38,7 @@ from ashl.runtime.collective_queue import Collective, CollectiveQueue, Collectiv
 from ashl.runtime.effects import (
     COLLECTIVES,
     PEER_FAILED,
-    AllReduce,
+    AllGather,
     Compute,
     Epoch,
     Message,
@@ -55,7 +54,7 @@ from ashl.size_only import SizeOnly
 
 T = TypeVar("T")
 Begin = Callable[["Sim", Callable[..., Coroutine]], None]
-LAST = 2**62  # offset of places in the order of events that come at the end of an instant
+END_OF_INSTANT = 2**62  # offset of places in the order of events that come at the end of an instant
 
 
 class Sim:
@@ -64,7 +63,8 @@ class Sim:
     def __init__(
         self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer
     ) -> None:
-        self.now_ns = self.events = 0
+        self.now_ns = 0
+        self.events = 0
         self.speed = speed
         self.network = network
         self.observer = observer
@@ -85,14 +85,14 @@ class Sim:
         self.checkpoint_due_ns: float = math.inf
         # saves all ranks, and returns when the next checkpoint is due (ns)
         self.save: Callable[[Mapping[int, Save]], float] = lambda saves: math.inf
-        self.gone: set[int] = set()  # failed ranks
+        self.failed_ranks: set[int] = set()
         # rejoining workers that wait to be admitted, with the function that starts them
         self.joining: dict[int, Callable[[], Coroutine]] = {}
         # how often each rank has failed or begun an epoch: a message is dropped when it arrives if
         # its sender or receiver has done so since it was sent
         self.restarts = [0] * num_ranks
-        # by rank that completes its local work first: the function that starts it in the epoch
-        self._late = dict[int, Callable[..., Coroutine]]()
+        # by rank that completes its local work before the epoch: the function that starts it then
+        self._starts_after_work = dict[int, Callable[..., Coroutine]]()
         # ns, by rank: its latest failure; None if no failure begins an epoch
         self.failed_ns: dict[int, int] | None = None
         self.worker_states: WorkerStates | None = None
@@ -102,13 +102,13 @@ class Sim:
     def spawn(self, ctx: RankContext, coro: Coroutine, main: bool = False) -> Task:
         task = Task(ctx, coro, main)
         self._tasks.add(task)
-        self._at(self.now_ns, task, None)
+        self._schedule(self.now_ns, task, None)
         return task
 
     def compute_once(
         self, ctx: RankContext, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]
     ) -> T:
-        queue = self.collective_queues.of(group, self.now_ns)
+        queue = self.collective_queues.get_queue(group, self.now_ns)
         return queue.compute_once(ctx.rank, key, fn)
 
     def _pause(self, task: Task, effect: Save) -> None:
@@ -120,18 +120,20 @@ class Sim:
     def _check_pause(self) -> None:
         """Save all ranks once nothing is in flight, if all of them pause."""
         if self._pausing:
-            self._at_last(self._quiet_ns(), self._save_all, None)
+            self._schedule_last(self._drained_ns(), self._save_all, None)
 
-    def _quiet_ns(self) -> int:
+    def _drained_ns(self) -> int:
         """Return the moment from which on nothing is in flight, if all ranks pause until then."""
         in_flight = [
-            item[0] for item in self._heap if self._is_message(item) and self._counts(*item[3][:3])
+            item[0]
+            for item in self._heap
+            if self._is_message(item) and self._is_current(*item[3][:3])
         ]
         return max(self.now_ns, *self._unit_free, *in_flight)
 
     def _is_message(self, item: tuple[int, int, Any, Any]) -> bool:
         """Return True if this event is the arrival of a message."""
-        return item[2] in (self._deliver, self._arrive)
+        return item[2] in (self._deliver, self._receive_head)
 
     def _abort_transfers(self) -> None:
         """End the transfers of messages that are dropped when they arrive, and free all NICs."""
@@ -145,17 +147,17 @@ class Sim:
 
         Failed workers are no part of it. Workers that wait to be admitted begin to join again.
         """
-        present = len(self.contexts) - len(self.gone) - len(self.joining)
+        present = len(self.contexts) - len(self.failed_ranks) - len(self.joining)
         if len(self._pausing) < present or not self._pausing:
             return None
-        if (later_ns := self._quiet_ns()) > self.now_ns:
-            return self._at_last(later_ns, self._save_all, None)
+        if (later_ns := self._drained_ns()) > self.now_ns:
+            return self._schedule_last(later_ns, self._save_all, None)
         self._abort_transfers()
         pausing, self._pausing = sorted(self._pausing.items()), {}
         for rank, (task, effect) in pausing:
-            self._mail[rank].close_pass(effect, not any(self.restarts))
+            self._mail[rank].reset_after_pause(effect, not any(self.restarts))
             task.ctx.time_accounting.attribute_idle(self.now_ns)
-            self._at(self.now_ns, task, None)
+            self._schedule(self.now_ns, task, None)
         for rank, start in sorted(self.joining.items()):
             self.stop_ranks([rank])
             self.start_joining(rank, start)
@@ -184,17 +186,21 @@ class Sim:
             begin(self, main)
         try:
             with collecting_seldom():
-                self._drain(tick)
+                self._process_events(tick)
             self._check_end()
         finally:
             for task in self._tasks:
                 task.coro.close()
         end_ns = max(
-            (ctx.time_accounting.cursor for ctx in self.contexts if ctx.rank not in self.gone),
+            (
+                ctx.time_accounting.cursor
+                for ctx in self.contexts
+                if ctx.rank not in self.failed_ranks
+            ),
             default=0,
         )
         for ctx in self.contexts:
-            if ctx.rank in self.gone:
+            if ctx.rank in self.failed_ranks:
                 ctx.time_accounting.close_at(end_ns, "down")
             ctx.emit_totals()
         return [task.result for task in self._mains]
@@ -202,13 +208,13 @@ class Sim:
     def _check_end(self) -> None:
         if stuck := [task for task in self._mains if not task.done]:
             raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
-        if waiting := self.collective_queues.waiting():
+        if waiting := self.collective_queues.list_pending():
             here = ", ".join(map(str, sorted(waiting[0].arrived)))
             raise AshlError(
                 f"only rank {here} posted {waiting[0].describe()}, and the run has ended"
             )
 
-    def _drain(self, tick: Callable[[], None]) -> None:
+    def _process_events(self, tick: Callable[[], None]) -> None:
         """Process events until the heap is empty."""
         heap = self._heap
         while heap:
@@ -223,14 +229,14 @@ class Sim:
             if not self.events & 255:
                 tick()
 
-    def _at(self, time_ns: int, target: Any, value: Any) -> None:
+    def _schedule(self, time_ns: int, target: Any, value: Any) -> None:
         self._seq = place = self._seq + 1
         heappush(self._heap, (time_ns, place, target, value))
 
-    def _at_last(self, time_ns: int, target: Any, value: Any) -> None:
+    def _schedule_last(self, time_ns: int, target: Any, value: Any) -> None:
         """Schedule an event after all other events of that instant."""
         self._seq = place = self._seq + 1
-        heappush(self._heap, (time_ns, LAST + place, target, value))
+        heappush(self._heap, (time_ns, END_OF_INSTANT + place, target, value))
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
@@ -242,18 +248,18 @@ class Sim:
                 value, end = self._compute(task, effect)
                 if end > self.now_ns:
                     task.waiting = effect
-                    return self._at(end, task, value)
+                    return self._schedule(end, task, value)
             elif kind is Send:
                 value = self._send(ctx, effect)
             elif kind is Recv:
                 value = self._mail[ctx.rank].receive(effect)
                 if value is None:
-                    return self._block(task, effect)
+                    return self._block_task(task, effect)
             elif effect is None:
-                return self._end(task)
+                return self._end_task(task)
             elif kind in COLLECTIVES:
                 task.waiting = effect
-                return self._post(task, effect)
+                return self._post_collective(task, effect)
             else:
                 blocked, value = self._perform_infrequent(task, effect)
                 if blocked:
@@ -295,7 +301,7 @@ class Sim:
             if encoded[k] > before:
                 spans += [("compute", computed + before), ("compress", due)]
                 before = encoded[k]
-            self._at(due, self._emit_part, (task, Message(rank, tag, payloads[k], (), due)))
+            self._schedule(due, self._emit_part, (task, Message(rank, tag, payloads[k], (), due)))
         end = self._unit_free[rank] = start + cost + before
         if task.main:
             for kind, until in (*spans, ("compute", end)):
@@ -345,7 +351,7 @@ class Sim:
                 raise undeclared_cost(effect.kind, rank)
         end = self._unit_free[rank] = start + cost
         if cost and task.main:
-            task.ctx.time_accounting.attribute_until(effect.booked, end)
+            task.ctx.time_accounting.attribute_until(effect.time_class, end)
         return end
 
     def _start_compute(self, task: Task, effect: Compute) -> tuple[int, int]:
@@ -371,7 +377,7 @@ class Sim:
             restarts = -1  # for the incarnation that has failed
         if dst == src:
             message = Message(src, tag, payload, meta, now)
-            return self._at(now, self._deliver, (dst, message, restarts))
+            return self._schedule(now, self._deliver, (dst, message, restarts))
         if self._exchange is not None:
             end = (
                 now + self._exchange.cost_ns(src, dst, nbytes, now)
@@ -379,37 +385,41 @@ class Sim:
                 else now
             )
             message = Message(src, tag, payload, meta, now)
-            self._at(end, self._deliver, (dst, message, restarts))
+            self._schedule(end, self._deliver, (dst, message, restarts))
         else:
             assert isinstance(self.network, Ports)
             start, head, end = self.network.depart(src, dst, nbytes, now)
             message = Message(src, tag, payload, meta, start)
-            self._at(head, self._arrive, (dst, message, restarts, nbytes, end))
+            self._schedule(head, self._receive_head, (dst, message, restarts, nbytes, end))
         if nbytes:
             if end > self._push_end[src]:
                 self._push_end[src] = end
             ctx.time_accounting.record_traffic(now, nbytes, 0)
             self.contexts[dst].time_accounting.record_traffic(now, 0, nbytes)
 
-    def _arrive(self, item: tuple[int, Message, int, int, int]) -> None:
+    def _receive_head(self, item: tuple[int, Message, int, int, int]) -> None:
         """Schedule the delivery of a message whose head is at the receiver's NIC."""
         dst, message, restarts, nbytes, tail = item
         assert isinstance(self.network, Ports)
         end = self.network.arrive(message.src, dst, nbytes, self.now_ns, tail)
-        if nbytes and end > self._push_end[message.src] and self._counts(dst, message, restarts):
+        if (
+            nbytes
+            and end > self._push_end[message.src]
+            and self._is_current(dst, message, restarts)
+        ):
             self._push_end[message.src] = end
-        self._at(end, self._deliver, (dst, message, restarts))
+        self._schedule(end, self._deliver, (dst, message, restarts))
 
-    def _counts(self, dst: int, message: Message, restarts: int) -> bool:
+    def _is_current(self, dst: int, message: Message, restarts: int) -> bool:
         """Return True if the receiver runs, and neither it nor the sender has failed or begun an
         epoch since the message was sent.
         """
         same = restarts == self.restarts[message.src] + self.restarts[dst]
-        return same and dst not in self.gone
+        return same and dst not in self.failed_ranks
 
     def _deliver(self, item: tuple[int, Message, int]) -> None:
         dst, message, restarts = item
-        if not self._counts(dst, message, restarts):
+        if not self._is_current(dst, message, restarts):
             return
         task = self._mail[dst].put(message)
         if task is not None:
@@ -421,13 +431,15 @@ class Sim:
                 )
             self._resume(task, message)
 
-    def _block(self, task: Task, recv: Recv) -> None:
+    def _block_task(self, task: Task, recv: Recv) -> None:
         task.waiting = recv
         self._mail[task.ctx.rank].waiters.append(task)
         if recv.before_s != math.inf:
-            self._at(max(deadline_ns(recv.before_s), self.now_ns), self._expire, (task, recv))
+            self._schedule(
+                max(deadline_ns(recv.before_s), self.now_ns), self._expire_receive, (task, recv)
+            )
 
-    def _expire(self, item: tuple[Task, Recv]) -> None:
+    def _expire_receive(self, item: tuple[Task, Recv]) -> None:
         task, recv = item
         if task.waiting is recv:
             self._mail[task.ctx.rank].waiters.remove(task)
@@ -437,16 +449,16 @@ class Sim:
                 )
             self._resume(task, None)
 
-    def _end(self, task: Task) -> None:
+    def _end_task(self, task: Task) -> None:
         self._tasks.discard(task)
         if task.joiner is not None:
             self._wake(task.joiner, task.result)
 
     def _wake(self, task: Task, value: Any) -> None:
         """Resume the task later at this same instant, after the events that were posted before."""
-        self._at(self.now_ns, self._awake, (task, value))
+        self._schedule(self.now_ns, self._resume_idle, (task, value))
 
-    def _awake(self, item: tuple[Task, Any]) -> None:
+    def _resume_idle(self, item: tuple[Task, Any]) -> None:
         task, value = item
         if task.done:
             return
@@ -459,7 +471,9 @@ class Sim:
         value.
         """
         if isinstance(effect, fx.Sleep):
-            self._at(self.now_ns + round(effect.seconds * 1e9), self._awake, (task, None))
+            self._schedule(
+                self.now_ns + round(effect.seconds * 1e9), self._resume_idle, (task, None)
+            )
             return True, None
         if isinstance(effect, fx.Join):
             if effect.task.done:
@@ -470,14 +484,14 @@ class Sim:
             self._pause(task, effect)
             return True, None
         if isinstance(effect, fx.Cancel):
-            self._cancel(effect.task)
+            self._cancel_task(effect.task)
         elif isinstance(effect, fx.Discard):
             self._mail[task.ctx.rank].discard(effect.tags)
         else:
             raise TypeError(f"{effect!r} is not an effect")
         return False, None
 
-    def _cancel(self, task: Task) -> None:
+    def _cancel_task(self, task: Task) -> None:
         if task.done:
             return
         waiters = self._mail[task.ctx.rank].waiters
@@ -486,7 +500,7 @@ class Sim:
         task.coro.close()
         task.done = True
         task.waiting = None
-        self._end(task)
+        self._end_task(task)
 
     def stop_ranks(self, ranks: Collection[int]) -> None:
         """End all tasks of these ranks at this instant, because they fail or begin an epoch.
@@ -496,7 +510,7 @@ class Sim:
         """
         now = self.now_ns
         for task in [task for task in self._tasks if task.ctx.rank in ranks]:
-            self._cancel(task)
+            self._cancel_task(task)
         first_ns = dict.fromkeys(ranks, now)  # begin of the first message that arrives
         for _, _, target, value in self._heap:
             if target == self._deliver and value[0] in first_ns:
@@ -510,7 +524,7 @@ class Sim:
             self.restarts[rank] += 1
             self._pausing.pop(rank, None)
             self.joining.pop(rank, None)
-            self._late.pop(rank, None)
+            self._starts_after_work.pop(rank, None)
 
     def begin_epoch(self, ranks: Sequence[int], start: Callable[..., Coroutine]) -> None:
         """End the tasks of all ranks, and start these ones by `start(ctx, saved=...)`, with their
@@ -522,11 +536,11 @@ class Sim:
         self._pausing = {}
         self.collective_queues.abort()
         for task in [task for task in self._tasks if task.ctx.rank in working and not task.main]:
-            self._cancel(task)
+            self._cancel_task(task)
         for rank in working:
             self._mail[rank] = Mailbox()
             self.restarts[rank] += 1
-            self._late[rank] = start
+            self._starts_after_work[rank] = start
             main = self._mains[rank]
             main.send = partial(self._complete_work, main)
         for rank in others:
@@ -551,7 +565,7 @@ class Sim:
             return effect
         main.coro.close()
         main.done = True
-        self._start_member(rank, self._late.pop(rank))
+        self._start_member(rank, self._starts_after_work.pop(rank))
         return None
 
     def _start_member(self, rank: int, start: Callable[..., Coroutine]) -> None:
@@ -563,17 +577,17 @@ class Sim:
             saved = saved[0], saved[1].copy_to_restart()
         self._mains[rank] = self.spawn(ctx, start(ctx, saved=saved), main=True)
 
-    def _post(self, task: Task, effect: Any) -> None:
+    def _post_collective(self, task: Task, effect: Any) -> None:
         """Post a collective. It begins when its last member has posted it and the queue of its
         group is free.
         """
-        collective_queue = self.collective_queues.of(effect.group, self.now_ns)
+        collective_queue = self.collective_queues.get_queue(effect.group, self.now_ns)
         collective_queue.post(task, effect)
         if collective_queue.ready and not collective_queue.serve_scheduled:
-            self._serve(collective_queue)
+            self._serve_queue(collective_queue)
         if collective_queue.ready and effect.credit and not collective_queue.commit_scheduled:
             collective_queue.commit_scheduled = True
-            self._at_last(self.now_ns, self._commit_posted, collective_queue)
+            self._schedule_last(self.now_ns, self._commit_posted, collective_queue)
 
     def _commit_posted(self, collective_queue: CollectiveQueue) -> None:
         """Commit collectives at the end of an instant, when all members that post at this instant
@@ -582,40 +596,44 @@ class Sim:
         collective_queue.commit_scheduled = False
         collective_queue.commit(self.now_ns)
 
-    def _serve(self, collective_queue: CollectiveQueue) -> None:
+    def _serve_queue(self, collective_queue: CollectiveQueue) -> None:
         """Begin the next collective of the queue: now, or when the one in flight has ended."""
         if collective_queue.ready and collective_queue.free_ns <= self.now_ns:
-            self._begin(collective_queue)
+            self._begin_collective(collective_queue)
         collective_queue.serve_scheduled = collective_queue.ready > 0
         if collective_queue.serve_scheduled:
             keyed = any(posted.effect.key for posted in collective_queue.pending.values())
-            (self._at_last if keyed else self._at)(
-                collective_queue.free_ns, self._serve, collective_queue
+            (self._schedule_last if keyed else self._schedule)(
+                collective_queue.free_ns, self._serve_queue, collective_queue
             )
 
-    def _begin(self, collective_queue: CollectiveQueue) -> None:
+    def _begin_collective(self, collective_queue: CollectiveQueue) -> None:
         """Carry out the next collective."""
-        posted = collective_queue.take(self.now_ns)
+        posted = collective_queue.pop_next(self.now_ns)
         effect, group = posted.effect, collective_queue.group
         tensors = [posted.arrived[rank][1] for rank in group]
-        result, cost, moved, own = price_collective(effect, tensors, self.network, self.now_ns)
+        result, cost, traffic = price_collective(effect, tensors, self.network, self.now_ns)
         start = self.network.hold(group, cost, self.now_ns)
         collective_queue.free_ns = end = start + cost
         scattered = isinstance(effect, fx.AllReduce) and effect.op == "scatter"
         for place, rank in enumerate(group):
-            member, time_accounting = posted.arrived[rank][0], self.contexts[rank].time_accounting
-            if own is None:
-                time_accounting.record_traffic(start, moved, moved)
-            else:
-                time_accounting.record_traffic(start, own.sent[place], own.received[place])
-            time_accounting.record_collective(start, end, member.main)
+            member, _ = posted.arrived[rank]
+            self._record_collective(member, start, end, traffic[place])
             value = chunk(result, len(group), place) if scattered else result
             if self.failed_ns is None:
-                self._at(end, member, value)
+                self._schedule(end, member, value)
             else:
-                self._at(end, self._finish, (member, value, group, self.now_ns))
+                self._schedule(end, self._finish_collective, (member, value, group, self.now_ns))
 
-    def _finish(self, item: tuple[Task, Any, tuple[int, ...], int]) -> None:
+    def _record_collective(
+        self, member: Task, start_ns: int, end_ns: int, traffic: tuple[int, int]
+    ) -> None:
+        """Record the time of a collective for a member, and the bytes that it sent and received."""
+        time_accounting = member.ctx.time_accounting
+        time_accounting.record_traffic(start_ns, *traffic)
+        time_accounting.record_collective(start_ns, end_ns, member.main)
+
+    def _finish_collective(self, item: tuple[Task, Any, tuple[int, ...], int]) -> None:
         """Resume a member of a collective that began at `since_ns`, unless a member has failed
         since: then no member receives the result.
         """
@@ -624,8 +642,8 @@ class Sim:
             self._resume(member, value)
 
     def _is_broken(self, group: tuple[int, ...], since_ns: int) -> bool:
-        """Return True if a member of this group has failed since, after the first
-        instant and before the present one: a failure is the first event of its instant.
+        """Return True if a member of this group has failed after `since_ns` and before the present
+        instant: a failure is the first event of its instant.
         """
         failed_ns = self.failed_ns
         return bool(failed_ns) and any(
@@ -642,34 +660,32 @@ def undeclared_cost(kind: str, rank: int) -> AshlError:
 
 def price_collective(
     effect: Collective, tensors: list[Any], network: Exchange | Ports, now_ns: int
-) -> tuple[Any, int, int, AllReduceCost | None]:
-    """Return (result, cost in ns, bytes that each member sends and receives, costs by member).
-
-    The costs by member are None if a ring is used.
-    """
-    g, group, size_only = len(tensors), effect.group, isinstance(tensors[0], SizeOnly)
-    if isinstance(effect, AllReduce):
-        nbytes = tensors[0].nbytes - (
-            0 if size_only else effect.piggybacked * tensors[0].element_size()
-        )
-        if effect.op in PHASES_OF_A_SUM:
-            gathers = effect.op == "gather"
-            total = nbytes * g if gathers else -(-nbytes // (4 * g)) * 4 * g
-            cost, moved = network.all_gather_ns(group, total, now_ns), total * (g - 1) // g
-            return (
-                concatenate(tensors) if gathers else sum_in_rank_order(tensors),
-                cost,
-                moved,
-                None,
-            )
-        cost, own = network.all_reduce_ns(group, nbytes, now_ns), None
-        if network.summing is not None:
-            own = network.summing.known(group, nbytes)
-        return sum_in_rank_order(tensors, effect.op), cost, 2 * (g - 1) * nbytes // g, own
-    # every member's bytes are padded to this length
-    longest = max(t.nbytes for t in tensors) - (0 if size_only else effect.piggybacked)
-    total = g * longest
-    return tensors, network.all_gather_ns(group, total, now_ns), total * (g - 1) // g, None
+) -> tuple[Any, int, list[tuple[int, int]]]:
+    """Return (result, cost in ns, (bytes sent, bytes received) of each member)."""
+    g = len(tensors)
+    group = effect.group
+    first = tensors[0]
+    # piggybacked bytes count for nothing; a vector of a size only has none
+    extra = 0 if isinstance(first, SizeOnly) else effect.piggybacked * first.element_size()
+    if isinstance(effect, AllGather):
+        # every member's bytes are padded to the length of the longest
+        total = g * (max(t.nbytes for t in tensors) - extra)
+        moved = total * (g - 1) // g
+        return tensors, network.all_gather_ns(group, total, now_ns), [(moved, moved)] * g
+    nbytes = first.nbytes - extra
+    if effect.op in PHASES_OF_A_SUM:
+        gathers = effect.op == "gather"
+        result = concatenate(tensors) if gathers else sum_in_rank_order(tensors)
+        total = nbytes * g if gathers else -(-nbytes // (4 * g)) * 4 * g
+        moved = total * (g - 1) // g
+        return result, network.all_gather_ns(group, total, now_ns), [(moved, moved)] * g
+    result = sum_in_rank_order(tensors, effect.op)
+    cost = network.all_reduce_ns(group, nbytes, now_ns)
+    if network.summing is None:
+        moved = 2 * (g - 1) * nbytes // g
+        return result, cost, [(moved, moved)] * g
+    own = network.summing.known(group, nbytes)
+    return result, cost, list(zip(own.sent, own.received, strict=True))
 
 
 def restore_ranks(
@@ -686,7 +702,7 @@ def restore_ranks(
     sim.now_ns = time_ns
     resumed = {} if epoch is None else {"epoch": epoch, "resumes": True}
     for ctx, known in zip(sim.contexts, ranks, strict=True):
-        until_ns = 0 if ctx.rank in sim.gone else time_ns
+        until_ns = 0 if ctx.rank in sim.failed_ranks else time_ns
         restore_rank(ctx, known, until_ns, sim.speed, sim.worker_states)
         if known.stage != ABSENT:
             saved = known.stage, known.state
@@ -698,5 +714,5 @@ def restore_ranks(
             task.done = True
         sim._mains.append(task)
     for rank, known in enumerate(ranks):
-        if known.stage == ABSENT and rank not in sim.gone:
+        if known.stage == ABSENT and rank not in sim.failed_ranks:
             sim.start_joining(rank, partial(start, sim.contexts[rank], joins=True))

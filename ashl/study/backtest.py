@@ -119,7 +119,7 @@ class RoundObserver:
     rounds: Rounds = "all"
 
     def __init__(self) -> None:
-        self.stopping: str | None = None
+        self.stop_reason: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.own: list[Round] = []
         self.steps_per_s = 0.0

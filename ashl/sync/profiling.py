@@ -175,7 +175,7 @@ async def time_steps(
 
     async def step() -> float | None:
         nonlocal count
-        if count > 1 and (ctx.stopping or ctx.now_ns >= stage.stop_criteria.deadline_ns):
+        if count > 1 and (ctx.stop_reason or ctx.now_ns >= stage.stop_criteria.deadline_ns):
             return None
         if count > steps and ctx.now >= repeats_end_s:
             return None
@@ -249,7 +249,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
         ctx.emit(PlanMade(ctx.rank, stage.index + 1, rows))
         signal = NEXT if stage.following else STOP
     except OverError:
-        reason = ctx.stopping or "seconds"
+        reason = ctx.stop_reason or "seconds"
     state.progress.end_ns = end_time_ns(stage, ctx.now_ns)
     record_end(ctx, stage, state.progress, reason)
     for rank in stage.workers:

@@ -717,14 +717,14 @@ def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: P
 # Epochs: how the members of a new epoch continue
 #
 # Each member goes back to its last safe point: the top of a round (`RankContext.safe_point`), or
-# the end of its last local step (`keep_step`, `keep_work`). A member amid a step completes it
-# before. The members exchange the versions of their models. If some of them have missed the last
-# merge, the others go back by one more round. The donor is the lowest rank with the newest state.
-# It sends what all workers have in common to each joining worker, and to a member that has missed
-# the end of a stage. Then the kept work is exchanged. The weights are those of the members that
-# have work; they add up to 1. Work is computed again if the new members would compute it otherwise
-# (`suits_members`), and if its exchange overlaps with computing (`keeps_work`). The failed worker's
-# steps of the round count as dropped.
+# the end of its last local step (`move_safe_point`, `end_local_work`). A member amid a step
+# completes it before. The members exchange the versions of their models. If some of them have
+# missed the last merge, the others go back by one more round. The donor is the lowest rank with the
+# newest state. It sends what all workers have in common to each joining worker, and to a member
+# that has missed the end of a stage. Then the kept work is exchanged. The weights are those of the
+# members that have work; they add up to 1. Work is computed again if the new members would compute
+# it otherwise (`suits_members`), and if its exchange overlaps with computing (`keeps_work`). The
+# failed worker's steps of the round count as dropped.
 #
 # If any member keeps its work, a joining worker has none in this round: it adds zeros with weight 0
 # (`PeerState.idle`), so that no member waits for it. It computes from the next round on.

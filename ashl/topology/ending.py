@@ -109,22 +109,24 @@ def stop_decision(
     ctx: RankContext, stage: StageConfig, progress: RunProgress
 ) -> tuple[int, str | None]:
     """Decide for all workers. Returns: (GO, NEXT, STOP or PAUSE; the reason or None)."""
-    if reason := stage.stop_criteria.end_reason(progress) or ctx.stopping:
+    if reason := stage.stop_criteria.end_reason(progress) or ctx.stop_reason:
         return STOP, reason
     if stage.plan.until and (
         rule := stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)
     ):
         return (NEXT if stage.following else STOP), rule
-    return (PAUSE, CHECKPOINT) if ctx.checkpoint_due else (GO, None)
+    return (PAUSE, CHECKPOINT) if ctx.is_checkpoint_due else (GO, None)
 
 
 def local_stop(ctx: RankContext, stage: StageConfig, progress: RunProgress) -> str | None:
     """Return the reason that rank 0 adds to the next exchange, or None."""
-    if reason := ctx.stopping or ("seconds" if ctx.now >= stage.stop_criteria.deadline_s else None):
+    if reason := ctx.stop_reason or (
+        "seconds" if ctx.now >= stage.stop_criteria.deadline_s else None
+    ):
         return reason
     if stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores):
         return "next"
-    return CHECKPOINT if ctx.checkpoint_due else None
+    return CHECKPOINT if ctx.is_checkpoint_due else None
 
 
 def take_override(present: int, decided: int) -> bool:

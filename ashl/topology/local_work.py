@@ -193,7 +193,7 @@ async def local_work(
         if ctx.in_local_work and steps < state.local_steps:
             spent_s = before_s + ctx.now - start
             state.begun = Begun(planned, params, first, lr, local, grads, losses, steps, spent_s)
-            ctx.keep_step(stage.index, state)
+            ctx.move_safe_point(stage.index, state)
     state.begun = None
     spent_s = before_s + (ctx.now - start)
     total, payload = 0.0, local - params if grads is None else grads
@@ -237,7 +237,7 @@ async def kept_work(
         return state.pending
     work = await compute(ctx, stage, state)
     if ctx.in_local_work:
-        ctx.keep_work(stage.index, replace(state, pending=work))
+        ctx.end_local_work(stage.index, replace(state, pending=work))
     return work
 
 

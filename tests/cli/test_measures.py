@@ -122,7 +122,7 @@ def test_a_measure_is_wherever_metrics_are(topology: str, runtime: str, package,
 class Silent:
     """A kernel that nobody watches."""
 
-    stopping = scores = None
+    stop_reason = scores = None
     rounds = "none"
 
 

@@ -64,7 +64,7 @@ def test_like_a_list(steps) -> None:
             box.discard(tag)
             dropped.update(tag)
             kept = [message for message in kept if message.tag not in dropped]
-    assert box.undelivered() == kept
+    assert box.undelivered_messages() == kept
     assert all(box.messages.values()), "no empty queues are left"
     assert box.waiters == waiting
 

@@ -160,8 +160,8 @@ def test_a_region_that_is_ready_to_pause_admits_nobody(worker: int, rejoin_s: fl
         ranks, faults = decode(one.content, ("ashl",)), decode(one.faults, ("ashl",))
         server = ranks[stage.topology.server_of(stage, worker)].state
         if ranks[worker].stage == ABSENT:
-            waiting += [worker] * (worker not in faults.gone)
-            assert worker in faults.gone or worker in server.progress.failed
+            waiting += [worker] * (worker not in faults.failed_ranks)
+            assert worker in faults.failed_ranks or worker in server.progress.failed
         else:
             assert worker not in server.progress.failed
     assert waiting  # a join request arrived in a pause

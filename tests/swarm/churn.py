@@ -137,4 +137,4 @@ def check(seed: int) -> None:
             "a push under way at the end"
         )
     for mail in sim._mail[n:]:
-        assert {tag[0] for tag in mail.messages} <= {"lost"}, "nobody forgot a message"
+        assert {tag[0] for tag in mail.messages} <= {"failed"}, "nobody forgot a message"

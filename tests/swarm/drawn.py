@@ -44,7 +44,7 @@ class Seen:
     """An observer that keeps everything."""
 
     rounds: Rounds = "all"
-    stopping: str | None = None
+    stop_reason: str | None = None
     scores: dict | None = None
 
     def __post_init__(self) -> None:

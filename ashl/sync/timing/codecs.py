@@ -52,7 +52,7 @@ async def time_codec(
         decode = partial(link.merge, receiver, [payload], [1.0], (ctx.rank,))
         await ctx.compute(decode, work=1, kind="decode")
         rows.append((encoded - start, ctx.now - encoded))
-        if ctx.stopping or ctx.now_ns >= stage.stop_criteria.deadline_ns:
+        if ctx.stop_reason or ctx.now_ns >= stage.stop_criteria.deadline_ns:
             break
     medians = [statistics.median(column) for column in zip(*(rows[1:] or rows), strict=True)]
     return torch.tensor(medians, dtype=torch.float64)

@@ -100,7 +100,7 @@ async def collect_answers(
     found: dict[int, tuple[float, ...]] = {}
     while len(found) < len(members):
         message = await ctx.recv(stage.tag("ask"), before_s=stage.stop_criteria.deadline_s)
-        if message is None or ctx.stopping:
+        if message is None or ctx.stop_reason:
             raise OverError
         what, *values = message.meta
         if what == RESULT:
