@@ -26,7 +26,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Record, Rounds, Snapshot, TimeTotals
 from ashl.runtime.sim import Sim
 from ashl.runtime.throttle import Nics, Throttle
-from ashl.runtime.transport import NEVER
+from ashl.runtime.transport import NO_TIMEOUT
 from ashl.size_only import Vector
 
 SECRET = Secret(bytes(32))
@@ -79,12 +79,12 @@ def on_processes(
     ranks: int,
     groups: Sequence[tuple[int, ...]] = (),
     within_s: float = 60,
-    settle: Callable[[], None] | None = None,
+    synchronize: Callable[[], None] | None = None,
 ) -> list[Ended]:
-    """`main` and `settle` are functions of a module; `groups` are given process groups of their
+    """`main` and `synchronize` are functions of a module; `groups` are given process groups of their
     own. All ranks are linked.
     """
-    return started(play, ranks, within_s, main, machines, tuple(groups), settle)
+    return started(play, ranks, within_s, main, machines, tuple(groups), synchronize)
 
 
 def started(target: Callable[..., None], ranks: int, within_s: float, *args: object) -> list[Ended]:
@@ -128,7 +128,7 @@ def play(
     main: Main,
     machines: Any,
     groups: tuple[tuple[int, ...], ...],
-    settle: Callable[[], None] | None,
+    synchronize: Callable[[], None] | None,
 ) -> None:
     """One rank, in a process of its own, which leaves without destructors as those of a run do."""
     warnings.simplefilter("error")
@@ -140,8 +140,8 @@ def play(
     else:
         store = StoreClient(StoreAddress("127.0.0.1", port, SECRET), 30.0)
         store.limit_answers(600.0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)
-    made = {group: dist.new_group(list(group), timeout=NEVER) for group in groups}
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NO_TIMEOUT)
+    made = {group: dist.new_group(list(group), timeout=NO_TIMEOUT) for group in groups}
     seen = Quiet()
     kernel = TorchKernel(
         rank,
@@ -151,7 +151,7 @@ def play(
         max_bytes=100_000_000,
         exact=True,
         groups=made,
-        settle=settle,
+        synchronize=synchronize,
     )
 
     def played() -> tuple[Any, None, dict[str, float]]:

@@ -30,7 +30,7 @@ def test_the_times_of_all_lives_add_up() -> None:
     clock = SimpleNamespace(now_ns=200)
     ctx = RankContext(cast(Kernel, clock), 1)
     account = ctx.time_accounting
-    account.start_at(200)
+    account.set_start(200)
     ctx.add_totals(first)
     account.attribute_until("compute", 280)
     account.record_traffic(210, 1, 2)
@@ -41,7 +41,7 @@ def test_the_times_of_all_lives_add_up() -> None:
     assert (beat.steps, beat.bytes_up, beat.bytes_down, beat.collective_ns) == (5, 11, 22, 4)
     assert beat.measures == {"a": Measured(5.0, 8.0, 3)}
     unheard = RankContext(cast(Kernel, clock), 1)
-    unheard.time_accounting.start_at(200)
+    unheard.time_accounting.set_start(200)
     unheard.add_totals(None)  # it failed before its first heartbeat
     assert unheard.heartbeat().totals_ns == totals(down=200)
 

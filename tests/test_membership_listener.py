@@ -19,7 +19,7 @@ from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import PAUSES
 from ashl.runtime.records import ControlUpdate
 from ashl.runtime.rendezvous import JOINER, SERVER, admit_worker, join_servers
-from ashl.runtime.transport import Received
+from ashl.runtime.transport import ReceivedMessage
 from ashl.topology.local_work import WorkerState
 from tests.kernels import Quiet
 
@@ -128,7 +128,7 @@ def test_a_joining_worker_takes_part_from_the_first_message_of_its_server_on() -
 
     async def main(ctx: Any) -> int | None:
         for pauses in (4, 5):
-            kernel._inbox.put(Received(Message(1, ("pull", 0, 0), None, (), 0), pauses))
+            kernel._inbox.put(ReceivedMessage(Message(1, ("pull", 0, 0), None, (), 0), pauses))
         await ctx.recv(("pull", 0, 0))
         return kernel.heartbeat().first_pause
 
@@ -142,7 +142,7 @@ def test_a_joining_worker_is_connected_to_its_server_with_the_clock_of_the_run(
     store = cast("Any", Store())
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(rendezvous, "make_group", lambda name, _, place: made.append((name, place)))
-    monkeypatch.setattr(rendezvous, "call_unless_failed", lambda meet, _: (meet(), "group")[1])
+    monkeypatch.setattr(rendezvous, "call_unless_over", lambda meet, _: (meet(), "group")[1])
     assert join_servers(store, [2], 0, 1, lambda: True) is None, "the run ends before"
     admit_worker(store, 2, 0, 1, 5_000_000_000)
     joined = join_servers(store, [2], 0, 1, lambda: False)

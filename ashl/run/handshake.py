@@ -27,7 +27,7 @@ from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.control_channel import POLL_S
 from ashl.run.rank import role_name
 from ashl.runtime.records import Text, parse_json, validate
-from ashl.runtime.rendezvous import machine
+from ashl.runtime.rendezvous import network_id
 
 OWN = {"interface", "device", "threads", "share_gpu", "root"}  # keys that may differ by node
 # Groups that only the process of rank 0 reads. The plan holds all that a profile decides.
@@ -60,7 +60,7 @@ class Hello(NamedTuple):
 
 def make_hello(job: JobMembership, **known: Any) -> Hello:
     """Return the hello of this process; `known` are the fields that the caller knows."""
-    return Hello(job.rank, platform.node(), machine(), job.local_rank, *versions(), **known)
+    return Hello(job.rank, platform.node(), network_id(), job.local_rank, *versions(), **known)
 
 
 def versions() -> tuple[str, str, str]:

@@ -28,7 +28,7 @@ from ashl.run.handshake import VERSIONS, versions
 from ashl.run.interface import Chosen, named, reaching, towards
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import End, Text, parse_json, validate
-from ashl.runtime.rendezvous import machine
+from ashl.runtime.rendezvous import network_id
 
 FILE = "job.json"  # in the run folder while the run can be joined
 AGAIN_S = 0.3  # seconds between two join requests of a process
@@ -161,7 +161,7 @@ def publish_join_endpoint(run_dir: Path, at: StoreAddress) -> Generator[None]:
     Raises: UsageError or AshlError if the file cannot be written.
     """
     path = run_dir / FILE
-    known = machine(), platform.node(), *versions()
+    known = network_id(), platform.node(), *versions()
     endpoint = JoinEndpoint(at.host, at.port, at.secret.hex(), *known)
     try:
         path.unlink(missing_ok=True)  # left by a run whose controller was killed
@@ -196,7 +196,7 @@ def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
         raise UsageError(
             f"{path}: not a valid join endpoint ({error}); join another run"
         ) from error
-    if endpoint.machine != machine() and is_loopback(endpoint.host):
+    if endpoint.machine != network_id() and is_loopback(endpoint.host):
         raise UsageError(
             f"{run_dir}: the run is on the loopback of {endpoint.name}; join it on that machine"
         )

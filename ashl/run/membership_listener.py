@@ -65,7 +65,7 @@ class MembershipListener:
         """
         if self._regroups:
             return self._on_epoch(update)
-        if not self._kernel.started:
+        if not self._kernel.has_started:
             return
         previous, failed = self._failed, dict(update.lost)
         with self._lock:

@@ -76,10 +76,10 @@ from ashl.runtime.rendezvous import (
     init_process_groups,
     join_epoch,
     join_servers,
-    meet_members,
+    make_epoch_group,
 )
 from ashl.runtime.throttle import Throttle
-from ashl.runtime.transport import NEVER, first_line, make_nccl_payloads
+from ashl.runtime.transport import NO_TIMEOUT, first_line, make_nccl_payloads
 from ashl.stage.contract import StageConfig
 from ashl.stage.program import peers_of, program, ranks_to_notify
 
@@ -388,10 +388,10 @@ def make_kernel(
     if nccl and stage.topology.has_server:
         payloads = make_nccl_payloads(settings.rank, stage.workers, stage.server, settings.device)
 
-    def meet(
-        epoch: Epoch, members: tuple[int, ...], hopeless: Callable[[], bool]
+    def make_group(
+        epoch: Epoch, members: tuple[int, ...], is_over: Callable[[], bool]
     ) -> dist.ProcessGroup | None:
-        return meet_members(store, settings.rank, kernel.clock_ns, epoch, members, hopeless)
+        return make_epoch_group(store, settings.rank, kernel.clock_ns, epoch, members, is_over)
 
     kernel = TorchKernel(
         settings.rank,
@@ -411,12 +411,12 @@ def make_kernel(
         exact=parts.runtime.reduction == "deterministic",
         groups={} if settings.incarnation else process_groups(stages, hierarchy),
         device=settings.device,
-        settle=None if settings.device == HOST else torch.cuda.synchronize,
+        synchronize=None if settings.device == HOST else torch.cuda.synchronize,
         nccl=nccl,
         checkpoint_writer=reporter.checkpoint_writer,
         hierarchy=hierarchy,
         payload_transport=payloads,
-        meet=meet if regroups(stage) else None,
+        make_group=make_group if regroups(stage) else None,
         peers_in=lambda epoch: peers_of(stages, settings.rank, epoch.workers),
         num_workers=plan.num_workers,
         num_ranks=plan.num_ranks,
@@ -500,7 +500,7 @@ def leave_together(
 def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:
     """End this process at `time_s` of the run's clock."""
     logger.info("will fail at %g s, as cluster.events declares", time_s)
-    while not kernel.started or kernel.now_ns < time_s * 1e9:
+    while not kernel.has_started or kernel.now_ns < time_s * 1e9:
         time.sleep(0.001)
     os._exit(EXIT_DECLARED_FAILURE)
 
@@ -514,7 +514,7 @@ def process_groups(
     """
     listed = {group for stage in stages for group in stage.topology.groups(stage)}
     listed |= set(hierarchy.groups) if hierarchy else set()
-    return {group: dist.new_group(list(group), timeout=NEVER) for group in sorted(listed)}
+    return {group: dist.new_group(list(group), timeout=NO_TIMEOUT) for group in sorted(listed)}
 
 
 def step_here_s(plan: Plan, parts: Parts, data: Data) -> float:

@@ -191,7 +191,7 @@ def share_of_contexts(
     own.totals = mean([account.totals_until(time_ns) for account in accounts])
     own.bytes_up, own.bytes_down = (sum(nbytes) // shares for nbytes in zip(*sent, strict=True))
     own.collective_ns = sum(account.collective_ns for account in accounts) // len(contexts)
-    own.start_at(sum(own.totals.values()))  # the remainder of the divisions counts as waiting
+    own.set_start(sum(own.totals.values()))  # the remainder of the divisions counts as waiting
     return {
         **contexts[first],
         "steps": sum(context["steps"] for context in contexts) // shares,

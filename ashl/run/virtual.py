@@ -19,7 +19,7 @@ from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import PeerFailedError, Save
 from ashl.runtime.parallel_sim import use_cores
 from ashl.runtime.plain_state import decode, encode, to_plain
-from ashl.runtime.rank_checkpoint import RANKS, next_due_ns, saved_rank
+from ashl.runtime.rank_checkpoint import RANKS, capture_rank, next_due_ns
 from ashl.runtime.rank_context import Observer
 from ashl.runtime.sim import Begin, Sim, restore_ranks
 from ashl.stage.program import program, ranks_to_notify
@@ -57,7 +57,7 @@ def simulate(
         times = {"time_ns": sim.now_ns, "home_ns": sim.now_ns}
         about = {"how": VIRTUAL, **times, "ranks_ns": [sim.now_ns] * plan.num_ranks}
         about["absent"] = []  # `RANKS` and `FAULTS` have the state of failed workers, too
-        ranks = [saved_rank(ctx, saves.get(ctx.rank), sim.speed) for ctx in sim.contexts]
+        ranks = [capture_rank(ctx, saves.get(ctx.rank), sim.speed) for ctx in sim.contexts]
         contents = {RANKS: encode(to_plain(ranks))}
         if churn is not None:
             contents[FAULTS] = encode(to_plain(churn.save_state()))

@@ -153,8 +153,8 @@ def all_gather(
 # --- over a subset of the ranks, without a process group
 
 BARRIER, CHUNKS, SUMS = range(3)  # purposes of messages; each has its own tag in a group
-# The transport uses the tags below FIRST, and gloo's tags end at 2^31.
-FIRST, MAX_GROUPS = 16, 2**29
+# The transport uses the tags below FIRST_TAG, and gloo's tags end at 2^31.
+FIRST_TAG, MAX_GROUPS = 16, 2**29
 
 # By peer, from the second epoch on: the process group of the epoch, and the peer's rank in it.
 Routes = Mapping[int, tuple[dist.ProcessGroup, int]]
@@ -203,7 +203,7 @@ class Subset(NamedTuple):
 
     def _exchange(self, out: Sequence[Tensor], into: Sequence[Tensor], purpose: int) -> None:
         """Send `out[i]` to the i-th member and receive `into[i]` from it, except for this rank."""
-        tag = FIRST + 3 * self.number + purpose
+        tag = FIRST_TAG + 3 * self.number + purpose
         peers = [
             (i, *(self.routes.get(peer) or (world(), peer)))
             for i, peer in enumerate(self.group)
@@ -248,7 +248,7 @@ class Hierarchy(NamedTuple):
             group for group in (*self.nodes, self.leaders) if 1 < len(group) < len(self.members)
         ]
 
-    def moved(self, rank: int, nbytes: int) -> tuple[int, int]:
+    def traffic(self, rank: int, nbytes: int) -> tuple[int, int]:
         """Return (bytes sent, bytes received) by this rank in one sum of `nbytes`.
 
         A worker that is no leader sends and receives the whole vector once.

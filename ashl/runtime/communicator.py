@@ -32,11 +32,11 @@ from ashl.runtime.collective_queue import Collective, choose_committed
 from ashl.runtime.collectives import Hierarchy, Subset
 from ashl.runtime.effects import AllReduce
 from ashl.runtime.kernel import describe_wait
-from ashl.runtime.rendezvous import CHECK_S, call_unless_failed, world
+from ashl.runtime.rendezvous import CHECK_S, call_unless_over, world
 from ashl.runtime.sums import PHASES_OF_A_SUM
 from ashl.runtime.throttle import Throttle
 
-BATCHED = 64  # unpaced collectives whose waiting times are exchanged together
+WAITS_PER_EXCHANGE = 64  # unpaced collectives whose waiting times are exchanged together
 LINGER_S = 30.0  # seconds that a rank that has ended waits for its posted collectives
 CHECK = timedelta(seconds=CHECK_S)  # time between two checks for another epoch
 Ranks = tuple[int, ...]
@@ -54,14 +54,14 @@ class Outcome(NamedTuple):
     """The result of a collective: its value, its begin and end on the rank's clock, and the bytes
     that the rank sent and received.
 
-    `waited_ns`: how long each of the earlier collectives waited for its last member, as far as that
-    has become known now.
+    `waited_ns`: for earlier collectives whose waiting time has become known now, how long each
+    waited for its last member.
     """
 
     value: Any
     begin_ns: int
     end_ns: int
-    moved: tuple[int, int]
+    traffic: tuple[int, int]
     waited_ns: list[int]
 
 
@@ -193,7 +193,7 @@ class Communicator:
         throttle: Throttle,
         clock_ns: Callable[[], int],
         max_bytes: int,
-        settle: Callable[[], None] | None = None,
+        synchronize: Callable[[], None] | None = None,
         hierarchy: Hierarchy | None = None,
         members: Ranks | None = None,
         epoch: int = 0,
@@ -203,8 +203,8 @@ class Communicator:
         """Set up the collectives of a rank. `groups` are the process groups that the plan lists; a
         sum over another part of the ranks works without one.
 
-        The groups transport tensors in the host's memory. With `settle` they transport tensors on
-        the device, too, and it waits until a transfer is done. With a `hierarchy` sums over all
+        The groups transport tensors in the host's memory. With `synchronize` they transport tensors
+        on the device, too, and it waits until a transfer is done. With a `hierarchy` sums over all
         workers go by nodes, unless `exact` is set. `members` are all ranks of this epoch; None =
         those that torch.distributed was initialised with. `routes` are the process groups by which
         sums without a group of their own reach each member. With `is_over`, which returns True once
@@ -216,7 +216,7 @@ class Communicator:
         self._clock = clock_ns
         self._groups = {**groups}
         self._max_bytes = max_bytes
-        self._settle = settle
+        self._synchronize = synchronize
         self._hierarchy = hierarchy
         self._epoch = epoch
         self._is_over = is_over
@@ -276,7 +276,9 @@ class Communicator:
 
     def _run_next_of_members(self, queue: LocalQueue) -> tuple[Pending, Outcome]:
         """Carry out the next collective of a queue. Raises RuntimeError if a member failed."""
-        pending, g, free_ns = queue.pending[0], len(queue.group), 0
+        pending = queue.pending[0]
+        g = len(queue.group)
+        free_ns = 0
         paced = g > 1 and self._throttle.network is not None
         if g > 1 and (paced or (pending.effect.key and not queue.committed)):
             common, free_ns = self._agree_on_order(queue, self._throttle.free_ns(queue.group))
@@ -287,10 +289,10 @@ class Communicator:
         number = pending.number + (self._epoch << 32)
         tensor = pending.effect.tensor
         # process groups of gloo transport host memory only
-        here = tensor if self._settle is not None else in_host(tensor)
-        value, moved, begin, cost = self._transfer(pending.effect, here, number, asked_ns)
-        if self._settle is not None:
-            self._settle()
+        here = tensor if self._synchronize is not None else in_host(tensor)
+        value, traffic, begin, cost = self._transfer(pending.effect, here, number, asked_ns)
+        if self._synchronize is not None:
+            self._synchronize()
         elif isinstance(value, torch.Tensor):
             value = to_device(value, str(tensor.device))
         end_ns = self._clock()
@@ -302,15 +304,16 @@ class Communicator:
         waited = []
         if not paced and g == len(self._all) > 1:
             self._starts.append(CollectiveTiming(begin, end_ns, pending.main))
-            waited = self._measure_waiting() if len(self._starts) == BATCHED else []
+            waited = self._measure_waiting() if len(self._starts) == WAITS_PER_EXCHANGE else []
         queue.remove(pending)
-        return pending, Outcome(value, begin, end_ns, moved, waited)
+        return pending, Outcome(value, begin, end_ns, traffic, waited)
 
     def _agree_on_order(self, queue: LocalQueue, free_ns: int) -> tuple[int, int]:
         """Return (how many collectives all members have posted, when the NICs of all are free). All
         clocks were started together.
         """
-        group, numbers = queue.group, torch.tensor([-queue.posted, free_ns])
+        group = queue.group
+        numbers = torch.tensor([-queue.posted, free_ns])
         if self._without_process_group(group):
             numbers = self._subset(group).maximum(numbers)
         else:
@@ -342,7 +345,7 @@ class Communicator:
         returns.
         """
         assert self._is_over is not None
-        call_unless_failed(call, self._is_over)
+        call_unless_over(call, self._is_over)
         if self._is_over():
             raise RuntimeError("another epoch has begun")
 
@@ -355,43 +358,45 @@ class Communicator:
         declared cost in ns or None).
         """
         group, g = effect.group, len(effect.group)
-        pg, loose, wait = self._groups.get(group), self._without_process_group(group), self._wait
-        if isinstance(effect, AllReduce):
+        pg = self._groups.get(group)
+        is_subset = self._without_process_group(group)
+        if isinstance(effect, AllReduce) and effect.op not in PHASES_OF_A_SUM:
             nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
-            if effect.op in PHASES_OF_A_SUM:
-                assert not loose, "half of a sum needs all ranks, or a group that the plan lists"
-                gathers = effect.op == "gather"
-                value = (collectives.gather_equal if gathers else collectives.reduce_scatter)(
-                    tensor, g, pg, wait
-                )
-                total = g * nbytes if gathers else g * value.nbytes
-                moved = total * (g - 1) // g
-                return (
-                    value,
-                    (moved, moved),
-                    *self._throttle.schedule_all_gather(group, number, total, asked_ns),
-                )
             begin, cost = self._throttle.schedule_all_reduce(group, number, nbytes, asked_ns)
-            moved = self._moved(group, nbytes)
-            if self._hierarchy is not None and self._sums_by_nodes(group) and not loose:
-                value = collectives.all_reduce_by_node(
-                    tensor, effect.op, self._rank, self._hierarchy, self._groups, wait
-                )
-            elif loose and g > 1:
-                assert effect.op == "sum"
-                value = self._subset(group).sum(tensor)
-            else:
-                value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact, wait)
-            return value, moved, begin, cost
-        assert not loose, "gathering bytes needs all ranks, or a group that the plan lists"
-        parts, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, wait)
-        total = g * (longest - effect.piggybacked)  # known only after the lengths are gathered
+            value = self._sum(effect, tensor, pg, is_subset)
+            return value, self._traffic(group, nbytes), begin, cost
+        assert not is_subset, "gathering needs all ranks, or a group that the plan lists"
+        value: Any
+        if isinstance(effect, AllReduce):
+            gathers = effect.op == "gather"
+            transfer = collectives.gather_equal if gathers else collectives.reduce_scatter
+            value = transfer(tensor, g, pg, self._wait)
+            nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
+            total = g * nbytes if gathers else g * value.nbytes
+        else:
+            value, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, self._wait)
+            total = g * (longest - effect.piggybacked)  # known only after the lengths are gathered
         moved = total * (g - 1) // g
-        return (
-            parts,
-            (moved, moved),
-            *self._throttle.schedule_all_gather(group, number, total, asked_ns),
-        )
+        begin, cost = self._throttle.schedule_all_gather(group, number, total, asked_ns)
+        return value, (moved, moved), begin, cost
+
+    def _sum(
+        self,
+        effect: AllReduce,
+        tensor: torch.Tensor,
+        pg: dist.ProcessGroup | None,
+        is_subset: bool,
+    ) -> torch.Tensor:
+        """Return the sum or the maximum over the group of a collective."""
+        group = effect.group
+        if is_subset and len(group) > 1:
+            assert effect.op == "sum"
+            return self._subset(group).sum(tensor)
+        if self._hierarchy is not None and self._sums_by_nodes(group):
+            return collectives.all_reduce_by_node(
+                tensor, effect.op, self._rank, self._hierarchy, self._groups, self._wait
+            )
+        return collectives.all_reduce(tensor, group, effect.op, pg, self._exact, self._wait)
 
     def _sums_by_nodes(self, group: Ranks) -> bool:
         """Return True if a sum over this group goes by the hierarchy. After a failure its process
@@ -402,16 +407,17 @@ class Communicator:
             return False
         return all(members in self._groups for members in hierarchy.groups)
 
-    def _moved(self, group: Ranks, nbytes: int) -> tuple[int, int]:
+    def _traffic(self, group: Ranks, nbytes: int) -> tuple[int, int]:
         """Return the bytes that this rank sends and receives in a sum, by the cost model if there
         is one.
         """
         network, g = self._throttle.network, len(group)
         if network is not None and network.summing is not None and g > 1:
-            known, place = network.summing.known(group, nbytes), group.index(self._rank)
+            known = network.summing.known(group, nbytes)
+            place = group.index(self._rank)
             return known.sent[place], known.received[place]
         if self._hierarchy is not None and self._sums_by_nodes(group):
-            return self._hierarchy.moved(self._rank, nbytes)
+            return self._hierarchy.traffic(self._rank, nbytes)
         flat = 2 * (g - 1) * nbytes // g
         return flat, flat
 
@@ -437,7 +443,7 @@ class Communicator:
         of the main task waited for its last member.
 
         No member knows during a collective who is the last. Therefore all members compare their
-        begins after every `BATCHED` collectives.
+        begins after every `WAITS_PER_EXCHANGE` collectives.
         """
         starts, self._starts = self._starts, []
         if not starts:

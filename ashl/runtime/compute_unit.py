@@ -21,7 +21,7 @@ from ashl.runtime.time_accounting import TimeAccounting
 IDLE = "idle"
 
 
-class Ran(NamedTuple):
+class ComputeOutcome(NamedTuple):
     """A result, and its spans in order: (kind, end in ns), with `IDLE` for a pause."""
 
     value: Any
@@ -59,25 +59,26 @@ class ComputeUnit:
         self._free_ns = 0  # ns: throttled end of the latest computation on the thread
         self._thread: ThreadPoolExecutor | None = None
 
-    def run(self, effect: Compute, start: int, needed: Sequence[Future] = ()) -> Ran:
+    def run(self, effect: Compute, start: int, needed: Sequence[Future] = ()) -> ComputeOutcome:
         """Run a computation that began at `start`, on this thread; `needed` resolve to the messages
         that it needs.
         """
-        cost, kind, encoding = (
-            self._throttle.cost_ns(effect.kind, effect.work, start),
-            effect.time_class,
-            effect.encoding,
-        )
+        cost = self._throttle.cost_ns(effect.kind, effect.work, start)
+        kind = effect.time_class
+        encoding = effect.encoding
         if not effect.parts and not effect.needs:
-            return Ran(
-                effect.fn(), [(kind, self._throttle.finish_compute(effect.kind, cost, start))]
-            )
+            value = effect.fn()
+            end = self._throttle.finish_compute(effect.kind, cost, start)
+            return ComputeOutcome(value, [(kind, end)])
         spans: list[tuple[str, int]] = []
         # ns: begin without the pauses and encodings so far; without a declared cost, the end of the
         # last part
         began = start
 
-        def reached(share: float) -> int:
+        def wait_for_share(share: float) -> int:
+            """Wait until this share of the declared cost has passed, if one is declared; return the
+            end in ns.
+            """
             nonlocal began
             if cost is not None:
                 return self._throttle.wait_until(began + round(share * cost))
@@ -87,36 +88,44 @@ class ComputeUnit:
         def emit(k: int, tensor: Any) -> None:
             nonlocal began
             share, tag = effect.parts[k]
-            now = reached(share)
+            now = wait_for_share(share)
             if encoding is not None:
                 spans.append((kind, now))
                 tensor = encoding.fn(k, tensor)
                 work = encoding.work[k] - (encoding.work[k - 1] if k else 0)
-                end = self._throttle.finish_compute(
-                    "compress", self._throttle.cost_ns("compress", work, now), now
-                )
+                encode_ns = self._throttle.cost_ns("compress", work, now)
+                end = self._throttle.finish_compute("compress", encode_ns, now)
                 spans.append(("compress", end))
-                now, began = end, began + end - now
+                began += end - now
+                now = end
             self._inbox.put(Message(self._rank, tag, tensor, (), now))
 
-        def take(k: int) -> Any:
+        def receive_need(k: int) -> Any:
             nonlocal began
             share, tag = effect.needs[k]
-            since = reached(share)
+            since = wait_for_share(share)
             if not needed[k].done():
                 self.paused_in = Recv((tag,))
                 needed[k].exception()  # blocks until the message has arrived or its sender failed
-                self.paused_in, now = None, max(since, self._throttle.clock())
+                self.paused_in = None
+                now = max(since, self._throttle.clock())
                 message = needed[k].result()
                 spans.extend([(kind, since), *self._stall_spans(message, since, now)])
                 began += now - since
             return needed[k].result().payload
 
-        value = effect.fn(*([emit] if effect.parts else []), *([take] if effect.needs else []))
-        return Ran(value, [*spans, (kind, self._throttle.finish_compute(effect.kind, cost, began))])
+        arguments: list[Callable[..., Any]] = [emit] if effect.parts else []
+        if effect.needs:
+            arguments.append(receive_need)
+        value = effect.fn(*arguments)
+        end = self._throttle.finish_compute(effect.kind, cost, began)
+        return ComputeOutcome(value, [*spans, (kind, end)])
 
     def post(
-        self, effect: Compute, asked_ns: int, done: Callable[[Ran | Exception, int], None]
+        self,
+        effect: Compute,
+        asked_ns: int,
+        done: Callable[[ComputeOutcome | Exception, int], None],
     ) -> None:
         """Run a computation on the compute thread. `done` is called from the main thread with the
         result, or with the error, and with the begin in ns.
@@ -127,17 +136,17 @@ class ComputeUnit:
 
         def work() -> None:
             start = max(asked_ns, self._free_ns)
-            # an exception would end with the thread, unnoticed; the main thread raises it
+            # the main thread raises an error, because this thread would end without a message
             try:
-                ran: Ran | Exception = self.run(effect, start, needed)
-                self._free_ns = ran.end_ns
+                outcome: ComputeOutcome | Exception = self.run(effect, start, needed)
+                self._free_ns = outcome.end_ns
             except Exception as raised:
-                ran = raised
-            self._inbox.put(lambda: finished(ran, start))
+                outcome = raised
+            self._inbox.put(lambda: report_end(outcome, start))
 
-        def finished(ran: Ran | Exception, start: int) -> None:
+        def report_end(outcome: ComputeOutcome | Exception, start: int) -> None:
             self.busy -= 1
-            done(ran, start)
+            done(outcome, start)
 
         self._thread.submit(work)
 

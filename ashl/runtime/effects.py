@@ -51,9 +51,9 @@ class Compute(NamedTuple):
     the part's tag, at no cost. With `encoding` the rank receives the encoded tensor, later by the
     cost of encoding.
 
-    With `needs` the function is `fn(emit, take)`. The computation pauses before the share of a need
-    until a message with the need's tag has arrived, from any rank; `take(k)` returns the payload of
-    the k-th. All needs come before the first part.
+    With `needs` the function is `fn(emit, receive_need)`. The computation pauses before the share
+    of a need until a message with the need's tag has arrived, from any rank; `receive_need(k)`
+    returns the payload of the k-th. All needs come before the first part.
     """
 
     fn: Callable[..., Any]

@@ -25,7 +25,7 @@ from ashl.device import HOST, at_home, to_device, to_host
 
 PLAIN = (type(None), bool, int, float, str)
 KIND, NAME, ITEMS, TENSOR, SHAPE = "kind", "name", "items", "tensor", "shape"
-THERE = "there"  # kind of a tensor that was on a device
+ON_DEVICE = "there"  # kind of a tensor that was on a device
 DESCRIPTION = "value"  # entry of a file's header: the value in JSON
 HEADER_BYTES = 8  # bytes of the length of a file's header, which come first
 
@@ -69,7 +69,7 @@ def to_plain(value: Any) -> Any:
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
-        return value if at_home(value) else {KIND: THERE, ITEMS: to_host(value)}
+        return value if at_home(value) else {KIND: ON_DEVICE, ITEMS: to_host(value)}
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
@@ -98,7 +98,7 @@ def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = 
     if not isinstance(value, dict) or KIND not in value:
         raise ValueError("a checkpoint holds a value that is no state")
     kind, items = value[KIND], value[ITEMS]
-    if kind == THERE:
+    if kind == ON_DEVICE:
         return to_device(items, device)
     if kind == "dict":
         return {
@@ -121,7 +121,7 @@ def split(value: Any) -> tuple[str, list[Tensor]]:
     numbers = dict[Any, int]()  # number of each tensor by its elements in memory
     tensors = list[Tensor]()
 
-    def apart(item: Any) -> Any:
+    def replace_tensors(item: Any) -> Any:
         if isinstance(item, Tensor):
             key = item.data_ptr(), item.numel(), item.dtype, item.stride()
             if key not in numbers or not item.numel():
@@ -129,10 +129,10 @@ def split(value: Any) -> tuple[str, list[Tensor]]:
                 tensors.append(own_memory(item).flatten())
             return {KIND: TENSOR, ITEMS: numbers[key], SHAPE: [*item.shape]}
         if isinstance(item, dict):
-            return {key: apart(part) for key, part in item.items()}
-        return [apart(part) for part in item] if isinstance(item, list | tuple) else item
+            return {key: replace_tensors(part) for key, part in item.items()}
+        return [replace_tensors(part) for part in item] if isinstance(item, list | tuple) else item
 
-    return json.dumps(apart(value)), tensors
+    return json.dumps(replace_tensors(value)), tensors
 
 
 def own_memory(tensor: Tensor) -> Tensor:
@@ -144,14 +144,14 @@ def own_memory(tensor: Tensor) -> Tensor:
 def join(text: str, tensors: Sequence[Tensor], packages: tuple[str, ...], device: str) -> Any:
     """Return the value that `split` was given; see `from_plain`."""
 
-    def whole(item: Any) -> Any:
+    def restore_tensors(item: Any) -> Any:
         if isinstance(item, dict) and item.get(KIND) == TENSOR:
             return tensors[item[ITEMS]].view(item[SHAPE])
         if isinstance(item, dict):
-            return {key: whole(part) for key, part in item.items()}
-        return [whole(part) for part in item] if isinstance(item, list) else item
+            return {key: restore_tensors(part) for key, part in item.items()}
+        return [restore_tensors(part) for part in item] if isinstance(item, list) else item
 
-    return from_plain(whole(json.loads(text)), packages, device)
+    return from_plain(restore_tensors(json.loads(text)), packages, device)
 
 
 def split_tensors(value: Any) -> list[Tensor]:

@@ -13,9 +13,9 @@ arrives as PeerFailedError through the inbox.
 
 Epochs, in a run that regroups: the controller publishes the members of the next epoch after a
 failure or a rejoin (`begin_epoch`). The main thread completes the present step of local work
-(`RankContext.in_local_work`). It then ends all tasks of the rank, and meets the other members in a
-new process group of gloo. It starts the program again with the rank's last safe point. A rank whose
-collective or connection breaks before waits for it.
+(`RankContext.in_local_work`). It then ends all tasks of the rank, makes a new process group of gloo
+with the other members, and starts the program again with the rank's last safe point. If a
+collective or a connection of a rank breaks before, the rank waits for the next epoch.
 
 Resume: each rank continues from its part of a checkpoint (`restore`). A worker without a part
 joins. If the run regroups, all ranks begin a new epoch for that. Otherwise the servers receive the
@@ -48,7 +48,7 @@ from ashl.runtime.communicator import (
     LocalQueue,
     Outcome,
 )
-from ashl.runtime.compute_unit import ComputeUnit, Ran
+from ashl.runtime.compute_unit import ComputeOutcome, ComputeUnit
 from ashl.runtime.effects import Epoch
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, describe_wait, resume_checked
 from ashl.runtime.rank_checkpoint import (
@@ -60,19 +60,19 @@ from ashl.runtime.rank_checkpoint import (
 )
 from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.records import Heartbeat
-from ashl.runtime.rendezvous import JOINER, SERVER, common_zero, world
+from ashl.runtime.rendezvous import JOINER, SERVER, synchronize_clocks, world
 from ashl.runtime.throttle import Throttle
-from ashl.runtime.transport import Delivered, HostPayloads, PeerConnections, Received
+from ashl.runtime.transport import DeliveryReceipt, HostPayloads, PeerConnections, ReceivedMessage
 
 # a rank that is behind its declared pace by less than this counts as on time
-KEPT_UP_NS = 2_000_000
+ON_TIME_NS = 2_000_000
 LINGER_S = 0.01  # seconds between two checks whether the run is over
 # seconds after a broken collective or connection within which the next epoch must begin
 FAILURE_WAIT_S = 10.0
 T = TypeVar("T")
-# makes the process group of the members of an epoch; None if there is one member, or once the
-# function returns True
-Meet = Callable[[Epoch, tuple[int, ...], Callable[[], bool]], dist.ProcessGroup | None]
+# returns the process group of the members of an epoch; None if there is one member, or once the
+# function that it is given returns True
+MakeGroup = Callable[[Epoch, tuple[int, ...], Callable[[], bool]], dist.ProcessGroup | None]
 logger = logging.getLogger(__name__)
 
 
@@ -89,12 +89,12 @@ class TorchKernel:
         exact: bool,
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         device: str = HOST,
-        settle: Callable[[], None] | None = None,
+        synchronize: Callable[[], None] | None = None,
         nccl: bool = False,
         checkpoint_writer: RankCheckpointWriter | None = None,
         hierarchy: Hierarchy | None = None,
         payload_transport: HostPayloads | None = None,
-        meet: Meet | None = None,
+        make_group: MakeGroup | None = None,
         peers_in: Callable[[Epoch], tuple[int, ...]] = lambda epoch: (),
         num_workers: int = 0,
         num_ranks: int = 0,
@@ -102,11 +102,11 @@ class TorchKernel:
         """Set up the kernel of a rank. `groups` are the process groups that the plan lists; a sum
         over another part of the ranks works without one.
 
-        On a device that continues a computation after its function has returned, `settle` waits
-        until all are done. With `nccl` the groups transport tensors on the device, too.
+        On a device that continues a computation after its function has returned, `synchronize`
+        waits for it. With `nccl` the groups transport tensors on the device, too.
         `payload_transport` transports payloads of messages; None = gloo does. In a run that
-        regroups, `meet` makes the process group of the members of an epoch. `peers_in` returns the
-        ranks with which this rank exchanges messages in an epoch.
+        regroups, `make_group` makes the process group of the members of an epoch. `peers_in`
+        returns the ranks with which this rank exchanges messages in an epoch.
         """
         self.observer = observer
         self.worker_states: WorkerStates | None = None
@@ -126,7 +126,7 @@ class TorchKernel:
             throttle=self.throttle,
             clock_ns=self.clock_ns,
             max_bytes=max_bytes,
-            settle=settle if nccl else None,
+            synchronize=synchronize if nccl else None,
             hierarchy=hierarchy,
         )
         self._make_connections = partial(
@@ -138,27 +138,27 @@ class TorchKernel:
             device=device,
             payload_transport=payload_transport,
         )
-        self._meet = meet
+        self._make_group = make_group
         self._peers_in = peers_in
         self._num_workers = num_workers
         self._num_ranks = num_ranks
         self._epoch = self._published = Epoch(0, ())
-        self.ctx.tolerates_failures = meet is not None
+        self.ctx.tolerates_failures = make_group is not None
         self._start: Callable[..., Coroutine] | None = None
         self._tasks = set[Task]()
         self._has_left: Callable[[], bool] = lambda: False
         self._communicator: Communicator | None = None
         self._groups = groups
         self._peers = peers
-        self._settle = settle
+        self._synchronize = synchronize
         # number of the next pause; None = this rank joins, and does not know it yet
         self._pauses: int | None = 0
         self._first_pause: int | None = None  # as in `Heartbeat`
-        self._early: list[Received] = []  # messages of after the next pause
+        self._early: list[ReceivedMessage] = []  # sent after the sender's next pause
         every_s = None if checkpoint_writer is None else checkpoint_writer.every_s
         self._next_due_ns = partial(next_due_ns, every_s=every_s)
         self.checkpoint_due_ns = self._next_due_ns(0)
-        self._unsettled = False  # True while computations of the main task may run on the device
+        self._device_busy = False  # True while computations of the main task may run on the device
         self._mail = Mailbox()
         self._connections: PeerConnections | None = None
         self._ready: deque[tuple[Task, Any]] = deque()
@@ -168,7 +168,7 @@ class TorchKernel:
         self._push_end = 0  # ns: end of the last payload that this rank has sent
         self._main: Task | None = None
         self._unit = ComputeUnit(rank, self.throttle, self._inbox, self._mail)
-        self._moved = time.monotonic_ns()  # host clock: when a task last resumed
+        self._resumed_ns = time.monotonic_ns()  # host clock: when a task last resumed
         self.finished = False  # True once the main task has ended
 
     @property
@@ -176,7 +176,7 @@ class TorchKernel:
         return time.monotonic_ns() - self._zero
 
     @property
-    def started(self) -> bool:
+    def has_started(self) -> bool:
         """Return True once all ranks have met and the clock runs."""
         return self._connections is not None
 
@@ -214,7 +214,7 @@ class TorchKernel:
         self.checkpoint_due_ns = self._next_due_ns(time_ns)
         if known is None:
             self._pauses = None
-            return self.ctx.time_accounting.start_at(time_ns)
+            return self.ctx.time_accounting.set_start(time_ns)
         self._pauses = number
         restore_rank(self.ctx, known, time_ns, self.throttle.speed, self.worker_states)
         return self.ctx.safe_point(known.stage, known.state)
@@ -237,7 +237,7 @@ class TorchKernel:
         self._pauses = None
         self._zero = zero_ns
         self.checkpoint_due_ns = self._next_due_ns(self.now_ns)
-        self.ctx.time_accounting.start_at(self.now_ns)
+        self.ctx.time_accounting.set_start(self.now_ns)
 
     def begin_epoch(self, epoch: Epoch) -> None:
         """Begin an epoch that the controller has published, unless this rank knows it already.
@@ -251,7 +251,7 @@ class TorchKernel:
         """Return a function that returns True once a later epoch has been published; None if the
         run does not regroup.
         """
-        return None if self._meet is None else lambda: self._published.number > number
+        return None if self._make_group is None else lambda: self._published.number > number
 
     def connect_peer(self, peer: int, incarnation: int, group: dist.ProcessGroup) -> None:
         """Connect to a worker that joined in this incarnation, by a process group of two. Another
@@ -291,7 +291,9 @@ class TorchKernel:
         """
         members: tuple[int, ...] | None = None
         if self._joined is None:
-            self._zero = common_zero() - self._since_ns  # first, because arrivals are timed by it
+            self._zero = (
+                synchronize_clocks() - self._since_ns
+            )  # first, because arrivals are timed by it
             routes = {peer: (world(), peer, 0) for peer in self._peers}
         else:
             routes = {peer: (group, SERVER, 0) for peer, group in self._joined.items()}
@@ -315,7 +317,7 @@ class TorchKernel:
                 elif self._ready:
                     self._resume(*self._ready.popleft())
                 else:
-                    self._next(LINGER_S if self.finished else None)
+                    self._handle_next(LINGER_S if self.finished else None)
         finally:
             self._unit.close()
         assert self._communicator is not None
@@ -324,12 +326,12 @@ class TorchKernel:
         self.finished = True
 
     def _restart(self) -> None:
-        """Begin the epoch that the controller has published last: end all tasks, meet its members,
-        and start the program again from the last safe point.
+        """Begin the epoch that the controller has published last: end all tasks, connect to its
+        members, and start the program again from the last safe point.
 
-        Does nothing more if the next epoch is published before all members have met.
+        The program does not start if another epoch is published before all members are connected.
         """
-        assert self._meet is not None
+        assert self._make_group is not None
         assert self._start is not None
         epoch, rank = self._published, self.ctx.rank
         self._end_tasks()
@@ -338,7 +340,9 @@ class TorchKernel:
             self._first_pause = epoch.number * PAUSES
         self._epoch, self._pauses = epoch, epoch.number * PAUSES
         members = (*epoch.workers, *range(self._num_workers, self._num_ranks))
-        group = self._meet(epoch, members, lambda: self._published is not epoch or self._has_left())
+        group = self._make_group(
+            epoch, members, lambda: self._published is not epoch or self._has_left()
+        )
         if self._published is not epoch or self._has_left():
             return
         routes = dict[int, tuple[dist.ProcessGroup, int]]()
@@ -398,7 +402,7 @@ class TorchKernel:
             if self._epoch is epoch:
                 raise error.__cause__ or error
 
-        self._timer(self.now_ns + round(FAILURE_WAIT_S * 1e9), check)
+        self._set_timer(self.now_ns + round(FAILURE_WAIT_S * 1e9), check)
 
     def run_until(self, over: Callable[[], bool]) -> None:
         """Continue with the tasks that remain after the main task, until `over()`."""
@@ -425,18 +429,18 @@ class TorchKernel:
         """
         effect = self._unit.paused_in or (self._main.waiting if self._main else None)
         blocked = effect is not None and not isinstance(effect, fx.Compute)
-        idle_s = (time.monotonic_ns() - self._moved) / 1e9
+        idle_s = (time.monotonic_ns() - self._resumed_ns) / 1e9
         return self.ctx.heartbeat()._replace(
             waiting=describe_wait(effect) if blocked else None,
             idle_s=idle_s,
             first_pause=self._first_pause,
         )
 
-    def _next(self, at_most_s: float | None = None) -> None:
+    def _handle_next(self, at_most_s: float | None = None) -> None:
         """Wait for the next item of the inbox or the next timer, and handle it."""
         timeout = max(0.0, (self._timers[0][0] - self.now_ns) / 1e9) if self._timers else None
         if at_most_s is not None:
-            timeout = min(at_most_s, math.inf if timeout is None else timeout)
+            timeout = at_most_s if timeout is None else min(at_most_s, timeout)
         try:
             self._handle_item(self._inbox.get(timeout=timeout))
         except queue.Empty:
@@ -448,9 +452,9 @@ class TorchKernel:
         if isinstance(item, fx.Message):  # a part of a computation
             self.ctx.time_accounting.record_part(item.start_ns)
             self._deliver_to_self(item)
-        elif isinstance(item, Received):
+        elif isinstance(item, ReceivedMessage):
             self._receive(item)
-        elif isinstance(item, Delivered):
+        elif isinstance(item, DeliveryReceipt):
             self._push_end = max(self._push_end, item.end_ns)
             self.ctx.time_accounting.reclassify_as_push(*item)
         elif isinstance(item, fx.PeerFailedError):
@@ -461,12 +465,12 @@ class TorchKernel:
         else:
             item()  # the end of a compute or a collective on a thread
 
-    def _receive(self, received: Received) -> None:
-        """Deliver a message of a peer, unless it is of before the last pause; a message of after
-        the next pause is kept until then.
+    def _receive(self, received: ReceivedMessage) -> None:
+        """Deliver a message of a peer, unless it was sent before the last pause. A message that was
+        sent after the next pause is kept until then.
         """
         message, pauses = received
-        if self._pauses is None:  # this rank has joined, and takes part from here on
+        if self._pauses is None:  # this rank has joined: the sender's pauses tell it the next one
             self._pauses = self._first_pause = pauses
         if pauses > self._pauses and message.tag != fx.JOIN:
             self._early.append(received)
@@ -494,7 +498,7 @@ class TorchKernel:
         """Run a task until it blocks or ends, or until another epoch is to begin."""
         while not task.done and (self._published is self._epoch or self.ctx.in_local_work):
             task.waiting = None
-            self._moved = time.monotonic_ns()
+            self._resumed_ns = time.monotonic_ns()
             before = self.ctx.restart_point
             effect = resume_checked(task, value)
             if effect is None:
@@ -503,7 +507,7 @@ class TorchKernel:
             is_amid_step = self.ctx.is_amid_step(before, effect)
             if self._published is not self._epoch and not is_amid_step:
                 return None
-            if self._unsettled and task.main and not isinstance(effect, fx.Compute):
+            if self._device_busy and task.main and not isinstance(effect, fx.Compute):
                 self._wait_for_device()
             blocked, value = self._perform(task, effect)
             if blocked:
@@ -540,7 +544,7 @@ class TorchKernel:
         """Perform an effect that moves no data; return as `_perform`."""
         if isinstance(effect, fx.Sleep):
             due_ns = self.now_ns + round(effect.seconds * 1e9)
-            self._timer(due_ns, lambda: self._wake(task, None))
+            self._set_timer(due_ns, lambda: self._wake(task, None))
             return True, None
         if isinstance(effect, fx.Join):
             if effect.task.done:
@@ -569,39 +573,40 @@ class TorchKernel:
                 self.ctx.time_accounting.attribute_idle(self.now_ns)
             self._ready.append((task, value))
 
-    def _timer(self, due_ns: int, callback: Callable[[], None]) -> None:
+    def _set_timer(self, due_ns: int, callback: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (due_ns, next(self._seq), callback))
 
     def _compute(self, effect: fx.Compute, main: bool) -> Any:
         start = self.ctx.time_accounting.cursor if main else self.now_ns
-        ran = self._unit.run(effect, start)
+        outcome = self._unit.run(effect, start)
         if main:
-            ran.attribute_to(self.ctx.time_accounting, start)
-            self._unsettled = self._settle is not None
-        return ran.value
+            outcome.attribute_to(self.ctx.time_accounting, start)
+            self._device_busy = self._synchronize is not None
+        return outcome.value
 
     def _wait_for_device(self) -> None:
         """Wait until the device has finished the main task's computations, and attribute that time
         to computing.
         """
-        assert self._settle is not None
-        self._settle()
+        assert self._synchronize is not None
+        self._synchronize()
         self.ctx.time_accounting.attribute_until("compute", self.now_ns)
-        self._unsettled = False
+        self._device_busy = False
 
     def _compute_on_thread(self, task: Task, effect: fx.Compute) -> None:
         """Run a computation on the compute thread, so that the rank's other tasks continue."""
 
-        def done(ran: Ran | Exception, start: int) -> None:
-            if isinstance(ran, Exception):
-                raise ran
+        def resume_task(outcome: ComputeOutcome | Exception, start: int) -> None:
+            if isinstance(outcome, Exception):
+                raise outcome
             if task.main:
-                ran.attribute_to(self.ctx.time_accounting, start)
-                self._unsettled = self._settle is not None
+                outcome.attribute_to(self.ctx.time_accounting, start)
+                self._device_busy = self._synchronize is not None
             if not task.done:
-                self._ready.append((task, ran.value))
+                self._ready.append((task, outcome.value))
 
-        self._unit.post(effect, self.ctx.time_accounting.cursor if task.main else self.now_ns, done)
+        start = self.ctx.time_accounting.cursor if task.main else self.now_ns
+        self._unit.post(effect, start, resume_task)
 
     def _emits_parts(self, effect: Collective) -> bool:
         """Return True if the main task computes parts that are sent in order. Then all tasks wait
@@ -612,10 +617,9 @@ class TorchKernel:
 
     def _collect_on_thread(self, local_queue: LocalQueue, task: Task, effect: Collective) -> None:
         """Run a collective on the thread of its group."""
-
         epoch = self._epoch
 
-        def done(outcome: Outcome | Exception) -> None:
+        def resume_task(outcome: Outcome | Exception) -> None:
             if self._epoch != epoch:
                 return
             if isinstance(outcome, CollectiveBrokenError):
@@ -626,19 +630,21 @@ class TorchKernel:
             if not task.done:
                 self._ready.append((task, value))
 
-        local_queue.post(effect, task.main, lambda outcome: self._inbox.put(lambda: done(outcome)))
+        local_queue.post(
+            effect, task.main, lambda outcome: self._inbox.put(lambda: resume_task(outcome))
+        )
 
     def _account_collective(self, outcome: Outcome, main: bool) -> Any:
         """Attribute the time and bytes of a collective; return its value."""
         time_accounting = self.ctx.time_accounting
-        time_accounting.record_traffic(outcome.begin_ns, *outcome.moved)
+        time_accounting.record_traffic(outcome.begin_ns, *outcome.traffic)
         time_accounting.record_collective(outcome.begin_ns, outcome.end_ns, main)
         time_accounting.reclassify_as_wait(*outcome.waited_ns)
         return outcome.value
 
     def _send(self, effect: fx.Send) -> None:
         nbytes = 0 if effect.payload is None else effect.payload.nbytes
-        now = self._paced_now()
+        now = self._declared_now_ns()
         if effect.dst == self.ctx.rank:
             return self._deliver_to_self(
                 fx.Message(effect.dst, effect.tag, effect.payload, effect.meta, now)
@@ -661,12 +667,13 @@ class TorchKernel:
             self._pauses or 0,
         )
 
-    def _paced_now(self) -> int:
-        """Return the declared end of the last span while the machine keeps the pace, else the
+    def _declared_now_ns(self) -> int:
+        """Return the declared end of the last span if this machine keeps the pace, else the
         clock.
         """
-        cursor, now = self.ctx.time_accounting.cursor, self.now_ns
-        return cursor if now - cursor < KEPT_UP_NS else now
+        cursor = self.ctx.time_accounting.cursor
+        now = self.now_ns
+        return cursor if now - cursor < ON_TIME_NS else now
 
     def _note_sent(self, end_ns: int) -> None:
         """Extend the time of pushing until the operating system has the payload. A sender thread
@@ -686,7 +693,7 @@ class TorchKernel:
         elif message is None:
             self._mail.waiters.append(task)
             if effect.before_s != math.inf:
-                self._timer(
+                self._set_timer(
                     deadline_ns(effect.before_s), lambda: self._expire_receive(task, effect)
                 )
         return message

@@ -69,7 +69,7 @@ class RankCheckpointWriter:
         time_ns = max(ctx.now_ns, ctx.time_accounting.cursor + 2)
         ctx.time_accounting.attribute_until("wait", time_ns)
         part = CheckpointPartSaved(self._rank, number, time_ns)
-        document = to_plain(saved_rank(ctx, save, speed))
+        document = to_plain(capture_rank(ctx, save, speed))
         # not a daemon, so the process ends after it
         self._thread = threading.Thread(
             target=self._write, args=(document, part), name="checkpoint-writer"
@@ -126,11 +126,13 @@ class SavedRank(NamedTuple):
     own: Any = None  # state of its module beside the parameters
 
 
-def saved_rank(ctx: RankContext, save: Save | None, speed: Speed | None) -> SavedRank:
+def capture_rank(ctx: RankContext, save: Save | None, speed: Speed | None) -> SavedRank:
     """Return a rank as it is now, None = an absent one."""
     save = save or Save(ABSENT, None)
     drawn = speed.drawn(ctx.rank) if speed else 0
-    return SavedRank(save.stage, save.state, counters_of(ctx), ctx.now_ns, drawn, ctx.module_state)
+    return SavedRank(
+        save.stage, save.state, capture_counters(ctx), ctx.now_ns, drawn, ctx.module_state
+    )
 
 
 def read_ranks(
@@ -146,15 +148,17 @@ def read_ranks(
 
 
 # saved fields of a context, beside its time accounting
-KEPT = ("steps", "staleness", "loss", "measures")
+CONTEXT_FIELDS = ("steps", "staleness", "loss", "measures")
 
 
-def counters_of(ctx: RankContext) -> dict[str, Any]:
+def capture_counters(ctx: RankContext) -> dict[str, Any]:
     """Return the counters of a context."""
     time_accounting = {
         name: getattr(ctx.time_accounting, name) for name in ctx.time_accounting.__slots__
     }
-    return {"time_accounting": time_accounting} | {name: getattr(ctx, name) for name in KEPT}
+    return {"time_accounting": time_accounting} | {
+        name: getattr(ctx, name) for name in CONTEXT_FIELDS
+    }
 
 
 def restore_rank(
@@ -167,7 +171,7 @@ def restore_rank(
     """Set a fresh context to a saved rank, at this run time."""
     for name, value in known.context["time_accounting"].items():
         setattr(ctx.time_accounting, name, value)
-    for name in KEPT:
+    for name in CONTEXT_FIELDS:
         setattr(ctx, name, known.context[name])
     ctx.time_accounting.attribute_until("wait", time_ns)
     if worker_states is not None:

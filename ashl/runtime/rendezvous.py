@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ashl.runtime.effects import Epoch
 from ashl.runtime.records import ControlUpdate
-from ashl.runtime.transport import NEVER
+from ashl.runtime.transport import NO_TIMEOUT
 
 SERVER, JOINER = 0, 1  # ranks in a group of two: the server, and the joining worker
 POLL_S = 0.02
@@ -31,7 +31,7 @@ NOTICE_S = 10.0  # longest time from a failure to the next epoch without the fai
 CHECK_S = 0.2  # seconds between two checks whether a wait can still end
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, new at each boot of the machine
 T = TypeVar("T")
-_all: dist.ProcessGroup | None = None
+_all: dist.ProcessGroup | None = None  # the group of all ranks, see `init_process_groups`
 
 
 def init_process_groups(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
@@ -42,8 +42,8 @@ def init_process_groups(backend: str, store: dist.Store, rank: int, ranks: int) 
     two cores, torch 2.13).
     """
     global _all  # global, as torch's default group is
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=NEVER)
-    _all = dist.new_group(timeout=NEVER)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=NO_TIMEOUT)
+    _all = dist.new_group(timeout=NO_TIMEOUT)
 
 
 def world() -> dist.ProcessGroup:
@@ -53,7 +53,7 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def common_zero() -> int:
+def synchronize_clocks() -> int:
     """Wait for all ranks and return the zero of the run's clock, in this process's monotonic
     nanoseconds.
 
@@ -68,7 +68,7 @@ def common_zero() -> int:
     return zero if where == clock_id() else own
 
 
-def boot() -> str:
+def boot_id() -> str:
     """Return an identifier that processes share if they share a monotonic clock."""
     try:
         return BOOT.read_text(encoding="utf-8").strip()
@@ -76,7 +76,7 @@ def boot() -> str:
         return platform.node()
 
 
-def machine() -> str:
+def network_id() -> str:
     """Return an identifier that processes share if they share a loopback interface; containers of
     one machine do not.
     """
@@ -84,12 +84,12 @@ def machine() -> str:
         network = str(os.stat("/proc/self/ns/net").st_ino)
     except OSError:
         network = ""
-    return f"{boot()}/{network}"
+    return f"{boot_id()}/{network}"
 
 
 def clock_id() -> int:
     """Return a number that processes share if they share a monotonic clock."""
-    return zlib.crc32(boot().encode())
+    return zlib.crc32(boot_id().encode())
 
 
 def describe_clock(now_ns: int) -> str:
@@ -97,7 +97,7 @@ def describe_clock(now_ns: int) -> str:
     return f"{time.monotonic_ns() - now_ns} {now_ns} {clock_id()}"
 
 
-def zero_of(clock: bytes) -> int:
+def parse_zero(clock: bytes) -> int:
     """Return the zero of the run's clock in this process's monotonic nanoseconds, from the text of
     `describe_clock`.
     """
@@ -109,7 +109,7 @@ def make_group(name: str, store: dist.Store, place: int, size: int = 2) -> dist.
     """Make the group of this name and size; return it once all members are there."""
     return cast(
         "dist.ProcessGroup",
-        dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, size, NEVER),
+        dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, size, NO_TIMEOUT),
     )
 
 
@@ -118,18 +118,19 @@ def clock_key(epoch: int) -> str:
     return f"epoch/{epoch}/clock"
 
 
-def meet_members(
+def make_epoch_group(
     store: dist.Store,
     rank: int,
     now_ns: Callable[[], int],
     epoch: Epoch,
     members: tuple[int, ...],
-    hopeless: Callable[[], bool],
+    is_over: Callable[[], bool],
 ) -> dist.ProcessGroup | None:
     """Make the process group of the members of an epoch, and tell joining workers the run's clock.
 
-    Returns: None if there is one member, or once `hopeless()` is true.   Raises: RuntimeError if
-    gloo cannot connect the members, and `hopeless()` stays false for NOTICE_S.
+    Returns: None if there is one member, or once `is_over()` is true.
+    Raises: RuntimeError if gloo cannot connect the members, and `is_over()` stays false for
+    NOTICE_S.
     """
     if len(members) == 1:
         return None
@@ -137,11 +138,11 @@ def meet_members(
     name = f"epoch/{epoch.number}"
     meet = partial(make_group, name, store, members.index(rank), len(members))
     try:
-        return call_unless_failed(meet, hopeless)
+        return call_unless_over(meet, is_over)
     except RuntimeError:
         # a member may have failed, and the controller notices it a moment later
         until_s = time.monotonic() + NOTICE_S
-        while not hopeless():
+        while not is_over():
             if time.monotonic() > until_s:
                 raise
             time.sleep(POLL_S)
@@ -160,13 +161,13 @@ def join_epoch(
         epoch = update().epoch
         members = zip(epoch.workers, epoch.incarnations, strict=True)
         if (worker, incarnation) in members and store.check([clock_key(epoch.number)]):
-            return epoch, zero_of(store.get(clock_key(epoch.number)))
+            return epoch, parse_zero(store.get(clock_key(epoch.number)))
         time.sleep(POLL_S)
     return None
 
 
-def call_unless_failed(call: Callable[[], T], hopeless: Callable[[], bool]) -> T | None:
-    """Return `call()`, or None once `hopeless()` is true: gloo waits forever for a failed process.
+def call_unless_over(call: Callable[[], T], is_over: Callable[[], bool]) -> T | None:
+    """Return `call()`, or None once `is_over()` is true: gloo waits forever for a failed process.
     Raises the error of `call`.
     """
     outcome = Future[T]()
@@ -179,7 +180,7 @@ def call_unless_failed(call: Callable[[], T], hopeless: Callable[[], bool]) -> T
 
     threading.Thread(target=run, daemon=True, name="watched").start()
     while not wait([outcome], CHECK_S).done:
-        if hopeless():
+        if is_over():
             return None
     return outcome.result()
 
@@ -227,9 +228,9 @@ def join_servers(
         name = pair_key(server, worker, incarnation)
         if (clock := await_key(store, name, is_over)) is None:
             return None
-        zero_ns = zero_of(clock)
+        zero_ns = parse_zero(clock)
         meet = partial(make_group, name, store, JOINER)
-        group = call_unless_failed(meet, is_over)
+        group = call_unless_over(meet, is_over)
         if group is None:
             return None
         groups[server] = group

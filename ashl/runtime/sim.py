@@ -201,7 +201,7 @@ class Sim:
         )
         for ctx in self.contexts:
             if ctx.rank in self.failed_ranks:
-                ctx.time_accounting.close_at(end_ns, "down")
+                ctx.time_accounting.close(end_ns, "down")
             ctx.emit_totals()
         return [task.result for task in self._mains]
 
@@ -517,7 +517,7 @@ class Sim:
                 first_ns[value[0]] = min(first_ns[value[0]], value[1].start_ns)
         for rank in ranks:
             time_accounting = self.contexts[rank].time_accounting
-            time_accounting.truncate_at(now, self._push_end[rank], first_ns[rank])
+            time_accounting.truncate(now, self._push_end[rank], first_ns[rank])
             time_accounting.abort_collectives(now)
             self._unit_free[rank] = self._push_end[rank] = now
             self._mail[rank] = Mailbox()

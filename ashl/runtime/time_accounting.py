@@ -3,7 +3,7 @@ the run's time.
 
 A span starts where the last one ended, so nothing is counted twice or left out. Spans are folded
 into the totals two rounds later, because a worker learns only from its next reply that the run has
-ended; `close_at` then truncates what lies past the end. `reclassify_as_push` and
+ended; `close` then truncates what lies past the end. `reclassify_as_push` and
 `reclassify_as_wait` correct spans when a later message tells more.
 """
 
@@ -53,7 +53,7 @@ class TimeAccounting:
         # (begin, end) of collectives, if some overlap with other work
         self._messages: list[tuple[int, int]] = []
 
-    def start_at(self, now_ns: int) -> None:
+    def set_start(self, now_ns: int) -> None:
         """Start the accounting at `now_ns`; a joining worker starts later than the others."""
         self.cursor = self._start = now_ns
 
@@ -69,11 +69,9 @@ class TimeAccounting:
         """Attribute the time up to now, in which the task was blocked: first to pushing, then
         waiting, then pulling.
         """
-        at, end, spans = (
-            self.cursor,
-            now_ns if now_ns <= self.limit_ns else int(self.limit_ns),
-            self._spans,
-        )
+        at = self.cursor
+        spans = self._spans
+        end = now_ns if now_ns <= self.limit_ns else int(self.limit_ns)
         if end <= at:
             return
         if push_end_ns > at:
@@ -200,7 +198,7 @@ class TimeAccounting:
             (begin, min(end, now_ns)) for begin, end in self._background if begin < now_ns
         ]
 
-    def truncate_at(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
+    def truncate(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
         """Remove the time after `now_ns` that was attributed ahead."""
         for begin_ns, end_ns in self._background:
             if begin_ns < now_ns and end_ns > self.cursor < now_ns:
@@ -208,11 +206,11 @@ class TimeAccounting:
         self.attribute_blocked(now_ns, push_end_ns, pull_start_ns)
         self._spans, self.cursor = clip_spans(self._spans, now_ns), min(self.cursor, now_ns)
 
-    def close_at(self, end_ns: int, missing: str = "wait") -> None:
-        """End the accounting at `end_ns`: remove later time, and attribute the missing time to
-        `missing`.
+    def close(self, end_ns: int, time_class: str = "wait") -> None:
+        """End the accounting at `end_ns`: remove later time, and attribute missing time to this
+        class.
         """
-        self.attribute_until(missing, end_ns)
+        self.attribute_until(time_class, end_ns)
         self._old = clip_spans(self._old, end_ns)
         self._spans = clip_spans(self._spans, end_ns)
         self._old_traffic = [t for t in self._old_traffic if t[0] <= end_ns]
@@ -232,7 +230,7 @@ class TimeAccounting:
         return totals
 
     def current_totals(self) -> dict[str, int]:
-        """Return the totals so far, for the monitor. Unlike the totals after `close_at` they may
+        """Return the totals so far, for the monitor. Unlike the totals after `close` they may
         extend past the end of the run.
         """
         totals = dict(self.totals)

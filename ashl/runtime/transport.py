@@ -46,7 +46,7 @@ from ashl.learn.staging import filled, in_host
 from ashl.runtime import framing
 from ashl.runtime.effects import Message, PeerFailedError, Tag
 
-NEVER = timedelta(days=30)
+NO_TIMEOUT = timedelta(days=30)
 
 
 class OutgoingMessage(NamedTuple):
@@ -61,14 +61,14 @@ class OutgoingMessage(NamedTuple):
     sent: Callable[[int], None]
 
 
-class Received(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message of a peer."""
 
     message: Message
     pauses: int  # pauses of the peer before it sent the message
 
 
-class Delivered(NamedTuple):
+class DeliveryReceipt(NamedTuple):
     """A payload of this rank was in flight from `start_ns` to `end_ns`."""
 
     start_ns: int
@@ -104,7 +104,7 @@ class PeerConnection:
         # a sender and a listener thread, in this order
         self._threads = [
             threading.Thread(target=loop, daemon=True, name=f"{loop.__name__}-{peer}")
-            for loop in (self._send_loop, self._listen)
+            for loop in (self._send_loop, self._listen_loop)
         ]
         for thread in self._threads:
             thread.start()
@@ -147,7 +147,7 @@ class PeerConnection:
         self.group.recv([raw], self.group_rank, framing.HEADERS).wait()
         return raw
 
-    def _put(self, item: Received | Delivered) -> None:
+    def _put(self, item: ReceivedMessage | DeliveryReceipt) -> None:
         with self._lock:
             if not self.failed:
                 self.connections.inbox.put(item)
@@ -170,7 +170,7 @@ class PeerConnection:
         except RuntimeError as error:
             self.mark_failed(first_line(error))
 
-    def _listen(self) -> None:
+    def _listen_loop(self) -> None:
         connections, peer = self.connections, self.peer
         try:
             while True:
@@ -179,7 +179,7 @@ class PeerConnection:
                 if header.kind == framing.BYE:
                     return
                 if header.kind == framing.GRANT:
-                    connections.payload_transport.granted(self, header.tag[0])
+                    connections.payload_transport.handle_grant(self, header.tag[0])
                     continue
                 self._note_receipt(*header.receipt)
                 payload = None
@@ -197,7 +197,7 @@ class PeerConnection:
                     if payload.is_floating_point():
                         payload = to_device(payload, connections.device)
                 message = Message(peer, header.tag, payload, header.meta, start)
-                self._put(Received(message, header.pauses))
+                self._put(ReceivedMessage(message, header.pauses))
         except (RuntimeError, framing.FramingError) as error:
             self.mark_failed(first_line(error))
 
@@ -207,7 +207,9 @@ class PeerConnection:
             self._acknowledged += 1
             start_ns = self._unacknowledged.popleft()
             if self._acknowledged == received:
-                self._put(Delivered(start_ns, min(start_ns + took_ns, self.connections.clock())))
+                self._put(
+                    DeliveryReceipt(start_ns, min(start_ns + took_ns, self.connections.clock()))
+                )
 
     def _wait_until(self, due_ns: int) -> None:
         if (remaining_ns := due_ns - self.connections.clock()) > 0:
@@ -217,8 +219,8 @@ class PeerConnection:
 class PeerConnections:
     """The connections of this rank to its peers.
 
-    Messages are put into `inbox` as Received, failures as a PeerFailedError, and receipts
-    as a Delivered.
+    Messages are put into `inbox` as ReceivedMessage, failures as a PeerFailedError, and receipts
+    as a DeliveryReceipt.
     """
 
     def __init__(
@@ -319,7 +321,7 @@ UP, DOWN = "up", "down"  # direction of a granted payload: to or from the server
 # seconds to wait for a payload that was granted; it is queued before its header leaves, or right
 # after
 GRANT_WAIT_S = 10.0
-UNASKED = "received a grant without a payload that waits for one"
+UNEXPECTED_GRANT = "received a grant without a payload that waits for one"
 
 
 class HostPayloads:
@@ -348,9 +350,9 @@ class HostPayloads:
 
         return filled(nbytes, device, receive)
 
-    def granted(self, connection: PeerConnection, direction: str) -> None:
+    def handle_grant(self, connection: PeerConnection, direction: str) -> None:
         """Handle a grant for the next payload of this connection."""
-        raise framing.FramingError(UNASKED)
+        raise framing.FramingError(UNEXPECTED_GRANT)
 
 
 class PairwiseGroups:
@@ -405,19 +407,19 @@ class GrantedPayloads(HostPayloads):
             self._grant(connection, UP, lambda: self._carrier.recv(connection.peer, flat))
             return flat
         while (grant := connection.recv_header()).kind == framing.GRANT and grant.tag[0] == UP:
-            self.granted(connection, UP)
+            self.handle_grant(connection, UP)
         if grant.kind != framing.GRANT or grant.tag[0] != DOWN:
             raise framing.FramingError("received a header in place of a grant")
         self._run_in_turn(lambda: self._carrier.recv(connection.peer, flat))
         return flat
 
-    def granted(self, connection: PeerConnection, direction: str) -> None:
+    def handle_grant(self, connection: PeerConnection, direction: str) -> None:
         if direction != UP or self._grants:
-            raise framing.FramingError(UNASKED)
+            raise framing.FramingError(UNEXPECTED_GRANT)
         try:
             payload, sent = self._waiting.get(timeout=GRANT_WAIT_S)
         except queue.Empty as error:
-            raise framing.FramingError(UNASKED) from error
+            raise framing.FramingError(UNEXPECTED_GRANT) from error
         try:
             self._run_in_turn(lambda: self._carrier.send(connection.peer, payload))
         except RuntimeError as error:

@@ -256,7 +256,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
         state.progress.drops[rank] += 1  # this round is part of no model
         await ctx.send(rank, stage.tag("order"), assigned, (signal, state.progress.end_ns, 0))
     if signal == STOP:
-        ctx.time_accounting.close_at(state.progress.end_ns)
+        ctx.time_accounting.close(state.progress.end_ns)
     return signal
 
 

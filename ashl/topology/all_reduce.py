@@ -789,7 +789,7 @@ async def reform(
             state = state.before_work.copy_to_restart()
             continue_with(ctx, stages[index], state, epoch, standing)
     else:
-        ctx.time_accounting.close_at(state.progress.end_ns)
+        ctx.time_accounting.close(state.progress.end_ns)
     return index, state
 
 

@@ -249,7 +249,7 @@ async def finish_stage(ctx: RankContext, stage: StageConfig, state: CoordinatorS
         return
     record_end(ctx, stage, progress, state.reason)
     if signal == STOP:
-        ctx.time_accounting.close_at(progress.end_ns)
+        ctx.time_accounting.close(progress.end_ns)
 
 
 def apply_signal(ctx: RankContext, state: RoamingState, message: Message) -> bool:
@@ -343,7 +343,7 @@ async def gather_members(
         }
         state.reopen({*everyone}.difference(found), origins)
     else:
-        ctx.time_accounting.close_at(progress.end_ns)
+        ctx.time_accounting.close(progress.end_ns)
     joining = [rank for rank in found if not found[rank].has_model]
     for rank in found:
         counted = progress.rounds_and_steps_of(rank)
@@ -416,7 +416,7 @@ async def rejoin_members(
     index = int(reply.index)
     state.samples = int(reply.samples)
     if index >= len(stages):
-        ctx.time_accounting.close_at(int(reply.end_ns))
+        ctx.time_accounting.close(int(reply.end_ns))
     elif saved is None:
         stage = stages[index]
         members = shared_members(ctx, stage, epoch.workers, epoch.number)

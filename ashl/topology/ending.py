@@ -181,5 +181,5 @@ def leave_stage(ctx: RankContext, stage: StageConfig, signal: int, end_ns: int) 
     if signal == NEXT:
         ctx.emit(StageBoundary(ctx.rank, stage.index, ctx.time_accounting.totals_until(end_ns)))
     elif signal != PAUSE:
-        ctx.time_accounting.close_at(end_ns)
+        ctx.time_accounting.close(end_ns)
     return signal

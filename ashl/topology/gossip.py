@@ -675,7 +675,7 @@ async def reform_rounds(
             state.enter(stages[index], members, ctx.rank, ctx.now)
             state.progress, state.k = known.progress.copy(), known.k
     if index >= len(stages):
-        ctx.time_accounting.close_at(state.progress.end_ns)
+        ctx.time_accounting.close(state.progress.end_ns)
         return index, state
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)

@@ -500,5 +500,5 @@ async def end_regions(
                 progress.dropped_for[reason] = progress.dropped_for.get(reason, 0) + beyond
     record_end(ctx, stage, progress, state.reason)
     if state.signal == STOP:
-        ctx.time_accounting.close_at(end_ns)
+        ctx.time_accounting.close(end_ns)
     return state.signal

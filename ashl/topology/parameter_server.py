@@ -1079,7 +1079,7 @@ async def ask_to_join(ctx: RankContext, stage: StageConfig) -> list[Message] | N
     answers = [await ctx.recv(admission_tag(incarnation))]
     admission = parse_reply(Admission, answers[0].meta)
     if admission.signal == STOP:
-        ctx.time_accounting.close_at(admission.end_ns)
+        ctx.time_accounting.close(admission.end_ns)
         return None
     while len(answers) < topology.servers:
         answers.append(await ctx.recv(admission_tag(incarnation)))
@@ -1186,7 +1186,7 @@ async def finish_stage(
         # with shards, only the first server tells that the run is over
         if stage.joins and (ctx.rank == stage.server or stage.topology.servers == 1):
             ctx.spawn(reject_late_joins(ctx, state, end_ns))
-        ctx.time_accounting.close_at(end_ns)
+        ctx.time_accounting.close(end_ns)
 
 
 # Gradients and models in buckets

@@ -297,7 +297,7 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: GroupCoordina
     state.count_dropped()
     record_end(ctx, stage, progress, state.reason)
     if state.signal == STOP:
-        ctx.time_accounting.close_at(progress.end_ns)
+        ctx.time_accounting.close(progress.end_ns)
     return state.signal
 
 

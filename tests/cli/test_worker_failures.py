@@ -15,7 +15,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.run.join import JoinEndpoint, versions
-from ashl.runtime.rendezvous import machine
+from ashl.runtime.rendezvous import network_id
 from ashl.tracking import jsonl
 from tests.disturbed import INTERRUPTED, LONG, PATIENCE_S, check_records, ranks_of, wait_for
 
@@ -301,7 +301,7 @@ def test_no_worker_joins_a_run_that_tolerates_no_failure(train, capsys) -> None:
 
 
 def door(**other: object) -> str:
-    known = JoinEndpoint("127.0.0.1", 1, "00", machine(), "here", *versions())
+    known = JoinEndpoint("127.0.0.1", 1, "00", network_id(), "here", *versions())
     return json.dumps(known._replace(**other)._asdict())
 
 

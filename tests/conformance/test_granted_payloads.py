@@ -26,7 +26,7 @@ from ashl.planning.instantiate import assemble
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Counts, Record, Snapshot, StageEnd
 from ashl.runtime.throttle import Throttle
-from ashl.runtime.transport import NEVER, GrantedPayloads, PairwiseGroups
+from ashl.runtime.transport import NO_TIMEOUT, GrantedPayloads, PairwiseGroups
 from ashl.stage.program import peers_of, program
 from tests.conf_option import conf_option
 from tests.kernels import Quiet, say, started
@@ -61,7 +61,7 @@ class Strict(PairwiseGroups):
     def __init__(self, rank: int) -> None:
         groups = {}
         for worker in range(WORKERS):
-            group = dist.new_group([worker, WORKERS], timeout=NEVER)
+            group = dist.new_group([worker, WORKERS], timeout=NO_TIMEOUT)
             if rank in (worker, WORKERS):
                 peer, place = (WORKERS, 1) if rank == worker else (worker, 0)
                 groups[peer] = group, place
@@ -118,9 +118,9 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
     """
     torch.set_num_threads(1)
     store = dist.TCPStore(
-        "127.0.0.1", port, ranks, rank == 0, timeout=NEVER, wait_for_workers=False
+        "127.0.0.1", port, ranks, rank == 0, timeout=NO_TIMEOUT, wait_for_workers=False
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NO_TIMEOUT)
     carrier = Strict(rank)
 
     def played(number: int, plan: str) -> tuple[int | None, str | None, int]:

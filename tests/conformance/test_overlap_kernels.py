@@ -266,7 +266,7 @@ def lag() -> None:
 
 def test_what_a_device_has_not_done_yet_is_computing():
     """Once for both steps, and with what the algorithm waited for by itself."""
-    (ended,) = on_processes(two_steps, REAL, 1, settle=lag)
+    (ended,) = on_processes(two_steps, REAL, 1, synchronize=lag)
     assert ended.error is None
     assert ended.spent["compute"] >= 0.07
 

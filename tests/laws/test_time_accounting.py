@@ -81,7 +81,7 @@ def test_closing_cuts_off_what_lies_past_the_end(actions, extra) -> None:
     folded = rounds[-2][2] if len(rounds) > 1 else 0
     end = folded + extra
     before = {kind: total for kind, total in time_accounting.current_totals().items()}
-    time_accounting.close_at(end)
+    time_accounting.close(end)
     time_accounting.fold_pending()
     assert sum(time_accounting.totals.values()) == end
     assert min(time_accounting.totals.values()) >= 0
@@ -101,7 +101,7 @@ def test_traffic_counts_when_it_began_by_the_end(actions, end) -> None:
         sum(up for *_, up, _ in sent),
         sum(down for *_, down in sent),
     )
-    time_accounting.close_at(end)
+    time_accounting.close(end)
     time_accounting.fold_pending()
     kept = [(up, down) for cut, start, up, down in sent if start <= end or cut <= len(rounds) - 2]
     assert (time_accounting.bytes_up, time_accounting.bytes_down) == (

@@ -23,7 +23,7 @@ from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import Save
 from ashl.runtime.plain_state import decode, encode, from_plain, to_plain
-from ashl.runtime.rank_checkpoint import ABSENT, next_due_ns, saved_rank
+from ashl.runtime.rank_checkpoint import ABSENT, capture_rank, next_due_ns
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import restore_ranks
 from ashl.stage.program import program, ranks_to_notify
@@ -67,7 +67,7 @@ def run(ran: Ran, saved: Kept | None = None, device: str = HOST) -> list[Kept]:
     churn = Churn(sim, cluster, ran.plan.seed, 1, peers, start, stage.topology.regroups)
 
     def keep(saves: Mapping[int, Save]) -> float:
-        ranks = [saved_rank(ctx, saves.get(ctx.rank), speed) for ctx in sim.contexts]
+        ranks = [capture_rank(ctx, saves.get(ctx.rank), speed) for ctx in sim.contexts]
         said = len(ran.records), len(ran.snapshots), to_plain(ran.parts)
         faults = encode(to_plain(churn.saved()))
         kept.append(Kept(encode(to_plain(ranks)), sim.now_ns, *said, faults))

@@ -15,7 +15,7 @@ from ashl.errors import AshlError
 from ashl.runtime.churn import Churn
 from ashl.runtime.effects import Save
 from ashl.runtime.plain_state import decode, encode, to_plain
-from ashl.runtime.rank_checkpoint import next_due_ns, saved_rank
+from ashl.runtime.rank_checkpoint import capture_rank, next_due_ns
 from ashl.runtime.sim import Sim, restore_ranks
 from ashl.stage.contract import StageConfig, extra_ranks
 from ashl.stage.program import program, ranks_to_notify
@@ -46,7 +46,7 @@ def play(
     churn = Churn(sim, cluster, seed, first.min_workers, peers, start, first.topology.regroups)
 
     def keep(saves: Mapping[int, Save]) -> float:
-        ranks = [saved_rank(ctx, saves.get(ctx.rank), speed) for ctx in sim.contexts]
+        ranks = [capture_rank(ctx, saves.get(ctx.rank), speed) for ctx in sim.contexts]
         content = encode(to_plain(ranks)), encode(to_plain(churn.saved()))
         kept.append((content, sim.now_ns, len(seen.records)))
         return next_due_ns(sim.now_ns, every_s)
