@@ -23,7 +23,7 @@ def join(
     with starting():
         from ashl.run.join import join as run_as_rank
 
-    def say(text: str) -> None:
+    def show_line(text: str) -> None:
         print(text, flush=True)
 
-    return run_as_rank(run, worker, say)
+    return run_as_rank(run, worker, show_line)

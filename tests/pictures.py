@@ -61,7 +61,7 @@ def live_table(file: Path) -> None:
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
-    console.print(progress._drawn(snapshot))
+    console.print(progress._draw(snapshot))
     form = FONT_FACES.sub("", CONSOLE_SVG_FORMAT).replace(
         "Fira Code, monospace", "ui-monospace, Menlo, monospace"
     )

@@ -463,7 +463,7 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     command = ["advise", *TINY, "--target", "0.9", "-q"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    record = jsonl.whole(Path("study/advice.json"))
+    record = jsonl.read_json(Path("study/advice.json"))
     assert record is not None
     assert out.startswith("ASP is first: time to 90.0 % accuracy 1.02 s (median of 3 seeds")
     assert (
@@ -545,7 +545,7 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
     command = ["advise", *TINY, "--target", "0.9", stale, nowhere]
     assert main(command) == 0
     captured = capsys.readouterr()
-    record = jsonl.whole(Path("study/advice.json"))
+    record = jsonl.read_json(Path("study/advice.json"))
     assert record is not None
     for note in (
         f"{stale} was removed from BSP: it needs pushes that may be stale, for example with sync=asp.",
@@ -554,7 +554,7 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
         assert note in captured.out + captured.err
         assert any(said.startswith(note) for said in record["notes"])
         assert note in unescape(Path("study/report.html").read_text())
-    sweep_of = jsonl.whole(Path("study/sweep.json"))
+    sweep_of = jsonl.read_json(Path("study/sweep.json"))
     assert sweep_of is not None
     for setting in sweep_of["settings"]:
         assert nowhere not in setting["overrides"]
@@ -604,7 +604,7 @@ def advised(
     monkeypatch.setattr(sweep, "run_all", run_all)
     monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)
     assert main(["advise", *TINY, *args, "-q", "--debug"]) == 0
-    record = jsonl.whole(Path("study/advice.json"))
+    record = jsonl.read_json(Path("study/advice.json"))
     assert record is not None
     return record
 
@@ -759,7 +759,7 @@ def test_a_real_race_and_a_target_that_nobody_reaches(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
     )
     assert main(["advise", *TINY, "--target", "0.8", "--budget", "90"]) == 0
-    record = jsonl.whole(Path("study/advice.json"))
+    record = jsonl.read_json(Path("study/advice.json"))
     assert record is not None
     assert record["winner"]["seeds"] >= 3
     assert record["expected"]["bytes_up"] > 0

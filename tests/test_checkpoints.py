@@ -33,7 +33,7 @@ class Home:
     def __init__(self, stop_reason: str | None = None, budget_s: float | None = None) -> None:
         self.stop_reason = stop_reason
         self.plan = SimpleNamespace(limits=SimpleNamespace(seconds=budget_s))
-        self.beats: dict[int, SimpleNamespace] = {}
+        self.heartbeats: dict[int, SimpleNamespace] = {}
         self.run_state = MonitorState(CompressionStats(4), None)
 
     @property
@@ -41,7 +41,7 @@ class Home:
         return self
 
     def state(self) -> dict:
-        return {"books": self.run_state}
+        return {"run_state": self.run_state}
 
     def sizes(self) -> dict[str, int]:
         return {"events.jsonl": 7}
@@ -70,7 +70,7 @@ def test_the_controller_writes_parts_that_ranks_send_and_publishes_restore_point
     checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
     checkpoint_manager.add_part(CheckpointPartSaved(0, 4, 3 * SECOND), document)
     checkpoint_manager.complete_checkpoints((), Home())
-    saved = checkpoints.newest(tmp_path, "run")
+    saved = checkpoints.find_newest(tmp_path, "run")
     checkpoints.publish_restore_points(store, saved, 1, {})
     point = checkpoints.await_restore_point(store, 0, over=lambda: False)
     assert point == (3 * SECOND, 5, (), document)
@@ -104,7 +104,7 @@ def test_equal_sets_have_equal_bytes() -> None:
 
 
 def test_the_newest_whole_one_counts(kept: Path) -> None:
-    found = checkpoints.newest(kept, "run")
+    found = checkpoints.find_newest(kept, "run")
     assert (found.number, found.how, found.ranks_ns, found.broken) == (
         2,
         PROCESSES,
@@ -115,20 +115,20 @@ def test_the_newest_whole_one_counts(kept: Path) -> None:
         UsageError,
         match=r"another run; only stop\.\*, runtime and the number of workers may change",
     ):
-        checkpoints.newest(kept, "other")
+        checkpoints.find_newest(kept, "other")
     part = part_of(folder_of(kept, 2), 1)
     part.write_bytes(part.read_bytes()[:-1] + b"?")  # flipped
-    found = checkpoints.newest(kept, "run")
+    found = checkpoints.find_newest(kept, "run")
     assert found.number == 1
     assert (
         found.broken
         == f"{kept}/checkpoint/2 cannot be resumed from (rank1.safetensors is not what was written)"
     )
     part.write_bytes(part.read_bytes()[:-100])  # cut off
-    assert checkpoints.newest(kept, "run").number == 1
+    assert checkpoints.find_newest(kept, "run").number == 1
     (folder_of(kept, 1) / "manifest.json").write_text("{")
     with pytest.raises(UsageError, match="run this setting again"):
-        checkpoints.newest(kept, "run")
+        checkpoints.find_newest(kept, "run")
 
 
 def test_files_are_looked_for_in_their_own_folder_only(kept: Path) -> None:
@@ -137,7 +137,7 @@ def test_files_are_looked_for_in_their_own_folder_only(kept: Path) -> None:
     manifest.write_text(
         json.dumps(text | {"files": {"../1/rank0.safetensors": text["files"]["rank0.safetensors"]}})
     )
-    assert checkpoints.newest(kept, "run").number == 1
+    assert checkpoints.find_newest(kept, "run").number == 1
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
         UsageError,
         match=r"holds no checkpoint; a run takes checkpoints with run\.checkpoint_s=SECONDS",
     ):
-        checkpoints.newest(tmp_path, "run")
+        checkpoints.find_newest(tmp_path, "run")
 
 
 def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
@@ -157,13 +157,13 @@ def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
     (kept / "events.jsonl").write_text("".join(lines))
     (kept / "metrics.jsonl").write_text('{"time_s": 3.0}\n{"time_s": 3.1}\n{"time_s": 9.0}\n')
     sizes = {"events.jsonl": len("".join(lines)), "metrics.jsonl": 32}
-    saved = checkpoints.newest(kept, "run")._replace(sizes=sizes, home_ns=3 * SECOND + 1)
+    saved = checkpoints.find_newest(kept, "run")._replace(sizes=sizes, lead_ns=3 * SECOND + 1)
     left = checkpoints.truncate_records(kept, saved)
     assert (kept / "events.jsonl").read_text() == "".join([*lines[:4], lines[-1]])
     assert left == {"events.jsonl": len("".join([*lines[:4], lines[-1]])), "metrics.jsonl": 16}
     with open(kept / "metrics.jsonl", "a") as file:
         file.write('{"time_s":')  # the run goes on, and is killed before its next checkpoint
-    again = checkpoints.newest(kept, "run")
+    again = checkpoints.find_newest(kept, "run")
     assert again.sizes == left
     assert checkpoints.truncate_records(kept, again) == left
 
@@ -173,8 +173,8 @@ def test_records_are_taken_back_whole_however_often_that_is_interrupted(
 ) -> None:
     text = "".join(json.dumps({"time_s": t}) + "\n" for t in (2.0, 3.5, 3.0, 9.0))
     (kept / "metrics.jsonl").write_text(text)
-    saved = checkpoints.newest(kept, "run")._replace(
-        sizes={"metrics.jsonl": len(text)}, home_ns=3 * SECOND + 1
+    saved = checkpoints.find_newest(kept, "run")._replace(
+        sizes={"metrics.jsonl": len(text)}, lead_ns=3 * SECOND + 1
     )
 
     class KilledError(Exception):
@@ -200,8 +200,8 @@ def test_records_are_taken_back_whole_however_often_that_is_interrupted(
 
 def test_records_that_another_process_writes_are_left_alone(kept: Path) -> None:
     (kept / "metrics.jsonl").write_text(text := '{"time_s": 3.0}\n{"time_s": 9.0}\n')
-    saved = checkpoints.newest(kept, "run")._replace(
-        sizes={"metrics.jsonl": len(text)}, home_ns=3 * SECOND + 1
+    saved = checkpoints.find_newest(kept, "run")._replace(
+        sizes={"metrics.jsonl": len(text)}, lead_ns=3 * SECOND + 1
     )
     other = jsonl.Lines(kept / "metrics.jsonl", len(text))
     with pytest.raises(AshlError, match="another process is writing"):
@@ -237,12 +237,12 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
                 scores={"rises": 2.0},
                 best=torch.ones(1),
             )
-            return {"books": run_state}
+            return {"run_state": run_state}
 
     made(CheckpointManager(tmp_path, 1, 1.0, "run"), 0, Judging())
     run_state = checkpoints.monitor_of(
-        checkpoints.newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0)
-    )["books"]
+        checkpoints.find_newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0)
+    )["run_state"]
     assert [one.train_loss for one in run_state.evaluations] == [2.0, 1.0, 1.5]
     assert run_state.scores["train_loss"] == 1.5
     assert run_state.scores["rises"] == 1.0
@@ -301,8 +301,8 @@ def test_parts_of_two_checkpoints_may_arrive_mixed(tmp_path: Path) -> None:
         checkpoint_manager.add_part(part)
     checkpoint_manager.complete_checkpoints((), Home())
     assert list_checkpoints(tmp_path) == [0, 1]
-    found = checkpoints.newest(tmp_path, "run")
-    assert (found.time_ns, found.home_ns) == (4 * SECOND + 1, 4 * SECOND + 1)
+    found = checkpoints.find_newest(tmp_path, "run")
+    assert (found.time_ns, found.lead_ns) == (4 * SECOND + 1, 4 * SECOND + 1)
     assert not checkpoint_manager.parts
 
 
@@ -316,10 +316,10 @@ def test_no_part_is_awaited_of_a_failed_worker(tmp_path: Path) -> None:
     checkpoint_manager.complete_checkpoints((), Home())
     assert not list_checkpoints(tmp_path), "the part of a running worker may be on its way"
     checkpoint_manager.complete_checkpoints({1, 2}, Home())
-    found = checkpoints.newest(tmp_path, "run")
+    found = checkpoints.find_newest(tmp_path, "run")
     assert (found.number, found.absent) == (PAUSES + 4, [1])
     assert found.saved_ns(2) == 3 * SECOND + 2
-    assert found.home_ns == found.time_ns == 3 * SECOND + 2
+    assert found.lead_ns == found.time_ns == 3 * SECOND + 2
     store = StoreServer(new_secret())
     checkpoints.publish_restore_points(store, found, 3, {1: None})
     for rank in range(3):
@@ -344,20 +344,23 @@ def test_a_checkpoint_completes_while_a_worker_rejoins(tmp_path: Path) -> None:
             save(checkpoint_manager, number, rank)
     checkpoint_manager.complete_checkpoints((), home)
     assert not list_checkpoints(tmp_path), "the pauses of the worker are not known yet"
-    home.beats[1] = SimpleNamespace(first_pause=7)
+    home.heartbeats[1] = SimpleNamespace(first_pause=7)
     checkpoint_manager.complete_checkpoints((), home)
     assert list_checkpoints(tmp_path) == [6], "a part of pause 7 is on its way"
-    found = checkpoints.newest(tmp_path, "run")
+    found = checkpoints.find_newest(tmp_path, "run")
     assert (found.absent, found.saved_ns(1)) == ([1], 3 * SECOND + 5)
     one = {"kind": "round", "rank": 1, "end_s": 2.5}
     rejoin = {"kind": "worker_rejoined", "rank": 1, "time_s": (3 * SECOND + 5) / 1e9}
     kept = [checkpoints.is_earlier(found, "events.jsonl", record) for record in (one, rejoin)]
     assert kept == [True, False]
-    restored = checkpoints.monitor_of(found, WITHOUT)["books"].outages
+    restored = checkpoints.monitor_of(found, WITHOUT)["run_state"].outages
     assert [outage.rejoined_ns for outage in restored] == [2 * SECOND, None]
     save(checkpoint_manager, 7, 1)
     checkpoint_manager.complete_checkpoints((), home)
-    assert (list_checkpoints(tmp_path), checkpoints.newest(tmp_path, "run").absent) == ([6, 7], [])
+    assert (list_checkpoints(tmp_path), checkpoints.find_newest(tmp_path, "run").absent) == (
+        [6, 7],
+        [],
+    )
 
 
 def test_a_pause_that_a_failure_ended_is_discarded(tmp_path: Path) -> None:
@@ -379,5 +382,5 @@ def test_the_lowest_worker_takes_the_place_of_a_failed_lead_rank(tmp_path: Path)
     for rank in (1, 2):
         save(checkpoint_manager, 0, rank)
     checkpoint_manager.complete_checkpoints({0}, Home())
-    found = checkpoints.newest(tmp_path, "run")
-    assert (found.home_ns, found.time_ns) == (3 * SECOND + 1, 3 * SECOND + 2)
+    found = checkpoints.find_newest(tmp_path, "run")
+    assert (found.lead_ns, found.time_ns) == (3 * SECOND + 1, 3 * SECOND + 2)

@@ -292,7 +292,7 @@ def test_a_killed_rank_is_started_again(
     for number, text in enumerate(ends):
         (tmp_path / f"end{number}").write_text(text)
     command = ["sh", "-c", "echo >> starts; . ./end$(($(wc -l < starts) - 1))"]
-    words = replace(job("ssh", 2, ()), restarts=2).guarded(command)
+    words = replace(job("ssh", 2, ()), restarts=2).guard_command(command)
     found = subprocess.run(
         words, cwd=tmp_path, env=os.environ | {"RANK": str(rank)}, stderr=subprocess.PIPE
     )
@@ -304,7 +304,7 @@ def test_a_killed_rank_is_started_again(
 def test_a_signal_ends_a_guarded_rank() -> None:
     """The rank ends in order, and is not started again."""
     rank = ["sh", "-c", "trap 'exit 130' TERM; echo begun; while :; do sleep 0.05; done"]
-    words = replace(job("ssh", 2, ()), restarts=2).guarded(rank)
+    words = replace(job("ssh", 2, ()), restarts=2).guard_command(rank)
     with subprocess.Popen(words, env=os.environ | {"RANK": "1"}, stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None
         shell.stdout.readline()

@@ -66,7 +66,7 @@ def test_a_failure_before_a_rank_has_its_connections_arrives_afterwards() -> Non
     kernel = kernel_of(Quiet(), (1,))
     kernel.join_running({1: cast("Any", Silent())}, time.monotonic_ns())
     listener = MembershipListener(kernel, 0, 1, [1], cast("Any", Store()))
-    over = ControlUpdate(lost=((1, 0),))
+    over = ControlUpdate(failed=((1, 0),))
     listener.on_membership(over)
 
     async def main(ctx: Any) -> str:

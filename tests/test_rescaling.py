@@ -15,7 +15,7 @@ from torch import Tensor
 from ashl.cli.app import main
 from ashl.config.recorded import config_of
 from ashl.run import rescaling
-from ashl.run.checkpoints import newest
+from ashl.run.checkpoints import find_newest
 from ashl.run.train import identity
 from ashl.topology.halos import RegionState
 from ashl.topology.rescaling import rescale_states
@@ -369,7 +369,7 @@ def test_all_new_workers_take_part_and_later_faults_remain(
     """The checkpoint is of a moment at which a declared failure has taken worker 1."""
     own = (*NICS.split(), *mode.split(), "optimizer.lr=0.02", faults)
     train(*HALF, *own, "stop.seconds=0.8")
-    saved_s = newest(Path("four"), identity(config_of(Path("four")))).time_ns / 1e9
+    saved_s = find_newest(Path("four"), identity(config_of(Path("four")))).time_ns / 1e9
     train("--resume", "four", *OTHER, "stop.seconds=2.5")
     found = summary("two")
     assert (found["status"], found["num_workers"]) == ("finished", 2)

@@ -455,34 +455,39 @@ def two_cards(monkeypatch) -> None:
 
 
 def test_an_interface_that_is_named(two_cards, monkeypatch) -> None:
-    assert interface.named(None) is None
-    assert interface.named("eth1") == Chosen("eth1", "10.0.0.7", "runtime.interface")
+    assert interface.find_configured(None) is None
+    assert interface.find_configured("eth1") == Chosen("eth1", "10.0.0.7", "runtime.interface")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,eth1")
-    assert interface.named(None) == Chosen("eth0,eth1", "192.168.0.7", "GLOO_SOCKET_IFNAME")
+    assert interface.find_configured(None) == Chosen(
+        "eth0,eth1", "192.168.0.7", "GLOO_SOCKET_IFNAME"
+    )
     with pytest.raises(
         UsageError,
         match=r"runtime.interface=eth7, and .* 'eth7' with an address; there are: lo, eth0, eth1",
     ):
-        interface.named("eth7")
+        interface.find_configured("eth7")
     with pytest.raises(UsageError, match="no interface 'docker0' with an address"):
-        interface.named("docker0")
+        interface.find_configured("docker0")
 
 
 def test_the_interface_that_leads_to_the_master() -> None:
     for host in ("127.0.0.1", "127.0.1.1", "localhost"):
-        found = interface.towards(host)
+        found = interface.find_route(host)
         assert found is not None
         assert (found.name, found.loopback) == ("lo", True)
-    assert interface.towards("no.such.host.invalid") is None
+    assert interface.find_route("no.such.host.invalid") is None
 
 
 def test_loopback_leads_to_no_other_machine(monkeypatch) -> None:
     routes = {"10.0.0.8": Chosen("eth1", "10.0.0.7"), "10.9.9.9": None}
-    monkeypatch.setattr(interface, "towards", lambda host: routes[host])
+    monkeypatch.setattr(interface, "find_route", lambda host: routes[host])
     lo, card = Chosen("lo", "127.0.1.1"), Chosen("eth0", "192.168.0.7")
-    assert interface.reaching(lo, ["127.0.1.1", None, "10.9.9.9", "10.0.0.8"]) == routes["10.0.0.8"]
-    assert interface.reaching(lo, ["127.0.1.1"]) == lo
-    assert interface.reaching(card, ["10.0.0.8"]) == card
+    assert (
+        interface.replace_loopback(lo, ["127.0.1.1", None, "10.9.9.9", "10.0.0.8"])
+        == routes["10.0.0.8"]
+    )
+    assert interface.replace_loopback(lo, ["127.0.1.1"]) == lo
+    assert interface.replace_loopback(card, ["10.0.0.8"]) == card
     named = Hello(
         0, "a", "m", None, "1", "2", "3", address="127.0.0.1", interface_by="GLOO_SOCKET_IFNAME"
     )
@@ -497,12 +502,12 @@ def test_an_interface_is_for_gloo_and_nccl(monkeypatch) -> None:
     for name in (interface.GLOO, interface.NCCL):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    interface.use(None)
+    interface.use_interface(None)
     assert interface.GLOO not in os.environ
-    interface.use(Chosen("eth1", "10.0.0.7"))
+    interface.use_interface(Chosen("eth1", "10.0.0.7"))
     assert (os.environ[interface.GLOO], os.environ[interface.NCCL]) == ("eth1", "=eth1")
     monkeypatch.setenv(interface.NCCL, "ib0")
-    interface.use(Chosen("eth1", "10.0.0.7", interface.GLOO))
+    interface.use_interface(Chosen("eth1", "10.0.0.7", interface.GLOO))
     assert os.environ[interface.NCCL] == "ib0"
-    interface.use(Chosen("eth1", "10.0.0.7", interface.KEY))
+    interface.use_interface(Chosen("eth1", "10.0.0.7", interface.KEY))
     assert os.environ[interface.NCCL] == "=eth1"

@@ -91,7 +91,7 @@ def test_how_a_process_has_ended() -> None:
 def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, list[Any]]:
     """A supervisor of two workers and a server, with a monitor that records its calls."""
     emitted: list[Any] = []
-    monitor = SimpleNamespace(emit=emitted.append, beats={})
+    monitor = SimpleNamespace(emit=emitted.append, heartbeats={})
     channel = SimpleNamespace(
         incarnations=dict.fromkeys(range(3), 0),
         last_heard_s=dict.fromkeys(range(3), 0.0),
@@ -119,10 +119,10 @@ def test_the_next_incarnation_gets_the_totals_of_the_worker() -> None:
     liveness.start = lambda *known: started.append(known)
     liveness.processes[1] = SimpleNamespace(exitcode=-9)
     liveness.continue_without(1, "was killed by SIGKILL")
-    monitor.beats[1] = empty_totals(1)._replace(time_ns=5, steps=7)
+    monitor.heartbeats[1] = empty_totals(1)._replace(time_ns=5, steps=7)
     liveness.restart_workers(1)
-    assert started == [(1, 1, monitor.beats[1])]
-    place = Place(RankSettings(1, "all", totals=monitor.beats[1], incarnation=1))
+    assert started == [(1, 1, monitor.heartbeats[1])]
+    place = Place(RankSettings(1, "all", totals=monitor.heartbeats[1], incarnation=1))
     assert parse_place(place.dumps()) == place
 
 
@@ -133,11 +133,11 @@ def test_a_worker_fails_when_its_last_messages_are_read() -> None:
     liveness, monitor, emitted = liveness_monitor()
     liveness.processes[1] = SimpleNamespace(exitcode=-9)
     liveness.clock_zero_ns = time.monotonic_ns()
-    monitor.beats[1] = empty_totals(1)._replace(steps=7)
+    monitor.heartbeats[1] = empty_totals(1)._replace(steps=7)
     liveness.detect_failures(60.0, [], time.monotonic())
     assert not emitted, "what it had said by then may be unheard"
     liveness.handle_record(said := empty_totals(1)._replace(time_ns=10**15, steps=8), None)
-    monitor.beats[1] = said
+    monitor.heartbeats[1] = said
     liveness.detect_failures(60.0, [], time.monotonic())
     assert [type(record) for record in emitted] == [type(said), WorkerFailed]
     assert emitted[1].time_ns >= 10**15
@@ -145,14 +145,14 @@ def test_a_worker_fails_when_its_last_messages_are_read() -> None:
 
 def test_a_closed_connection_is_the_end_of_a_process_on_another_node() -> None:
     liveness, monitor, emitted = liveness_monitor()
-    monitor.beats[1] = empty_totals(1)._replace(steps=7)
+    monitor.heartbeats[1] = empty_totals(1)._replace(steps=7)
     liveness.channel.is_closed = lambda rank: rank == 1
     assert liveness.unexpected_exits() == {1: "disconnected"}
     for _ in range(2):
         liveness.detect_failures(60.0, [], time.monotonic())
     assert [record.why for record in emitted] == ["disconnected"]
     liveness, monitor, emitted = liveness_monitor(errors=[RankError(1, "a bug", False)])
-    monitor.beats[1] = empty_totals(1)._replace(steps=7)
+    monitor.heartbeats[1] = empty_totals(1)._replace(steps=7)
     liveness.channel.is_closed = lambda rank: rank == 1
     for _ in range(2):
         liveness.detect_failures(60.0, [], time.monotonic())

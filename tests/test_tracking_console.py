@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ashl.run.monitor import view
+from ashl.run.monitor import make_frame
 from ashl.runtime.records import Heartbeat
 from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import console as screen
 from ashl.tracking.console import Frame, Progress, WorkerFrame, duration, outcome
-from ashl.tracking.sweep_progress import ending
+from ashl.tracking.sweep_progress import describe_end
 from tests.support import planned
 
 SHOWN = {"MLflow": "ashl ui runs/demo"}
@@ -139,7 +139,7 @@ def test_a_task_without_accuracy_is_told_by_its_own_metric():
     with Progress(console, name="demo") as progress:
         progress.update(frame(0.0, metric=("perplexity", 21.37)))
     assert "perplexity 21.4  loss 0.123" in text(console)
-    shown = ending(
+    shown = describe_end(
         summary(
             final={"test_metric": 0.141, "train_loss": 0.2}, metric="mae", time_to_target_s=None
         )
@@ -228,7 +228,7 @@ def test_numbers_as_people_write_them():
 def test_how_long_processes_took_to_start_does_not_count(virtual: bool, eta_s: float) -> None:
     """A quarter of 8 s is done, 10 s after the command was typed."""
     beat = Heartbeat(0, 2 * 10**9, 5, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
-    shown = view(
+    shown = make_frame(
         planned("sync=bsp", "stop.seconds=8"), 0, None, [beat], (), 1437, None, None, 10.0, virtual
     )
     assert shown.eta_host_s == eta_s
@@ -246,6 +246,6 @@ def test_a_line_beside_the_table_breaks_between_words() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     text = "worker 3 computes 5 times slower than the median; the others waited 65.6 % of the time"
     with Progress(console, name="demo") as progress:
-        progress.say(text)
+        progress.print_line(text)
     assert isinstance(console.file, io.StringIO)
     assert "65.6 % of \nthe time\n" in console.file.getvalue()

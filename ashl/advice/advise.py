@@ -240,7 +240,7 @@ def loaded(field: Field, place: Place) -> Load:
 def scaled(load: Load, place: Place, *, tunes: bool) -> Scale:
     """Choose the size of the race, and write it to the folder for the same command."""
     scale, path = chosen_scale(load, place, tunes=tunes), place.folder / FILE
-    before = jsonl.whole(path) or {}  # an earlier answer stays until there is another
+    before = jsonl.read_json(path) or {}  # an earlier answer stays until there is another
     jsonl.write_json(path, {**before, "schema": 1, "scale": asdict(scale)})
     return scale
 
@@ -252,7 +252,7 @@ def chosen_scale(load: Load, place: Place, *, tunes: bool) -> Scale:
 
     Raises: UsageError if not even one run fits into the budget.
     """
-    before, known = None, (jsonl.whole(place.folder / FILE) or {}).get("scale")
+    before, known = None, (jsonl.read_json(place.folder / FILE) or {}).get("scale")
     if known:
         rates = tuple(known["rates"])
         before = Scale(known["length"], rates, known["every_s"], known["target"])

@@ -112,9 +112,9 @@ class Launch:
     @property
     def rank_command(self) -> list[str]:
         """Return the command of one rank."""
-        return self.guarded([self.python, *RANK, *self.argv])
+        return self.guard_command([self.python, *RANK, *self.argv])
 
-    def guarded(self, command: list[str], after: str = "") -> list[str]:
+    def guard_command(self, command: list[str], after: str = "") -> list[str]:
         """Return a command that starts a rank again after it was killed, `restarts` times.
 
         Args: after, statements of the shell that follow the last end, with its exit code in `code`.

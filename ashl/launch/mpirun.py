@@ -41,7 +41,7 @@ def command(launch: Launch, flavor: str, program: str = "mpirun") -> list[str]:
         words += ["-hosts", hosts] if shares else []
         words += ["-genvlist", ",".join(["PATH", "HOME", *names])]
     after = "" if flavor == OPEN_MPI else HIDE_KILL
-    rank = launch.guarded([launch.python, *RANK, *launch.argv], after)
+    rank = launch.guard_command([launch.python, *RANK, *launch.argv], after)
     return [*words, *launch.options, *rank]
 
 

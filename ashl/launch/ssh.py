@@ -173,13 +173,13 @@ async def connect(launch: Launch, wanted: Sequence[Task], connections: list[Conn
             with suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
                     async for line in process.stdout:
-                        if found := GREETING.fullmatch(printable(line)):
+                        if found := GREETING.fullmatch(clean_line(line)):
                             connection.address = found[1] or connection.name
                             return
                         # a login shell may print a message of the day
-                        connection.last_words = printable(line) or connection.last_words
+                        connection.last_words = clean_line(line) or connection.last_words
                     for line in (await process.stderr.read()).splitlines():
-                        connection.last_words = printable(line) or connection.last_words
+                        connection.last_words = clean_line(line) or connection.last_words
 
     for error in await asyncio.gather(*map(start, wanted), return_exceptions=True):
         if error is not None:
@@ -202,7 +202,7 @@ async def watch(connection: Connection, shown: set[str]) -> int:
 
     async def show(stream: asyncio.StreamReader, error: bool) -> None:
         async for line in stream:
-            text = printable(line)
+            text = clean_line(line)
             connection.last_words = (error and text) or connection.last_words
             if (rank and not error) or text in shown:
                 continue
@@ -215,8 +215,8 @@ async def watch(connection: Connection, shown: set[str]) -> int:
     return await process.wait()
 
 
-def printable(line: bytes) -> str:
-    """Return a line without control characters, which a terminal might execute as commands."""
+def clean_line(line: bytes) -> str:
+    """Decode a line, without control characters, which a terminal might execute as commands."""
     return "".join(c for c in line.decode(errors="replace") if c.isprintable() or c == "\t")
 
 

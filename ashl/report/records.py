@@ -107,7 +107,7 @@ class Run:
         try:
             return (self.folder / COMMAND).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
-            train = (jsonl.whole(self.folder.parent / SWEEP) or {}).get("train")
+            train = (jsonl.read_json(self.folder.parent / SWEEP) or {}).get("train")
         own = [
             f"{key}={value}" for key, value in self.typed.items() if key not in ("run.dir", "sweep")
         ]
@@ -292,6 +292,6 @@ def are_numbers(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return one JSON object. Raises BrokenRecordError."""
-    if (content := jsonl.whole(path)) is None:
+    if (content := jsonl.read_json(path)) is None:
         raise BrokenRecordError(f"{path.name} is broken")
     return content

@@ -13,7 +13,7 @@ from rich.text import Text
 from ashl.report.answer import answer, number_of
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
-from ashl.tracking.console import narrow, number, percent
+from ashl.tracking.console import drop_columns, number, percent
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -158,7 +158,7 @@ def show(console: Console, board: Leaderboard, *, top: int = 20) -> None:
     texts = table(board).iloc[[board.rows.index(row) for row in shown]]
     wide = {title: width_of(title, texts[title]) for title in texts}
     measured = [title for title in wide if title.startswith("measure ")]
-    absent = narrow(wide, (*RARE, *measured, *USUAL), console.width)
+    absent = drop_columns(wide, (*RARE, *measured, *USUAL), console.width)
     drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title in wide:
         justify = "left" if title in WORDS else "right"

@@ -48,9 +48,9 @@ from ashl.tracking.recorder import METRICS, writing
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 16
+SCHEMA = 17
 CUT_BACK = "cut_back"  # manifest key: True once later records than the checkpoint are removed
-PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "absent")  # manifest keys
+PLACE = ("how", "time_ns", "sizes", "ranks_ns", "lead_ns", "absent")  # manifest keys
 VIRTUAL, PROCESSES, RESCALED = "virtual", "processes", "rescaled"
 MONITOR = "monitor.safetensors"  # file of the monitor's state
 MAY_CHANGE = "only stop.*, runtime and the number of workers may change when a run is resumed"
@@ -89,7 +89,7 @@ class CheckpointManager:
         """Complete the checkpoints of which all parts are there. No part is awaited of ranks in
         `absent`, and of workers that joined after the pause.
         """
-        first_pauses = {rank: beat.first_pause or 0 for rank, beat in monitor.beats.items()}
+        first_pauses = {rank: beat.first_pause or 0 for rank, beat in monitor.heartbeats.items()}
         present = {*range(self.num_ranks)}.difference(absent)
         for number, parts in sorted(self.parts.items()):
             if all(rank in parts or first_pauses.get(rank, 0) > number for rank in present):
@@ -119,7 +119,7 @@ class CheckpointManager:
             "ranks_ns": [times.get(rank, rejoins.get(rank)) for rank in range(self.num_ranks)],
             "absent": sorted({*range(self.num_ranks)} - parts.keys()),
             # the lowest worker takes the place of a failed lead rank
-            "home_ns": (
+            "lead_ns": (
                 time_ns if self.lead_rank is None else times.get(self.lead_rank, times[min(times)])
             ),
         }
@@ -187,7 +187,7 @@ class Checkpoint(NamedTuple):
     sizes: dict[str, int]  # bytes of each file of records at that time
     # by rank: run time of its part, or of the rejoin of an absent worker; None = not rejoined yet
     ranks_ns: list[int | None]
-    home_ns: int  # run time up to which evaluations count
+    lead_ns: int  # run time up to which evaluations count
     absent: list[int]  # workers without a part, which join when the run is resumed
     broken: str | None  # why a newer checkpoint cannot be used
 
@@ -199,8 +199,8 @@ class Checkpoint(NamedTuple):
         return math.inf if time_ns is None else time_ns
 
 
-def newest(run_dir: Path, identity: str) -> Checkpoint:
-    """Return the newest valid checkpoint of a run.
+def find_newest(run_dir: Path, identity: str) -> Checkpoint:
+    """Find the newest valid checkpoint of a run.
 
     Raises: UsageError if there is none, or if it is of another run.
     """
@@ -299,7 +299,7 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
     the manifest says that they count, and only then replace the records.
     Raises: AshlError while another process writes the records; UsageError if a file is damaged.
     """
-    with writing(run_dir, begins=True), jsonl.alone(run_dir / METRICS):
+    with writing(run_dir, begins=True), jsonl.hold_lock(run_dir / METRICS):
         manifest = json.loads((saved.folder / MANIFEST).read_text(encoding="utf-8"))
         if not manifest.get(CUT_BACK):
             shortened = {
@@ -326,7 +326,7 @@ def shorten(path: Path, size: int, saved: Checkpoint) -> bytes | None:
     Raises: UsageError if the file is damaged.
     """
     try:
-        return jsonl.kept(path, size, partial(is_earlier, saved, path.name))
+        return jsonl.filter_lines(path, size, partial(is_earlier, saved, path.name))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path} is damaged, so the run cannot be resumed; start a new one from its weights:"
@@ -337,7 +337,7 @@ def shorten(path: Path, size: int, saved: Checkpoint) -> bytes | None:
 def is_earlier(saved: Checkpoint, name: str, record: Mapping[str, Any]) -> bool:
     """Return True if a record is not later than the checkpoint."""
     if name == METRICS:
-        return record["time_s"] * 1e9 <= saved.home_ns + 1
+        return record["time_s"] * 1e9 <= saved.lead_ns + 1
     if record["kind"] not in ("round", *MEMBERSHIP):
         return True
     # on processes the first round after the pause may end at the very moment of the pause
@@ -356,19 +356,19 @@ def monitor_of(saved: Checkpoint, limits: Limits) -> dict[str, Any]:
     later moments.
     """
     state = decode((saved.folder / MONITOR).read_bytes())
-    run_state: MonitorState = state["books"]
+    run_state: MonitorState = state["run_state"]
     if run_state.parts is not None:
         run_state.parts.discard_later(saved.saved_ns)
     run_state.discard_later_outages(saved.saved_ns)
     run_state.reopen_outages(saved.absent)
-    until_s = (saved.home_ns + 1) / 1e9
+    until_s = (saved.lead_ns + 1) / 1e9
     found = [one for one in run_state.evaluations if one.time_s <= until_s]
     if len(found) < len(run_state.evaluations):
         target = Target()
         for one in found:
             target.judge(limits, one)
         best = run_state.best if best_of(found) is best_of(run_state.evaluations) else None
-        state["books"] = replace(
+        state["run_state"] = replace(
             run_state, evaluations=found, scores=scores_of(found), best=best, target=target
         )
     return state

@@ -189,7 +189,10 @@ class ControlChannel:
         """Apply a report, in the thread of the rank's connection; return the answer."""
         sender = rank, incarnation
         self._senders[threading.get_ident()] = sender
-        if end := self._evicted.get(sender) or self._superseded(*sender):
+        end = self._evicted.get(sender)
+        if end is None and incarnation < self.incarnations.get(rank, 0):
+            end = End(EXIT_EVICTED, f"another process has taken the place of worker {rank}")
+        if end is not None:
             return ControlUpdate(end=end).dumps()
         if rank in self.last_heard_s:
             self.last_heard_s[rank] = self.awake_s
@@ -203,12 +206,6 @@ class ControlChannel:
         except AshlError as error:
             self._error = error
         return self.control_update._replace(taken=dict(self._used[sender])).dumps()
-
-    def _superseded(self, rank: int, incarnation: int) -> End | None:
-        """Return the end of a process if a later incarnation has taken its place."""
-        if incarnation >= self.incarnations.get(rank, 0):
-            return None
-        return End(EXIT_EVICTED, f"another process has taken the place of worker {rank}")
 
     def _content_of(self, record: Record, sender: tuple[int, int]) -> Content | None:
         """Return what has arrived ahead of a record, if anything has: float32 [d], or bytes.
@@ -248,8 +245,8 @@ class ControlChannel:
         return None
 
 
-def described(record: Record) -> str:
-    """Return the fields of a record as text, without its rank and counts."""
+def describe_fields(record: Record) -> str:
+    """Describe the fields of a record, without its rank and counts."""
     return ", ".join(
         f"{name}={value}"
         for name, value in record._asdict().items()
@@ -299,7 +296,7 @@ class Reporter:
             record,
             StageEnd | StageBoundary | Replan | PlanMade | CheckpointPartSaved,
         ):
-            logger.info("reports %s: %s", type(record).__name__, described(record))
+            logger.info("reports %s: %s", type(record).__name__, describe_fields(record))
         elif not isinstance(record, RankError):
             logger.debug("reports %s", type(record).__name__)
         self._outbox.append((record, content))

@@ -72,11 +72,6 @@ class Evaluation:
         )
         return at_least(higher, lower)
 
-    @property
-    def finite(self) -> bool:
-        """Return True if the training loss is finite."""
-        return math.isfinite(self.train_loss)
-
 
 @dataclass
 class Target:
@@ -301,7 +296,7 @@ def why_diverged(
     step = f"after step {counts.steps}"
     if counts.diverged:
         return counts.diverged
-    if not found.finite:
+    if not math.isfinite(found.train_loss):
         return f"the model's loss is {found.train_loss} {step}"
     if (largest := float(params.abs().max())) > LARGEST:
         return f"a parameter of the model is {largest:.3g} {step}"

@@ -197,7 +197,7 @@ def assign_ranks(
     taken: dict[int, int] = {}
     # names of one process come first
     for worker in sorted(range(len(hosts)), key=lambda worker: ":" not in hosts[worker]):
-        found = processes_on(hellos, hosts[worker])
+        found = find_processes(hellos, hosts[worker])
         free = [process for process in found if process not in taken.values()]
         if not free:
             raise UsageError(
@@ -215,8 +215,8 @@ def assign_ranks(
     return tuple(taken[rank] if rank in taken else next(remaining) for rank in range(num_ranks))
 
 
-def processes_on(hellos: Sequence[Hello], name: str) -> list[int]:
-    """Return the processes on the host `name`, or the one process `host:local_rank`.
+def find_processes(hellos: Sequence[Hello], name: str) -> list[int]:
+    """Find the processes on the host `name`, or the one process `host:local_rank`.
 
     Raises: UsageError if there is none, or if several machines have this name.
     """

@@ -66,8 +66,8 @@ def check_loopback(by: str) -> None:
         ) from error
 
 
-def named(wanted: str | None) -> Chosen | None:
-    """Return the interface of runtime.interface (`wanted`), else of GLOO_SOCKET_IFNAME; None
+def find_configured(wanted: str | None) -> Chosen | None:
+    """Find the interface of runtime.interface (`wanted`), else of GLOO_SOCKET_IFNAME; None
     without either.
 
     Raises: UsageError if this machine has no such interface, or it has no address.
@@ -86,8 +86,16 @@ def named(wanted: str | None) -> Chosen | None:
     return Chosen(names, there[names.split(",")[0]][0], by)
 
 
-def towards(host: str, port: int = ANY_PORT) -> Chosen | None:
-    """Return the interface of the route to a host; None without a route. No packet is sent."""
+def choose_interface(wanted: str | None, host: str, port: int = ANY_PORT) -> Chosen | None:
+    """Return the interface that is configured, else that of the route to a host; None without both.
+
+    Args: wanted, runtime.interface.   Raises: as `find_configured`.
+    """
+    return find_configured(wanted) or find_route(host, port)
+
+
+def find_route(host: str, port: int = ANY_PORT) -> Chosen | None:
+    """Find the interface of the route to a host; None without a route. No packet is sent."""
     try:
         targets = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:
@@ -115,17 +123,16 @@ def own_address(host: str) -> str:
     known = set[str]()
     with suppress(OSError):
         known = {str(target[0]) for *_, target in socket.getaddrinfo(host, None)}
-    found = towards(host)
+    found = find_route(host)
     if found is None or found.loopback or found.address not in known:
-        found = named(None)
+        found = find_configured(None)
     return found.address if found else ""
 
 
-def reaching(chosen: Chosen | None, elsewhere: Iterable[str | None]) -> Chosen | None:
-    """Return the interface for a rank whose job has processes on other machines.
+def replace_loopback(chosen: Chosen | None, elsewhere: Iterable[str | None]) -> Chosen | None:
+    """Replace loopback by an interface with a route to one of the addresses `elsewhere`.
 
-    It is `chosen`, unless that is loopback by default; then it is the first one with a route to an
-    address of `elsewhere`.
+    Returns: `chosen` if there is no such route, or if it is not loopback, or set by the user.
     """
     if chosen is not None and (chosen.by or not chosen.loopback):
         return chosen
@@ -133,14 +140,14 @@ def reaching(chosen: Chosen | None, elsewhere: Iterable[str | None]) -> Chosen |
         if (
             address
             and not is_loopback(address)
-            and (found := towards(address))
+            and (found := find_route(address))
             and not found.loopback
         ):
             return found
     return chosen
 
 
-def use(chosen: Chosen | None) -> None:
+def use_interface(chosen: Chosen | None) -> None:
     """Make gloo and NCCL use this interface in this process; None = their own choice."""
     if chosen is None:
         return

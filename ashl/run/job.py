@@ -73,7 +73,9 @@ def describe_process(
     with reporting_error_to_job(job):
         if interface.is_loopback(job.host):
             interface.check_loopback(f"MASTER_ADDR={job.host}")
-        chosen = interface.named(parts.runtime.interface) or interface.towards(job.host, job.port)
+        chosen = interface.find_configured(parts.runtime.interface) or interface.find_route(
+            job.host, job.port
+        )
         device = device_of(parts.runtime, job.local_rank or 0)
     if job.agent_store:  # torchrun's agent may be killed, and ranks have sessions of their own
         end_with_parent()

@@ -25,7 +25,7 @@ from ashl.planning.instantiate import parts_of
 from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreAddress, StoreClient
 from ashl.run.control_channel import PATIENCE_S
 from ashl.run.handshake import VERSIONS, versions
-from ashl.run.interface import Chosen, named, reaching, towards
+from ashl.run.interface import Chosen, choose_interface, replace_loopback
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import End, Text, parse_json, validate
 from ashl.runtime.rendezvous import network_id
@@ -67,7 +67,8 @@ class Place(NamedTuple):
     def settings_here(self, device: str, chosen: Chosen | None) -> RankSettings:
         """Return the settings in a process with this device and network interface."""
         return self.settings._replace(
-            device=self.settings.device or device, interface=reaching(chosen, self.elsewhere)
+            device=self.settings.device or device,
+            interface=replace_loopback(chosen, self.elsewhere),
         )
 
 
@@ -76,24 +77,24 @@ def parse_place(text: str | bytes) -> Place:
     return validate(Place, parse_json(text), "the answer of the run")
 
 
-def join(run_dir: Path, worker: int | None, say: Callable[[str], None]) -> int:
+def join(run_dir: Path, worker: int | None, show: Callable[[str], None]) -> int:
     """Join a run as a worker until the run ends, and return the exit code.
 
-    Args: worker, None for any failed worker; say, shows a line to the user.
+    Args: worker, None for any failed worker; show, shows the user a line.
     Raises: UsageError if the run rejects the request, AshlError if the run fails.
     """
     endpoint = read_join_endpoint(run_dir)
-    store, place = request_place_in(run_dir, endpoint, worker)
+    store, place = contact_run(run_dir, endpoint, worker)
     if place.refused is not None:
         raise UsageError(f"{run_dir}: {place.refused}")
-    say(f"joins {run_dir} as worker {place.settings.rank}, which {place.how}")
+    show(f"joins {run_dir} as worker {place.settings.rank}, which {place.how}")
     runtime = parts_of(Plan.from_json(place.plan)).runtime
-    chosen = named(runtime.interface) or towards(endpoint.host, endpoint.port)
+    chosen = choose_interface(runtime.interface, endpoint.host, endpoint.port)
     settings = place.settings_here(device_of(runtime), chosen)
-    end = run_rank(settings, place.plan, store, lambda end: join_again(end, run_dir, worker), say)
+    end = run_rank(settings, place.plan, store, lambda end: join_again(end, run_dir, worker), show)
     if end.code:
         raise AshlError(end.why)
-    say("the run is over")
+    show("the run is over")
     return 0
 
 
@@ -115,10 +116,10 @@ def request_place(store: AuthenticatedStore, worker: int | None, again_s: float 
         time.sleep(AGAIN_S)
 
 
-def request_place_in(
+def contact_run(
     run_dir: Path, endpoint: JoinEndpoint, worker: int | None
 ) -> tuple[StoreClient, Place]:
-    """Return (store of the run in this folder, the controller's answer to a join request).
+    """Request a place in the run of this folder; return (its store, the controller's answer).
 
     Raises: UsageError if the run has ended, AshlError if it does not answer within `PATIENCE_S`.
     """

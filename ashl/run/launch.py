@@ -40,7 +40,7 @@ from ashl.run.checkpoints import (
 )
 from ashl.run.control_channel import ControlChannel
 from ashl.run.evaluation import shard_sizes
-from ashl.run.interface import LOOPBACK, Chosen, check_loopback, named
+from ashl.run.interface import check_loopback, choose_interface, find_configured
 from ashl.run.join import publish_join_endpoint
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, run_rank_in_child
@@ -58,7 +58,7 @@ SOCKET_FOLDER_BYTES = 70
 def check_local(plan: Plan, runtime: Any) -> None:
     """Raise UsageError if the ranks cannot run on this machine as configured."""
     check_loopback("runtime=local")
-    named(runtime.interface)
+    find_configured(runtime.interface)
     devices = devices_of(plan, runtime)[: plan.num_workers]
     if runtime.share_gpu is False and HOST not in devices and len(set(devices)) < len(devices):
         raise UsageError(
@@ -92,7 +92,7 @@ def lead_here(plan: Plan, runtime: Any, rounds: Rounds, checkpoint_s: float | No
     settings = RankSettings(
         0,
         rounds,
-        interface=named(runtime.interface) or Chosen(LOOPBACK, "127.0.0.1"),
+        interface=choose_interface(runtime.interface, "127.0.0.1"),
         have_own_gpus=have_own_gpus([*map(gpu_index, devices)], runtime),
         checkpoint_s=checkpoint_s,
     )

@@ -67,7 +67,7 @@ class MembershipListener:
             return self._on_epoch(update)
         if not self._kernel.has_started:
             return
-        previous, failed = self._failed, dict(update.lost)
+        previous, failed = self._failed, dict(update.failed)
         with self._lock:
             self._failed = failed
         for rank, incarnation in failed.items():
@@ -90,7 +90,7 @@ class MembershipListener:
     def _on_epoch(self, update: ControlUpdate) -> None:
         """Begin the epoch of this update, if this incarnation is a member."""
         with self._lock:
-            self._failed = dict(update.lost)
+            self._failed = dict(update.failed)
         epoch = update.epoch
         known = dict(zip(epoch.workers, epoch.incarnations, strict=True))
         if not self._is_worker or known.get(self._rank) == self._incarnation:

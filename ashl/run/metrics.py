@@ -15,7 +15,7 @@ from ashl.runtime import records
 from ashl.runtime.records import Counts, Measures
 
 
-class Waited(NamedTuple):
+class WorkerWait(NamedTuple):
     """A worker's part of a line of metrics: seconds waited, and bytes sent and received."""
 
     rank: int
@@ -29,7 +29,7 @@ def metrics_line(
     found: Evaluation,
     time_s: float,
     host_s: float,
-    workers: Sequence[Waited],
+    workers: Sequence[WorkerWait],
     extra: dict[str, float],
 ) -> dict[str, Any]:
     """Return the line of one evaluation.
@@ -79,11 +79,11 @@ def metrics_line(
 
 def values_of(ranks: Iterable[Measures]) -> dict[str, float]:
     """Return for each measure the mean over the ranks' latest values, as a metric."""
-    return {f"measure/{name}": found["last"] for name, found in summed_up(ranks).items()}
+    return {f"measure/{name}": found["last"] for name, found in aggregate_measures(ranks).items()}
 
 
-def summed_up(ranks: Iterable[Measures]) -> dict[str, dict[str, float]]:
-    """Return for each measure, over the ranks that have it, `last` and `mean`.
+def aggregate_measures(ranks: Iterable[Measures]) -> dict[str, dict[str, float]]:
+    """Aggregate each measure over the ranks that have it, to `last` and `mean`.
 
     `last` is the mean of the ranks' latest values, `mean` that of all values of the run.
     """

@@ -34,7 +34,7 @@ from ashl.run.evaluation import (
     scores_of,
     why_diverged,
 )
-from ashl.run.metrics import CompressionStats, Waited, metrics_line, values_of
+from ashl.run.metrics import CompressionStats, WorkerWait, metrics_line, values_of
 from ashl.runtime.records import (
     CompressionReport,
     Counts,
@@ -94,7 +94,7 @@ class MonitorState:
     boundaries: list[dict[int, dict[str, int]]] = field(default_factory=list)
 
     @property
-    def ended(self) -> int:
+    def num_ended_stages(self) -> int:
         """Return the number of stages that have ended.
 
         The record of a stage's end may be missing, if its lead rank failed then; the record of the
@@ -144,11 +144,11 @@ class Monitor:
         self.run_state = MonitorState(
             CompressionStats(4 * plan.num_params), make_model_set(job.stages[0])
         )
-        self.beats: dict[int, Heartbeat] = {}  # the latest heartbeat by rank
+        self.heartbeats: dict[int, Heartbeat] = {}  # the latest heartbeat by rank
         # reads the heartbeats of all ranks, in virtual time only
-        self.read_beats: Callable[[], list[Heartbeat]] | None = None
+        self.read_heartbeats: Callable[[], list[Heartbeat]] | None = None
         self.stragglers = StragglerFinder()
-        self.ledgers: dict[int, TimeTotals] = {}  # final totals by rank
+        self.final_totals: dict[int, TimeTotals] = {}  # final totals by rank
         self.hosts: dict[int, Placed] = {}  # by rank, on processes only
         self.final: Counts | None = None  # counts of the last model
         self.not_finite: str | None = None  # what was not finite before any loss was
@@ -186,7 +186,11 @@ class Monitor:
         """Return what a checkpoint saves of the monitor."""
         self._state_host_s = self.host_s
         constants = self.job.learner.constants()
-        known = {"plan": self.plan.to_json(), "host_s": self._state_host_s, "books": self.run_state}
+        known = {
+            "plan": self.plan.to_json(),
+            "host_s": self._state_host_s,
+            "run_state": self.run_state,
+        }
         return known | {"constants": constants}
 
     def resume_from(self, state: dict[str, Any]) -> None:
@@ -199,7 +203,7 @@ class Monitor:
         # a state that this process has saved itself adds no time from before it
         if state["host_s"] != self._state_host_s:
             self._started_s -= state["host_s"]
-        self.run_state = state["books"]
+        self.run_state = state["run_state"]
         self.job.learner.set_constants(state["constants"])
         if self.run_state.best is not None:
             # best.pt may hold a model of later than the checkpoint
@@ -211,13 +215,13 @@ class Monitor:
             case Round() | Replan():
                 self.recorder.event(as_event(record))
             case Heartbeat():
-                self.beats[record.rank] = record
+                self.heartbeats[record.rank] = record
             case Placed():
                 self.hosts[record.rank] = record
             case WorkerFailed() | WorkerRejoined():
                 self.record_membership(record)
             case TimeTotals():
-                self.ledgers[record.rank] = record
+                self.final_totals[record.rank] = record
             case StageEnd() | StageBoundary():
                 self.record_stage(record)
             case CompressionReport():
@@ -233,7 +237,7 @@ class Monitor:
         """Write a profile or a plan that was made during the run."""
         if isinstance(record, ProfileMeasured):
             return self.recorder.document("profile.json", self.locate_profile(record.profile))
-        self.plan = replanned(self.plan, record.first, record.stages)
+        self.plan = with_new_assignments(self.plan, record.first, record.stages)
         self.recorder.document("plan.json", self.plan.to_json())
 
     def record_stage(self, record: StageEnd | StageBoundary) -> None:
@@ -243,7 +247,7 @@ class Monitor:
                 self.run_state.boundaries.append({})
             self.run_state.boundaries[record.stage][record.rank] = record.totals_ns
         # else from the survivor in place of a lead rank that failed after its report
-        elif record.stage >= self.run_state.ended:
+        elif record.stage >= self.run_state.num_ended_stages:
             self.run_state.stages.append(record)
             self.recorder.event(as_event(record))
 
@@ -258,7 +262,7 @@ class Monitor:
             if parts:
                 parts.restore_worker(rank)
             return
-        outage = Outage(rank, record.time_ns, record.why, totals=self.beats.get(rank))
+        outage = Outage(rank, record.time_ns, record.why, totals=self.heartbeats.get(rank))
         self.run_state.outages.append(outage)
         self.show_line(f"worker {rank} failed at {at} ({record.why}); the run continues without it")
         for whole in parts.exclude_worker(rank) if parts else ():
@@ -268,8 +272,8 @@ class Monitor:
         """Show a line at once, on processes only: in virtual time many workers may fail in a
         second. The outcome lists them.
         """
-        if self.read_beats is None:
-            self.progress.say(text)
+        if self.read_heartbeats is None:
+            self.progress.print_line(text)
 
     def locate_profile(self, profile: str) -> str:
         """Return a profile with the host and device of each worker and the host of the server, as
@@ -333,7 +337,7 @@ class Monitor:
             self.stop_reason = PATIENCE
         if not record.final:
             waited = [
-                Waited(beat.rank, beat.totals_ns["wait"] / 1e9, beat.bytes_up, beat.bytes_down)
+                WorkerWait(beat.rank, beat.totals_ns["wait"] / 1e9, beat.bytes_up, beat.bytes_down)
                 for beat in self.workers()
             ]
             self.recorder.metric(self.metrics_row(counts, found, found.time_s, waited))
@@ -387,13 +391,15 @@ class Monitor:
         Call it once all ranks have reported their final totals.
         """
         if self.final is not None and self.run_state.evaluations and (time_s := summary["time_s"]):
-            workers = [Waited(*(row[key] for key in Waited._fields)) for row in summary["workers"]]
+            workers = [
+                WorkerWait(*(row[key] for key in WorkerWait._fields)) for row in summary["workers"]
+            ]
             self.recorder.metric(
                 self.metrics_row(self.final, self.run_state.evaluations[-1], time_s, workers)
             )
 
     def metrics_row(
-        self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[Waited]
+        self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[WorkerWait]
     ) -> dict[str, Any]:
         """Return a line of metrics.jsonl."""
         extra = self.run_state.compression.metrics() | values_of(self.measures())
@@ -416,7 +422,7 @@ class Monitor:
             return None
         beats = [
             beat
-            for rank, beat in (self.beats | self.ledgers).items()
+            for rank, beat in (self.heartbeats | self.final_totals).items()
             if rank < self.plan.num_workers
         ]
         collective_ns = sum(beat.collective_ns for beat in beats)
@@ -425,18 +431,20 @@ class Monitor:
 
     def measures(self) -> list[Measures]:
         """Return the latest measures of all ranks, in rank order."""
-        return [beat.measures for _, beat in sorted((self.beats | self.ledgers).items())]
+        return [beat.measures for _, beat in sorted((self.heartbeats | self.final_totals).items())]
 
     def workers(self) -> list[Heartbeat]:
         """Return the latest heartbeat of each worker that has sent one, in rank order."""
-        if self.read_beats is not None:
-            self.beats = {beat.rank: beat for beat in self.read_beats()}
-        return [beat for rank, beat in sorted(self.beats.items()) if rank < self.plan.num_workers]
+        if self.read_heartbeats is not None:
+            self.heartbeats = {beat.rank: beat for beat in self.read_heartbeats()}
+        return [
+            beat for rank, beat in sorted(self.heartbeats.items()) if rank < self.plan.num_workers
+        ]
 
     def counts(self) -> Counts | None:
         """Return the latest counts of the lead rank, or of the survivor in its place."""
         stages = self.run_state.stages
-        beats = sorted(self.beats.values(), key=lambda beat: beat.time_ns)
+        beats = sorted(self.heartbeats.values(), key=lambda beat: beat.time_ns)
         latest = next((beat.counts for beat in reversed(beats) if beat.counts), None)
         return self.final or latest or (stages[-1].counts if stages else None)
 
@@ -460,15 +468,15 @@ class Monitor:
 
     def draw_progress(self) -> None:
         """Draw the progress table, if it is due."""
-        if self.read_beats is None:
+        if self.read_heartbeats is None:
             self.watch_stragglers()
         host_s = self.host_s
         if not self.progress.due(host_s):
             return
         found = next(reversed(self.run_state.evaluations), None)
-        frame = view(
+        frame = make_frame(
             self.plan,
-            self.run_state.ended,
+            self.run_state.num_ended_stages,
             self.counts(),
             self.workers(),
             self.current_outages.keys(),
@@ -476,12 +484,14 @@ class Monitor:
             found,
             found and self.own_metric(found),
             host_s,
-            virtual=self.read_beats is not None,
+            virtual=self.read_heartbeats is not None,
         )
         self.progress.update(frame._replace(straggler=describe_straggler(self.stragglers.found)))
 
 
-def replanned(plan: Plan, first: int, stages: Sequence[Sequence[Sequence[float]]]) -> Plan:
+def with_new_assignments(
+    plan: Plan, first: int, stages: Sequence[Sequence[Sequence[float]]]
+) -> Plan:
     """Return the plan with new assignments from stage `first` on.
 
     Args: stages, by stage and worker: local steps H, data share, compression ratio, cycle seconds.
@@ -497,7 +507,7 @@ def replanned(plan: Plan, first: int, stages: Sequence[Sequence[Sequence[float]]
     return replace(plan, stages=(*plan.stages[:first], *after))
 
 
-def view(
+def make_frame(
     plan: Plan,
     ended: int,
     counts: Counts | None,
@@ -509,7 +519,7 @@ def view(
     host_s: float,
     virtual: bool,
 ) -> Frame:
-    """Return one frame of the progress table.
+    """Make one frame of the progress table.
 
     Args: ended, the number of stages that have ended; failed, workers that have not rejoined;
     found and metric, of the latest evaluation; virtual, True in virtual time.

@@ -63,8 +63,8 @@ def open_descriptors() -> None:
             os.set_inheritable(number, True)
 
 
-def usable(stream: TextIO | None) -> TextIO:
-    """Return a replacement of a stream that accepts any text, also once its reader has ended."""
+def replace_stream(stream: TextIO | None) -> TextIO:
+    """Replace a stream by one that accepts any text, also once its reader has ended."""
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):  # a notebook's, or a test's
@@ -89,7 +89,7 @@ def standard_streams() -> Generator[None]:
     """Replace the standard streams by ones that accept any text, until the context ends."""
     open_descriptors()
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(usable, before)
+    sys.stdout, sys.stderr = map(replace_stream, before)
     try:
         yield
     finally:

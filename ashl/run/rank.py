@@ -45,7 +45,7 @@ from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import StoreAddress, StoreClient
 from ashl.run.checkpoints import RestorePoint, await_restore_point, first_epoch
 from ashl.run.control_channel import Reporter
-from ashl.run.interface import Chosen, use
+from ashl.run.interface import Chosen, use_interface
 from ashl.run.membership_listener import MembershipListener, exit_process
 from ashl.run.process_setup import (
     EXIT_DECLARED_FAILURE,
@@ -132,13 +132,13 @@ def run_rank(
     plan_json: str,
     store: StoreClient,
     on_evicted: Callable[[End], NoReturn] = exit_process,
-    say: Callable[[str], None] = lambda text: None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> End:
     """Join the job, train as this rank, exit in order, and return how the rank ended.
 
     Errors are reported to the controller. A rank that is no child of the controller waits for the
     end of the run; after an error it ends this process with the run's exit code.
-    Args: on_evicted, called if the run continues without this rank; say, shows a line to the user.
+    Args: on_evicted, called if the run continues without this rank; show, shows the user a line.
     """
     plan = Plan.from_json(plan_json)
     is_child = settings.run_dir is not None
@@ -156,7 +156,7 @@ def run_rank(
                 else lambda *_: reporter.emit(StopAsked(settings.rank, "interrupted"))
             )
         with signals_handled, own_faults(plan.allow_targets, AshlError):
-            train_rank(settings, plan, store, reporter, say)
+            train_rank(settings, plan, store, reporter, show)
         reporter.emit(ProcessExited(settings.rank))
         reporter.close()
         end = End(0)
@@ -261,11 +261,11 @@ def train_rank(
     plan: Plan,
     store: StoreClient,
     reporter: Reporter,
-    say: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> None:
     """Build and connect this rank, train, and exit together with the other ranks."""
 
-    def over() -> bool:
+    def is_over() -> bool:
         return reporter.end is not None
 
     parts = parts_of(plan)
@@ -274,14 +274,14 @@ def train_rank(
     reporter.emit(Placed(settings.rank, platform.node(), use_device(settings.device), cores))
     torch.set_num_threads(parts.runtime.threads)
     stages = build_stages(settings, plan, parts)
-    use(settings.interface)
+    use_interface(settings.interface)
     stage = stages[0]
     assert isinstance(stage.trainer, Trainer)
     learner = stage.trainer.learner
     check_fingerprint(learner.fingerprint(), settings.fingerprint or {})
     restore_point: RestorePoint | None = RestorePoint()
     if not settings.incarnation:
-        restore_point = await_restore_point(store, settings.rank, over)
+        restore_point = await_restore_point(store, settings.rank, is_over)
     if restore_point is None:
         return
     joins = settings.incarnation > 0 or settings.rank in restore_point.absent
@@ -302,7 +302,7 @@ def train_rank(
     if settings.incarnation:
         if not rejoin(settings, kernel, store, reporter, all_others, regroups(stage)):
             return
-        say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
+        show(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
     listener = MembershipListener(
         kernel,
         settings.rank,
@@ -467,7 +467,7 @@ def schedule_failures(
     for event in parts.cluster.events if parts.cluster.fault_kinds else ():
         if event.fail and event.worker == settings.rank and event.time_s * 1e9 >= began_ns:
             threading.Thread(
-                target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail"
+                target=fail_when_due, args=(kernel, event.time_s), daemon=True, name="fail"
             ).start()
 
 
@@ -485,19 +485,19 @@ def leave_together(
     """
     store.set(f"done/{settings.rank}", "")
 
-    def over() -> bool:
+    def is_over() -> bool:
         others = {*range(plan.num_ranks)} - listener.failed_ranks
         return store.check([f"done/{rank}" for rank in others])
 
     if answers:
-        kernel.run_until(over)
-    while not over():
+        kernel.run_until(is_over)
+    while not is_over():
         time.sleep(0.01)
     logger.info("all ranks are done; leaves")
     kernel.close_connections(GOODBYE_S)
 
 
-def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:
+def fail_when_due(kernel: TorchKernel, time_s: float) -> NoReturn:
     """End this process at `time_s` of the run's clock."""
     logger.info("will fail at %g s, as cluster.events declares", time_s)
     while not kernel.has_started or kernel.now_ns < time_s * 1e9:

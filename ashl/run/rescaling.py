@@ -67,9 +67,9 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     Raises: UsageError if the run cannot be resumed with another number of workers; AshlError while
     another process writes its records.
     """
-    with writing(run_dir, begins=True), jsonl.alone(run_dir / METRICS):
+    with writing(run_dir, begins=True), jsonl.hold_lock(run_dir / METRICS):
         pass
-    saved = checkpoints.newest(run_dir, identity)
+    saved = checkpoints.find_newest(run_dir, identity)
     checkpoints.refuse_other_kernel(run_dir, saved, virtual=job.parts.runtime.name == "sim")
     before = checkpoints.plan_of(saved)
     if before.num_workers == plan.num_workers:
@@ -109,7 +109,7 @@ def begin(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Check
     except (OSError, RuntimeError) as error:
         text = f"cannot write the checkpoint {folder}; free some space or choose another run.dir"
         raise AshlError(text) from error
-    return checkpoints.newest(monitor.recorder.run_dir, saving.identity)
+    return checkpoints.find_newest(monitor.recorder.run_dir, saving.identity)
 
 
 def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> None:
@@ -134,7 +134,7 @@ def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Sa
     about = {
         "how": RESCALED,
         "time_ns": time_ns,
-        "home_ns": time_ns,
+        "lead_ns": time_ns,
         "ranks_ns": [time_ns] * len(states),
         "absent": [],
     }
@@ -149,7 +149,7 @@ def restore_monitor(origin: Origin, plan: Plan, monitor: Monitor) -> None:
     """
     time_ns = origin.time_ns
     known = checkpoints.monitor_of(origin.saved, plan.limits)
-    run_state = known["books"]
+    run_state = known["run_state"]
     run_state.compression = CompressionStats(4 * plan.num_params)
     run_state.parts = make_model_set(monitor.job.stages[0])
     run_state.outages = []

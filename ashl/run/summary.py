@@ -10,7 +10,7 @@ from typing import Any
 
 from ashl.plan.plan import StagePlan
 from ashl.run.evaluation import Evaluation, best_of
-from ashl.run.metrics import summed_up
+from ashl.run.metrics import aggregate_measures
 from ashl.run.monitor import Monitor, Outage
 from ashl.runtime.records import Counts, Heartbeat, TimeTotals
 from ashl.runtime.time_accounting import KINDS
@@ -23,8 +23,8 @@ SCORES = ("train_loss", "test_loss", "test_accuracy", "test_metric")
 CLASSES = ("wait", "pull", "push", "compress", "compute", "down")
 
 
-def settled(totals_ns: dict[str, int], time_ns: int, failed: bool) -> dict[str, float]:
-    """Return seconds by class that add up to the run's time.
+def balance_times(totals_ns: dict[str, int], time_ns: int, failed: bool) -> dict[str, float]:
+    """Balance the seconds by class, so that they add up to the run's time.
 
     Clocks of ranks differ by microseconds. Missing time counts as waiting, or as down for a worker
     that has failed; excess time is taken from waiting first.
@@ -58,7 +58,7 @@ def summarise(
     run_state = monitor.run_state
     beats = {beat.rank: beat for beat in monitor.workers()}
     counts = monitor.counts() or zero_counts(n)
-    latest_ns = max((beat.time_ns for beat in monitor.beats.values()), default=0)
+    latest_ns = max((beat.time_ns for beat in monitor.heartbeats.values()), default=0)
     time_ns = run_state.stages[-1].end_ns if run_state.stages else latest_ns
     outages = [outage for outage in run_state.outages if outage.time_ns <= time_ns]
     failed = {
@@ -68,7 +68,7 @@ def summarise(
     }
     workers = [
         worker_summary(
-            rank, counts, monitor.ledgers.get(rank) or beats.get(rank), time_ns, rank in failed
+            rank, counts, monitor.final_totals.get(rank) or beats.get(rank), time_ns, rank in failed
         )
         for rank in range(n)
     ]
@@ -132,7 +132,7 @@ def summarise(
         # the slowest worker if its step takes at least 1.2 times the median: `worker`, `slowdown`
         # (relative to the median worker), `others_wait_share` (fraction of the run in which the
         # others waited, on average); otherwise null
-        "straggler": find_straggler(trained(monitor, workers), time_s),
+        "straggler": find_straggler(training_rows(monitor, workers), time_s),
         # largest lead, in commits, at which a worker was allowed to proceed; null without a server
         "max_lead": counts.max_lead if server else None,
         # groups that had to wait for another one; null except for partial all-reduce
@@ -164,7 +164,7 @@ def summarise(
         "compression": run_state.compression.report(),
         # for each measure of the run's code: the mean over the ranks of the `last` value, and the
         # `mean` over the run; null without measures
-        "measures": summed_up(monitor.measures()) or None,
+        "measures": aggregate_measures(monitor.measures()) or None,
         # of a paced real run: fraction of steps and transfers that were late, and by how much;
         # otherwise null
         "pace": pace,
@@ -219,7 +219,7 @@ def worker_summary(
         "steps": counts.steps_by[rank],
         "commits": commits,
         "dropped": counts.dropped_by[rank],
-        **settled(totals.totals_ns if totals else dict.fromkeys(KINDS, 0), time_ns, failed),
+        **balance_times(totals.totals_ns if totals else dict.fromkeys(KINDS, 0), time_ns, failed),
         # bytes as sent and received, headers included
         "bytes_up": totals.bytes_up if totals else 0,
         "bytes_down": totals.bytes_down if totals else 0,
@@ -236,7 +236,7 @@ def profiles(stage: StagePlan) -> bool:
     return str(stage.sync["_target_"]).endswith(".Profiling")
 
 
-def trained(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def training_rows(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the workers' rows with all steps of training, and the seconds that these computed.
 
     `steps` of a row lacks dropped steps and those of a profiling stage, and `compute_s` has both.
@@ -317,7 +317,7 @@ def not_begun(monitor: Monitor) -> list[dict[str, Any]]:
     followed = last is not None and (
         last.reason == "profiled" or last.reason in planned[last.stage].until
     )
-    begun = max(1, run_state.ended + followed)
+    begun = max(1, run_state.num_ended_stages + followed)
     start_s = run_state.stages[begun - 2].end_ns / 1e9 if begun > 1 else 0.0
     seen = [found for found in run_state.evaluations if found.time_s >= start_s]
     losses = [found.train_loss for found in seen if math.isfinite(found.train_loss)]
@@ -336,9 +336,9 @@ def not_begun(monitor: Monitor) -> list[dict[str, Any]]:
 def scores_of(found: Evaluation | None, *keys: str) -> dict[str, float | None]:
     """Return these fields of an evaluation; None if a value is not finite."""
     values = asdict(found) if found else {}
-    return {key: finite(values.get(key)) for key in keys}
+    return {key: finite_or_none(values.get(key)) for key in keys}
 
 
-def finite(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """Return a value, or None if it is not finite."""
     return value if value is not None and math.isfinite(value) else None

@@ -32,7 +32,7 @@ from ashl.run.control_channel import (
     POLL_S,
     Content,
     ControlChannel,
-    described,
+    describe_fields,
 )
 from ashl.run.join import Place
 from ashl.run.monitor import Monitor
@@ -206,7 +206,7 @@ class LivenessMonitor:
         records are read.
         """
         if not self.survives_failure or not any(
-            beat.steps or beat.counts for beat in self.monitor.beats.values()
+            beat.steps or beat.counts for beat in self.monitor.heartbeats.values()
         ):
             return
         self.detect_exits(read_s)
@@ -334,7 +334,7 @@ class LivenessMonitor:
                     incarnation,
                     self.failed[rank],
                 )
-                self.start(rank, incarnation, self.monitor.beats.get(rank))
+                self.start(rank, incarnation, self.monitor.heartbeats.get(rank))
 
     def expect_rejoin(self, rank: int) -> None:
         """Expect the next incarnation of a failed worker."""
@@ -354,7 +354,7 @@ class LivenessMonitor:
             (rank, incarnations[rank]) for rank, is_ready in self.rejoining.items() if is_ready
         )
         # workers rejoin one after the other
-        update = self.channel.control_update._replace(lost=failed, ready=ready[:1])
+        update = self.channel.control_update._replace(failed=failed, ready=ready[:1])
         if self.regroups:
             update = update._replace(epoch=self.next_epoch(update.epoch))
         self.channel.control_update = update
@@ -476,7 +476,7 @@ def log_record(record: Record) -> None:
     """Log a rank's record; heartbeats are never logged."""
     level = LEVELS.get(type(record), logging.DEBUG)
     if logger.isEnabledFor(level) and not isinstance(record, Alive | Heartbeat):
-        text = described(record)[:300]
+        text = describe_fields(record)[:300]
         logger.log(level, "rank %d reports %s: %s", record.rank, type(record).__name__, text)
 
 
@@ -571,7 +571,7 @@ def check_liveness(liveness: LivenessMonitor, timeout_s: float, missing: bool) -
         names = ", ".join(rank_name(liveness, rank) for rank in sorted(late))
         raise AshlError(f"{names} sent no heartbeat {for_so_long} and is late; the run ends here")
     running = {*range(liveness.plan.num_ranks)} - liveness.failed.keys()
-    beats = [liveness.monitor.beats.get(rank) for rank in sorted(running)]
+    beats = [liveness.monitor.heartbeats.get(rank) for rank in sorted(running)]
     stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
     # a failure, or a stop of this process, may have held up all ranks
     since_s = channel.awake_s - max(liveness.last_failure_s, channel.awake.resumed_s)
@@ -614,7 +614,7 @@ def admit_process(liveness: LivenessMonitor, rank: int) -> Place:
         interface=None,
         device=on_this_node.device if on_this_node else "",
         incarnation=liveness.channel.incarnations[rank],
-        totals=liveness.monitor.beats.get(rank),
+        totals=liveness.monitor.heartbeats.get(rank),
     )
     return Place(settings, how=liveness.failed[rank], plan=liveness.plan.to_json())
 

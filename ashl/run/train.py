@@ -294,7 +294,7 @@ def load_checkpoint(
     Raises: UsageError if there is no checkpoint, or if it is of another configuration, number of
     workers or kernel.
     """
-    saved = checkpoints.newest(run_dir, identity(config))
+    saved = checkpoints.find_newest(run_dir, identity(config))
     before = checkpoints.plan_of(saved).num_workers
     # only if the size of a job, and not the configuration, decided the number of workers
     if before != plan.num_workers:
@@ -317,7 +317,7 @@ def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> 
     run_dir = Path(config["run"]["dir"]).expanduser()
     if (
         not list_checkpoints(run_dir)
-        or (jsonl.whole(run_dir / SUMMARY) or {}).get("status") == "finished"
+        or (jsonl.read_json(run_dir / SUMMARY) or {}).get("status") == "finished"
     ):
         return None
     warn(f"restarted: the run in {run_dir} resumes from its last checkpoint")

@@ -47,14 +47,14 @@ def simulate(
     overlaps = any(stage.sums_beside for stage in job.stages)
     sim = simulation(partial(simulator, overlaps=overlaps), plan, job, monitor)
     sim.worker_states = job.learner if job.parts.runtime.gradients else None
-    monitor.read_beats = lambda: [ctx.heartbeat() for ctx in sim.contexts]
+    monitor.read_heartbeats = lambda: [ctx.heartbeat() for ctx in sim.contexts]
     number = 0 if saved is None else saved.number + 1
 
     def save(saves: Mapping[int, Save]) -> float:
         """Write a checkpoint; return the time of the next one in nanoseconds."""
         nonlocal number
         folder = rank_checkpoint.folder_of(monitor.recorder.run_dir, number)
-        times = {"time_ns": sim.now_ns, "home_ns": sim.now_ns}
+        times = {"time_ns": sim.now_ns, "lead_ns": sim.now_ns}
         about = {"how": VIRTUAL, **times, "ranks_ns": [sim.now_ns] * plan.num_ranks}
         about["absent"] = []  # `RANKS` and `FAULTS` have the state of failed workers, too
         ranks = [capture_rank(ctx, saves.get(ctx.rank), sim.speed) for ctx in sim.contexts]
@@ -90,7 +90,7 @@ def simulate(
             use_cores(sim, cores, plan.num_workers, job.learner),
             claim_generators(job.learner.device),
         ):
-            sim.run(play, monitor.draw_progress, saved and beginning(plan, job, saved, churn))
+            sim.run(play, monitor.draw_progress, saved and make_restorer(plan, job, saved, churn))
     except PeerFailedError as loss:
         raise AshlError(
             f"worker {loss.rank} failed ({loss.why}), and the stage needs all workers, as profiling"
@@ -126,8 +126,8 @@ def simulation(
     )
 
 
-def beginning(plan: Plan, job: Job, saved: Checkpoint, churn: Churn | None) -> Begin:
-    """Return the function that sets a simulation to a checkpoint."""
+def make_restorer(plan: Plan, job: Job, saved: Checkpoint, churn: Churn | None) -> Begin:
+    """Make the function that sets a simulation to a checkpoint."""
     packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
     ranks = rank_checkpoint.read_ranks(saved.folder, range(plan.num_ranks), packages, device)
     epoch = None

@@ -412,7 +412,7 @@ class ControlUpdate(NamedTuple):
     # models, updates and states of this rank that the controller has used, by kind of record
     taken: dict[str, int] | None = None
     # failed workers that the run tolerates, each with its incarnation that ended
-    lost: tuple[tuple[int, int], ...] = ()
+    failed: tuple[tuple[int, int], ...] = ()
     # joining workers to connect to, each with its incarnation
     ready: tuple[tuple[int, int], ...] = ()
     # the members of a run whose workers regroup after a failure or a rejoin

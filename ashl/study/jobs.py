@@ -451,7 +451,7 @@ def record_failure(job: Job, reason: str) -> None:
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of a run that has ended; None if there is none, or a damaged one."""
-    summary = jsonl.whole(folder / SUMMARY)
+    summary = jsonl.read_json(folder / SUMMARY)
     return summary if summary is not None and "status" in summary else None
 
 

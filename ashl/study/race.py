@@ -196,10 +196,10 @@ class Race:
         folder: Path,
         dropped: list[dict[str, Any]],
         stays: str,
-        say: Callable[[str], None],
+        show_line: Callable[[str], None],
         seeds: int = 1,
     ) -> None:
-        self.dropped, self.say = dropped, say
+        self.dropped, self.show_line = dropped, show_line
         self.gone = {str(entry["hash"]) for entry in dropped}  # hashes of runs that need not run
         self.teams: dict[str, list[Setting]] = {}  # by label
         for setting in settings:
@@ -237,7 +237,7 @@ class Race:
                 self.dropped.append({"hash": digest, "at_s": reached_s, "reason": reason})
                 self.gone.add(digest)
             self.stays.add(name)
-            self.say(f"dropped {name}: {reason}")
+            self.show_line(f"dropped {name}: {reason}")
 
 
 class Seen:

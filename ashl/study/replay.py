@@ -71,7 +71,7 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Rep
             f" change {', '.join(CHANGES)}, or take runtime=sim cluster=profile with `ashl profile`"
         )
     config, typed = config_of(folder), typed_of(folder)
-    summary = jsonl.whole(folder / SUMMARY)
+    summary = jsonl.read_json(folder / SUMMARY)
     if summary is None or summary["status"] != "finished" or summary["runtime"] == "sim":
         raise UsageError(
             f"the run in {folder} has not finished on processes; replay one that has, and change a"

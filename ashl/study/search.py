@@ -165,7 +165,7 @@ class Tried:
     open: dict[int, tuple[Setting, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        before = jsonl.whole(self.folder / sweep.SWEEP) or {}
+        before = jsonl.read_json(self.folder / sweep.SWEEP) or {}
         for entry in before.get("settings", []):
             known = {key: entry[key] for key in ("hash", "overrides", "axes", "predicted_s")}
             self.settings[entry["hash"]] = Setting(**known, config={})
@@ -184,7 +184,7 @@ class Tried:
                 settings = make_grid([self.asked.line(point)], self.make_setting).settings
             except UsageError as error:
                 self.skipped[" ".join(point)] = Skipped(tuple(point), str(error))
-                self.progress.say(f"skipped: {' '.join(point)}: {error}")
+                self.progress.print_line(f"skipped: {' '.join(point)}: {error}")
                 self.study.tell(trial, state=TrialState.PRUNED)
                 continue
             settings = tuple(self.named(setting) for setting in settings)

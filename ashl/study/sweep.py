@@ -48,7 +48,7 @@ from ashl.tracking.console import plain_table, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
 from ashl.tracking.counting import Counting
 from ashl.tracking.option import TITLES
-from ashl.tracking.sweep_progress import SweepProgress, running
+from ashl.tracking.sweep_progress import SweepProgress, progress_of
 from ashl.tracking.tracker import TrackedRun
 
 SCHEMA = 1
@@ -125,7 +125,7 @@ def sweep(
             contest = None
             if race:
                 stays = kept_in(grid, baseline)
-                contest = Race(grid.settings, folder, record["dropped"], stays, progress.say)
+                contest = Race(grid.settings, folder, record["dropped"], stays, progress.print_line)
             fill(grid, record, folder, missing, pool, progress, to_tracker, contest)
             return conclude(folder, grid.settings, command, console, baseline)
 
@@ -137,7 +137,7 @@ def begin_record(
 
     With `keep_dropped`, settings that an earlier race in this folder dropped stay dropped.
     """
-    before = jsonl.whole(folder / SWEEP) or {}
+    before = jsonl.read_json(folder / SWEEP) or {}
     dropped = before.get("dropped", []) if keep_dropped else []
     record = document(grid, overrides, folder.name, dropped, command)
     jsonl.write_json(folder / SWEEP, record)
@@ -202,7 +202,7 @@ def run_settings(
         for job in jobs:
             seen[job.folder].read()
             row, own = seen[job.folder].row, by_folder[job.folder]
-            shown.append(running(label(own), row, own.config["stop"], own.predicted_s))
+            shown.append(progress_of(label(own), row, own.config["stop"], own.predicted_s))
         progress.show(shown)
         if race:
             race.judge()
@@ -214,7 +214,7 @@ def run_settings(
         for job in run_all(pool, jobs(), show, unwanted):
             summary, setting = read_summary(job.folder), by_folder[job.folder]
             if summary is not None and summary["status"] in ENDED:
-                progress.ended(label(setting), summary)
+                progress.count_ended(label(setting), summary)
                 to_tracker(setting)
             if race:
                 race.judge()

@@ -104,12 +104,12 @@ class Progress:
         line = not self._live and frame.commits > 0 and frame.progress != 1.0
         self._due_s = frame.host_s + (LINE_S if line else FRAME_S)
         if self._live:
-            self._live.update(self._drawn(frame), refresh=True)
+            self._live.update(self._draw(frame), refresh=True)
         elif line:
             facts = clock(frame) | self._quality(frame)
-            self.say("  ".join(f"{label} {value}" for label, value in facts.items()))
+            self.print_line("  ".join(f"{label} {value}" for label, value in facts.items()))
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line, above the table if there is one."""
         if not self._quiet:
             self._console.print(
@@ -139,7 +139,7 @@ class Progress:
         facts["waiting"] = percent(frame.wait_share)
         return facts
 
-    def _drawn(self, frame: Frame) -> Group:
+    def _draw(self, frame: Frame) -> Group:
         title = Text.assemble((self._name, "bold"), "  ", frame.stage, "   ")
         workers = frame.workers
         table = table_of(
@@ -185,7 +185,7 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
     return table
 
 
-def narrow(wide: dict[str, int], least: Iterable[str], width: int) -> list[str]:
+def drop_columns(wide: dict[str, int], least: Iterable[str], width: int) -> list[str]:
     """Remove columns, least important first, until the rest fits, and return their titles.
 
     Args: wide has the characters of each column by title; columns that `least` lacks stay.
@@ -265,7 +265,7 @@ def totals(summary: Mapping[str, Any]) -> dict[str, str]:
         ),
         "target": target(summary),
         "loss": f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}",
-        "waiting": waiting(summary),
+        "waiting": describe_waiting(summary),
         "straggler": describe_straggler(summary.get("straggler")),
     }
     if failed := summary.get("failed_workers"):
@@ -317,7 +317,8 @@ def target(summary: Mapping[str, Any]) -> str:
     return " or ".join(aims) + end if aims else ""
 
 
-def waiting(summary: Mapping[str, Any]) -> str:
+def describe_waiting(summary: Mapping[str, Any]) -> str:
+    """Describe how long the workers waited, and the largest lead of one."""
     training = stages.training_wait_share(summary)
     apart = "" if training is None else f"; without profiling {percent(training)}"
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
@@ -352,7 +353,7 @@ def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
     columns: dict[str, list[str]] = {"worker": [str(rank) for rank in range(len(workers))]}
     columns["steps"] = [number(worker.get("steps")) for worker in workers]
     # Waiting during profiling has a column of its own.
-    _, profiled = stages.profiling(summary)
+    _, profiled = stages.measure_profiling(summary)
     for part in KINDS:
         spent_s = [worker.get(f"{part}_s") or 0.0 for worker in workers]
         if part == "wait" and profiled:
@@ -365,7 +366,7 @@ def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
     columns["max"] = [number(worker.get("staleness_max")) for worker in workers]
     columns["up"] = [megabytes(worker.get("bytes_up")) for worker in workers]
     wide = {title: 2 + max(map(len, (title, *cells))) for title, cells in columns.items()}
-    absent = narrow(wide, LEAST_IMPORTANT, console.width)
+    absent = drop_columns(wide, LEAST_IMPORTANT, console.width)
     captions = [f"no room for {', '.join(absent)}; see summary.json"] * bool(absent)
     hidden = len(workers) - MAX_ROWS
     captions += [f"and {hidden} more workers, in summary.json"] * (hidden > 0)

@@ -75,7 +75,7 @@ class RunCopy:
     def close(self) -> str:
         """Copy the outcome and the files; return the command or the address that shows the run."""
         absent = ENDED_SWEEP if self.run.kind == "sweep" else UNFINISHED
-        summary = jsonl.whole(self.run.folder / SUMMARY) or absent
+        summary = jsonl.read_json(self.run.folder / SUMMARY) or absent
         # Six digits, so that a cell of MLflow's table shows the whole number.
         ends = [(f"final/{name}", float(f"{value:.6g}")) for name, value in finals(summary)]
         self.tracker.log_metrics([Point(name, value, 0, 0.0) for name, value in ends])
@@ -155,7 +155,7 @@ class Copier:
                     self._shown = own.close()
                 self._failure = None
             except Exception as error:  # trackers and their stores fail in too many ways
-                self._failure = gist(str(error) or type(error).__name__)
+                self._failure = find_cause(str(error) or type(error).__name__)
             pause_s = min(MAX_PAUSE_S, max(PERIOD_S, (time.monotonic() - began_s) / SHARE))
 
 
@@ -167,8 +167,8 @@ def digest(folder: Path) -> str:
         return ""
 
 
-def gist(text: str) -> str:
-    """Return the cause in an error text, without user names and passwords.
+def find_cause(text: str) -> str:
+    """Find the cause in an error text, without user names and passwords.
 
     It is the first sentence of the last line that names an error: SQLAlchemy has lines before and
     after it. An address that does not answer is reported as such.

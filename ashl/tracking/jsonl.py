@@ -76,8 +76,8 @@ def read(path: Path) -> Iterator[dict]:
                 yield record
 
 
-def kept(path: Path, size: int, wanted: Callable[[dict], bool]) -> bytes | None:
-    """Return the wanted records in the first `size` bytes of a JSONL file; None if it is
+def filter_lines(path: Path, size: int, wanted: Callable[[dict], bool]) -> bytes | None:
+    """Filter the records in the first `size` bytes of a JSONL file; None if it is
     shorter.
     """
     if not path.exists() or path.stat().st_size < size:
@@ -87,7 +87,7 @@ def kept(path: Path, size: int, wanted: Callable[[dict], bool]) -> bytes | None:
 
 
 @contextmanager
-def alone(path: Path) -> Generator[None, None, None]:
+def hold_lock(path: Path) -> Generator[None, None, None]:
     """Hold the file's lock inside, if it exists.
 
     Raises: BlockingIOError if another process writes the file.
@@ -133,8 +133,8 @@ def tail(path: Path, offset: int) -> tuple[list[dict], int]:
     return [parsed(line) for line in text.splitlines()], offset + len(text) + bool(text)
 
 
-def whole(path: Path) -> dict | None:
-    """Return the object in a JSON file; None if there is no complete one."""
+def read_json(path: Path) -> dict | None:
+    """Read the object in a JSON file; None if there is no complete one."""
     try:
         found = parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -21,8 +21,8 @@ def close_killed(run_dir: Path) -> bool:
     if (run_dir / SUMMARY).exists() or not (run_dir / METRICS).exists():
         return False
     try:
-        with jsonl.alone(run_dir / METRICS):
-            rows, plan = list(jsonl.read(run_dir / METRICS)), jsonl.whole(run_dir / PLAN)
+        with jsonl.hold_lock(run_dir / METRICS):
+            rows, plan = list(jsonl.read(run_dir / METRICS)), jsonl.read_json(run_dir / PLAN)
             if plan is None:
                 return False
             jsonl.write_json(run_dir / SUMMARY, summary_of(plan, rows))

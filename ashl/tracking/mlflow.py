@@ -92,10 +92,10 @@ class MlflowTracker:
 
         found: dict[str, str] = {}
         for name, value in params.items():
-            key, count = accepted(name), 1
+            key, count = sanitize_name(name), 1
             while key in found:  # two names that differ in characters that MLflow refuses
                 count += 1
-                key = f"{accepted(name)}_{count}"
+                key = f"{sanitize_name(name)}_{count}"
             found[key] = value[:MAX_TEXT]
         batch = [Param(key, value) for key, value in found.items()]
         for first in range(0, len(batch), MAX_PARAMS):
@@ -106,7 +106,7 @@ class MlflowTracker:
 
         start_ms = self.run.info.start_time
         batch = [
-            Metric(accepted(name), value, start_ms + round(1000 * host_s), step)
+            Metric(sanitize_name(name), value, start_ms + round(1000 * host_s), step)
             for name, value, step, host_s in points
         ]
         for first in range(0, len(batch), MAX_METRICS):
@@ -127,7 +127,7 @@ class MlflowTracker:
         self.client.set_terminated(run_id, status, span[1] if span else None)
         uri = tracking_uri(self.store)
         if uri.startswith("http"):
-            return experiment_page(public(uri), self.run.info.experiment_id)
+            return experiment_page(without_credentials(uri), self.run.info.experiment_id)
         return shell_command("ashl", "ui", self.tracked.folder)
 
 
@@ -145,7 +145,7 @@ def tracking_uri(store: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{store.absolute() / 'mlflow.db'}"
 
 
-def public(uri: str) -> str:
+def without_credentials(uri: str) -> str:
     """Return the URI without user name and password."""
     return re.sub(r"//[^/@\s]+@", "//", uri)
 
@@ -210,12 +210,12 @@ def folder_tag(folder: Path) -> str:
     return hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
 
 
-def accepted(name: str) -> str:
-    """Return a name that MLflow accepts: other characters become underscores.
+def sanitize_name(name: str) -> str:
+    """Make a name that MLflow accepts: other characters become underscores.
 
     No part of a path is empty or consists of dots.
 
-    >>> accepted("measure/top@5 (all)"), accepted("a//../b")
+    >>> sanitize_name("measure/top@5 (all)"), sanitize_name("a//../b")
     ('measure/top_5 _all_', 'a/_/_/b')
     """
     parts = re.sub(r"[^A-Za-z0-9_./ :-]", "_", name).split("/")
@@ -228,7 +228,7 @@ def span_ms(folder: Path) -> tuple[int, int] | None:
     The end is the time at which the summary was written. The start follows from `host_s`, the run's
     seconds on this machine.
     """
-    summary = jsonl.whole(folder / SUMMARY)
+    summary = jsonl.read_json(folder / SUMMARY)
     if summary is None:
         return None
     ended_s = (folder / SUMMARY).stat().st_mtime

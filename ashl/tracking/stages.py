@@ -80,8 +80,8 @@ def why_dropped(summary: Mapping[str, Any]) -> str:
     )
 
 
-def profiling(summary: Mapping[str, Any]) -> tuple[float, list[float]]:
-    """Return the seconds of profiling on the run's clock, and each worker's waiting in them."""
+def measure_profiling(summary: Mapping[str, Any]) -> tuple[float, list[float]]:
+    """Measure the seconds of profiling on the run's clock, and each worker's waiting in them."""
     stages = [stage for stage in summary.get("stages") or () if stage.get("profiling")]
     waits = [stage["wait_s"] for stage in stages]
     return sum(stage["end_s"] - stage["start_s"] for stage in stages), [
@@ -91,7 +91,7 @@ def profiling(summary: Mapping[str, Any]) -> tuple[float, list[float]]:
 
 def training_wait_share(summary: Mapping[str, Any]) -> float | None:
     """Return the share of waiting in the workers' time without profiling; None without both."""
-    profiled_s, waits = profiling(summary)
+    profiled_s, waits = measure_profiling(summary)
     training_s = (summary.get("time_s") or 0.0) - profiled_s
     if not waits or training_s <= 0:
         return None

@@ -66,7 +66,7 @@ class StragglerFinder:
         Args: workers, rows of the workers that take part; time_s, of the run.
         """
         before, start_s = self._start
-        passed = [passed_between(before.get(row["rank"]), row) for row in workers]
+        passed = [progress_between(before.get(row["rank"]), row) for row in workers]
         if time_s - start_s < WINDOW_S or any(row["steps"] < WINDOW_STEPS for row in passed):
             return None
         named = (find_straggler(passed, time_s - start_s) or {}).get("worker")
@@ -77,13 +77,13 @@ class StragglerFinder:
         if named is None or self._windows < AGREEING:
             return None
         known, since_s = self._since
-        all_passed = [passed_between(known.get(row["rank"]), row) for row in workers]
+        all_passed = [progress_between(known.get(row["rank"]), row) for row in workers]
         first = self.found is None or self.found["worker"] != named
         self.found = find_straggler(all_passed, time_s - since_s) or self.found
         return self.found if first else None
 
 
-def passed_between(before: Row | None, now: Row) -> dict[str, Any]:
+def progress_between(before: Row | None, now: Row) -> dict[str, Any]:
     """Return what a worker has done since an earlier row."""
     keys = ("steps", "compute_s", "wait_s")
     return {

@@ -32,7 +32,7 @@ class Running(NamedTuple):
     score: str = ""
 
 
-def running(
+def progress_of(
     label: str, row: Mapping[str, Any], limits: Mapping[str, Any], predicted_s: float | None
 ) -> Running:
     """Return the progress of a run by its latest metrics, which are empty before the first."""
@@ -78,14 +78,14 @@ class SweepProgress:
         self.show([])
         self.bars.start()
 
-    def ended(self, label: str, summary: dict[str, Any]) -> None:
+    def count_ended(self, label: str, summary: dict[str, Any]) -> None:
         """Count a run that has ended, and print how."""
         self.done += 1
         self._count(self._running)
         counter = f"{self.phase} {self.done}/{self.total}".lstrip()
-        self.say(f"[{counter}] {label}  {ending(summary)}")
+        self.print_line(f"[{counter}] {label}  {describe_end(summary)}")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line that stays."""
         if not self.quiet:
             self.console.print(
@@ -120,8 +120,8 @@ class SweepProgress:
         self.bars.stop()
 
 
-def ending(summary: dict[str, Any]) -> str:
-    """Return how a run ended, in a few words."""
+def describe_end(summary: dict[str, Any]) -> str:
+    """Describe how a run ended, in a few words."""
     if summary["status"] in ("failed", "diverged"):
         return f"{summary['status']}: {summary['exit_reason']}"
     final = summary.get("final") or {}

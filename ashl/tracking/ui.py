@@ -16,7 +16,7 @@ from ashl.config.recorded import CONFIG, read_yaml
 from ashl.config.signals import end_with_parent
 from ashl.errors import AshlError, UsageError
 from ashl.tracking import jsonl
-from ashl.tracking.copying import copy_missing, gist, params_of
+from ashl.tracking.copying import copy_missing, find_cause, params_of
 from ashl.tracking.killed import close_killed
 from ashl.tracking.mlflow import (
     FOLDER,
@@ -26,9 +26,9 @@ from ashl.tracking.mlflow import (
     experiment_page,
     find,
     folder_tag,
-    public,
     set_environment,
     tracking_uri,
+    without_credentials,
 )
 from ashl.tracking.recorder import SUMMARY
 from ashl.tracking.tracker import TrackedRun
@@ -52,7 +52,8 @@ def serve(
     uri = tracking_uri(store)
     if uri.startswith(("http://", "https://")):
         raise AshlError(
-            f"MLFLOW_TRACKING_URI is set: open {public(uri)}, or unset it to see {store}."
+            f"MLFLOW_TRACKING_URI is set: open {without_credentials(uri)}, or unset it to see"
+            f" {store}."
         )
     check_port(host, port)
     set_environment(store)
@@ -76,7 +77,9 @@ def serve(
             except AshlError:
                 raise
             except Exception as error:  # any error of MLflow or of its store
-                raise AshlError(f"MLflow's page did not start ({gist(str(error))}).") from error
+                raise AshlError(
+                    f"MLflow's page did not start ({find_cause(str(error))})."
+                ) from error
             yield link, process
         finally:
             end(process)
@@ -88,7 +91,7 @@ def link_of(store: Path, address: str, folder: Path | None) -> str:
     if folder is not None:
         close_killed(folder)
     if folder is not None and (folder / SUMMARY).exists():
-        config, summary = read_yaml(folder, CONFIG), jsonl.whole(folder / SUMMARY) or {}
+        config, summary = read_yaml(folder, CONFIG), jsonl.read_json(folder / SUMMARY) or {}
         experiment = config.get("tracking", {}).get("experiment", "ashl")
         name = f"{summary.get('name')}-s{summary.get('seed')}"
         run = TrackedRun(folder.absolute(), name, experiment, params_of(config))
@@ -100,7 +103,7 @@ def link_of(store: Path, address: str, folder: Path | None) -> str:
     if not found:
         raise UsageError(
             f"{folder} is neither a run nor a sweep that MLflow has (in"
-            f" {public(tracking_uri(store))}); leave it out to see what ran last."
+            f" {without_credentials(tracking_uri(store))}); leave it out to see what ran last."
         )
     info = found[0].info
     if folder is None or (folder / "sweep.json").exists():
@@ -128,7 +131,7 @@ def wait_for_answer(process: subprocess.Popen, host: str, port: int, log: IO[byt
             return
         time.sleep(0.25)
     log.seek(0)
-    reason = gist(log.read().decode(errors="replace")) or f"no answer within {PATIENCE_S:g} s"
+    reason = find_cause(log.read().decode(errors="replace")) or f"no answer within {PATIENCE_S:g} s"
     raise AshlError(f"MLflow's page did not start ({reason}).")
 
 

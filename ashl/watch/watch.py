@@ -66,7 +66,7 @@ def watch(command: Sequence[str], folder: Path | None, quiet: bool) -> int:
             records.read()
             found = finder.observe(records.rows(), records.time_s)
             if found and not quiet:
-                say(console, f"ashl: {describe_straggler(found, 'rank')}")
+                print_line(console, f"ashl: {describe_straggler(found, 'rank')}")
             if live is not None:
                 live.update(frame(records, finder), refresh=True)
         for copy in copies:
@@ -75,11 +75,11 @@ def watch(command: Sequence[str], folder: Path | None, quiet: bool) -> int:
     summary = summarise(records, command, code, time.monotonic() - begin_s)
     (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     if not records.ranks:
-        say(console, NO_RANK)
+        print_line(console, NO_RANK)
     elif not quiet:
         console.print(table_of(columns(records)))
-        say(console, describe_straggler(summary["straggler"], "rank") or "no straggler")
-        say(console, f"records  {folder}")
+        print_line(console, describe_straggler(summary["straggler"], "rank") or "no straggler")
+        print_line(console, f"records  {folder}")
     return code
 
 
@@ -134,10 +134,10 @@ def pass_signals(process: subprocess.Popen[str]) -> AbstractContextManager[None]
 def copy_lines(stream: IO[str], console: Console) -> None:
     """Print the command's output above the table."""
     for line in stream:
-        say(console, line.rstrip("\n"))
+        print_line(console, line.rstrip("\n"))
 
 
-def say(console: Console, text: str) -> None:
+def print_line(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

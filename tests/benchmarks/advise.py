@@ -82,7 +82,7 @@ def drawn_clusters(count: int) -> list[list[str]]:
 
 def cost(folder: Path) -> tuple[float, int, int]:
     """Host seconds and steps of all runs below, and how many there are."""
-    found = [jsonl.whole(path) or {} for path in folder.rglob("summary.json")]
+    found = [jsonl.read_json(path) or {} for path in folder.rglob("summary.json")]
     host_s, steps = (sum(summary.get(key) or 0 for summary in found) for key in ("host_s", "steps"))
     return host_s, steps, len(found)
 
@@ -182,7 +182,7 @@ def main(clusters: list[list[str]], typed: list[str]) -> None:
             advise(
                 [*fixed, f"run.dir={folder}/advice"], None, console, command=LINE, **how, quiet=True
             )
-            record = jsonl.whole(folder / "advice" / "advice.json") or {}
+            record = jsonl.read_json(folder / "advice" / "advice.json") or {}
             field = field_of(tuple(fixed), None, lambda done, size, name: None)
             times = whole_grid(field, fixed, record["scale"]["every_s"], folder / "grid")
             best = min(times, key=lambda key: median(times[key]))

@@ -367,7 +367,7 @@ class AshlRun:
             code = controller.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:
             return None, "hung"
-        summary = jsonl.whole(self.run_dir / "summary.json") or {}
+        summary = jsonl.read_json(self.run_dir / "summary.json") or {}
         loss = (summary.get("final") or {}).get("train_loss")
         return loss, f"exit code {code}" if code else "in order"
 

@@ -39,7 +39,7 @@ TOPOLOGIES = [
 )
 def test_a_run_that_learns_nothing_ends_by_patience(overrides: str, workplace) -> None:
     assert main(["train", *STALLED, *overrides.split(), "run.dir=run"]) == 0
-    summary = jsonl.whole(workplace / "run" / "summary.json")
+    summary = jsonl.read_json(workplace / "run" / "summary.json")
     assert (summary["status"], summary["exit_reason"]) == ("finished", "patience")
     assert why_ended(summary["stages"][-1]) == "there was no new best for stop.patience evaluations"
     rows = list(jsonl.read(workplace / "run" / "metrics.jsonl"))

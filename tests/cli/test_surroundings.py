@@ -70,7 +70,7 @@ def test_a_terminal_that_closes_is_written_to_in_vain() -> None:
     """Where it is not the one that sends SIGHUP, as after `disown`."""
     ours, theirs = os.openpty()
     with open(theirs, "w") as stream:
-        usable = process_setup.usable(stream)
+        usable = process_setup.replace_stream(stream)
         usable.write("seen\n")
         usable.flush()
         assert os.read(ours, 100) == b"seen\r\n"
@@ -108,7 +108,7 @@ def test_a_command_ends_in_order_when_its_reader_has_closed(command, unbuffered,
     )
     os.close(theirs)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert [jsonl.whole(file)["status"] for file in tmp_path.glob("run/summary.json")] == [
+    assert [jsonl.read_json(file)["status"] for file in tmp_path.glob("run/summary.json")] == [
         "finished"
     ] * (command[0] == "train")
 
@@ -140,7 +140,7 @@ def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tm
         == 0
     )
     (summary,) = place.glob("runs/*/*/summary.json")
-    assert jsonl.whole(summary)["status"] == "finished"
+    assert jsonl.read_json(summary)["status"] == "finished"
     assert (place / "runs/mlflow.db").exists() == (sink == "mlflow")
     assert not list(long.iterdir())
 
@@ -223,13 +223,13 @@ def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workpla
     ]
     assert main(["train", "-q", *sim]) == 0
     run = workplace / "run"
-    whole = jsonl.whole(run / "summary.json")
+    whole = jsonl.read_json(run / "summary.json")
     (run / "summary.json").unlink()
     with open(run / "metrics.jsonl", "rb") as file:
         jsonl.lock(file)
         assert not close_killed(run), "it goes on"
     assert main(["train", "--resume", "run"]) == 2, "there is no checkpoint"
-    closed = jsonl.whole(run / "summary.json")
+    closed = jsonl.read_json(run / "summary.json")
     assert is_summary(closed)
     same = [key for key in closed if closed[key] == whole.get(key)]
     assert {
@@ -246,7 +246,7 @@ def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workpla
     assert closed["best"]["test_accuracy"] == whole["best"]["test_accuracy"]
     (run / "summary.json").unlink()
     assert "/runs/" in ui.link_of(workplace, "http://here", run), "its copy in MLflow ends"
-    assert jsonl.whole(run / "summary.json") == closed
+    assert jsonl.read_json(run / "summary.json") == closed
     jsonl.write_json(run / "summary.json", whole)
     assert main(["compare", "run", "--out", "/proc/report.html"]) == 2
     assert "name another place with --out FILE" in capsys.readouterr().err
@@ -268,18 +268,18 @@ def test_an_interrupted_run_with_checkpoints_prints_how_to_resume(
     ]
     assert main(["train", "-q", *overrides]) == 130
     out = capsys.readouterr().out
-    assert jsonl.whole(workplace / "it's/summary.json")["status"] == "interrupted"
+    assert jsonl.read_json(workplace / "it's/summary.json")["status"] == "interrupted"
     assert ("resume with `ashl train --resume 'it'\"'\"'s'`" in out) == checkpoints
 
 
 def test_a_failure_is_a_line_when_it_happens_in_a_pipe_too() -> None:
     out = io.StringIO()
     progress = Progress(Console(file=out), name="run")
-    told = SimpleNamespace(read_beats=None, progress=progress)
+    told = SimpleNamespace(read_heartbeats=None, progress=progress)
     Monitor.show_line(
         told, "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it"
     )
-    Monitor.show_line(SimpleNamespace(read_beats=list, progress=progress), "in virtual time")
+    Monitor.show_line(SimpleNamespace(read_heartbeats=list, progress=progress), "in virtual time")
     assert (
         out.getvalue()
         == "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it\n"

@@ -134,7 +134,7 @@ def place(own_module, workplace: Path, capsys):
         own = choose_own("targets", **{group: f"targets.{text}" for group, text in parts.items()})
         code = main(["train", *own, "run.dir=out", "-q", *SMALL, *overrides])
         said = capsys.readouterr()
-        return (jsonl.whole(workplace / "out/summary.json") or {}) if code == 0 else said.err
+        return (jsonl.read_json(workplace / "out/summary.json") or {}) if code == 0 else said.err
 
     return train
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ashl.cli.app import main
 from ashl.tracking.counting import Counting
-from ashl.tracking.sweep_progress import Running, SweepProgress, running
+from ashl.tracking.sweep_progress import Running, SweepProgress, progress_of
 
 LABELS = [
     "sync=bsp",
@@ -57,11 +57,11 @@ def test_something_is_shown_before_any_run_has_begun() -> None:
 
 def test_how_far_a_run_is_follows_its_nearest_limit() -> None:
     limits = {"seconds": None, "steps": 10}
-    assert running("a", {}, limits, 8.0) == Running("a", 0.0, "")
+    assert progress_of("a", {}, limits, 8.0) == Running("a", 0.0, "")
     first = {"time_s": 2.0, "step": 1, "test/acc": 0.5}
-    assert running("a", first, limits, 8.0) == Running("a", 0.25, "50.0 %")
+    assert progress_of("a", first, limits, 8.0) == Running("a", 0.25, "50.0 %")
     second = {"time_s": 3.0, "step": 6, "test/acc": None, "train/loss": 0.25}
-    assert running("a", second, limits, 8.0) == Running("a", 0.6, "loss 0.25")
+    assert progress_of("a", second, limits, 8.0) == Running("a", 0.6, "loss 0.25")
 
 
 def test_a_dry_run_says_host_time(workplace: Path, capsys: pytest.CaptureFixture) -> None:
@@ -98,7 +98,7 @@ def test_progress_in_a_pipe_is_a_line_every_two_seconds(
 def test_lines_and_table_name_the_phase() -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
     progress = SweepProgress(console, 3, quiet=False, phase="tuning")
-    progress.ended("BSP", {"status": "finished", "time_s": 2.0})
+    progress.count_ended("BSP", {"status": "finished", "time_s": 2.0})
     console.print(progress.bars.get_renderable())
     first, second, *_ = console.file.getvalue().splitlines()
     assert first.startswith("[tuning 1/3] BSP  finished after 2 s")

@@ -101,8 +101,8 @@ class Recorder:
             self.file.flush()
             self.lines, self.flushed_s = [], time.perf_counter()
 
-    def timed(self, call):
-        """Return a function that does the same, and counts its time as blocked."""
+    def count_as_blocked(self, call):
+        """Count the time of a function as blocked: return one that does the same."""
 
         @wraps(call)
         def run(*args, **kwargs):
@@ -139,10 +139,10 @@ def observe(module):
         return pre_forward(self, *args, **kwargs)
 
     kind._pre_forward = wraps(pre_forward)(begin)
-    kind._sync_buffers = recorder.timed(kind._sync_buffers)
+    kind._sync_buffers = recorder.count_as_blocked(kind._sync_buffers)
     distributed = sys.modules["torch.distributed"]
     for name in BLOCKING:
-        call = recorder.timed(getattr(distributed, name))
+        call = recorder.count_as_blocked(getattr(distributed, name))
         for place in (distributed, distributed.distributed_c10d):
             setattr(place, name, call)
 
