@@ -12,8 +12,9 @@ from torch.nn import functional
 from ashl.data.dataset import Data, Split
 from ashl.errors import DataMissingError, UsageError
 from ashl.learn.learner import Learner
+from ashl.report.tables import RARE, USUAL
 from ashl.run.evaluation import Evaluation, best_of
-from ashl.task.contract import recorded_name, renamed
+from ashl.task.contract import TAKEN, recorded_name, renamed
 from ashl.task.plain import plain_task
 from tests.support import simulated
 
@@ -179,6 +180,8 @@ def test_a_metric_has_a_name_of_its_own_in_the_records():
         "accuracy": "accuracy",
         "loss": "loss_metric",
         "Acc": "Acc_metric",
+        "best": "best_metric",
+        "waiting": "waiting_metric",
     }
     names |= {
         "acc@5(top)": "acc_5_top_",
@@ -188,6 +191,8 @@ def test_a_metric_has_a_name_of_its_own_in_the_records():
         "größe": "gr__e",
     }
     assert {name: recorded_name(name) for name in names} == names
+    titles = {title.lower() for title in (*RARE, *USUAL)}
+    assert {title for title in titles if "/" not in title} <= TAKEN  # "/" is replaced
     assert renamed("mae") == ()
     assert renamed("loss") == (
         "the metric 'loss' is recorded as 'loss_metric', as test/loss_metric",

@@ -8,7 +8,14 @@ from torch import Tensor
 from ashl.errors import UsageError
 from ashl.option import Contract
 
-TAKEN = ("loss", "acc", "accuracy")  # in lower case: values that every run records under test/
+# Names of no metric of a task, in lower case: values that every run records under test/, and titles
+# of columns and of facts in tables and in the outcome.
+TAKEN = {
+    *("loss", "acc", "accuracy", "best", "consensus distance"),
+    *("setting", "where", "between", "reached", "seeds", "against", "pace lost"),
+    *("time", "steps", "dropped", "target", "waiting", "straggler", "failed", "goodput", "hidden"),
+    *("pace", "traffic", "messages", "measures", "mb up", "mb down", "eta"),
+}
 LONGEST = 100  # most characters of a metric's name
 # The metric of `stop.target_accuracy` and of stages that end by accuracy.
 ACCURACY = "accuracy"
