@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from ashl.errors import AshlError
 from ashl.run.join import Place, parse_place
 from ashl.run.rank import RankSettings, classify_error, role_name
-from ashl.run.supervisor import LivenessMonitor, describe_exit, find_culprit
+from ashl.run.supervisor import LivenessMonitor, check_liveness, describe_exit, find_culprit
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.records import (
     ControlUpdate,
@@ -100,7 +101,8 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
         is_closed=lambda rank: False,
         control_update=ControlUpdate(),
     )
-    plan = SimpleNamespace(num_workers=2, num_ranks=3, lead_rank=2)
+    stages = planned("topology=parameter_server").stages
+    plan = SimpleNamespace(num_workers=2, num_ranks=3, lead_rank=2, stages=stages)
     return (
         LivenessMonitor(plan, monitor, channel, {}, {}, lambda *_: None, True, **known),
         monitor,
@@ -157,6 +159,22 @@ def test_a_closed_connection_is_the_end_of_a_process_on_another_node() -> None:
     for _ in range(2):
         liveness.detect_failures(60.0, [], time.monotonic())
     assert not emitted, "a worker that fails with an error of its own ends the run"
+
+
+def test_the_run_ends_when_its_last_worker_stays_silent() -> None:
+    """On several nodes, where the controller's node has none of its processes: worker 0 failed, and
+    a process that the controller did not start took the place of each other rank.
+    """
+    liveness, monitor, _ = liveness_monitor(failed={0: "disconnected"})
+    monitor.hosts = {rank: SimpleNamespace(host=f"node{rank}") for rank in range(3)}
+    silent_s = {0: 0.0, 1: 3.0, 2: 3.0}
+    liveness.channel.silent_s = silent_s.__getitem__
+    liveness.channel.awake = SimpleNamespace(resumed_s=0.0)
+    liveness.detect_failures(2.0, [1, 2], time.monotonic())
+    check_liveness(liveness, 2.0)  # an overloaded node: the run cannot do without it, and waits
+    silent_s[1] = silent_s[2] = 10.5
+    with pytest.raises(AshlError, match=r"worker 1 on node1, .* sent no heartbeat for 10 s and"):
+        check_liveness(liveness, 2.0)
 
 
 def test_a_failed_server_is_named_as_a_server() -> None:

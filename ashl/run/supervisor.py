@@ -76,6 +76,9 @@ SETTLE_S = 1.0  # after the first failure: time for the others' records, which m
 # A rank sends five heartbeats a second. One that is silent for longer may be the cause of errors
 # of others.
 QUIET_S = 0.7
+# The run ends after this silence of ranks that it cannot do without, or after the heartbeat timeout
+# if that is longer: an overloaded node must not end a run that tolerates failures.
+FATAL_SILENCE_S = 10.0
 
 
 @dataclass
@@ -411,7 +414,7 @@ def supervise(
         if interrupted_s is not None and now_s - interrupted_s > PATIENCE_S:
             liveness.monitor.evaluate_pending()
             return None
-        check_liveness(liveness, timeout_s, bool({*late} - liveness.failed.keys()))
+        check_liveness(liveness, timeout_s)
         liveness.monitor.draw_progress()
         time.sleep(POLL_S)
     liveness.monitor.evaluate_pending()
@@ -541,8 +544,13 @@ def rank_name(liveness: LivenessMonitor, rank: int) -> str:
 
 
 def is_cut_off(liveness: LivenessMonitor, late: set[int]) -> bool:
-    """Return True if all ranks on several other nodes are silent, and none on this node is."""
+    """Return True if all ranks on several other nodes are silent, and those on this node are not.
+
+    Without a rank on this node nothing tells a cut network from silent ranks: returns False.
+    """
     here = {*liveness.processes}
+    if not here:
+        return False
     elsewhere = {place.host for rank, place in liveness.monitor.hosts.items() if rank not in here}
     away = liveness.exited.union(liveness.failed)
     return (
@@ -552,16 +560,18 @@ def is_cut_off(liveness: LivenessMonitor, late: set[int]) -> bool:
     )
 
 
-def check_liveness(liveness: LivenessMonitor, timeout_s: float, missing: bool) -> None:
-    """Raise AshlError, which names the ranks, if one misses heartbeats or all wait for each other.
-
-    Args: missing, True if a rank that has not failed sent no heartbeat for `timeout_s`.
+def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
+    """Raise AshlError, which names the ranks, if the run cannot do without a rank that misses
+    heartbeats, or if all ranks wait for each other for `timeout_s`.
     """
     channel = liveness.channel
-    for_so_long = f"for {timeout_s:g} s (runtime.heartbeat_timeout_s)"
-    if missing:
+    fatal_s, source = timeout_s, " (runtime.heartbeat_timeout_s)"
+    if liveness.survives_failure and timeout_s < FATAL_SILENCE_S:
+        fatal_s, source = FATAL_SILENCE_S, ""
+    if liveness.silent_ranks(fatal_s):
+        for_so_long = f"for {fatal_s:g} s{source}"
         # with the ranks that became silent at about the same time
-        late = liveness.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))
+        late = liveness.silent_ranks(fatal_s - min(SAME_CAUSE_S, fatal_s / 2))
         if is_cut_off(liveness, {*late}):
             own_host = liveness.monitor.hosts[min(liveness.processes)].host
             raise AshlError(

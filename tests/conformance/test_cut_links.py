@@ -22,7 +22,7 @@ from ashl.tracking import jsonl
 from tests.disturbed import wait_for
 from tests.namespaces import address, cut, machines, missing, start
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = 10.0
 RUN = (
     f"runtime=torchrun runtime.heartbeat_timeout_s={TIMEOUT_S} cluster=real tracking=none"
     " tracking.events=all model.hidden=[8] stop.seconds=100 run.dir=run --quiet"
