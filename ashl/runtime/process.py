@@ -13,8 +13,8 @@ arrives as PeerFailedError through the inbox.
 
 Epochs, in a run that regroups: the controller publishes the members of the next epoch after a
 failure or a rejoin (`begin_epoch`). The main thread completes the present step of local work
-(`RankContext.in_local_work`). It then ends all tasks of the rank, makes a new process group of gloo
-with the other members, and starts the program again with the rank's last safe point. If a
+(`RankContext.in_local_work`). It then ends all tasks of the rank and makes a new process group of
+gloo with the other members. It starts the program again with the rank's last safe point. If a
 collective or a connection of a rank breaks before, the rank waits for the next epoch.
 
 Resume: each rank continues from its part of a checkpoint (`restore`). A worker without a part

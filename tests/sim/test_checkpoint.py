@@ -69,7 +69,7 @@ def run(ran: Ran, saved: Kept | None = None, device: str = HOST) -> list[Kept]:
     def keep(saves: Mapping[int, Save]) -> float:
         ranks = [capture_rank(ctx, saves.get(ctx.rank), speed) for ctx in sim.contexts]
         said = len(ran.records), len(ran.snapshots), to_plain(ran.parts)
-        faults = encode(to_plain(churn.saved()))
+        faults = encode(to_plain(churn.save_state()))
         kept.append(Kept(encode(to_plain(ranks)), sim.now_ns, *said, faults))
         return next_due_ns(sim.now_ns, EVERY_S)
 

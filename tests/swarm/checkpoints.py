@@ -47,7 +47,7 @@ def play(
 
     def keep(saves: Mapping[int, Save]) -> float:
         ranks = [capture_rank(ctx, saves.get(ctx.rank), speed) for ctx in sim.contexts]
-        content = encode(to_plain(ranks)), encode(to_plain(churn.saved()))
+        content = encode(to_plain(ranks)), encode(to_plain(churn.save_state()))
         kept.append((content, sim.now_ns, len(seen.records)))
         return next_due_ns(sim.now_ns, every_s)
 
