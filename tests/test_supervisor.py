@@ -162,8 +162,8 @@ def test_a_closed_connection_is_the_end_of_a_process_on_another_node() -> None:
 
 
 def test_the_run_ends_when_its_last_worker_stays_silent() -> None:
-    """On several nodes, where the controller's node has none of its processes: worker 0 failed, and
-    a process that the controller did not start took the place of each other rank.
+    """Also where the controller started none of the remaining processes, and its node is not cut
+    off.
     """
     liveness, monitor, _ = liveness_monitor(failed={0: "disconnected"})
     monitor.hosts = {rank: SimpleNamespace(host=f"node{rank}") for rank in range(3)}

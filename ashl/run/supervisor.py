@@ -561,8 +561,8 @@ def is_cut_off(liveness: LivenessMonitor, late: set[int]) -> bool:
 
 
 def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
-    """Raise AshlError, which names the ranks, if the run cannot do without a rank that misses
-    heartbeats, or if all ranks wait for each other for `timeout_s`.
+    """Raise AshlError if the run cannot do without a rank that misses heartbeats, or if all ranks
+    wait for each other for `timeout_s`. The error names the ranks.
     """
     channel = liveness.channel
     fatal_s, source = timeout_s, " (runtime.heartbeat_timeout_s)"
