@@ -161,7 +161,7 @@ def start(job: "Launch", name: str, params: dict[str, Any], command: str) -> Ans
     from ashl.config.compose import compose
     from ashl.launch import start as engines
     from ashl.launch.job import job_size
-    from ashl.run.profile import through_server
+    from ashl.run.profile import measuring_config
     from ashl.run.train import dry_run, is_virtual
 
     if params.get("resume"):
@@ -173,7 +173,7 @@ def start(job: "Launch", name: str, params: dict[str, Any], command: str) -> Ans
             "runtime=sim is virtual time, which needs no hosts; drop it, or `ashl launch`."
         )
     if name == "profile":
-        config = through_server(config, in_job=True)
+        config = measuring_config(config, in_job=True)
     job = replace(job, size=job_size(config, job))
     if params["dry_run"]:
         dry = dry_run(config, params["overrides"] if name == "train" else [], job.size)

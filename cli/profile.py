@@ -53,7 +53,7 @@ def profile(
 
     measured = not is_virtual(config)
     if dry_run:
-        through = measuring.through_server(config) if measured else config
+        through = measuring.measuring_config(config) if measured else config
         return planned(shown(through, [] if measured else overrides or []), str(typed(ctx)))
     if codec and not measured:
         raise UsageError(

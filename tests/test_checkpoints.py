@@ -240,7 +240,7 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
             return {"run_state": run_state}
 
     made(CheckpointManager(tmp_path, 1, 1.0, "run"), 0, Judging())
-    run_state = checkpoints.monitor_of(
+    run_state = checkpoints.read_monitor_state(
         checkpoints.find_newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0)
     )["run_state"]
     assert [one.train_loss for one in run_state.evaluations] == [2.0, 1.0, 1.5]
@@ -353,7 +353,7 @@ def test_a_checkpoint_completes_while_a_worker_rejoins(tmp_path: Path) -> None:
     rejoin = {"kind": "worker_rejoined", "rank": 1, "time_s": (3 * SECOND + 5) / 1e9}
     kept = [checkpoints.is_earlier(found, "events.jsonl", record) for record in (one, rejoin)]
     assert kept == [True, False]
-    restored = checkpoints.monitor_of(found, WITHOUT)["run_state"].outages
+    restored = checkpoints.read_monitor_state(found, WITHOUT)["run_state"].outages
     assert [outage.rejoined_ns for outage in restored] == [2 * SECOND, None]
     save(checkpoint_manager, 7, 1)
     checkpoint_manager.complete_checkpoints((), home)

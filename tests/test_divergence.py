@@ -12,7 +12,7 @@ import torch
 
 import ashl
 from ashl.errors import AshlError
-from ashl.run.evaluation import Evaluation, why_diverged
+from ashl.run.evaluation import Evaluation, find_divergence
 from ashl.run.summary import zero_counts
 from tests.support import simulated
 
@@ -86,7 +86,7 @@ def test_each_reason_is_named() -> None:
     def why(params, *, distance=0.0, loss=0.1, diverged=None):
         found = learner.evaluate(params)
         evaluation = Evaluation(time_s=1.0, merges=1, **found, consensus_distance=distance)
-        return why_diverged(
+        return find_divergence(
             counts._replace(loss=loss, diverged=diverged), evaluation, params, learner, 4
         )
 

@@ -15,7 +15,7 @@ from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import SCHEMA, Profile, WorkerProfile
 from ashl.planner.assignment import Planner
 from ashl.planner.dylu import DyLU
-from ashl.tracking.forecast import show_profile
+from ashl.tracking.forecast import print_profile
 from tests.conf_option import conf_option
 from tests.plans import BALANCED, PAPER
 
@@ -190,7 +190,7 @@ def test_costs_within_their_noise_count_as_equal_and_are_said_to() -> None:
     assert [worker.step_s for worker in level] == pytest.approx([0.041, 0.041, 0.050])
     assert [worker.push_s for worker in level] == list(steps)
     screen = Console(file=io.StringIO(), width=80)
-    show_profile(screen, replace(profile(), workers=level))
+    print_profile(screen, replace(profile(), workers=level))
     assert "equal within their noise: step of workers 0, 1" in screen.file.getvalue()  # ty: ignore[unresolved-attribute]
 
 

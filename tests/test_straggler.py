@@ -11,7 +11,7 @@ import ashl
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import rank
 from ashl.report.records import read
-from ashl.tracking.console import outcome
+from ashl.tracking.console import print_outcome
 from ashl.tracking.straggler import StragglerFinder, find_straggler
 
 
@@ -56,7 +56,7 @@ def test_a_slow_machine_of_the_cluster_is_named(
     found = run.summary["straggler"]
     assert (found["worker"], found["slowdown"]) == (slow, pytest.approx(3))
     assert 0.5 < found["others_wait_share"] < 0.7
-    outcome(Console(width=140), run.summary, tmp_path / "run", {})
+    print_outcome(Console(width=140), run.summary, tmp_path / "run", {})
     printed = capsys.readouterr().out
     sentence = f"worker {slow} computes 3 times slower than the median"
     assert sentence in printed

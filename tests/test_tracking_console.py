@@ -12,7 +12,7 @@ from ashl.run.monitor import make_frame
 from ashl.runtime.records import Heartbeat
 from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import console as screen
-from ashl.tracking.console import Frame, Progress, WorkerFrame, duration, outcome
+from ashl.tracking.console import Frame, Progress, WorkerFrame, describe_duration, print_outcome
 from ashl.tracking.sweep_progress import describe_end
 from tests.support import planned
 
@@ -152,13 +152,13 @@ def test_no_color_is_respected(monkeypatch):
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     with Progress(console, name="demo") as progress:
         progress.update(frame(0.0))
-    outcome(console, summary(), Path("runs/demo"), SHOWN)
+    print_outcome(console, summary(), Path("runs/demo"), SHOWN)
     assert not re.search(r"\x1b\[[0-9;]*\b(3[0-7]|38|9[0-7])\b[0-9;]*m", text(console))
 
 
 def test_the_outcome_fits_80_columns_but_for_what_is_copied():
     console = pipe()
-    outcome(console, summary(), Path("runs/demo"), SHOWN)
+    print_outcome(console, summary(), Path("runs/demo"), SHOWN)
     lines = [line.rstrip() for line in text(console).splitlines()]
     assert lines[0] == "demo finished: target reached"
     assert "accuracy  98.1 %, best 98.5 % after 9 s" in lines
@@ -184,7 +184,7 @@ def test_the_table_of_workers_cuts_no_word_and_no_number(width: int) -> None:
         "wait_s": [0.5, 0.5],
     }
     stage = profile | {"profiling": True, "exit_reason": "plan", "until": {}}
-    outcome(console, summary(workers=[worker, worker], stages=[stage]), Path("runs/demo"), {})
+    print_outcome(console, summary(workers=[worker, worker], stages=[stage]), Path("runs/demo"), {})
     said = text(console)
     assert "…" not in said
     assert said.count("12,345") == said.count("2.11 MB") == 2
@@ -198,7 +198,9 @@ def test_the_table_of_workers_cuts_no_word_and_no_number(width: int) -> None:
 @pytest.mark.parametrize("status", ["failed", "diverged", "interrupted"])
 def test_a_run_that_ended_early_has_an_outcome_too(status):
     console = pipe()
-    outcome(console, {"name": "demo", "status": status, "exit_reason": None}, Path("runs/demo"), {})
+    print_outcome(
+        console, {"name": "demo", "status": status, "exit_reason": None}, Path("runs/demo"), {}
+    )
     assert text(console).startswith(f"demo {status}\n")
     assert "MLflow" not in text(console)
 
@@ -236,9 +238,9 @@ def test_how_long_processes_took_to_start_does_not_count(virtual: bool, eta_s: f
 
 def test_the_time_of_a_run_says_what_it_counts() -> None:
     times = {"time_s": 1.4, "host_s": 10.4}
-    real = duration({**times, "time_kind": "wall"})
+    real = describe_duration({**times, "time_kind": "wall"})
     assert real == "1.4 s of training, 10.4 s in all with start and evaluations"
-    virtual = duration({**times, "time_kind": "virtual"})
+    virtual = describe_duration({**times, "time_kind": "virtual"})
     assert virtual == "1.4 s of virtual time, computed in 10.4 s"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.tracking import copying
-from ashl.tracking.copying import Copier, finals, params_of, points, tracker_maker
+from ashl.tracking.copying import Copier, metric_points, params_of, summary_numbers, tracker_maker
 from ashl.tracking.recorder import Recorder
 from ashl.tracking.tracker import Point, TrackedRun
 from tests.run_folders import empty_database
@@ -167,7 +167,7 @@ def test_what_arrives_in_tensorboard(tmp_path: Path) -> None:
     assert found.Scalars("final/test_accuracy")[0].value == pytest.approx(0.123457)
     run = TrackedRun(run_dir, "run", "ashl")
     tracker = tracker_maker("tensorboard", tmp_path)()
-    assert tracker.has(run, copying.digest(run_dir))
+    assert tracker.has(run, copying.summary_hash(run_dir))
     assert not tracker.has(run, "other")
 
 
@@ -185,7 +185,7 @@ def test_what_arrives_in_wandb(tmp_path: Path) -> None:
         assert time.monotonic() < until_s
         time.sleep(0.05)
     run = TrackedRun(run_dir, "run", "ashl")
-    assert tracker_maker("wandb", tmp_path)().has(run, copying.digest(run_dir))
+    assert tracker_maker("wandb", tmp_path)().has(run, copying.summary_hash(run_dir))
 
 
 @pytest.mark.parametrize("sink", ["tensorboard", "wandb"])
@@ -199,9 +199,9 @@ def test_a_missing_library_is_an_error_that_names_the_extra(
 
 
 def test_the_key_metric_comes_first() -> None:
-    names = [name for name, *_ in points(ROW | {"test/acc": 0.5, "test/loss": None})]
+    names = [name for name, *_ in metric_points(ROW | {"test/acc": 0.5, "test/loss": None})]
     assert names == ["test/acc", "train/loss", "wait/w0", "time/s", "measure/grad_norm"]
-    assert dict(finals({"final": {"test_loss": 1}, "steps": 3, "failed": True})) == {
+    assert dict(summary_numbers({"final": {"test_loss": 1}, "steps": 3, "failed": True})) == {
         "test_loss": 1.0,
         "steps": 3.0,
     }

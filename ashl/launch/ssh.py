@@ -122,7 +122,7 @@ async def run(launch: Launch, wanted: Sequence[Task]) -> int:
         await connect(launch, wanted, connections)
         line = environment_line(launch, [str(connection.address) for connection in connections])
     except BaseException:
-        await end(connections, [], 0.1)
+        await end_connections(connections, [], 0.1)
         raise
     with handle_signals(lambda number, _: interrupts.append(number)):
         try:
@@ -130,10 +130,12 @@ async def run(launch: Launch, wanted: Sequence[Task]) -> int:
                 connection.process.stdin.write(line)
             return await supervise(connections, interrupts)
         finally:
-            await end(connections, interrupts, GRACE_S + SETTLE_S)
+            await end_connections(connections, interrupts, GRACE_S + SETTLE_S)
 
 
-async def end(connections: Sequence[Connection], interrupts: Sequence[int], limit_s: float) -> None:
+async def end_connections(
+    connections: Sequence[Connection], interrupts: Sequence[int], limit_s: float
+) -> None:
     """End the input of all connections, and kill those that last longer; at once after a second
     interrupt.
     """
@@ -193,7 +195,7 @@ async def connect(launch: Launch, wanted: Sequence[Task], connections: list[Conn
         )
 
 
-async def watch(connection: Connection, shown: set[str]) -> int:
+async def show_output(connection: Connection, shown: set[str]) -> int:
     """Show all lines of rank 0 and errors of other ranks, a sentence of ashl once; return the exit
     code.
     """
@@ -227,7 +229,7 @@ async def supervise(connections: Sequence[Connection], interrupts: Sequence[int]
     Raises: AshlError with that failure, if no rank has printed an error of ashl.
     """
     clock, shown = asyncio.get_running_loop().time, set[str]()
-    pending = {asyncio.create_task(watch(of, shown)): of for of in connections}
+    pending = {asyncio.create_task(show_output(of, shown)): of for of in connections}
     failed, why, stop_s = 0, "", float("inf")
     while pending and len(interrupts) < 2 and clock() < stop_s + GRACE_S + SETTLE_S:
         done, _ = await asyncio.wait(pending, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)

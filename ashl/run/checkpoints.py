@@ -128,7 +128,7 @@ class CheckpointManager:
             for part in parts.values():
                 if part.error is not None:
                     raise OSError(f"rank {part.rank} could not write its part ({part.error})")
-            if complete(folder, self.identity, monitor, files, about):
+            if complete_checkpoint(folder, self.identity, monitor, files, about):
                 logger.info(
                     "took checkpoint %d of ranks %s at %.3f s", number, [*times], time_ns / 1e9
                 )
@@ -138,7 +138,7 @@ class CheckpointManager:
             logger.error("checkpoint %d is not written: %s", number, error)
 
 
-def complete(
+def complete_checkpoint(
     folder: Path,
     identity: str,
     monitor: Monitor,
@@ -303,7 +303,8 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
         manifest = json.loads((saved.folder / MANIFEST).read_text(encoding="utf-8"))
         if not manifest.get(CUT_BACK):
             shortened = {
-                name: shorten(run_dir / name, size, saved) for name, size in saved.sizes.items()
+                name: shorten_records(run_dir / name, size, saved)
+                for name, size in saved.sizes.items()
             }
             if None in shortened.values():
                 return saved.sizes  # larger than the file, which opening the records rejects
@@ -319,9 +320,9 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
         return manifest["sizes"]
 
 
-def shorten(path: Path, size: int, saved: Checkpoint) -> bytes | None:
-    """Return the first `size` bytes of a file of records, without records of later moments; None if
-    the file is shorter.
+def shorten_records(path: Path, size: int, saved: Checkpoint) -> bytes | None:
+    """Shorten a file of records: return its first `size` bytes, without records of later moments;
+    None if the file is shorter.
 
     Raises: UsageError if the file is damaged.
     """
@@ -351,8 +352,8 @@ def plan_of(saved: Checkpoint) -> Plan:
     return Plan.from_json(decode((saved.folder / MONITOR).read_bytes())["plan"])
 
 
-def monitor_of(saved: Checkpoint, limits: Limits) -> dict[str, Any]:
-    """Return the monitor's state at the checkpoint, without evaluations, failures and rejoins of
+def read_monitor_state(saved: Checkpoint, limits: Limits) -> dict[str, Any]:
+    """Read the monitor's state at the checkpoint, without evaluations, failures and rejoins of
     later moments.
     """
     state = decode((saved.folder / MONITOR).read_bytes())

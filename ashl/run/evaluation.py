@@ -6,7 +6,7 @@ distance. If several servers hold a shard each, the shards are concatenated (`Mo
 Mean: x̄ = (1/n)·Σ_i x_i, in double precision and rank order, so that the mean of equal models is
 that model bit for bit; consensus distance (1/n)·Σ_i ‖x_i − x̄‖².
 
-A run has diverged if one of these conditions holds for its last model (`why_diverged`):
+A run has diverged if one of these conditions holds for its last model (`find_divergence`):
 - a rank has recorded divergence during the run (`Counts.diverged`);
 - the training loss is not finite;
 - the square of a parameter overflows float32;
@@ -286,10 +286,10 @@ FAR = 10.0  # this factor for minibatch losses and in the first epoch, where los
 UNRELATED = 0.5
 
 
-def why_diverged(
+def find_divergence(
     counts: Counts, found: Evaluation, params: Tensor, learner: Learner, num_workers: int
 ) -> str | None:
-    """Return the reason if the run has diverged, else None; the module head lists the conditions.
+    """Find the reason if the run has diverged, else None; the module head lists the conditions.
 
     Args: counts and found, of the last evaluation; params float32 [d], the last model.
     """

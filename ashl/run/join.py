@@ -188,7 +188,7 @@ def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
     try:
         endpoint = validate(JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "the file")
     except FileNotFoundError:
-        raise UsageError(f"{run_dir}: {why_not_joinable(run_dir)}") from None
+        raise UsageError(f"{run_dir}: {explain_refusal(run_dir)}") from None
     except PermissionError:
         raise UsageError(
             f"{run_dir}: the run belongs to another user; only that user can join it"
@@ -210,8 +210,8 @@ def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
     return endpoint
 
 
-def why_not_joinable(run_dir: Path) -> str:
-    """Return the reason why a run folder without a join endpoint cannot be joined."""
+def explain_refusal(run_dir: Path) -> str:
+    """Explain why a run folder without a join endpoint cannot be joined."""
     if (run_dir / "summary.json").exists():
         return "the run is over"
     if not (run_dir / "config.yaml").exists():

@@ -29,10 +29,10 @@ from ashl.run.evaluation import (
     ModelSet,
     Target,
     best_of,
+    find_divergence,
     is_out_of_patience,
     make_model_set,
     scores_of,
-    why_diverged,
 )
 from ashl.run.metrics import CompressionStats, WorkerWait, metrics_line, values_of
 from ashl.runtime.records import (
@@ -377,7 +377,7 @@ class Monitor:
 
     def with_divergence(self, counts: Counts, found: Evaluation, params: Tensor) -> Counts:
         """Return the last counts, with the reason if the run has diverged."""
-        why = why_diverged(counts, found, params, self.job.learner, self.plan.num_workers)
+        why = find_divergence(counts, found, params, self.job.learner, self.plan.num_workers)
         return counts._replace(diverged=why)
 
     def save(self, name: str, params: Tensor, own: Any = None) -> None:

@@ -18,7 +18,7 @@ from ashl.planning.instantiate import declared_profile
 from ashl.planning.layer_group_costs import with_layer_group_costs
 from ashl.run.rank import step_here_s
 from ashl.run.train import detect_job, is_virtual, make_run_folder, run
-from ashl.tracking.forecast import forecast, show_profile
+from ashl.tracking.forecast import print_forecast, print_profile
 from ashl.tracking.recorder import Recorder
 
 
@@ -73,7 +73,7 @@ def profile(
             "name": "profile",
             "profile": None,
         }
-        ran = run({**through_server(config, codecs=codecs), **quick}, [], quiet=True, silent=True)
+        ran = run({**measuring_config(config, codecs=codecs), **quick}, [], quiet=True, silent=True)
         if ran.run_dir is None:  # the process of rank 0 of the job writes the profile
             return ran.code
         run_dir = ran.run_dir
@@ -87,21 +87,23 @@ def profile(
     run_dir.joinpath("plan.json").write_text(plan.to_json(), encoding="utf-8")
     if not quiet:
         console = Console(highlight=False)
-        show_profile(console, found)
+        print_profile(console, found)
         if parts.runtime.name == "sim" and parts.runtime.gradients:
             declared, here = 1e3 * parts.cluster.step_s, 1e3 * step_here_s(plan, parts, data)
             console.print(
                 f"a step at factor 1 takes {declared:.3g} ms as declared, {here:.3g} ms on this"
                 " machine"
             )
-        forecast(console, plan, len(data.train), found)
+        print_forecast(console, plan, len(data.train), found)
         console.print(f"run folder  {run_dir}", soft_wrap=True, markup=False)
-        from_plan = uses(command, overrides, "plan", run_dir)
+        from_plan = command_with(command, overrides, "plan", run_dir)
         console.print(f"the plan    {from_plan}", soft_wrap=True, markup=False)
-    return Measured(run_dir, found, plan, uses(command, overrides, "profile", run_dir))
+    return Measured(run_dir, found, plan, command_with(command, overrides, "profile", run_dir))
 
 
-def uses(command: CommandLine | None, overrides: Sequence[str], key: str, run_dir: Path) -> str:
+def command_with(
+    command: CommandLine | None, overrides: Sequence[str], key: str, run_dir: Path
+) -> str:
     """Return the command that trains from the profile or the plan (`key`) in the run folder."""
     own = [text for text in overrides if key_of(text) not in ("profile", "plan", "run.dir", "name")]
     return (command or command_line("profile", overrides)).followed_by(
@@ -109,7 +111,7 @@ def uses(command: CommandLine | None, overrides: Sequence[str], key: str, run_di
     )
 
 
-def through_server(
+def measuring_config(
     config: dict[str, Any], in_job: bool = False, codecs: Sequence[Spec] = ()
 ) -> dict[str, Any]:
     """Return the configuration of the measuring run, which always has a parameter server.

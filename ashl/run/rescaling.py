@@ -97,7 +97,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     return Origin(run_dir, saved, before, lead.stage, state, saved.time_ns, ranks, own)
 
 
-def begin(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Checkpoint:
+def begin_rescaled_run(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Checkpoint:
     """Write checkpoint 0 of the new run, and restore its monitor and metrics from the origin.
 
     Raises: AshlError if the checkpoint cannot be written.
@@ -105,14 +105,16 @@ def begin(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Check
     restore_monitor(origin, plan, monitor)
     folder = rank_checkpoint.folder_of(monitor.recorder.run_dir, 0)
     try:
-        write(folder, origin, plan, monitor, saving)
+        write_first_checkpoint(folder, origin, plan, monitor, saving)
     except (OSError, RuntimeError) as error:
         text = f"cannot write the checkpoint {folder}; free some space or choose another run.dir"
         raise AshlError(text) from error
     return checkpoints.find_newest(monitor.recorder.run_dir, saving.identity)
 
 
-def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> None:
+def write_first_checkpoint(
+    folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Saving
+) -> None:
     """Write the checkpoint's parts for all ranks, the monitor's state and the manifest."""
     stage = monitor.job.stages[origin.stage]
     time_ns = origin.time_ns
@@ -138,7 +140,7 @@ def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Sa
         "ranks_ns": [time_ns] * len(states),
         "absent": [],
     }
-    checkpoints.complete(folder, saving.identity, monitor, files, about)
+    checkpoints.complete_checkpoint(folder, saving.identity, monitor, files, about)
 
 
 def restore_monitor(origin: Origin, plan: Plan, monitor: Monitor) -> None:
@@ -148,7 +150,7 @@ def restore_monitor(origin: Origin, plan: Plan, monitor: Monitor) -> None:
     Raises: UsageError if the origin's metrics are missing or damaged.
     """
     time_ns = origin.time_ns
-    known = checkpoints.monitor_of(origin.saved, plan.limits)
+    known = checkpoints.read_monitor_state(origin.saved, plan.limits)
     run_state = known["run_state"]
     run_state.compression = CompressionStats(4 * plan.num_params)
     run_state.parts = make_model_set(monitor.job.stages[0])

@@ -157,7 +157,7 @@ def summarise(
         "stages": stage_summaries(monitor, workers),
         # a row for each planned stage that never began: `name`, `until` (condition that would have
         # ended the stage before), `best` (best evaluation for that condition)
-        "stages_not_begun": not_begun(monitor),
+        "stages_not_begun": stages_not_begun(monitor),
         # hash of the final parameter vector; that of the mean model if each worker has its own
         "params_sha256": monitor.sha256,
         # relative error of messages, and their bytes by use
@@ -231,7 +231,7 @@ def worker_summary(
     }
 
 
-def profiles(stage: StagePlan) -> bool:
+def is_profiling(stage: StagePlan) -> bool:
     """Return True for a stage that measures costs and learns nothing."""
     return str(stage.sync["_target_"]).endswith(".Profiling")
 
@@ -244,7 +244,7 @@ def training_rows(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict[
     measured_s = [0.0] * len(workers)
     before: dict[int, dict[str, int]] = {}
     for stage, reached in zip(monitor.plan.stages, monitor.run_state.boundaries, strict=False):
-        for rank in reached.keys() & range(len(workers)) if profiles(stage) else ():
+        for rank in reached.keys() & range(len(workers)) if is_profiling(stage) else ():
             earlier_ns = before[rank]["compute"] if rank in before else 0
             measured_s[rank] += (reached[rank]["compute"] - earlier_ns) / 1e9
         before |= reached
@@ -294,7 +294,7 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
                 "wait_share": sum(wait_s) / (len(workers) * seconds) if seconds else None,
                 "wait_s": wait_s,
                 # true for a stage that measures costs and learns nothing
-                "profiling": profiles(plan),
+                "profiling": is_profiling(plan),
                 # bound that ends the stage, by rule, and the reason for which it ended
                 "until": dict(plan.until),
                 "exit_reason": end.reason,
@@ -306,7 +306,7 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
     return rows
 
 
-def not_begun(monitor: Monitor) -> list[dict[str, Any]]:
+def stages_not_begun(monitor: Monitor) -> list[dict[str, Any]]:
     """Return the planned stages that never began.
 
     Each row has the rule that would have ended the previous stage. It also has the best value of

@@ -42,9 +42,9 @@ from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
-from ashl.tracking.console import Progress, outcome, seconds
+from ashl.tracking.console import Progress, print_outcome, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
-from ashl.tracking.forecast import forecast, notes
+from ashl.tracking.forecast import print_forecast, print_notes
 from ashl.tracking.killed import close_killed
 from ashl.tracking.option import TITLES, Tracking
 from ashl.tracking.recorder import SUMMARY, Recorder
@@ -115,7 +115,7 @@ def run(
         write_inputs(recorder, config, overrides, None if saved else plan, command)
     console = Console(highlight=False)
     if not quiet:
-        notes(console, plan)
+        print_notes(console, plan)
     progress = Progress(
         console, name=plan.name, quiet=quiet, target_accuracy=plan.limits.target_accuracy
     )
@@ -133,20 +133,22 @@ def run(
         pace, failure = run_to_end(plan, run_dir, monitor, lead, saving, saved, origin)
         status, reason = run_status(monitor, failure)
         summary = summarise(monitor, parts.runtime.name, status, reason, pace)
-        finish(monitor, summary, failure)
+        close_records(monitor, summary, failure)
         shown, unlogged = copier.finish(TRACKING_S) if copier else (None, None)
     if not silent:
-        outcome(console, summary, run_dir, {copier.title: shown} if copier else {})
+        print_outcome(console, summary, run_dir, {copier.title: shown} if copier else {})
         # a run in virtual time would fail again
         is_resumable = status == "interrupted" or (status == "failed" and not is_virtual(config))
         if is_resumable and list_checkpoints(run_dir):
             line = f"resume with `{resume_command(run_dir, config)}`"
             console.print(line, soft_wrap=True, markup=False)
     warn(unlogged)
-    return conclude(monitor, summary, failure)
+    return return_outcome(monitor, summary, failure)
 
 
-def conclude(monitor: Monitor, summary: dict[str, Any], failure: Exception | None) -> RunOutcome:
+def return_outcome(
+    monitor: Monitor, summary: dict[str, Any], failure: Exception | None
+) -> RunOutcome:
     """Show the warnings of a run whose records are complete, and return its outcome.
 
     Raises: as `run` does once the run has ended.
@@ -186,7 +188,7 @@ def run_to_end(
     try:
         with own_faults(plan.allow_targets, AshlError):
             if origin is not None:
-                saved = rescaling.begin(origin, plan, monitor, saving)
+                saved = rescaling.begin_rescaled_run(origin, plan, monitor, saving)
             return run_kernel(plan, run_dir, monitor, lead, saving, saved), None
     except KeyboardInterrupt:  # the second Ctrl-C
         return None, None
@@ -244,7 +246,7 @@ def run_kernel(
         logging_to(run_dir / CONTROLLER_LOG, "controller"),
     ):
         if saved is not None:
-            monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
+            monitor.resume_from(checkpoints.read_monitor_state(saved, plan.limits))
         runtime = monitor.job.parts.runtime
         lead_here = lead or launch.lead_here(plan, runtime, monitor.rounds, saving.every_s)
         # the store of a job serves late processes until process 0 ends
@@ -324,7 +326,7 @@ def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> 
     return run_dir
 
 
-def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
+def close_records(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
     """Write the last metrics and the summary, and close the records.
 
     Raises: AshlError if that fails and the run has not failed before. Otherwise the user reads the
@@ -367,7 +369,7 @@ class DryRun(NamedTuple):
     def show(self) -> None:
         """Print the stages with their predicted times."""
         console = Console(highlight=False)
-        forecast(console, self.plan, self.epoch_samples)
+        print_forecast(console, self.plan, self.epoch_samples)
         if self.host_s is not None:
             console.print(f"on this machine about {seconds(self.host_s)} at most")
 

@@ -45,7 +45,7 @@ def simulate(
     """
     cluster, stage = job.parts.cluster, job.stages[0]
     overlaps = any(stage.sums_beside for stage in job.stages)
-    sim = simulation(partial(simulator, overlaps=overlaps), plan, job, monitor)
+    sim = make_simulation(partial(simulator, overlaps=overlaps), plan, job, monitor)
     sim.worker_states = job.learner if job.parts.runtime.gradients else None
     monitor.read_heartbeats = lambda: [ctx.heartbeat() for ctx in sim.contexts]
     number = 0 if saved is None else saved.number + 1
@@ -66,7 +66,9 @@ def simulate(
                 name: rank_checkpoint.write(folder / name, content)
                 for name, content in contents.items()
             }
-            number += checkpoints.complete(folder, saving.identity, monitor, files, about)
+            number += checkpoints.complete_checkpoint(
+                folder, saving.identity, monitor, files, about
+            )
         except (OSError, RuntimeError) as error:
             text = (
                 f"cannot write the checkpoint {folder}; free some space or choose another run.dir"
@@ -75,7 +77,7 @@ def simulate(
         return next_due_ns(sim.now_ns, saving.every_s)
 
     if saved is not None:
-        monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
+        monitor.resume_from(checkpoints.read_monitor_state(saved, plan.limits))
     sim.save = save
     sim.checkpoint_due_ns = next_due_ns(saved.time_ns if saved else 0, saving.every_s)
     play, churn = partial(program, stages=job.stages), None
@@ -102,11 +104,11 @@ def simulate(
 def observe(plan: Plan, job: Job, observer: Observer) -> None:
     """Run a plan without injected faults to its end; the observer receives all records."""
     overlaps = any(stage.sums_beside for stage in job.stages)
-    sim = simulation(partial(simulator, overlaps=overlaps), plan, job, observer)
+    sim = make_simulation(partial(simulator, overlaps=overlaps), plan, job, observer)
     sim.run(partial(program, stages=job.stages), tick=lambda: None)
 
 
-def simulation(
+def make_simulation(
     kind: Callable[[int, Speed, Exchange | Ports, Observer], Sim],
     plan: Plan,
     job: Job,

@@ -106,7 +106,7 @@ class Progress:
         if self._live:
             self._live.update(self._draw(frame), refresh=True)
         elif line:
-            facts = clock(frame) | self._quality(frame)
+            facts = describe_progress(frame) | self._quality(frame)
             self.print_line("  ".join(f"{label} {value}" for label, value in facts.items()))
 
     def print_line(self, text: str) -> None:
@@ -152,7 +152,11 @@ class Progress:
                 "loss": [number(own.loss) for own in workers],
             }
         )
-        parts: list[Any] = [title + fact_line(clock(frame)), fact_line(self._quality(frame)), table]
+        parts: list[Any] = [
+            title + fact_line(describe_progress(frame)),
+            fact_line(self._quality(frame)),
+            table,
+        ]
         if frame.straggler:
             parts.append(Text(frame.straggler, style="yellow"))
         if len(workers) > MAX_ROWS:
@@ -162,8 +166,8 @@ class Progress:
         return Group(*parts)
 
 
-def clock(frame: Frame) -> dict[str, str]:
-    """Return the times and steps of a frame as label and text."""
+def describe_progress(frame: Frame) -> dict[str, str]:
+    """Describe the times and steps of a frame as label and text."""
     facts = {"time": seconds(frame.time_s), "steps": number(frame.steps)}
     return facts | ({} if frame.eta_host_s is None else {"ETA": seconds(frame.eta_host_s)})
 
@@ -217,7 +221,7 @@ def plain_table(
     return table
 
 
-def outcome(
+def print_outcome(
     console: Console, summary: dict, run_dir: Path, shown: Mapping[str, str | None]
 ) -> None:
     """Print how the run ended: totals, a table of the workers, the run folder, and its copies.
@@ -231,7 +235,7 @@ def outcome(
     title.append("" if reason in (None, status) else f": {reason}")
     console.print(title, soft_wrap=True)
     grid = Table.grid(padding=(0, 2))
-    for label, value in totals(summary).items():
+    for label, value in describe_totals(summary).items():
         if value:
             grid.add_row(Text(label, style="dim"), Text(value))
     console.print(grid)
@@ -240,7 +244,8 @@ def outcome(
         console.print(stage_table(summary))
     if idle:
         console.print(
-            Text(stages.never_began(idle), style="yellow"), soft_wrap=not console.is_terminal
+            Text(stages.explain_missing_stages(idle), style="yellow"),
+            soft_wrap=not console.is_terminal,
         )
     if summary.get("workers"):
         console.print(worker_table(console, summary))
@@ -249,21 +254,21 @@ def outcome(
             console.print(Text.assemble((f"{label:<10}", "dim"), "  ", value), soft_wrap=True)
 
 
-def totals(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the totals of a run as label and text; "" where there is nothing to say."""
+def describe_totals(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Describe the totals of a run as label and text; "" where there is nothing to say."""
     final = summary.get("final") or {}
     rates = f"{number(summary.get('steps_per_s'))} steps/s, {number(summary.get('samples_per_s'))}"
     dropped = summary.get("dropped_steps")
     middle = f", {number(dropped)} dropped" if dropped else ""
     facts = {
-        "time": duration(summary),
+        "time": describe_duration(summary),
         "steps": f"{number(summary.get('steps'))}{middle}, {rates} samples/s",
-        "dropped": stages.why_dropped(summary),
+        "dropped": stages.explain_drops(summary),
         **(
-            score(summary, "accuracy", "test_accuracy", percent)
-            or score(summary, str(summary.get("metric")), "test_metric", number)
+            describe_score(summary, "accuracy", "test_accuracy", percent)
+            or describe_score(summary, str(summary.get("metric")), "test_metric", number)
         ),
-        "target": target(summary),
+        "target": describe_target(summary),
         "loss": f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}",
         "waiting": describe_waiting(summary),
         "straggler": describe_straggler(summary.get("straggler")),
@@ -271,32 +276,32 @@ def totals(summary: Mapping[str, Any]) -> dict[str, str]:
     if failed := summary.get("failed_workers"):
         hidden = len(failed) - MAX_FAILED
         more = [f"and {hidden} more, in summary.json"] if hidden > 0 else []
-        facts["failed"] = "; ".join([*map(failure, failed[:MAX_FAILED]), *more])
+        facts["failed"] = "; ".join([*map(describe_failure, failed[:MAX_FAILED]), *more])
         if (goodput := summary.get("goodput")) is not None:
             facts["goodput"] = f"{percent(goodput)} of the steps/s planned without failures"
     if (share := summary.get("comm_hidden_share")) is not None:
         facts["hidden"] = f"{percent(share)} of the collectives' time behind other work"
-    facts["pace"] = pace(summary.get("pace") or {})
+    facts["pace"] = describe_pace(summary.get("pace") or {})
     sent = f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
     facts["traffic"] = sent
-    facts["messages"] = messages(summary.get("compression") or {})
+    facts["messages"] = describe_messages(summary.get("compression") or {})
     measures = (summary.get("measures") or {}).items()
     facts["measures"] = ", ".join(f"{name} {number(found['last'])}" for name, found in measures)
     return facts
 
 
-def duration(summary: Mapping[str, Any]) -> str:
-    """Return the run's time on its own clock, and its time in all on this machine."""
+def describe_duration(summary: Mapping[str, Any]) -> str:
+    """Describe the run's time on its own clock, and its time in all on this machine."""
     time_s, host_s = seconds(summary.get("time_s")), seconds(summary.get("host_s"))
     if summary.get("time_kind") == "virtual":
         return f"{time_s} of virtual time, computed in {host_s}"
     return f"{time_s} of training, {host_s} in all with start and evaluations"
 
 
-def score(
+def describe_score(
     summary: Mapping[str, Any], label: str, key: str, text: Callable[[float | None], str]
 ) -> dict[str, str]:
-    """Return the last and the best value of a score, if the run has it."""
+    """Describe the last and the best value of a score, if the run has it."""
     final, best = summary.get("final") or {}, summary.get("best") or {}
     if final.get(key) is None:
         return {}
@@ -304,8 +309,8 @@ def score(
     return {label: text(final[key]) + top}
 
 
-def target(summary: Mapping[str, Any]) -> str:
-    """Return the targets of a run, and when it reached one; "" without a target."""
+def describe_target(summary: Mapping[str, Any]) -> str:
+    """Describe the targets of a run, and when it reached one; "" without a target."""
     accuracy, loss, metric = (
         summary.get(f"target_{what}") for what in ("accuracy", "loss", "metric")
     )
@@ -325,13 +330,14 @@ def describe_waiting(summary: Mapping[str, Any]) -> str:
     return f"{percent(summary.get('wait_share'))} of the workers' time{apart}{lead}"
 
 
-def failure(failed: Mapping[str, Any]) -> str:
+def describe_failure(failed: Mapping[str, Any]) -> str:
+    """Describe a row of `failed_workers`: when and why a worker failed, and when it rejoined."""
     back = "" if failed["rejoined_s"] is None else f", rejoined at {seconds(failed['rejoined_s'])}"
     return f"worker {failed['worker']} at {seconds(failed['time_s'])} ({failed['reason']}){back}"
 
 
-def pace(stats: Mapping[str, Any]) -> str:
-    """Return how much longer than declared the parts of a paced run took; "" if they kept pace."""
+def describe_pace(stats: Mapping[str, Any]) -> str:
+    """Describe how much longer than declared parts of a paced run took; "" if they kept pace."""
     if stats.get("slower_by", 0.0) <= SLOWER:
         return ""
     parts = {kind: stats[f"{kind}_slower_by"] for kind in ("steps", "transfers", "encodings")}
@@ -339,8 +345,8 @@ def pace(stats: Mapping[str, Any]) -> str:
     return f"{late} longer than declared: this machine is too slow for this cluster"
 
 
-def messages(stats: Mapping[str, Any]) -> str:
-    """Return the compression of the last messages that the workers reported."""
+def describe_messages(stats: Mapping[str, Any]) -> str:
+    """Describe the compression of the last messages that the workers reported."""
     names = [name for name in ("relative_error", "cosine") if stats.get(name) is not None]
     parts = [f"{number(stats['bits'])} bits per element"] if stats else []
     return ", ".join(parts + [f"{name.replace('_', ' ')} {number(stats[name])}" for name in names])
@@ -385,7 +391,7 @@ def stage_table(summary: Mapping[str, Any]) -> Table:
             "to": [seconds(stage["end_s"]) for stage in own],
             "steps": [number(stage["steps"]) for stage in own],
             "waiting": [percent(stage.get("wait_share")) for stage in own],
-            "ended because": [stages.why_ended(stage) for stage in own],
+            "ended because": [stages.explain_end(stage) for stage in own],
         }
     )
     table.columns[-1].justify = "left"

@@ -69,7 +69,7 @@ class RunCopy:
         if self.identifier is None:
             self.identifier = self.tracker.open(self.run)
         rows, end = jsonl.tail(self.run.folder / METRICS, self._copied)
-        self.tracker.log_metrics([point for row in rows for point in points(row)])
+        self.tracker.log_metrics([point for row in rows for point in metric_points(row)])
         self._copied = end
 
     def close(self) -> str:
@@ -77,19 +77,21 @@ class RunCopy:
         absent = ENDED_SWEEP if self.run.kind == "sweep" else UNFINISHED
         summary = jsonl.read_json(self.run.folder / SUMMARY) or absent
         # Six digits, so that a cell of MLflow's table shows the whole number.
-        ends = [(f"final/{name}", float(f"{value:.6g}")) for name, value in finals(summary)]
+        ends = [
+            (f"final/{name}", float(f"{value:.6g}")) for name, value in summary_numbers(summary)
+        ]
         self.tracker.log_metrics([Point(name, value, 0, 0.0) for name, value in ends])
         try:
             for path in filter(Path.exists, (self.run.folder / name for name in ARTIFACTS)):
                 self.tracker.log_artifact(path)
         finally:
-            shown = self.tracker.close(summary, digest(self.run.folder))
+            shown = self.tracker.close(summary, summary_hash(self.run.folder))
         return shown
 
 
 def copy_missing(tracker: Tracker, run: TrackedRun) -> None:
     """Copy a run that has ended, unless the tracker has a whole copy of it."""
-    if not tracker.has(run, digest(run.folder)):
+    if not tracker.has(run, summary_hash(run.folder)):
         copy = RunCopy(tracker, run)
         copy.advance()
         copy.close()
@@ -159,7 +161,7 @@ class Copier:
             pause_s = min(MAX_PAUSE_S, max(PERIOD_S, (time.monotonic() - began_s) / SHARE))
 
 
-def digest(folder: Path) -> str:
+def summary_hash(folder: Path) -> str:
     """Return a hash of a run's summary, or "" without one: an equal copy need not be repeated."""
     try:
         return hashlib.sha256((folder / SUMMARY).read_bytes()).hexdigest()[:16]
@@ -191,7 +193,7 @@ def params_of(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: written(value) for key, value in flat_config(config).items()}
 
 
-def points(row: Mapping[str, Any]) -> Iterator[Point]:
+def metric_points(row: Mapping[str, Any]) -> Iterator[Point]:
     """Yield the metrics in a line of metrics.jsonl: values of names with a slash.
 
     A null, for example a loss that is no number, is left out. `test/acc` comes first, because
@@ -202,12 +204,12 @@ def points(row: Mapping[str, Any]) -> Iterator[Point]:
             yield Point(name, float(row[name]), int(row["step"]), float(row.get("host_s") or 0.0))
 
 
-def finals(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def summary_numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a summary by name: `test_accuracy`, `best_time_s`, `wait_share_w0`."""
     for key, value in summary.items():
         if key in ("final", "best"):
             prefix = "" if key == "final" else "best_"
-            yield from ((prefix + name, number) for name, number in finals(value or {}))
+            yield from ((prefix + name, number) for name, number in summary_numbers(value or {}))
         elif key == "measures":
             yield from ((f"measure/{name}", found["last"]) for name, found in (value or {}).items())
         elif key not in ("schema", "seed") and type(value) in (int, float):

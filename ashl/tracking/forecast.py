@@ -22,7 +22,7 @@ COSTS = {
 PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and no density
 
 
-def show_profile(console: Console, profile: Profile) -> None:
+def print_profile(console: Console, profile: Profile) -> None:
     """Print the cost of a step, a push, a pull and an encoding for each worker.
 
     Costs by layer group, quantiles of step times, loaded exchanges, lines over message sizes and
@@ -40,41 +40,41 @@ def show_profile(console: Console, profile: Profile) -> None:
         ]
         rows.append((str(rank), *costs, *rates, milliseconds(worker.compress_s)))
     console.print(plain_table(titles, rows, left=(), gap=1))
-    show_rest(console, profile.num_workers, "workers")
+    print_rest(console, profile.num_workers, "workers")
     hosts = [worker.host for worker in profile.workers]
     if len({*hosts, profile.server_host} - {None}) > 1:
-        workers = listing(f"worker {rank} on {host}" for rank, host in enumerate(hosts))
+        workers = join_items(f"worker {rank} on {host}" for rank, host in enumerate(hosts))
         console.print(f"{workers}; the server on {profile.server_host}", markup=False)
     for cost, noise in NOISES.items():
         for ranks in group_equal_workers(profile.workers, cost, noise):
-            listed = listing(map(str, ranks))
+            listed = join_items(map(str, ranks))
             what = cost.removesuffix("_s")
             console.print(f"equal within their noise: {what} of workers {listed}")
     for codec in profile.codecs:
         name = codec.codec.rpartition(".")[2]
-        times = f"in {span(codec.encode_s)} ms and decodes it in {milliseconds(codec.decode_s)} ms"
-        console.print(f"{name} encodes the model {times}")
+        encode, decode = format_range(codec.encode_s), milliseconds(codec.decode_s)
+        console.print(f"{name} encodes the model in {encode} ms and decodes it in {decode} ms")
 
 
-def show_rest(console: Console, count: int, what: str) -> None:
+def print_rest(console: Console, count: int, what: str) -> None:
     """Print how many rows a table has left out."""
     if count > MAX_ROWS:
         console.print(f"and {count - MAX_ROWS:,} more {what}")
 
 
-def listing(items: Iterable[str]) -> str:
-    """Return the first items with commas; an ellipsis stands for the rest."""
+def join_items(items: Iterable[str]) -> str:
+    """Join the first items by commas; an ellipsis stands for the rest."""
     found = list(items)
     return ", ".join(found[:MAX_ROWS] + ["…"] * (len(found) > MAX_ROWS))
 
 
-def span(costs: Sequence[float]) -> str:
-    """Return the smallest and the largest of these seconds in ms; one number if both are equal."""
+def format_range(costs: Sequence[float]) -> str:
+    """Format the smallest and the largest of these seconds in ms; one number if both are equal."""
     low, high = milliseconds(min(costs)), milliseconds(max(costs))
     return low if low == high else f"{low} to {high}"
 
 
-def forecast(
+def print_forecast(
     console: Console, plan: Plan, epoch_samples: int, profile: Profile | None = None
 ) -> None:
     """Print each stage with its workers and rates, and the longest predicted time of the run.
@@ -88,17 +88,17 @@ def forecast(
             console.print(f"stage {stage.name}: measures steps and exchanges, without training")
             continue
         console.print(stage_table(stage, profile))
-        show_rest(console, len(stage.workers), "workers")
+        print_rest(console, len(stage.workers), "workers")
         if stage.predicted_steps_per_s is None:
             console.print("steps/s and waiting are not predicted: the cluster declares no costs")
             continue
         rate, waiting = number(stage.predicted_steps_per_s), percent(stage.predicted_wait_share)
         console.print(f"predicted {rate} steps/s, workers wait {waiting} of their time")
-    console.print(duration(plan, epoch_samples))
-    notes(console, plan)
+    console.print(describe_duration(plan, epoch_samples))
+    print_notes(console, plan)
 
 
-def notes(console: Console, plan: Plan) -> None:
+def print_notes(console: Console, plan: Plan) -> None:
     """Print the notes of a plan."""
     for note in plan.notes:
         console.print(
@@ -106,8 +106,8 @@ def notes(console: Console, plan: Plan) -> None:
         )
 
 
-def duration(plan: Plan, epoch_samples: int) -> str:
-    """Return the number of steps and their predicted time; a target may end the run earlier."""
+def describe_duration(plan: Plan, epoch_samples: int) -> str:
+    """Describe the number of steps and their predicted time; a target may end the run earlier."""
     limits, steps = plan.limits, plan.num_steps(epoch_samples)
     rates = [stage.predicted_steps_per_s for stage in plan.stages if stage.predicted_steps_per_s]
     ends = "" if limits.seconds is None else f"stops after {seconds(limits.seconds)}"

@@ -55,7 +55,7 @@ class MlflowTracker:
 
     def has(self, run: TrackedRun, outcome: str) -> bool:
         tags = {FOLDER: folder_tag(run.folder), OUTCOME: outcome}
-        return bool(find(self.client, self.client.search_experiments(), tags))
+        return bool(find_runs(self.client, self.client.search_experiments(), tags))
 
     def open(self, run: TrackedRun) -> str:
         """Begin a run; earlier copies that are incomplete, or of a sweep's run, are deleted.
@@ -64,7 +64,7 @@ class MlflowTracker:
         """
         experiment = get_or_create_experiment(self.client, run.experiment, self.store)
         self.tracked = run
-        for earlier in find(self.client, [experiment], {FOLDER: folder_tag(run.folder)}):
+        for earlier in find_runs(self.client, [experiment], {FOLDER: folder_tag(run.folder)}):
             if run.kind == "sweep":
                 self.client.update_run(earlier.info.run_id, status="RUNNING")
                 self.run = earlier
@@ -196,10 +196,10 @@ def get_or_create_experiment(client: "MlflowClient", name: str, store: Path) -> 
     return found
 
 
-def find(
+def find_runs(
     client: "MlflowClient", experiments: Sequence["Experiment"], tags: Mapping[str, str]
 ) -> Sequence["Run"]:
-    """Return the runs with these tags, the latest first."""
+    """Find the runs with these tags, the latest first."""
     query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
     ids = [experiment.experiment_id for experiment in experiments]
     return client.search_runs(ids, query, order_by=["attributes.start_time DESC"])

@@ -45,16 +45,16 @@ ENDS = {
 EVALUATED = ("evaluated_loss", "accuracy")  # rules that only evaluations judge
 
 
-def why_ended(stage: Mapping[str, Any]) -> str:
-    """Return why a stage of `summary.json` ended."""
+def explain_end(stage: Mapping[str, Any]) -> str:
+    """Explain why a stage of `summary.json` ended."""
     rule, until = stage.get("exit_reason") or "", stage.get("until") or {}
     if rule in until:
         return RULES[rule][0].format(f"{until[rule]:g}")
     return ENDS.get(rule, rule or "-")
 
 
-def never_began(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the names of stages that never began, and which condition of the first was not met."""
+def explain_missing_stages(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Explain which stages never began, and which condition of the first was not met."""
     names = ", ".join(str(stage["name"]) for stage in stages)
     missing = list[str]()
     for rule, bound in stages[0]["until"].items():
@@ -72,8 +72,8 @@ def never_began(stages: Sequence[Mapping[str, Any]]) -> str:
     return f"stage{'s' if len(stages) > 1 else ''} {names} never began: {why}"
 
 
-def why_dropped(summary: Mapping[str, Any]) -> str:
-    """Return the dropped steps by reason, in words; "" if no reason is recorded."""
+def explain_drops(summary: Mapping[str, Any]) -> str:
+    """Explain the dropped steps by reason, in words; "" if no reason is recorded."""
     counted = summary.get("dropped_for") or {}
     return ", ".join(
         f"{count:,} {REASONS.get(reason, reason)}" for reason, count in counted.items()

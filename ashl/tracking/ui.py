@@ -24,7 +24,7 @@ from ashl.tracking.mlflow import (
     MlflowTracker,
     client_of,
     experiment_page,
-    find,
+    find_runs,
     folder_tag,
     set_environment,
     tracking_uri,
@@ -82,7 +82,7 @@ def serve(
                 ) from error
             yield link, process
         finally:
-            end(process)
+            end_server(process)
 
 
 def link_of(store: Path, address: str, folder: Path | None) -> str:
@@ -97,7 +97,7 @@ def link_of(store: Path, address: str, folder: Path | None) -> str:
         run = TrackedRun(folder.absolute(), name, experiment, params_of(config))
         copy_missing(MlflowTracker(store), run)
     tags = {} if folder is None else {FOLDER: folder_tag(folder)}
-    found = find(client, client.search_experiments(), tags)
+    found = find_runs(client, client.search_experiments(), tags)
     if not found and folder is None:
         return address
     if not found:
@@ -135,7 +135,7 @@ def wait_for_answer(process: subprocess.Popen, host: str, port: int, log: IO[byt
     raise AshlError(f"MLflow's page did not start ({reason}).")
 
 
-def end(process: subprocess.Popen) -> None:
+def end_server(process: subprocess.Popen) -> None:
     """End MLflow's processes, which are a process group of their own."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):

@@ -11,7 +11,7 @@ from ashl.cli.app import main
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Counts, Heartbeat, Measured, Round, dumps, loads
 from ashl.runtime.time_accounting import KINDS as TIMES
-from ashl.tracking.copying import finals, points
+from ashl.tracking.copying import metric_points, summary_numbers
 
 PACKAGE = '''
 """Sync modes of one's own: they do what those of the package do, and measure the length of every local step."""
@@ -109,8 +109,8 @@ def test_a_measure_is_wherever_metrics_are(topology: str, runtime: str, package,
     assert found["mean"] != found["last"]
     if runtime == "sim":
         assert all(line["measure/step_norm"] > 0 for line in lines)
-    assert ("measure/step_norm", found["last"]) in [point[:2] for point in points(lines[-1])]
-    assert dict(finals(summary))["measure/step_norm"] == found["last"]
+    assert ("measure/step_norm", found["last"]) in [point[:2] for point in metric_points(lines[-1])]
+    assert dict(summary_numbers(summary))["measure/step_norm"] == found["last"]
     capsys.readouterr()
     assert main(["compare", "run"]) == 0
     assert "step_norm" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.tracking import jsonl
-from ashl.tracking.stages import why_ended
+from ashl.tracking.stages import explain_end
 
 STALLED = [
     "-q",
@@ -41,7 +41,9 @@ def test_a_run_that_learns_nothing_ends_by_patience(overrides: str, workplace) -
     assert main(["train", *STALLED, *overrides.split(), "run.dir=run"]) == 0
     summary = jsonl.read_json(workplace / "run" / "summary.json")
     assert (summary["status"], summary["exit_reason"]) == ("finished", "patience")
-    assert why_ended(summary["stages"][-1]) == "there was no new best for stop.patience evaluations"
+    assert (
+        explain_end(summary["stages"][-1]) == "there was no new best for stop.patience evaluations"
+    )
     rows = list(jsonl.read(workplace / "run" / "metrics.jsonl"))
     best = max(range(len(rows)), key=lambda i: (rows[i]["test/acc"], -rows[i]["test/loss"]))
     assert len(rows) - 1 - best >= 2

@@ -18,7 +18,7 @@ from ashl.run import train as run
 from ashl.run.profile import profile as measure
 from ashl.tracking import forecast as forecasts
 from ashl.tracking.copying import params_of
-from ashl.tracking.forecast import duration, forecast
+from ashl.tracking.forecast import describe_duration, print_forecast
 from tests.support import planned
 
 
@@ -102,7 +102,7 @@ def test_the_data_set_is_loaded_once(workplace, monkeypatch) -> None:
     ],
 )
 def test_a_forecast_says_how_long(overrides: str, says: str) -> None:
-    assert duration(planned(*overrides.split()), 1437).startswith(says)
+    assert describe_duration(planned(*overrides.split()), 1437).startswith(says)
 
 
 def test_a_forecast_of_many_workers_fits_a_screen(monkeypatch) -> None:
@@ -110,6 +110,6 @@ def test_a_forecast_of_many_workers_fits_a_screen(monkeypatch) -> None:
     plan, _, data = prepare_plan(compose(SMALL))
     console = Console(width=120)
     with console.capture() as shown:
-        forecast(console, plan, len(data.train))
+        print_forecast(console, plan, len(data.train))
     assert shown.get().count("and 1 more workers") == 2
     assert "5 %" not in shown.get(), "a stage that profiles keeps nothing"
