@@ -32,7 +32,7 @@ from ashl.run.handshake import (
     settings_in_common,
 )
 from ashl.run.interface import Chosen
-from ashl.run.job import await_place, place_key, refusing_on_error
+from ashl.run.job import await_place, place_key, sharing_error
 from ashl.run.join import Place
 from ashl.run.rank import RankSettings
 from tests.conf_option import conf_option
@@ -352,7 +352,7 @@ def test_a_process_gets_its_place_or_the_error_of_process_0() -> None:
         said = store.get(hello_key(2))
         with (
             pytest.raises(DataMissingError, match="no data"),
-            refusing_on_error(store, member(0)),
+            sharing_error(member(0), store),
         ):
             raise DataMissingError("no data")
         with pytest.raises(DataMissingError, match="no data"):
@@ -415,7 +415,6 @@ def test_what_machines_may_have_each_its_own() -> None:
         "dataset.batch_size=8",
         "dataset.batch_size=4",
     )
-    assert first_difference("{", "{}") == ("another configuration", "its own")
 
 
 def test_a_master_that_does_not_answer() -> None:

@@ -174,12 +174,9 @@ def first_difference(own: str, other: str) -> tuple[str, str]:
 
     Order: chosen options, then their parameters, then the plan, which follows from both.
     """
-    try:
-        ours, theirs = json.loads(own), json.loads(other)
-        key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
-        values = [f"{key}={written(settings.get(key))}" for settings in (ours, theirs)]
-    except (ValueError, RecursionError, TypeError, AttributeError, StopIteration):
-        return "another configuration", "its own"
+    ours, theirs = json.loads(own), json.loads(other)
+    key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+    values = (f"{key}={written(settings.get(key))}" for settings in (ours, theirs))
     first, second = (plain(text[:200]) for text in values)
     return first, second
 

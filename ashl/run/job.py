@@ -70,7 +70,7 @@ def describe_process(
 
     Raises: UsageError, in all processes of the job, if this one cannot run the plan.
     """
-    with reporting_error_to_job(job):
+    with sharing_error(job):
         if interface.is_loopback(job.host):
             interface.check_loopback(f"MASTER_ADDR={job.host}")
         chosen = interface.find_configured(parts.runtime.interface) or interface.find_route(
@@ -99,7 +99,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
     job = with_resolved_master(job, timeout_s)
     own, chosen = describe_process(plan, parts, config, job)
     store = serve_store(job, timeout_s)
-    with refusing_on_error(store, job):
+    with sharing_error(job, store):
         hellos = gather_hellos(store, own, job.world_size, timeout_s)
         check_interfaces(hellos)
         hosts = getattr(parts.cluster, "hosts", None) or ()
@@ -142,49 +142,44 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
 
 
 @contextmanager
-def refusing_on_error(
-    store: AuthenticatedStore | None, job: JobMembership | None
-) -> Generator[None]:
-    """Answer the hellos of all processes by an AshlError of process 0 before the run, and raise it
-    again.
+def sharing_error(job: JobMembership | None, store: StoreServer | None = None) -> Generator[None]:
+    """Share an AshlError of this process with all processes of the job, and raise it again.
 
-    Waits for at most `PATIENCE_S` seconds until they have read it, because the store ends with this
-    process. Without a job nothing is answered.
+    They end with this error instead of waiting for this process. Nothing is shared without a job,
+    or once the run has begun.
+    Args: store, of process 0, if it serves it already.
     """
     try:
         yield
     except AshlError as error:
-        if store is not None and job is not None and not store.check([place_key(0)]):
-            refusal = Place(refused=plain(str(error)), exit_code=error.exit_code).dumps()
-            for process in range(job.world_size):
-                store.set(place_key(process), refusal)
-            readers = [f"out/{process}" for process in range(1, job.world_size)]
-            end_s = time.monotonic() + PATIENCE_S
-            while readers and not store.check(readers) and time.monotonic() < end_s:
-                time.sleep(POLL_S)
+        if job is not None:
+            with suppress(AshlError, RuntimeError):
+                share_error(job, store, error)
         raise
 
 
-@contextmanager
-def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
-    """Report an AshlError of this process before the handshake, and raise it again.
+def share_error(job: JobMembership, store: StoreServer | None, error: AshlError) -> None:
+    """Publish an error of this process in the job's store: as its hello, or as the answer of
+    process 0 to all hellos.
 
-    All other processes then end with this error instead of waiting for this process. Without a job
-    nothing is reported.
+    Process 0 waits for at most `PATIENCE_S` seconds until the others have read the answer, because
+    the store ends with this process.
     """
-    try:
-        yield
-    except AshlError as error:
-        with suppress(AshlError, RuntimeError):
-            if job is not None and job.rank == 0:
-                store = serve_store(job, PATIENCE_S)
-                with refusing_on_error(store, job):
-                    raise
-            elif job is not None:
-                hello = make_hello(job, error=plain(str(error)), exit_code=error.exit_code)
-                store = connect_store(job, PATIENCE_S)
-                store.compare_set(hello_key(job.rank), "", hello.dumps())
-        raise
+    text = plain(str(error))
+    if job.rank > 0:
+        hello = make_hello(job, error=text, exit_code=error.exit_code)
+        connect_store(job, PATIENCE_S).compare_set(hello_key(job.rank), "", hello.dumps())
+        return
+    store = store or serve_store(job, PATIENCE_S)
+    if store.check([place_key(0)]):
+        return
+    refusal = Place(refused=text, exit_code=error.exit_code).dumps()
+    for process in range(job.world_size):
+        store.set(place_key(process), refusal)
+    readers = [f"out/{process}" for process in range(1, job.world_size)]
+    end_s = time.monotonic() + PATIENCE_S
+    while readers and not store.check(readers) and time.monotonic() < end_s:
+        time.sleep(POLL_S)
 
 
 def place_key(process: int) -> str:

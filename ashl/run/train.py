@@ -88,7 +88,7 @@ def run(
     """
     log_level()
     config, job = detect_job(config)
-    with jobs.reporting_error_to_job(job):
+    with jobs.sharing_error(job):
         tracking = construct(config["tracking"], "tracking", config["allow_targets"])
         plan, parts, data = prepare_plan(
             config, job.world_size if job else None, overrides, strict=strict and resume is None
@@ -101,7 +101,7 @@ def run(
     elif parts.runtime.name == "local":
         launch.check_local(plan, parts.runtime)
     torch.set_num_threads(parts.runtime.threads)
-    with jobs.refusing_on_error(lead and lead.store, job):
+    with jobs.sharing_error(job, lead and lead.store):
         device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
         whole = assemble(plan, device, parts, data)
         if resume is not None:
@@ -242,7 +242,7 @@ def run_kernel(
         run_dir, plan.num_ranks, saving.every_s, saving.identity, lead_rank
     )
     with (
-        jobs.refusing_on_error(lead and lead.store, lead and lead.job),
+        jobs.sharing_error(lead and lead.job, lead and lead.store),
         logging_to(run_dir / CONTROLLER_LOG, "controller"),
     ):
         if saved is not None:
