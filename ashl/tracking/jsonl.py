@@ -8,18 +8,11 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO
 
 from pydantic_core import to_json
 
 from ashl.errors import parsed
-
-
-@runtime_checkable
-class Listable(Protocol):
-    """A scalar or an array of numpy or torch, neither of which is imported here."""
-
-    def tolist(self) -> object: ...
 
 
 class Lines:
@@ -184,7 +177,8 @@ def dumps(value: object, indent: int | None = None) -> str:
     return to_json(value, indent=indent, inf_nan_mode="null", fallback=to_list).decode()
 
 
-def to_list(value: object) -> object:
-    if not isinstance(value, Listable):
+def to_list(value: Any) -> object:
+    """Convert a scalar or an array of numpy or torch, neither of which is imported here."""
+    if not hasattr(value, "tolist"):
         raise TypeError(f"a record holds plain values only, not {type(value).__name__}")
     return value.tolist()
