@@ -127,7 +127,7 @@ def spec(group: str, name: str) -> dict[str, Any]:
 
 @cache
 def local_runtime() -> Any:
-    return OptionFactory(()).of("runtime", compose(["runtime=local"])["runtime"])
+    return OptionFactory(()).get_option("runtime", compose(["runtime=local"])["runtime"])
 
 
 def with_events(parts: Parts, *kinds: str) -> Parts:
@@ -270,7 +270,7 @@ def table(topology: str, notes: Notes) -> list[str]:
 
 @cache
 def option(group: str, name: str) -> Any:
-    return OptionFactory(()).of(group, spec(group, name))
+    return OptionFactory(()).get_option(group, spec(group, name))
 
 
 def fits(topology: str, sync: str) -> bool:

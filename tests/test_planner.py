@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ashl.plan.profile import Profile
-from ashl.planner.assignment import assignments, costs_of, sent
+from ashl.planner.assignment import assignments, costs_of, sent_share
 from ashl.planner.balanced import Load, anchor_of, balance
 from ashl.planner.hidden import Hidden
 from ashl.planner.online import Averages
@@ -166,7 +166,7 @@ def test_balanced_ratios_fill_the_common_cycle(
             common, rel=1e-4
         )
         assert (
-            sent(pairs, worker.compression_ratio) <= 1
+            sent_share(pairs, worker.compression_ratio) <= 1
         )  # pairs dearer than the dense vector are never sent
 
 
@@ -271,7 +271,7 @@ def test_one_slow_worker_holds_nobody_up() -> None:
 def test_where_exchanges_are_hidden_h_alone_makes_the_cycles_equal(planner: Any) -> None:
     """Links of 4, 6 and 8 play no part, and nobody sends more than is preset."""
     profile = cluster(*REFERENCE)
-    rows = Hidden(planner, planner.follows).assign(profile, 6, 0.1, pairs)
+    rows = Hidden(planner, planner.replans).assign(profile, 6, 0.1, pairs)
     assert [row.local_steps for row in rows] == [12, 8, 6]
     assert [row.compression_ratio for row in rows] == [0.1] * 3
     assert [row.predicted_cycle_s for row in rows] == pytest.approx([24.0] * 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ashl.errors import UsageError
-from ashl.planner.goodput import Goodput, Noise, candidates, independent
+from ashl.planner.goodput import Goodput, Noise, candidates, count_independent_gradients
 from ashl.planner.online import Averages
 from tests.conf_option import conf_option
 from tests.plans import cluster, pairs, steps
@@ -82,15 +82,15 @@ def test_noise_is_measured_from_what_workers_push_anyway(momentum: float) -> Non
             momenta[worker] = momentum * momenta[worker] + noisy
             update = update - 0.1 * momenta[worker]
         if push > 90:  # momenta are what they will be
-            state = planner.hear(state, worker, update, taken, taken * BATCH)
+            state = planner.observe_update(state, worker, update, taken, taken * BATCH)
     assert state.noise is not None
     assert state.noise.scale == pytest.approx(sigma**2 / 0.05**2, rel=0.15)
 
 
 def test_momentum_averages_over_the_steps_before() -> None:
-    assert [independent(h, 0.0) for h in (1, 2, 8)] == [1, 2, 8]
-    assert independent(1, 0.9) == pytest.approx(1.9 / 0.1)
-    assert independent(100_000, 0.9) == pytest.approx(100_000, rel=1e-3)
+    assert [count_independent_gradients(h, 0.0) for h in (1, 2, 8)] == [1, 2, 8]
+    assert count_independent_gradients(1, 0.9) == pytest.approx(1.9 / 0.1)
+    assert count_independent_gradients(100_000, 0.9) == pytest.approx(100_000, rel=1e-3)
 
 
 BASE = (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ashl.plan.profile import Profile
-from ashl.planner.assignment import assignments, costs_of, sent
+from ashl.planner.assignment import assignments, costs_of, sent_share
 from ashl.planner.online import Averages, Online, pace
 from tests.plans import ONLINE, Plan, cluster, cycles, pairs, ratios, reference, steps
 
@@ -35,7 +35,7 @@ def bounded_run(
     for _ in range(rounds):
         for rank, worker in enumerate(truth.workers):
             step_s = worker.step_s * max(0.1, 1 + jitter * draw.standard_normal())
-            part = sent(pairs, plan[rank].compression_ratio)
+            part = sent_share(pairs, plan[rank].compression_ratio)
             state = online.observe(state, rank, step_s, worker.push_of(part), worker.pull_s, part)
             state, fresh = online.replan(state, plan, h_preset, r_preset, pairs)
             plan = fresh or plan

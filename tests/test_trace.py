@@ -42,14 +42,14 @@ def test_what_a_line_leaves_open_stays_as_it_is(tmp_path: Path) -> None:
         construct(planned(*RUN, f"cluster.trace={file}").cluster, "cluster"), "compute"
     )
     last = 1 + 3998 % 7
-    assert [factors.at(0, round(s * 1e9)) for s in (0, 0.0019, 0.002, 3.9985, 9)] == [
+    assert [factors.factor_of(0, round(s * 1e9)) for s in (0, 0.0019, 0.002, 3.9985, 9)] == [
         1,
         1,
         3,
         last,
         last,
     ]
-    assert factors.at(1, 0) == 2
+    assert factors.factor_of(1, 0) == 2
 
 
 @pytest.mark.parametrize(

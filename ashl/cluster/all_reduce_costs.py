@@ -17,7 +17,7 @@ from ashl.cluster.all_reduce_rounds import BY_NAME, Round, nodes_of_members, rou
 from ashl.cluster.spec import Cluster, ContentionCosts, Measured
 from ashl.cluster.speed import NS, Factors
 
-KEPT = 4096  # maximum number of cached costs
+MAX_CACHED = 4096  # maximum number of cached costs
 
 Group = tuple[int, ...]
 CostOf = Callable[[Round, np.ndarray], int]  # (round, bytes of each message) → nanoseconds
@@ -29,21 +29,21 @@ def contention_of(cluster: Cluster) -> ContentionCosts | None:
 
 
 def cost_over_ports(
-    home: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray
+    node: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray
 ) -> CostOf:
-    """Return the cost of a round between members on the nodes `home`.
+    """Return the cost of a round between members on the nodes `node`.
 
     Args: `latency` holds seconds by member; `out` and `into` hold seconds per byte of each member's
     NIC, with one row for links between nodes and one for links inside. Messages that share a NIC
     are serialised.
     """
-    g = len(home)
+    g = len(node)
 
     def cost_ns(one: Round, nbytes: np.ndarray) -> int:
-        inner = (home[one.src] == home[one.dst]).astype(int)
+        inner = (node[one.src] == node[one.dst]).astype(int)
         held_s = []
         for rank, s_per_byte in ((one.src, out), (one.dst, into)):
-            port = np.where(inner, g + rank, home[rank])
+            port = np.where(inner, g + rank, node[rank])
             held_s.append(np.bincount(port, s_per_byte[inner, rank] * nbytes)[port])
         latency_s = np.maximum(latency[inner, one.src], latency[inner, one.dst])
         return int((np.rint(latency_s * NS) + np.rint(np.maximum(*held_s) * NS)).max())
@@ -84,7 +84,7 @@ class AllReduceCosts:
         self.algorithm, self.node, self._network = algorithm, node, network
         self._known: dict[tuple[Group, int], AllReduceCost] = {}
 
-    def candidates(self, group: Group) -> list[str]:
+    def list_candidates(self, group: Group) -> list[str]:
         """Return the algorithms that `auto` compares.
 
         The star needs a server-like member, and the hierarchy needs nodes with several members.
@@ -93,28 +93,29 @@ class AllReduceCosts:
         out = {"star"} if 1 < len(set(homes)) < len(homes) else {"star", "hierarchical"}
         return [name for name in BY_NAME if name not in out]
 
-    def known(self, group: Group, nbytes: int) -> AllReduceCost:
+    def initial_cost(self, group: Group, nbytes: int) -> AllReduceCost:
         """Return the cost of an all-reduce of `nbytes` at the start of the run."""
         if (found := self._known.get((group, nbytes))) is None:
-            if len(self._known) >= KEPT:
+            if len(self._known) >= MAX_CACHED:
                 self._known.clear()
-            names = self.candidates(group) if self.algorithm == "auto" else [self.algorithm]
+            names = self.list_candidates(group) if self.algorithm == "auto" else [self.algorithm]
             found = min(
-                (self.by(name, group, nbytes, 0) for name in names), key=lambda known: known.cost_ns
+                (self.cost_of(name, group, nbytes, 0) for name in names),
+                key=lambda known: known.cost_ns,
             )
             self._known[group, nbytes] = found
         return found
 
     def cost_ns(self, group: Group, nbytes: int, now_ns: int) -> int:
         """Return the nanoseconds of an all-reduce that begins now."""
-        known = self.known(group, nbytes)
+        known = self.initial_cost(group, nbytes)
         return (
             known.cost_ns
             if self._network.steady
-            else self.by(known.algorithm, group, nbytes, now_ns).cost_ns
+            else self.cost_of(known.algorithm, group, nbytes, now_ns).cost_ns
         )
 
-    def by(self, algorithm: str, group: Group, nbytes: int, now_ns: int) -> AllReduceCost:
+    def cost_of(self, algorithm: str, group: Group, nbytes: int, now_ns: int) -> AllReduceCost:
         """Return the cost of an all-reduce by this algorithm that begins now."""
         g = len(group)
         if algorithm == "ring":
@@ -134,5 +135,5 @@ class AllReduceCosts:
             received += np.bincount(one.dst, count, g)
         moved = ([nbytes * int(count) // pieces for count in way] for way in (sent, received))
         return AllReduceCost(
-            algorithm, self._network.factors.stretched(group, cost_ns, now_ns), *moved
+            algorithm, self._network.factors.add_outages(group, cost_ns, now_ns), *moved
         )

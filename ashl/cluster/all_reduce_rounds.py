@@ -128,7 +128,7 @@ def hierarchical(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     m, shards, most = len(machines), min(map(len, machines)), max(map(len, machines))
     owners = np.stack([members[:shards] for members in machines])
 
-    def inside(adds: bool) -> Iterator[Round]:
+    def rounds_inside_nodes(adds: bool) -> Iterator[Round]:
         for t in range(1, most):
             ends = []
             for members in (members for members in machines if len(members) > t):
@@ -139,7 +139,7 @@ def hierarchical(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
             src, dst, shard = np.concatenate(ends, axis=1)
             yield Round(src, dst, shard * m, (shard + 1) * m, adds)
 
-    def across(adds: bool) -> Iterator[Round]:
+    def rounds_across_nodes(adds: bool) -> Iterator[Round]:
         at, first = np.arange(m), np.arange(shards) * m
         for t in range(1, m):
             to = (at + t) % m
@@ -147,7 +147,12 @@ def hierarchical(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
             yield Round(owners.ravel(), owners[to].ravel(), piece, piece + 1, adds)
 
     def rounds() -> Iterator[Round]:
-        for part, adds in ((inside, True), (across, True), (across, False), (inside, False)):
+        for part, adds in (
+            (rounds_inside_nodes, True),
+            (rounds_across_nodes, True),
+            (rounds_across_nodes, False),
+            (rounds_inside_nodes, False),
+        ):
             yield from part(adds)
 
     return shards * m, rounds()

@@ -31,7 +31,7 @@ from ashl.cluster.all_reduce_rounds import Round
 from ashl.cluster.spec import Cluster, Measured
 from ashl.cluster.speed import NS, Factors
 
-KEPT = 4096  # maximum number of cached rings and costs
+MAX_CACHED = 4096  # maximum number of cached rings and costs
 
 # (rank, or the first rank of its node; "out" or "in"; True for links inside a node)
 Port = tuple[int, str, bool]
@@ -74,7 +74,9 @@ class Exchange:
         self.outages = bool(self.factors.outages)
         self.steady = not cluster.events
         self._cache: dict[tuple[int, int, int], int] = {}
-        self.summing = None if algorithm is None else AllReduceCosts(algorithm, cluster.node, self)
+        self.all_reduce_costs = (
+            None if algorithm is None else AllReduceCosts(algorithm, cluster.node, self)
+        )
 
     def cost_ns(self, src: int, dst: int, nbytes: int, now_ns: int) -> int:
         if not nbytes and not self.outages:
@@ -82,9 +84,9 @@ class Exchange:
         if self.steady and (cost := self._cache.get((src, dst, nbytes))) is not None:
             return cost
         ends = [rank for rank in (src, dst) if rank < self.num_workers]
-        factor = max((self.factors.at(rank, now_ns) for rank in ends), default=1.0)
+        factor = max((self.factors.factor_of(rank, now_ns) for rank in ends), default=1.0)
         cost = round(factor * self.half_s * (nbytes / self.dense_bytes) * NS)
-        cost = self._cache[src, dst, nbytes] = self.factors.stretched(ends, cost, now_ns)
+        cost = self._cache[src, dst, nbytes] = self.factors.add_outages(ends, cost, now_ns)
         return cost
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
@@ -93,21 +95,21 @@ class Exchange:
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         return (
-            self.summing.cost_ns(group, nbytes, now_ns)
-            if self.summing
+            self.all_reduce_costs.cost_ns(group, nbytes, now_ns)
+            if self.all_reduce_costs
             else self.ring_ns(group, nbytes, now_ns)
         )
 
     def ring_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         """Return the nanoseconds of a ring all-reduce."""
         g = len(group)
-        factor = max(self.factors.at(rank, now_ns) for rank in group)
+        factor = max(self.factors.factor_of(rank, now_ns) for rank in group)
         cost = round(2 * self.half_s * factor * (g - 1) / g * (nbytes / self.dense_bytes) * NS)
-        return self.factors.stretched(group, cost, now_ns)
+        return self.factors.add_outages(group, cost, now_ns)
 
     def round_ns(self, group: tuple[int, ...], now_ns: int) -> CostOf:
         """Return the cost function of the rounds of an all-reduce that begins now."""
-        factors = np.array([self.factors.at(rank, now_ns) for rank in group])
+        factors = np.array([self.factors.factor_of(rank, now_ns) for rank in group])
 
         def cost_ns(one: Round, nbytes: np.ndarray) -> int:
             slower = np.maximum(factors[one.src], factors[one.dst])
@@ -127,7 +129,7 @@ class Exchange:
         """
         return 0
 
-    def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
+    def occupy_nics(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
         """Return the moment when a collective begins: now, as no NIC is ever busy."""
         return now_ns
 
@@ -158,93 +160,104 @@ class Ports:
         self.steady = not cluster.events
         self._rings: dict[tuple[int, ...], Ring] = {}
         self._costs: dict[tuple[tuple[int, ...], int, int], int] = {}
-        self.summing = None if algorithm is None else AllReduceCosts(algorithm, cluster.node, self)
+        self.all_reduce_costs = (
+            None if algorithm is None else AllReduceCosts(algorithm, cluster.node, self)
+        )
 
-    def inner(self, src: int, dst: int) -> bool:
-        return src < len(self._first) and self.machine(src) == self.machine(dst)
+    def is_inside_node(self, src: int, dst: int) -> bool:
+        return src < len(self._first) and self.node_of(src) == self.node_of(dst)
 
-    def machine(self, rank: int) -> int:
+    def node_of(self, rank: int) -> int:
         """Return the first rank on the same node."""
         return self._first[rank] if rank < len(self._first) else rank
 
     def port(self, rank: int, way: str, inner: bool) -> Port:
-        return rank if inner else self.machine(rank), way, inner
+        return rank if inner else self.node_of(rank), way, inner
 
     def service_ns(self, rank: int, nbytes: float, now_ns: int, inner: bool, out: bool) -> int:
         """Return the nanoseconds for which these bytes occupy this rank's NIC, out of it or into
         it.
         """
         return round(
-            self.factors.at(rank, now_ns) * nbytes / self.cluster.bytes_s(rank, out, inner) * NS
-        )
-
-    def latency_ns(self, src: int, dst: int, nbytes: float, now_ns: int) -> int:
-        inner = self.inner(src, dst)
-        return round(
-            max(self.factors.at(r, now_ns) * self.cluster.latency_of(r, inner) for r in (src, dst))
+            self.factors.factor_of(rank, now_ns)
+            * nbytes
+            / self.cluster.bytes_s(rank, out, inner)
             * NS
         )
 
-    def leave(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
+    def latency_ns(self, src: int, dst: int, nbytes: float, now_ns: int) -> int:
+        inner = self.is_inside_node(src, dst)
+        return round(
+            max(
+                self.factors.factor_of(r, now_ns) * self.cluster.latency_of(r, inner)
+                for r in (src, dst)
+            )
+            * NS
+        )
+
+    def queue_at_sender(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
         """Queue a message at the sender's NIC.
 
         Returns: (start of the transfer, arrival of its head, earliest arrival of its tail).
         """
-        inner = self.inner(src, dst)
+        inner = self.is_inside_node(src, dst)
         key = self.port(src, "out", inner)
         start = max(now_ns, self._free.get(key, 0))
         service = self.service_ns(src, nbytes, now_ns, inner, out=True)
         latency = self.latency_ns(src, dst, nbytes, now_ns)
-        stands, takes = (self.factors.stretched((src,), cost, start) for cost in (0, service))
+        stands, takes = (self.factors.add_outages((src,), cost, start) for cost in (0, service))
         self._free[key] = start + takes
         return start, start + stands + latency, start + takes + latency
 
-    def depart(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
-        """Queue a message at the sender's NIC as `leave` does, and register it as in flight.
+    def send_message(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
+        """Queue a message at the sender's NIC as `queue_at_sender` does, and register it as in
+        flight.
 
-        The caller calls `arrive` at the moment when the head has arrived.
+        The caller calls `queue_at_receiver` at the moment when the head has arrived.
         """
-        start, head, tail = self.leave(src, dst, nbytes, now_ns)
+        start, head, tail = self.queue_at_sender(src, dst, nbytes, now_ns)
         self._posted += 1
-        coming = self._coming.setdefault(self.port(dst, "in", self.inner(src, dst)), [])
+        coming = self._coming.setdefault(self.port(dst, "in", self.is_inside_node(src, dst)), [])
         heappush(coming, Coming(head, self._posted, dst, nbytes, tail, None))
         return start, head, tail
 
-    def arrive(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
+    def queue_at_receiver(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
         """Queue a message at the receiver's NIC, in the order in which heads arrive.
 
         Returns: the moment when the last byte has arrived.
         """
-        inner = self.inner(src, dst)
+        inner = self.is_inside_node(src, dst)
         key = self.port(dst, "in", inner)
         if (coming := self._coming.get(key)) and (end := heappop(coming).end_ns) is not None:
             return end
-        self._free[key] = self._taken_in(key, dst, nbytes, head_ns)
+        self._free[key] = self._receive_end_ns(key, dst, nbytes, head_ns)
         return max(self._free[key], tail_ns)
 
-    def _taken_in(self, port: Port, dst: int, nbytes: int, head_ns: int) -> int:
+    def _receive_end_ns(self, port: Port, dst: int, nbytes: int, head_ns: int) -> int:
         """Return the moment when the receiver's NIC has received a message whose head has
         arrived.
         """
         start = max(head_ns, self._free.get(port, 0))
         service = self.service_ns(dst, nbytes, head_ns, port[2], out=False)
-        return start + self.factors.stretched((dst,), service, start)
+        return start + self.factors.add_outages((dst,), service, start)
 
-    def _settle(self, port: Port) -> None:
+    def _reserve_for_coming(self, port: Port) -> None:
         """Reserve the NIC for all messages in flight to it, before any message that is sent from
         now on.
         """
         settled = []
         for coming in sorted(self._coming[port]):
             if coming.end_ns is None:
-                self._free[port] = self._taken_in(port, coming.dst, coming.nbytes, coming.head_ns)
+                self._free[port] = self._receive_end_ns(
+                    port, coming.dst, coming.nbytes, coming.head_ns
+                )
                 coming = coming._replace(end_ns=max(self._free[port], coming.tail_ns))
             settled.append(coming)
         self._coming[port] = settled  # a sorted list is a heap
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
         """Return the nanoseconds of an uncontended transfer."""
-        inner = self.inner(src, dst)
+        inner = self.is_inside_node(src, dst)
         ends = (src, True), (dst, False)
         service = max(self.service_ns(end, nbytes, 0, inner, out) for end, out in ends)
         return self.latency_ns(src, dst, nbytes, 0) + service
@@ -255,8 +268,8 @@ class Ports:
         The order of precedence is the chosen algorithm, the measured all-reduce of all workers, a
         ring.
         """
-        if self.summing:
-            return self.summing.cost_ns(group, nbytes, now_ns)
+        if self.all_reduce_costs:
+            return self.all_reduce_costs.cost_ns(group, nbytes, now_ns)
         if self._sums is not None and len(group) == len(self.cluster.compute):
             return round(self._sums.seconds(nbytes) * NS)
         return self.ring_ns(group, nbytes, now_ns)
@@ -267,8 +280,8 @@ class Ports:
 
     def round_ns(self, group: tuple[int, ...], now_ns: int) -> CostOf:
         """Return the cost function of the rounds of an all-reduce that begins now."""
-        factors = np.array([self.factors.at(rank, now_ns) for rank in group])
-        home = np.unique([self.machine(rank) for rank in group], return_inverse=True)[1]
+        factors = np.array([self.factors.factor_of(rank, now_ns) for rank in group])
+        home = np.unique([self.node_of(rank) for rank in group], return_inverse=True)[1]
         # links between nodes, and links inside a node if two members share one
         kinds = (False, len(set(home)) < len(group))
         latency = [[self.cluster.latency_of(rank, inner) for rank in group] for inner in kinds]
@@ -291,14 +304,14 @@ class Ports:
         """Return the moment when the NICs that a group's collectives need are free, of all members
         or of one.
         """
-        own = None if rank is None else (rank, self.machine(rank))
+        own = None if rank is None else (rank, self.node_of(rank))
         return max(
             self._free.get(port, 0)
             for port in self.ring(group).ports
             if own is None or port[0] in own
         )
 
-    def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
+    def occupy_nics(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
         """Occupy the NICs of a group's ring with a collective of `cost_ns`, and return its
         start.
         """
@@ -306,7 +319,7 @@ class Ports:
             return now_ns
         for port in self.ring(group).ports:
             if self._coming.get(port):
-                self._settle(port)
+                self._reserve_for_coming(port)
         start = max(now_ns, self.free_ns(group))
         self._free.update(dict.fromkeys(self.ring(group).ports, start + cost_ns))
         return start
@@ -320,11 +333,11 @@ class Ports:
         """Return the ring of a group, ordered node by node."""
         ring = self._rings.get(group)
         if ring is None:
-            if len(self._rings) >= KEPT:
+            if len(self._rings) >= MAX_CACHED:
                 self._rings.clear()
-            members = sorted(group, key=lambda rank: (self.machine(rank), rank))
+            members = sorted(group, key=lambda rank: (self.node_of(rank), rank))
             edges = tuple(
-                (a, b, self.inner(a, b))
+                (a, b, self.is_inside_node(a, b))
                 for a, b in zip(members, [*members[1:], members[0]], strict=True)
             )
             ports = tuple(
@@ -339,7 +352,7 @@ class Ports:
         key = (group, nbytes, rounds)
         if self.steady and (cost := self._costs.get(key)) is not None:
             return cost
-        if len(self._costs) >= KEPT:
+        if len(self._costs) >= MAX_CACHED:
             self._costs.clear()
         chunk = nbytes / len(group)
         edges = [
@@ -350,7 +363,7 @@ class Ports:
             )
             for a, b, inner in self.ring(group).edges
         ]
-        cost = self._costs[key] = self.factors.stretched(group, ring_ns(edges, rounds), now_ns)
+        cost = self._costs[key] = self.factors.add_outages(group, ring_ns(edges, rounds), now_ns)
         return cost
 
 
@@ -365,7 +378,7 @@ class MeasuredPorts(Ports):
         ends = [(src, self._measured.latencies), (dst, self._measured.pull_latencies)]
         if not nbytes and self._measured.empty_s:
             ends = [(src, self._measured.empty_s), (dst, self._measured.empty_s)]
-        own_s = (self.factors.at(r, now_ns) * own[r] for r, own in ends if r < self._server)
+        own_s = (self.factors.factor_of(r, now_ns) * own[r] for r, own in ends if r < self._server)
         return round(max(own_s, default=0.0) * NS)
 
 

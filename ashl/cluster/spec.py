@@ -22,7 +22,7 @@ Rate = Annotated[Positive, Field(ge=1e-6)]  # Mbit/s
 Factor = Annotated[Positive, Field(le=1e9)]  # slowdown factor
 
 FAIL, REJOIN, LINK_DOWN, SERVER_FAIL = "fail", "rejoin", "link_down", "server_fail"
-BEFALLS = (FAIL, REJOIN, LINK_DOWN, SERVER_FAIL)  # kinds of events besides new factors
+FAULTS = (FAIL, REJOIN, LINK_DOWN, SERVER_FAIL)  # kinds of events besides new factors
 
 
 @option
@@ -45,7 +45,7 @@ class Event:
     @property
     def what(self) -> list[str]:
         """Return the names of the changes of this event."""
-        return [name for name in ("compute", "link", *BEFALLS) if getattr(self, name)]
+        return [name for name in ("compute", "link", *FAULTS) if getattr(self, name)]
 
 
 @option
@@ -134,7 +134,7 @@ class Cluster:
         named = {name for event in self.events for name in event.what} | (
             {"churn"} if self.churn else set()
         )
-        return [name for name in (*BEFALLS, "churn") if name in named]
+        return [name for name in (*FAULTS, "churn") if name in named]
 
     @property
     def workers_fail(self) -> bool:
@@ -181,7 +181,7 @@ class Cluster:
             mbit_s = (self.intra_node_bandwidth_mbit_s if inner else self.bandwidth_mbit_s) or 0.0
         return mbit_s * MBIT_BYTES
 
-    def missing(self) -> list[str]:
+    def missing_costs(self) -> list[str]:
         """Return the costs that virtual time needs and the cluster does not declare.
 
         A missing cost is an error, never zero.
@@ -339,9 +339,9 @@ class Measured(Cluster):
         )
         return math.inf if own is None else own
 
-    def missing(self) -> list[str]:
+    def missing_costs(self) -> list[str]:
         own = ("server_step_s", "failure_detection_s")
-        return [name for name in super().missing() if name in own]
+        return [name for name in super().missing_costs() if name in own]
 
 
 @option

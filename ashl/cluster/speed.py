@@ -39,7 +39,7 @@ class Factors:
                     (time_ns, time_ns + round(event.link_down * NS))
                 )
 
-    def at(self, worker: int, now_ns: int) -> float:
+    def factor_of(self, worker: int, now_ns: int) -> float:
         """Return the factor at `now_ns`; 1 for the server (rank n) and other ranks beyond the
         workers.
         """
@@ -50,7 +50,7 @@ class Factors:
         times, factors = self.changes[worker]
         return factors[before - 1] if (before := bisect_right(times, now_ns)) else self.base[worker]
 
-    def stretched(self, ends: Iterable[int], cost_ns: int, now_ns: int) -> int:
+    def add_outages(self, ends: Iterable[int], cost_ns: int, now_ns: int) -> int:
         """Return the duration of a transfer of `cost_ns` that begins now.
 
         The transfer is paused while a link of one of its ends is down.
@@ -101,17 +101,17 @@ class Speed:
             )
         return None if seconds is None else round(seconds * work * NS)
 
-    def drawn(self, worker: int) -> int:
+    def count_draws(self, worker: int) -> int:
         """Return the number of jitter draws that this worker has used."""
         return self._drawn.get(worker, 0)
 
-    def draw_from(self, worker: int, drawn: int) -> None:
+    def skip_draws(self, worker: int, drawn: int) -> None:
         """Continue after `drawn` draws of jitter."""
         self._drawn[worker] = drawn
 
     def _step_ns(self, worker: int, work: float, now_ns: int) -> int:
         assert self.step_s is not None
-        seconds = self.factors.at(worker, now_ns) * self.step_s * (work / self.batch)
+        seconds = self.factors.factor_of(worker, now_ns) * self.step_s * (work / self.batch)
         if jitter := self.cluster.jitter_of(worker):
             seconds *= self._draw(worker, jitter)
         return max(1, round(seconds * NS))  # at least 1 ns, so that the clock always advances
@@ -145,7 +145,7 @@ class MeasuredSpeed(Speed):
 
     def _step_ns(self, worker: int, work: float, now_ns: int) -> int:
         assert self.step_s is not None
-        seconds = self.factors.at(worker, now_ns) * self.step_s * (work / self.batch)
+        seconds = self.factors.factor_of(worker, now_ns) * self.step_s * (work / self.batch)
         if jitter := self.cluster.jitter_of(worker):
             return max(1, round(seconds * self._draw(worker, jitter) * NS))
         return max(1, round(seconds * self._means[worker] * NS))

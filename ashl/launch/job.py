@@ -209,9 +209,9 @@ def job_size(config: Mapping[str, Any], launch: Launch) -> int:
     """
     options = OptionFactory(config["allow_targets"])
     topology, schedule, sync = (
-        options.of(group, config[group]) for group in ("topology", "schedule", "sync")
+        options.get_option(group, config[group]) for group in ("topology", "schedule", "sync")
     )
-    cluster = options.of("cluster", draw_compute_factors(config["cluster"], config["seed"]))
+    cluster = options.get_option("cluster", draw_compute_factors(config["cluster"], config["seed"]))
     if isinstance(cluster, ProfileCluster):
         raise UsageError(
             "cluster=profile is in virtual time, which needs no hosts; set cluster=real, or remove"

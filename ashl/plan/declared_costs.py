@@ -12,7 +12,7 @@ def profile_of_declared_costs(cluster: Cluster, model: str, num_params: int, bat
 
     Raises: UsageError, naming a missing cost.
     """
-    for name in cluster.missing():
+    for name in cluster.missing_costs():
         if name != "server_step_s":  # a cost of the server, not of a worker
             raise UsageError(
                 f"cluster.{name}: not declared, and a profile without a measurement needs it (a"
@@ -24,7 +24,7 @@ def profile_of_declared_costs(cluster: Cluster, model: str, num_params: int, bat
     workers = []
     for rank in range(len(cluster.compute)):
         step_s = cluster.compute[rank] * cluster.step_s
-        latency_s, up, down = _way(cluster, rank, dense_bytes)
+        latency_s, up, down = _path_costs(cluster, rank, dense_bytes)
         workers.append(
             WorkerProfile(
                 step_s=step_s,
@@ -62,7 +62,9 @@ def profile_of_declared_costs(cluster: Cluster, model: str, num_params: int, bat
     )
 
 
-def _way(cluster: Cluster, rank: int, dense_bytes: int) -> tuple[float, float | None, float | None]:
+def _path_costs(
+    cluster: Cluster, rank: int, dense_bytes: int
+) -> tuple[float, float | None, float | None]:
     """Return (latency, bytes per second up and down) of one worker's path to the server.
 
     The network model is that of `ashl.cluster.network`.

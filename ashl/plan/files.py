@@ -43,10 +43,10 @@ def read_profile(path: str) -> Profile:
 
 
 def read_plan(path: str) -> Plan:
-    return read(path, "plan", lambda text: checked(Plan.from_json(text)))
+    return read(path, "plan", lambda text: check_shares(Plan.from_json(text)))
 
 
-def checked(plan: Plan) -> Plan:
+def check_shares(plan: Plan) -> Plan:
     """Return the plan if its workers and their shares add up.
 
     Raises: ValueError, one sentence.

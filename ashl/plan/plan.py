@@ -64,7 +64,7 @@ class StagePlan:
     predicted_wait_share: float | None = None
 
 
-def assigned(
+def assign_work(
     workers: Sequence[WorkerPlan], rows: Sequence[Any], resharded: bool = True
 ) -> tuple[WorkerPlan, ...]:
     """Return the workers with H, data share (if `resharded`), density and cycle of a planner's

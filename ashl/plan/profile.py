@@ -141,7 +141,7 @@ class Profile:
         return ready_shares(self.workers)
 
     @property
-    def needed(self) -> tuple[float, ...]:
+    def needed_shares(self) -> tuple[float, ...]:
         """Return the share of a step after which the forward pass reaches each layer group,
         averaged over the workers.
         """
@@ -177,7 +177,7 @@ class Profile:
         """
         of = {worker.batch for worker in self.workers}
         if self.num_workers != num_workers:
-            raise UsageError(self.crowd(num_workers))
+            raise UsageError(self.explain_worker_count(num_workers))
         clashes = (
             (self.model != model, f"the model {self.model} and this one is {model}"),
             (
@@ -191,22 +191,24 @@ class Profile:
         )
         for clash, what in clashes:
             if clash:
-                raise UsageError(self.clash(what))
+                raise UsageError(self.explain_mismatch(what))
 
     @staticmethod
-    def clash(what: str, fix: str = "") -> str:
+    def explain_mismatch(what: str, fix: str = "") -> str:
         """Return the message about a profile that does not fit the configuration."""
         return (
             f"the profile is of {what}; {fix}profile again with `ashl profile`, or remove profile="
         )
 
-    def crowd(self, num_workers: int) -> str:
+    def explain_worker_count(self, num_workers: int) -> str:
         """Return the message about a profile of another number of workers."""
         fix = (
             f"set cluster.num_workers={self.num_workers}, or in virtual time take cluster=profile,"
             " or "
         )
-        return self.clash(f"{self.num_workers} workers and the cluster has {num_workers}", fix)
+        return self.explain_mismatch(
+            f"{self.num_workers} workers and the cluster has {num_workers}", fix
+        )
 
     def cluster(self, codec: str | None = None) -> Spec:
         """Return the spec of a cluster with the costs of this profile, for virtual time.

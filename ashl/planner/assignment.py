@@ -42,7 +42,7 @@ class Assigned(Protocol):
 class Planner(Contract, group="planner"):
     """Base class of planners: rules that derive H, data shares and densities from a profile."""
 
-    follows: ClassVar[bool] = False  # True if it replans during a run from observed times
+    replans: ClassVar[bool] = False  # True if it replans during a run from observed times
 
     def assign(
         self, profile: Profile, h_preset: int, r_preset: float | None, payload: Payload
@@ -62,7 +62,7 @@ class Planner(Contract, group="planner"):
         """Return the state with the observed times of one commit, see `ashl.planner.online`."""
         raise NotImplementedError
 
-    def hear(self, state: Any, worker: int, update: Any, steps: int, samples: int) -> Any:
+    def observe_update(self, state: Any, worker: int, update: Any, steps: int, samples: int) -> Any:
         """Return the state with the update of one commit, see `ashl.planner.goodput`."""
         return state
 
@@ -108,7 +108,7 @@ def costs_of(profile: Profile, encoded: bool) -> list[Costs]:
     ]
 
 
-def sent(payload: Callable[[float], float], ratio: float) -> float:
+def sent_share(payload: Callable[[float], float], ratio: float) -> float:
     """Return the encoded bytes at a density, as a share of the dense bytes.
 
     At density 1 the dense vector is sent if encoding does not shorten it.
@@ -132,7 +132,7 @@ def assignments(
             local_steps=h,
             data_share=h / total,
             compression_ratio=ratio,
-            predicted_cycle_s=cost.cycle(h, sent(payload, ratio)) / NS,
+            predicted_cycle_s=cost.cycle(h, sent_share(payload, ratio)) / NS,
         )
         for cost, h, ratio in zip(costs, steps, ratios, strict=True)
     )

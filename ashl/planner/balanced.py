@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ashl.option import Count, option
 from ashl.plan.profile import Profile
-from ashl.planner.assignment import Assignment, Planner, assignments, costs_of, sent
+from ashl.planner.assignment import Assignment, Planner, assignments, costs_of, sent_share
 
 HALVINGS = 16  # bisections of a density: error at most 2e-5
 
@@ -68,7 +68,7 @@ class Balanced(Planner):
         payload: Callable[[float], float],
     ) -> tuple[Assignment, ...]:
         costs = costs_of(profile, encoded=r_preset is not None)
-        whole = sent(payload, 1.0)
+        whole = sent_share(payload, 1.0)
         least = whole if r_preset is None else min(whole, payload(r_preset))
         loads = [
             Load(c.step, c.cycle(0, least), c.push_of(whole) - c.push_of(least), self.h_max)

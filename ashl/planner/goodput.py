@@ -71,7 +71,9 @@ class Goodput(Online):
     momentum: Decay
     smoothing: Annotated[float, Field(gt=0, le=1)]
 
-    def hear(self, state: Averages, worker: int, update: Any, steps: int, samples: int) -> Averages:
+    def observe_update(
+        self, state: Averages, worker: int, update: Any, steps: int, samples: int
+    ) -> Averages:
         """Return the state with one update of `steps` steps on `samples` samples."""
         if isinstance(update, SizeOnly):
             return state
@@ -83,7 +85,7 @@ class Goodput(Online):
         if last is not None and last.worker != worker:
             wide = direction.to(torch.float64)
             length, along = numbers([wide @ wide, wide @ last.direction.to(torch.float64)])
-            spread = batch * independent(steps, self.momentum) * (length - along)
+            spread = batch * count_independent_gradients(steps, self.momentum) * (length - along)
             weight = max(self.smoothing, 1 / (last.pairs + 1))
             now = replace(
                 now,
@@ -122,7 +124,7 @@ def candidates(h_max: int) -> Iterator[int]:
     yield h_max
 
 
-def independent(steps: int, momentum: float) -> float:
+def count_independent_gradients(steps: int, momentum: float) -> float:
     """Return the number of independent gradients with the same relative noise as `steps` steps.
 
     The steps have this momentum; the value holds in the long run.

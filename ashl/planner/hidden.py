@@ -18,7 +18,7 @@ class Hidden(Planner):
     """Another planner, applied to stages with hidden exchanges."""
 
     planner: Planner
-    follows: bool
+    replans: bool
 
     def assign(
         self,
@@ -27,7 +27,7 @@ class Hidden(Planner):
         r_preset: float | None,
         payload: Callable[[float], float],
     ) -> tuple[Assignment, ...]:
-        return preset(
+        return with_preset_density(
             self.planner.assign(without_transfers(profile), h_preset, r_preset, payload), r_preset
         )
 
@@ -42,8 +42,8 @@ class Hidden(Planner):
     ) -> Any:
         return self.planner.observe(state, worker, step_s, 0.0, 0.0, payload)
 
-    def hear(self, state: Any, worker: int, update: Any, steps: int, samples: int) -> Any:
-        return self.planner.hear(state, worker, update, steps, samples)
+    def observe_update(self, state: Any, worker: int, update: Any, steps: int, samples: int) -> Any:
+        return self.planner.observe_update(state, worker, update, steps, samples)
 
     def replan(
         self,
@@ -55,7 +55,7 @@ class Hidden(Planner):
     ) -> tuple[Any, tuple[Assignment, ...] | None]:
         state = replace(state, profile=without_transfers(state.profile))
         state, rows = self.planner.replan(state, current, h_preset, r_preset, payload)
-        return state, rows and preset(rows, r_preset)
+        return state, rows and with_preset_density(rows, r_preset)
 
 
 def without_transfers(profile: Profile) -> Profile:
@@ -63,5 +63,5 @@ def without_transfers(profile: Profile) -> Profile:
     return replace(profile, workers=tuple(workers))
 
 
-def preset(rows: Sequence[Assignment], ratio: float | None) -> tuple[Assignment, ...]:
+def with_preset_density(rows: Sequence[Assignment], ratio: float | None) -> tuple[Assignment, ...]:
     return tuple(replace(row, compression_ratio=1.0 if ratio is None else ratio) for row in rows)

@@ -37,7 +37,7 @@ class Averages:
     commits: int = 0  # commits since the last decision
     noise: Any = None  # estimates of gradient noise, for planners that use them
 
-    def of(self, ranks: Sequence[int]) -> Averages:
+    def restrict_to(self, ranks: Sequence[int]) -> Averages:
         """Return the state of these workers."""
         workers = self.profile.workers
         if len(ranks) == len(workers):
@@ -51,7 +51,7 @@ class Averages:
 class Online(Planner):
     """The planner `balanced` on moving averages, with hysteresis."""
 
-    follows: ClassVar[bool] = True
+    replans: ClassVar[bool] = True
     h_max: Count | None
     alpha: Annotated[float, Field(gt=0, le=1)]
     threshold: NonNegative
@@ -84,13 +84,13 @@ class Online(Planner):
         known = state.profile.workers[worker]
         expected = known.push_of(payload)
         dense_s = push_s * known.push_s / expected if expected else push_s
-        seen = self._towards(known, step_s, dense_s, pull_s)
+        seen = self._average_costs(known, step_s, dense_s, pull_s)
         workers = (*state.profile.workers[:worker], seen, *state.profile.workers[worker + 1 :])
         return replace(
             state, profile=replace(state.profile, workers=workers), commits=state.commits + 1
         )
 
-    def _towards(
+    def _average_costs(
         self, known: WorkerProfile, step_s: float, push_s: float, pull_s: float
     ) -> WorkerProfile:
         def follow(old: float, new: float) -> float:

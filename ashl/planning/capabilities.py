@@ -118,15 +118,15 @@ class Conflict(NamedTuple):
     capability: str
 
 
-def supported(choice: Choice) -> frozenset[str]:
-    """Return the capabilities of topology and sync mode; a sync mode with its own messages defines
-    its own.
-    """
-    return capabilities_of(choice.topology, choice.sync)
+def supports(choice: Choice, capability: str) -> bool:
+    """Return True if the exchange of this topology and sync mode has a capability."""
+    return capability in capabilities_of(choice.topology, choice.sync)
 
 
 def capabilities_of(topology: Topology, sync: Rule | None) -> frozenset[str]:
-    """Return the capabilities of the sync mode if it defines some, else those of the topology."""
+    """Return the capabilities of the sync mode if it defines some, as one with its own messages
+    does; else those of the topology.
+    """
     return topology.supports if sync is None or sync.supports is None else sync.supports
 
 
@@ -239,19 +239,23 @@ CAPABILITIES: dict[str, Capability] = {
         ("topology",),
         lambda c: isinstance(c.sync, c.topology.policy_type),
     ),
-    CODEC: Capability("compressed updates", EXCHANGE, lambda c: CODEC in supported(c)),
-    WEIGHTS: Capability("a weighted merge of updates", EXCHANGE, lambda c: WEIGHTS in supported(c)),
+    CODEC: Capability("compressed updates", EXCHANGE, lambda c: supports(c, CODEC)),
+    WEIGHTS: Capability(
+        "a weighted merge of updates",
+        EXCHANGE,
+        lambda c: supports(c, WEIGHTS),
+    ),
     PULLS: Capability("compressed pulls", ("topology",), lambda c: PULLS in c.topology.supports),
     OUTER: Capability(
         "merged updates, not gradients",
         EXCHANGE,
-        lambda c: OUTER in supported(c) and c.sync.exchange == "difference",
+        lambda c: supports(c, OUTER) and c.sync.exchange == "difference",
     ),
     STATISTICS: Capability(
         "an all-reduce over all workers at every step",
         EXCHANGE,
         lambda c: (
-            STATISTICS in supported(c)
+            supports(c, STATISTICS)
             and isinstance(c.sync, StepRule)
             and c.sync.exchange == "gradient"
         ),
@@ -260,10 +264,12 @@ CAPABILITIES: dict[str, Capability] = {
     OVERLAP: Capability(
         "gradients in several messages",
         EXCHANGE,
-        lambda c: OVERLAP in supported(c) and c.sync.estimator is None,
+        lambda c: supports(c, OVERLAP) and c.sync.estimator is None,
     ),
     DELAY: Capability(
-        "exchanges that are applied one round late", EXCHANGE, lambda c: DELAY in supported(c)
+        "exchanges that are applied one round late",
+        EXCHANGE,
+        lambda c: supports(c, DELAY),
     ),
     "gradients": Capability(
         "an exchange of gradients", ("sync",), lambda c: c.sync.exchange == "gradient"
@@ -460,7 +466,7 @@ CAPABILITIES: dict[str, Capability] = {
     "fixed_plan": Capability(
         "a planner that does not replan, as no server receives whole pushes",
         ("planner",),
-        lambda c: not (c.planner and c.planner.follows) or has_one_server(c),
+        lambda c: not (c.planner and c.planner.replans) or has_one_server(c),
     ),
     "nics": Capability(
         "NICs that can be busy",
@@ -576,6 +582,6 @@ def works_with(choice: Choice, group: str, name: str) -> bool:
 def option_of(group: str, name: str) -> Any:
     """Return an option with its defaults; None if one of its values has no default."""
     try:
-        return OptionFactory(()).of(group, values(catalog()[group][name]))
+        return OptionFactory(()).get_option(group, values(catalog()[group][name]))
     except UsageError:
         return None

@@ -110,7 +110,7 @@ def check_costs(parts: Mapping[str, Any]) -> None:
             "cluster=real: declares no costs, which runtime=sim needs; take another cluster,"
             " add the profile=FILE that was measured on this one, or take runtime=local"
         )
-    elif missing := cluster.missing():
+    elif missing := cluster.missing_costs():
         raise UsageError(
             f"cluster.{missing[0]}: not declared, and runtime=sim needs it (a missing cost is"
             " not zero); set a value, or measure with runtime=local"
@@ -196,8 +196,8 @@ def check_online_costs(parts: Parts, stages: Sequence[StagePlan]) -> None:
 
     Raises: UsageError.
     """
-    plans = parts.planner.follows and any(stage.h_preset is not None for stage in stages)
-    declared = isinstance(parts.cluster, Cluster) and not parts.cluster.missing()
+    plans = parts.planner.replans and any(stage.h_preset is not None for stage in stages)
+    declared = isinstance(parts.cluster, Cluster) and not parts.cluster.missing_costs()
     if plans and not declared and not isinstance(parts.stages[0].sync, Profiling):
         raise UsageError(
             f"planner={option_name(parts.planner)}: needs initial costs, from the cluster or from a"
@@ -257,11 +257,11 @@ def check_one_topology(stages: Sequence[StagePlan]) -> None:
     Raises: UsageError.
     """
 
-    def fixed(stage: StagePlan) -> Spec:
+    def fixed_keys(stage: StagePlan) -> Spec:
         return {key: value for key, value in stage.topology.items() if key != "pull_ratio"}
 
     for stage in stages:
-        if fixed(stage) != fixed(stages[0]):
+        if fixed_keys(stage) != fixed_keys(stages[0]):
             raise UsageError(
                 f"stage {stage.name}: the topology, or a key of it, differs from that of stage"
                 f" {stages[0].name}, and a worker's state cannot be converted; take one topology"

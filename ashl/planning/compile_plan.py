@@ -126,13 +126,13 @@ def _prepare_plan(
 ) -> PreparedPlan:
     options = OptionFactory(settings.allow_targets)
     asked = config
-    parts = {group: options.of(group, config[group]) for group in GROUPS}
+    parts = {group: options.get_option(group, config[group]) for group in GROUPS}
     cluster = draw_compute_factors(config["cluster"], settings.seed)
-    parts["cluster"] = options.of("cluster", cluster)
+    parts["cluster"] = options.get_option("cluster", cluster)
     known = profile or (read_profile(settings.profile) if settings.profile else None)
     if (replaced := choose_virtual_cluster(parts, known, codec_class(config))) is not None:
         config, cluster = {**config, "cluster": replaced}, replaced
-        parts["cluster"] = options.of("cluster", replaced)
+        parts["cluster"] = options.get_option("cluster", replaced)
     if parts["schedule"].names_sync:
         check_sync_overrides(config["choices"]["schedule"], overrides)
         parts["sync"] = None
@@ -344,7 +344,7 @@ def add_prediction(
     Raises: UsageError if the topology does not support the algorithm of all-reduces.
     """
     plan = replace(plan, notes=plan.notes + note_reduction_times(plan, parts, cluster))
-    if not isinstance(cluster, Cluster) or cluster.missing():
+    if not isinstance(cluster, Cluster) or cluster.missing_costs():
         return plan
     size_only = size_only_trainer(plan, parts, epoch_samples)
     stages = bind_stages(plan, parts, [size_only] * len(plan.stages), deal)
@@ -387,7 +387,7 @@ def choose_virtual_cluster(
     if not virtual or known is None:
         return None
     if cluster.num_workers not in (None, known.num_workers):
-        raise UsageError(known.crowd(cluster.num_workers))
+        raise UsageError(known.explain_worker_count(cluster.num_workers))
     if isinstance(cluster, Cluster):
         if declares_profile(cluster, known):
             return None
@@ -414,7 +414,7 @@ def choose_prediction_cluster(
         return cluster, known
     if isinstance(cluster, Cluster):
         return cluster, None
-    return options.of("cluster", known.cluster(codec)), known
+    return options.get_option("cluster", known.cluster(codec)), known
 
 
 def declares_profile(cluster: Cluster, known: Profile) -> bool:

@@ -66,7 +66,7 @@ class OptionFactory:
         self.allow = allow
         self._made: dict[tuple[str, str], Any] = {}
 
-    def of(self, group: str, spec: Mapping[str, Any]) -> Any:
+    def get_option(self, group: str, spec: Mapping[str, Any]) -> Any:
         """Return the option of a spec. Raises: UsageError."""
         key = (group, repr(spec))  # `repr` because 1 == True
         if key not in self._made:
@@ -107,12 +107,12 @@ def parts_of(plan: Plan, options: OptionFactory | None = None) -> Parts:
     """
     options = options or OptionFactory(plan.allow_targets)
     return Parts(
-        model=options.of("model", plan.model),
-        dataset=options.of("dataset", plan.dataset),
-        task=options.of("task", plan.task),
-        cluster=options.of("cluster", plan.cluster),
-        runtime=options.of("runtime", plan.runtime),
-        planner=options.of("planner", plan.planner),
+        model=options.get_option("model", plan.model),
+        dataset=options.get_option("dataset", plan.dataset),
+        task=options.get_option("task", plan.task),
+        cluster=options.get_option("cluster", plan.cluster),
+        runtime=options.get_option("runtime", plan.runtime),
+        planner=options.get_option("planner", plan.planner),
         stages=tuple(stage_parts(stage, options) for stage in plan.stages),
     )
 
@@ -121,7 +121,9 @@ def stage_parts(stage: StagePlan, options: OptionFactory) -> StageParts:
     """Return the options of one stage. Raises: UsageError, naming the stage."""
     specs: dict[str, Spec] = {group: getattr(stage, group) for group in STAGE_GROUPS}
     try:
-        return StageParts(**{group: options.of(group, spec) for group, spec in specs.items()})
+        return StageParts(
+            **{group: options.get_option(group, spec) for group, spec in specs.items()}
+        )
     except UsageError as error:
         raise UsageError(f"stage {stage.name}: {error}") from error
 
@@ -138,7 +140,7 @@ class Job:
 
 def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> Profile | None:
     """Return the profile of a cluster's declared costs; None if a cost is not declared."""
-    if not isinstance(cluster, Cluster) or cluster.missing():
+    if not isinstance(cluster, Cluster) or cluster.missing_costs():
         return None
     return profile_of_declared_costs(cluster, model, num_params, batch)
 
@@ -154,7 +156,7 @@ def answer_block(cluster: Any, fragments: Sequence[Fragment]) -> int:
     if (
         not isinstance(cluster, Cluster)
         or cluster.exchange_s is not None
-        or cluster.missing()
+        or cluster.missing_costs()
         or not fragments
     ):
         return 1
@@ -230,7 +232,9 @@ def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Frag
         cuts = [[held] for held in own.topology.bounds([layer.size for layer in layout])]
     found, starts = [], [0, *accumulate(layer.size for layer in layout)]
     for k, runs in enumerate(cuts):
-        layers = tuple(layer for start, stop in runs for layer in within(layout, start, stop))
+        layers = tuple(
+            layer for start, stop in runs for layer in layers_between(layout, start, stop)
+        )
         own_outer, first = outer_of(own, trainer, layers), runs[0][0]
         # a number that no other fragment has
         number = starts.index(first) if first in starts else (k + 1) * len(starts)
@@ -242,7 +246,7 @@ def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Frag
     return tuple(found)
 
 
-def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:
+def layers_between(layout: Layout, start: int, stop: int) -> Iterator[Layer]:
     """Yield the layers in the elements [start, stop); a partial layer has no shape."""
     at = 0
     for layer in layout:
@@ -252,7 +256,7 @@ def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:
         at += layer.size
 
 
-def timed_of(
+def timed_codecs(
     own: StageParts, layout: Layout, allow: Sequence[str]
 ) -> tuple[tuple[str, CompressionPipeline], ...]:
     """Return the codecs whose cost is measured: dotted name of the class, and pipeline of the whole
@@ -260,7 +264,7 @@ def timed_of(
     """
     options = [
         own.compression,
-        *(OptionFactory(allow).of("compression", spec) for spec in own.sync.codecs),
+        *(OptionFactory(allow).get_option("compression", spec) for spec in own.sync.codecs),
     ]
     return tuple(
         (
@@ -345,7 +349,9 @@ def bind_stages(
                     else layer_groups(plan)
                 ),
                 pipelines=pipelines_of(plan, own, trainer.device),
-                timed=timed_of(own, layout, plan.allow_targets) if own.sync.per_layer_group else (),
+                timed=timed_codecs(own, layout, plan.allow_targets)
+                if own.sync.per_layer_group
+                else (),
                 trainer=trainer,
                 limits=plan.limits,
                 epoch_samples=trainer.epoch_samples,
@@ -414,7 +420,7 @@ def replan_stages(
 
 def planner_for(overlap: Overlap, planner: Planner) -> Planner:
     """Return the planner for stages with this overlap."""
-    return Hidden(planner, planner.follows) if isinstance(overlap, Delayed) else planner
+    return Hidden(planner, planner.replans) if isinstance(overlap, Delayed) else planner
 
 
 def size_only_trainer(plan: Plan, parts: Parts, epoch_samples: int) -> SizeOnlyTrainer:

@@ -26,8 +26,8 @@ def with_measured_readiness(plan: Plan, known: Profile | None) -> Plan:
     if known is None or known.source == "declared" or not known.group_bytes:
         return plan
     if known.group_bytes != untimed_timeline(layer_groups(plan)).nbytes:
-        raise UsageError(known.clash("other layer groups than the model has"))
-    return replace(plan, shares=known.shares, needed=known.needed)
+        raise UsageError(known.explain_mismatch("other layer groups than the model has"))
+    return replace(plan, shares=known.shares, needed=known.needed_shares)
 
 
 def with_layer_group_costs(

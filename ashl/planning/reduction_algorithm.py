@@ -45,7 +45,7 @@ def check_stage_algorithm(
             f" '{where}=[{'a,a,b,b' if where == 'cluster.hosts' else '0,0,1,1'}]', or take"
             " topology.algorithm=ring"
         )
-    missing = LINKS & set(cluster.missing()) if isinstance(cluster, Cluster) else LINKS
+    missing = LINKS & set(cluster.missing_costs()) if isinstance(cluster, Cluster) else LINKS
     if missing and isinstance(cluster, Cluster) and cluster.bandwidth_mbit_s is not None:
         raise UsageError(
             f"{name}: needs the costs of links, and cluster.{min(missing)} is not declared; set"
@@ -82,14 +82,16 @@ def note_reduction_times(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...
         check_stage_algorithm(algorithm, stage, own, parts, layout_of(plan.layers))
     if plan.num_workers == 1:
         return ()
-    if isinstance(clock, Cluster) and not LINKS & set(clock.missing()):
+    if isinstance(clock, Cluster) and not LINKS & set(clock.missing_costs()):
         nbytes, group = (
             plan.stages[-1].workers[0].message_bytes or 0,
             tuple(range(plan.num_workers)),
         )
-        summing = network(replace(clock, events=()), 4 * plan.num_params, algorithm).summing
-        assert summing is not None
-        best = summing.known(group, nbytes)
+        all_reduce_costs = network(
+            replace(clock, events=()), 4 * plan.num_params, algorithm
+        ).all_reduce_costs
+        assert all_reduce_costs is not None
+        best = all_reduce_costs.initial_cost(group, nbytes)
         picks = f" picks {best.algorithm}" if algorithm == "auto" else ""
         found.append(
             f"topology.algorithm={algorithm}{picks}: an all-reduce of {nbytes} bytes takes"

@@ -74,7 +74,7 @@ def make_timeline(
     at once share their latency there.
     Returns: None if the costs are not declared.
     """
-    if not isinstance(cluster, Cluster) or cluster.missing():
+    if not isinstance(cluster, Cluster) or cluster.missing_costs():
         return None
     steady = replace(cluster, jitter=0.0, events=())
     speed, costs = (
@@ -151,10 +151,10 @@ def make_group_timeline(
             part_ns=0.0,
             start_ns=0.0,
         )
-    return timeline if link is None else compressed(timeline, stage, costs, groups, link)
+    return timeline if link is None else compress_timeline(timeline, stage, costs, groups, link)
 
 
-def compressed(
+def compress_timeline(
     timeline: StepTimeline,
     stage: StagePlan,
     costs: Uncontended,

@@ -126,7 +126,7 @@ class EffectContext(NamedTuple):
     def lossy(self) -> bool:
         return any(not own.compression.traits.lossless for own in self.stages)
 
-    def any(self, group: str, holds: Callable[[Any], bool]) -> bool:
+    def any_stage(self, group: str, holds: Callable[[Any], bool]) -> bool:
         """Return True if `holds` is true of the group's option in any stage."""
         return any(holds(getattr(own, group)) for own in self.stages)
 
@@ -147,13 +147,13 @@ def is_set(value: Any) -> bool:
 
 
 def has_server(context: EffectContext) -> bool:
-    return context.any("topology", lambda topology: topology.has_server)
+    return context.any_stage("topology", lambda topology: topology.has_server)
 
 
 def exchanges_inside_nodes(context: EffectContext) -> bool:
     """Return True if workers of one node exchange with each other."""
     nodes = context.cluster.node or ()
-    direct = context.any(
+    direct = context.any_stage(
         "topology", lambda topology: not topology.has_server or isinstance(topology, Halos)
     )
     return direct and len(set(nodes)) < len(nodes)
@@ -233,7 +233,9 @@ CONDITIONS = (
     Condition(
         INTRA_NODE[:1],
         INTRA_NODE_EXCHANGE,
-        lambda context: exchanges_inside_nodes(context) or usual(INTRA_NODE[0], context) is None,
+        lambda context: (
+            exchanges_inside_nodes(context) or default_value(INTRA_NODE[0], context) is None
+        ),
     ),
     Condition(INTRA_NODE[1:], INTRA_NODE_EXCHANGE, exchanges_inside_nodes),
     Condition(
@@ -245,7 +247,7 @@ CONDITIONS = (
     Condition(
         ("cluster.compress_s",),
         "a compression, for example compression=topk",
-        lambda context: context.lossy or context.any("sync", lambda sync: bool(sync.codecs)),
+        lambda context: context.lossy or context.any_stage("sync", lambda sync: bool(sync.codecs)),
     ),
     Condition(
         ("cluster.failure_detection_s",),
@@ -265,7 +267,7 @@ CONDITIONS = (
     Condition(
         ("runtime.reduction",),
         "an all-reduce, for example topology=all_reduce",
-        lambda context: context.any("topology", lambda topology: not topology.has_server),
+        lambda context: context.any_stage("topology", lambda topology: not topology.has_server),
     ),
     Condition(
         ("dataset.partition",),
@@ -305,13 +307,13 @@ CONDITIONS = (
     Condition(
         WRAPPED,
         "a topology that merges updates, for example topology=parameter_server",
-        lambda context: context.any("topology", lambda topology: not topology.replicas),
+        lambda context: context.any_stage("topology", lambda topology: not topology.replicas),
     ),
     Condition(
         ("compression.momentum",),
         "compression.masking=false (this compression sends every element, and masking clears the"
         " momentum of sent elements)",
-        lambda context: context.any(
+        lambda context: context.any_stage(
             "compression",
             lambda codec: (
                 not isinstance(codec, DENSE) or codec.momentum is None or not codec.masking
@@ -321,7 +323,7 @@ CONDITIONS = (
     Condition(
         ("compression.masking",),
         "momentum in the compression, for example compression.momentum=0.9",
-        lambda context: context.any(
+        lambda context: context.any_stage(
             "compression",
             lambda codec: (
                 is_set(codec.momentum) or (isinstance(codec, FetchSGD) and is_set(codec.decay))
@@ -341,19 +343,19 @@ CONDITIONS = (
     Condition(
         ("schedule.r_preset",),
         "a compression with a ratio, for example compression=topk",
-        lambda context: context.any("compression", lambda codec: codec.ratio is not None),
+        lambda context: context.any_stage("compression", lambda codec: codec.ratio is not None),
     ),
     Condition(
         ("schedule.momentum",),
         "an optimizer with momentum, for example optimizer.momentum=0.9",
-        lambda context: context.any("optimizer", lambda optimizer: bool(optimizer.init(1))),
+        lambda context: context.any_stage("optimizer", lambda optimizer: bool(optimizer.init(1))),
     ),
     Condition(
         ("schedule.profile_steps",),
         "a profiling stage: profile=null and, with schedule=ashl_next, no declared costs",
         lambda context: (
             getattr(context.schedule, "profile_steps", 0) == 0
-            or context.any("sync", lambda sync: isinstance(sync, Profiling))
+            or context.any_stage("sync", lambda sync: isinstance(sync, Profiling))
         ),
     ),
     Condition(
@@ -384,7 +386,7 @@ CONDITIONS = (
     Condition(
         ("aggregate.max_staleness",),
         "pushes that may be stale by more than one merge, for example with sync=asp",
-        lambda context: context.any("sync", lambda sync: not sync.in_rounds),
+        lambda context: context.any_stage("sync", lambda sync: not sync.in_rounds),
     ),
     Condition(
         ("aggregate.weights",),
@@ -404,7 +406,7 @@ CONDITIONS = (
     Condition(
         ("overlap.local_weight",),
         "a sync mode that exchanges models, for example sync=local_sgd",
-        lambda context: context.any("sync", lambda sync: sync.exchange == "difference"),
+        lambda context: context.any_stage("sync", lambda sync: sync.exchange == "difference"),
     ),
 )
 
@@ -416,13 +418,13 @@ def check_effects(context: EffectContext, overrides: Sequence[str]) -> None:
     """
     for override in overrides:
         key = key_of(override)
-        if (needs := lacking(key, context)) and not is_default(key, context):
+        if (needs := find_unmet_need(key, context)) and not is_default(key, context):
             raise NoEffectError(
                 f"{override}: no effect here, it needs {needs}; otherwise remove it", key
             )
 
 
-def lacking(key: str, context: EffectContext) -> str:
+def find_unmet_need(key: str, context: EffectContext) -> str:
     """Return what a key needs to have an effect and does not have; "" if it has an effect."""
     needs = NEEDED.get(key, "")
     if needs and not all(is_met(setting, context) for setting in needs.split(", ")):
@@ -468,23 +470,23 @@ def is_default(key: str, context: EffectContext) -> bool:
     group, _, name = key.partition(".")
     if not name:
         return context.config["choices"].get(group) == defaults().get(group)
-    value = at(context.config[group], name)
+    value = value_at(context.config[group], name)
     if key in LISTED and isinstance(value, list):
-        before = usual("cluster.compute", context)
-        return value == usual(key, context) or len(value) != len(before or value)
-    return value == usual(key, context)
+        before = default_value("cluster.compute", context)
+        return value == default_value(key, context) or len(value) != len(before or value)
+    return value == default_value(key, context)
 
 
-def usual(key: str, context: EffectContext) -> Any:
+def default_value(key: str, context: EffectContext) -> Any:
     """Return a key's value in the option's file; None for an option of another package."""
     group, _, name = key.partition(".")
     if group not in catalog():
-        return at(load(CONF / "config.yaml").get(group, {}), name)
+        return value_at(load(CONF / "config.yaml").get(group, {}), name)
     file = catalog()[group].get(context.config["choices"].get(group, ""))
-    return at(values(file), name) if file else None
+    return value_at(values(file), name) if file else None
 
 
-def at(spec: Any, name: str) -> Any:
+def value_at(spec: Any, name: str) -> Any:
     """Return the value of a dotted key, or None."""
     for part in name.split("."):
         spec = spec.get(part) if isinstance(spec, Mapping) else None

@@ -18,7 +18,7 @@ from torch import Tensor
 from ashl.device import to_host
 from ashl.errors import AshlError
 from ashl.learn.weights import BEST, FINAL
-from ashl.plan.plan import PATIENCE, Limits, Plan, assigned
+from ashl.plan.plan import PATIENCE, Limits, Plan, assign_work
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import assignment_of
 from ashl.planning.instantiate import Job
@@ -499,7 +499,10 @@ def with_new_assignments(
     """
     try:
         after = [
-            replace(stage, workers=assigned(stage.workers, [assignment_of(row) for row in rows]))
+            replace(
+                stage,
+                workers=assign_work(stage.workers, [assignment_of(row) for row in rows]),
+            )
             for stage, rows in zip(plan.stages[first:], stages, strict=True)
         ]
     except (ValueError, OverflowError) as error:

@@ -88,7 +88,9 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     known = [rank.own for rank in workers if rank.own is not None]
     own = mean_of(known) if known else None
     cluster = job.parts.cluster
-    if state.assigned is not None and not (isinstance(cluster, Cluster) and not cluster.missing()):
+    if state.assigned is not None and not (
+        isinstance(cluster, Cluster) and not cluster.missing_costs()
+    ):
         raise UsageError(
             f"{run_dir} is planned from measurements of its {before.num_workers} workers, and there"
             " are none of others; start a new run from its weights, which measures them:"

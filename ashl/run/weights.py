@@ -47,7 +47,7 @@ def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
         )
     allow = (*allow, *imported_package(plan))
     with own_faults(allow):
-        option = OptionFactory(allow).of("model", plan.model)
+        option = OptionFactory(allow).get_option("model", plan.model)
         return make_module(option, plan.sample_shape, plan.num_classes, plan.seed, str(file)).eval()
 
 

@@ -412,8 +412,8 @@ class Communicator:
         is one.
         """
         network, g = self._throttle.network, len(group)
-        if network is not None and network.summing is not None and g > 1:
-            known = network.summing.known(group, nbytes)
+        if network is not None and network.all_reduce_costs is not None and g > 1:
+            known = network.all_reduce_costs.initial_cost(group, nbytes)
             place = group.index(self._rank)
             return known.sent[place], known.received[place]
         if self._hierarchy is not None and self._sums_by_nodes(group):

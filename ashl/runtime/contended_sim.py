@@ -264,7 +264,7 @@ class ContendedSim(Sim):
         tensors = [posted.arrived[rank][1] for rank in group]
         result, cost, traffic = price_collective(posted.effect, tensors, self.network, self.now_ns)
         cost += self._handover_ns(posted)
-        start = self.network.hold(group, cost, self.now_ns)
+        start = self.network.occupy_nics(group, cost, self.now_ns)
         scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
         collective_queue.free_ns = END_OF_INSTANT  # not known before the last member has ended
         posted_ns = self.now_ns

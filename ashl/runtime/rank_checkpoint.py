@@ -129,7 +129,7 @@ class SavedRank(NamedTuple):
 def capture_rank(ctx: RankContext, save: Save | None, speed: Speed | None) -> SavedRank:
     """Return a rank as it is now, None = an absent one."""
     save = save or Save(ABSENT, None)
-    drawn = speed.drawn(ctx.rank) if speed else 0
+    drawn = speed.count_draws(ctx.rank) if speed else 0
     return SavedRank(
         save.stage, save.state, capture_counters(ctx), ctx.now_ns, drawn, ctx.module_state
     )
@@ -177,4 +177,4 @@ def restore_rank(
     if worker_states is not None:
         worker_states.set_worker_state(ctx.rank, known.own)
     if speed is not None:
-        speed.draw_from(ctx.rank, known.drawn)
+        speed.skip_draws(ctx.rank, known.drawn)

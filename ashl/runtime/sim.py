@@ -388,7 +388,7 @@ class Sim:
             self._schedule(end, self._deliver, (dst, message, restarts))
         else:
             assert isinstance(self.network, Ports)
-            start, head, end = self.network.depart(src, dst, nbytes, now)
+            start, head, end = self.network.send_message(src, dst, nbytes, now)
             message = Message(src, tag, payload, meta, start)
             self._schedule(head, self._receive_head, (dst, message, restarts, nbytes, end))
         if nbytes:
@@ -401,7 +401,7 @@ class Sim:
         """Schedule the delivery of a message whose head is at the receiver's NIC."""
         dst, message, restarts, nbytes, tail = item
         assert isinstance(self.network, Ports)
-        end = self.network.arrive(message.src, dst, nbytes, self.now_ns, tail)
+        end = self.network.queue_at_receiver(message.src, dst, nbytes, self.now_ns, tail)
         if (
             nbytes
             and end > self._push_end[message.src]
@@ -613,7 +613,7 @@ class Sim:
         effect, group = posted.effect, collective_queue.group
         tensors = [posted.arrived[rank][1] for rank in group]
         result, cost, traffic = price_collective(effect, tensors, self.network, self.now_ns)
-        start = self.network.hold(group, cost, self.now_ns)
+        start = self.network.occupy_nics(group, cost, self.now_ns)
         collective_queue.free_ns = end = start + cost
         scattered = isinstance(effect, fx.AllReduce) and effect.op == "scatter"
         for place, rank in enumerate(group):
@@ -681,10 +681,10 @@ def price_collective(
         return result, network.all_gather_ns(group, total, now_ns), [(moved, moved)] * g
     result = sum_in_rank_order(tensors, effect.op)
     cost = network.all_reduce_ns(group, nbytes, now_ns)
-    if network.summing is None:
+    if network.all_reduce_costs is None:
         moved = 2 * (g - 1) * nbytes // g
         return result, cost, [(moved, moved)] * g
-    own = network.summing.known(group, nbytes)
+    own = network.all_reduce_costs.initial_cost(group, nbytes)
     return result, cost, list(zip(own.sent, own.received, strict=True))
 
 

@@ -96,7 +96,9 @@ class Throttle:
         now = self.clock()
         if cost is None:
             factor = (
-                self.compute.at(self.rank, start_ns) if self.compute and kind == "compute" else 1.0
+                self.compute.factor_of(self.rank, start_ns)
+                if self.compute and kind == "compute"
+                else 1.0
             )
             cost = round(factor * (now - start_ns)) if factor != 1.0 else 0
         elif kind in ("compute", "compress"):
@@ -120,15 +122,15 @@ class Throttle:
         if isinstance(self.network, Exchange):
             end = now_ns + self.network.cost_ns(self.rank, dst, nbytes, now_ns)
             return now_ns, end, end
-        _, head, tail = self._nics("leave", self.rank, dst, nbytes, now_ns)
+        _, head, tail = self._nics("queue_at_sender", self.rank, dst, nbytes, now_ns)
         return head, head, tail
 
     def schedule_arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
         """Return when a message counts as delivered whose bytes have arrived."""
         if isinstance(self.network, Ports):
-            inner = self.network.inner(src, self.rank)
+            inner = self.network.is_inside_node(src, self.rank)
             tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner, out=True)
-            due = self._nics("arrive", src, self.rank, nbytes, header_ns, tail)
+            due = self._nics("queue_at_receiver", src, self.rank, nbytes, header_ns, tail)
             self.transfers[src].add(due - header_ns, now_ns - header_ns)
             return due
         if self.network is not None:  # the sender has throttled it
@@ -137,7 +139,7 @@ class Throttle:
             )
             return now_ns
         if self.link is not None:
-            factor = max(self.link.at(src, now_ns), self.link.at(self.rank, now_ns))
+            factor = max(self.link.factor_of(src, now_ns), self.link.factor_of(self.rank, now_ns))
             return round(header_ns + factor * (now_ns - header_ns))
         return now_ns
 
@@ -154,7 +156,7 @@ class Throttle:
         if self.network is None:
             return now_ns, None
         cost_ns = self.network.all_reduce_ns(group, nbytes, now_ns)
-        return self._hold_nics(group, number, cost_ns, now_ns)
+        return self._occupy_nics(group, number, cost_ns, now_ns)
 
     def schedule_all_gather(
         self, group: tuple[int, ...], number: int, total: int, now_ns: int
@@ -165,13 +167,13 @@ class Throttle:
         if self.network is None:
             return now_ns, None
         cost_ns = self.network.all_gather_ns(group, total, now_ns)
-        return self._hold_nics(group, number, cost_ns, now_ns)
+        return self._occupy_nics(group, number, cost_ns, now_ns)
 
-    def _hold_nics(
+    def _occupy_nics(
         self, group: tuple[int, ...], number: int, cost_ns: int, now_ns: int
     ) -> tuple[int, int]:
         name = f"{group} {number}" if self._shares else None
-        begin, cost = self._nics("hold", group, cost_ns, now_ns, name)
+        begin, cost = self._nics("occupy_nics", group, cost_ns, now_ns, name)
         return begin, cost
 
     def report(self) -> PacingStats:
@@ -190,20 +192,22 @@ class Nics:
         self._begun: dict[str, tuple[int, int, int]] = {}
 
     def call(self, name: str, *args: Any) -> Any:
-        """Return the result of `leave`, `arrive` or `free_ns` of the network, or of `hold`."""
-        assert name in ("leave", "arrive", "free_ns", "hold")
+        """Return the result of `queue_at_sender`, `queue_at_receiver` or `free_ns` of the network,
+        or of `occupy_nics`.
+        """
+        assert name in ("queue_at_sender", "queue_at_receiver", "free_ns", "occupy_nics")
         values = [tuple(value) if isinstance(value, list) else value for value in args]
         with self._lock:
-            return getattr(self if name == "hold" else self._network, name)(*values)
+            return getattr(self if name == "occupy_nics" else self._network, name)(*values)
 
-    def hold(
+    def occupy_nics(
         self, group: tuple[int, ...], cost_ns: int, now_ns: int, name: str | None
     ) -> tuple[int, int]:
         """Return the begin and the cost of a collective. Among members that share this object the
         first one that asks decides for all; they ask by a name of the collective.
         """
         begin, cost, remaining = self._begun.pop(name or "", None) or (
-            self._network.hold(group, cost_ns, now_ns),
+            self._network.occupy_nics(group, cost_ns, now_ns),
             cost_ns,
             len(group),
         )

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ashl.errors import UsageError
 from ashl.option import Contract
-from ashl.plan.plan import Spec, StagePlan, WorkerPlan, assigned
+from ashl.plan.plan import Spec, StagePlan, WorkerPlan, assign_work
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import Planner
 
@@ -102,4 +102,4 @@ def with_assignments(
     """Return the stage with the planner's H, data share and ratio of each worker."""
     assert stage.h_preset is not None
     rows = planner.assign(profile, stage.h_preset, stage.r_preset, payload)
-    return replace(stage, workers=assigned(stage.workers, rows))
+    return replace(stage, workers=assign_work(stage.workers, rows))

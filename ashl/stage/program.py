@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.plan.plan import assigned
+from ashl.plan.plan import assign_work
 from ashl.planner.assignment import Assignment, assignment_of
 from ashl.runtime.effects import Epoch
 from ashl.runtime.rank_context import RankContext
@@ -160,6 +160,6 @@ def apply_assignments(
 
 def replan_stage(stage: StageConfig, rows: Sequence[Assignment]) -> StageConfig:
     """Return a later stage as it is planned during the run, with shards as planned."""
-    workers = assigned(stage.plan.workers, rows)
+    workers = assign_work(stage.plan.workers, rows)
     trainer = stage.trainer.reshard([worker.data_share for worker in workers])
     return replace(stage, plan=replace(stage.plan, workers=workers), trainer=trainer)

@@ -215,7 +215,7 @@ def grid_of(
 
 
 def is_paced(config: Mapping[str, Any]) -> bool:
-    return OptionFactory(config["allow_targets"]).of("cluster", config["cluster"]).paced
+    return OptionFactory(config["allow_targets"]).get_option("cluster", config["cluster"]).paced
 
 
 def profile_for(

@@ -114,7 +114,7 @@ def profile_of(folder: Path, config: Mapping[str, Any]) -> Profile:
             " run of one stage, by a server or all-reduce"
         )
     rounds = rounds_of(folder, plan.num_workers)
-    codec = OptionFactory(plan.allow_targets).of("compression", config["compression"])
+    codec = OptionFactory(plan.allow_targets).get_option("compression", config["compression"])
     # An all-gather of the same bytes costs half as much as a sum.
     gathers = not (codec.traits.lossless or codec.traits.linear)
     sum_s = least_s(rounds, ("wait_s", "push_s", "pull_s")) * (2 if gathers else 1)

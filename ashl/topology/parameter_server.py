@@ -42,7 +42,7 @@ from ashl.aggregate.weighted import Push
 from ashl.compression.contract import EncodeContext
 from ashl.errors import AshlError, UsageError
 from ashl.option import Ratio, option, quoted
-from ashl.plan.plan import WorkerPlan, assigned
+from ashl.plan.plan import WorkerPlan, assign_work
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import Planner
 from ashl.planner.online import Averages
@@ -742,7 +742,7 @@ def observe_push(ctx: RankContext, stage: StageConfig, state: ServerState, push:
     """Pass a push to the sync mode and to a planner that replans during the run."""
     state.progress.now_s = ctx.now
     state.rule_state = stage.sync.observe(stage, state.rule_state, state.progress, push)
-    if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.follows:
+    if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.replans:
         replan(ctx, stage, state, push, stage.planner)
 
 
@@ -796,17 +796,17 @@ def replan(
     averages = planner.observe(
         state.averages, push.worker, push.step_s, push.push_s, push.pull_s, payload
     )
-    averages = planner.hear(averages, push.worker, push.payload, push.steps, push.samples)
+    averages = planner.observe_update(averages, push.worker, push.payload, push.steps, push.samples)
     assert stage.plan.h_preset is not None
     presets = (stage.plan.h_preset, stage.plan.r_preset)
     present = state.members.ranks
     current = [workers[rank] for rank in present]
-    seen, rows = planner.replan(averages.of(present), current, *presets, stage.payload)
+    seen, rows = planner.replan(averages.restrict_to(present), current, *presets, stage.payload)
     state.averages = replace(averages, commits=seen.commits)
     if rows is None:
         return
     # data shards change at stage boundaries only
-    changed = dict(zip(present, assigned(current, rows, resharded=False), strict=True))
+    changed = dict(zip(present, assign_work(current, rows, resharded=False), strict=True))
     workers = tuple(changed.get(rank, worker) for rank, worker in enumerate(workers))
     state.assign(stage, workers)
     ratios = [worker.compression_ratio for worker in workers]

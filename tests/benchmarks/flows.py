@@ -146,10 +146,12 @@ def by_model(pattern: Pattern) -> list[float]:
         now, kind, number, head, tail = heappop(events)
         src, dst, nbytes, _ = pattern.flows[number]
         if kind == 0:
-            _, head, tail = ports.depart(src, dst, nbytes, now)
+            _, head, tail = ports.send_message(src, dst, nbytes, now)
             heappush(events, (head, 1, number, head, tail))
         elif kind == 1:
-            heappush(events, (ports.arrive(src, dst, nbytes, head, tail), 2, number, 0, 0))
+            heappush(
+                events, (ports.queue_at_receiver(src, dst, nbytes, head, tail), 2, number, 0, 0)
+            )
         else:
             arrived[number] = now
             for later in after[number]:

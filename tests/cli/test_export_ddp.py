@@ -84,7 +84,9 @@ def messages_of(plan: Plan) -> list[set[int]]:
     """Return the indices of the parameters in each message, the last layers first."""
     groups = layer_groups(plan)
     counts = (
-        OptionFactory(()).of("overlap", plan.stages[0].overlap).messages(untimed_timeline(groups))
+        OptionFactory(())
+        .get_option("overlap", plan.stages[0].overlap)
+        .messages(untimed_timeline(groups))
     )
     stops = list(accumulate(prod(shape) for _, shape in plan.layers))
     return [

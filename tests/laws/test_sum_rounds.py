@@ -63,7 +63,7 @@ def test_closed_forms_on_equal_machines(n) -> None:
     for algorithm, form in forms.items():
         costs = network(cluster(n, latency_s=0.003), 1, algorithm)
         assert costs.all_reduce_ns(group, S, 0) == pytest.approx(form, abs=2 * n), algorithm
-    sent = network(cluster(n), 1, "halving").summing.known(group, S).sent
+    sent = network(cluster(n), 1, "halving").all_reduce_costs.initial_cost(group, S).sent
     if n == p:
         assert sent == [2 * (n - 1) * S // n] * n
         assert network(cluster(n), 1).all_reduce_ns(group, S, 0) == network(
@@ -86,7 +86,7 @@ def test_a_hierarchy_takes_the_sum_of_its_parts(m, k) -> None:
         costs.all_reduce_ns(tuple(range(m * k)), S, 0)
         == inside + 2 * (m - 1) * a + 2 * (m - 1) * sb // m
     )
-    known = costs.summing.known(tuple(range(m * k)), S)
+    known = costs.all_reduce_costs.initial_cost(tuple(range(m * k)), S)
     assert (
         known.sent
         == known.received
@@ -122,10 +122,10 @@ def test_auto_is_whichever_takes_least() -> None:
         group = tuple(range(n))
         each = [
             network(costs.cluster, 1, name).all_reduce_ns(group, nbytes, 0)
-            for name in costs.summing.candidates(group)
+            for name in costs.all_reduce_costs.list_candidates(group)
         ]
         assert costs.all_reduce_ns(group, nbytes, 0) == min(each)
-        return costs.summing.known(group, nbytes).algorithm
+        return costs.all_reduce_costs.initial_cost(group, nbytes).algorithm
 
     assert picked(S) == "halving"
     assert picked(S, 7) == "ring"

@@ -320,7 +320,7 @@ def test_unsupported_resumes_name_an_alternative() -> None:
     )
     with pytest.raises(UsageError, match="min_workers=4: the run has 3 workers; take at most 3"):
         check_faults(replace(parts, runtime=replace(parts.runtime, min_workers=4)), plan.stages)
-    assert "failure_detection_s" in replace(random, failure_detection_s=None).missing(), (
+    assert "failure_detection_s" in replace(random, failure_detection_s=None).missing_costs(), (
         "a missing cost is never zero"
     )
 
