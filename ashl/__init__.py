@@ -102,7 +102,7 @@ def sweep(
     from ashl.config.override import command_line
     from ashl.config.session import keyword_overrides
     from ashl.errors import UsageError
-    from ashl.report.records import read
+    from ashl.report.records import read_study
     from ashl.study import sweep as study
     from ashl.study.frames import Runs
     from ashl.study.grid import grid_lines, make_grid
@@ -129,7 +129,7 @@ def sweep(
             quiet=quiet,
             silent=quiet,
         )
-    return Runs(read([place]))
+    return Runs(read_study([place]))
 
 
 def load(path: str | PathLike[str]) -> Run | Runs:

@@ -65,19 +65,19 @@ def compare(
     """
     from ashl.report.compare import check_kinds, write_report
     from ashl.report.leaderboard import rank
-    from ashl.report.records import read
-    from ashl.report.tables import document, show
+    from ashl.report.records import read_study
+    from ashl.report.tables import document, print_leaderboard
 
     kinds = figures.split(",") if figures else ()
     check_kinds(kinds)
-    board = rank(read(folders), target=target, baseline=baseline)
+    board = rank(read_study(folders), target=target, baseline=baseline)
     beside = "" if target is None else f"-target-{target:g}"
     report = write_report(board, out=out, command=str(typed(ctx)), beside=beside, kinds=kinds)
     show_left_out(board.left_out)
 
     def print_tables() -> None:
         screen = console()
-        show(screen, board, top=top)
+        print_leaderboard(screen, board, top=top)
         screen.print(f"report  {report}", soft_wrap=True, markup=False)
 
     following = command_text("export", *folders, "--out", "runs.csv")

@@ -60,19 +60,21 @@ def export(
             "Parquet is no text for the terminal; name a file, as in --out runs.parquet."
         )
     from ashl.report import export as exports
-    from ashl.report.compare import write
-    from ashl.report.records import read
+    from ashl.report.compare import write_file
+    from ashl.report.records import read_study
 
-    study = read(folders)
-    records, bad = exports.table(study, what)
+    study = read_study(folders)
+    records, bad = exports.records_table(study, what)
     show_left_out((*study.left_out, *bad))
     if out is None:  # nothing follows the records on standard output
         show = partial(print, exports.as_file(records, kind), end="")
-        return Answer({"what": what, "rows": exports.rows(records)}, show)
-    write(out, exports.as_file(records, kind))
-    read = f"print(pandas.read_{kind}({str(out)!r}))"
-    following = shlex.join(["python", "-c", f"import pandas; {read}"])
-    return Answer({"what": what, "out": str(out), "rows": exports.rows(records)}, next=following)
+        return Answer({"what": what, "rows": exports.plain_rows(records)}, show)
+    write_file(out, exports.as_file(records, kind))
+    reading = f"print(pandas.read_{kind}({str(out)!r}))"
+    following = shlex.join(["python", "-c", f"import pandas; {reading}"])
+    return Answer(
+        {"what": what, "out": str(out), "rows": exports.plain_rows(records)}, next=following
+    )
 
 
 def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> Answer:
@@ -86,7 +88,7 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
             f"--to {to} is of one run, and {len(folders)} folders are named; name one."
         )
     from ashl.export.scripts import render_script
-    from ashl.report.compare import write
+    from ashl.report.compare import write_file
 
     if out is not None and out.stem == to == "torchft":
         raise UsageError(
@@ -96,6 +98,6 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
     written = render_script(folders[0], to, out.name if out else f"train_{to}.py")
     if out is None:
         return Answer({"to": to, "script": written}, lambda: print(written, end=""))
-    write(out, written)
+    write_file(out, written)
     start = written.splitlines()[2].strip().replace(out.name, str(out))  # the head says how
     return Answer({"to": to, "script": written, "out": str(out)}, next=start)

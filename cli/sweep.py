@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ashl.launch.job import Launch
     from ashl.study.grid import Grid
     from ashl.study.jobs import Pool
-    from ashl.study.sweep import Swept
+    from ashl.study.sweep import SweepOutcome
 
 LAUNCHER = "launcher."  # prefix of the keys of a launcher's parameters
 SHELL = 128  # exit code of a command that a signal has ended, minus the signal's number
@@ -122,13 +122,13 @@ def sweep(
     folder = study.folder_of([setting.hash for setting in grid.settings], first)
     if dry_run:
         forecast = study.forecast_of(grid, typed, folder, jobs, line)
-        return Answer(forecast, partial(study.show, grid, folder, forecast), str(line))
+        return Answer(forecast, partial(study.show_forecast, grid, folder, forecast), str(line))
     with interruptible():
         pool = partial(make_pool, folder)
         if ctx.obj:
-            from ashl.study.jobs import local_pool, on_hosts
+            from ashl.study.jobs import local_pool, run_on_hosts
 
-            run = partial(on_hosts, launch=ctx.obj, config_dir=config_dir)
+            run = partial(run_on_hosts, launch=ctx.obj, config_dir=config_dir)
             pool = partial(local_pool, run=run)
         outcome = study.sweep(
             grid,
@@ -146,10 +146,10 @@ def sweep(
     return answer_of(outcome)
 
 
-def answer_of(outcome: "Swept") -> Answer:
+def answer_of(outcome: "SweepOutcome") -> Answer:
     """Return the answer of a sweep; the next command repeats the winner, if there is one."""
     following = outcome.winner or command_text("export", outcome.folder)
-    return Answer(outcome.document(), next=following, code=int(outcome.failed))
+    return Answer(outcome.document(), next=following, code=int(outcome.has_failed_run))
 
 
 def show_configurations(grid: "Grid") -> None:
@@ -170,11 +170,11 @@ def apart(overrides: list[str], launcher: str | None) -> tuple[list[str], dict[s
         raise UsageError(f"{of_launcher[0]}: it goes with `ashl sweep --launcher NAME`.")
     if launcher is None:
         return overrides, {}
-    from ashl.study.jobs import checked_parameters
+    from ashl.study.jobs import check_parameters
 
     values = {key_of(text).removeprefix(LAUNCHER): value_of(text) for text in of_launcher}
     typed = [text for text in overrides if text not in of_launcher]
-    return typed, checked_parameters(launcher, values)
+    return typed, check_parameters(launcher, values)
 
 
 def pool_of(

@@ -16,9 +16,16 @@ from typing import Any
 import pytest
 
 from ashl.advice import advise, candidates, leave_out
-from ashl.advice.candidates import BSP, Candidate, Field, field_of, origins, thinned
-from ashl.advice.contest import Tuned, front, ranked, steadier
-from ashl.advice.leave_out import Racer, considered, leave_out_of, without_worker
+from ashl.advice.candidates import (
+    BSP,
+    Candidate,
+    Candidates,
+    origins,
+    remove_inferior,
+    select_candidates,
+)
+from ashl.advice.contest import TunedCandidate, front_runners, rank_tuned, steadier_rate
+from ashl.advice.leave_out import Racer, leave_out_of, without_worker, workers_to_consider
 from ashl.advice.rules import RULES, Rule, Situation
 from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
 from ashl.cli.app import main
@@ -27,7 +34,7 @@ from ashl.errors import UsageError
 from ashl.run.host_time import START_S
 from ashl.study import sweep
 from ashl.study.jobs import Job
-from ashl.study.race import Course
+from ashl.study.race import LearningCurve
 from ashl.tracking import jsonl
 from tests.run_folders import write_run
 from tests.test_profile import profile
@@ -57,14 +64,14 @@ PAPER = replace(
 
 
 def test_who_competes_follows_from_the_cluster() -> None:
-    equal, unequal = ({rule.name for rule in RULES if rule.taken(s)} for s in (EQUAL, PAPER))
+    equal, unequal = ({rule.name for rule in RULES if rule.applies(s)} for s in (EQUAL, PAPER))
     assert "D-PSGD" in equal - unequal
     assert {"ADSP Top-K", "ASHL+"} <= unequal - equal
     assert all(rule.reason(s).endswith(".") for rule in RULES for s in (EQUAL, PAPER))
 
 
 def test_different_classes_leave_out_who_meets_rarely() -> None:
-    taken = {rule.name for rule in RULES if rule.taken(replace(PAPER, skewed=True))}
+    taken = {rule.name for rule in RULES if rule.applies(replace(PAPER, skewed=True))}
     assert "local SGD planned FedNova" in taken
     assert not {"local SGD 16 ring", "one stage H=4", "one stage H=4 late"} & taken
 
@@ -112,7 +119,7 @@ def test_only_what_cannot_be_the_best_is_dropped_before_the_race() -> None:
         made("SSP", 20),
         made("ASP", 50),
     ]
-    kept, left_out = thinned(field)
+    kept, left_out = remove_inferior(field)
     assert [own.name for own in kept] == [
         "BSP ring",
         "local SGD 16 ring",
@@ -135,7 +142,7 @@ def test_only_what_cannot_be_the_best_is_dropped_before_the_race() -> None:
 
 
 def test_a_candidate_that_comes_to_the_same_is_none_of_its_own() -> None:
-    kept, left_out = thinned(
+    kept, left_out = remove_inferior(
         [made("BSP", 30), made("SSP", 20, what="same"), made("ASP", 20, what="same")]
     )
     assert ([own.name for own in kept], [out.name for out in left_out]) == (["BSP", "SSP"], ["ASP"])
@@ -147,8 +154,10 @@ def test_a_candidate_that_comes_to_the_same_is_none_of_its_own() -> None:
 
 def course(
     *losses: float, reached_s: float | None = None, ended: bool = True, failed: bool = False
-) -> Course:
-    return Course([float(k + 1) for k in range(len(losses))], losses, reached_s, ended, failed)
+) -> LearningCurve:
+    return LearningCurve(
+        [float(k + 1) for k in range(len(losses))], losses, reached_s, ended, failed
+    )
 
 
 def test_the_best_rate_reaches_the_target_first_or_else_has_the_lowest_loss_at_the_same_moment() -> (
@@ -156,15 +165,18 @@ def test_the_best_rate_reaches_the_target_first_or_else_has_the_lowest_loss_at_t
 ):
     own = made("BSP", 1)
     late, early = (
-        Tuned(own, 0.1, course(1, 1, reached_s=2.0)),
-        Tuned(own, 0.2, course(1, reached_s=1.0)),
+        TunedCandidate(own, 0.1, course(1, 1, reached_s=2.0)),
+        TunedCandidate(own, 0.2, course(1, reached_s=1.0)),
     )
     low, high = (
-        Tuned(own, 0.3, course(0.5, ended=False)),
-        Tuned(own, 0.4, course(0.6, 0.1, ended=False)),
+        TunedCandidate(own, 0.3, course(0.5, ended=False)),
+        TunedCandidate(own, 0.4, course(0.6, 0.1, ended=False)),
     )
-    unseen, broken = Tuned(own, 0.5, None), Tuned(own, 0.6, course(9, failed=True))
-    assert ranked([unseen, broken, high, low, late, early]) == [
+    unseen, broken = (
+        TunedCandidate(own, 0.5, None),
+        TunedCandidate(own, 0.6, course(9, failed=True)),
+    )
+    assert rank_tuned([unseen, broken, high, low, late, early]) == [
         early,
         late,
         low,
@@ -177,7 +189,7 @@ def test_the_best_rate_reaches_the_target_first_or_else_has_the_lowest_loss_at_t
 def test_the_rate_that_is_fast_with_two_seeds_is_kept() -> None:
     own = made("BSP", 1)
     lucky, steady = (
-        Tuned(own, rate, course(1, reached_s=s)) for rate, s in ((0.1, 1.0), (0.2, 1.2))
+        TunedCandidate(own, rate, course(1, reached_s=s)) for rate, s in ((0.1, 1.0), (0.2, 1.2))
     )
     for later, expected in [
         ((3.0, 1.2), steady),
@@ -188,33 +200,33 @@ def test_the_rate_that_is_fast_with_two_seeds_is_kept() -> None:
         pairs = [
             (two, course(1, reached_s=s)) for two, s in zip((lucky, steady), later, strict=True)
         ]
-        assert steadier(lucky, pairs) is expected
+        assert steadier_rate(lucky, pairs) is expected
     assert (
-        steadier(lucky, [(lucky, None), (steady, course(1, reached_s=1.0))]) is lucky
+        steadier_rate(lucky, [(lucky, None), (steady, course(1, reached_s=1.0))]) is lucky
     )  # the budget was over
-    assert steadier(lucky, []) is lucky
+    assert steadier_rate(lucky, []) is lucky
 
 
 def test_which_workers_proceed() -> None:
     base = made("BSP", 1)
-    tries = [Tuned(made(str(k), 1), 0.1, course(1, reached_s=k + 1.0)) for k in range(6)]
-    last = Tuned(base, 0.1, course(3, ended=False))
-    assert [own.candidate.name for own in front([*tries, last], base, 4)] == [
+    tries = [TunedCandidate(made(str(k), 1), 0.1, course(1, reached_s=k + 1.0)) for k in range(6)]
+    last = TunedCandidate(base, 0.1, course(3, ended=False))
+    assert [own.candidate.name for own in front_runners([*tries, last], base, 4)] == [
         "BSP",
         "0",
         "1",
         "2",
         "3",
     ]
-    behind = [Tuned(made(str(k), 1), 0.1, course(k + 1, ended=False)) for k in range(3)]
-    assert [own.candidate.name for own in front([tries[0], *behind, last], base, 4)] == [
+    behind = [TunedCandidate(made(str(k), 1), 0.1, course(k + 1, ended=False)) for k in range(3)]
+    assert [own.candidate.name for own in front_runners([tries[0], *behind, last], base, 4)] == [
         "BSP",
         "0",
         "0",
     ]
 
 
-def field_with(predicted_s: float, step_samples: int = 1) -> Field:
+def field_with(predicted_s: float, step_samples: int = 1) -> Candidates:
     limits = SimpleNamespace(seconds=None)
     plan: Any = SimpleNamespace(
         stages=[SimpleNamespace(predicted_steps_per_s=10.0)],
@@ -224,7 +236,7 @@ def field_with(predicted_s: float, step_samples: int = 1) -> Field:
     )
     own = replace(made("BSP", 1), plan=plan)
     host: Any = SimpleNamespace(data=SimpleNamespace(train=[0] * 100))
-    return Field(EQUAL, (own,) * 9, (), host, evaluation_s=0.001)
+    return Candidates(EQUAL, (own,) * 9, (), host, evaluation_s=0.001)
 
 
 def test_the_race_is_as_large_as_the_budget() -> None:
@@ -252,7 +264,11 @@ def test_a_resumed_race_keeps_its_size_unless_the_budget_allows_more(
     place: Any = SimpleNamespace(folder=tmp_path, deadline=deadline, slots=2)
     sizes = iter([Scale(0.25, RATES, 0.1), Scale(0.125, RATES, 0.2), Scale(1.0, RATES, 0.3)])
     monkeypatch.setattr(advise, "scale_of", lambda *args, **more: next(sizes))
-    assert [advise.scaled(load, place, tunes=True).length for _ in range(3)] == [0.25, 0.25, 1.0]
+    assert [advise.choose_and_save_scale(load, place, tunes=True).length for _ in range(3)] == [
+        0.25,
+        0.25,
+        1.0,
+    ]
 
 
 # --- leaving a worker out
@@ -288,7 +304,7 @@ def test_a_worker_is_left_out_if_a_barrier_without_it_is_faster() -> None:
     """
     found = leave_out_of([racer("bsp", "[1,1,1,1,5]", 40.0)], lambda: False, not_run)
     assert found is not None
-    assert (found.worker, found.with_s, found.advised) == (4, 40.0, True)
+    assert (found.worker, found.with_s, found.is_advised) == (4, 40.0, True)
     assert found.without_s == pytest.approx(10.0, rel=0.01)
     assert found.pays_from == pytest.approx(0.8, rel=0.04)
     said = found.sentence()
@@ -312,7 +328,7 @@ def test_runs_without_a_worker_count_more_than_the_prediction() -> None:
     asp, bsp = racer("asp", "[1,1,1,1,5]", 20.0), racer("bsp", "[1,1,1,1,5]", 40.0)
     found = leave_out_of([asp], lambda: False, race_on)
     assert found is not None
-    assert (found.advised, found.without_s, found.runs) == (True, 15.0, 3)
+    assert (found.is_advised, found.without_s, found.runs) == (True, 15.0, 3)
     assert found.sentence().startswith(
         "leave out worker 4: with it 20 s, without it 15 s in 3 runs"
     )
@@ -330,7 +346,7 @@ def test_a_worker_is_kept_where_another_method_uses_it(monkeypatch: pytest.Monke
     assert found.without_s == pytest.approx(10.0, rel=0.01)
     alone = leave_out_of([asp], lambda: False, not_run)
     assert alone is not None
-    assert (alone.advised, alone.pays_from) == (False, None)
+    assert (alone.is_advised, alone.pays_from) == (False, None)
     assert alone.without_s == pytest.approx(21.0, rel=0.02)
     assert alone.sentence().startswith("keep worker 4: with it 20 s, without it 21")
     assert leave_out_of([asp], lambda: True, not_run) is None
@@ -345,7 +361,7 @@ def test_the_cluster_without_a_worker_has_its_lists_shortened() -> None:
         2,
     )
     assert fewer["all_reduce"] is None
-    assert considered(measured) == [2, 1]
+    assert workers_to_consider(measured) == [2, 1]
 
 
 # --- from the command line
@@ -418,7 +434,7 @@ def test_nothing_is_left_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
             r" line has"
         ),
     ):
-        field_of((*TINY, "sync=rennala"), None, lambda done, size, name: None)
+        select_candidates((*TINY, "sync=rennala"), None, lambda done, size, name: None)
 
 
 def written(

@@ -22,7 +22,7 @@ from ashl.config.construct import construct
 from ashl.errors import DataMissingError
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import declared_profile
-from ashl.study.grid import checked, grid_lines
+from ashl.study.grid import check_point, grid_lines
 from tests.first_screen import FILE, answer, rows
 from tests.pages import (
     DATA,
@@ -262,7 +262,7 @@ def can_be_planned(point: tuple[str, ...], folder: Path | None, world_size: int 
         if world_size is not None:
             compile_plan(compose(point, folder), world_size, point)
         else:
-            checked(point, lambda overrides: compose(overrides, folder), {})
+            check_point(point, lambda overrides: compose(overrides, folder), {})
     except DataMissingError:
         pass  # the line is right, and the data are not on this machine
 

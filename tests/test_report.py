@@ -15,12 +15,12 @@ from scipy import stats
 
 from ashl.errors import UsageError
 from ashl.report import tables
-from ashl.report.answer import answer
+from ashl.report.answer import answer_of
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
-from ashl.report.records import read
-from ashl.report.statistics import effect, holm, logrank_chance, seeds_needed, spread
-from ashl.report.tables import show
+from ashl.report.records import read_study
+from ashl.report.statistics import adjust_p_values, effect, logrank_p_value, seeds_needed, spread
+from ashl.report.tables import print_leaderboard
 from tests.run_folders import lines, write_run, write_sweep
 
 KEYS = [(seed, 0) for seed in range(10)]
@@ -41,7 +41,7 @@ def sweep(folder: Path, **times: tuple[float | None, ...]) -> Path:
 
 
 def ranked(*folders: Path, **options) -> Leaderboard:
-    return rank(read(folders), **options)
+    return rank(read_study(folders), **options)
 
 
 # --- statistics
@@ -87,7 +87,7 @@ def test_a_censored_median_is_kaplan_and_meiers() -> None:
     drug = spread(*observed(DRUG))
     assert (drug.middle, drug.low, drug.high) == (23, 13, math.inf)
     assert spread(*observed(PLACEBO)).middle == 8
-    assert logrank_chance(*observed(DRUG), *observed(PLACEBO)) == pytest.approx(4.2e-5, rel=0.02)
+    assert logrank_p_value(*observed(DRUG), *observed(PLACEBO)) == pytest.approx(4.2e-5, rel=0.02)
     assert spread([3.0, math.inf, 2.0], [9.0, 9.0, 9.0]).middle == 3.0
     assert spread([5.0, math.inf], [9.0, 4.5]).middle == 5.0, "the second run ended before"
     late = spread([math.inf, math.inf, 2.0], [5.0, 7.0, 9.0])
@@ -99,12 +99,12 @@ def test_a_censored_median_is_kaplan_and_meiers() -> None:
 def test_the_logrank_test_of_few_runs_is_exact() -> None:
     """Three against three can be divided in 20 ways, of which two are as far apart as possible."""
     never = [math.inf] * 3
-    assert logrank_chance([1.0, 2.0, 3.0], never, never, [9.0] * 3) == pytest.approx(2 / 20)
-    assert logrank_chance(never, [9.0] * 3, never, [9.0] * 3) == 1.0
+    assert logrank_p_value([1.0, 2.0, 3.0], never, never, [9.0] * 3) == pytest.approx(2 / 20)
+    assert logrank_p_value(never, [9.0] * 3, never, [9.0] * 3) == 1.0
     late, many = [2.0, 3.0, 4.0], [2.0 + k for k in range(30)]
-    assert logrank_chance(late, late, never, [1.0] * 3) == 1.0  # stopped before any of them
-    assert logrank_chance(many, many, [math.inf] * 30, [1.0] * 30) == 1.0
-    assert logrank_chance(never, never, [1.0, 2.0, 3.0], never) == pytest.approx(2 / 20)
+    assert logrank_p_value(late, late, never, [1.0] * 3) == 1.0  # stopped before any of them
+    assert logrank_p_value(many, many, [math.inf] * 30, [1.0] * 30) == 1.0
+    assert logrank_p_value(never, never, [1.0, 2.0, 3.0], never) == pytest.approx(2 / 20)
 
 
 def test_a_paired_effect_is_students() -> None:
@@ -115,11 +115,11 @@ def test_a_paired_effect_is_students() -> None:
     assert found.middle == pytest.approx(2.0)  # the geometric mean of 2, 1 and 4
     logs = ([math.log(value) for value in values.values()] for values in (theirs, ours))
     known = stats.ttest_rel(*logs)
-    assert found.chance == pytest.approx(known.pvalue)
+    assert found.p_value == pytest.approx(known.pvalue)
     ends = map(math.exp, known.confidence_interval(0.95))
     assert (found.low, found.high) == pytest.approx(tuple(ends))
     assert found.probability == pytest.approx(1 - known.pvalue / 2)
-    assert not found.ahead
+    assert not found.is_better_with_confidence
     assert seeds_needed(found) == 7  # t(6) = 2.447: 2.447 / sqrt(7) < 1; t(5) = 2.571 is too large
     assert seeds_needed(found, tests=6) == 11
 
@@ -128,11 +128,11 @@ def test_without_every_number_there_is_no_interval_but_a_logrank_test() -> None:
     ours, theirs = by_seed(*[1.0] * 6), by_seed(*[2.0] * 5, math.inf)
     found = effect(ours, theirs, ratio=True, lower_is_better=True)
     assert found is not None
-    assert (found.wins, found.low, found.chance) == (6, None, pytest.approx(2 / math.comb(12, 6)))
-    assert found.ahead
+    assert (found.wins, found.low, found.p_value) == (6, None, pytest.approx(2 / math.comb(12, 6)))
+    assert found.is_better_with_confidence
     both = effect(by_seed(math.inf), by_seed(math.inf), ratio=True, lower_is_better=True)
     assert both is not None
-    assert (both.wins, both.losses, both.middle, both.chance) == (0, 0, None, 1.0)
+    assert (both.wins, both.losses, both.middle, both.p_value) == (0, 0, None, 1.0)
 
 
 def test_seeds_are_paired_with_themselves() -> None:
@@ -145,9 +145,9 @@ def test_seeds_are_paired_with_themselves() -> None:
 
 
 def test_holms_correction_by_hand() -> None:
-    assert holm([0.04, 0.01, 0.03], 3) == pytest.approx([0.06, 0.03, 0.06])
-    assert holm([0.01, 0.02], 6) == pytest.approx([0.06, 0.10])
-    assert holm([], 0) == []
+    assert adjust_p_values([0.04, 0.01, 0.03], 3) == pytest.approx([0.06, 0.03, 0.06])
+    assert adjust_p_values([0.01, 0.02], 6) == pytest.approx([0.06, 0.10])
+    assert adjust_p_values([], 0) == []
 
 
 def test_picking_the_best_of_equals_rarely_excludes_one() -> None:
@@ -162,7 +162,7 @@ def test_picking_the_best_of_equals_rarely_excludes_one() -> None:
         chances = stats.ttest_rel([best] * len(others), others, axis=1)
         better = np.where(chances.statistic < 0, chances.pvalue, 1.0)
         raw += min(better) < 0.05
-        corrected += min(holm(list(better), math.comb(settings, 2))) < 0.05
+        corrected += min(adjust_p_values(list(better), math.comb(settings, 2))) < 0.05
     assert raw > 0.15 * studies
     assert corrected < 0.05 * studies
 
@@ -179,13 +179,13 @@ def test_a_leaderboard_by_hand(tmp_path) -> None:
     assert (ssp.spread.low, ssp.spread.middle, ssp.spread.high) == (2.0, 2.0, 4.0)
     assert ssp.against is not None
     assert ssp.against.middle == pytest.approx(2.0)  # the geometric mean of 2, 1 and 4
-    assert (asp.reached, asp.spread.middle) == (1, 9.0)  # two were observed for 2 s only
+    assert (asp.num_reached, asp.spread.middle) == (1, 9.0)  # two were observed for 2 s only
     means = (ssp.means[key] for key in ("bytes_up", "bytes_down", "wait_share"))
     assert tuple(means) == (4e6, 2e6, 0.25)
 
 
 def test_the_answer_in_words(tmp_path) -> None:
-    said = answer(ranked(sweep(tmp_path, bsp=(4.0, 4.0, 8.0), ssp=(2.0, 4.0, 2.0))))
+    said = answer_of(ranked(sweep(tmp_path, bsp=(4.0, 4.0, 8.0), ssp=(2.0, 4.0, 2.0))))
     assert (
         said.headline
         == "ssp leads: time to 90.0 % accuracy 2 s (median of 3 seeds, range 2 s to 4 s), 2.00"
@@ -199,7 +199,7 @@ def test_the_answer_in_words(tmp_path) -> None:
 
 
 def test_a_clear_winner_is_called_one(tmp_path) -> None:
-    said = answer(ranked(sweep(tmp_path, bsp=(4.0, 4.1, 4.2), ssp=(2.0, 2.1, 2.0))))
+    said = answer_of(ranked(sweep(tmp_path, bsp=(4.0, 4.1, 4.2), ssp=(2.0, 2.1, 2.0))))
     assert said.headline.startswith("ssp is first: ")
     assert "The second is worse with 95 % confidence." in said.sentences
 
@@ -208,19 +208,22 @@ def test_the_best_of_many_is_corrected_for_its_choice(tmp_path) -> None:
     """The second of two settings is worse; the second of six may be as good as the best."""
     times = {"bsp": (4.0, 4.4, 4.2), "ssp": (2.0, 3.0, 2.6)}
     alone = ranked(sweep(tmp_path / "two", **times))
-    assert alone.second is not None
-    assert (alone.second.ahead, alone.indistinguishable) == (True, ())
+    assert alone.effect_over_second is not None
+    assert (alone.effect_over_second.is_better_with_confidence, alone.indistinguishable_rows) == (
+        True,
+        (),
+    )
     slow = {f"slow{index}": (40.0, 41.0, 42.0) for index in range(4)}
     board = ranked(sweep(tmp_path / "six", **times, **slow))
-    assert [row.label for row in board.indistinguishable] == ["bsp"]
-    said = answer(board)
+    assert [row.label for row in board.indistinguishable_rows] == ["bsp"]
+    said = answer_of(board)
     assert said.headline.startswith("ssp leads: ")
     correction = "(Holm's correction for picking the best of 6)"
     assert f"Indistinguishable from the best {correction}: bsp." in said.sentences
 
 
 def test_a_difference_below_one_evaluation_is_none(tmp_path) -> None:
-    said = answer(
+    said = answer_of(
         ranked(sweep(tmp_path, bsp=(2.0, 2.0, 2.0), ssp=(1.95, 1.95, 1.95)))
     )  # evaluated every 0.1 s
     assert any(
@@ -248,7 +251,7 @@ def test_a_difference_below_one_evaluation_is_none(tmp_path) -> None:
     ],
 )
 def test_what_is_not_known_is_said(tmp_path, times: dict, says: str) -> None:
-    said = answer(ranked(sweep(tmp_path, **times)))
+    said = answer_of(ranked(sweep(tmp_path, **times)))
     assert says in " ".join([said.headline, *said.sentences])
 
 
@@ -283,7 +286,7 @@ def test_another_target_is_found_in_the_evaluations(tmp_path) -> None:
         [0.4, 0.7]
     )  # 1 - 0.1^(t/reach) first >= 0.5
     higher = ranked(*folders, target=0.95)
-    assert [row.reached for row in higher.rows] == [0, 0]
+    assert [row.num_reached for row in higher.rows] == [0, 0]
     assert "2 of 2 runs ended at their own target (90.0 % accuracy" in higher.notes[0]
 
 
@@ -321,7 +324,7 @@ def test_without_a_target_it_is_the_best_that_all_reach(tmp_path) -> None:
         [1.5, 2.0, 4.0, math.inf, math.inf]
     )
     note = f"all but 2 of the settings reach; for another one: ashl compare {folder} --target 0.9"
-    assert any(note in sentence for sentence in answer(board).sentences)
+    assert any(note in sentence for sentence in answer_of(board).sentences)
 
 
 def test_without_accuracies_they_are_judged_at_an_equal_time(tmp_path) -> None:
@@ -340,7 +343,7 @@ def test_without_accuracies_they_are_judged_at_an_equal_time(tmp_path) -> None:
     ratio = math.log(1 - 0.1**0.25) / math.log(1 - 0.1**0.5)
     assert (
         f"{ratio:.2f} times lower than the baseline ssp"
-        in answer(ranked(slow, quick, baseline="ssp")).headline
+        in answer_of(ranked(slow, quick, baseline="ssp")).headline
     )
 
 
@@ -359,7 +362,7 @@ def test_without_accuracies_the_tasks_own_metric_ranks_and_is_shown(
         lines(folder / "metrics.jsonl", rows)
     board = ranked(tmp_path / "bsp", tmp_path / "asp")
     assert (board.rows[0].label, board.measure.title) == (first, "mae after 2 s")
-    assert tables.table(board)["mae"][0] == {"bsp": "0.3", "asp": "0.2"}[first]
+    assert tables.leaderboard_table(board)["mae"][0] == {"bsp": "0.3", "asp": "0.2"}[first]
     page = write_report(board, out=tmp_path / "r.html").read_text()
     assert "mae on the test set" in page
     asked = ranked(tmp_path / "bsp", tmp_path / "asp", target=0.3)
@@ -377,11 +380,11 @@ def test_rank_and_sentence_go_by_the_same_number(tmp_path) -> None:
     mean with its own interval.
     """
     board = ranked(sweep(tmp_path, bsp=(4.0, 5.0, 5.1), asp=(4.9, 9.0, 4.8)))
-    said = answer(board)
+    said = answer_of(board)
     assert said.headline.startswith("asp leads: time to 90.0 % accuracy 4.9 s")
     assert "1.02 times as fast as the baseline bsp (paired mean 0.78, " in said.headline
     assert [row.label for row in board.rows] == ["asp", "bsp"]
-    assert tables.table(board)["against"][0] == "0.78x (0.35 .. 1.76)"
+    assert tables.leaderboard_table(board)["against"][0] == "0.78x (0.35 .. 1.76)"
 
 
 def test_runs_that_lost_their_pace_are_no_equals(tmp_path) -> None:
@@ -397,7 +400,7 @@ def test_runs_that_lost_their_pace_are_no_equals(tmp_path) -> None:
         ("2", "bsp"),
         ("-", "asp"),
     ]
-    said = answer(board)
+    said = answer_of(board)
     assert said.headline.startswith("ssp ")
     assert (
         "1 of 3 settings did not keep the declared pace (up to 31 % slower): they are not ranked."
@@ -424,7 +427,7 @@ def test_kinds_of_time_are_never_mixed_silently(tmp_path) -> None:
     real = write_run(tmp_path / "real", time_kind="wall", choices={"runtime": "local"})
     board = ranked(real, write_run(tmp_path / "sim", choices={"runtime": "sim"}))
     assert "1 with wall time and 1 with virtual time" in board.notes[0]
-    assert board.notes[0] in answer(board).sentences
+    assert board.notes[0] in answer_of(board).sentences
 
 
 # --- records
@@ -463,7 +466,7 @@ def test_a_broken_run_is_left_out_by_name(
 ) -> None:
     good, bad = write_run(tmp_path / "good"), write_run(tmp_path / "bad", seed=1)
     (bad / file).unlink() if content is None else (bad / file).write_text(content)
-    study = read([good, bad])
+    study = read_study([good, bad])
     assert [run.name for run in study.runs] == ["good"]
     assert [(Path(out.name).name, reason in out.reason) for out in study.left_out] == [
         ("bad", True)
@@ -489,7 +492,7 @@ def test_a_sweep_of_which_not_all_is_there(tmp_path) -> None:
     ]
     (folder / "sweep.json").write_text(json.dumps(study))
     rmtree(folder / "00000002")  # it never began
-    found = read([folder])
+    found = read_study([folder])
     assert [out.reason for out in found.left_out] == ["has not run"]
     assert [(out.name, out.reason) for out in found.dropped] == [
         ("sync=asp seed=0 (00000002)", "before it began, because of another seed: behind ssp")
@@ -514,12 +517,12 @@ def test_what_a_race_has_dropped_is_shown_with_how_far_it_came(tmp_path) -> None
     file.write_text(json.dumps(json.loads(file.read_text()) | stopped))
     board = ranked(folder)
     assert [row.label for row in board.rows] == ["ssp", "bsp", "asp"]
-    assert board.rows[2].reached == 1
-    times = tables.table(board)["time to 90.0 % accuracy"]
+    assert board.rows[2].num_reached == 1
+    times = tables.leaderboard_table(board)["time to 90.0 % accuracy"]
     assert times[2] == "5 s", "one run was still in progress at 5 s"
     assert not board.ended_badly
     assert "sync=asp seed=1 (00000005): after 4.5 s, far behind" in " ".join(
-        answer(board).sentences
+        answer_of(board).sentences
     )
 
 
@@ -539,7 +542,7 @@ def test_a_dropped_setting_cannot_win_by_a_target_that_nobody_asked_for(tmp_path
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_a_narrow_terminal_loses_columns_and_no_names(tmp_path, width: int) -> None:
     file = StringIO()
-    show(
+    print_leaderboard(
         Console(file=file, width=width),
         ranked(sweep(tmp_path, bsp=(4.0, 4.5), local_sgd=(2.0, None))),
     )
@@ -561,7 +564,7 @@ def test_failed_and_diverged_runs_are_listed_and_diverged_ones_count(tmp_path) -
         }
         file.write_text(json.dumps(summary))
     board = ranked(folder)
-    assert {row.label: (row.reached, len(row.values)) for row in board.rows} == {
+    assert {row.label: (row.num_reached, len(row.values)) for row in board.rows} == {
         "bsp": (1, 1),
         "ssp": (1, 2),
     }
@@ -570,12 +573,12 @@ def test_failed_and_diverged_runs_are_listed_and_diverged_ones_count(tmp_path) -
 
 def test_no_run_at_all(tmp_path) -> None:
     with pytest.raises(UsageError, match="is no folder"):
-        read([tmp_path / "nowhere"])
+        read_study([tmp_path / "nowhere"])
     with pytest.raises(UsageError, match=r"There is no finished run to read .*is no run folder"):
-        read([tmp_path])
+        read_study([tmp_path])
     (tmp_path / "sweep.json").write_text('{"schema": 1}')
     with pytest.raises(UsageError, match="the sweep has none"):
-        read([tmp_path])
+        read_study([tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -584,7 +587,7 @@ def test_no_run_at_all(tmp_path) -> None:
 def test_a_broken_sweep_is_skipped_and_the_others_continue(tmp_path, content: str) -> None:
     folder = sweep(tmp_path, bsp=(4.0,))
     (folder / "sweep.json").write_text(content)
-    study = read([folder, write_run(tmp_path / "run")])
+    study = read_study([folder, write_run(tmp_path / "run")])
     assert [(Path(out.name).name, out.reason) for out in study.left_out] == [
         ("sweep", "sweep.json is broken")
     ]
@@ -621,7 +624,7 @@ def test_a_short_table_has_the_first_settings_of_every_environment(tmp_path) -> 
     ]
     board = ranked(write_sweep(tmp_path / "s", settings))
     console = Console(width=140, record=True, file=StringIO())
-    show(console, board, top=6)
+    print_leaderboard(console, board, top=6)
     text = console.export_text()
     for width in (1, 10, 100):
         assert text.count(f"bandwidth_mbit_s={width} ") == 2, text

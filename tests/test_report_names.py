@@ -6,13 +6,13 @@ from pathlib import Path
 import yaml
 
 from ashl.report.leaderboard import Leaderboard, rank
-from ashl.report.records import read
+from ashl.report.records import read_study
 from ashl.report.settings import settings_of
 from tests.run_folders import write_run, write_sweep
 
 
 def ranked(*folders: Path, **options) -> Leaderboard:
-    return rank(read(folders), **options)
+    return rank(read_study(folders), **options)
 
 
 def test_the_axes_of_loose_runs_are_what_differs(tmp_path) -> None:
@@ -26,7 +26,7 @@ def test_the_axes_of_loose_runs_are_what_differs(tmp_path) -> None:
             write_run(
                 tmp_path / f"{index}-{seed}", seed=seed, choices={"sync": sync}, values=values
             )
-    axes, settings = settings_of(read(sorted(tmp_path.iterdir())))
+    axes, settings = settings_of(read_study(sorted(tmp_path.iterdir())))
     assert axes == (
         "sync",
         "optimizer.lr",
@@ -45,7 +45,7 @@ def test_what_all_runs_of_an_option_share_is_no_part_of_their_name(tmp_path) -> 
     for index, (codec, momentum) in enumerate(chosen):
         values = {"compression.momentum": momentum, "compression.masking": codec == "topk"}
         write_run(tmp_path / f"{index}", choices={"compression": codec}, values=values)
-    _, settings = settings_of(read(sorted(tmp_path.iterdir())))
+    _, settings = settings_of(read_study(sorted(tmp_path.iterdir())))
     assert [setting.label for setting in settings] == [
         "topk momentum=null",
         "topk momentum=0.9",

@@ -12,9 +12,9 @@ import pytest
 from ashl.errors import AshlError
 from ashl.report import figures as drawn
 from ashl.report.compare import write_report
-from ashl.report.figures import Figure, curve
+from ashl.report.figures import Figure, mean_curve
 from ashl.report.leaderboard import rank
-from ashl.report.records import read, read_run
+from ashl.report.records import read_run, read_study
 from tests.run_folders import lines, metric, write_run, write_sweep
 
 LOSS_TITLE = "Loss against time"
@@ -41,11 +41,11 @@ def study(folder: Path, cluster: tuple[str, ...] = ()) -> Path:
 
 
 def page_of(*folders: Path, **options) -> str:
-    return write_report(rank(read(folders)), **options).read_text()
+    return write_report(rank(read_study(folders)), **options).read_text()
 
 
 def figures_of(*folders: Path) -> dict[str, Figure]:
-    return {figure.title: figure for figure in drawn.figures(rank(read(folders)))}
+    return {figure.title: figure for figure in drawn.draw_figures(rank(read_study(folders)))}
 
 
 def figures(page: str) -> list[ET.Element]:
@@ -55,7 +55,7 @@ def figures(page: str) -> list[ET.Element]:
 def test_the_page_of_a_sweep(tmp_path) -> None:
     folder = study(tmp_path)
     (folder / "00000001/report.html").write_text("")
-    report = write_report(rank(read([folder])), command="ashl compare sweep")
+    report = write_report(rank(read_study([folder])), command="ashl compare sweep")
     assert report == tmp_path / "sweep" / "report.html"
     page = report.read_text()
     assert [
@@ -147,20 +147,20 @@ def test_notes_say_of_one_run_what_holds_for_one_run(tmp_path) -> None:
 
 def test_each_figure_is_a_file_of_three_kinds_with_equal_bytes_each_time(tmp_path) -> None:
     folder = study(tmp_path) / "figures"
-    board = rank(read([folder.parent]))
+    board = rank(read_study([folder.parent]))
     write_report(board, kinds=("svg", "pdf", "png"))
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     stems = {file.stem for file in folder.iterdir()}
-    assert len(files) == 3 * len(stems) == 3 * len(drawn.figures(board))
+    assert len(files) == 3 * len(stems) == 3 * len(drawn.draw_figures(board))
     for file, content in files.items():
         start = {"svg": b"<?xml", "pdf": b"%PDF-", "png": b"\x89PNG"}[file.rpartition(".")[2]]
         assert content.startswith(start), file
     assert b"/PatternType 1" in files["where-the-workers-time-goes.pdf"], "hatched"
     assert b"/Font" in files["against-time.pdf"], "text stays text"
     assert b">accuracy on the test set, %</text>" in files["against-time.svg"]
-    again = {figure.title: figure for figure in drawn.figures(board)}["Against time"]
+    again = {figure.title: figure for figure in drawn.draw_figures(board)}["Against time"]
     for kind in ("svg", "pdf", "png"):
-        assert again.saved(kind) == files[f"against-time.{kind}"]
+        assert again.to_bytes(kind) == files[f"against-time.{kind}"]
 
 
 def test_names_with_signs_of_formulas_and_other_letters_are_drawn(tmp_path) -> None:
@@ -173,7 +173,7 @@ def test_the_mean_over_seeds_by_hand(tmp_path) -> None:
     runs = [write_run(tmp_path / f"{seed}", seed=seed) for seed in (0, 1)]
     lines(runs[0] / "metrics.jsonl", [metric(1.0, 0.2, 1), metric(3.0, 0.6, 1)])
     lines(runs[1] / "metrics.jsonl", [metric(2.0, 0.6, 1), metric(4.0, 0.8, 1)])
-    found = curve([read_run(folder) for folder in runs], "time_s", "test/acc")
+    found = mean_curve([read_run(folder) for folder in runs], "time_s", "test/acc")
     assert found is not None
     assert tuple(found.index) == (2.0, 3.0, 4.0)  # from where both have a value
     assert tuple(found["mean"]) == pytest.approx((0.5, 0.65, 0.7))  # the first keeps its 0.6

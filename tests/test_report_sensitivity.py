@@ -5,22 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from ashl.report.answer import answer
+from ashl.report.answer import answer_of
 from ashl.report.leaderboard import rank
-from ashl.report.records import read
-from ashl.report.sensitivity import Terrain, as_number, statement, terrain
+from ashl.report.records import read_study
+from ashl.report.sensitivity import WinnersByCluster, as_number, find_winners, winners_text
 from tests.run_folders import write_sweep
 
 EXCHANGE, COMPUTE = "cluster.exchange_s", "cluster.compute"
 
 
-def ground_of(folder: Path, times: dict[tuple[str, ...], float | None], *keys: str) -> Terrain:
+def ground_of(
+    folder: Path, times: dict[tuple[str, ...], float | None], *keys: str
+) -> WinnersByCluster:
     """Return runs from (sync, value of each key) -> time to target; one seed each."""
     runs = [
         (dict(zip(("sync", *keys), point, strict=True)) | {"seed": "0"}, reach)
         for point, reach in times.items()
     ]
-    found = terrain(rank(read([write_sweep(folder / "sweep", runs)])))
+    found = find_winners(rank(read_study([write_sweep(folder / "sweep", runs)])))
     assert found is not None
     return found
 
@@ -43,7 +45,7 @@ def test_a_setting_that_never_reaches_the_target_loses(tmp_path) -> None:
     times = {("bsp", "1"): 1.0, ("ssp", "1"): 2.0, ("bsp", "4"): None, ("ssp", "4"): 2.0}
     ground = ground_of(tmp_path, times, EXCHANGE)
     assert [ground.winner(point) for point in ground.costs] == ["bsp", "ssp"]
-    assert statement(ground) == (
+    assert winners_text(ground) == (
         "Of 2 clusters, bsp wins 1, ssp wins 1, by time to 90.0 % accuracy; in 2 of them the first"
         " is not separated from all others.",
         "At cluster.exchange_s = 1 (written first) bsp wins, 2.00 times as fast as ssp (not"
@@ -77,13 +79,13 @@ def test_the_answer_of_such_a_study_is_the_map(tmp_path) -> None:
         for compute, ratio in (("[1,1]", 1), ("[1,2]", 2), ("[1,8]", 8))
         for seed in (0, 1)
     ]
-    board = rank(read([write_sweep(tmp_path / "s", runs)]))
+    board = rank(read_study([write_sweep(tmp_path / "s", runs)]))
     assert [(row.label, row.environment, row.is_baseline) for row in board.rows[2:4]] == [
         ("asp", "compute=[1,2]", False),
         ("bsp", "compute=[1,2]", True),
     ]
     assert board.rows[2].against.middle == pytest.approx(math.sqrt(2 / 1.1 * 2.01 / 1.11))  # type: ignore[union-attr]
-    assert answer(board).headline.startswith(
+    assert answer_of(board).headline.startswith(
         "Of 3 clusters, asp wins 2, bsp wins 1, by time to 90.0 % accuracy"
     )
 
@@ -98,8 +100,8 @@ def test_other_environments_are_answered_one_by_one(tmp_path) -> None:
             ("one_slow", "ssp", 3.0),
         )
     ]
-    board = rank(read([write_sweep(tmp_path / "s", runs)]))
-    assert terrain(board) is None
-    said = answer(board)
+    board = rank(read_study([write_sweep(tmp_path / "s", runs)]))
+    assert find_winners(board) is None
+    said = answer_of(board)
     assert said.headline == "Over 2 environments, first is ssp or bsp."
     assert [sentence.split(":")[0] for sentence in said.sentences] == ["mixed", "one_slow"]

@@ -10,7 +10,7 @@ from rich.console import Console
 import ashl
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import rank
-from ashl.report.records import read
+from ashl.report.records import read_study
 from ashl.tracking.console import print_outcome
 from ashl.tracking.straggler import StragglerFinder, find_straggler
 
@@ -60,7 +60,7 @@ def test_a_slow_machine_of_the_cluster_is_named(
     printed = capsys.readouterr().out
     sentence = f"worker {slow} computes 3 times slower than the median"
     assert sentence in printed
-    write_report(rank(read([tmp_path / "run"])), out=tmp_path / "report.html")
+    write_report(rank(read_study([tmp_path / "run"])), out=tmp_path / "report.html")
     assert sentence in (tmp_path / "report.html").read_text()
 
 

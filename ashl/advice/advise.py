@@ -21,19 +21,26 @@ from rich.console import Console
 
 from ashl.advice.answer import (
     HOSTS,
-    Answered,
-    Follows,
+    NextCommands,
+    RaceAnswer,
     announce,
-    answered,
+    answer_race,
     hosts_of,
-    report,
-    show,
-    show_field,
+    show_answer,
+    show_candidates,
     show_forecast,
+    write_race_report,
 )
-from ashl.advice.candidates import RATE, Field, field_of
-from ashl.advice.contest import Place, final, judged, race_grid, time_on, tuned
-from ashl.advice.evidence import enough_s, evidence
+from ashl.advice.candidates import RATE, Candidates, select_candidates
+from ashl.advice.contest import (
+    RaceContext,
+    race_grid,
+    run_rounds,
+    time_on_cluster,
+    tune_rates,
+    with_reachable_target,
+)
+from ashl.advice.evidence import enough_s, judge_evidence
 from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
 from ashl.config.cores import usable_cores
@@ -44,7 +51,7 @@ from ashl.plan.plan import TARGETS
 from ashl.run.profile import profile as measure
 from ashl.run.rank import step_here_s
 from ashl.run.train import TRACKING_S, is_virtual
-from ashl.study.sweep import copied_to_tracker, locked
+from ashl.study.sweep import copy_to_tracker, lock_folder
 from ashl.tracking import jsonl
 from ashl.tracking.counting import Counting
 from ashl.tracking.deadline import Deadline
@@ -63,18 +70,18 @@ HOLD = 2
 class Advice:
     """The answer of `ashl advise`, or the candidates and the cost of the race of a dry run."""
 
-    field: Field
-    place: Place
+    field: Candidates
+    place: RaceContext
     load: Load
     scale: Scale
-    result: Answered | None = None
+    result: RaceAnswer | None = None
 
     def show(self, console: Console) -> None:
         """Print the answer, or the candidates and the cost of the race."""
         if self.result is not None:
-            show(console, self.result, self.place.folder)
+            show_answer(console, self.result, self.place.folder)
             return
-        show_field(console, self.field)
+        show_candidates(console, self.field)
         show_forecast(console, self.load, self.scale, self.place)
 
     def document(self) -> dict[str, Any]:
@@ -114,11 +121,11 @@ def advise(
     deadline = Deadline(budget_s)
     typed = {key_of(text): text for text in with_target(overrides, target)}
     tunes = RATE not in typed
-    fixed, real = virtual(tuple(typed.values()), config_dir, console)
+    fixed, real = overrides_for_virtual_time(tuple(typed.values()), config_dir, console)
     with Counting("planning candidates", quiet=quiet) as counting:
-        field = field_of(fixed, config_dir, counting.update)
+        field = select_candidates(fixed, config_dir, counting.update)
     folder = folder_of(field, tunes=tunes)
-    place = Place(
+    place = RaceContext(
         folder,
         command,
         fixed,
@@ -128,33 +135,35 @@ def advise(
         quiet,
     )
     if dry_run:
-        load = loaded(field, place)
-        return Advice(field, place, load, chosen_scale(load, place, tunes=tunes))
-    with locked(folder):
-        began_s, load = deadline.spent_s, loaded(field, place)
-        scale = scaled(load, place, tunes=tunes)
+        load = predict_load(field, place)
+        return Advice(field, place, load, choose_scale(load, place, tunes=tunes))
+    with lock_folder(folder):
+        began_s, load = deadline.spent_s, predict_load(field, place)
+        scale = choose_and_save_scale(load, place, tunes=tunes)
         if not quiet:
             announce(console, field, scale, folder)
-        tries = tuned(field, scale, place, TUNING * budget_s)
-        scale = judged(field, scale, place)
+        tries = tune_rates(field, scale, place, TUNING * budget_s)
+        scale = with_reachable_target(field, scale, place)
         grid = race_grid(field, tries, scale, place)
         # The copy to the tracker has its own time limit, which does not depend on the budget.
-        with copied_to_tracker(grid, folder, str(command), console, TRACKING_S) as to_tracker:
-            board, unreached = final(field, tries, scale, place, RACING * budget_s, to_tracker)
+        with copy_to_tracker(grid, folder, str(command), console, TRACKING_S) as to_tracker:
+            board, unreached = run_rounds(field, tries, scale, place, RACING * budget_s, to_tracker)
             if board is None:
                 needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)
                 raise AshlError(
                     f"not enough budget for an answer: no run ended in {budget_s:g} s; give"
                     f" --budget {needed_s:.0f}: the same command continues"
                 )
-            known = evidence(field, board, unreached, scale, load, tunes, place, began_s)
-            follows = Follows(command, real, folder / HOSTS)
-            race_on = partial(time_on, scale=scale, place=place, until_s=ANSWERING * budget_s)
-            result = answered(
+            known = judge_evidence(field, board, unreached, scale, load, tunes, place, began_s)
+            follows = NextCommands(command, real, folder / HOSTS)
+            race_on = partial(
+                time_on_cluster, scale=scale, place=place, until_s=ANSWERING * budget_s
+            )
+            result = answer_race(
                 field, tries, scale, board, unreached, known, follows, deadline, race_on
             )
-            keep(folder, result, scale)
-            report(folder, str(command), field, result)
+            write_answer(folder, result, scale)
+            write_race_report(folder, str(command), field, result)
     return Advice(field, place, load, scale, result)
 
 
@@ -181,7 +190,7 @@ def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
     return found
 
 
-def virtual(
+def overrides_for_virtual_time(
     typed: tuple[str, ...], config_dir: Path | None, console: Console
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the overrides for virtual time, and those of the real run.
@@ -215,7 +224,7 @@ def virtual(
     return (*fixed, "runtime=sim"), typed
 
 
-def folder_of(field: Field, *, tunes: bool) -> Path:
+def folder_of(field: Candidates, *, tunes: bool) -> Path:
     """Return the folder of the study; its name depends on the candidates and not on the budget."""
     first = field.candidates[0].config
     if first["run"]["dir"]:
@@ -225,7 +234,7 @@ def folder_of(field: Field, *, tunes: bool) -> Path:
     return ADVICE / f"{first['name'] or 'advice'}-{digest}"
 
 
-def loaded(field: Field, place: Place) -> Load:
+def predict_load(field: Candidates, place: RaceContext) -> Load:
     """Return the predicted load of the race."""
     limits, evaluation = (field.candidates[0].config[key] for key in ("stop", "eval"))
     return load_of(
@@ -237,15 +246,15 @@ def loaded(field: Field, place: Place) -> Load:
     )
 
 
-def scaled(load: Load, place: Place, *, tunes: bool) -> Scale:
+def choose_and_save_scale(load: Load, place: RaceContext, *, tunes: bool) -> Scale:
     """Choose the size of the race, and write it to the folder for the same command."""
-    scale, path = chosen_scale(load, place, tunes=tunes), place.folder / FILE
-    before = jsonl.read_json(path) or {}  # an earlier answer stays until there is another
+    scale, path = choose_scale(load, place, tunes=tunes), place.folder / FILE
+    before = jsonl.whole(path) or {}  # an earlier answer stays until there is another
     jsonl.write_json(path, {**before, "schema": 1, "scale": asdict(scale)})
     return scale
 
 
-def chosen_scale(load: Load, place: Place, *, tunes: bool) -> Scale:
+def choose_scale(load: Load, place: RaceContext, *, tunes: bool) -> Scale:
     """Return the size of the race.
 
     A resumed race keeps its size, unless the budget now allows a larger one.
@@ -269,7 +278,7 @@ def chosen_scale(load: Load, place: Place, *, tunes: bool) -> Scale:
     return scale
 
 
-def keep(folder: Path, result: Answered, scale: Scale) -> None:
+def write_answer(folder: Path, result: RaceAnswer, scale: Scale) -> None:
     """Write the winner's plan, a host file to fill in, and the record of the answer."""
     (folder / "plan.json").write_text(result.plan.to_json(), encoding="utf-8")
     if not (folder / HOSTS).exists():  # the user may have filled it in

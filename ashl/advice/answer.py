@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ashl.advice.candidates import Candidate, Field, dropped_notes
-from ashl.advice.contest import Place, Tuned
+from ashl.advice.candidates import Candidate, Candidates, dropped_notes
+from ashl.advice.contest import RaceContext, TunedCandidate
 from ashl.advice.evidence import Evidence
 from ashl.advice.leave_out import RaceOn, Racer, leave_out_of
 from ashl.advice.scale import Load, Scale
@@ -22,13 +22,21 @@ from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
-from ashl.report.answer import Answer, Said, SaidTable, answer, interval, standing, unsure
+from ashl.report.answer import (
+    Answer,
+    CommandAnswer,
+    TextTable,
+    answer_of,
+    describe_doubt,
+    interval_text,
+    result_and_lead,
+)
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Target, describe
 from ashl.report.records import REPORT
 from ashl.runtime.time_accounting import KINDS
-from ashl.study.grid import checked
+from ashl.study.grid import check_point
 from ashl.tracking.console import megabytes, number, percent, plain_table, seconds
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.recorder import SUMMARY
@@ -42,7 +50,7 @@ LEAST_S = 3.0
 
 
 @dataclass(frozen=True)
-class Answered:
+class RaceAnswer:
     """The answer: leaderboard, words, labelled lines, the winner's plan and the record."""
 
     board: Leaderboard
@@ -53,7 +61,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Follows:
+class NextCommands:
     """The commands that the answer recommends.
 
     Args: command is the typed command; real has the overrides for a run on processes; hosts is the
@@ -64,14 +72,14 @@ class Follows:
     real: Sequence[str]
     hosts: Path
 
-    def here(self, chosen: Sequence[str]) -> tuple[str, str]:
+    def command_here(self, chosen: Sequence[str]) -> tuple[str, str]:
         """Return where the run on this machine takes place, in words, and its command."""
         kept = [text for text in self.real if key_of(text) not in OWN]
         where = "here" if "cluster=real" in kept else "here, emulated"
         where = "here, in virtual time" if "runtime=sim" in kept else where
         return where, self.command.followed_by("train", *self._with_effect((*kept, *chosen)))
 
-    def on_hosts(self, chosen: Sequence[str], num_workers: int) -> str:
+    def command_on_hosts(self, chosen: Sequence[str], num_workers: int) -> str:
         """Return the command for several machines, without the declared cluster and without a
         profile measured on this machine.
         """
@@ -91,7 +99,7 @@ class Follows:
         `ashl train` refuses them.
         """
         try:
-            return checked(
+            return check_point(
                 texts, partial(compose, config_dir=own_folder(self.command.config_dir)), {}
             )[0]
         # for example a file of another machine: the command itself reports what is missing
@@ -109,27 +117,27 @@ def hosts_of(plan: Plan) -> str:
     )
 
 
-def show_field(console: Console, field: Field) -> None:
+def show_candidates(console: Console, field: Candidates) -> None:
     """Print the candidates and why they compete, and the other rules and why they do not."""
-    for table in field_tables(field):
+    for table in candidate_tables(field):
         console.print(Text(table.title, style="bold"))
         console.print(plain_table(table.columns, table.rows, left=WORDS))
     for note in dropped_notes(field.candidates):
         console.print(note, markup=False, soft_wrap=True)
 
 
-def field_tables(field: Field) -> list[SaidTable]:
+def candidate_tables(field: Candidates) -> list[TextTable]:
     taken = tuple((own.name, number(own.rate), own.reason) for own in field.candidates)
     reasons = dict.fromkeys(out.reason for out in field.left_out)
     others = tuple(
         (", ".join(out.name for out in field.left_out if out.reason == reason), reason)
         for reason in reasons
     )
-    tables = [SaidTable("Candidates", ("candidate", "steps/s", "because"), taken)]
-    return tables + ([SaidTable("Left out", ("rule", "because"), others)] if others else [])
+    tables = [TextTable("Candidates", ("candidate", "steps/s", "because"), taken)]
+    return tables + ([TextTable("Left out", ("rule", "because"), others)] if others else [])
 
 
-def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None:
+def announce(console: Console, field: Candidates, scale: Scale, folder: Path) -> None:
     """Print what will run, before anything runs."""
     rest = f"{len(field.left_out)} left out (the report gives the reasons)"
     rates = (
@@ -144,7 +152,7 @@ def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None
         console.print(note, markup=False, soft_wrap=True)
 
 
-def show_forecast(console: Console, load: Load, scale: Scale, place: Place) -> None:
+def show_forecast(console: Console, load: Load, scale: Scale, place: RaceContext) -> None:
     """Print the predicted cost of the race, from a few steps and an evaluation that were timed."""
     race_s, run_s = load.race_s(scale.length, len(scale.rates)), load.run_s(scale.length)
     ended = sum(1 for _ in place.folder.rglob(SUMMARY))
@@ -181,17 +189,17 @@ def notes_of(scale: Scale) -> list[str]:
     return notes
 
 
-def answered(
-    field: Field,
-    tries: Sequence[Tuned],
+def answer_race(
+    field: Candidates,
+    tries: Sequence[TunedCandidate],
     scale: Scale,
     board: Leaderboard,
     unreached: Target | None,
     known: Evidence,
-    follows: Follows,
+    follows: NextCommands,
     deadline: Deadline,
     race_on: RaceOn,
-) -> Answered:
+) -> RaceAnswer:
     """Put the outcome of the race into words.
 
     Args: unreached is the requested target if no setting reached it, else None; race_on runs racers
@@ -199,31 +207,38 @@ def answered(
     Raises: AshlError if no setting reached the target although whole runs of enough candidates
     ended.
     """
-    first, *others = board.ranked
+    first, *others = board.ranked_rows
     if unreached is not None and scale.length == 1 and known.enough_ran:
-        raise AshlError(nobody(board, describe(unreached), deadline))
+        raise AshlError(no_result_message(board, describe(unreached), deadline))
     if not math.isfinite(first.spread.middle):
         raise AshlError(
-            nobody(board, describe(board.target) if board.target else board.measure.title, deadline)
+            no_result_message(
+                board, describe(board.target) if board.target else board.measure.title, deadline
+            )
         )
-    own, rate = named(field, first), first.runs[0].config["optimizer.lr"]
+    own, rate = candidate_of(field, first), first.runs[0].config["optimizer.lr"]
     evaluated = [] if scale.every_s is None else [f"eval.every_s={scale.every_s:g}"]
     chosen = [*evaluated, *own.overrides, f"optimizer.lr={rate:g}"]
-    where, command = follows.here(chosen)
-    launch = follows.on_hosts(chosen, own.plan.num_workers)
+    where, command = follows.command_here(chosen)
+    launch = follows.command_on_hosts(chosen, own.plan.num_workers)
     plan = compile_plan(
         {**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, []
     )
     racers = racers_of(field, board)
 
-    def over() -> bool:
+    def is_over() -> bool:
         return deadline.left_s < max(LEAST_S, deadline.budget_s / 20)
 
-    without = leave_out_of(racers, over, race_on) if racers else None
+    without = leave_out_of(racers, is_over, race_on) if racers else None
     notes = [*notes_of(scale), *dropped_notes(field.candidates), *known.notes(field)]
-    words, sure = in_words(board, known, notes), board.second.probability if board.second else None
+    words, sure = (
+        race_text(board, known, notes),
+        board.effect_over_second.probability if board.effect_over_second else None,
+    )
     up, down = (first.means.get(key) for key in ("bytes_up", "bytes_down"))
-    value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"
+    value = (
+        f"{board.measure.text(first.spread.middle)} ({interval_text(first.spread, board.measure)})"
+    )
     lines = list[tuple[str, str]]()
     if without:
         lines += [("workers", without.sentence())]
@@ -247,7 +262,7 @@ def answered(
         "baseline": row_record(board.baseline) if board.baseline else None,
         "measure": board.measure.title,
         "headline": words.headline,
-        "separated": not known.missing and (not others or not unsure(board)),
+        "separated": not known.missing and (not others or not describe_doubt(board)),
         "missing": list(known.missing),
         "never_ran": list(known.never_ran),
         "needed_budget_s": known.budget_s,
@@ -262,33 +277,37 @@ def answered(
         "candidates": [candidate_record(own, board) for own in tries],
         "left_out": [out._asdict() for out in field.left_out],
     }
-    return Answered(board, words, tuple(lines), plan, record)
+    return RaceAnswer(board, words, tuple(lines), plan, record)
 
 
-def in_words(board: Leaderboard, known: Evidence, notes: Sequence[str]) -> Answer:
+def race_text(board: Leaderboard, known: Evidence, notes: Sequence[str]) -> Answer:
     """Return the answer; if the evidence is not enough, what is missing comes first."""
-    words = answer(board)
+    words = answer_of(board)
     if not known.missing:
         return Answer(words.headline, (*words.sentences, *notes))
-    more = words.sentences if len(board.ranked) > 1 else board.notes
+    more = words.sentences if len(board.ranked_rows) > 1 else board.notes
     return Answer(
-        f"not enough budget for an answer; so far {standing(board)}",
+        f"not enough budget for an answer; so far {result_and_lead(board)}",
         (*known.sentences(), *more, *notes),
     )
 
 
-def named(field: Field, row: Row) -> Candidate:
+def candidate_of(field: Candidates, row: Row) -> Candidate:
     """Return the candidate of a row."""
     return next(own for own in field.candidates if own.name == row.runs[0].label)
 
 
-def racers_of(field: Field, board: Leaderboard) -> list[Racer]:
+def racers_of(field: Candidates, board: Leaderboard) -> list[Racer]:
     """Return the first racers and the baseline, if settings are ranked by time to a target; else
     nothing.
     """
     if not board.measure.is_time:
         return []
-    racers = [racer for row in board.ranked if (racer := racer_of(row, named(field, row), board))]
+    racers = [
+        racer
+        for row in board.ranked_rows
+        if (racer := racer_of(row, candidate_of(field, row), board))
+    ]
     base = [racer for racer in racers if racer.candidate is field.candidates[0]]
     return list(dict.fromkeys([*racers[:PREDICTED], *base]))
 
@@ -310,7 +329,7 @@ def row_record(row: Row) -> dict[str, Any]:
     }
 
 
-def candidate_record(own: Tuned, board: Leaderboard) -> dict[str, Any]:
+def candidate_record(own: TunedCandidate, board: Leaderboard) -> dict[str, Any]:
     """Return a record of a candidate: its overrides, its tuning and its final result."""
     course = own.course
     rows = [row for row in board.rows if row.runs[0].label == own.candidate.name]
@@ -338,7 +357,7 @@ def racer_of(row: Row, own: Candidate, board: Leaderboard) -> Racer | None:
     stages = list[tuple[float | None, float]]()
     for k, stage in enumerate(own.plan.stages):
         parts = [
-            until(run.summary["stages"][k], at_s)
+            progress_until(run.summary["stages"][k], at_s)
             for run, at_s in runs
             if k < len(run.summary["stages"])
         ]
@@ -349,19 +368,19 @@ def racer_of(row: Row, own: Candidate, board: Leaderboard) -> Racer | None:
     return Racer(own, row.spread.middle, tuple(stages), rate, seeds)
 
 
-def until(stage: dict[str, Any], at_s: float) -> tuple[float, float]:
+def progress_until(stage: dict[str, Any], at_s: float) -> tuple[float, float]:
     """Return the steps and the seconds of a stage up to the time `at_s` of the run."""
     length_s = stage["end_s"] - stage["start_s"]
     spent_s = min(max(0.0, at_s - stage["start_s"]), length_s)
     return (stage["steps"] * spent_s / length_s if length_s else 0.0), spent_s
 
 
-def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
+def no_result_message(board: Leaderboard, what: str, deadline: Deadline) -> str:
     """Return the message that no candidate reached the target, with the closest candidate."""
-    nearest = max(board.rows, key=lambda row: row.best or 0.0)
+    nearest = max(board.rows, key=lambda row: row.best_accuracy or 0.0)
     far = f"; {nearest.label} came closest"
-    if nearest.best is not None:
-        far += f", with {percent(nearest.best)}"
+    if nearest.best_accuracy is not None:
+        far += f", with {percent(nearest.best_accuracy)}"
     elif (loss := nearest.means.get("final.train_loss")) is not None:
         far += f", with a training loss of {loss:.3g}"
     return (
@@ -371,13 +390,13 @@ def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
     )
 
 
-def report(folder: Path, command: str, field: Field, result: Answered) -> None:
+def write_race_report(folder: Path, command: str, field: Candidates, result: RaceAnswer) -> None:
     """Write the report: what the terminal prints, and all candidates."""
-    said = Said(result.words, result.lines, tuple(field_tables(field)))
+    said = CommandAnswer(result.words, result.lines, tuple(candidate_tables(field)))
     write_report(result.board, folder=folder, command=command, said=said)
 
 
-def show(console: Console, result: Answered, folder: Path) -> None:
+def show_answer(console: Console, result: RaceAnswer, folder: Path) -> None:
     """Print the answer, and the paths of the plan, the record and the report."""
     console.print(result.words.headline, style="bold", markup=False, soft_wrap=True)
     for sentence in result.words.sentences:

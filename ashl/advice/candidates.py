@@ -23,7 +23,7 @@ from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.instantiate import declared_profile
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.run.rank import evaluation_here
-from ashl.study.grid import checked
+from ashl.study.grid import check_point
 
 RATE = "optimizer.lr"
 CHOSEN = (
@@ -74,7 +74,7 @@ class LeftOut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Field:
+class Candidates:
     """The candidates of a race: the baseline first, the others by predicted speed.
 
     `host` is a prepared run that is used to time steps on this machine.
@@ -87,9 +87,9 @@ class Field:
     evaluation_s: float  # host seconds of one evaluation
 
 
-def field_of(
+def select_candidates(
     typed: tuple[str, ...], config_dir: Path | None, progress: Callable[[int, int, str], None]
-) -> Field:
+) -> Candidates:
     """Plan every rule and return those that compete, all with the typed overrides.
 
     Raises: UsageError if fewer than two candidates remain.
@@ -109,8 +109,8 @@ def field_of(
     found = situation_of(plain, first_loss)
     chosen = any(key_of(text).partition(".")[0] in CHOSEN for text in typed)
     rules = (*RULES, TYPED) if chosen else RULES
-    taken, left_out = planned(rules, found, typed, config_dir, progress)
-    taken, worse = thinned(taken)
+    taken, left_out = plan_rules(rules, found, typed, config_dir, progress)
+    taken, worse = remove_inferior(taken)
     if len(taken) < 2:
         only = f"only {taken[0].name} is possible" if taken else "no candidate is possible"
         why = f" ({left_out[0].name}: {left_out[0].reason.rstrip('.')})" if left_out else ""
@@ -118,10 +118,10 @@ def field_of(
             f"nothing is left to compare: {only} with {' '.join(typed)}{why}; remove some of"
             " these overrides, or use `ashl sweep`"
         )
-    return Field(found, tuple(taken), (*left_out, *worse), host, evaluation_s)
+    return Candidates(found, tuple(taken), (*left_out, *worse), host, evaluation_s)
 
 
-def planned(
+def plan_rules(
     rules: Sequence[Rule],
     found: Situation,
     typed: tuple[str, ...],
@@ -133,7 +133,7 @@ def planned(
     for number, rule in enumerate(rules):
         progress(number, len(rules), rule.name)
         try:
-            taken.append(candidate(rule, found, typed, config_dir))
+            taken.append(candidate_from(rule, found, typed, config_dir))
         except UsageError as error:
             left_out.append(LeftOut(rule.name, str(error)))
     return taken, left_out
@@ -149,7 +149,7 @@ def situation_of(plain: Sequence[PreparedPlan], first_loss: float) -> Situation:
     return situation(profile, plan, (rates[0], rates[1]), first_loss)
 
 
-def candidate(
+def candidate_from(
     rule: Rule, s: Situation, typed: tuple[str, ...], config_dir: Path | None
 ) -> Candidate:
     """Return the candidate of a rule.
@@ -157,7 +157,7 @@ def candidate(
     Raises: UsageError if the rule does not apply; its text is the reason in the list of rules left
     out.
     """
-    if not rule.taken(s):
+    if not rule.applies(s):
         raise UsageError(rule.reason(s))
     own = tuple(rule.overrides.format(**s.values).split())
     by_key = {key_of(text): text for text in typed}
@@ -191,7 +191,7 @@ def with_effect(
     Args: reasons receives, by key, why an override has no effect.
     Raises: UsageError for everything else, and so for a key that the chosen option lacks.
     """
-    return checked(
+    return check_point(
         overrides, partial(compose, config_dir=config_dir), {}, reasons=reasons, drops=NoEffectError
     )
 
@@ -214,7 +214,7 @@ def dropped_notes(candidates: Sequence[Candidate]) -> list[str]:
     return notes
 
 
-def thinned(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]:
+def remove_inferior(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]:
     """Remove candidates that cannot be the best, judged by predicted steps per second."""
     left_out = list[LeftOut]()
     kept = dict[str, Candidate]()  # by configuration

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from ashl.advice.candidates import RATE, Candidate, Field, LeftOut
+from ashl.advice.candidates import RATE, Candidate, Candidates, LeftOut
 from ashl.advice.leave_out import Racer, Spec
 from ashl.advice.scale import Scale
 from ashl.config.identity import config_hash
@@ -26,11 +26,11 @@ from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.measure import Target
-from ashl.report.records import read
+from ashl.report.records import read_study
 from ashl.study.grid import Grid, Setting, Skipped, label
 from ashl.study.jobs import clear_remains, has_ended, local_pool
-from ashl.study.race import Course, Race, Seen
-from ashl.study.sweep import SWEEP, begin_record, fill
+from ashl.study.race import CurveReader, LearningCurve, Race
+from ashl.study.sweep import SWEEP, begin_record, run_missing
 from ashl.tracking import jsonl
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
@@ -46,15 +46,15 @@ RATED, FRONT = (4, 1 / 3), (3, 1 / 5)
 ROUNDS = (3, 5, 8)
 
 
-class Tuned(NamedTuple):
+class TunedCandidate(NamedTuple):
     """A candidate with the best learning rate of the tuning, and the progress of that run."""
 
     candidate: Candidate
     rate: float
-    course: Course | None  # None if it has not begun
+    course: LearningCurve | None  # None if it has not begun
 
 
-class Place(NamedTuple):
+class RaceContext(NamedTuple):
     """The folder, the command and the means of a race."""
 
     folder: Path
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 def setting_of(
-    own: Candidate, place: Place, scale: Scale, rate: float, seed: int, axes: Sequence[str]
+    own: Candidate, place: RaceContext, scale: Scale, rate: float, seed: int, axes: Sequence[str]
 ) -> Setting:
     """Return one run of a candidate; those of its rate and its seed that are in `axes` become part
     of its name.
@@ -114,10 +114,10 @@ def grid_of(settings: Sequence[Setting], left_out: Sequence[LeftOut]) -> Grid:
     )
 
 
-def run(
+def run_grid(
     grid: Grid,
     folder: Path,
-    place: Place,
+    place: RaceContext,
     until_s: float,
     phase: str,
     to_tracker: Callable[[Setting], None] = lambda setting: None,
@@ -131,28 +131,28 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     record = begin_record(grid, place.fixed, folder, keep_dropped=True, command=place.command)
-    waiting = [setting for setting in grid.settings if open_in(folder, setting, record)]
+    waiting = [setting for setting in grid.settings if is_missing(folder, setting, record)]
     if not waiting or place.deadline.spent_s >= until_s:
         return
     progress = SweepProgress(place.console, len(waiting), quiet=place.quiet, phase=phase)
     stays = label(grid.settings[0], without="seed") if seeds == 1 else ""
     race = Race(grid.settings, folder, record["dropped"], stays, progress.print_line, seeds)
     pool, over = local_pool(place.slots), lambda: place.deadline.spent_s >= until_s
-    fill(grid, record, folder, waiting, pool, progress, to_tracker, race, over)
+    run_missing(grid, record, folder, waiting, pool, progress, to_tracker, race, over)
     for setting in waiting:
-        if open_in(folder, setting, record):
+        if is_missing(folder, setting, record):
             clear_remains(
                 folder / setting.hash
             )  # the budget ended it; the same command runs it again
 
 
-def open_in(folder: Path, setting: Setting, record: Mapping[str, Any]) -> bool:
+def is_missing(folder: Path, setting: Setting, record: Mapping[str, Any]) -> bool:
     """Return True if a setting has neither ended nor been dropped."""
     dropped = any(entry["hash"] == setting.hash for entry in record["dropped"])
     return not dropped and not has_ended(folder / setting.hash)
 
 
-def judged(field: Field, scale: Scale, place: Place) -> Scale:
+def with_reachable_target(field: Candidates, scale: Scale, place: RaceContext) -> Scale:
     """Return the size of the race after the tuning.
 
     If no target was typed, the target is the best accuracy that all candidates reached in the
@@ -163,12 +163,14 @@ def judged(field: Field, scale: Scale, place: Place) -> Scale:
     if own or scale.target is not None or len(scale.rates) == 1:
         return scale
     with suppress(UsageError):  # no run has ended
-        found = rank(read([place.folder / TUNING])).target
+        found = rank(read_study([place.folder / TUNING])).target
         return replace(scale, target=found[0] if found else None)
     return scale
 
 
-def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tuned]:
+def tune_rates(
+    field: Candidates, scale: Scale, place: RaceContext, until_s: float
+) -> list[TunedCandidate]:
     """Return each candidate at its best learning rate, the best candidate first.
 
     All candidates try the first rate. The baseline and the best candidates try the other rates.
@@ -183,49 +185,51 @@ def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tune
         for own in field.candidates
     }
     if len(scale.rates) == 1:
-        return [Tuned(own, rates[own][0], None) for own in field.candidates]
+        return [TunedCandidate(own, rates[own][0], None) for own in field.candidates]
     order = [teams[own][0] for own in field.candidates]
-    run(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=2)
+    run_grid(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=2)
 
-    def course(run: Setting) -> Course | None:
-        return Seen(folder / run.hash, run.config).course()
+    def read_curve(run: Setting) -> LearningCurve | None:
+        return CurveReader(folder / run.hash, run.config).read_curve()
 
-    def tried(own: Candidate, count: int | None = None) -> list[Tuned]:
+    def rank_rates(own: Candidate, count: int | None = None) -> list[TunedCandidate]:
         """Return the runs of a candidate at its first `count` rates, the best one first."""
         runs = zip(rates[own][:count], teams[own], strict=False)
-        return ranked([Tuned(own, rate, course(run)) for rate, run in runs])
+        return rank_tuned([TunedCandidate(own, rate, read_curve(run)) for rate, run in runs])
 
-    def best(count: int | None = None) -> list[Tuned]:
+    def rank_candidates(count: int | None = None) -> list[TunedCandidate]:
         """Return all candidates, each at the best of its first `count` rates."""
-        return ranked([tried(own, count)[0] for own in field.candidates])
+        return rank_tuned([rank_rates(own, count)[0] for own in field.candidates])
 
-    near = [own.candidate for own in best(1)][: most_of(RATED, field)]
+    near = [own.candidate for own in rank_candidates(1)][: count_of(RATED, field)]
     order += [
         teams[own][k] for k in range(1, len(scale.rates)) for own in dict.fromkeys((base, *near))
     ]
-    run(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=2)
-    found, further = best(), seed + 1 + ROUNDS[-1]  # a seed that the race does not use
+    run_grid(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=2)
+    found, further = rank_candidates(), seed + 1 + ROUNDS[-1]  # a seed that the race does not use
     again = {
         own.candidate: [
             (two, setting_of(two.candidate, place, scale, two.rate, further, (RATE,)))
-            for two in tried(own.candidate)[:2]
+            for two in rank_rates(own.candidate)[:2]
         ]
-        for own in front(found, base, most_of(FRONT, field))
+        for own in front_runners(found, base, count_of(FRONT, field))
     }
     order += [run for pairs in again.values() for _, run in pairs]
-    run(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=3)
+    run_grid(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=3)
     return [
-        steadier(own, [(two, course(run)) for two, run in again.get(own.candidate, ())])
+        steadier_rate(own, [(two, read_curve(run)) for two, run in again.get(own.candidate, ())])
         for own in found
     ]
 
 
-def steadier(own: Tuned, pairs: Sequence[tuple[Tuned, Course | None]]) -> Tuned:
+def steadier_rate(
+    own: TunedCandidate, pairs: Sequence[tuple[TunedCandidate, LearningCurve | None]]
+) -> TunedCandidate:
     """Return the rate with the smaller total time to the target over two runs; `own` if one of them
     is missing.
     """
 
-    def total_s(pair: tuple[Tuned, Course | None]) -> float:
+    def total_s(pair: tuple[TunedCandidate, LearningCurve | None]) -> float:
         return math.fsum(
             math.inf if c is None or c.reached_s is None else c.reached_s
             for c in (pair[0].course, pair[1])
@@ -238,7 +242,7 @@ def steadier(own: Tuned, pairs: Sequence[tuple[Tuned, Course | None]]) -> Tuned:
     )
 
 
-def most_of(bounds: tuple[int, float], field: Field) -> int:
+def count_of(bounds: tuple[int, float], field: Candidates) -> int:
     least, share = bounds
     return max(least, math.ceil(len(field.candidates) * share))
 
@@ -248,26 +252,28 @@ def rates_of(own: Candidate, scale: Scale) -> list[float]:
     return [float(f"{own.config['optimizer']['lr'] * factor:.6g}") for factor in scale.rates]
 
 
-def ranked(tries: Sequence[Tuned]) -> list[Tuned]:
+def rank_tuned(tries: Sequence[TunedCandidate]) -> list[TunedCandidate]:
     """Sort by time to the target, then by loss at the latest time that all of them have reached."""
     going = [
         own.course for own in tries if own.course and own.course.times and not own.course.failed
     ]
     at_s = min((course.now_s for course in going), default=0.0)
 
-    def order(own: Tuned) -> tuple[int, float]:
+    def order(own: TunedCandidate) -> tuple[int, float]:
         course = own.course
         if course is None:
             return 3, 0.0
         if course.reached_s is not None:
             return 0, course.reached_s
-        standing = course.at(at_s)
+        standing = course.state_at(at_s)
         return (2, 0.0) if standing is None or course.failed else (1, standing.loss)
 
     return sorted(tries, key=order)
 
 
-def front(tries: Sequence[Tuned], base: Candidate, count: int) -> list[Tuned]:
+def front_runners(
+    tries: Sequence[TunedCandidate], base: Candidate, count: int
+) -> list[TunedCandidate]:
     """Return the baseline and the best `count` other candidates; all candidates if nothing was
     tuned.
     """
@@ -285,10 +291,10 @@ def front(tries: Sequence[Tuned], base: Candidate, count: int) -> list[Tuned]:
 
 
 def race_grid(
-    field: Field,
-    tries: Sequence[Tuned],
+    field: Candidates,
+    tries: Sequence[TunedCandidate],
     scale: Scale,
-    place: Place,
+    place: RaceContext,
     counts: Mapping[str, int] | None = None,
 ) -> Grid:
     """Return the grid of the best candidates over several seeds.
@@ -296,18 +302,18 @@ def race_grid(
     The number of seeds is `counts` by name, and else that of the first round.
     """
     base = field.candidates[0]
-    seed, ahead = base.config["seed"], front(tries, base, most_of(FRONT, field))
+    seed, ahead = base.config["seed"], front_runners(tries, base, count_of(FRONT, field))
     counted = [(own, (counts or {}).get(own.candidate.name, ROUNDS[0])) for own in ahead]
     pairs = [(own, seed + 1 + k) for own, count in counted for k in range(count)]
     settings = [setting_of(own.candidate, place, scale, own.rate, k, ("seed",)) for own, k in pairs]
     return grid_of(settings, field.left_out)
 
 
-def final(
-    field: Field,
-    tries: Sequence[Tuned],
+def run_rounds(
+    field: Candidates,
+    tries: Sequence[TunedCandidate],
     scale: Scale,
-    place: Place,
+    place: RaceContext,
     until_s: float,
     to_tracker: Callable[[Setting], None],
 ) -> tuple[Leaderboard | None, Target | None]:
@@ -322,22 +328,22 @@ def final(
         began_s = place.deadline.spent_s
         grid = race_grid(field, tries, scale, place, counts)
         phase = "further seeds" if counts else "race"
-        run(grid, place.folder, place, until_s, phase, to_tracker)
-        now_s, (found, unreached) = place.deadline.spent_s, compared(place)
-        second = found.second if found else None
+        run_grid(grid, place.folder, place, until_s, phase, to_tracker)
+        now_s, (found, unreached) = place.deadline.spent_s, rank_outcome(place)
+        second = found.effect_over_second if found else None
         if (
             found is None
             or second is None
-            or second.ahead
+            or second.is_better_with_confidence
             or now_s + (now_s - began_s) / 2 > until_s
         ):
             break
-        counts |= {row.runs[0].label: further for row in found.ranked[:2]}
+        counts |= {row.runs[0].label: further for row in found.ranked_rows[:2]}
     return found, unreached
 
 
-def time_on(
-    racers: Sequence[Racer], cluster: Spec, scale: Scale, place: Place, until_s: float
+def time_on_cluster(
+    racers: Sequence[Racer], cluster: Spec, scale: Scale, place: RaceContext, until_s: float
 ) -> float | None:
     """Run racers on another cluster, with their rates and seeds.
 
@@ -353,16 +359,16 @@ def time_on(
         settings += [
             setting_of(own, there, scale, racer.rate, seed, ("seed",)) for seed in racer.seeds
         ]
-    run(grid_of(settings, ()), folder, there, until_s, "without a worker", seeds=2)
-    record = jsonl.read_json(folder / SWEEP)
-    if record is None or any(open_in(folder, setting, record) for setting in settings):
+    run_grid(grid_of(settings, ()), folder, there, until_s, "without a worker", seeds=2)
+    record = jsonl.whole(folder / SWEEP)
+    if record is None or any(is_missing(folder, setting, record) for setting in settings):
         return None
     with suppress(UsageError):
-        return rank(read([folder])).ranked[0].spread.middle
+        return rank(read_study([folder])).ranked_rows[0].spread.middle
     return None
 
 
-def compared(place: Place) -> tuple[Leaderboard | None, Target | None]:
+def rank_outcome(place: RaceContext) -> tuple[Leaderboard | None, Target | None]:
     """Return the leaderboard of the last round, or of the tuning if that compares more settings.
 
     It ranks by the requested target if a setting has reached it. Else it ranks by a target that all
@@ -371,12 +377,12 @@ def compared(place: Place) -> tuple[Leaderboard | None, Target | None]:
     outcomes = list[tuple[Leaderboard, Target | None]]()
     for folder in (place.folder, place.folder / TUNING):
         with suppress(UsageError):
-            found, target = rank(read([folder])), None
-            if found.target is not None and not math.isfinite(found.ranked[0].spread.middle):
+            found, target = rank(read_study([folder])), None
+            if found.target is not None and not math.isfinite(found.ranked_rows[0].spread.middle):
                 found, target = (
-                    rank(read([folder]), own_target=False),
+                    rank(read_study([folder]), own_target=False),
                     found.target,
                 )
             outcomes.append((found, target))
-    several = (outcome for outcome in outcomes if len(outcome[0].ranked) > 1)
+    several = (outcome for outcome in outcomes if len(outcome[0].ranked_rows) > 1)
     return next(several, outcomes[-1] if outcomes else (None, None))

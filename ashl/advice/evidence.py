@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from ashl.advice.candidates import Field
-from ashl.advice.contest import ROUNDS, TUNING, Place
+from ashl.advice.candidates import Candidates
+from ashl.advice.contest import ROUNDS, TUNING, RaceContext
 from ashl.advice.scale import RACING, RATES, Load, Scale
 from ashl.report.leaderboard import Leaderboard
 from ashl.report.measure import Target, describe
@@ -27,7 +27,7 @@ class Evidence:
     enough_ran: bool  # True if the share of the candidates that an answer needs ran
     budget_s: float | None  # seconds that would be enough; None if nothing is missing
 
-    def notes(self, field: Field) -> list[str]:
+    def notes(self, field: Candidates) -> list[str]:
         """Count and name the candidates that never ran."""
         if not self.never_ran:
             return []
@@ -44,7 +44,7 @@ class Evidence:
         ]
 
 
-def labels_that_ran(place: Place) -> set[str]:
+def labels_that_ran(place: RaceContext) -> set[str]:
     """Return the candidates with a run that was not cut off, by name."""
     return {
         entry["label"]
@@ -54,14 +54,14 @@ def labels_that_ran(place: Place) -> set[str]:
     }
 
 
-def evidence(
-    field: Field,
+def judge_evidence(
+    field: Candidates,
     board: Leaderboard,
     unreached: Target | None,
     scale: Scale,
     load: Load,
     tunes: bool,
-    place: Place,
+    place: RaceContext,
     began_s: float,
 ) -> Evidence:
     """Judge the evidence of a race.
@@ -78,7 +78,7 @@ def evidence(
             f"none reached {describe(unreached)}{within}, so the ranking is by"
             f" {board.measure.title}"
         )
-    counts = [row.spread.count for row in board.ranked[:2]]
+    counts = [row.spread.count for row in board.ranked_rows[:2]]
     if len(counts) < 2:
         missing.append("only one candidate has finished")
     elif min(counts) < SEEDS:

@@ -72,12 +72,12 @@ class LeaveOut(NamedTuple):
     runs: int
 
     @property
-    def advised(self) -> bool:
+    def is_advised(self) -> bool:
         return self.without_s is not None and self.without_s < self.with_s
 
     def record(self) -> dict[str, Any]:
         """Return the values for advice.json."""
-        return {**self._asdict(), "leave_out": self.advised}
+        return {**self._asdict(), "leave_out": self.is_advised}
 
     def sentence(self) -> str:
         source = f"in {self.runs} runs" if self.runs else "as predicted"
@@ -86,7 +86,7 @@ class LeaveOut(NamedTuple):
         text += f" without it {without} {source}"
         if self.pays_from is not None:
             text += f"; it pays from {self.pays_from:.2g} of the median's speed on"
-        return ("leave out " if self.advised else "keep ") + text
+        return ("leave out " if self.is_advised else "keep ") + text
 
 
 # Runs racers on a changed cluster, and returns the shortest median time; None if a run is missing.
@@ -112,7 +112,9 @@ def leave_out_of(
         time_s, _, own = min(times, key=lambda one: one[:2])
         return time_s, own
 
-    found = [(*best_s(without_worker(spec, worker)), worker) for worker in considered(spec)]
+    found = [
+        (*best_s(without_worker(spec, worker)), worker) for worker in workers_to_consider(spec)
+    ]
     without_s, own, worker = min(found, key=lambda one: one[0])
     if over() or not math.isfinite(without_s):
         return None
@@ -124,9 +126,9 @@ def leave_out_of(
     if not math.isfinite(without_s):
         return LeaveOut(worker, racers[0].time_s, None, None, runs)
     pays_from = None
-    if worker == slowest(spec["compute"]):
+    if worker == slowest_worker(spec["compute"]):
         pays_from = break_even(
-            lambda speed: best_s(at_speed(spec, worker, speed), two)[0] <= without_s, over
+            lambda speed: best_s(with_speed(spec, worker, speed), two)[0] <= without_s, over
         )
     return LeaveOut(worker, racers[0].time_s, without_s, pays_from, runs)
 
@@ -157,18 +159,18 @@ def scaled_s(own: Racer, base_s: float | None, spec: Spec) -> float:
     return own.time_s * there_s / base_s if there_s and base_s else math.inf
 
 
-def slowest(factors: Sequence[float]) -> int:
+def slowest_worker(factors: Sequence[float]) -> int:
     """Return the worker with the largest factor; the last one of equal workers."""
     return max(range(len(factors)), key=lambda rank: (factors[rank], rank))
 
 
-def considered(spec: Mapping[str, Any]) -> list[int]:
+def workers_to_consider(spec: Mapping[str, Any]) -> list[int]:
     """Return the worker with the longest steps and the one with the slowest link."""
-    found = [slowest(spec["compute"])]
+    found = [slowest_worker(spec["compute"])]
     if spec.get("link"):
-        found.append(slowest(spec["link"]))
+        found.append(slowest_worker(spec["link"]))
     if spec.get("up_bytes_s") and all(spec["up_bytes_s"]):
-        found.append(slowest([1 / rate for rate in spec["up_bytes_s"]]))
+        found.append(slowest_worker([1 / rate for rate in spec["up_bytes_s"]]))
     return list(dict.fromkeys(found))
 
 
@@ -186,7 +188,7 @@ def without_worker(spec: Spec, worker: int) -> Spec:
     return {**spec, **found, "num_workers": spec["num_workers"] - 1}
 
 
-def at_speed(spec: Spec, worker: int, speed: float) -> Spec:
+def with_speed(spec: Spec, worker: int, speed: float) -> Spec:
     """Return the cluster with this worker's speed in times of the median of the others."""
     compute = list(spec["compute"])
     others = [factor for rank, factor in enumerate(compute) if rank != worker]

@@ -63,7 +63,7 @@ class Probed:
     profile: Path
 
     @property
-    def best(self) -> Choice:
+    def best_choice(self) -> Choice:
         """Return the smallest H from which on all have the wanted utilisation, or else the largest.
 
         Steps are random, so that a small H may seem good by chance.
@@ -91,11 +91,11 @@ class Probed:
     def document(self) -> dict[str, Any]:
         """Return the answer as JSON values."""
         found = {**asdict(self), "profile": str(self.profile), "warnings": self.warnings()}
-        return {**asdict(self.best), **found}
+        return {**asdict(self.best_choice), **found}
 
     def show(self, console: Console) -> None:
         """Print the answer, the table of all H, and the warnings."""
-        best = self.best
+        best = self.best_choice
         reached = "" if best.utilisation >= WANTED else f"no H reaches {percent(WANTED, 0)}; "
         console.print(
             f"{reached}H = {best.local_steps}: the utilisation of {self.workers} workers is"

@@ -123,7 +123,7 @@ class Rule:
     departs: str = ""  # the rule against which it gives something up
     gives_up: str = ""  # property that the candidate gives up
 
-    def taken(self, s: Situation) -> bool:
+    def applies(self, s: Situation) -> bool:
         return all(CONDITIONS[name].is_met(s) for name in self.when)
 
     def reason(self, s: Situation) -> str:

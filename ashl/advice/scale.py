@@ -5,7 +5,7 @@ candidate.
 from dataclasses import dataclass
 from statistics import fmean
 
-from ashl.advice.candidates import Candidate, Field
+from ashl.advice.candidates import Candidate, Candidates
 from ashl.errors import UsageError
 from ashl.run.host_time import OVERHEAD, START_S
 
@@ -60,7 +60,7 @@ class Load:
         """Return the host seconds of one run that nothing ends early."""
         return START_S + length * self.whole_s
 
-    def shares(self, length: float) -> tuple[float, float]:
+    def mean_shares(self, length: float) -> tuple[float, float]:
         """Return the mean share of its length that a run takes, in the tuning and after it.
 
         A target ends whole runs only: short runs seldom reach it.
@@ -69,7 +69,7 @@ class Load:
 
     def race_s(self, length: float, tries: int) -> float:
         """Return the host seconds of the whole race, with `tries` learning rates per candidate."""
-        tuning, final = self.shares(length)
+        tuning, final = self.mean_shares(length)
         tuned = tuning * self.candidates * (1 + (tries - 1) / 3)
         seeded = final * SEEDS * (self.candidates if tries == 1 else self.candidates / 5 + 4)
         return (seeded if tries == 1 else tuned + seeded) * self.run_s(length) / self.slots
@@ -82,7 +82,7 @@ def steps_of(own: Candidate, epoch_samples: int) -> float:
     return min((float(found) for found in (count, timed) if found is not None), default=0.0)
 
 
-def load_of(field: Field, step_s: float, slots: int, *, target: bool, evaluates: bool) -> Load:
+def load_of(field: Candidates, step_s: float, slots: int, *, target: bool, evaluates: bool) -> Load:
     """Return the predicted cost of a race of these candidates.
 
     Args: step_s is host seconds of a step; target is True if runs have a target; evaluates is True

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
-from ashl.report.sensitivity import statement, terrain
+from ashl.report.sensitivity import find_winners, winners_text
 from ashl.report.statistics import LEVEL, MAX_SEEDS, Effect, Spread, seeds_needed
 from ashl.tracking.console import percent, seconds
 
@@ -22,7 +22,7 @@ class Answer:
     sentences: tuple[str, ...]
 
 
-class SaidTable(NamedTuple):
+class TextTable(NamedTuple):
     """A table of text."""
 
     title: str
@@ -30,25 +30,25 @@ class SaidTable(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
 
 
-class Said(NamedTuple):
+class CommandAnswer(NamedTuple):
     """A command's own answer, labelled lines and tables, shown with the leaderboard."""
 
     answer: Answer
     lines: tuple[tuple[str, str], ...] = ()
-    tables: tuple[SaidTable, ...] = ()
+    tables: tuple[TextTable, ...] = ()
 
 
-def answer(board: Leaderboard) -> Answer:
+def answer_of(board: Leaderboard) -> Answer:
     """Return the answer of a leaderboard; of several environments, one for each."""
-    if ground := terrain(board):
-        first, *rest = statement(ground)
+    if ground := find_winners(board):
+        first, *rest = winners_text(ground)
         return Answer(first, (*rest, *board.notes))
     parts = board.environments
     if len(parts) == 1:
-        return _answer(board)
+        return _answer_environment(board)
     leaders = dict.fromkeys(part.rows[0].label for part in parts)
     sentences = [
-        f"{part.rows[0].environment}: {_answer(replace(part, notes=())).headline}"
+        f"{part.rows[0].environment}: {_answer_environment(replace(part, notes=())).headline}"
         for part in parts[:MAX_ENVIRONMENTS]
     ]
     if len(parts) > MAX_ENVIRONMENTS:
@@ -57,10 +57,10 @@ def answer(board: Leaderboard) -> Answer:
     return Answer(headline, (*sentences, *board.notes))
 
 
-def _answer(board: Leaderboard) -> Answer:
-    board = replace(board, rows=board.ranked)
+def _answer_environment(board: Leaderboard) -> Answer:
+    board = replace(board, rows=board.ranked_rows)
     measure, first = board.measure, board.rows[0]
-    outcome = f"{measure.title} {_of(first, measure)}"
+    outcome = f"{measure.title} {_value_text(first, measure)}"
     if len(board.rows) == 1 and board.study.dropped:
         only = "is the only setting that the race has not dropped"
         return Answer(f"{first.label} {only}: {outcome}.", board.notes)
@@ -69,24 +69,31 @@ def _answer(board: Leaderboard) -> Answer:
         return Answer(f"There is one setting, {first.label}: {outcome}.", sentences)
     if not math.isfinite(first.spread.middle):
         most = f"in none did most seeds reach the target ({measure.title})"
-        return Answer(f"No setting has an answer: {most}.", _nobody(board))
-    headline = standing(board, "leads" if board.indistinguishable else "is first")
-    words = (_second(board), _indistinguishable(board), unsure(board), _needed(board))
+        return Answer(f"No setting has an answer: {most}.", _describe_failure(board))
+    headline = result_and_lead(board, "leads" if board.indistinguishable_rows else "is first")
+    words = (
+        _describe_second(board),
+        _describe_indistinguishable(board),
+        describe_doubt(board),
+        _describe_need(board),
+    )
     return Answer(headline, (*filter(None, words), *board.notes))
 
 
-def standing(board: Leaderboard, place: str = "") -> str:
+def result_and_lead(board: Leaderboard, place: str = "") -> str:
     """Return the result of the first setting and its lead over the baseline."""
-    first, measure = board.ranked[0], board.measure
+    first, measure = board.ranked_rows[0], board.measure
     named = f"{first.label} {place}" if place else first.label
-    return f"{named}: {measure.title} {_of(first, measure)}{_against(board, first)}."
+    value, compared = _value_text(first, measure), _compare_with_baseline(board, first)
+    return f"{named}: {measure.title} {value}{compared}."
 
 
-def _of(row: Row, measure: Measure) -> str:
-    return f"{measure.text(row.spread.middle, row.spread.bound)} ({interval(row.spread, measure)})"
+def _value_text(row: Row, measure: Measure) -> str:
+    value = measure.text(row.spread.middle, row.spread.bound)
+    return f"{value} ({interval_text(row.spread, measure)})"
 
 
-def interval(found: Spread, measure: Measure) -> str:
+def interval_text(found: Spread, measure: Measure) -> str:
     """Return the interval around a median; few seeds have a range, and no 95 % interval."""
     if found.count == 1:
         return "one seed"
@@ -97,7 +104,7 @@ def interval(found: Spread, measure: Measure) -> str:
     return f"median of {found.count} seeds, {kind} {low} to {high}"
 
 
-def _against(board: Leaderboard, row: Row) -> str:
+def _compare_with_baseline(board: Leaderboard, row: Row) -> str:
     base = board.baseline
     if base is None:
         return ""
@@ -105,97 +112,99 @@ def _against(board: Leaderboard, row: Row) -> str:
         return ", and is itself the baseline"
     if row.against is None:
         return f"; the baseline {base.label} has no seed in common with it"
-    better, sure = gain(row, base, board.measure), certainty(row.against)
+    better, sure = gain_text(row, base, board.measure), certainty_text(row.against)
     if better is None:
-        return f"; the baseline {base.label} reached the target in {most(base)} ({sure})"
+        return f"; the baseline {base.label} reached the target in {reached_text(base)} ({sure})"
     return f", {better} the baseline {base.label} ({sure})"
 
 
-def most(row: Row) -> str:
+def reached_text(row: Row) -> str:
     """Return in how many of its seeds a setting reached the target, if not in most."""
-    if row.reached == 0:
+    if row.num_reached == 0:
         return "none of its seeds"
-    return f"{row.reached} of its {len(row.values)} seeds"
+    return f"{row.num_reached} of its {len(row.values)} seeds"
 
 
-def gain(row: Row, other: Row, measure: Measure) -> str | None:
+def gain_text(row: Row, other: Row, measure: Measure) -> str | None:
     """Return how much better a row is than another by medians, in words; None without two."""
     better = measure.gain(row.spread.middle, other.spread.middle)
-    return None if better is None else measure.lead(better)
+    return None if better is None else measure.gain_text(better)
 
 
-def number_of(value: float, ratio: bool) -> str:
+def gain_number(value: float, ratio: bool) -> str:
     return f"{value:.2f}" if ratio else f"{100 * value:+.1f}"
 
 
-def certainty(found: Effect) -> str:
+def certainty_text(found: Effect) -> str:
     """Return the interval of an effect's mean over paired seeds, and in how many it was better."""
     better = f"better in {found.wins} of {found.pairs} paired seeds"
     if found.middle is None or found.low is None or found.high is None:
         return better
     mean, low, high = (
-        number_of(value, found.ratio) for value in (found.middle, found.low, found.high)
+        gain_number(value, found.ratio) for value in (found.middle, found.low, found.high)
     )
     return f"paired mean {mean}, {percent(LEVEL, 0)} interval {low} to {high}, {better}"
 
 
-def _second(board: Leaderboard) -> str:
-    second, found = board.rows[1], board.second
-    begin = f"Second is {second.label} with {_of(second, board.measure)}"
+def _describe_second(board: Leaderboard) -> str:
+    second, found = board.rows[1], board.effect_over_second
+    begin = f"Second is {second.label} with {_value_text(second, board.measure)}"
     if found is None:
         return f"{begin}; the two have no seed in common."
-    better = gain(board.rows[0], second, board.measure)
+    better = gain_text(board.rows[0], second, board.measure)
     if better is None:
-        return f"{begin}; it reached the target in {most(second)} ({certainty(found)})."
-    return f"{begin}; {board.rows[0].label} is {better} it ({certainty(found)})."
+        return (
+            f"{begin}; it reached the target in {reached_text(second)} ({certainty_text(found)})."
+        )
+    return f"{begin}; {board.rows[0].label} is {better} it ({certainty_text(found)})."
 
 
-def _indistinguishable(board: Leaderboard) -> str:
+def _describe_indistinguishable(board: Leaderboard) -> str:
     """Return which settings may be as good as the first."""
-    others = [row.label for row in board.indistinguishable]
+    others = [row.label for row in board.indistinguishable_rows]
     if not others:
         return (
             f"{'All others are' if len(board.rows) > 2 else 'The second is'} worse with"
-            f" {percent(LEVEL, 0)} confidence{_corrected(board)}."
+            f" {percent(LEVEL, 0)} confidence{_correction_note(board)}."
         )
     more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
     named = ", ".join(others[:MAX_NAMED]) + more
-    return f"Indistinguishable from the best{_corrected(board)}: {named}."
+    return f"Indistinguishable from the best{_correction_note(board)}: {named}."
 
 
-def _corrected(board: Leaderboard) -> str:
+def _correction_note(board: Leaderboard) -> str:
     count = len(board.rows)
     return f" (Holm's correction for picking the best of {count})" if count > 2 else ""
 
 
-def unsure(board: Leaderboard) -> str:
+def describe_doubt(board: Leaderboard) -> str:
     """Return why the first may not be better than the second; "" if it is."""
-    if len(board.ranked) < 2 or board.ranked[1] not in board.indistinguishable:
+    if len(board.ranked_rows) < 2 or board.ranked_rows[1] not in board.indistinguishable_rows:
         return ""
-    found, begin = board.second, "The first two are not separated:"
+    found, begin = board.effect_over_second, "The first two are not separated:"
     if found is None:
         return f"{begin} no seed was run with both."
     if found.pairs == 1:
         return f"{begin} one seed says nothing about the variation between seeds."
-    if board.against_others[0][2] > 1 - LEVEL:
+    if board.comparisons[0][2] > 1 - LEVEL:
         test = "paired t test" if found.low is not None else "log-rank test"
-        p_value = f"p = {found.chance:.2g}" if found.better else "the second is better by means"
+        p_value = f"p = {found.p_value:.2g}" if found.is_better else "the second is better by means"
         return f"{begin} the difference may be chance ({test}, {p_value})."
     apart = seconds(board.resolution_s)
     return f"{begin} they differ by less than the distance between two evaluations, {apart}."
 
 
-def _needed(board: Leaderboard) -> str:
+def _describe_need(board: Leaderboard) -> str:
     """Return what would separate the first two; "" if they are separated."""
-    if not unsure(board):
+    if not describe_doubt(board):
         return ""
-    found, close = board.second, board.too_close(board.rows[1])
+    found, close = board.effect_over_second, board.is_too_close(board.rows[1])
     if found is None or found.pairs == 1:
         more = "seed=0,1,2,3,4"
         return f"For certainty, run both with several common seeds, for example {more}."
     if found.low is None:
         return "For certainty, allow longer runs, more seeds, or a lower target (--target)."
-    if board.against_others[0][2] <= 1 - LEVEL:
+    if board.comparisons[0][2] <= 1 - LEVEL:
         return "For certainty, evaluate more often (eval.every_s), or choose a higher target."
     needed = seeds_needed(found, math.comb(len(board.rows), 2))
     if needed is None:
@@ -207,18 +216,18 @@ def _needed(board: Leaderboard) -> str:
     )
 
 
-def _nobody(board: Leaderboard) -> tuple[str, ...]:
-    nearest = max(board.rows, key=lambda row: row.best or 0.0)
+def _describe_failure(board: Leaderboard) -> tuple[str, ...]:
+    nearest = max(board.rows, key=lambda row: row.best_accuracy or 0.0)
     reached, runs = (
-        sum(row.reached for row in board.rows),
+        sum(row.num_reached for row in board.rows),
         sum(len(row.values) for row in board.rows),
     )
     lines = [f"{reached} of {runs} runs reached it."]
-    if nearest.best is not None:
-        typical = median(row.best for row in board.rows if row.best is not None)
+    if nearest.best_accuracy is not None:
+        typical = median(row.best_accuracy for row in board.rows if row.best_accuracy is not None)
         lines.append(
-            f"{nearest.label} came closest, with {percent(nearest.best)} at best; half of the"
-            f" settings stayed below {percent(typical)}."
+            f"{nearest.label} came closest, with {percent(nearest.best_accuracy)} at best; half of"
+            f" the settings stayed below {percent(typical)}."
         )
     lines.append("For an answer, allow longer runs, or choose a lower target (--target).")
     return (*lines, *board.notes)

@@ -11,7 +11,7 @@ from ashl.report.leaderboard import Leaderboard
 from ashl.tracking import jsonl
 
 if TYPE_CHECKING:
-    from ashl.report.answer import Said
+    from ashl.report.answer import CommandAnswer
 
 KINDS = ("svg", "pdf", "png")  # of figures' files
 
@@ -23,7 +23,7 @@ def write_report(
     folder: Path | None = None,
     command: str = "",
     beside: str = "",
-    said: "Said | None" = None,
+    said: "CommandAnswer | None" = None,
     kinds: Sequence[str] = (),
 ) -> Path:
     """Write the report to `out`, or into the folder of the sweep, or here, and return its path.
@@ -33,16 +33,16 @@ def write_report(
     command's own answer; kinds are those of the figures' files.
     Raises: UsageError or AshlError if a file cannot be written.
     """
-    from ashl.report.figures import figures
-    from ashl.report.page import page
+    from ashl.report.figures import draw_figures
+    from ashl.report.page import render_page
 
     report = out or (folder or board.study.folder or Path()) / f"report{beside}.html"
-    drawn = figures(board)
-    write(report, page(board, drawn, command, report.parent, said))
+    drawn = draw_figures(board)
+    write_file(report, render_page(board, drawn, command, report.parent, said))
     for figure, kind in product(drawn, kinds):
         stem = "-".join(re.findall("[a-z]+", figure.title.lower()))
         file = report.with_name(f"figures{beside}") / f"{stem}.{kind}"
-        write(file, figure.saved(kind), make_folder=True)
+        write_file(file, figure.to_bytes(kind), make_folder=True)
     return report
 
 
@@ -53,7 +53,7 @@ def check_kinds(kinds: Sequence[str]) -> None:
         raise UsageError(f"--figures {unknown}: there are {', '.join(KINDS)}.")
 
 
-def write(file: Path, content: str | bytes, make_folder: bool = False) -> None:
+def write_file(file: Path, content: str | bytes, make_folder: bool = False) -> None:
     """Write a file that the user asked for, as a whole or not at all.
 
     Raises: UsageError for a place that cannot be written, AshlError for a full disk.

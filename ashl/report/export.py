@@ -18,7 +18,7 @@ PLACES = ("run.dir", "name", "seed", "sweep")  # typed keys whose values are in 
 Record = dict[str, Any]
 
 
-def table(study: Study, what: str) -> tuple["DataFrame", list[LeftOut]]:
+def records_table(study: Study, what: str) -> tuple["DataFrame", list[LeftOut]]:
     """Return a row for each run (`summary`), evaluation (`metrics`) or event (`events`).
 
     The first columns are hash, setting, seed and the axes of the whole study. A row of a run also
@@ -32,16 +32,18 @@ def table(study: Study, what: str) -> tuple["DataFrame", list[LeftOut]]:
 
     axes, settings = settings_of(study)
     labels = {run: setting for setting in settings for run in setting.runs}
-    typed = dict.fromkeys(key for run in study.runs for key in run.typed if key not in PLACES)
+    typed = dict.fromkeys(
+        key for run in study.runs for key in run.typed_values if key not in PLACES
+    )
     frames, bad = [], []
     for run in study.runs:
         own = labels[run].axes
         keys: Record = {"hash": run.hash, "setting": labels[run].label, "seed": run.seed}
-        keys |= {key: own.get(key, _value(run, key)) for key in axes}
+        keys |= {key: own.get(key, _typed_or_default(run, key)) for key in axes}
         if what == "summary":
-            keys |= {key: _value(run, key) for key in typed if key not in keys}
+            keys |= {key: _typed_or_default(run, key) for key in typed if key not in keys}
         try:
-            rows = [_joined(run, keys, row) for row in _recorded(run, what)]
+            rows = [_join_columns(run, keys, row) for row in _read_records(run, what)]
             frames.append(DataFrame(rows, dtype=object))
         except BrokenRecordError as error:
             bad.append(LeftOut(str(run.folder), str(error)))
@@ -51,7 +53,7 @@ def table(study: Study, what: str) -> tuple["DataFrame", list[LeftOut]]:
     return concat(frames, ignore_index=True), bad
 
 
-def _recorded(run: Run, what: str) -> Iterator[Mapping[str, Any]]:
+def _read_records(run: Run, what: str) -> Iterator[Mapping[str, Any]]:
     """Yield the records of a run. Raises BrokenRecordError."""
     if what == "metrics":
         yield from run.metrics
@@ -68,12 +70,12 @@ def _recorded(run: Run, what: str) -> Iterator[Mapping[str, Any]]:
             raise BrokenRecordError("events.jsonl is missing or broken") from error
 
 
-def _value(run: Run, key: str) -> str | None:
+def _typed_or_default(run: Run, key: str) -> str | None:
     """Return the value of a key as typed, else its default; None if the run has no such key."""
-    return run.typed.get(key, written(run.config[key]) if key in run.config else None)
+    return run.typed_values.get(key, written(run.config[key]) if key in run.config else None)
 
 
-def _joined(run: Run, keys: Record, recorded: Mapping[str, Any]) -> Record:
+def _join_columns(run: Run, keys: Record, recorded: Mapping[str, Any]) -> Record:
     """Join key columns and recorded values to one row.
 
     A recorded value never replaces a configured one: it gets the prefix `recorded_` if both differ.
@@ -83,7 +85,7 @@ def _joined(run: Run, keys: Record, recorded: Mapping[str, Any]) -> Record:
     for key, value in recorded.items():
         value = json.dumps(value) if isinstance(value, list | dict) else value
         if value is None and key in run.config:
-            row.setdefault(key, _value(run, key))
+            row.setdefault(key, _typed_or_default(run, key))
         elif key not in keys:
             row[key] = value
         elif str(value) != str(keys[key]):
@@ -97,20 +99,20 @@ def as_file(records: "DataFrame", kind: str) -> str | bytes:
     Each column has one type that holds all its values: whole numbers stay whole where some are
     missing, and mixed values become text.
     """
-    typed = records.apply(_of_one_type)
+    typed = records.apply(_with_one_type)
     if kind == "parquet":
         return typed.to_parquet(index=False)
     if kind == "csv":
         return typed.to_csv(index=False, lineterminator="\n")
-    return "[\n" + ",\n".join(map(jsonl.dumps, rows(records))) + "\n]\n"
+    return "[\n" + ",\n".join(map(jsonl.dumps, plain_rows(records))) + "\n]\n"
 
 
-def rows(records: "DataFrame") -> list[Record]:
+def plain_rows(records: "DataFrame") -> list[Record]:
     """Return each row as plain values, without missing ones, as in a JSON file."""
-    return [row.dropna().to_dict() for _, row in records.apply(_of_one_type).iterrows()]
+    return [row.dropna().to_dict() for _, row in records.apply(_with_one_type).iterrows()]
 
 
-def _of_one_type(column: "Series") -> "Series":
+def _with_one_type(column: "Series") -> "Series":
     kinds = set(map(type, column.dropna()))
     for known, kind in (({bool}, "boolean"), ({int}, "Int64"), ({int, float}, "float64")):
         if kinds and kinds <= known:

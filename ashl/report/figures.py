@@ -28,9 +28,9 @@ from matplotlib.path import Path as Outline
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ashl.report.leaderboard import Leaderboard, Row
-from ashl.report.measure import measurable
+from ashl.report.measure import split_readable
 from ashl.report.records import Run
-from ashl.report.sensitivity import Terrain, terrain
+from ashl.report.sensitivity import WinnersByCluster, find_winners
 from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import timeline
 from ashl.tracking.console import seconds
@@ -88,7 +88,7 @@ Tracks = list[tuple[str, Spans]]  # with a label each
 
 
 @contextmanager
-def drawn_plainly(**settings: Any) -> Generator[None]:
+def report_style(**settings: Any) -> Generator[None]:
     """Draw in the report's style, without warnings of letters that a font lacks."""
     with style.context([STYLE, settings]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
@@ -103,11 +103,11 @@ class Figure:
     drawing: Drawing
     note: str
 
-    def saved(self, kind: str) -> bytes:
+    def to_bytes(self, kind: str) -> bytes:
         """Return the figure as a file: svg, pdf or png. Equal figures have equal bytes."""
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
         file = io.BytesIO()
-        with drawn_plainly(**{"svg.hashsalt": self.title}):
+        with report_style(**{"svg.hashsalt": self.title}):
             ground = "white" if kind == "png" else "none"
             self.drawing.savefig(file, format=kind, metadata=undated.get(kind), facecolor=ground)
         return file.getvalue()
@@ -115,7 +115,7 @@ class Figure:
     @cached_property
     def svg(self) -> str:
         """The figure as an element of a page, in the page's font."""
-        text = self.saved("svg").decode()
+        text = self.to_bytes("svg").decode()
         text = re.sub("<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
         text = re.sub(r' id="[a-z]+[0-9a-z]*_\d+"', "", text)
         text = re.sub(r"\s*\n\s*", " ", text)
@@ -124,35 +124,35 @@ class Figure:
         return text.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans'")
 
 
-def axes_in(drawing: Drawing, left: float, top: float, width: float, height: float) -> Axes:
+def add_axes(drawing: Drawing, left: float, top: float, width: float, height: float) -> Axes:
     """Add axes at a place in pixels from the left and from the top."""
     full = drawing.get_figheight() * DPI
     place = (left / WIDTH, 1 - (top + height) / full, width / WIDTH, height / full)
     return drawing.add_axes(place)
 
 
-def canvas(height: float) -> Drawing:
+def new_drawing(height: float) -> Drawing:
     return Drawing(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
 
 
-def short(text: str, pixels: float) -> str:
+def shorten(text: str, pixels: float) -> str:
     """Shorten a text to about the given width."""
     room = max(int(pixels / 6.6), 2)
     return text if len(text) <= room else text[: room - 1] + "…"
 
 
 def name_of(board: Leaderboard, row: Row, pixels: float) -> str:
-    return short(f"{board.rank(row)}  {row.label}", pixels)
+    return shorten(f"{board.rank(row)}  {row.label}", pixels)
 
 
-def look(index: int) -> dict[str, Any]:
+def series_style(index: int) -> dict[str, Any]:
     """Return the colour, marker and dashes of a series; later markers are hollow."""
     cycle = rcParams["axes.prop_cycle"].by_key()
     found = {key: values[index % len(values)] for key, values in cycle.items()}
     return found | ({"markerfacecolor": "white"} if found["marker"] in "vP<" else {})
 
 
-def series_legend(axes: Axes, board: Leaderboard, rows: Iterable[Row], styles: Mapping) -> None:
+def add_series_legend(axes: Axes, board: Leaderboard, rows: Iterable[Row], styles: Mapping) -> None:
     """Name series beside a plot, and then other lines that have a label."""
     lines = []
     for row in rows:
@@ -162,7 +162,7 @@ def series_legend(axes: Axes, board: Leaderboard, rows: Iterable[Row], styles: M
     axes.legend(handles=lines, loc="upper left", bbox_to_anchor=(1.05, 1.03))
 
 
-def scale(axes: Axes, which: str, low: float, high: float, title: str) -> bool:
+def set_scale(axes: Axes, which: str, low: float, high: float, title: str) -> bool:
     """Title the axis "x" or "y", and make it logarithmic over more than a factor of 20."""
     axis, log = getattr(axes, f"{which}axis"), bool(low > 0 and high > 20 * low)
     if log:
@@ -174,7 +174,9 @@ def scale(axes: Axes, which: str, low: float, high: float, title: str) -> bool:
     return log
 
 
-def boxes(axes: Axes, kind: str, rectangles: Iterable[tuple[float, float, float, float]]) -> None:
+def draw_rectangles(
+    axes: Axes, kind: str, rectangles: Iterable[tuple[float, float, float, float]]
+) -> None:
     """Draw rectangles (left, bottom, width, height) of one kind of time as one shape.
 
     In print, each hatched shape costs as much as a picture.
@@ -189,7 +191,7 @@ def boxes(axes: Axes, kind: str, rectangles: Iterable[tuple[float, float, float,
         axes.add_patch(PathPatch(shape, facecolor=fill, hatch=hatch, edgecolor=edge, linewidth=0.4))
 
 
-def kinds_legend(drawing: Drawing, seen: Iterable[str]) -> None:
+def add_kinds_legend(drawing: Drawing, seen: Iterable[str]) -> None:
     handles = [
         Patch(facecolor=fill, hatch=hatch, edgecolor=edge, linewidth=0.4, label=kind)
         for kind, (fill, hatch, edge) in LOOKS.items()
@@ -198,17 +200,19 @@ def kinds_legend(drawing: Drawing, seen: Iterable[str]) -> None:
     drawing.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.03, 1), ncols=8)
 
 
-def tracks(axes: Axes, labels: Sequence[str], drawn: Mapping[str, list]) -> None:
+def draw_tracks(axes: Axes, labels: Sequence[str], drawn: Mapping[str, list]) -> None:
     """Draw tracks from the top, one for each label: rectangles (start, track, length) by kind."""
     for kind, spans in drawn.items():
-        boxes(axes, kind, [(start, track - 0.38, length, 0.76) for start, track, length in spans])
+        draw_rectangles(
+            axes, kind, [(start, track - 0.38, length, 0.76) for start, track, length in spans]
+        )
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(False)
 
 
-def predicted_against_published(
+def draw_predictions(
     series: Mapping[str, Sequence[tuple[float, float, bool]]], near: float
 ) -> Figure:
     """Draw predictions against published figures on logarithmic axes.
@@ -219,14 +223,14 @@ def predicted_against_published(
     pairs = [point for points in series.values() for point in points]
     low, high = min(min(point[:2]) for point in pairs), max(max(point[:2]) for point in pairs)
     ends = np.array([low / 2, high * 2])
-    with drawn_plainly():
-        drawing = canvas(460)
-        axes = axes_in(drawing, 70, 12, 560, 390)
+    with report_style():
+        drawing = new_drawing(460)
+        axes = add_axes(drawing, 70, 12, 560, 390)
         axes.plot(ends, ends, color=INK, linewidth=0.8, marker="", linestyle="-")
         for factor in (1 - near, 1 + near):
             axes.plot(ends, factor * ends, **DOTTED)
         for index, (source, points) in enumerate(series.items()):
-            color = look(index)["color"]
+            color = series_style(index)["color"]
             for kept_back in (False, True):
                 own = [point[:2] for point in points if point[2] is kept_back]
                 fill = color if kept_back else "white"
@@ -240,7 +244,7 @@ def predicted_against_published(
                     label=label,
                 )
         for which, title in (("x", "published, each in its unit"), ("y", "predicted")):
-            scale(axes, which, *ends, title)
+            set_scale(axes, which, *ends, title)
         axes.set(xlim=ends, ylim=ends)
         axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.01))
     return Figure("Predicted against published", drawing, "")
@@ -250,14 +254,14 @@ def sent_mb(row: Mapping[str, Any]) -> float:
     return ((row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)) / 1e6
 
 
-def curve(runs: Sequence[Run], x: str, y: str) -> pd.DataFrame | None:
+def mean_curve(runs: Sequence[Run], x: str, y: str) -> pd.DataFrame | None:
     """Return the mean, lowest and highest value of a metric over seeds, by time or by MB sent.
 
     A run is interpolated linearly between its evaluations. A run that has ended keeps its last
     value.
     """
     lines = []
-    for run in measurable(runs)[0]:
+    for run in split_readable(runs)[0]:
         rows = [row for row in run.metrics if row.get(y) is not None]
         at = [sent_mb(row) if x == "bytes" else row["time_s"] for row in rows]
         line = pd.Series([row[y] for row in rows], index=at, dtype=float)
@@ -271,25 +275,27 @@ def curve(runs: Sequence[Run], x: str, y: str) -> pd.DataFrame | None:
     return pd.DataFrame({"mean": values.mean(), "min": values.min(), "max": values.max()})
 
 
-def scored(runs: Sequence[Run]) -> tuple[str, str]:
+def first_metric(runs: Sequence[Run]) -> tuple[str, str]:
     """Return the first metric that any run has, with its title."""
     own = dict.fromkeys(run.metric[0] for run in runs if run.metric)
     titles = {"test/acc": "accuracy on the test set, %"}
     titles |= {f"test/{name}": f"{name} on the test set" for name in own}
     titles |= {"test/loss": "test loss", "train/loss": "training loss"}
-    rows = [row for run in measurable(runs)[0] for row in run.metrics]
+    rows = [row for run in split_readable(runs)[0] for row in run.metrics]
     found = (key for key in titles if any(row.get(key) is not None for row in rows))
     return next(((key, titles[key]) for key in found), ("", ""))
 
 
-def curves(board: Leaderboard, rows: Sequence[Row], x: str, key: str, title: str) -> Drawing | None:
+def draw_curves(
+    board: Leaderboard, rows: Sequence[Row], x: str, key: str, title: str
+) -> Drawing | None:
     """Draw a metric against time or bytes."""
     factor = 100 if key == "test/acc" else 1
-    found = {row: curve(row.runs, x, key) for row in rows}
+    found = {row: mean_curve(row.runs, x, key) for row in rows}
     lines = {row: factor * line for row, line in found.items() if line is not None}
     if not lines:
         return None
-    styles = {row: look(index) for index, row in enumerate(rows)}
+    styles = {row: series_style(index) for index, row in enumerate(rows)}
     target = 100 * (board.target.accuracy or 0) if board.target and key == "test/acc" else 0
     reached = {row: row.spread.middle for row in lines if math.isfinite(row.spread.middle)}
     first = min(line.index[0] for line in lines.values())
@@ -297,9 +303,9 @@ def curves(board: Leaderboard, rows: Sequence[Row], x: str, key: str, title: str
     far = max(ends)
     if target and x == "time_s" and reached and len(lines) > 1:  # a single run is drawn to its end
         far = min(far, BEYOND * max(reached.values()))
-    drawing = canvas(380)
-    axes = axes_in(drawing, 70, 12, 570, 314)
-    log = scale(axes, "x", min(ends) if first > 0 else 0, far, CLOCK if x == "time_s" else SENT)
+    drawing = new_drawing(380)
+    axes = add_axes(drawing, 70, 12, 570, 314)
+    log = set_scale(axes, "x", min(ends) if first > 0 else 0, far, CLOCK if x == "time_s" else SENT)
     axes.set(xlim=(first if log else 0, 1.01 * far or 1), ylabel=title)
     for index, (row, line) in enumerate(lines.items()):
         bold = {"linewidth": 2.1, "zorder": 3} if row is rows[0] else {}
@@ -324,7 +330,7 @@ def curves(board: Leaderboard, rows: Sequence[Row], x: str, key: str, title: str
         axes.plot(time_s, target, "o", color=color, markerfacecolor="white", markersize=6, zorder=5)
     if x == "time_s":
         mark_stages(axes, board)
-    series_legend(axes, board, lines, styles)
+    add_series_legend(axes, board, lines, styles)
     return drawing
 
 
@@ -344,28 +350,28 @@ def mark_stages(axes: Axes, board: Leaderboard) -> None:
         axes.annotate(words, (stage["start_s"], 0), (3, 5), **POINTS, **at_bottom)
 
 
-def time_shares(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
+def draw_time_shares(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
     """Draw each worker's shares of the experiment's time, means over a setting's seeds."""
     data = {row: found for row in rows if (found := row.time_shares)}
     if not data:
         return None
     most = min(max(map(len, data.values())), MAX_WORKERS)
     high = most * 15
-    drawing = canvas(math.ceil(len(data) / 2) * (high + 70) + 26)
+    drawing = new_drawing(math.ceil(len(data) / 2) * (high + 70) + 26)
     workers = [worker for found in data.values() for worker in found]
     # In a fixed order: with that of a set, equal figures had other bytes in each process.
     seen = [kind for kind in KINDS if any(worker[kind] for worker in workers)]
-    kinds_legend(drawing, seen)
+    add_kinds_legend(drawing, seen)
     for index, (row, found) in enumerate(data.items()):
         left, top = index % 2 * WIDTH / 2 + 66, index // 2 * (high + 70) + 50
-        axes = axes_in(drawing, left, top, WIDTH / 2 - 84, high)
+        axes = add_axes(drawing, left, top, WIDTH / 2 - 84, high)
         shares = 100 * pd.DataFrame(found[:MAX_WORKERS])
         starts = shares.cumsum(axis="columns") - shares
         drawn = {}
         for kind in seen:
             spans = zip(starts[kind], shares.index, shares[kind], strict=True)
             drawn[kind] = [span for span in spans if span[2] > 0]
-        tracks(axes, [f"w{rank}" for rank in shares.index], drawn)
+        draw_tracks(axes, [f"w{rank}" for rank in shares.index], drawn)
         axes.set(xlim=(0, 100), xlabel="share of the run's time, %")
         axes.set_title(name_of(board, row, 330) + workers_note(len(found)))
     return drawing
@@ -375,7 +381,7 @@ def workers_note(count: int) -> str:
     return f", workers 0 to {MAX_WORKERS - 1} of {count}" if count > MAX_WORKERS else ""
 
 
-def opening(run: Run) -> tuple[Tracks, float]:
+def read_first_rounds(run: Run) -> tuple[Tracks, float]:
     """Return the first rounds of a run, and the seconds until every worker has ended them.
 
     A worker has a track of its spans, and tracks of the parts of its steps and their messages.
@@ -398,22 +404,22 @@ def opening(run: Run) -> tuple[Tracks, float]:
     return [(name, spans) for name, spans in shown if spans], max(wanted, default=0.0)
 
 
-def first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
+def draw_first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
     """Draw the first rounds of each worker: a panel for each setting, on one time axis."""
     found = dict[Row, tuple[Tracks, float]]()
     for row in rows:
         with suppress(KeyError, TypeError, ValueError, IndexError):  # damaged events
-            found[row] = opening(row.runs[0])
+            found[row] = read_first_rounds(row.runs[0])
     found = {row: first for row, first in found.items() if first[0]}
     if not found:
         return None
     wanted = [wanted_s for _, wanted_s in found.values()]
     until_s = min(max(wanted), STRETCH * min(wanted)) or max(wanted)
-    drawing = canvas(40 + sum(17 * len(lines) + 50 for lines, _ in found.values()))
+    drawing = new_drawing(40 + sum(17 * len(lines) + 50 for lines, _ in found.values()))
     top = 50.0
     seen = set[str]()
     for row, (lines, _) in found.items():
-        axes = axes_in(drawing, 50, top, WIDTH - 70, 17 * len(lines))
+        axes = add_axes(drawing, 50, top, WIDTH - 70, 17 * len(lines))
         drawn: dict[str, list] = {}
         for track, (_, spans) in enumerate(lines):
             for kind, start_s, end_s in spans:
@@ -421,31 +427,33 @@ def first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
                 if start_s < until_s:
                     long_s = min(end_s, until_s) - start_s
                     drawn.setdefault(kind, []).append((start_s, track, long_s))
-        tracks(axes, [name for name, _ in lines], drawn)
+        draw_tracks(axes, [name for name, _ in lines], drawn)
         axes.set_xlim(0, until_s)
         seed = f"seed {row.runs[0].seed}{workers_note(row.runs[0].summary['num_workers'])}"
         axes.set_title(f"{name_of(board, row, 600)} ({seed})")
         top += 17 * len(lines) + 50
     axes.set_xlabel(CLOCK)
-    kinds_legend(drawing, seen)
+    add_kinds_legend(drawing, seen)
     return drawing
 
 
-def winners_map(ground: Terrain) -> Drawing:
+def draw_winners_map(ground: WinnersByCluster) -> Drawing:
     """Draw the winner on each cluster, over two properties of the cluster."""
     measure, ((xlabel, across), (ylabel, up)) = ground.measure, ground.axes.items()
     columns, lines = len(across), len(up)
     wide, high = min(110.0, (WIDTH - 370) / columns), min(62.0, 420 / lines)
-    drawing = canvas(max(high * lines + 70, 22 * (len(ground.wins) + 6)))
-    axes = axes_in(drawing, 90, 14, wide * columns, high * lines)
+    drawing = new_drawing(max(high * lines + 70, 22 * (len(ground.wins) + 6)))
+    axes = add_axes(drawing, 90, 14, wide * columns, high * lines)
     looks, handles = dict[str, dict[str, Any]](), list[Any]()
     letters = {name: chr(65 + k) if k < 26 else str(k) for k, name in enumerate(ground.wins)}
     for index, (name, wins) in enumerate(ground.wins.items()):
-        color = np.array(to_rgb(look(index)["color"]))
+        color = np.array(to_rgb(series_style(index)["color"]))
         fill, lines_of = (tuple(1 - strength * (1 - color)) for strength in (0.22, 0.6))
         hatch = HATCHES[index % len(HATCHES)]
         looks[name] = {"facecolor": fill, "edgecolor": lines_of, "hatch": hatch, "linewidth": 0}
-        handles.append(Patch(label=short(f"{letters[name]}  {name} ({wins})", 230), **looks[name]))
+        handles.append(
+            Patch(label=shorten(f"{letters[name]}  {name} ({wins})", 230), **looks[name])
+        )
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
     for (x, left), (y, below) in product(enumerate(across), enumerate(up)):
         point, shown, words = (left, below), EMPTY, "–"
@@ -453,7 +461,7 @@ def winners_map(ground: Terrain) -> Drawing:
             shown = looks[ground.winner(point)]
             words = letters[ground.winner(point)] + "?" * (not ground.sure[point])
             if high > 34 and wide > 44:
-                better = ground.lead(point)
+                better = ground.winner_gain(point)
                 much = "{:.2f}×" if measure.ratio else "{:+.1f}"
                 factor = 1 if measure.ratio else 100
                 words += "\nalone" if better is None else "\n" + much.format(factor * better)
@@ -477,7 +485,7 @@ def winners_map(ground: Terrain) -> Drawing:
     return drawing
 
 
-def winners_lines(ground: Terrain) -> Drawing:
+def draw_winners_lines(ground: WinnersByCluster) -> Drawing:
     """Draw each contestant's outcome over one property."""
     measure, (name,) = ground.measure, ground.axes
     unit = f", {measure.unit}" if measure.unit else "" if measure.ratio else ", %"
@@ -486,14 +494,14 @@ def winners_lines(ground: Terrain) -> Drawing:
     at = [place for (place,) in ground.costs]
     costs = sign * pd.DataFrame(ground.costs.values(), at, [*ground.wins])
     costs = costs.replace([math.inf, -math.inf], math.nan)
-    drawing = canvas(360)
-    axes = axes_in(drawing, 90, 14, WIDTH - 370, 290)
+    drawing = new_drawing(360)
+    axes = add_axes(drawing, 90, 14, WIDTH - 370, 290)
     for index, setting in enumerate(costs.columns[:8]):
         line = costs[setting].dropna()
-        axes.plot(line.index, line, **look(index), label=short(setting, 200))
+        axes.plot(line.index, line, **series_style(index), label=shorten(setting, 200))
     low, high = costs.min(axis=None), costs.max(axis=None)
     # Lines cross more visibly on a logarithmic axis, so a factor of 5 is enough here.
-    scale(axes, "y", low if measure.ratio else 0, 4 * high, measure.title + unit)
+    set_scale(axes, "y", low if measure.ratio else 0, 4 * high, measure.title + unit)
     log = at[0] > 0
     axes.set(xlabel=name + ", logarithmic" * log, xscale="log" if log else "linear")
     axes.set_xticks(at, [f"{value:g}" for value in at])
@@ -502,7 +510,7 @@ def winners_lines(ground: Terrain) -> Drawing:
     return drawing
 
 
-def figures(board: Leaderboard) -> list[Figure]:
+def draw_figures(board: Leaderboard) -> list[Figure]:
     """Return every figure for which there is data.
 
     Only the figure of winners shows several environments; the others show the first one.
@@ -513,21 +521,21 @@ def figures(board: Leaderboard) -> list[Figure]:
     one_run = "" if alone else "One run of each setting."
     means = "Means over seeds." * seeds
     lines = MEAN_LINES if seeds else ONE_RUN_RING if alone else SINGLE_LINES
-    metric = scored([run for row in drawn for run in row.runs])
+    metric = first_metric([run for row in drawn for run in row.runs])
     found: list[tuple[str, Sequence[Row], Drawing | None, str]] = []
-    with drawn_plainly():
-        if ground := terrain(board):
-            wins = winners_map(ground) if len(ground.axes) == 2 else winners_lines(ground)
+    with report_style():
+        if ground := find_winners(board):
+            wins = draw_winners_map(ground) if len(ground.axes) == 2 else draw_winners_lines(ground)
             note = f"By {ground.measure.title}" + ", medians over seeds" * seeds + "."
             found += [("Who wins where", (), wins, note)]
-        found += [("Against time", drawn, curves(main, drawn, "time_s", *metric), lines)]
+        found += [("Against time", drawn, draw_curves(main, drawn, "time_s", *metric), lines)]
         if len(main.rows) == 1 and metric[0] != "train/loss":
-            loss = curves(main, drawn, "time_s", "train/loss", "training loss")
+            loss = draw_curves(main, drawn, "time_s", "train/loss", "training loss")
             found += [("Loss against time", drawn, loss, TRAINING)]
         found += [
-            ("Against bytes", drawn, curves(main, drawn, "bytes", *metric), BYTES),
-            ("Where the workers' time goes", some, time_shares(main, some), means),
-            ("The first rounds", few, first_rounds(main, few), one_run),
+            ("Against bytes", drawn, draw_curves(main, drawn, "bytes", *metric), BYTES),
+            ("Where the workers' time goes", some, draw_time_shares(main, some), means),
+            ("The first rounds", few, draw_first_rounds(main, few), one_run),
         ]
     return [
         Figure(title, drawing, f"{note} {cut_note(board, main, rows)}".strip())

@@ -15,18 +15,25 @@ from ashl.planning import uncontended_link_note
 from ashl.report.measure import (
     Measure,
     Target,
-    at_equal_time,
     best_that_all_reach,
     describe,
-    measurable,
     own_target,
-    reached_at,
+    split_readable,
     target_of,
-    time_to,
+    time_reached,
+    time_to_target,
+    value_at_equal_time,
 )
 from ashl.report.records import LeftOut, Run, Study
-from ashl.report.settings import Setting, common_to, label, label_named, settings_of, usual_baseline
-from ashl.report.statistics import LEVEL, Effect, Key, Spread, effect, holm, spread
+from ashl.report.settings import (
+    Setting,
+    common_settings,
+    find_label,
+    label_of,
+    settings_of,
+    usual_baseline,
+)
+from ashl.report.statistics import LEVEL, Effect, Key, Spread, adjust_p_values, effect, spread
 from ashl.runtime.time_accounting import KINDS
 from ashl.tracking.console import percent
 
@@ -56,7 +63,7 @@ class Row:
     against: Effect | None = None
 
     @property
-    def reached(self) -> int:
+    def num_reached(self) -> int:
         return sum(map(math.isfinite, self.values.values()))
 
     @property
@@ -64,16 +71,16 @@ class Row:
         return tuple(self.setting.by_seed().values())
 
     @property
-    def best(self) -> float | None:
+    def best_accuracy(self) -> float | None:
         return self.means.get("best.test_accuracy")
 
     @property
-    def dropped(self) -> bool:
+    def was_dropped(self) -> bool:
         """True if a race dropped one of its runs."""
         return any(run.dropped for run in self.runs)
 
     @property
-    def late(self) -> float | None:
+    def slower_by(self) -> float | None:
         """The share by which the slowest run was slower than declared; None if at most `LATE`."""
         paces = [(run.summary.get("pace") or {}).get("slower_by") or 0.0 for run in self.runs]
         return max(paces) if max(paces) > LATE else None
@@ -115,16 +122,16 @@ class Leaderboard:
     @cached_property
     def common(self) -> str:
         """The settings that all runs share."""
-        return common_to(self.study)
+        return common_settings(self.study)
 
     @property
-    def ranked(self) -> tuple[Row, ...]:
+    def ranked_rows(self) -> tuple[Row, ...]:
         """The rows whose runs kept the declared speed, or all rows if none did."""
-        return tuple(row for row in self.rows if row.late is None) or self.rows
+        return tuple(row for row in self.rows if row.slower_by is None) or self.rows
 
     def rank(self, row: Row) -> str:
         """Return the rank within the row's environment, from 1; a dash if the row is not ranked."""
-        found = [other for other in self.ranked if other.environment == row.environment]
+        found = [other for other in self.ranked_rows if other.environment == row.environment]
         return str(found.index(row) + 1) if row in found else "-"
 
     @cached_property
@@ -141,38 +148,38 @@ class Leaderboard:
         return next((row for row in self.rows if row.is_baseline), None)
 
     @cached_property
-    def against_others(self) -> tuple[tuple[Row, Effect | None, float], ...]:
+    def comparisons(self) -> tuple[tuple[Row, Effect | None, float], ...]:
         """The effect of the first row relative to each other ranked one, and its adjusted p-value.
 
         The p-values are adjusted by Holm's method over all pairs of settings, because the first row
         was chosen by the same runs. A pair without a common seed has a p-value of 1.
         """
-        first, *others = self.ranked
+        first, *others = self.ranked_rows
         effects = [effect_of(self.measure, first, other) for other in others]
-        chances = [found.chance if found and found.better else 1.0 for found in effects]
-        adjusted = holm(chances, math.comb(len(self.ranked), 2))
+        chances = [found.p_value if found and found.is_better else 1.0 for found in effects]
+        adjusted = adjust_p_values(chances, math.comb(len(self.ranked_rows), 2))
         return tuple(zip(others, effects, adjusted, strict=True))
 
     @property
-    def second(self) -> Effect | None:
+    def effect_over_second(self) -> Effect | None:
         """The effect of the first relative to the second; None without a common seed."""
-        return self.against_others[0][1] if len(self.ranked) > 1 else None
+        return self.comparisons[0][1] if len(self.ranked_rows) > 1 else None
 
     @cached_property
-    def indistinguishable(self) -> tuple[Row, ...]:
+    def indistinguishable_rows(self) -> tuple[Row, ...]:
         """The rows that may be as good as the first, at a level of 5 % for all of them together.
 
         They include rows whose difference is below the time between two evaluations.
         """
         return tuple(
             row
-            for row, _, chance in self.against_others
-            if chance > 1 - LEVEL or self.too_close(row)
+            for row, _, chance in self.comparisons
+            if chance > 1 - LEVEL or self.is_too_close(row)
         )
 
-    def too_close(self, row: Row) -> bool:
+    def is_too_close(self, row: Row) -> bool:
         """Return True if a row differs from the first by less than the time between evaluations."""
-        gap_s = abs(row.spread.middle - self.ranked[0].spread.middle)
+        gap_s = abs(row.spread.middle - self.ranked_rows[0].spread.middle)
         return self.resolution_s is not None and gap_s < self.resolution_s
 
     @cached_property
@@ -180,7 +187,7 @@ class Leaderboard:
         """Mean seconds between the two evaluations around the winner's time to target."""
         if self.target is None:
             return None
-        found = [reached_at(run, self.target) for run in measurable(self.rows[0].runs)[0]]
+        found = [time_reached(run, self.target) for run in split_readable(self.rows[0].runs)[0]]
         gaps = [at_s - before_s for at_s, before_s in found if math.isfinite(at_s)]
         return fmean(gaps) if gaps else None
 
@@ -216,7 +223,7 @@ def rank(
     recomputed = target is not None
     left_out, notes = study.left_out, list[str]()
     if asked is None or recomputed:
-        counted, unreadable = measurable(counted)
+        counted, unreadable = split_readable(counted)
         left_out += tuple(unreadable)
         if not counted:
             where = f"{unreadable[0].name}: {unreadable[0].reason}"
@@ -227,7 +234,7 @@ def rank(
         if own := best_that_all_reach(usable):
             (asked, behind), recomputed = own, True
             notes += [_target_note(study, asked, behind)] if own_target else []
-    measure = time_to(asked, recomputed) if asked else at_equal_time(counted)
+    measure = time_to_target(asked, recomputed) if asked else value_at_equal_time(counted)
     # Settings that a race dropped have no part in a target that the user did not name, and cannot
     # win by it.
     found = _rows(axes, settings, set(counted), measure)
@@ -269,7 +276,7 @@ def _rows(
         rows.append(
             Row(
                 setting.name(around) or setting.label,
-                label(there),
+                label_of(there),
                 setting,
                 order,
                 values,
@@ -294,20 +301,20 @@ def _with_baseline(
     """
 
     def order(row: Row) -> tuple[bool, bool, float, float, float]:
-        best = row.best or 0.0
+        best = row.best_accuracy or 0.0
         middle = measure.order(row.spread.middle)
-        last = dropped_last and row.dropped
-        return row.late is not None, last, middle, -row.reached / len(row.values), -best
+        last = dropped_last and row.was_dropped
+        return row.slower_by is not None, last, middle, -row.num_reached / len(row.values), -best
 
     ranked = sorted(grid, key=order)
     place = usual_baseline([row.setting.runs[0].config for row in grid])
     if name is not None:
-        chosen = label_named({row.label: row.setting.axes for row in grid}, name)
+        chosen = find_label({row.label: row.setting.axes for row in grid}, name)
     elif place is not None:
         chosen = grid[place].label
     else:
         here = [row for row in ranked if row.environment == grid[0].environment]
-        chosen = ([row for row in here if row.reached] or here)[-1].label
+        chosen = ([row for row in here if row.num_reached] or here)[-1].label
     bases = {row.environment: row for row in grid if row.label == chosen}
     environments = list(dict.fromkeys(row.environment for row in grid))
     rows = []
@@ -331,7 +338,7 @@ def ended_badly(study: Study) -> tuple[LeftOut, ...]:
 
 
 def _pace_note(rows: Sequence[Row]) -> Iterable[str]:
-    slow = [row.late for row in rows if row.late is not None]
+    slow = [row.slower_by for row in rows if row.slower_by is not None]
     if slow:
         effect = "they show what this machine could do, not that cluster"
         yield (
@@ -365,7 +372,7 @@ def _stopped_note(runs: Sequence[Run], asked: Target | None) -> Iterable[str]:
     if asked is None:
         return
     ended = [run for run in runs if run.summary.get("time_to_target_s") is not None]
-    early = [run for run in ended if math.isinf(reached_at(run, asked)[0])]
+    early = [run for run in ended if math.isinf(time_reached(run, asked)[0])]
     if early:
         own = describe(own_target(early[0]))
         yield (

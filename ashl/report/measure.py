@@ -33,20 +33,20 @@ class Target(NamedTuple):
     metric: tuple[float, str, bool] | None = None
     hold: int = 1
 
-    def reached(self, row: Mapping[str, Any]) -> bool:
+    def is_reached_by(self, row: Mapping[str, Any]) -> bool:
         """Return True if this evaluation reaches a bound."""
-        if at_least(row.get("test/acc"), self.accuracy):
+        if is_at_least(row.get("test/acc"), self.accuracy):
             return True
-        if at_least(self.loss, row.get("train/loss")):
+        if is_at_least(self.loss, row.get("train/loss")):
             return True
         if self.metric is None:
             return False
         bound, name, higher = self.metric
         found = row.get(f"test/{name}")
-        return at_least(found, bound) if higher else at_least(bound, found)
+        return is_at_least(found, bound) if higher else is_at_least(bound, found)
 
 
-def at_least(value: float | None, bound: float | None) -> bool:
+def is_at_least(value: float | None, bound: float | None) -> bool:
     return value is not None and bound is not None and value >= bound
 
 
@@ -85,7 +85,7 @@ class Measure:
         better, worse = (base, own) if self.lower_is_better else (own, base)
         return better / worse if self.ratio else better - worse
 
-    def lead(self, gain: float) -> str:
+    def gain_text(self, gain: float) -> str:
         """Return a gain in words: "1.8 times as fast as" or "2.3 points better than"."""
         if not self.ratio:
             return f"{round(100 * gain, 1):.1f} {self.better} than"
@@ -163,7 +163,7 @@ def describe(target: Target) -> str:
     return (" or ".join(filter(None, parts)) or "none") + held
 
 
-def reached_at(run: Run, target: Target) -> tuple[float, float]:
+def time_reached(run: Run, target: Target) -> tuple[float, float]:
     """Return the time at which a run reached a target, and the time of the evaluation before it.
 
     The rule is that of the run itself: `hold` consecutive evaluations; the time is that of the last
@@ -171,14 +171,14 @@ def reached_at(run: Run, target: Target) -> tuple[float, float]:
     """
     held, before = 0, 0.0
     for row in run.metrics:
-        held = held + 1 if target.reached(row) else 0
+        held = held + 1 if target.is_reached_by(row) else 0
         if held == target.hold:
             return row["time_s"], before
         before = row["time_s"]
     return math.inf, before
 
 
-def time_to(target: Target, recomputed: bool) -> Measure:
+def time_to_target(target: Target, recomputed: bool) -> Measure:
     """Return the measure "time to target" in seconds on the experiment's clock.
 
     Args: recomputed=True computes it from the evaluations, False reads it from the summary.
@@ -186,7 +186,7 @@ def time_to(target: Target, recomputed: bool) -> Measure:
 
     def value(run: Run) -> float:
         if recomputed:
-            return reached_at(run, target)[0]
+            return time_reached(run, target)[0]
         time_s = run.summary.get("time_to_target_s")
         return math.inf if time_s is None else time_s
 
@@ -194,7 +194,7 @@ def time_to(target: Target, recomputed: bool) -> Measure:
     return Measure(f"time to {describe(target)}", "s", True, True, value, seconds, *words, True)
 
 
-def at_equal_time(runs: Sequence[Run]) -> Measure:
+def value_at_equal_time(runs: Sequence[Run]) -> Measure:
     """Return the measure of runs without a target: their state when the first of them ended.
 
     It is the first of these that exists: accuracy, the task's own metric, test loss, training loss.
@@ -230,7 +230,7 @@ def at_equal_time(runs: Sequence[Run]) -> Measure:
     return Measure(title, "", not higher, not accuracy, value, show, "none", better)
 
 
-def measurable(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
+def split_readable(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
     """Return the runs whose evaluations can be read, and the others by name with the reason."""
     good, bad = [], []
     for run in runs:

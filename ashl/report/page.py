@@ -11,18 +11,22 @@ from urllib.parse import quote
 
 from ashl import __version__
 from ashl.config.override import command_text
-from ashl.report.answer import Said, answer
+from ashl.report.answer import CommandAnswer, answer_of
 from ashl.report.figures import Figure
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import REPORT, Study
-from ashl.report.tables import MAX_ROWS, WORDS, method, table
+from ashl.report.tables import MAX_ROWS, WORDS, explain_columns, leaderboard_table
 from ashl.tracking.straggler import describe_straggler
 
 UNFOLDED, LISTED, LINKS = 20, 50, 10
 
 
-def page(
-    board: Leaderboard, figures: Sequence[Figure], command: str, home: Path, said: Said | None
+def render_page(
+    board: Leaderboard,
+    figures: Sequence[Figure],
+    command: str,
+    home: Path,
+    said: CommandAnswer | None,
 ) -> str:
     """Return the whole page with these figures.
 
@@ -34,7 +38,7 @@ def page(
     study = board.study
     name = str((study.sweep or {}).get("name") or "comparison")
     counted = f"{name}, {len(study.runs)} runs of {len(board.rows)} settings"
-    texts = table(board).head(MAX_ROWS)
+    texts = leaderboard_table(board).head(MAX_ROWS)
     rows = [
         {"cells": cells, "links": links(row, home), "first": cells[0] == "1"}
         for row, cells in zip(board.rows, texts.to_numpy().tolist(), strict=False)
@@ -46,14 +50,14 @@ def page(
     return template.get_template("report.html.jinja").render(
         title=f"ashl: {counted if len(study.runs) > 1 else 'one run'}",
         board=board,
-        said=said or Said(answer(board)),
+        said=said or CommandAnswer(answer_of(board)),
         figures=figures,
         titles=[*texts],
         words=WORDS,
         rows=rows,
         unfolded=UNFOLDED,
         listed=LISTED,
-        method=method(board) + exported,
+        method=explain_columns(board) + exported,
         stragglers=stragglers(board),
         lists=(
             ("Ended badly", board.ended_badly),
@@ -61,7 +65,7 @@ def page(
             ("Dropped by racing", study.dropped),
             ("Skipped points of the grid", study.skipped),
         ),
-        commands=list(dict.fromkeys(filter(None, (command, origin(study))))),
+        commands=list(dict.fromkeys(filter(None, (command, origin_command(study))))),
         versions=f"ashl {__version__}, Python {python_version()}, torch {version('torch')}",
     )
 
@@ -85,7 +89,7 @@ def links(row: Row, home: Path) -> list[tuple[str, int]]:
     return found
 
 
-def origin(study: Study) -> str:
+def origin_command(study: Study) -> str:
     """Return the command that made a single run or a sweep; "" if it is unknown."""
     if study.sweep is None:
         return study.runs[0].command if len(study.runs) == 1 else ""

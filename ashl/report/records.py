@@ -67,7 +67,7 @@ class Run:
         return self.summary["seed"]
 
     @property
-    def counts(self) -> bool:
+    def has_known_outcome(self) -> bool:
         """True if the outcome is known: a run that crashed or was interrupted might have reached
         the target.
         """
@@ -91,7 +91,7 @@ class Run:
         )
 
     @cached_property
-    def typed(self) -> Mapping[str, str]:
+    def typed_values(self) -> Mapping[str, str]:
         """Typed keys and their values, as written; empty if `overrides.yaml` is missing."""
         try:
             return {key_of(text): text.partition("=")[2] for text in typed_of(self.folder)}
@@ -109,7 +109,9 @@ class Run:
         except (OSError, ValueError):
             train = (jsonl.read_json(self.folder.parent / SWEEP) or {}).get("train")
         own = [
-            f"{key}={value}" for key, value in self.typed.items() if key not in ("run.dir", "sweep")
+            f"{key}={value}"
+            for key, value in self.typed_values.items()
+            if key not in ("run.dir", "sweep")
         ]
         return f"{train} {shlex.join(own)}" if train else ""
 
@@ -149,7 +151,7 @@ class Study:
     folder: Path | None  # folder of the sweep
 
 
-def read(paths: Sequence[Path]) -> Study:
+def read_study(paths: Sequence[Path]) -> Study:
     """Return the runs in these folders.
 
     Raises: UsageError if a folder does not exist, or no folder has a run.
@@ -164,7 +166,7 @@ def read(paths: Sequence[Path]) -> Study:
     skipped: list[LeftOut] = []
     dropped: list[LeftOut] = []
     sweep = None
-    paths = [inside for path in paths for inside in below(path)]
+    paths = [inside for path in paths for inside in find_folders(path)]
     for path in paths:
         children: list[Child] = [(path, "", {}, "")]
         gone: dict[str, str] = {}
@@ -198,7 +200,7 @@ def read(paths: Sequence[Path]) -> Study:
     return Study(*everything, sweep if one else None, paths[0] if one else None)
 
 
-def below(path: Path) -> list[Path]:
+def find_folders(path: Path) -> list[Path]:
     """Return the runs and sweeps inside a folder; the folder itself if it is one or contains none.
 
     MLflow's own folders are ignored.
@@ -228,7 +230,7 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Child], dict[str, str],
             axes = {str(key): str(value) for key, value in (setting.get("axes") or {}).items()}
             label = str(setting.get("label") or "")
             children.append((path / place, str(setting.get("hash") or place), axes, label))
-        gone = {str(drop["hash"]): _dropped(drop) for drop in sweep.get("dropped") or ()}
+        gone = {str(drop["hash"]): _drop_reason(drop) for drop in sweep.get("dropped") or ()}
         points = [
             (" ".join(point.get("overrides") or ()), point.get("reason"))
             for point in sweep.get("skipped") or ()
@@ -238,7 +240,7 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Child], dict[str, str],
     return sweep, children, gone, [LeftOut(name, str(reason)) for name, reason in points]
 
 
-def _dropped(drop: Mapping[str, Any]) -> str:
+def _drop_reason(drop: Mapping[str, Any]) -> str:
     if drop["at_s"] == 0:
         return f"before it began, because of another seed: {drop['reason']}"
     return f"after {drop['at_s']:.3g} s, {drop['reason']}"

@@ -12,7 +12,7 @@ Point = tuple[float, ...]  # a cluster: its value of each varied property
 
 
 @dataclass(frozen=True, eq=False)
-class Terrain:
+class WinnersByCluster:
     """The ranking of the settings on each cluster, over one or two properties of the cluster.
 
     `axes` has the values of the properties in increasing order, by title; of a list of factors it
@@ -31,7 +31,7 @@ class Terrain:
     def winner(self, point: Point) -> str:
         return next(iter(self.costs[point]))
 
-    def lead(self, point: Point) -> float | None:
+    def winner_gain(self, point: Point) -> float | None:
         """Return how much better the winner is than the second, as `Measure.gain` does; None if it
         is alone.
         """
@@ -39,7 +39,7 @@ class Terrain:
         return self.measure.gain(first, others[0]) if others else None
 
 
-def terrain(board: Leaderboard) -> Terrain | None:
+def find_winners(board: Leaderboard) -> WinnersByCluster | None:
     """Return the rankings of a study whose varied properties are one or two numbers of the cluster.
 
     Returns None for any other study, and if fewer than two settings compete.
@@ -64,7 +64,7 @@ def terrain(board: Leaderboard) -> Terrain | None:
         if min(own.values()) < math.inf:
             point = points[part.rows[0]]
             costs[point] = dict(sorted(own.items(), key=lambda entry: entry[1]))
-            sure[point] = not part.indistinguishable
+            sure[point] = not part.indistinguishable_rows
     wins = dict.fromkeys((row.setting.name(keys) for row in board.rows), 0)
     for own in costs.values():
         wins[next(iter(own))] += 1
@@ -72,7 +72,7 @@ def terrain(board: Leaderboard) -> Terrain | None:
         return None
     ordered = dict(sorted(wins.items(), key=lambda entry: -entry[1]))
     by_point = dict(sorted(costs.items()))
-    return Terrain(axes, by_point, sure, points[rows[0]], ordered, board.measure)
+    return WinnersByCluster(axes, by_point, sure, points[rows[0]], ordered, board.measure)
 
 
 def as_number(written: str) -> float | None:
@@ -88,7 +88,7 @@ def as_number(written: str) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def statement(ground: Terrain) -> tuple[str, ...]:
+def winners_text(ground: WinnersByCluster) -> tuple[str, ...]:
     """Return sentences: the wins of each setting, and the winner at the base."""
     wins = [f"{name} wins {count}" for name, count in ground.wins.items() if count]
     unsure = [*ground.sure.values()].count(False)
@@ -104,12 +104,12 @@ def statement(ground: Terrain) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def margin_text(ground: Terrain) -> str:
+def margin_text(ground: WinnersByCluster) -> str:
     """Return the lead of the winner at the base, as the end of a clause."""
     _, *others = ground.costs[ground.base]
-    better = ground.lead(ground.base)
+    better = ground.winner_gain(ground.base)
     if not others:
         return ", alone"
     if better is None:
         return f", the only one that got there ({others[0]} did not)"
-    return f", {ground.measure.lead(better)} {others[0]}"
+    return f", {ground.measure.gain_text(better)} {others[0]}"

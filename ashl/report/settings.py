@@ -35,14 +35,14 @@ class Setting:
 
     def name(self, without: Container[str] = ()) -> str:
         """Return its name without these axes."""
-        rest = label({key: value for key, value in self.own.items() if key not in without})
+        rest = label_of({key: value for key, value in self.own.items() if key not in without})
         return " ".join(filter(None, [self.title, rest]))
 
     def by_seed(self) -> dict[tuple[int, int], Run]:
         """Return the runs whose outcome is known, by seed and by number among those of the seed."""
         found: dict[tuple[int, int], Run] = {}
         for run in self.runs:
-            if run.counts:
+            if run.has_known_outcome:
                 found[run.seed, sum(seed == run.seed for seed, _ in found)] = run
         return found
 
@@ -59,7 +59,7 @@ def settings_of(study: Study) -> tuple[tuple[str, ...], tuple[Setting, ...]]:
         chosen = {run: run.axes for run in study.runs}
     else:
         configs = [run.config for run in study.runs]
-        keys = differing(configs)
+        keys = differing_keys(configs)
         chosen = {
             run: {key: written(run.config[key]) for key in keys if varies(key, run.config, configs)}
             for run in study.runs
@@ -91,7 +91,7 @@ def varies(key: str, config: Mapping[str, Any], configs: Configs) -> bool:
     return key in config and len({str(other.get(key)) for other in alike}) > 1
 
 
-def differing(configs: Configs) -> list[str]:
+def differing_keys(configs: Configs) -> list[str]:
     """Return the keys in which configurations differ, groups first.
 
     Of keys that differ in the same way (an option brings another one along), the first is enough. A
@@ -112,7 +112,7 @@ def differing(configs: Configs) -> list[str]:
     return kept
 
 
-def common_to(study: Study) -> str:
+def common_settings(study: Study) -> str:
     """Return what all runs share: model, data, cluster, kind of time, and other typed keys."""
     names = {
         key: {str(run.config.get(key)) for run in study.runs} - {"None"}
@@ -132,7 +132,7 @@ def common_to(study: Study) -> str:
     return ", ".join(filter(None, words))
 
 
-def label(axes: Mapping[str, str]) -> str:
+def label_of(axes: Mapping[str, str]) -> str:
     """Return a setting's name: options as words, other values as `key=value`.
 
     A single-stage schedule is left out next to a sync mode, and compression=none next to any other
@@ -167,7 +167,7 @@ def usual_baseline(grid: Sequence[Mapping[str, Any]]) -> int | None:
     return min(bsp)[1] if bsp else None
 
 
-def label_named(settings: Mapping[str, Mapping[str, str]], name: str) -> str:
+def find_label(settings: Mapping[str, Mapping[str, str]], name: str) -> str:
     """Return the label that a name means: the label itself, or the only label that has these parts.
 
     Raises: UsageError if no label or several match.

@@ -41,8 +41,8 @@ class Effect:
 
     `middle` is the mean over pairs of equal seed, geometric for ratios. `low` and `high` are its
     95 % interval by Student's t, of logarithms for ratios, and `noise` is the standard deviation on
-    that scale. They are None if a pair lacks a number or there is one pair only. `chance` is the
-    p-value of a paired t test or, if a run has no number, of a log-rank test; 1 for one pair.
+    that scale. They are None if a pair lacks a number or there is one pair only. `p_value`
+    is that of a paired t test or, if a run has no number, of a log-rank test; 1 for one pair.
     """
 
     pairs: int
@@ -53,7 +53,7 @@ class Effect:
     low: float | None
     high: float | None
     noise: float | None
-    chance: float
+    p_value: float
 
     @property
     def mean(self) -> float:
@@ -67,17 +67,17 @@ class Effect:
         """The probability of being better on average, by Student's t; None without interval."""
         if self.low is None:
             return None
-        return 1 - self.chance / 2 if self.mean > 0 else self.chance / 2
+        return 1 - self.p_value / 2 if self.mean > 0 else self.p_value / 2
 
     @property
-    def better(self) -> bool:
+    def is_better(self) -> bool:
         """True if more pairs are better than worse, or else if the mean is better."""
         return self.mean > 0 if self.low is not None else self.wins > self.losses
 
     @property
-    def ahead(self) -> bool:
+    def is_better_with_confidence(self) -> bool:
         """True if it is better with 95 % confidence."""
-        return self.better and self.chance <= 1 - LEVEL
+        return self.is_better and self.p_value <= 1 - LEVEL
 
 
 def spread(values: Sequence[float], ends: Sequence[float] | None = None) -> Spread:
@@ -107,26 +107,30 @@ def _kaplan_meier(values: Sequence[float], ends: Sequence[float]) -> tuple[float
     """Return the median of censored times and its interval, each infinite if it was not reached."""
     from scipy.stats import CensoredData, ecdf
 
-    survival = ecdf(CensoredData.right_censored(*_observed(values, ends))).sf
+    survival = ecdf(CensoredData.right_censored(*_observed_times(values, ends))).sf
     with warnings.catch_warnings():  # the interval is undefined where the estimate is 0 or 1
         warnings.simplefilter("ignore", RuntimeWarning)
         band = survival.confidence_interval(LEVEL, method="log-log")
 
-    def first(probabilities: np.ndarray, most: float) -> float:
+    def first_time_below(probabilities: np.ndarray, most: float) -> float:
         below = survival.quantiles[probabilities <= most]
         return float(below[0]) if len(below) else math.inf
 
     # Where the estimate is exactly one half for a while, the median is the middle of this while.
     estimate = survival.probabilities
-    middle = (first(estimate, 0.5 + ROUNDING) + first(estimate, 0.5 - ROUNDING)) / 2
+    middle = (
+        first_time_below(estimate, 0.5 + ROUNDING) + first_time_below(estimate, 0.5 - ROUNDING)
+    ) / 2
     return (
         middle,
-        min(first(band.low.probabilities, 0.5), middle),
-        first(band.high.probabilities, 0.5),
+        min(first_time_below(band.low.probabilities, 0.5), middle),
+        first_time_below(band.high.probabilities, 0.5),
     )
 
 
-def _observed(values: Sequence[float], ends: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def _observed_times(
+    values: Sequence[float], ends: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the observed times, and True for those that are censored.
 
     The test statistics need finite times, so infinity becomes a time after all others.
@@ -136,7 +140,7 @@ def _observed(values: Sequence[float], ends: Sequence[float]) -> tuple[np.ndarra
     return np.where(np.isfinite(times), times, last + 1), np.isinf(values)
 
 
-def logrank_chance(
+def logrank_p_value(
     own: Sequence[float],
     own_ends: Sequence[float],
     base: Sequence[float],
@@ -149,20 +153,20 @@ def logrank_chance(
     """
     from scipy.stats import CensoredData, logrank, permutation_test
 
-    times, censored = _observed([*own, *base], [*own_ends, *base_ends])
+    times, censored = _observed_times([*own, *base], [*own_ends, *base_ends])
     if censored.all():
         return 1.0
 
-    def compared(*parts: np.ndarray) -> Any:
+    def compare_parts(*parts: np.ndarray) -> Any:
         with np.errstate(invalid="ignore"):  # 0/0 if only one part is ever at risk
             return logrank(*(CensoredData.right_censored(times[p], censored[p]) for p in parts))
 
     places = np.split(np.arange(len(times)), [len(own)])
     if math.comb(len(times), len(own)) > MAX_EXACT:
-        return float(np.nan_to_num(compared(*places).pvalue, nan=1.0))
+        return float(np.nan_to_num(compare_parts(*places).pvalue, nan=1.0))
 
     def statistic(*parts: np.ndarray) -> float:
-        return abs(float(np.nan_to_num(compared(*parts).statistic)))
+        return abs(float(np.nan_to_num(compare_parts(*parts).statistic)))
 
     return float(permutation_test(places, statistic, alternative="greater").pvalue)
 
@@ -197,7 +201,7 @@ def effect(
             ([-sign * value for value in side.values()], [end.get(key, math.inf) for key in side])
             for side, end in zip((own, base), ends, strict=True)
         ]
-        chance = logrank_chance(*sides[0], *sides[1])
+        chance = logrank_p_value(*sides[0], *sides[1])
         return Effect(len(keys), wins, losses, ratio, middle, None, None, None, chance)
     noise = stdev(known)
     if not noise:
@@ -220,7 +224,7 @@ def _gain(own: float, base: float, ratio: bool) -> float:
     return own - base
 
 
-def holm(chances: Sequence[float], count: int) -> list[float]:
+def adjust_p_values(chances: Sequence[float], count: int) -> list[float]:
     """Return Holm's adjusted p-values of some of `count` tests, in their order.
 
     With `count` all pairs of settings, the comparisons with the best one are corrected also for

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ashl.report.answer import answer, number_of
+from ashl.report.answer import answer_of, gain_number
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
 from ashl.tracking.console import drop_columns, number, percent
@@ -28,7 +28,7 @@ RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "
 USUAL = ("accuracy", "hidden", "goodput", "waiting", "reached", "seeds", "against")
 
 
-def between(row: Row, measure: Measure) -> str:
+def interval_cell(row: Row, measure: Measure) -> str:
     """Return the interval around the median, with its unit once."""
     if row.spread.count == 1 or row.spread.low == row.spread.high:
         return ""
@@ -37,7 +37,7 @@ def between(row: Row, measure: Measure) -> str:
     return f"{value if high.partition(' ')[2] == unit else low} .. {high}"
 
 
-def against(row: Row, base: Row | None, measure: Measure) -> str:
+def effect_cell(row: Row, base: Row | None, measure: Measure) -> str:
     """Return the effect relative to the baseline, with its interval if there is one."""
     if row.is_baseline:
         return "baseline"
@@ -47,13 +47,13 @@ def against(row: Row, base: Row | None, measure: Measure) -> str:
         return "-"
     unit = "x" if measure.ratio else ""
     if found is None or found.middle is None or found.low is None or found.high is None:
-        return number_of(better, measure.ratio) + unit
+        return gain_number(better, measure.ratio) + unit
     # The interval is that of the mean over paired seeds, which may exclude the gain by medians.
-    ends = [number_of(value, found.ratio) for value in (found.low, found.high)]
-    return f"{number_of(found.middle, found.ratio)}{unit} ({' .. '.join(ends)})"
+    ends = [gain_number(value, found.ratio) for value in (found.low, found.high)]
+    return f"{gain_number(found.middle, found.ratio)}{unit} ({' .. '.join(ends)})"
 
 
-def table(board: Leaderboard) -> "DataFrame":
+def leaderboard_table(board: Leaderboard) -> "DataFrame":
     """Return the leaderboard as text: a row for each setting, without columns that are empty in all
     of them.
     """
@@ -77,7 +77,7 @@ def cells(board: Leaderboard, row: Row, base: Row | None, metrics: Sequence[str]
     def mean(key: str, scale: float = 1) -> str:
         return number(scale * means[key]) if key in means else "-"
 
-    reached = f"{row.reached} of " * measure.is_time + str(len(row.values))
+    reached = f"{row.num_reached} of " * measure.is_time + str(len(row.values))
     accuracy = with_deviation(row, "final.test_accuracy", lambda value: f"{100 * value:.1f}", " %")
     own = {run.metric and run.metric[0] for run in row.runs}
     failed = any(run.summary.get("failed_workers") for run in row.runs)
@@ -86,16 +86,16 @@ def cells(board: Leaderboard, row: Row, base: Row | None, metrics: Sequence[str]
         "setting": row.label,
         "where": row.environment,
         measure.title: measure.text(row.spread.middle, row.spread.bound),
-        "between": between(row, measure),
+        "between": interval_cell(row, measure),
         "reached" if measure.is_time else "seeds": reached,
-        "against": against(row, base, measure),
-        "pace lost": "" if row.late is None else percent(row.late, 0),
+        "against": effect_cell(row, base, measure),
+        "pace lost": "" if row.slower_by is None else percent(row.slower_by, 0),
         "accuracy": accuracy,
     }
     for name in metrics:
         found[name] = with_deviation(row, "final.test_metric", number) if own == {name} else "-"
     found |= {
-        "best": percent(row.best),
+        "best": percent(row.best_accuracy),
         "loss": mean("final.train_loss") if accuracy == "-" else "-",
         "steps/s": mean("steps_per_s"),
         "waiting": percent(means.get("wait_share")),
@@ -117,12 +117,12 @@ def with_deviation(row: Row, key: str, show: Callable[[float], str], unit: str =
     return show(row.means[key]) + deviation + unit
 
 
-def method(board: Leaderboard) -> str:
+def explain_columns(board: Leaderboard) -> str:
     """Return sentences that explain the columns."""
     covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
     parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
     sentences = []
-    if parts and "between" in table(board):
+    if parts and "between" in leaderboard_table(board):
         sentences += [
             f"Median over seeds; 'between' covers it with probability {', '.join(parts)} seeds."
         ]
@@ -131,7 +131,7 @@ def method(board: Leaderboard) -> str:
             "'Against' the baseline: the mean over paired seeds, with its 95 % interval in brackets"
             " (Student's t); without brackets, by the medians."
         )
-    if board.measure.is_time and any(row.reached < len(row.values) for row in board.rows):
+    if board.measure.is_time and any(row.num_reached < len(row.values) for row in board.rows):
         sentences.append(
             "A run that did not reach the target counts as censored at its end: medians are Kaplan"
             " and Meier's, and '>' is a lower bound."
@@ -139,13 +139,13 @@ def method(board: Leaderboard) -> str:
     return " ".join(sentences)
 
 
-def show(console: Console, board: Leaderboard, *, top: int = 20) -> None:
+def print_leaderboard(console: Console, board: Leaderboard, *, top: int = 20) -> None:
     """Print the answer in words, the leaderboard and the runs that ended badly.
 
     Args: top is the number of rows printed; with several environments each has an equal part of
     them.
     """
-    answered = answer(board)
+    answered = answer_of(board)
     console.print(Text(answered.headline, style="bold"))
     for sentence in answered.sentences:
         console.print(Text(sentence))
@@ -155,7 +155,7 @@ def show(console: Console, board: Leaderboard, *, top: int = 20) -> None:
     each = top if len(board.rows) <= top else max(1, top // max(1, len(parts)))
     shown = [row for part in parts for row in part.rows[:each]][:top]
     more = len(board.rows) - len(shown)
-    texts = table(board).iloc[[board.rows.index(row) for row in shown]]
+    texts = leaderboard_table(board).iloc[[board.rows.index(row) for row in shown]]
     wide = {title: width_of(title, texts[title]) for title in texts}
     measured = [title for title in wide if title.startswith("measure ")]
     absent = drop_columns(wide, (*RARE, *measured, *USUAL), console.width)
@@ -171,7 +171,7 @@ def show(console: Console, board: Leaderboard, *, top: int = 20) -> None:
     notes = [
         f"no room for {', '.join(absent)}; the report has them" if absent else "",
         f"and {more} more settings; --top shows them" if more > 0 else "",
-        method(board),
+        explain_columns(board),
     ]
     for note in filter(None, notes):
         console.print(Text(note, style="dim"))
@@ -190,10 +190,10 @@ def width_of(title: str, texts: Iterable[str]) -> int:
 
 def document(board: Leaderboard) -> dict[str, Any]:
     """Return the answer and the leaderboard as plain values, for programs."""
-    answered = answer(board)
+    answered = answer_of(board)
     parts = board.environments
-    close = {row for part in parts for row in part.indistinguishable}
-    behind = {row: found for part in parts for row, found, _ in part.against_others}
+    close = {row for part in parts for row in part.indistinguishable_rows}
+    behind = {row: found for part in parts for row, found, _ in part.comparisons}
     return {
         "headline": answered.headline,
         "sentences": answered.sentences,
@@ -222,7 +222,7 @@ def row_document(board: Leaderboard, row: Row) -> dict[str, Any]:
         "axes": row.setting.axes,
         "folders": [str(run.folder) for run in row.runs],
         "seeds": len(row.values),
-        "reached": row.reached,
+        "reached": row.num_reached,
         "value": asdict(row.spread),
         "is_baseline": row.is_baseline,
         "against_baseline": None if row.against is None else asdict(row.against),

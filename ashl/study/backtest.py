@@ -30,7 +30,7 @@ from ashl.errors import UsageError, unwritable
 from ashl.option import Count, Natural, Positive, option
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import assemble
-from ashl.report.figures import predicted_against_published
+from ashl.report.figures import draw_predictions
 from ashl.run.virtual import observe
 from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd
 from ashl.size_only import Vector
@@ -180,7 +180,7 @@ def predict_table(table: PublishedTable) -> list[Prediction]:
 def predict_point(table: PublishedTable, point: PublishedPoint) -> float:
     """Return the prediction of a point in the published unit."""
     common = (*WORKLOAD, *table.settings, *point.settings)
-    seen = run((*common, *point.method), table.model_bytes)
+    seen = simulate((*common, *point.method), table.model_bytes)
     match point.quantity:
         case "compute_share":
             value = compute_share(seen.own, point.window)
@@ -189,12 +189,12 @@ def predict_point(table: PublishedTable, point: PublishedPoint) -> float:
         case "steps_per_s":
             value = seen.steps_per_s
     if point.against:
-        value /= run((*common, *point.against), table.model_bytes).steps_per_s
+        value /= simulate((*common, *point.against), table.model_bytes).steps_per_s
     return value * point.scale
 
 
 @cache
-def run(settings: tuple[str, ...], model_bytes: float | None) -> RoundObserver:
+def simulate(settings: tuple[str, ...], model_bytes: float | None) -> RoundObserver:
     """Run settings in virtual time; of two settings of one key the last one holds."""
     config = compose([*{key_of(text): text for text in settings}.values()])
     if model_bytes is not None:
@@ -296,11 +296,11 @@ def save(points: Sequence[Prediction], folder: Path) -> None:
     for point in points:
         values = (point.published, point.predicted, point.kept_back)
         series.setdefault(point.source, []).append(values)
-    figure = predicted_against_published(series, NEAR)
+    figure = draw_predictions(series, NEAR)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "backtest.csv").write_text(as_csv(points), encoding="utf-8")
-        (folder / "backtest.svg").write_bytes(figure.saved("svg"))
+        (folder / "backtest.svg").write_bytes(figure.to_bytes("svg"))
     except OSError as error:
         fix = "name another one with --save FOLDER"
         raise unwritable(f"cannot write to the folder {folder}", error, fix) from error

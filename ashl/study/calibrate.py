@@ -105,7 +105,7 @@ class Calibrated:
         document = {"combinations": self.rows or self.combinations, "left_out": self.left_out}
         if self.rows:
             errors = [abs(row["error"]) for row in self.rows]
-            document |= {"median_error": median(errors), "interval": interval(errors)}
+            document |= {"median_error": median(errors), "interval": bootstrap_interval(errors)}
         return document
 
 
@@ -125,7 +125,7 @@ def calibrate(
     Raises: UsageError if the request cannot be calibrated; AshlError if fewer than two combinations
     finished.
     """
-    typed, base = checked(overrides, config_dir)
+    typed, base = complete_overrides(overrides, config_dir)
     folder = Path(base["run"]["dir"] or CALIBRATIONS / config_hash(base))
     if base["profile"]:
         read_profile(base["profile"])
@@ -148,7 +148,7 @@ def calibrate(
     progress = SweepProgress(console, len(missing), quiet=quiet)
     for _ in run_settings(folder, missing, local_pool(1), progress):
         pass
-    rows = [row for name, pair in pairs.items() if (row := compared(name, folder, *pair))]
+    rows = [row for name, pair in pairs.items() if (row := compare_runs(name, folder, *pair))]
     rows.sort(key=lambda row: -abs(row["error"]))
     if len(rows) < 2:
         raise AshlError(f"fewer than two combinations have finished; {folder} has the logs")
@@ -157,7 +157,9 @@ def calibrate(
     return found
 
 
-def checked(overrides: Sequence[str], config_dir: Path | None) -> tuple[list[str], dict[str, Any]]:
+def complete_overrides(
+    overrides: Sequence[str], config_dir: Path | None
+) -> tuple[list[str], dict[str, Any]]:
     """Return the overrides of all runs, with defaults for keys that were not typed, and their
     configuration.
 
@@ -265,7 +267,7 @@ def pairs_of(
     return pairs
 
 
-def compared(name: str, folder: Path, virtual: Setting, real: Setting) -> Row | None:
+def compare_runs(name: str, folder: Path, virtual: Setting, real: Setting) -> Row | None:
     """Return the times of a combination; None unless both runs have finished."""
     predicted, measured = (read_summary(folder / own.hash) or {} for own in (virtual, real))
     if {predicted.get("status"), measured.get("status")} != {"finished"}:
@@ -282,7 +284,7 @@ def compared(name: str, folder: Path, virtual: Setting, real: Setting) -> Row | 
     }
 
 
-def interval(errors: Sequence[float]) -> tuple[float, float]:
+def bootstrap_interval(errors: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval of the median error; equal errors give equal
     intervals.
     """

@@ -138,10 +138,10 @@ class Runs(Sequence[Run]):
 
         `target` is an accuracy; None = the target of the runs, or the best that all of them reach.
         """
-        from ashl.report.answer import answer
+        from ashl.report.answer import answer_of
         from ashl.report.leaderboard import rank
 
-        found = answer(rank(self.study, target=target))
+        found = answer_of(rank(self.study, target=target))
         return " ".join((found.headline, *found.sentences))
 
     @property
@@ -150,7 +150,7 @@ class Runs(Sequence[Run]):
         return self.study.left_out
 
     def _frame(self, what: str) -> "DataFrame":
-        found, bad = export.table(self.study, what)
+        found, bad = export.records_table(self.study, what)
         if bad:
             named = "; ".join(f"{out.name} ({out.reason})" for out in bad)
             warnings.warn(f"left out {named}", stacklevel=3)
@@ -183,7 +183,7 @@ def load(path: Path) -> Run | Runs:
     Raises: UsageError if no run there has ended.
     """
     if not path.is_dir() or (path / SWEEP).exists() or not (path / records.CONFIG).exists():
-        return Runs(records.read([path]))
+        return Runs(records.read_study([path]))
     try:
         return _run(records.read_run(path))
     except BrokenRecordError as error:

@@ -171,7 +171,7 @@ def make_grid(
     Raises: UsageError and DataMissingError for faults of the whole grid.
     """
     wanted, axes = points(lines), axes_of(lines)
-    compose = seeds_at_once(compose)
+    compose = cache_across_seeds(compose)
     settings: dict[str, Setting] = {}
     skipped: list[Skipped] = []
     plans: dict[str, Plan | UsageError] = {}
@@ -183,7 +183,7 @@ def make_grid(
     for number, (point, label) in enumerate(wanted.items()):
         progress(number, len(wanted))
         try:
-            kept, config, plan = checked(point, compose, plans, processes, reasons)
+            kept, config, plan = check_point(point, compose, plans, processes, reasons)
         except UsageError as error:
             if strict:
                 raise UsageError(f"{' '.join(point)}: {error}") from error
@@ -222,7 +222,7 @@ def make_grid(
     return Grid(axes, tuple(settings.values()), tuple(skipped), unused, merged, reasons)
 
 
-def seeds_at_once(
+def cache_across_seeds(
     compose: Callable[[Sequence[str]], dict[str, Any]],
 ) -> Callable[[Sequence[str]], dict[str, Any]]:
     """Return `compose` with a cache: settings that differ in their seed only are composed once.
@@ -243,7 +243,7 @@ def seeds_at_once(
     return compose_once
 
 
-def checked(
+def check_point(
     point: tuple[str, ...],
     compose: Callable[[Sequence[str]], dict[str, Any]],
     plans: dict[str, Plan | UsageError],
@@ -267,7 +267,7 @@ def checked(
                 config if config["cluster"].get("compute_spread") else {**config, "seed": 0}
             )
             if shared not in plans:
-                plans[shared] = planned(config, point, processes)
+                plans[shared] = plan_point(config, point, processes)
             plan = plans[shared]
             if isinstance(plan, UsageError):
                 raise plan
@@ -281,7 +281,7 @@ def checked(
             point = rest
 
 
-def planned(
+def plan_point(
     config: dict[str, Any], point: Sequence[str], processes: Processes
 ) -> Plan | UsageError:
     """Return the plan, or the error of a point without one; missing data is an error for every

@@ -81,20 +81,20 @@ def run_all(
     pool: Pool,
     jobs: Iterator[Job],
     show: Callable[[list[Job]], None],
-    unwanted: Callable[[Job], bool] = lambda job: False,
+    is_unwanted: Callable[[Job], bool] = lambda job: False,
 ) -> Iterator[Job]:
     """Run every job in order and yield each as it ends.
 
     The next job is taken when the pool has room for it. `show` is called a few times a second with
-    the jobs in progress. A job that is then `unwanted` is not begun, or is asked to exit in order.
-    On an interrupt, or when the caller closes the generator, the jobs in progress first exit in
-    order.
+    the jobs in progress. A job for which `is_unwanted` is then True is
+    not begun, or is asked to exit in order. On an interrupt, or when the caller closes the
+    generator, the jobs in progress first exit in order.
     Raises: AshlError if a queue does not take a job.
     """
     started = list[LocalProcess | QueuedJob]()
     try:
         while True:
-            wanted = (job for job in jobs if not unwanted(job))
+            wanted = (job for job in jobs if not is_unwanted(job))
             batch = list(islice(wanted, pool.at_once - len(started)))
             started += pool.start(batch) if batch else []
             if not started:
@@ -106,7 +106,7 @@ def run_all(
                 yield each.job
             show([each.job for each in started if each.is_running()])
             for each in started:
-                if unwanted(each.job):
+                if is_unwanted(each.job):
                     each.stop()
     finally:
         for each in started:
@@ -118,20 +118,20 @@ def run_all(
 # --- jobs on this machine
 
 
-def here(job: Job) -> int:
+def run_here(job: Job) -> int:
     """Run the job in this process and return its exit code."""
     resume = job.folder if job.resume else None
     ran = run(job.config, list(job.overrides), quiet=True, silent=True, resume=resume, strict=False)
     return ran.code
 
 
-def on_hosts(job: Job, launch: Launch, config_dir: Path | None) -> int:
+def run_on_hosts(job: Job, launch: Launch, config_dir: Path | None) -> int:
     """Run the job by an engine, if it is a real run, fetch its records, and return its exit
     code.
     """
     size = real_job_size(job.config, launch)
     if size is None:
-        return here(job)
+        return run_here(job)
     own = {
         "run.dir": str(job.folder),
         "run.save_weights": job.config["run"]["save_weights"],
@@ -176,7 +176,7 @@ def fetch_run_folder(launch: Launch, run_dir: Path) -> bool:
     return count > 0
 
 
-def local_pool(slots: int, run: Callable[[Job], int] = here) -> Pool:
+def local_pool(slots: int, run: Callable[[Job], int] = run_here) -> Pool:
     """Return a pool of processes on this machine, in which `run` brings a job to its end."""
     return Pool(lambda jobs: [LocalProcess(job, run) for job in jobs], slots)
 
@@ -188,7 +188,7 @@ class LocalProcess:
         self.job, self.stopped = job, False
         context: Any = mp.get_context("forkserver")
         start_fork_server("ashl.study.jobs")
-        self.process: BaseProcess = context.Process(target=play, args=(job, run))
+        self.process: BaseProcess = context.Process(target=run_as_process, args=(job, run))
         with allow_children():
             self.process.start()
         self.sentinel = self.process.sentinel
@@ -219,7 +219,7 @@ class LocalProcess:
             self.process.join()
 
 
-def play(job: Job, run: Callable[[Job], int]) -> None:
+def run_as_process(job: Job, run: Callable[[Job], int]) -> None:
     """Run a job as the main function of its process.
 
     The process is part of no job of another launcher. It blocks SIGINT and SIGHUP, which the parent
@@ -250,7 +250,7 @@ def play(job: Job, run: Callable[[Job], int]) -> None:
 # --- jobs in a queue
 
 
-def checked_parameters(launcher: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def check_parameters(launcher: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters for an executor of submitit.
 
     Args: values are those of `launcher.KEY=VALUE`, by key.
@@ -279,7 +279,7 @@ def queue_pool(
 ) -> Pool:
     """Return a pool that submits jobs to a queue, with its files in `folder`.
 
-    Args: parameters are those of `checked_parameters`; slots is how many jobs run at a time. None =
+    Args: parameters are those of `check_parameters`; slots is how many jobs run at a time. None =
     as many as the queue of Slurm allows, and else `default`.
     """
     own, in_slurm = {**parameters}, launcher == "submitit_slurm"
@@ -318,12 +318,12 @@ class Task:
         clear_remains(self.job.folder)  # the queue may have started this job before
         job = replace(self.job, resume=bool(list_checkpoints(self.job.folder)))
 
-        def withdrawn(job: Job) -> bool:
+        def is_withdrawn(job: Job) -> bool:
             return not self.permit.exists() or os.getppid() != parent or self.sweep_was_killed()
 
         self.mark.touch()
         try:
-            for _ in run_all(local_pool(1), iter([job]), lambda running: None, withdrawn):
+            for _ in run_all(local_pool(1), iter([job]), lambda running: None, is_withdrawn):
                 self.permit.unlink(missing_ok=True)
         finally:
             self.mark.unlink(missing_ok=True)
@@ -455,7 +455,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return summary if summary is not None and "status" in summary else None
 
 
-def by_itself(summary: dict[str, Any]) -> bool:
+def has_ended_by_itself(summary: dict[str, Any]) -> bool:
     """Return True if a run has ended by itself, and not by an interrupt, a kill or a full disk."""
     reason = str(summary.get("exit_reason"))
     return summary["status"] in ENDED and not any(cause in reason for cause in FROM_OUTSIDE)
@@ -466,7 +466,7 @@ def has_ended(folder: Path, rerun_failed: bool = False) -> bool:
     summary = read_summary(folder)
     return (
         summary is not None
-        and by_itself(summary)
+        and has_ended_by_itself(summary)
         and not (rerun_failed and summary["status"] != "finished")
     )
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ashl.study.grid import Setting, label
-from ashl.study.jobs import by_itself, read_summary
+from ashl.study.jobs import has_ended_by_itself, read_summary
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS
 
@@ -40,7 +40,7 @@ PATIENCE, TWICE = 1.5, 2.0  # factors on the time to target of another setting
 MOMENTS = 8  # comparisons before the end: the first is at 1/16 of the longest run
 
 
-class Standing(NamedTuple):
+class RunState(NamedTuple):
     """The state of a run at a time.
 
     `loss` is that of the last evaluation before it; infinite if the run diverged or failed.
@@ -50,7 +50,7 @@ class Standing(NamedTuple):
     reached_s: float | None
 
 
-class Course(NamedTuple):
+class LearningCurve(NamedTuple):
     """The progress of a run: its evaluations, its time to target, and whether it has ended."""
 
     times: Sequence[float]
@@ -63,32 +63,32 @@ class Course(NamedTuple):
     def now_s(self) -> float:
         return self.times[-1] if self.times else 0.0
 
-    def at(self, time_s: float) -> Standing | None:
+    def state_at(self, time_s: float) -> RunState | None:
         """Return the state at `time_s`; None if the run has not come so far or has no evaluation
         before.
 
         A run that has ended keeps its last state.
         """
         if self.failed:
-            return Standing(math.inf, None)
+            return RunState(math.inf, None)
         if not self.times or self.times[0] > time_s or (not self.ended and self.now_s < time_s):
             return None
         reached = self.reached_s is not None and self.reached_s <= time_s
-        return Standing(
+        return RunState(
             self.losses[bisect_right(self.times, time_s) - 1], self.reached_s if reached else None
         )
 
 
-Courses = Mapping[int, Course]  # a setting's runs that have begun, by seed
+CurvesBySeed = Mapping[int, LearningCurve]  # a setting's runs that have begun, by seed
 
 
-def moments(horizon_s: float) -> list[float]:
+def comparison_times(horizon_s: float) -> list[float]:
     """Return the times at which settings are compared, up to the end of the longest run."""
     return [horizon_s / 2 ** (k / 2) for k in range(MOMENTS, -1, -1)]
 
 
-def verdicts(
-    field: Mapping[str, Courses], horizon_s: float, seeds: int, stays: Collection[str]
+def settings_to_drop(
+    field: Mapping[str, CurvesBySeed], horizon_s: float, seeds: int, protected: Collection[str]
 ) -> dict[str, tuple[float, str]]:
     """Return the settings to drop now, with the time and the reason.
 
@@ -96,18 +96,22 @@ def verdicts(
     """
     found, near = dict[str, tuple[float, str]](), near_first(field)
     for name, own in field.items():
-        if name in stays or not own:
+        if name in protected or not own:
             continue
         failed = [run.now_s for run in own.values() if run.failed]
-        verdict = (max(failed), "diverged or failed") if failed else late(field, name, seeds)
-        for at_s in moments(horizon_s) if name not in near else ():
-            verdict = verdict or behind(field, name, at_s, at_s <= horizon_s / 2, seeds == 1)
+        verdict = (
+            (max(failed), "diverged or failed") if failed else verdict_by_target(field, name, seeds)
+        )
+        for at_s in comparison_times(horizon_s) if name not in near else ():
+            verdict = verdict or verdict_by_loss(
+                field, name, at_s, at_s <= horizon_s / 2, seeds == 1
+            )
         if verdict:
             found[name] = verdict
     return found
 
 
-def rank_of(runs: Sequence[Standing]) -> tuple[float, float]:
+def rank_of(runs: Sequence[RunState]) -> tuple[float, float]:
     """Return the sort key of a setting, smaller is better: runs without the target, then time or
     loss.
     """
@@ -117,7 +121,7 @@ def rank_of(runs: Sequence[Standing]) -> tuple[float, float]:
     return 0, statistics.median(run.reached_s or 0.0 for run in runs)
 
 
-def near_first(field: Mapping[str, Courses]) -> set[str]:
+def near_first(field: Mapping[str, CurvesBySeed]) -> set[str]:
     """Return the settings that were first at the target with some seed, or within `PATIENCE` of
     the first.
     """
@@ -131,7 +135,9 @@ def near_first(field: Mapping[str, Courses]) -> set[str]:
     return found
 
 
-def late(field: Mapping[str, Courses], name: str, seeds: int) -> tuple[float, str] | None:
+def verdict_by_target(
+    field: Mapping[str, CurvesBySeed], name: str, seeds: int
+) -> tuple[float, str] | None:
     """Return the reason if another setting reached the target with these seeds long ago, and
     this one has not.
     """
@@ -153,14 +159,15 @@ def late(field: Mapping[str, Courses], name: str, seeds: int) -> tuple[float, st
     )
 
 
-def behind(
-    field: Mapping[str, Courses], name: str, at_s: float, early: bool, alone: bool
+def verdict_by_loss(
+    field: Mapping[str, CurvesBySeed], name: str, at_s: float, early: bool, alone: bool
 ) -> tuple[float, str] | None:
     """Return why this setting is clearly inferior at this time; None if it is not, or if this is
     unknown.
     """
     standings = {
-        n: {s: at for s, run in runs.items() if (at := run.at(at_s))} for n, runs in field.items()
+        n: {s: at for s, run in runs.items() if (at := run.state_at(at_s))}
+        for n, runs in field.items()
     }
     own = standings[name]
     peers = {
@@ -171,7 +178,7 @@ def behind(
     if not own or name in safe or all(run.reached_s for run in own.values()):
         return None
     best = field[order[0]]
-    before = [best[s].at(at_s / 2) for s in own]
+    before = [best[s].state_at(at_s / 2) for s in own]
     gaps = [at.loss - then.loss for at, then in zip(own.values(), before, strict=True) if then]
     if len(gaps) == len(own) and min(gaps) > 0:
         more = statistics.fmean(gaps)
@@ -195,19 +202,21 @@ class Race:
         settings: Sequence[Setting],
         folder: Path,
         dropped: list[dict[str, Any]],
-        stays: str,
-        show_line: Callable[[str], None],
+        protected: str,
+        say: Callable[[str], None],
         seeds: int = 1,
     ) -> None:
-        self.dropped, self.show_line = dropped, show_line
-        self.gone = {str(entry["hash"]) for entry in dropped}  # hashes of runs that need not run
-        self.teams: dict[str, list[Setting]] = {}  # by label
+        self.dropped, self.say = dropped, say
+        self.dropped_hashes = {
+            str(entry["hash"]) for entry in dropped
+        }  # hashes of runs that need not run
+        self.by_label: dict[str, list[Setting]] = {}  # by label
         for setting in settings:
-            self.teams.setdefault(label(setting, without="seed"), []).append(setting)
-        before = {label(s, without="seed") for s in settings if s.hash in self.gone}
-        self.stays = {stays, *before}
-        self.seeds = max(seeds, *map(len, self.teams.values()))
-        self.seen = {s.hash: Seen(folder / s.hash, s.config) for s in settings}
+            self.by_label.setdefault(label(setting, without="seed"), []).append(setting)
+        before = {label(s, without="seed") for s in settings if s.hash in self.dropped_hashes}
+        self.stays = {protected, *before}
+        self.seeds = max(seeds, *map(len, self.by_label.values()))
+        self.curve_readers = {s.hash: CurveReader(folder / s.hash, s.config) for s in settings}
         self.longest_s = max(setting.predicted_s or 0.0 for setting in settings)
 
     @property
@@ -216,31 +225,31 @@ class Race:
 
         So the baseline's result with a seed is known before the others run with it.
         """
-        teams = sorted(self.teams.items(), key=lambda item: item[0] not in self.stays)
+        teams = sorted(self.by_label.items(), key=lambda item: item[0] not in self.stays)
         return [team[k] for k in range(self.seeds) for _, team in teams if k < len(team)]
 
     def judge(self) -> None:
         """Read the progress of all runs, and drop the settings that it rules out."""
-        courses = {digest: seen.course() for digest, seen in self.seen.items()}
+        courses = {digest: seen.read_curve() for digest, seen in self.curve_readers.items()}
         known = {digest: course for digest, course in courses.items() if course}
         over = {digest for digest, course in known.items() if course.ended}
         field = {
             name: {s.config["seed"]: known[s.hash] for s in team if s.hash in known}
-            for name, team in self.teams.items()
+            for name, team in self.by_label.items()
         }
-        done = {name for name, team in self.teams.items() if {s.hash for s in team} <= over}
+        done = {name for name, team in self.by_label.items() if {s.hash for s in team} <= over}
         horizon_s = self.longest_s or max((run.now_s for run in known.values()), default=0.0)
-        found = verdicts(field, horizon_s, self.seeds, self.stays | done)
+        found = settings_to_drop(field, horizon_s, self.seeds, self.stays | done)
         for name, (at_s, reason) in found.items():
-            for digest in [s.hash for s in self.teams[name] if s.hash not in over]:
+            for digest in [s.hash for s in self.by_label[name] if s.hash not in over]:
                 reached_s = at_s if digest in known else 0.0
                 self.dropped.append({"hash": digest, "at_s": reached_s, "reason": reason})
-                self.gone.add(digest)
+                self.dropped_hashes.add(digest)
             self.stays.add(name)
             self.show_line(f"dropped {name}: {reason}")
 
 
-class Seen:
+class CurveReader:
     """A reader of the metrics of a run that may still be writing them."""
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
@@ -249,7 +258,7 @@ class Seen:
         self.loss = "test/loss" if config["stop"]["target_loss"] is None else "train/loss"
         self.times: list[float] = []
         self.losses: list[float] = []
-        self.last: Course | None = None
+        self.last: LearningCurve | None = None
 
     def read(self) -> None:
         """Read the new metrics."""
@@ -262,14 +271,14 @@ class Seen:
             self.losses.append(math.inf if loss is None else loss)
             self.row = row
 
-    def course(self) -> Course | None:
+    def read_curve(self) -> LearningCurve | None:
         """Read the new metrics and return the progress of the run; None if it has not begun."""
         if (self.last and self.last.ended) or not self.path.exists():
             return self.last
         summary = read_summary(self.path)
         self.read()
-        ended = summary is not None and by_itself(summary)
+        ended = summary is not None and has_ended_by_itself(summary)
         failed = summary is not None and ended and summary["status"] != "finished"
         reached_s = summary.get("time_to_target_s") if summary else None
-        self.last = Course(self.times, self.losses, reached_s, ended, failed)
+        self.last = LearningCurve(self.times, self.losses, reached_s, ended, failed)
         return self.last

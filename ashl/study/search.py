@@ -34,7 +34,7 @@ NEVER = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class SearchSpace:
     """The space of a search: fixed overrides, the values of each axis, and every seed."""
 
     fixed: tuple[str, ...]
@@ -68,7 +68,7 @@ class Search:
         ]
 
 
-def space_of(typed: Sequence[str], config_dir: Path | None) -> Search:
+def space_of(typed: Sequence[str], config_dir: Path | None) -> SearchSpace:
     """Return the space of typed overrides; of a key that is typed twice the last value counts.
 
     Seeds are no axis: each trial runs all of them, so that no lucky seed wins.
@@ -76,7 +76,7 @@ def space_of(typed: Sequence[str], config_dir: Path | None) -> Search:
     last = {key_of(text): text for text in typed}
     seeds = tuple(alternatives(last.pop("seed", "seed=0"), config_dir))
     axes = [axis_of(text, config_dir) for text in last.values()]
-    return Search(
+    return SearchSpace(
         fixed=tuple(axis.singles[0] for axis in axes if len(axis.singles) == 1),
         axes=tuple(axis for axis in axes if len(axis.singles) > 1),
         seeds=seeds,
@@ -93,7 +93,7 @@ def search(
     quiet: bool,
     silent: bool,
     make_pool: Callable[[Path, int], Pool],
-) -> sweep.Swept:
+) -> sweep.SweepOutcome:
     """Try settings until there are `trials` of them, and return the outcome.
 
     Args: make_pool returns the pool for a folder and a number of runs at a time; the others are
@@ -109,7 +109,7 @@ def search(
             "a preset that is a grid of its own cannot be searched; run it without --search"
         )
     folder, slots = sweep.folder_of(typed, config), slots or sweep.slots_for(corners)
-    with sweep.locked(folder):
+    with sweep.lock_folder(folder):
         study = open_study(folder)
         console = Console(highlight=False, quiet=silent)
         if not quiet:
@@ -117,12 +117,12 @@ def search(
                 f"{folder.name} {trials} trials; folder {folder}", soft_wrap=True, markup=False
             )
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
-        tried = Tried(asked, study, folder, make_setting, progress, typed, command)
-        with sweep.copied_to_tracker(corners, folder, str(command), console) as to_tracker:
+        tried = SearchRecord(asked, study, folder, make_setting, progress, typed, command)
+        with sweep.copy_to_tracker(corners, folder, str(command), console) as to_tracker:
             pool = make_pool(folder, slots)
             pool = pool._replace(at_once=min(pool.at_once, slots))
             for _ in sweep.run_settings(folder, tried.choose(trials), pool, progress, to_tracker):
-                tried.tell()
+                tried.tell_costs()
             return sweep.conclude(folder, [*tried.settings.values()], command, console)
 
 
@@ -149,10 +149,10 @@ def open_study(folder: Path) -> "Study":
 
 
 @dataclass
-class Tried:
+class SearchRecord:
     """The settings that this search and earlier ones in this folder tried, as in `sweep.json`."""
 
-    asked: Search
+    asked: SearchSpace
     study: "Study"
     folder: Path
     make_setting: Callable[[Sequence[str]], dict[str, Any]]
@@ -179,7 +179,7 @@ class Tried:
         begun = set[str]()
         while len(self.study.get_trials(deepcopy=False, states=told)) + len(self.open) < trials:
             trial = self.study.ask()
-            point = [suggested(trial, axis) for axis in self.asked.axes]
+            point = [suggest_override(trial, axis) for axis in self.asked.axes]
             try:
                 settings = make_grid([self.asked.line(point)], self.make_setting).settings
             except UsageError as error:
@@ -187,7 +187,7 @@ class Tried:
                 self.progress.print_line(f"skipped: {' '.join(point)}: {error}")
                 self.study.tell(trial, state=TrialState.PRUNED)
                 continue
-            settings = tuple(self.named(setting) for setting in settings)
+            settings = tuple(self.with_search_axes(setting) for setting in settings)
             self.settings |= {setting.hash: setting for setting in settings}
             self.open[trial.number] = settings
             self.write()
@@ -196,21 +196,21 @@ class Tried:
                 if setting.hash not in begun and not has_ended(self.folder / setting.hash):
                     begun.add(setting.hash)
                     yield setting
-            self.tell()
+            self.tell_costs()
 
-    def named(self, setting: Setting) -> Setting:
+    def with_search_axes(self, setting: Setting) -> Setting:
         """Return a setting that is named by all keys of the search, not by those of its trial."""
         chosen = dict(text.split("=", 1) for text in setting.overrides)
         axes = {key: chosen[key] for key in self.asked.keys if key in chosen}
         return replace(setting, axes=axes, plan=None)
 
-    def tell(self) -> None:
+    def tell_costs(self) -> None:
         """Tell Optuna the cost of each trial whose runs have ended."""
         for number, settings in list(self.open.items()):
             places = [self.folder / setting.hash for setting in settings]
             if all(map(has_ended, places)):
                 pairs = zip(places, settings, strict=True)
-                found = [cost(read_summary(path), s.config["stop"]) for path, s in pairs]
+                found = [cost_of(read_summary(path), s.config["stop"]) for path, s in pairs]
                 self.study.tell(number, statistics.fmean(found))
                 del self.open[number]
 
@@ -225,7 +225,7 @@ class Tried:
         jsonl.write_json(self.folder / sweep.SWEEP, record)
 
 
-def suggested(trial: "Trial", axis: Axis) -> str:
+def suggest_override(trial: "Trial", axis: Axis) -> str:
     """Return the override of an axis that Optuna chooses; a number has four significant digits.
 
     Raises: UsageError if an earlier search in this folder had other values.
@@ -245,7 +245,7 @@ def suggested(trial: "Trial", axis: Axis) -> str:
         ) from None
 
 
-def cost(summary: Mapping[str, Any] | None, stop: Mapping[str, Any]) -> float:
+def cost_of(summary: Mapping[str, Any] | None, stop: Mapping[str, Any]) -> float:
     """Return the cost of a run that has ended, which the search minimises.
 
     A run that misses the target costs more than every run that reaches it; among such runs the loss

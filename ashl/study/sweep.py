@@ -25,8 +25,8 @@ from ashl.planning.compile_plan import prepare_plan
 from ashl.report import tables
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
-from ashl.report.records import read
-from ashl.report.settings import label_named, usual_baseline
+from ashl.report.records import read_study
+from ashl.report.settings import find_label, usual_baseline
 from ashl.run.host_time import Costs, host_s, measured_costs
 from ashl.run.train import RUNS, is_virtual
 from ashl.runtime.rank_checkpoint import list_checkpoints
@@ -42,7 +42,7 @@ from ashl.study.jobs import (
     run_all,
     withdraw_jobs,
 )
-from ashl.study.race import Race, Seen
+from ashl.study.race import CurveReader, Race
 from ashl.tracking import jsonl
 from ashl.tracking.console import plain_table, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
@@ -68,7 +68,7 @@ def folder_of(texts: Iterable[str], config: Mapping[str, Any]) -> Path:
     return SWEEPS / f"{config['name'] or 'sweep'}-{digest}"
 
 
-class Swept(NamedTuple):
+class SweepOutcome(NamedTuple):
     """The outcome of a sweep: its folder, the summaries of its runs, and how they compare.
 
     `board` is None if no run has finished. `winner` is the command that repeats the winner, "" if
@@ -81,7 +81,7 @@ class Swept(NamedTuple):
     winner: str
 
     @property
-    def failed(self) -> bool:
+    def has_failed_run(self) -> bool:
         """Return True if a run has failed."""
         return any(summary["status"] == "failed" for summary in self.summaries)
 
@@ -104,7 +104,7 @@ def sweep(
     baseline: str | None = None,
     command: CommandLine,
     make_pool: Callable[[int], Pool] = local_pool,
-) -> Swept:
+) -> SweepOutcome:
     """Run the missing runs, print and write the outcome, and return it.
 
     Args: race stops settings that are clearly inferior; command is the typed command; make_pool
@@ -113,20 +113,20 @@ def sweep(
     Raises: AshlError if the folder cannot be used or the launcher fails; KeyboardInterrupt. Runs
     that have ended by then are kept.
     """
-    with locked(folder):
+    with lock_folder(folder):
         record = begin_record(grid, overrides, folder, keep_dropped=race, command=command)
         missing = [s for s in grid.settings if not has_ended(folder / s.hash, rerun_failed)]
         console = Console(highlight=False, quiet=silent)
         if not quiet:
             announce(console, grid, folder, len(missing))
         progress = SweepProgress(console, len(missing), quiet=quiet)
-        with copied_to_tracker(grid, folder, str(command), console) as to_tracker:
+        with copy_to_tracker(grid, folder, str(command), console) as to_tracker:
             pool = make_pool(slots or slots_for(grid))
             contest = None
             if race:
-                stays = kept_in(grid, baseline)
-                contest = Race(grid.settings, folder, record["dropped"], stays, progress.print_line)
-            fill(grid, record, folder, missing, pool, progress, to_tracker, contest)
+                stays = protected_setting(grid, baseline)
+                contest = Race(grid.settings, folder, record["dropped"], stays, progress.say)
+            run_missing(grid, record, folder, missing, pool, progress, to_tracker, contest)
             return conclude(folder, grid.settings, command, console, baseline)
 
 
@@ -144,7 +144,7 @@ def begin_record(
     return record
 
 
-def fill(
+def run_missing(
     grid: Grid,
     record: dict[str, Any],
     folder: Path,
@@ -153,20 +153,24 @@ def fill(
     progress: SweepProgress,
     to_tracker: Callable[[Setting], None] = lambda setting: None,
     race: Race | None = None,
-    over: Callable[[], bool] = lambda: False,
+    must_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run the missing runs of a grid, and write its record at the end.
 
-    Args: race may drop settings; over returns True once the runs in progress must exit and no other
-    begin.
+    Args: race may drop settings; must_stop returns True once the runs in progress must exit and no
+    other begin.
     """
     for setting in grid.settings:
         # A setting may be missing and not ended: a race has dropped it.
         if setting not in missing and has_ended(folder / setting.hash):
             to_tracker(setting)
-    order = [s for s in race.order if s in missing and s.hash not in race.gone] if race else missing
+    order = (
+        [s for s in race.order if s in missing and s.hash not in race.dropped_hashes]
+        if race
+        else missing
+    )
     try:
-        for _ in run_settings(folder, order, pool, progress, to_tracker, race, over):
+        for _ in run_settings(folder, order, pool, progress, to_tracker, race, must_stop):
             pass
     finally:
         jsonl.write_json(folder / SWEEP, record)
@@ -179,22 +183,25 @@ def run_settings(
     progress: SweepProgress,
     to_tracker: Callable[[Setting], None] = lambda setting: None,
     race: Race | None = None,
-    over: Callable[[], bool] = lambda: False,
+    must_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Setting]:
-    """Run these settings to their end, or until the race drops them, or until `over` returns True.
+    """Run these settings to their end, or until the race drops them, or until `must_stop` returns
+    True.
 
     Each is taken when it can begin, and yielded when it has ended. The progress is closed at the
     end.
     """
-    by_folder, seen = dict[Path, Setting](), dict[Path, Seen]()
+    by_folder, seen = dict[Path, Setting](), dict[Path, CurveReader]()
 
     def jobs() -> Iterator[Job]:
         for setting in settings:
             path = folder / setting.hash
             clear_remains(path)
             by_folder[path] = setting
-            seen[path] = race.seen[setting.hash] if race else Seen(path, setting.config)
-            config = inside(setting.config, path)
+            seen[path] = (
+                race.curve_readers[setting.hash] if race else CurveReader(path, setting.config)
+            )
+            config = config_in_sweep(setting.config, path)
             yield Job(path, config, setting.overrides, resume=bool(list_checkpoints(path)))
 
     def show(jobs: list[Job]) -> None:
@@ -207,11 +214,13 @@ def run_settings(
         if race:
             race.judge()
 
-    def unwanted(job: Job) -> bool:
-        return over() or (race is not None and by_folder[job.folder].hash in race.gone)
+    def is_unwanted(job: Job) -> bool:
+        return must_stop() or (
+            race is not None and by_folder[job.folder].hash in race.dropped_hashes
+        )
 
     try:
-        for job in run_all(pool, jobs(), show, unwanted):
+        for job in run_all(pool, jobs(), show, is_unwanted):
             summary, setting = read_summary(job.folder), by_folder[job.folder]
             if summary is not None and summary["status"] in ENDED:
                 progress.count_ended(label(setting), summary)
@@ -223,14 +232,14 @@ def run_settings(
         progress.close()
 
 
-def kept_in(grid: Grid, baseline: str | None) -> str:
+def protected_setting(grid: Grid, baseline: str | None) -> str:
     """Return the setting that a race never drops: the named one, else the usual baseline.
 
     Raises: UsageError if the name fits no setting or several.
     """
     labels = {label(setting, without="seed"): setting for setting in grid.settings}
     if baseline is not None:
-        return label_named({name: setting.axes for name, setting in labels.items()}, baseline)
+        return find_label({name: setting.axes for name, setting in labels.items()}, baseline)
     place = usual_baseline([setting.config["choices"] for setting in labels.values()])
     return "" if place is None else list(labels)[place]
 
@@ -241,30 +250,30 @@ def conclude(
     command: CommandLine,
     console: Console,
     baseline: str | None = None,
-) -> Swept:
+) -> SweepOutcome:
     """Print the answer of a sweep whose runs have ended, write its report, and return its
     outcome.
     """
     summaries = [read_summary(folder / setting.hash) for setting in settings]
     known = [summary for summary in summaries if summary]
     try:
-        board = rank(read([folder]), baseline=baseline)
+        board = rank(read_study([folder]), baseline=baseline)
     except UsageError as error:  # no run has finished
         console.print(str(error), soft_wrap=True, markup=False)
-        return Swept(folder, known, None, "")
+        return SweepOutcome(folder, known, None, "")
     report = write_report(board, command=str(command))
-    tables.show(console, board)
+    tables.print_leaderboard(console, board)
     console.print(f"report  {report}", soft_wrap=True, markup=False)
-    first = board.ranked[0]
+    first = board.ranked_rows[0]
     if not math.isfinite(first.spread.middle):
-        return Swept(folder, known, board, "")
+        return SweepOutcome(folder, known, board, "")
     winner = next(setting for setting in settings if setting.hash == first.runs[0].hash)
     own = [text for text in winner.overrides if key_of(text) not in ("run.dir", "sweep")]
-    return Swept(folder, known, board, command.followed_by("train", *own))
+    return SweepOutcome(folder, known, board, command.followed_by("train", *own))
 
 
 @contextmanager
-def copied_to_tracker(
+def copy_to_tracker(
     grid: Grid, folder: Path, command: str, console: Console, wait_s: float = TRACKING_S
 ) -> Generator[Callable[[Setting], None]]:
     """Copy each run that has ended to the tracker, and the sweep at its end, in a thread."""
@@ -290,7 +299,7 @@ def copied_to_tracker(
             console.print(f"{copier.title}  {shown}", soft_wrap=True, markup=False)
 
 
-def inside(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+def config_in_sweep(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the configuration of a run inside a sweep: it writes its folder, and the sweep
     reports it to MLflow.
     """
@@ -338,7 +347,7 @@ def document(
 
 
 @contextmanager
-def locked(folder: Path) -> Generator[None]:
+def lock_folder(folder: Path) -> Generator[None]:
     """Lock the folder for one sweep at a time.
 
     Raises: UsageError if it cannot be written, AshlError if another sweep runs in it.
@@ -391,7 +400,7 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
         )
 
 
-def show(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None:
+def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None:
     """Print what a sweep would run: each run's predicted time on its own clock, and all on this
     machine.
 

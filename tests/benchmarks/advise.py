@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ashl.advice.advise import advise
-from ashl.advice.candidates import Field, field_of
-from ashl.advice.contest import Place, grid_of, rates_of, setting_of
+from ashl.advice.candidates import Candidates, select_candidates
+from ashl.advice.contest import RaceContext, grid_of, rates_of, setting_of
 from ashl.advice.scale import RATES, Scale
 from ashl.config.override import command_line, key_of
 from ashl.study.jobs import local_pool, read_summary
-from ashl.study.sweep import begin_record, fill
+from ashl.study.sweep import begin_record, run_missing
 from ashl.tracking import jsonl
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
@@ -88,7 +88,7 @@ def cost(folder: Path) -> tuple[float, int, int]:
 
 
 def whole_grid(
-    field: Field,
+    field: Candidates,
     fixed: list[str],
     every_s: float | None,
     folder: Path,
@@ -97,7 +97,7 @@ def whole_grid(
 ) -> Times:
     """Run every candidate at every rate, or those in `among`, each to its end."""
     folder.mkdir()
-    place = Place(folder, LINE, fixed, SLOTS, Deadline(math.inf), Console(quiet=True), True)
+    place = RaceContext(folder, LINE, fixed, SLOTS, Deadline(math.inf), Console(quiet=True), True)
     scale = Scale(1.0, RATES, every_s)
     pairs = [
         (own, rate, seed)
@@ -113,7 +113,7 @@ def whole_grid(
     grid = grid_of(settings, ())
     progress = SweepProgress(place.console, len(settings), quiet=True)
     record = begin_record(grid, fixed, folder, keep_dropped=False, command=place.command)
-    fill(grid, record, folder, settings, local_pool(SLOTS), progress)
+    run_missing(grid, record, folder, settings, local_pool(SLOTS), progress)
     times: Times = {}
     for setting in settings:
         reached_s = (read_summary(folder / setting.hash) or {}).get("time_to_target_s")
@@ -123,14 +123,14 @@ def whole_grid(
 
 
 def judge_left_out(
-    record: dict, times: Times, field: Field, fixed: list[str], folder: Path
+    record: dict, times: Times, field: Candidates, fixed: list[str], folder: Path
 ) -> tuple[str, str]:
     """Return what the advice says about leaving a worker out, and what runs without it show."""
     if (said := record.get("leave_out")) is None:
         return "nothing", ""
     worker, n = said["worker"], field.candidates[0].plan.num_workers
     without = [without_entry(text, worker) for text in fixed] + [f"cluster.num_workers={n - 1}"]
-    own = field_of(tuple(without), None, lambda done, size, name: None)
+    own = select_candidates(tuple(without), None, lambda done, size, name: None)
     best = sorted(times, key=lambda key: median(times[key]))
     known = {candidate.name for candidate in own.candidates}  # a name may hold a planned H
     among = [key for key in best if key[0] in known][:CONTENDERS]
@@ -182,8 +182,8 @@ def main(clusters: list[list[str]], typed: list[str]) -> None:
             advise(
                 [*fixed, f"run.dir={folder}/advice"], None, console, command=LINE, **how, quiet=True
             )
-            record = jsonl.read_json(folder / "advice" / "advice.json") or {}
-            field = field_of(tuple(fixed), None, lambda done, size, name: None)
+            record = jsonl.whole(folder / "advice" / "advice.json") or {}
+            field = select_candidates(tuple(fixed), None, lambda done, size, name: None)
             times = whole_grid(field, fixed, record["scale"]["every_s"], folder / "grid")
             best = min(times, key=lambda key: median(times[key]))
             name, rate = record["winner"]["name"], f"{record['winner']['optimizer.lr']:g}"

@@ -30,7 +30,7 @@ from rich.table import Table
 from ashl.config.compose import compose
 from ashl.config.override import command_line
 from ashl.study.grid import Setting, grid_lines, make_grid
-from ashl.study.race import Course, Standing, moments, rank_of, verdicts
+from ashl.study.race import LearningCurve, RunState, comparison_times, rank_of, settings_to_drop
 from ashl.study.sweep import sweep
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS
@@ -57,18 +57,18 @@ GRIDS = {
 class Recorded(NamedTuple):
     """A run of the full grid, up to the target or its end."""
 
-    course: Course
+    course: LearningCurve
     steps_per_s: float
 
     @property
-    def end(self) -> Standing:
-        return Standing(self.course.losses[-1], self.course.reached_s)
+    def end(self) -> RunState:
+        return RunState(self.course.losses[-1], self.course.reached_s)
 
-    def until(self, count: int) -> Course:
+    def until(self, count: int) -> LearningCurve:
         """Return the course as it was after the first `count` evaluations."""
         whole = self.course
         ended = count == len(whole.times)
-        return Course(
+        return LearningCurve(
             whole.times[:count], whole.losses[:count], whole.reached_s if ended else None, ended
         )
 
@@ -85,7 +85,7 @@ def recorded_run(folder: Path) -> Recorded:
     reached_s = next((line["time_s"] for line in lines if (line["test/acc"] or 0) >= TARGET), None)
     seen = [line for line in lines if reached_s is None or line["time_s"] <= reached_s]
     losses = [math.inf if line["test/loss"] is None else line["test/loss"] for line in seen]
-    course = Course([line["time_s"] for line in seen], losses, reached_s, ended=True)
+    course = LearningCurve([line["time_s"] for line in seen], losses, reached_s, ended=True)
     return Recorded(course, lines[-1]["step"] / lines[-1]["time_s"])
 
 
@@ -97,7 +97,7 @@ def first_named(teams: Teams) -> str:
 def by_verdicts(teams: Teams, horizon_s: float) -> Raced:
     """Race by the rule of `ashl sweep --race`."""
     baseline, seeds = first_named(teams), list(next(iter(teams.values())))
-    field: dict[str, dict[int, Course]] = {
+    field: dict[str, dict[int, LearningCurve]] = {
         name: {} for name in sorted(teams, key=lambda name: name != baseline)
     }
     gone, cost = set[str](), 0.0
@@ -107,14 +107,14 @@ def by_verdicts(teams: Teams, horizon_s: float) -> Raced:
             for count in range(1, len(run.course.times) + 1):
                 field[name][seed] = run.until(count)
                 stays = field.keys() - {name} | {baseline}
-                gone |= verdicts(field, horizon_s, len(seeds), stays).keys()
+                gone |= settings_to_drop(field, horizon_s, len(seeds), stays).keys()
                 if name in gone:
                     break
             cost += run.steps(field[name][seed].now_s)
     return gone, cost
 
 
-def value(found: Standing, horizon_s: float) -> float:
+def value(found: RunState, horizon_s: float) -> float:
     """Return what a run reports to a pruner; lower is better."""
     return found.loss if found.reached_s is None else found.reached_s / horizon_s - 1
 
@@ -129,8 +129,8 @@ def by_halving(make: Callable[[], BasePruner], teams: Teams, horizon_s: float) -
                 continue
             run, trial = teams[name][seed], study.ask()
             pruned_s = math.inf
-            for number, at_s in enumerate(moments(horizon_s)):
-                found = run.course.at(at_s)
+            for number, at_s in enumerate(comparison_times(horizon_s)):
+                found = run.course.state_at(at_s)
                 if found is None:
                     continue
                 trial.report(value(found, horizon_s), number)
@@ -149,13 +149,13 @@ def by_halving(make: Callable[[], BasePruner], teams: Teams, horizon_s: float) -
 def by_wilcoxon(make: Callable[[], BasePruner], teams: Teams, horizon_s: float) -> Raced:
     """Race by a pruner that compares settings over pairs of equal seed and time."""
     baseline, study = first_named(teams), optuna.create_study(pruner=make())
-    gone, cost, times = set[str](), 0.0, moments(horizon_s)
+    gone, cost, times = set[str](), 0.0, comparison_times(horizon_s)
     for name in sorted(teams, key=lambda name: name != baseline):
         trial = study.ask()
         for order, run in enumerate(teams[name].values()):
             pruned_s = math.inf
             for number, at_s in enumerate(times):
-                if (found := run.course.at(at_s)) is None:
+                if (found := run.course.state_at(at_s)) is None:
                     continue
                 trial.report(value(found, horizon_s), order * len(times) + number)
                 if name != baseline and trial.should_prune():

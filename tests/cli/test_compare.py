@@ -13,7 +13,7 @@ import yaml
 from ashl import load
 from ashl.cli.app import main
 from ashl.config.catalog import defaults
-from ashl.report.records import read
+from ashl.report.records import read_study
 from tests.run_folders import write_run, write_sweep
 
 
@@ -219,7 +219,7 @@ def test_a_folder_of_folders_is_looked_through(tmp_path) -> None:
     write_run(tmp_path / "runs/2026-01-02/asp", choices={"sync": "asp"})
     write_run(tmp_path / "runs/2026-01-02/profile", exit_reason="profiled", choices={"sync": "ssp"})
     write_run(tmp_path / "runs/artifacts/1/copy", choices={"sync": "backup"})
-    study = read([tmp_path / "runs"])
+    study = read_study([tmp_path / "runs"])
     assert sorted(run.name for run in study.runs) == ["asp", "bsp"]
     assert [(out.name.rpartition("/")[2], out.reason) for out in study.left_out] == [
         ("profile", "is a profile, in which nothing was learned")

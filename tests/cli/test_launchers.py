@@ -12,7 +12,7 @@ from ashl.cli.app import main
 from ashl.config.compose import Axis, axis_of
 from ashl.errors import AshlError
 from ashl.study.jobs import Job, Task, queue_pool, run_all
-from ashl.study.search import NEVER, cost
+from ashl.study.search import NEVER, cost_of
 
 TINY = [
     "runtime=sim",
@@ -234,10 +234,10 @@ def test_costs_are_finite_and_in_order() -> None:
         return {"status": status, "time_to_target_s": reached_s, "final": final}
 
     order = [ended(0.5, 3.0), ended(0.5, 4.0), ended(0.1, None), ended(0.1, None, "diverged")]
-    costs = [cost(summary, aims) for summary in order]
+    costs = [cost_of(summary, aims) for summary in order]
     assert costs == sorted(costs) == [3.0, 4.0, NEVER + 0.1, 2 * NEVER]
-    assert cost(order[2], none) == 0.1
-    assert cost(order[3], none) == cost(None, none) == NEVER
+    assert cost_of(order[2], none) == 0.1
+    assert cost_of(order[3], none) == cost_of(None, none) == NEVER
 
 
 def test_axes_of_a_search() -> None:

@@ -10,7 +10,7 @@ import pytest
 from ashl.cli.app import main
 from ashl.config.compose import compose
 from ashl.run.train import run
-from ashl.study.calibrate import interval
+from ashl.study.calibrate import bootstrap_interval
 from ashl.study.jobs import Job, Pool
 from tests.test_profile import profile
 
@@ -26,10 +26,10 @@ PACED = [
 
 def test_the_interval_is_repeatable_and_holds_the_median() -> None:
     errors = [0.1, 0.2, 0.05, 0.3, 0.15]
-    low, high = interval(errors)
+    low, high = bootstrap_interval(errors)
     assert low <= 0.15 <= high
-    assert interval(errors) == (low, high)
-    assert interval([0.1] * 3) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert bootstrap_interval(errors) == (low, high)
+    assert bootstrap_interval([0.1] * 3) == (pytest.approx(0.1), pytest.approx(0.1))
 
 
 def in_this_process(pool: Pool, jobs: Iterator[Job], *rest: object) -> Iterator[Job]:

@@ -11,7 +11,7 @@ from ashl.config.override import command_line
 from ashl.errors import UsageError
 from ashl.study.grid import Grid, grid_lines, make_grid
 from ashl.study.jobs import local_pool
-from ashl.study.sweep import begin_record, fill, folder_of, forecast_of, show
+from ashl.study.sweep import begin_record, folder_of, forecast_of, run_missing, show_forecast
 from ashl.tracking.sweep_progress import SweepProgress
 
 SIM = ("runtime=sim", "tracking=none")
@@ -107,7 +107,7 @@ def test_a_preset_may_bring_lines_of_settings(
     assert {setting.label for setting in found.settings} == {"", "ASHL, as printed"}
     assert {setting.axes.get("sync") for setting in found.settings if setting.label} == {None}
     folder, command = tmp_path / "study", command_line("sweep", [])
-    show(found, folder, forecast_of(found, [], folder, 1, command))
+    show_forecast(found, folder, forecast_of(found, [], folder, 1, command))
     assert "ASHL, as printed: optimizer.lr=0.3 seed=0 schedule=ashl" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -165,5 +165,5 @@ def test_of_what_is_not_missing_the_tracker_hears_as_far_as_it_has_run(tmp_path:
     )
     progress = SweepProgress(Console(quiet=True), 0, quiet=True)
     record = begin_record(found, [], tmp_path, keep_dropped=True, command=command_line("sweep", []))
-    fill(found, record, tmp_path, [], local_pool(1), progress, heard.append)
+    run_missing(found, record, tmp_path, [], local_pool(1), progress, heard.append)
     assert heard == [ran]

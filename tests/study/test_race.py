@@ -8,45 +8,55 @@ import pytest
 
 from ashl.config.compose import compose
 from ashl.study.grid import grid_lines, make_grid
-from ashl.study.race import Course, Race, Seen, Standing, moments, rank_of, verdicts
-from ashl.study.sweep import kept_in
+from ashl.study.race import (
+    CurveReader,
+    LearningCurve,
+    Race,
+    RunState,
+    comparison_times,
+    rank_of,
+    settings_to_drop,
+)
+from ashl.study.sweep import protected_setting
 
 END_S = 16.0
 
 
 def course(
     *losses: float, now_s: float = END_S, reached_s: float | None = None, ended: bool = True
-) -> Course:
+) -> LearningCurve:
     """A run that was evaluated at equal distances."""
-    return Course(
+    return LearningCurve(
         [now_s * (k + 1) / len(losses) for k in range(len(losses))], losses, reached_s, ended
     )
 
 
-def team(*runs: Course) -> dict[int, Course]:
+def team(*runs: LearningCurve) -> dict[int, LearningCurve]:
     return dict(enumerate(runs))
 
 
 def dropped(
-    field: dict[str, dict[int, Course]], seeds: int = 2, stays: Sequence[str] = ()
+    field: dict[str, dict[int, LearningCurve]], seeds: int = 2, stays: Sequence[str] = ()
 ) -> dict[str, str]:
-    return {name: reason for name, (_, reason) in verdicts(field, END_S, seeds, stays).items()}
+    return {
+        name: reason for name, (_, reason) in settings_to_drop(field, END_S, seeds, stays).items()
+    }
 
 
 def test_moments_lead_up_to_the_longest_run() -> None:
-    found = moments(64.0)
+    found = comparison_times(64.0)
     assert (found[0], found[-3], found[-1]) == (4.0, 32.0, 64.0)
     assert all(later == pytest.approx(2**0.5 * earlier) for earlier, later in pairwise(found))
 
 
 def test_how_a_run_stands() -> None:
     going = course(4.0, 3.0, now_s=8.0, ended=False)
-    assert going.at(5.0) == Standing(4.0, None)
-    assert going.at(9.0) is None, "it has not come so far"
-    assert going.at(3.0) is None, "nobody has looked yet"
+    assert going.state_at(5.0) == RunState(4.0, None)
+    assert going.state_at(9.0) is None, "it has not come so far"
+    assert going.state_at(3.0) is None, "nobody has looked yet"
     done = course(4.0, 3.0, now_s=8.0, reached_s=8.0)
-    assert done.at(20.0) == Standing(3.0, 8.0)
-    assert done.at(7.0) == Standing(4.0, None)
+    assert done.state_at(20.0) == RunState(3.0, 8.0)
+    assert done.state_at(7.0) == RunState(4.0, None)
 
 
 def test_twice_as_slow_is_dropped_and_a_close_one_is_not() -> None:
@@ -68,7 +78,7 @@ def test_with_one_seed_the_order_decides() -> None:
 
 
 def test_what_diverged_is_dropped_and_the_baseline_never() -> None:
-    failed = Course([1.0], [9.0], None, True, failed=True)
+    failed = LearningCurve([1.0], [9.0], None, True, failed=True)
     field = {"a": team(course(1.0, 1.0)), "b": team(failed), "c": team(failed)}
     assert dropped(field, stays=["c"]) == {"b": "diverged or failed"}
 
@@ -79,7 +89,7 @@ def test_who_reached_the_target_late_stays_and_who_never_did_goes() -> None:
     )
     slower = team(course(1.0, 0.2, now_s=7.0, reached_s=7.0))
 
-    def never(now_s: float) -> dict[int, Course]:
+    def never(now_s: float) -> dict[int, LearningCurve]:
         going = course(1.0, 0.05, now_s=now_s, ended=False)
         return team(course(1.0, 0.05, now_s=5.0, reached_s=5.0), going)
 
@@ -110,25 +120,25 @@ def test_whoever_is_first_at_the_target_is_not_dropped_for_its_loss_on_the_way()
 
 def test_seeds_of_one_setting_do_not_race_each_other(tmp_path: Path) -> None:
     grid = make_grid(grid_lines(["runtime=sim", "seed=0,1,2"], None), compose)
-    race = Race(grid.settings, tmp_path, [], kept_in(grid, None), print)
-    assert [len(team) for team in race.teams.values()] == [3]
+    race = Race(grid.settings, tmp_path, [], protected_setting(grid, None), print)
+    assert [len(team) for team in race.by_label.values()] == [3]
     assert race.seeds == 3
 
 
 def test_a_run_that_resumed_is_read_from_its_beginning(tmp_path: Path) -> None:
     """Its metrics are cut back to the checkpoint; the reader began in the middle of a line."""
-    seen = Seen(tmp_path, {"stop": {"target_loss": None}})
+    seen = CurveReader(tmp_path, {"stop": {"target_loss": None}})
     rows = [f'{{"time_s": {k}.0, "test/loss": {9 - k}.0}}\n' for k in range(1, 5)]
     metrics = tmp_path / "metrics.jsonl"
     found = list[Sequence[float]]()
     for text in ("".join(rows[:3]), rows[0] + rows[1][:9], "".join(rows)):
         metrics.write_text(text)
-        course = seen.course()
+        course = seen.read_curve()
         assert course is not None
         found.append([*course.times])
     assert found == [[1.0, 2.0, 3.0], [1.0], [1.0, 2.0, 3.0, 4.0]]
 
 
 def test_order() -> None:
-    assert rank_of([Standing(9.0, 2.0)]) < rank_of([Standing(1.0, None)])
-    assert rank_of([Standing(1.0, None)]) < rank_of([Standing(2.0, None)])
+    assert rank_of([RunState(9.0, 2.0)]) < rank_of([RunState(1.0, None)])
+    assert rank_of([RunState(1.0, None)]) < rank_of([RunState(2.0, None)])
