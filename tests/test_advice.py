@@ -19,7 +19,7 @@ from ashl.advice import advise, candidates, leave_out
 from ashl.advice.candidates import (
     BSP,
     Candidate,
-    Candidates,
+    Selection,
     origins,
     remove_inferior,
     select_candidates,
@@ -226,7 +226,7 @@ def test_which_workers_proceed() -> None:
     ]
 
 
-def field_with(predicted_s: float, step_samples: int = 1) -> Candidates:
+def field_with(predicted_s: float, step_samples: int = 1) -> Selection:
     limits = SimpleNamespace(seconds=None)
     plan: Any = SimpleNamespace(
         stages=[SimpleNamespace(predicted_steps_per_s=10.0)],
@@ -236,7 +236,7 @@ def field_with(predicted_s: float, step_samples: int = 1) -> Candidates:
     )
     own = replace(made("BSP", 1), plan=plan)
     host: Any = SimpleNamespace(data=SimpleNamespace(train=[0] * 100))
-    return Candidates(EQUAL, (own,) * 9, (), host, evaluation_s=0.001)
+    return Selection(EQUAL, (own,) * 9, (), host, evaluation_s=0.001)
 
 
 def test_the_race_is_as_large_as_the_budget() -> None:
@@ -261,10 +261,10 @@ def test_a_resumed_race_keeps_its_size_unless_the_budget_allows_more(
 ) -> None:
     load = Load(candidates=9, whole_s=1.0, every_s=None, slots=2, ends_early=True)
     deadline = SimpleNamespace(budget_s=9.0, spent_s=1.0)
-    place: Any = SimpleNamespace(folder=tmp_path, deadline=deadline, slots=2)
+    context: Any = SimpleNamespace(folder=tmp_path, deadline=deadline, slots=2)
     sizes = iter([Scale(0.25, RATES, 0.1), Scale(0.125, RATES, 0.2), Scale(1.0, RATES, 0.3)])
     monkeypatch.setattr(advise, "scale_of", lambda *args, **more: next(sizes))
-    assert [advise.choose_and_save_scale(load, place, tunes=True).length for _ in range(3)] == [
+    assert [advise.choose_and_save_scale(load, context, tunes=True).length for _ in range(3)] == [
         0.25,
         0.25,
         1.0,

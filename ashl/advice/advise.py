@@ -31,10 +31,9 @@ from ashl.advice.answer import (
     show_forecast,
     write_race_report,
 )
-from ashl.advice.candidates import RATE, Candidates, select_candidates
+from ashl.advice.candidates import RATE, Selection, select_candidates
 from ashl.advice.contest import (
     RaceContext,
-    race_grid,
     run_rounds,
     time_on_cluster,
     tune_rates,
@@ -70,8 +69,8 @@ HOLD = 2
 class Advice:
     """The answer of `ashl advise`, or the candidates and the cost of the race of a dry run."""
 
-    field: Candidates
-    place: RaceContext
+    selection: Selection
+    context: RaceContext
     load: Load
     scale: Scale
     result: RaceAnswer | None = None
@@ -79,14 +78,14 @@ class Advice:
     def show(self, console: Console) -> None:
         """Print the answer, or the candidates and the cost of the race."""
         if self.result is not None:
-            show_answer(console, self.result, self.place.folder)
+            show_answer(console, self.result, self.context.folder)
             return
-        show_candidates(console, self.field)
-        show_forecast(console, self.load, self.scale, self.place)
+        show_candidates(console, self.selection)
+        show_forecast(console, self.load, self.scale, self.context)
 
     def document(self) -> dict[str, Any]:
         """Return the record that advice.json holds; of a dry run, the candidates."""
-        folder = {"folder": str(self.place.folder), "scale": asdict(self.scale)}
+        folder = {"folder": str(self.context.folder), "scale": asdict(self.scale)}
         if self.result is not None:
             return {**folder, **self.result.record}
         return {
@@ -94,9 +93,9 @@ class Advice:
             "race_s": self.load.race_s(self.scale.length, len(self.scale.rates)),
             "candidates": [
                 {"name": own.name, "steps_per_s": own.rate, "reason": own.reason}
-                for own in self.field.candidates
+                for own in self.selection.candidates
             ],
-            "left_out": [out._asdict() for out in self.field.left_out],
+            "left_out": [asdict(out) for out in self.selection.left_out],
         }
 
 
@@ -123,9 +122,9 @@ def advise(
     tunes = RATE not in typed
     fixed, real = overrides_for_virtual_time(tuple(typed.values()), config_dir, console)
     with Counting("planning candidates", quiet=quiet) as counting:
-        field = select_candidates(fixed, config_dir, counting.update)
-    folder = folder_of(field, tunes=tunes)
-    place = RaceContext(
+        selection = select_candidates(fixed, config_dir, counting.update)
+    folder = folder_of(selection, tunes=tunes)
+    context = RaceContext(
         folder,
         command,
         fixed,
@@ -135,36 +134,40 @@ def advise(
         quiet,
     )
     if dry_run:
-        load = predict_load(field, place)
-        return Advice(field, place, load, choose_scale(load, place, tunes=tunes))
+        load = predict_load(selection, context)
+        return Advice(selection, context, load, choose_scale(load, context, tunes=tunes))
     with lock_folder(folder):
-        began_s, load = deadline.spent_s, predict_load(field, place)
-        scale = choose_and_save_scale(load, place, tunes=tunes)
+        began_s, load = deadline.spent_s, predict_load(selection, context)
+        scale = choose_and_save_scale(load, context, tunes=tunes)
         if not quiet:
-            announce(console, field, scale, folder)
-        tries = tune_rates(field, scale, place, TUNING * budget_s)
-        scale = with_reachable_target(field, scale, place)
-        grid = race_grid(field, tries, scale, place)
+            announce(console, selection, scale, folder)
+        tries = tune_rates(selection, scale, context, TUNING * budget_s)
+        scale = with_reachable_target(selection, scale, context)
+        config = selection.candidates[0].config
         # The copy to the tracker has its own time limit, which does not depend on the budget.
-        with copy_to_tracker(grid, folder, str(command), console, TRACKING_S) as to_tracker:
-            board, unreached = run_rounds(field, tries, scale, place, RACING * budget_s, to_tracker)
+        with copy_to_tracker(config, folder, str(command), console, TRACKING_S) as to_tracker:
+            board, unreached = run_rounds(
+                selection, tries, scale, context, RACING * budget_s, to_tracker
+            )
             if board is None:
                 needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)
                 raise AshlError(
                     f"not enough budget for an answer: no run ended in {budget_s:g} s; give"
                     f" --budget {needed_s:.0f}: the same command continues"
                 )
-            known = judge_evidence(field, board, unreached, scale, load, tunes, place, began_s)
+            known = judge_evidence(
+                selection, board, unreached, scale, load, tunes, context, began_s
+            )
             follows = NextCommands(command, real, folder / HOSTS)
             race_on = partial(
-                time_on_cluster, scale=scale, place=place, until_s=ANSWERING * budget_s
+                time_on_cluster, scale=scale, context=context, until_s=ANSWERING * budget_s
             )
             result = answer_race(
-                field, tries, scale, board, unreached, known, follows, deadline, race_on
+                selection, tries, scale, board, unreached, known, follows, deadline, race_on
             )
             write_answer(folder, result, scale)
-            write_race_report(folder, str(command), field, result)
-    return Advice(field, place, load, scale, result)
+            write_race_report(folder, str(command), selection, result)
+    return Advice(selection, context, load, scale, result)
 
 
 def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
@@ -209,63 +212,65 @@ def overrides_for_virtual_time(
     ]
     if config["choices"]["cluster"] == "real":
         if config["profile"] is None:
-            place = ADVICE / f"profile-{config_hash(config)}"
-            if not (place / "profile.json").exists():
+            folder = ADVICE / f"profile-{config_hash(config)}"
+            if not (folder / "profile.json").exists():
                 console.print(
-                    f"measuring what steps and exchanges cost here, into {place}", soft_wrap=True
+                    f"measuring what steps and exchanges cost here, into {folder}", soft_wrap=True
                 )
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
                 measure(
-                    {**config, "run": {**config["run"], "dir": str(place)}}, list(typed), quiet=True
+                    {**config, "run": {**config["run"], "dir": str(folder)}},
+                    list(typed),
+                    quiet=True,
                 )
-            typed = (*typed, f"profile={place / 'profile.json'}")
+            typed = (*typed, f"profile={folder / 'profile.json'}")
         fixed = [text for text in fixed if key_of(text) not in ("cluster", "profile")]
         fixed += ["cluster=profile", *(text for text in typed if key_of(text) == "profile")]
     return (*fixed, "runtime=sim"), typed
 
 
-def folder_of(field: Candidates, *, tunes: bool) -> Path:
+def folder_of(selection: Selection, *, tunes: bool) -> Path:
     """Return the folder of the study; its name depends on the candidates and not on the budget."""
-    first = field.candidates[0].config
+    first = selection.candidates[0].config
     if first["run"]["dir"]:
         return Path(first["run"]["dir"]).expanduser()
-    digests = sorted(config_hash(own.config) for own in field.candidates)
+    digests = sorted(config_hash(own.config) for own in selection.candidates)
     digest = hashlib.sha256("".join(digests + ["one rate"] * (not tunes)).encode()).hexdigest()[:8]
     return ADVICE / f"{first['name'] or 'advice'}-{digest}"
 
 
-def predict_load(field: Candidates, place: RaceContext) -> Load:
+def predict_load(selection: Selection, context: RaceContext) -> Load:
     """Return the predicted load of the race."""
-    limits, evaluation = (field.candidates[0].config[key] for key in ("stop", "eval"))
+    limits, evaluation = (selection.candidates[0].config[key] for key in ("stop", "eval"))
     return load_of(
-        field,
-        step_here_s(*field.host),
-        place.slots,
+        selection,
+        step_here_s(*selection.host),
+        context.slots,
         target=any(limits.get(key) is not None for key in TARGETS),
         evaluates=any(value is not None for value in evaluation.values()),
     )
 
 
-def choose_and_save_scale(load: Load, place: RaceContext, *, tunes: bool) -> Scale:
+def choose_and_save_scale(load: Load, context: RaceContext, *, tunes: bool) -> Scale:
     """Choose the size of the race, and write it to the folder for the same command."""
-    scale, path = choose_scale(load, place, tunes=tunes), place.folder / FILE
+    scale, path = choose_scale(load, context, tunes=tunes), context.folder / FILE
     before = jsonl.whole(path) or {}  # an earlier answer stays until there is another
     jsonl.write_json(path, {**before, "schema": 1, "scale": asdict(scale)})
     return scale
 
 
-def choose_scale(load: Load, place: RaceContext, *, tunes: bool) -> Scale:
+def choose_scale(load: Load, context: RaceContext, *, tunes: bool) -> Scale:
     """Return the size of the race.
 
     A resumed race keeps its size, unless the budget now allows a larger one.
 
     Raises: UsageError if not even one run fits into the budget.
     """
-    before, known = None, (jsonl.read_json(place.folder / FILE) or {}).get("scale")
+    before, known = None, (jsonl.whole(context.folder / FILE) or {}).get("scale")
     if known:
         rates = tuple(known["rates"])
         before = Scale(known["length"], rates, known["every_s"], known["target"])
-    deadline = place.deadline
+    deadline = context.deadline
     left_s = RACING * deadline.budget_s - deadline.spent_s
     try:
         scale = scale_of(load, tunes=tunes, left_s=left_s, budget_s=deadline.budget_s)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ashl.advice.candidates import Candidate, Candidates, dropped_notes
+from ashl.advice.candidates import Candidate, Selection, dropped_notes
 from ashl.advice.contest import RaceContext, TunedCandidate
 from ashl.advice.evidence import Evidence
 from ashl.advice.leave_out import RaceOn, Racer, leave_out_of
@@ -117,49 +117,49 @@ def hosts_of(plan: Plan) -> str:
     )
 
 
-def show_candidates(console: Console, field: Candidates) -> None:
+def show_candidates(console: Console, selection: Selection) -> None:
     """Print the candidates and why they compete, and the other rules and why they do not."""
-    for table in candidate_tables(field):
+    for table in candidate_tables(selection):
         console.print(Text(table.title, style="bold"))
         console.print(plain_table(table.columns, table.rows, left=WORDS))
-    for note in dropped_notes(field.candidates):
+    for note in dropped_notes(selection.candidates):
         console.print(note, markup=False, soft_wrap=True)
 
 
-def candidate_tables(field: Candidates) -> list[TextTable]:
-    taken = tuple((own.name, number(own.rate), own.reason) for own in field.candidates)
-    reasons = dict.fromkeys(out.reason for out in field.left_out)
+def candidate_tables(selection: Selection) -> list[TextTable]:
+    taken = tuple((own.name, number(own.rate), own.reason) for own in selection.candidates)
+    reasons = dict.fromkeys(out.reason for out in selection.left_out)
     others = tuple(
-        (", ".join(out.name for out in field.left_out if out.reason == reason), reason)
+        (", ".join(out.name for out in selection.left_out if out.reason == reason), reason)
         for reason in reasons
     )
     tables = [TextTable("Candidates", ("candidate", "steps/s", "because"), taken)]
     return tables + ([TextTable("Left out", ("rule", "because"), others)] if others else [])
 
 
-def announce(console: Console, field: Candidates, scale: Scale, folder: Path) -> None:
+def announce(console: Console, selection: Selection, scale: Scale, folder: Path) -> None:
     """Print what will run, before anything runs."""
-    rest = f"{len(field.left_out)} left out (the report gives the reasons)"
+    rest = f"{len(selection.left_out)} left out (the report gives the reasons)"
     rates = (
         f"{len(scale.rates)} learning rates each"
         if len(scale.rates) > 1
         else "one learning rate for all"
     )
     console.print(
-        f"{len(field.candidates)} candidates, {rest}; {rates}; folder {folder}", soft_wrap=True
+        f"{len(selection.candidates)} candidates, {rest}; {rates}; folder {folder}", soft_wrap=True
     )
-    for note in (*notes_of(scale), *dropped_notes(field.candidates)):
+    for note in (*notes_of(scale), *dropped_notes(selection.candidates)):
         console.print(note, markup=False, soft_wrap=True)
 
 
-def show_forecast(console: Console, load: Load, scale: Scale, place: RaceContext) -> None:
+def show_forecast(console: Console, load: Load, scale: Scale, context: RaceContext) -> None:
     """Print the predicted cost of the race, from a few steps and an evaluation that were timed."""
     race_s, run_s = load.race_s(scale.length, len(scale.rates)), load.run_s(scale.length)
-    ended = sum(1 for _ in place.folder.rglob(SUMMARY))
-    again = f" {ended} runs have already ended, in {place.folder}." if ended else ""
+    ended = sum(1 for _ in context.folder.rglob(SUMMARY))
+    again = f" {ended} runs have already ended, in {context.folder}." if ended else ""
     lines = [
-        f"About {seconds(race_s)} on this machine, {place.slots} runs at a time; a run takes up to"
-        f" {seconds(run_s)}. The race ends with --budget {place.deadline.budget_s:g} s at the"
+        f"About {seconds(race_s)} on this machine, {context.slots} runs at a time; a run takes up"
+        f" to {seconds(run_s)}. The race ends with --budget {context.deadline.budget_s:g} s at the"
         f" latest.{again}",
         *notes_of(scale),
     ]
@@ -190,7 +190,7 @@ def notes_of(scale: Scale) -> list[str]:
 
 
 def answer_race(
-    field: Candidates,
+    selection: Selection,
     tries: Sequence[TunedCandidate],
     scale: Scale,
     board: Leaderboard,
@@ -216,7 +216,7 @@ def answer_race(
                 board, describe(board.target) if board.target else board.measure.title, deadline
             )
         )
-    own, rate = candidate_of(field, first), first.runs[0].config["optimizer.lr"]
+    own, rate = candidate_of(selection, first), first.runs[0].config["optimizer.lr"]
     evaluated = [] if scale.every_s is None else [f"eval.every_s={scale.every_s:g}"]
     chosen = [*evaluated, *own.overrides, f"optimizer.lr={rate:g}"]
     where, command = follows.command_here(chosen)
@@ -224,38 +224,33 @@ def answer_race(
     plan = compile_plan(
         {**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, []
     )
-    racers = racers_of(field, board)
+    racers = racers_of(selection, board)
 
     def is_over() -> bool:
         return deadline.left_s < max(LEAST_S, deadline.budget_s / 20)
 
     without = leave_out_of(racers, is_over, race_on) if racers else None
-    notes = [*notes_of(scale), *dropped_notes(field.candidates), *known.notes(field)]
-    words, sure = (
-        race_text(board, known, notes),
-        board.effect_over_second.probability if board.effect_over_second else None,
-    )
+    notes = [*notes_of(scale), *dropped_notes(selection.candidates), *known.notes(selection)]
+    words = race_text(board, known, notes)
+    effect = board.effect_over_second
+    sure = effect.probability if effect else None
     up, down = (first.means.get(key) for key in ("bytes_up", "bytes_down"))
-    value = (
-        f"{board.measure.text(first.spread.middle)} ({interval_text(first.spread, board.measure)})"
-    )
+    value = board.measure.text(first.spread.middle)
+    interval = interval_text(first.spread, board.measure)
+    sent = f"{megabytes(up)} up and {megabytes(down)} down"
     lines = list[tuple[str, str]]()
-    if without:
-        lines += [("workers", without.sentence())]
-        if not without.runs:
-            lines += [("", "if learning needs the same number of steps without the worker")]
-    lines += [
-        ("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")
-    ]
-    lines += [("run it", f"{where}: {command}"), ("", f"on your machines: {launch}")]
     if sure is not None and not known.missing:
-        lines.insert(
-            0,
-            (
-                "sure",
-                f"{percent(sure)} that {first.label} is better than {others[0].label} on average",
-            ),
-        )
+        better = f"{first.label} is better than {others[0].label} on average"
+        lines.append(("sure", f"{percent(sure)} that {better}"))
+    if without:
+        lines.append(("workers", without.sentence()))
+        if not without.runs:
+            lines.append(("", "if learning needs the same number of steps without the worker"))
+    lines += [
+        ("expect", f"{board.measure.title}: {value} ({interval}); {sent}"),
+        ("run it", f"{where}: {command}"),
+        ("", f"on your machines: {launch}"),
+    ]
     record = {
         "winner": row_record(first),
         "runner_up": row_record(others[0]) if others else None,
@@ -275,7 +270,7 @@ def answer_race(
         "spent_s": deadline.spent_s,
         "budget_s": deadline.budget_s,
         "candidates": [candidate_record(own, board) for own in tries],
-        "left_out": [out._asdict() for out in field.left_out],
+        "left_out": [asdict(out) for out in selection.left_out],
     }
     return RaceAnswer(board, words, tuple(lines), plan, record)
 
@@ -292,12 +287,12 @@ def race_text(board: Leaderboard, known: Evidence, notes: Sequence[str]) -> Answ
     )
 
 
-def candidate_of(field: Candidates, row: Row) -> Candidate:
+def candidate_of(selection: Selection, row: Row) -> Candidate:
     """Return the candidate of a row."""
-    return next(own for own in field.candidates if own.name == row.runs[0].label)
+    return next(own for own in selection.candidates if own.name == row.runs[0].label)
 
 
-def racers_of(field: Candidates, board: Leaderboard) -> list[Racer]:
+def racers_of(selection: Selection, board: Leaderboard) -> list[Racer]:
     """Return the first racers and the baseline, if settings are ranked by time to a target; else
     nothing.
     """
@@ -306,9 +301,9 @@ def racers_of(field: Candidates, board: Leaderboard) -> list[Racer]:
     racers = [
         racer
         for row in board.ranked_rows
-        if (racer := racer_of(row, candidate_of(field, row), board))
+        if (racer := racer_of(row, candidate_of(selection, row), board))
     ]
-    base = [racer for racer in racers if racer.candidate is field.candidates[0]]
+    base = [racer for racer in racers if racer.candidate is selection.candidates[0]]
     return list(dict.fromkeys([*racers[:PREDICTED], *base]))
 
 
@@ -390,9 +385,9 @@ def no_result_message(board: Leaderboard, what: str, deadline: Deadline) -> str:
     )
 
 
-def write_race_report(folder: Path, command: str, field: Candidates, result: RaceAnswer) -> None:
+def write_race_report(folder: Path, command: str, selection: Selection, result: RaceAnswer) -> None:
     """Write the report: what the terminal prints, and all candidates."""
-    said = CommandAnswer(result.words, result.lines, tuple(candidate_tables(field)))
+    said = CommandAnswer(result.words, result.lines, tuple(candidate_tables(selection)))
     write_report(result.board, folder=folder, command=command, said=said)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ashl.advice.rules import BSP, RULES, Rule, Situation, situation
 from ashl.config.compose import compose
@@ -22,6 +22,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.instantiate import declared_profile
 from ashl.planning.settings import STAGE_GROUPS
+from ashl.report.records import LeftOut
 from ashl.run.rank import evaluation_here
 from ashl.study.grid import check_point
 
@@ -66,16 +67,10 @@ class Candidate:
         )
 
 
-class LeftOut(NamedTuple):
-    """A rule without a candidate, and the reason."""
-
-    name: str
-    reason: str
-
-
 @dataclass(frozen=True)
-class Candidates:
-    """The candidates of a race: the baseline first, the others by predicted speed.
+class Selection:
+    """The candidates of a race, the baseline first and the others by predicted speed, and the rules
+    that are left out.
 
     `host` is a prepared run that is used to time steps on this machine.
     """
@@ -89,7 +84,7 @@ class Candidates:
 
 def select_candidates(
     typed: tuple[str, ...], config_dir: Path | None, progress: Callable[[int, int, str], None]
-) -> Candidates:
+) -> Selection:
     """Plan every rule and return those that compete, all with the typed overrides.
 
     Raises: UsageError if fewer than two candidates remain.
@@ -118,7 +113,7 @@ def select_candidates(
             f"nothing is left to compare: {only} with {' '.join(typed)}{why}; remove some of"
             " these overrides, or use `ashl sweep`"
         )
-    return Candidates(found, tuple(taken), (*left_out, *worse), host, evaluation_s)
+    return Selection(found, tuple(taken), (*left_out, *worse), host, evaluation_s)
 
 
 def plan_rules(

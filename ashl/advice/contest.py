@@ -1,10 +1,10 @@
 """Run the race: tune learning rates with one seed, then compare the best candidates over several
 seeds.
 
-Data flow: `tuned` returns each candidate at its best learning rate; `judged` sets the target that
-all can reach if none was typed; `final` runs the best candidates with seeds of their own, and gives
-the first two more seeds until they are separated or the budget ends. `time_on` runs racers again on
-a cluster without one of its workers.
+Data flow: `tune_rates` returns each candidate at its best learning rate; `with_reachable_target`
+sets the target that all can reach if none was typed; `run_rounds` runs the best candidates with
+seeds of their own, and gives the first two more seeds until they are separated or the budget ends.
+`time_on_cluster` runs racers again on a cluster without one of its workers.
 """
 
 import math
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from ashl.advice.candidates import RATE, Candidate, Candidates, LeftOut
+from ashl.advice.candidates import RATE, Candidate, Selection
 from ashl.advice.leave_out import Racer, Spec
-from ashl.advice.scale import Scale
+from ashl.advice.scale import SEEDS, Scale
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
 from ashl.config.workers import LISTS
@@ -26,7 +26,7 @@ from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.measure import Target
-from ashl.report.records import read_study
+from ashl.report.records import LeftOut, read_study
 from ashl.study.grid import Grid, Setting, Skipped, label
 from ashl.study.jobs import clear_remains, has_ended, local_pool
 from ashl.study.race import CurveReader, LearningCurve, Race
@@ -38,12 +38,12 @@ from ashl.tracking.sweep_progress import SweepProgress
 # folders, inside the study, of the sweep that chose the learning rates and of the runs without a
 # worker
 TUNING, WITHOUT = "tuning", "without"
-# Candidates that try the other learning rates, and candidates that go on to the seeds, the baseline
+# Selection that try the other learning rates, and candidates that go on to the seeds, the baseline
 # not counted: at least this many, and this share of all candidates.
 RATED, FRONT = (4, 1 / 3), (3, 1 / 5)
 # Seeds per candidate. The counts after the first are for the first two candidates alone, until they
 # are separated.
-ROUNDS = (3, 5, 8)
+ROUNDS = (SEEDS, 5, 8)
 
 
 class TunedCandidate(NamedTuple):
@@ -67,7 +67,7 @@ class RaceContext(NamedTuple):
 
 
 def setting_of(
-    own: Candidate, place: RaceContext, scale: Scale, rate: float, seed: int, axes: Sequence[str]
+    own: Candidate, context: RaceContext, scale: Scale, rate: float, seed: int, axes: Sequence[str]
 ) -> Setting:
     """Return one run of a candidate; those of its rate and its seed that are in `axes` become part
     of its name.
@@ -93,7 +93,7 @@ def setting_of(
     texts |= {
         f"stop.{key}": "null" if value is None else f"{value:g}" for key, value in changed.items()
     }
-    kept = (*(text for text in place.fixed if text not in own.dropped), *own.overrides)
+    kept = (*(text for text in context.fixed if text not in own.dropped), *own.overrides)
     typed = [text for text in kept if key_of(text) not in texts]
     config = {**config, **changes, "stop": limits}
     return Setting(
@@ -117,7 +117,7 @@ def grid_of(settings: Sequence[Setting], left_out: Sequence[LeftOut]) -> Grid:
 def run_grid(
     grid: Grid,
     folder: Path,
-    place: RaceContext,
+    context: RaceContext,
     until_s: float,
     phase: str,
     to_tracker: Callable[[Setting], None] = lambda setting: None,
@@ -130,14 +130,14 @@ def run_grid(
     chance, and the baseline may be dropped, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    record = begin_record(grid, place.fixed, folder, keep_dropped=True, command=place.command)
+    record = begin_record(grid, context.fixed, folder, keep_dropped=True, command=context.command)
     waiting = [setting for setting in grid.settings if is_missing(folder, setting, record)]
-    if not waiting or place.deadline.spent_s >= until_s:
+    if not waiting or context.deadline.spent_s >= until_s:
         return
-    progress = SweepProgress(place.console, len(waiting), quiet=place.quiet, phase=phase)
+    progress = SweepProgress(context.console, len(waiting), quiet=context.quiet, phase=phase)
     stays = label(grid.settings[0], without="seed") if seeds == 1 else ""
-    race = Race(grid.settings, folder, record["dropped"], stays, progress.print_line, seeds)
-    pool, over = local_pool(place.slots), lambda: place.deadline.spent_s >= until_s
+    race = Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
+    pool, over = local_pool(context.slots), lambda: context.deadline.spent_s >= until_s
     run_missing(grid, record, folder, waiting, pool, progress, to_tracker, race, over)
     for setting in waiting:
         if is_missing(folder, setting, record):
@@ -152,42 +152,42 @@ def is_missing(folder: Path, setting: Setting, record: Mapping[str, Any]) -> boo
     return not dropped and not has_ended(folder / setting.hash)
 
 
-def with_reachable_target(field: Candidates, scale: Scale, place: RaceContext) -> Scale:
+def with_reachable_target(selection: Selection, scale: Scale, context: RaceContext) -> Scale:
     """Return the size of the race after the tuning.
 
     If no target was typed, the target is the best accuracy that all candidates reached in the
     tuning.
     """
-    limits = field.candidates[0].config["stop"]
+    limits = selection.candidates[0].config["stop"]
     own = any(limits.get(target) is not None for target in TARGETS)
     if own or scale.target is not None or len(scale.rates) == 1:
         return scale
     with suppress(UsageError):  # no run has ended
-        found = rank(read_study([place.folder / TUNING])).target
+        found = rank(read_study([context.folder / TUNING])).target
         return replace(scale, target=found[0] if found else None)
     return scale
 
 
 def tune_rates(
-    field: Candidates, scale: Scale, place: RaceContext, until_s: float
+    selection: Selection, scale: Scale, context: RaceContext, until_s: float
 ) -> list[TunedCandidate]:
     """Return each candidate at its best learning rate, the best candidate first.
 
     All candidates try the first rate. The baseline and the best candidates try the other rates.
-    Candidates that go on to the seeds try their two best rates with another seed.
+    Selection that go on to the seeds try their two best rates with another seed.
     With a single rate, nothing is run.
     """
-    base, folder = field.candidates[0], place.folder / TUNING
+    base, folder = selection.candidates[0], context.folder / TUNING
     seed, scale = base.config["seed"], replace(scale, target=None)
-    rates = {own: rates_of(own, scale) for own in field.candidates}
+    rates = {own: rates_of(own, scale) for own in selection.candidates}
     teams = {
-        own: [setting_of(own, place, scale, rate, seed, (RATE,)) for rate in rates[own]]
-        for own in field.candidates
+        own: [setting_of(own, context, scale, rate, seed, (RATE,)) for rate in rates[own]]
+        for own in selection.candidates
     }
     if len(scale.rates) == 1:
-        return [TunedCandidate(own, rates[own][0], None) for own in field.candidates]
-    order = [teams[own][0] for own in field.candidates]
-    run_grid(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=2)
+        return [TunedCandidate(own, rates[own][0], None) for own in selection.candidates]
+    order = [teams[own][0] for own in selection.candidates]
+    run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=2)
 
     def read_curve(run: Setting) -> LearningCurve | None:
         return CurveReader(folder / run.hash, run.config).read_curve()
@@ -199,23 +199,23 @@ def tune_rates(
 
     def rank_candidates(count: int | None = None) -> list[TunedCandidate]:
         """Return all candidates, each at the best of its first `count` rates."""
-        return rank_tuned([rank_rates(own, count)[0] for own in field.candidates])
+        return rank_tuned([rank_rates(own, count)[0] for own in selection.candidates])
 
-    near = [own.candidate for own in rank_candidates(1)][: count_of(RATED, field)]
+    near = [own.candidate for own in rank_candidates(1)][: count_of(RATED, selection)]
     order += [
         teams[own][k] for k in range(1, len(scale.rates)) for own in dict.fromkeys((base, *near))
     ]
-    run_grid(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=2)
+    run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=2)
     found, further = rank_candidates(), seed + 1 + ROUNDS[-1]  # a seed that the race does not use
     again = {
         own.candidate: [
-            (two, setting_of(two.candidate, place, scale, two.rate, further, (RATE,)))
+            (two, setting_of(two.candidate, context, scale, two.rate, further, (RATE,)))
             for two in rank_rates(own.candidate)[:2]
         ]
-        for own in front_runners(found, base, count_of(FRONT, field))
+        for own in front_runners(found, base, count_of(FRONT, selection))
     }
     order += [run for pairs in again.values() for _, run in pairs]
-    run_grid(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=3)
+    run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=3)
     return [
         steadier_rate(own, [(two, read_curve(run)) for two, run in again.get(own.candidate, ())])
         for own in found
@@ -242,9 +242,9 @@ def steadier_rate(
     )
 
 
-def count_of(bounds: tuple[int, float], field: Candidates) -> int:
+def count_of(bounds: tuple[int, float], selection: Selection) -> int:
     least, share = bounds
-    return max(least, math.ceil(len(field.candidates) * share))
+    return max(least, math.ceil(len(selection.candidates) * share))
 
 
 def rates_of(own: Candidate, scale: Scale) -> list[float]:
@@ -291,29 +291,29 @@ def front_runners(
 
 
 def race_grid(
-    field: Candidates,
+    selection: Selection,
     tries: Sequence[TunedCandidate],
     scale: Scale,
-    place: RaceContext,
-    counts: Mapping[str, int] | None = None,
+    context: RaceContext,
+    counts: Mapping[str, int],
 ) -> Grid:
     """Return the grid of the best candidates over several seeds.
 
     The number of seeds is `counts` by name, and else that of the first round.
     """
-    base = field.candidates[0]
-    seed, ahead = base.config["seed"], front_runners(tries, base, count_of(FRONT, field))
-    counted = [(own, (counts or {}).get(own.candidate.name, ROUNDS[0])) for own in ahead]
-    pairs = [(own, seed + 1 + k) for own, count in counted for k in range(count)]
-    settings = [setting_of(own.candidate, place, scale, own.rate, k, ("seed",)) for own, k in pairs]
-    return grid_of(settings, field.left_out)
+    base, settings = selection.candidates[0], list[Setting]()
+    for own in front_runners(tries, base, count_of(FRONT, selection)):
+        for k in range(counts.get(own.candidate.name, ROUNDS[0])):
+            seed = base.config["seed"] + 1 + k
+            settings.append(setting_of(own.candidate, context, scale, own.rate, seed, ("seed",)))
+    return grid_of(settings, selection.left_out)
 
 
 def run_rounds(
-    field: Candidates,
+    selection: Selection,
     tries: Sequence[TunedCandidate],
     scale: Scale,
-    place: RaceContext,
+    context: RaceContext,
     until_s: float,
     to_tracker: Callable[[Setting], None],
 ) -> tuple[Leaderboard | None, Target | None]:
@@ -325,11 +325,11 @@ def run_rounds(
     """
     counts = dict[str, int]()
     for further in (*ROUNDS[1:], 0):
-        began_s = place.deadline.spent_s
-        grid = race_grid(field, tries, scale, place, counts)
+        began_s = context.deadline.spent_s
+        grid = race_grid(selection, tries, scale, context, counts)
         phase = "further seeds" if counts else "race"
-        run_grid(grid, place.folder, place, until_s, phase, to_tracker)
-        now_s, (found, unreached) = place.deadline.spent_s, rank_outcome(place)
+        run_grid(grid, context.folder, context, until_s, phase, to_tracker)
+        now_s, (found, unreached) = context.deadline.spent_s, rank_outcome(context)
         second = found.effect_over_second if found else None
         if (
             found is None
@@ -343,17 +343,17 @@ def run_rounds(
 
 
 def time_on_cluster(
-    racers: Sequence[Racer], cluster: Spec, scale: Scale, place: RaceContext, until_s: float
+    racers: Sequence[Racer], cluster: Spec, scale: Scale, context: RaceContext, until_s: float
 ) -> float | None:
     """Run racers on another cluster, with their rates and seeds.
 
     Returns: the shortest median time to the target; None if a run has not ended.
     """
-    folder, lists = place.folder / WITHOUT, [key for key in LISTS if cluster.get(key)]
+    folder, lists = context.folder / WITHOUT, [key for key in LISTS if cluster.get(key)]
     changed = {f"cluster.{key}": cluster[key] for key in (*lists, "num_workers")}
-    fixed = [text for text in place.fixed if key_of(text) not in changed]
+    fixed = [text for text in context.fixed if key_of(text) not in changed]
     typed = [f"{key}={value}".replace(" ", "") for key, value in changed.items()]
-    there, settings = place._replace(folder=folder, fixed=(*fixed, *typed)), list[Setting]()
+    there, settings = context._replace(folder=folder, fixed=(*fixed, *typed)), list[Setting]()
     for racer in racers:
         own = replace(racer.candidate, config={**racer.candidate.config, "cluster": cluster})
         settings += [
@@ -368,21 +368,19 @@ def time_on_cluster(
     return None
 
 
-def rank_outcome(place: RaceContext) -> tuple[Leaderboard | None, Target | None]:
+def rank_outcome(context: RaceContext) -> tuple[Leaderboard | None, Target | None]:
     """Return the leaderboard of the last round, or of the tuning if that compares more settings.
 
     It ranks by the requested target if a setting has reached it. Else it ranks by a target that all
     settings reached, and returns the requested target, too.
     """
     outcomes = list[tuple[Leaderboard, Target | None]]()
-    for folder in (place.folder, place.folder / TUNING):
+    for folder in (context.folder, context.folder / TUNING):
         with suppress(UsageError):
             found, target = rank(read_study([folder])), None
             if found.target is not None and not math.isfinite(found.ranked_rows[0].spread.middle):
-                found, target = (
-                    rank(read_study([folder]), own_target=False),
-                    found.target,
-                )
+                target = found.target
+                found = rank(read_study([folder]), own_target=False)
             outcomes.append((found, target))
     several = (outcome for outcome in outcomes if len(outcome[0].ranked_rows) > 1)
     return next(several, outcomes[-1] if outcomes else (None, None))

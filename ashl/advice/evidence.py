@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from ashl.advice.candidates import Candidates
-from ashl.advice.contest import ROUNDS, TUNING, RaceContext
-from ashl.advice.scale import RACING, RATES, Load, Scale
+from ashl.advice.candidates import Selection
+from ashl.advice.contest import TUNING, RaceContext
+from ashl.advice.scale import RACING, RATES, SEEDS, Load, Scale
 from ashl.report.leaderboard import Leaderboard
 from ashl.report.measure import Target, describe
 from ashl.study.jobs import read_summary
@@ -13,7 +13,6 @@ from ashl.study.sweep import SWEEP
 from ashl.tracking import jsonl
 from ashl.tracking.console import percent
 
-SEEDS = ROUNDS[0]  # least number of seeds of the first two candidates for an answer
 RAN = 0.5  # least share of the candidates that must have run for an answer
 MARGIN = 1.25  # factor on the predicted host seconds of a race, for the recommended budget
 
@@ -27,11 +26,11 @@ class Evidence:
     enough_ran: bool  # True if the share of the candidates that an answer needs ran
     budget_s: float | None  # seconds that would be enough; None if nothing is missing
 
-    def notes(self, field: Candidates) -> list[str]:
+    def notes(self, selection: Selection) -> list[str]:
         """Count and name the candidates that never ran."""
         if not self.never_ran:
             return []
-        counted = f"{len(self.never_ran)} of {len(field.candidates)} candidates never ran"
+        counted = f"{len(self.never_ran)} of {len(selection.candidates)} candidates never ran"
         return [f"{counted}, because the budget ended before: {', '.join(self.never_ran)}."]
 
     def sentences(self) -> list[str]:
@@ -44,24 +43,24 @@ class Evidence:
         ]
 
 
-def labels_that_ran(place: RaceContext) -> set[str]:
+def labels_that_ran(context: RaceContext) -> set[str]:
     """Return the candidates with a run that was not cut off, by name."""
     return {
         entry["label"]
-        for folder in (place.folder, place.folder / TUNING)
-        for entry in (jsonl.read_json(folder / SWEEP) or {}).get("settings", ())
+        for folder in (context.folder, context.folder / TUNING)
+        for entry in (jsonl.whole(folder / SWEEP) or {}).get("settings", ())
         if read_summary(folder / entry["folder"]) is not None
     }
 
 
 def judge_evidence(
-    field: Candidates,
+    selection: Selection,
     board: Leaderboard,
     unreached: Target | None,
     scale: Scale,
     load: Load,
     tunes: bool,
-    place: RaceContext,
+    context: RaceContext,
     began_s: float,
 ) -> Evidence:
     """Judge the evidence of a race.
@@ -69,8 +68,8 @@ def judge_evidence(
     Args: unreached is the requested target if no setting reached it, else None; tunes is
     False if a learning rate was typed; began_s is the start of the race, in seconds of the budget.
     """
-    ran = labels_that_ran(place)
-    never_ran = tuple(own.name for own in field.candidates if own.name not in ran)
+    ran = labels_that_ran(context)
+    never_ran = tuple(own.name for own in selection.candidates if own.name not in ran)
     missing = list[str]()
     if unreached is not None:
         within = f" in {percent(scale.length, 0)} of the steps" if scale.length < 1 else ""
@@ -83,15 +82,17 @@ def judge_evidence(
         missing.append("only one candidate has finished")
     elif min(counts) < SEEDS:
         missing.append(f"the first two have {counts[0]} and {counts[1]} of at least {SEEDS} seeds")
-    least = math.ceil(RAN * len(field.candidates))
-    count = len(field.candidates) - len(never_ran)
+    least = math.ceil(RAN * len(selection.candidates))
+    count = len(selection.candidates) - len(never_ran)
     if count < least:
-        missing.append(f"{count} of {len(field.candidates)} candidates ran, of at least {least}")
+        missing.append(
+            f"{count} of {len(selection.candidates)} candidates ran, of at least {least}"
+        )
     if not missing:
         return Evidence((), never_ran, count >= least, None)
     length = 1.0 if unreached is not None else scale.length
     tries = len(RATES) if tunes and length > scale.length else len(scale.rates)
-    budget_s = enough_s(load, length, tries, began_s, place.deadline.budget_s)
+    budget_s = enough_s(load, length, tries, began_s, context.deadline.budget_s)
     return Evidence(tuple(missing), never_ran, count >= least, budget_s)
 
 

@@ -5,11 +5,11 @@ candidate.
 from dataclasses import dataclass
 from statistics import fmean
 
-from ashl.advice.candidates import Candidate, Candidates
+from ashl.advice.candidates import Candidate, Selection
 from ashl.errors import UsageError
 from ashl.run.host_time import OVERHEAD, START_S
 
-SEEDS = 3
+SEEDS = 3  # runs of each candidate after the tuning; an answer needs them of the first two
 # Latest end of the race, as a share of the budget; the remaining time is for the answer.
 RACING = 0.88
 READINGS = 200  # Evaluations of the fastest candidate's whole run, if no key of eval.* is typed.
@@ -82,24 +82,26 @@ def steps_of(own: Candidate, epoch_samples: int) -> float:
     return min((float(found) for found in (count, timed) if found is not None), default=0.0)
 
 
-def load_of(field: Candidates, step_s: float, slots: int, *, target: bool, evaluates: bool) -> Load:
+def load_of(
+    selection: Selection, step_s: float, slots: int, *, target: bool, evaluates: bool
+) -> Load:
     """Return the predicted cost of a race of these candidates.
 
     Args: step_s is host seconds of a step; target is True if runs have a target; evaluates is True
     if a key of eval.* was typed.
     """
-    epoch = len(field.host.data.train)
-    steps = fmean(steps_of(own, epoch) for own in field.candidates)
-    times = [own.plan.predicted_s for own in field.candidates if own.plan.predicted_s] or [0.0]
-    most = EVALUATING * steps * step_s / max(field.evaluation_s, 1e-6) / 2
+    epoch = len(selection.host.data.train)
+    steps = fmean(steps_of(own, epoch) for own in selection.candidates)
+    times = [own.plan.predicted_s for own in selection.candidates if own.plan.predicted_s] or [0.0]
+    most = EVALUATING * steps * step_s / max(selection.evaluation_s, 1e-6) / 2
     every_s = (
         None
         if evaluates or not all(times)
         else float(f"{min(times) / min(READINGS, max(LEAST, most)):.2g}")
     )
-    evaluated_s = field.evaluation_s * fmean(times) / every_s if every_s else 0.0
+    evaluated_s = selection.evaluation_s * fmean(times) / every_s if every_s else 0.0
     whole_s = steps * step_s * OVERHEAD + evaluated_s
-    return Load(len(field.candidates), whole_s, every_s, slots, target)
+    return Load(len(selection.candidates), whole_s, every_s, slots, target)
 
 
 def scale_of(load: Load, *, tunes: bool, left_s: float, budget_s: float) -> Scale:

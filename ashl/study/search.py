@@ -118,7 +118,7 @@ def search(
             )
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         tried = SearchRecord(asked, study, folder, make_setting, progress, typed, command)
-        with sweep.copy_to_tracker(corners, folder, str(command), console) as to_tracker:
+        with sweep.copy_to_tracker(config, folder, str(command), console) as to_tracker:
             pool = make_pool(folder, slots)
             pool = pool._replace(at_once=min(pool.at_once, slots))
             for _ in sweep.run_settings(folder, tried.choose(trials), pool, progress, to_tracker):

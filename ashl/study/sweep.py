@@ -120,7 +120,8 @@ def sweep(
         if not quiet:
             announce(console, grid, folder, len(missing))
         progress = SweepProgress(console, len(missing), quiet=quiet)
-        with copy_to_tracker(grid, folder, str(command), console) as to_tracker:
+        first = grid.settings[0].config
+        with copy_to_tracker(first, folder, str(command), console) as to_tracker:
             pool = make_pool(slots or slots_for(grid))
             contest = None
             if race:
@@ -274,10 +275,16 @@ def conclude(
 
 @contextmanager
 def copy_to_tracker(
-    grid: Grid, folder: Path, command: str, console: Console, wait_s: float = TRACKING_S
+    config: Mapping[str, Any],
+    folder: Path,
+    command: str,
+    console: Console,
+    wait_s: float = TRACKING_S,
 ) -> Generator[Callable[[Setting], None]]:
-    """Copy each run that has ended to the tracker, and the sweep at its end, in a thread."""
-    config = grid.settings[0].config
+    """Copy each run that has ended to the tracker, and the sweep at its end, in a thread.
+
+    Args: config is the configuration of any of the runs; wait_s limits the wait at the end.
+    """
     sink = construct(config["tracking"], "tracking", config["allow_targets"]).sink
     if sink == "none":
         yield lambda setting: None

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ashl.advice.advise import advise
-from ashl.advice.candidates import Candidates, select_candidates
+from ashl.advice.candidates import Selection, select_candidates
 from ashl.advice.contest import RaceContext, grid_of, rates_of, setting_of
 from ashl.advice.scale import RATES, Scale
 from ashl.config.override import command_line, key_of
@@ -88,7 +88,7 @@ def cost(folder: Path) -> tuple[float, int, int]:
 
 
 def whole_grid(
-    field: Candidates,
+    selection: Selection,
     fixed: list[str],
     every_s: float | None,
     folder: Path,
@@ -101,7 +101,7 @@ def whole_grid(
     scale = Scale(1.0, RATES, every_s)
     pairs = [
         (own, rate, seed)
-        for own in field.candidates
+        for own in selection.candidates
         for rate in rates_of(own, scale)
         for seed in seeds
         if among is None or (own.name, f"{rate:g}") in among
@@ -123,12 +123,12 @@ def whole_grid(
 
 
 def judge_left_out(
-    record: dict, times: Times, field: Candidates, fixed: list[str], folder: Path
+    record: dict, times: Times, selection: Selection, fixed: list[str], folder: Path
 ) -> tuple[str, str]:
     """Return what the advice says about leaving a worker out, and what runs without it show."""
     if (said := record.get("leave_out")) is None:
         return "nothing", ""
-    worker, n = said["worker"], field.candidates[0].plan.num_workers
+    worker, n = said["worker"], selection.candidates[0].plan.num_workers
     without = [without_entry(text, worker) for text in fixed] + [f"cluster.num_workers={n - 1}"]
     own = select_candidates(tuple(without), None, lambda done, size, name: None)
     best = sorted(times, key=lambda key: median(times[key]))
@@ -183,8 +183,8 @@ def main(clusters: list[list[str]], typed: list[str]) -> None:
                 [*fixed, f"run.dir={folder}/advice"], None, console, command=LINE, **how, quiet=True
             )
             record = jsonl.whole(folder / "advice" / "advice.json") or {}
-            field = select_candidates(tuple(fixed), None, lambda done, size, name: None)
-            times = whole_grid(field, fixed, record["scale"]["every_s"], folder / "grid")
+            selection = select_candidates(tuple(fixed), None, lambda done, size, name: None)
+            times = whole_grid(selection, fixed, record["scale"]["every_s"], folder / "grid")
             best = min(times, key=lambda key: median(times[key]))
             name, rate = record["winner"]["name"], f"{record['winner']['optimizer.lr']:g}"
             own_s, low_s, high_s = median(times[name, rate]), min(times[best]), max(times[best])
@@ -192,12 +192,17 @@ def main(clusters: list[list[str]], typed: list[str]) -> None:
             ratios = [f"{own:.0f} / {whole:.0f} = {own / whole:.2f}" for own, whole in both]
             both_again = {best, (name, rate)}
             again = whole_grid(
-                field, fixed, record["scale"]["every_s"], folder / "again", both_again, FRESH_SEEDS
+                selection,
+                fixed,
+                record["scale"]["every_s"],
+                folder / "again",
+                both_again,
+                FRESH_SEEDS,
             )
             best_s, advised_s = median(again[best]), median(again[name, rate])
             table.add_row(
                 " ".join(cluster).replace("cluster.", ""),
-                str(len(field.candidates)),
+                str(len(selection.candidates)),
                 f"{best[0]} at {best[1]}",
                 f"{low_s:.3g} .. {median(times[best]):.3g} .. {high_s:.3g} s",
                 f"{name} at {rate}",
@@ -206,7 +211,7 @@ def main(clusters: list[list[str]], typed: list[str]) -> None:
                 f"{advised_s:.3g} / {best_s:.3g} s = {advised_s / best_s:.3f}",
                 ratios[0],
                 ratios[2],
-                *judge_left_out(record, times, field, fixed, folder / "without"),
+                *judge_left_out(record, times, selection, fixed, folder / "without"),
             )
             console.print(f"{cluster}: spent {record['spent_s']:.0f} s, {record['headline']}")
             console.print(table)
