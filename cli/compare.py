@@ -71,8 +71,8 @@ def compare(
     kinds = figures.split(",") if figures else ()
     check_kinds(kinds)
     board = rank(read_study(folders), target=target, baseline=baseline)
-    beside = "" if target is None else f"-target-{target:g}"
-    report = write_report(board, out=out, command=str(typed(ctx)), beside=beside, kinds=kinds)
+    suffix = "" if target is None else f"-target-{target:g}"
+    report = write_report(board, out=out, command=str(typed(ctx)), suffix=suffix, kinds=kinds)
     show_left_out(board.left_out)
 
     def print_tables() -> None:

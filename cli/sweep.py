@@ -200,7 +200,7 @@ def whole_grid(
     any.
     """
     from ashl.config.compose import compose
-    from ashl.study.grid import alone, grid_lines, make_grid
+    from ashl.study.grid import grid_lines, make_grid
     from ashl.study.jobs import real_job_size
     from ashl.study.sweep import Counting
 
@@ -210,7 +210,7 @@ def whole_grid(
             lambda point: compose(point, config_dir),
             strict=strict,
             progress=counting.update,
-            processes=partial(real_job_size, launch=where) if where else alone,
+            processes=partial(real_job_size, launch=where),
         )
 
 

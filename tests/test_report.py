@@ -520,7 +520,7 @@ def test_what_a_race_has_dropped_is_shown_with_how_far_it_came(tmp_path) -> None
     assert board.rows[2].num_reached == 1
     times = tables.leaderboard_table(board)["time to 90.0 % accuracy"]
     assert times[2] == "5 s", "one run was still in progress at 5 s"
-    assert not board.ended_badly
+    assert not board.study.ended_badly
     assert "sync=asp seed=1 (00000005): after 4.5 s, far behind" in " ".join(
         answer_of(board).sentences
     )
@@ -568,7 +568,7 @@ def test_failed_and_diverged_runs_are_listed_and_diverged_ones_count(tmp_path) -
         "bsp": (1, 1),
         "ssp": (1, 2),
     }
-    assert sorted(out.reason for out in board.ended_badly) == ["diverged: NaN", "failed: NaN"]
+    assert sorted(out.reason for out in board.study.ended_badly) == ["diverged: NaN", "failed: NaN"]
 
 
 def test_no_run_at_all(tmp_path) -> None:

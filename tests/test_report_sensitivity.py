@@ -14,7 +14,7 @@ from tests.run_folders import write_sweep
 EXCHANGE, COMPUTE = "cluster.exchange_s", "cluster.compute"
 
 
-def ground_of(
+def winners_of(
     folder: Path, times: dict[tuple[str, ...], float | None], *keys: str
 ) -> WinnersByCluster:
     """Return runs from (sync, value of each key) -> time to target; one seed each."""
@@ -35,17 +35,17 @@ def along(values: dict[str, tuple[float, float]]) -> dict[tuple[str, ...], float
 
 
 def test_the_base_is_what_was_written_first(tmp_path) -> None:
-    ground = ground_of(
+    winners = winners_of(
         tmp_path, along({"4": (4.0, 2.0), "1": (1.0, 2.0), "16": (16.0, 2.0)}), EXCHANGE
     )
-    assert ground.base == (4,)
+    assert winners.base == (4,)
 
 
 def test_a_setting_that_never_reaches_the_target_loses(tmp_path) -> None:
     times = {("bsp", "1"): 1.0, ("ssp", "1"): 2.0, ("bsp", "4"): None, ("ssp", "4"): 2.0}
-    ground = ground_of(tmp_path, times, EXCHANGE)
-    assert [ground.winner(point) for point in ground.costs] == ["bsp", "ssp"]
-    assert winners_text(ground) == (
+    winners = winners_of(tmp_path, times, EXCHANGE)
+    assert [winners.winner(point) for point in winners.costs] == ["bsp", "ssp"]
+    assert winners_text(winners) == (
         "Of 2 clusters, bsp wins 1, ssp wins 1, by time to 90.0 % accuracy; in 2 of them the first"
         " is not separated from all others.",
         "At cluster.exchange_s = 1 (written first) bsp wins, 2.00 times as fast as ssp (not"

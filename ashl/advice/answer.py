@@ -387,8 +387,8 @@ def no_result_message(board: Leaderboard, what: str, deadline: Deadline) -> str:
 
 def write_race_report(folder: Path, command: str, selection: Selection, result: RaceAnswer) -> None:
     """Write the report: what the terminal prints, and all candidates."""
-    said = CommandAnswer(result.words, result.lines, tuple(candidate_tables(selection)))
-    write_report(result.board, folder=folder, command=command, said=said)
+    command_answer = CommandAnswer(result.words, result.lines, tuple(candidate_tables(selection)))
+    write_report(result.board, folder=folder, command=command, command_answer=command_answer)
 
 
 def show_answer(console: Console, result: RaceAnswer, folder: Path) -> None:

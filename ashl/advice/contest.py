@@ -265,7 +265,7 @@ def rank_tuned(tries: Sequence[TunedCandidate]) -> list[TunedCandidate]:
             return 3, 0.0
         if course.reached_s is not None:
             return 0, course.reached_s
-        standing = course.state_at(at_s)
+        standing = course.state_at_time(at_s)
         return (2, 0.0) if standing is None or course.failed else (1, standing.loss)
 
     return sorted(tries, key=order)

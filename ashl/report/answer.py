@@ -40,8 +40,8 @@ class CommandAnswer(NamedTuple):
 
 def answer_of(board: Leaderboard) -> Answer:
     """Return the answer of a leaderboard; of several environments, one for each."""
-    if ground := find_winners(board):
-        first, *rest = winners_text(ground)
+    if winners := find_winners(board):
+        first, *rest = winners_text(winners)
         return Answer(first, (*rest, *board.notes))
     parts = board.environments
     if len(parts) == 1:

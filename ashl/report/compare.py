@@ -22,26 +22,26 @@ def write_report(
     out: Path | None = None,
     folder: Path | None = None,
     command: str = "",
-    beside: str = "",
-    said: "CommandAnswer | None" = None,
+    suffix: str = "",
+    command_answer: "CommandAnswer | None" = None,
     kinds: Sequence[str] = (),
 ) -> Path:
     """Write the report to `out`, or into the folder of the sweep, or here, and return its path.
 
-    Args: folder stands for the sweep's folder; command is the typed command; beside is appended to
-    the names of files, so that those of another target do not replace the sweep's own; said is a
-    command's own answer; kinds are those of the figures' files.
+    Args: folder stands for the sweep's folder; command is the typed command; suffix is appended to
+    the names of files, so that those of another target do not replace the sweep's own;
+    command_answer replaces the leaderboard's answer; kinds are those of the figures' files.
     Raises: UsageError or AshlError if a file cannot be written.
     """
     from ashl.report.figures import draw_figures
     from ashl.report.page import render_page
 
-    report = out or (folder or board.study.folder or Path()) / f"report{beside}.html"
+    report = out or (folder or board.study.folder or Path()) / f"report{suffix}.html"
     drawn = draw_figures(board)
-    write_file(report, render_page(board, drawn, command, report.parent, said))
+    write_file(report, render_page(board, drawn, command, report.parent, command_answer))
     for figure, kind in product(drawn, kinds):
         stem = "-".join(re.findall("[a-z]+", figure.title.lower()))
-        file = report.with_name(f"figures{beside}") / f"{stem}.{kind}"
+        file = report.with_name(f"figures{suffix}") / f"{stem}.{kind}"
         write_file(file, figure.to_bytes(kind), make_folder=True)
     return report
 

@@ -437,31 +437,31 @@ def draw_first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None
     return drawing
 
 
-def draw_winners_map(ground: WinnersByCluster) -> Drawing:
+def draw_winners_map(winners: WinnersByCluster) -> Drawing:
     """Draw the winner on each cluster, over two properties of the cluster."""
-    measure, ((xlabel, across), (ylabel, up)) = ground.measure, ground.axes.items()
+    measure, ((xlabel, across), (ylabel, up)) = winners.measure, winners.axes.items()
     columns, lines = len(across), len(up)
     wide, high = min(110.0, (WIDTH - 370) / columns), min(62.0, 420 / lines)
-    drawing = new_drawing(max(high * lines + 70, 22 * (len(ground.wins) + 6)))
+    drawing = new_drawing(max(high * lines + 70, 22 * (len(winners.wins) + 6)))
     axes = add_axes(drawing, 90, 14, wide * columns, high * lines)
     looks, handles = dict[str, dict[str, Any]](), list[Any]()
-    letters = {name: chr(65 + k) if k < 26 else str(k) for k, name in enumerate(ground.wins)}
-    for index, (name, wins) in enumerate(ground.wins.items()):
+    letters = {name: chr(65 + k) if k < 26 else str(k) for k, name in enumerate(winners.wins)}
+    for index, (name, wins) in enumerate(winners.wins.items()):
         color = np.array(to_rgb(series_style(index)["color"]))
-        fill, lines_of = (tuple(1 - strength * (1 - color)) for strength in (0.22, 0.6))
+        fill, edge = (tuple(1 - strength * (1 - color)) for strength in (0.22, 0.6))
         hatch = HATCHES[index % len(HATCHES)]
-        looks[name] = {"facecolor": fill, "edgecolor": lines_of, "hatch": hatch, "linewidth": 0}
+        looks[name] = {"facecolor": fill, "edgecolor": edge, "hatch": hatch, "linewidth": 0}
         handles.append(
             Patch(label=shorten(f"{letters[name]}  {name} ({wins})", 230), **looks[name])
         )
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
     for (x, left), (y, below) in product(enumerate(across), enumerate(up)):
         point, shown, words = (left, below), EMPTY, "–"
-        if point in ground.costs:
-            shown = looks[ground.winner(point)]
-            words = letters[ground.winner(point)] + "?" * (not ground.sure[point])
+        if point in winners.costs:
+            shown = looks[winners.winner(point)]
+            words = letters[winners.winner(point)] + "?" * (not winners.sure[point])
             if high > 34 and wide > 44:
-                better = ground.winner_gain(point)
+                better = winners.winner_gain(point)
                 much = "{:.2f}×" if measure.ratio else "{:+.1f}"
                 factor = 1 if measure.ratio else 100
                 words += "\nalone" if better is None else "\n" + much.format(factor * better)
@@ -476,8 +476,8 @@ def draw_winners_map(ground: WinnersByCluster) -> Drawing:
     axes.hlines(range(lines + 1), 0, columns, "white", linewidth=2)
     axes.spines[:].set_visible(False)
     notes = [*MAP_NOTES]
-    if ground.base in ground.costs:
-        x, y = across.index(ground.base[0]), up.index(ground.base[1])
+    if winners.base in winners.costs:
+        x, y = across.index(winners.base[0]), up.index(winners.base[1])
         axes.add_patch(Rectangle((x, y), 1, 1, fill=False, edgecolor=INK, zorder=4, linewidth=2.2))
         notes.append("framed: the values written first")
     handles += [Patch(alpha=0, label=note) for note in notes]
@@ -485,14 +485,14 @@ def draw_winners_map(ground: WinnersByCluster) -> Drawing:
     return drawing
 
 
-def draw_winners_lines(ground: WinnersByCluster) -> Drawing:
+def draw_winners_lines(winners: WinnersByCluster) -> Drawing:
     """Draw each contestant's outcome over one property."""
-    measure, (name,) = ground.measure, ground.axes
+    measure, (name,) = winners.measure, winners.axes
     unit = f", {measure.unit}" if measure.unit else "" if measure.ratio else ", %"
     factor = 100.0 if unit == ", %" else 1.0
     sign = factor if measure.lower_is_better else -factor
-    at = [place for (place,) in ground.costs]
-    costs = sign * pd.DataFrame(ground.costs.values(), at, [*ground.wins])
+    at = [place for (place,) in winners.costs]
+    costs = sign * pd.DataFrame(winners.costs.values(), at, [*winners.wins])
     costs = costs.replace([math.inf, -math.inf], math.nan)
     drawing = new_drawing(360)
     axes = add_axes(drawing, 90, 14, WIDTH - 370, 290)
@@ -524,9 +524,11 @@ def draw_figures(board: Leaderboard) -> list[Figure]:
     metric = first_metric([run for row in drawn for run in row.runs])
     found: list[tuple[str, Sequence[Row], Drawing | None, str]] = []
     with report_style():
-        if ground := find_winners(board):
-            wins = draw_winners_map(ground) if len(ground.axes) == 2 else draw_winners_lines(ground)
-            note = f"By {ground.measure.title}" + ", medians over seeds" * seeds + "."
+        if winners := find_winners(board):
+            wins = (
+                draw_winners_map(winners) if len(winners.axes) == 2 else draw_winners_lines(winners)
+            )
+            note = f"By {winners.measure.title}" + ", medians over seeds" * seeds + "."
             found += [("Who wins where", (), wins, note)]
         found += [("Against time", drawn, draw_curves(main, drawn, "time_s", *metric), lines)]
         if len(main.rows) == 1 and metric[0] != "train/loss":

@@ -80,7 +80,7 @@ class Row:
         return any(run.dropped for run in self.runs)
 
     @property
-    def slower_by(self) -> float | None:
+    def pace_excess(self) -> float | None:
         """The share by which the slowest run was slower than declared; None if at most `LATE`."""
         paces = [(run.summary.get("pace") or {}).get("slower_by") or 0.0 for run in self.runs]
         return max(paces) if max(paces) > LATE else None
@@ -115,11 +115,6 @@ class Leaderboard:
     left_out: tuple[LeftOut, ...]  # from the study, and runs whose evaluations cannot be read
 
     @cached_property
-    def ended_badly(self) -> tuple[LeftOut, ...]:
-        """The runs that failed, diverged or were interrupted."""
-        return ended_badly(self.study)
-
-    @cached_property
     def common(self) -> str:
         """The settings that all runs share."""
         return common_settings(self.study)
@@ -127,7 +122,7 @@ class Leaderboard:
     @property
     def ranked_rows(self) -> tuple[Row, ...]:
         """The rows whose runs kept the declared speed, or all rows if none did."""
-        return tuple(row for row in self.rows if row.slower_by is None) or self.rows
+        return tuple(row for row in self.rows if row.pace_excess is None) or self.rows
 
     def rank(self, row: Row) -> str:
         """Return the rank within the row's environment, from 1; a dash if the row is not ranked."""
@@ -217,7 +212,7 @@ def rank(
     axes, settings = settings_of(study)
     counted = [run for setting in settings for run in setting.by_seed().values()]
     if not counted:
-        first = ended_badly(study)[0]
+        first = study.ended_badly[0]
         raise UsageError(f"no run has finished; the first: {first.name}: {first.reason}.")
     asked = target_of(counted, target) if own_target else None
     recomputed = target is not None
@@ -304,7 +299,7 @@ def _with_baseline(
         best = row.best_accuracy or 0.0
         middle = measure.order(row.spread.middle)
         last = dropped_last and row.was_dropped
-        return row.slower_by is not None, last, middle, -row.num_reached / len(row.values), -best
+        return row.pace_excess is not None, last, middle, -row.num_reached / len(row.values), -best
 
     ranked = sorted(grid, key=order)
     place = usual_baseline([row.setting.runs[0].config for row in grid])
@@ -326,19 +321,8 @@ def _with_baseline(
     return tuple(rows)
 
 
-def ended_badly(study: Study) -> tuple[LeftOut, ...]:
-    """Return the runs that did not finish and that no race stopped, with the reason."""
-    found = []
-    for run in study.runs:
-        status, why = run.summary["status"], str(run.summary.get("exit_reason") or "")
-        if status != "finished" and not run.dropped:
-            reason = ": ".join(filter(None, [status, " ".join(why.split())]))
-            found.append(LeftOut(str(run.folder), reason))
-    return tuple(found)
-
-
 def _pace_note(rows: Sequence[Row]) -> Iterable[str]:
-    slow = [row.slower_by for row in rows if row.slower_by is not None]
+    slow = [row.pace_excess for row in rows if row.pace_excess is not None]
     if slow:
         effect = "they show what this machine could do, not that cluster"
         yield (

@@ -33,7 +33,7 @@ class Target(NamedTuple):
     metric: tuple[float, str, bool] | None = None
     hold: int = 1
 
-    def is_reached_by(self, row: Mapping[str, Any]) -> bool:
+    def is_met(self, row: Mapping[str, Any]) -> bool:
         """Return True if this evaluation reaches a bound."""
         if is_at_least(row.get("test/acc"), self.accuracy):
             return True
@@ -171,7 +171,7 @@ def time_reached(run: Run, target: Target) -> tuple[float, float]:
     """
     held, before = 0, 0.0
     for row in run.metrics:
-        held = held + 1 if target.is_reached_by(row) else 0
+        held = held + 1 if target.is_met(row) else 0
         if held == target.hold:
             return row["time_s"], before
         before = row["time_s"]

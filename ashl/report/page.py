@@ -26,12 +26,12 @@ def render_page(
     figures: Sequence[Figure],
     command: str,
     home: Path,
-    said: CommandAnswer | None,
+    command_answer: CommandAnswer | None,
 ) -> str:
     """Return the whole page with these figures.
 
-    Args: command is the typed command; home is the folder of the page; said is None if the answer
-    is that of the leaderboard.
+    Args: command is the typed command; home is the folder of the page; command_answer replaces the
+    leaderboard's answer.
     """
     from jinja2 import Environment, PackageLoader
 
@@ -50,7 +50,7 @@ def render_page(
     return template.get_template("report.html.jinja").render(
         title=f"ashl: {counted if len(study.runs) > 1 else 'one run'}",
         board=board,
-        said=said or CommandAnswer(answer_of(board)),
+        command_answer=command_answer or CommandAnswer(answer_of(board)),
         figures=figures,
         titles=[*texts],
         words=WORDS,
@@ -60,7 +60,7 @@ def render_page(
         method=explain_columns(board) + exported,
         stragglers=stragglers(board),
         lists=(
-            ("Ended badly", board.ended_badly),
+            ("Ended badly", board.study.ended_badly),
             ("Left out", board.left_out),
             ("Dropped by racing", study.dropped),
             ("Skipped points of the grid", study.skipped),

@@ -150,6 +150,17 @@ class Study:
     sweep: Mapping[str, Any] | None
     folder: Path | None  # folder of the sweep
 
+    @cached_property
+    def ended_badly(self) -> tuple[LeftOut, ...]:
+        """The runs that failed, diverged or were interrupted, except by a race."""
+        found = []
+        for run in self.runs:
+            status, why = run.summary["status"], str(run.summary.get("exit_reason") or "")
+            if status != "finished" and not run.dropped:
+                reason = ": ".join(filter(None, [status, " ".join(why.split())]))
+                found.append(LeftOut(str(run.folder), reason))
+        return tuple(found)
+
 
 def read_study(paths: Sequence[Path]) -> Study:
     """Return the runs in these folders.
@@ -166,38 +177,42 @@ def read_study(paths: Sequence[Path]) -> Study:
     skipped: list[LeftOut] = []
     dropped: list[LeftOut] = []
     sweep = None
-    paths = [inside for path in paths for inside in find_folders(path)]
+    paths = [folder for path in paths for folder in find_folders(path)]
     for path in paths:
         children: list[Child] = [(path, "", {}, "")]
-        gone: dict[str, str] = {}
+        reasons: dict[str, str] = {}  # of settings that a race dropped, by hash
         if (path / SWEEP).exists():
             try:
-                sweep, children, gone, pointless = read_sweep(path)
+                sweep, children, reasons, skipped_points = read_sweep(path)
             except BrokenRecordError as error:
                 left_out.append(LeftOut(str(path), str(error)))
                 continue
-            skipped += pointless
+            skipped += skipped_points
         for folder, digest, axes, label in children:
-            if digest in gone:
+            if digest in reasons:
                 named = " ".join(f"{key}={value}" for key, value in axes.items())
-                dropped.append(LeftOut(f"{named} ({digest})", gone[digest]))
+                dropped.append(LeftOut(f"{named} ({digest})", reasons[digest]))
             try:
                 run = read_run(folder, digest, axes, label)
                 runs[folder.resolve()] = replace(
-                    run, dropped=digest in gone and run.summary["status"] == "interrupted"
+                    run, dropped=digest in reasons and run.summary["status"] == "interrupted"
                 )
             except BrokenRecordError as error:
-                left_out += [] if digest in gone else [LeftOut(str(folder), str(error))]
+                left_out += [] if digest in reasons else [LeftOut(str(folder), str(error))]
     if not runs:
-        what = (
-            "; ".join(f"{out.name}: {out.reason}" for out in left_out[:3]) or "the sweep has none"
-        )
+        why = "; ".join(f"{out.name}: {out.reason}" for out in left_out[:3]) or "the sweep has none"
         raise UsageError(
-            f"There is no finished run to read ({what}); run `ashl train` or `ashl sweep`."
+            f"There is no finished run to read ({why}); run `ashl train` or `ashl sweep`."
         )
-    one = len(paths) == 1 and sweep is not None
-    everything = (tuple(runs.values()), tuple(left_out), tuple(skipped), tuple(dropped))
-    return Study(*everything, sweep if one else None, paths[0] if one else None)
+    is_one_sweep = len(paths) == 1 and sweep is not None
+    return Study(
+        runs=tuple(runs.values()),
+        left_out=tuple(left_out),
+        skipped=tuple(skipped),
+        dropped=tuple(dropped),
+        sweep=sweep if is_one_sweep else None,
+        folder=paths[0] if is_one_sweep else None,
+    )
 
 
 def find_folders(path: Path) -> list[Path]:
@@ -230,14 +245,14 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Child], dict[str, str],
             axes = {str(key): str(value) for key, value in (setting.get("axes") or {}).items()}
             label = str(setting.get("label") or "")
             children.append((path / place, str(setting.get("hash") or place), axes, label))
-        gone = {str(drop["hash"]): _drop_reason(drop) for drop in sweep.get("dropped") or ()}
+        reasons = {str(drop["hash"]): _drop_reason(drop) for drop in sweep.get("dropped") or ()}
         points = [
             (" ".join(point.get("overrides") or ()), point.get("reason"))
             for point in sweep.get("skipped") or ()
         ]
     except (TypeError, ValueError, AttributeError, KeyError):
         raise BrokenRecordError("sweep.json is broken") from None
-    return sweep, children, gone, [LeftOut(name, str(reason)) for name, reason in points]
+    return sweep, children, reasons, [LeftOut(name, str(reason)) for name, reason in points]
 
 
 def _drop_reason(drop: Mapping[str, Any]) -> str:

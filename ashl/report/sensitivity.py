@@ -88,28 +88,28 @@ def as_number(written: str) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def winners_text(ground: WinnersByCluster) -> tuple[str, ...]:
+def winners_text(winners: WinnersByCluster) -> tuple[str, ...]:
     """Return sentences: the wins of each setting, and the winner at the base."""
-    wins = [f"{name} wins {count}" for name, count in ground.wins.items() if count]
-    unsure = [*ground.sure.values()].count(False)
+    wins = [f"{name} wins {count}" for name, count in winners.wins.items() if count]
+    unsure = [*winners.sure.values()].count(False)
     more = f"; in {unsure} of them the first is not separated from all others" if unsure else ""
-    by = f"by {ground.measure.title}{more}."
-    sentences = [f"Of {len(ground.costs)} clusters, {', '.join(wins)}, {by}"]
-    if ground.base in ground.costs:
-        pairs = zip(ground.axes, ground.base, strict=True)
+    by = f"by {winners.measure.title}{more}."
+    sentences = [f"Of {len(winners.costs)} clusters, {', '.join(wins)}, {by}"]
+    if winners.base in winners.costs:
+        pairs = zip(winners.axes, winners.base, strict=True)
         where = " and ".join(f"{name} = {value:g}" for name, value in pairs)
-        sure = "" if ground.sure[ground.base] else " (not separated)"
-        won = f"{ground.winner(ground.base)} wins{margin_text(ground)}{sure}"
+        sure = "" if winners.sure[winners.base] else " (not separated)"
+        won = f"{winners.winner(winners.base)} wins{margin_text(winners)}{sure}"
         sentences.append(f"At {where} (written first) {won}.")
     return tuple(sentences)
 
 
-def margin_text(ground: WinnersByCluster) -> str:
+def margin_text(winners: WinnersByCluster) -> str:
     """Return the lead of the winner at the base, as the end of a clause."""
-    _, *others = ground.costs[ground.base]
-    better = ground.winner_gain(ground.base)
+    _, *others = winners.costs[winners.base]
+    better = winners.winner_gain(winners.base)
     if not others:
         return ", alone"
     if better is None:
         return f", the only one that got there ({others[0]} did not)"
-    return f", {ground.measure.gain_text(better)} {others[0]}"
+    return f", {winners.measure.gain_text(better)} {others[0]}"

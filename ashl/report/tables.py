@@ -89,7 +89,7 @@ def cells(board: Leaderboard, row: Row, base: Row | None, metrics: Sequence[str]
         "between": interval_cell(row, measure),
         "reached" if measure.is_time else "seeds": reached,
         "against": effect_cell(row, base, measure),
-        "pace lost": "" if row.slower_by is None else percent(row.slower_by, 0),
+        "pace lost": "" if row.pace_excess is None else percent(row.pace_excess, 0),
         "accuracy": accuracy,
     }
     for name in metrics:
@@ -175,10 +175,10 @@ def print_leaderboard(console: Console, board: Leaderboard, *, top: int = 20) ->
     ]
     for note in filter(None, notes):
         console.print(Text(note, style="dim"))
-    for out in board.ended_badly[:MAX_NAMED]:
+    for out in board.study.ended_badly[:MAX_NAMED]:
         console.print(Text(f"ended badly: {out.name} {out.reason}", "yellow"), soft_wrap=True)
-    if len(board.ended_badly) > MAX_NAMED:
-        others = f"and {len(board.ended_badly) - MAX_NAMED} more"
+    if len(board.study.ended_badly) > MAX_NAMED:
+        others = f"and {len(board.study.ended_badly) - MAX_NAMED} more"
         console.print(Text(others, "yellow"))
 
 
@@ -207,7 +207,7 @@ def document(board: Leaderboard) -> dict[str, Any]:
             }
             for row in board.rows
         ],
-        "ended_badly": [asdict(out) for out in board.ended_badly],
+        "ended_badly": [asdict(out) for out in board.study.ended_badly],
         "left_out": [asdict(out) for out in board.left_out],
         "dropped": [asdict(out) for out in board.study.dropped],
     }

@@ -81,9 +81,8 @@ class PublishedTable:
     measured: bool  # False if the source simulated its figures
     assumptions: tuple[str, ...]
     settings: tuple[str, ...]
-    model_bytes: Positive | None = (
-        None  # bytes of one exchanged model; None = exchange_s is declared
-    )
+    # bytes of one exchanged model; None = exchange_s is declared
+    model_bytes: Positive | None = None
     points: tuple[PublishedPoint, ...]
 
 
@@ -180,14 +179,14 @@ def predict_table(table: PublishedTable) -> list[Prediction]:
 def predict_point(table: PublishedTable, point: PublishedPoint) -> float:
     """Return the prediction of a point in the published unit."""
     common = (*WORKLOAD, *table.settings, *point.settings)
-    seen = simulate((*common, *point.method), table.model_bytes)
+    observed = simulate((*common, *point.method), table.model_bytes)
     match point.quantity:
         case "compute_share":
-            value = compute_share(seen.own, point.window)
+            value = compute_share(observed.own, point.window)
         case "exchange_s":
-            value = fmean(exchange_ns(round) for round in seen.own) / 1e9
+            value = fmean(exchange_ns(round) for round in observed.own) / 1e9
         case "steps_per_s":
-            value = seen.steps_per_s
+            value = observed.steps_per_s
     if point.against:
         value /= simulate((*common, *point.against), table.model_bytes).steps_per_s
     return value * point.scale
@@ -205,10 +204,10 @@ def simulate(settings: tuple[str, ...], model_bytes: float | None) -> RoundObser
             if cluster[name] is not None
         }
         config = {**config, "cluster": {**cluster, **slower}}
-    plan, seen = compile_plan(config), RoundObserver()
+    plan, observer = compile_plan(config), RoundObserver()
     assert 4 * plan.num_params == MODEL_BYTES
-    observe(plan, assemble(plan, HOST), seen)
-    return seen
+    observe(plan, assemble(plan, HOST), observer)
+    return observer
 
 
 def compute_ns(own: Round) -> int:
@@ -278,9 +277,7 @@ def show(points: Sequence[Prediction], console: Console) -> None:
 
 
 def summary_of(points: Sequence[Prediction]) -> tuple[str, ...]:
-    """Return the number of points, their median error, the share of near ones, and the formula's
-    median error on the points that have one.
-    """
+    """Return number, median error and share of near points, and the formula's median error."""
     formula = [abs(point.formula_error) for point in points if point.formula_error is not None]
     return (
         str(len(points)),

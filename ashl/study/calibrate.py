@@ -61,7 +61,6 @@ DEFAULTS = ("schedule=single", "optimizer.lr=0.01", "eval.every_commits=10000000
 REAL_CLUSTER = ("cluster=real", "cluster.num_workers=2")
 LEAST_ROUNDS = 12  # rounds of every worker in one run
 
-
 Row = dict[str, Any]  # the predicted and the measured times of a combination, and the error
 
 
@@ -294,14 +293,18 @@ def bootstrap_interval(errors: Sequence[float]) -> tuple[float, float]:
 
 def table_of(rows: Sequence[Row]) -> Table:
     """Return predicted beside measured times."""
-    columns = {
-        "combination": lambda row: row["name"],
-        "steps": lambda row: number(row["steps"]),
-        "predicted": lambda row: seconds(row["predicted_s"]),
-        "measured": lambda row: seconds(row["measured_s"]),
-        "error": lambda row: f"{row['error']:+.1%}",
-        "waiting predicted": lambda row: percent(row["predicted_wait_share"]),
-        "waiting measured": lambda row: percent(row["measured_wait_share"]),
-    }
-    cells = [[cell(row) for cell in columns.values()] for row in rows]
-    return plain_table([*columns], cells, left=("combination",))
+    titles = ("combination", "steps", "predicted", "measured", "error")
+    titles += ("waiting predicted", "waiting measured")
+    cells = [
+        (
+            row["name"],
+            number(row["steps"]),
+            seconds(row["predicted_s"]),
+            seconds(row["measured_s"]),
+            f"{row['error']:+.1%}",
+            percent(row["predicted_wait_share"]),
+            percent(row["measured_wait_share"]),
+        )
+        for row in rows
+    ]
+    return plain_table(titles, cells, left=("combination",))

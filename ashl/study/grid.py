@@ -16,12 +16,9 @@ from ashl.planning.compile_plan import compile_plan
 
 MAX_POINTS = 10_000
 
-# Returns the number of processes of the job that will run this configuration; None without a job.
+# Returns the number of processes of the job that will run this configuration. None = there is no
+# job, and a run starts its processes itself.
 Processes = Callable[[dict[str, Any]], int | None]
-
-
-def alone(config: dict[str, Any]) -> None:
-    """Return None: there is no job, so a run starts its processes itself."""
 
 
 class Line(NamedTuple):
@@ -160,7 +157,7 @@ def make_grid(
     *,
     strict: bool = False,
     progress: Callable[[int, int], None] = lambda done, size: None,
-    processes: Processes = alone,
+    processes: Processes = lambda config: None,
 ) -> Grid:
     """Compose and plan every point; a point that cannot run is skipped with its reason.
 
@@ -247,7 +244,7 @@ def check_point(
     point: tuple[str, ...],
     compose: Callable[[Sequence[str]], dict[str, Any]],
     plans: dict[str, Plan | UsageError],
-    processes: Processes = alone,
+    processes: Processes = lambda config: None,
     reasons: dict[str, str] | None = None,
     drops: type[UnusedKeyError] = UnusedKeyError,
 ) -> tuple[tuple[str, ...], dict[str, Any], Plan]:

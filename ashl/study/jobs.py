@@ -148,9 +148,9 @@ def run_on_hosts(job: Job, launch: Launch, config_dir: Path | None) -> int:
     raise AshlError(f"the records of this run are not on the first host either, in {launch.folder}")
 
 
-def real_job_size(config: dict[str, Any], launch: Launch) -> int | None:
-    """Return `job_size`; None for a run in virtual time, which needs no hosts."""
-    return None if is_virtual(config) else job_size(config, launch)
+def real_job_size(config: dict[str, Any], launch: Launch | None) -> int | None:
+    """Return `job_size`; None without a launch, and for virtual time, which needs no hosts."""
+    return None if launch is None or is_virtual(config) else job_size(config, launch)
 
 
 def fetch_run_folder(launch: Launch, run_dir: Path) -> bool:

@@ -63,7 +63,7 @@ class LearningCurve(NamedTuple):
     def now_s(self) -> float:
         return self.times[-1] if self.times else 0.0
 
-    def state_at(self, time_s: float) -> RunState | None:
+    def state_at_time(self, time_s: float) -> RunState | None:
         """Return the state at `time_s`; None if the run has not come so far or has no evaluation
         before.
 
@@ -74,12 +74,12 @@ class LearningCurve(NamedTuple):
         if not self.times or self.times[0] > time_s or (not self.ended and self.now_s < time_s):
             return None
         reached = self.reached_s is not None and self.reached_s <= time_s
-        return RunState(
-            self.losses[bisect_right(self.times, time_s) - 1], self.reached_s if reached else None
-        )
+        loss = self.losses[bisect_right(self.times, time_s) - 1]
+        return RunState(loss, self.reached_s if reached else None)
 
 
 CurvesBySeed = Mapping[int, LearningCurve]  # a setting's runs that have begun, by seed
+Verdict = tuple[float, str]  # when a setting is dropped [s], and why
 
 
 def comparison_times(horizon_s: float) -> list[float]:
@@ -88,27 +88,28 @@ def comparison_times(horizon_s: float) -> list[float]:
 
 
 def settings_to_drop(
-    field: Mapping[str, CurvesBySeed], horizon_s: float, seeds: int, protected: Collection[str]
-) -> dict[str, tuple[float, str]]:
+    curves: Mapping[str, CurvesBySeed], horizon_s: float, seeds: int, protected: Collection[str]
+) -> dict[str, Verdict]:
     """Return the settings to drop now, with the time and the reason.
 
-    Args: seeds is the number of runs of a setting; stays are the settings that are never dropped.
+    Args: curves has the runs of each setting; seeds is the number of runs of a setting; protected
+    are the settings that are never dropped.
     """
-    found, near = dict[str, tuple[float, str]](), near_first(field)
-    for name, own in field.items():
+    verdicts, near = dict[str, Verdict](), near_first(curves)
+    for name, own in curves.items():
         if name in protected or not own:
             continue
         failed = [run.now_s for run in own.values() if run.failed]
-        verdict = (
-            (max(failed), "diverged or failed") if failed else verdict_by_target(field, name, seeds)
-        )
+        if failed:
+            verdict = max(failed), "diverged or failed"
+        else:
+            verdict = verdict_by_target(curves, name, seeds)
         for at_s in comparison_times(horizon_s) if name not in near else ():
-            verdict = verdict or verdict_by_loss(
-                field, name, at_s, at_s <= horizon_s / 2, seeds == 1
-            )
+            decides = seeds == 1 and at_s > horizon_s / 2
+            verdict = verdict or verdict_by_loss(curves, name, at_s, one_seed_decides=decides)
         if verdict:
-            found[name] = verdict
-    return found
+            verdicts[name] = verdict
+    return verdicts
 
 
 def rank_of(runs: Sequence[RunState]) -> tuple[float, float]:
@@ -121,13 +122,13 @@ def rank_of(runs: Sequence[RunState]) -> tuple[float, float]:
     return 0, statistics.median(run.reached_s or 0.0 for run in runs)
 
 
-def near_first(field: Mapping[str, CurvesBySeed]) -> set[str]:
+def near_first(curves: Mapping[str, CurvesBySeed]) -> set[str]:
     """Return the settings that were first at the target with some seed, or within `PATIENCE` of
     the first.
     """
     found = set[str]()
-    for seed in {seed for runs in field.values() for seed in runs}:
-        reached = {name: runs[seed].reached_s for name, runs in field.items() if seed in runs}
+    for seed in {seed for runs in curves.values() for seed in runs}:
+        reached = {name: runs[seed].reached_s for name, runs in curves.items() if seed in runs}
         times = {name: time_s for name, time_s in reached.items() if time_s is not None}
         found |= {
             name for name, time_s in times.items() if time_s <= PATIENCE * min(times.values())
@@ -135,18 +136,16 @@ def near_first(field: Mapping[str, CurvesBySeed]) -> set[str]:
     return found
 
 
-def verdict_by_target(
-    field: Mapping[str, CurvesBySeed], name: str, seeds: int
-) -> tuple[float, str] | None:
-    """Return the reason if another setting reached the target with these seeds long ago, and
-    this one has not.
+def verdict_by_target(curves: Mapping[str, CurvesBySeed], name: str, seeds: int) -> Verdict | None:
+    """Return a verdict if another setting reached the target with these seeds long ago, and this
+    one has not.
     """
-    own = field[name]
-    others = [runs for other, runs in field.items() if other != name]
-    reached = list[float]()
-    for runs in others:
+    own = curves[name]
+    reached = list[float]()  # of each other setting that did with all these seeds: the latest time
+    for other, runs in curves.items():
         times = [runs[seed].reached_s or math.inf for seed in own if seed in runs]
-        reached += [max(times)] if len(times) == len(own) and max(times) < math.inf else []
+        if other != name and len(times) == len(own) and max(times) < math.inf:
+            reached.append(max(times))
     if not reached:
         return None
     latest_s = min(reached) * (TWICE if len(own) < min(2, seeds) else PATIENCE)
@@ -160,31 +159,35 @@ def verdict_by_target(
 
 
 def verdict_by_loss(
-    field: Mapping[str, CurvesBySeed], name: str, at_s: float, early: bool, alone: bool
-) -> tuple[float, str] | None:
-    """Return why this setting is clearly inferior at this time; None if it is not, or if this is
-    unknown.
+    curves: Mapping[str, CurvesBySeed], name: str, at_s: float, *, one_seed_decides: bool
+) -> Verdict | None:
+    """Return a verdict if this setting is clearly inferior at this time, as far as is known.
+
+    Args: one_seed_decides is True if a higher loss than the best setting's is enough.
     """
-    standings = {
-        n: {s: at for s, run in runs.items() if (at := run.state_at(at_s))}
-        for n, runs in field.items()
+    states = {
+        other: {seed: state for seed, run in runs.items() if (state := run.state_at_time(at_s))}
+        for other, runs in curves.items()
     }
-    own = standings[name]
-    peers = {
-        n: [at[s] for s in own] for n, at in standings.items() if own and own.keys() <= at.keys()
-    }
-    order = sorted(peers, key=lambda n: rank_of(peers[n]))
-    safe = order[: math.ceil(len(order) * KEPT)]
-    if not own or name in safe or all(run.reached_s for run in own.values()):
+    own = states[name]
+    if not own or all(state.reached_s for state in own.values()):
         return None
-    best = field[order[0]]
-    before = [best[s].state_at(at_s / 2) for s in own]
-    gaps = [at.loss - then.loss for at, then in zip(own.values(), before, strict=True) if then]
+    peers = {
+        other: [known[seed] for seed in own]
+        for other, known in states.items()
+        if own.keys() <= known.keys()
+    }
+    order = sorted(peers, key=lambda other: rank_of(peers[other]))
+    if name in order[: math.ceil(len(order) * KEPT)]:
+        return None
+    best = curves[order[0]]
+    before = [best[seed].state_at_time(at_s / 2) for seed in own]
+    gaps = [now.loss - then.loss for now, then in zip(own.values(), before, strict=True) if then]
     if len(gaps) == len(own) and min(gaps) > 0:
         more = statistics.fmean(gaps)
         return at_s, f"loss higher by {more:.3g} than the best had in half the time"
-    gap = sum(at.loss for at in own.values()) - sum(at.loss for at in peers[order[0]])
-    if alone and not early and 0 < gap < math.inf:
+    gap = sum(state.loss for state in own.values()) - sum(state.loss for state in peers[order[0]])
+    if one_seed_decides and 0 < gap < math.inf:
         return at_s, f"loss higher by {gap:.3g}, with one seed"
     return None
 
@@ -193,8 +196,9 @@ class Race:
     """The state of a race in a folder.
 
     Args: dropped is the list of `sweep.json`: settings that an earlier race in this folder dropped
-    stay dropped; stays is the label of the setting that the others are compared with; seeds is the
-    number of seeds that each setting will have, if the grid does not contain all of them yet.
+    stay dropped; protected is the label of a setting that is never dropped; report prints a line;
+    seeds is the number of seeds that each setting will have, if the grid does not contain all of
+    them yet.
     """
 
     def __init__(
@@ -203,18 +207,16 @@ class Race:
         folder: Path,
         dropped: list[dict[str, Any]],
         protected: str,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         seeds: int = 1,
     ) -> None:
-        self.dropped, self.say = dropped, say
-        self.dropped_hashes = {
-            str(entry["hash"]) for entry in dropped
-        }  # hashes of runs that need not run
-        self.by_label: dict[str, list[Setting]] = {}  # by label
+        self.dropped, self.report = dropped, report
+        self.dropped_hashes = {str(entry["hash"]) for entry in dropped}
+        self.by_label: dict[str, list[Setting]] = {}  # the runs of a setting, one for each seed
         for setting in settings:
             self.by_label.setdefault(label(setting, without="seed"), []).append(setting)
         before = {label(s, without="seed") for s in settings if s.hash in self.dropped_hashes}
-        self.stays = {protected, *before}
+        self.protected = {protected, *before}  # and those that are dropped already
         self.seeds = max(seeds, *map(len, self.by_label.values()))
         self.curve_readers = {s.hash: CurveReader(folder / s.hash, s.config) for s in settings}
         self.longest_s = max(setting.predicted_s or 0.0 for setting in settings)
@@ -225,37 +227,38 @@ class Race:
 
         So the baseline's result with a seed is known before the others run with it.
         """
-        teams = sorted(self.by_label.items(), key=lambda item: item[0] not in self.stays)
-        return [team[k] for k in range(self.seeds) for _, team in teams if k < len(team)]
+        by_label = sorted(self.by_label.items(), key=lambda item: item[0] not in self.protected)
+        return [runs[k] for k in range(self.seeds) for _, runs in by_label if k < len(runs)]
 
     def judge(self) -> None:
         """Read the progress of all runs, and drop the settings that it rules out."""
-        courses = {digest: seen.read_curve() for digest, seen in self.curve_readers.items()}
-        known = {digest: course for digest, course in courses.items() if course}
-        over = {digest for digest, course in known.items() if course.ended}
-        field = {
-            name: {s.config["seed"]: known[s.hash] for s in team if s.hash in known}
-            for name, team in self.by_label.items()
+        read = {digest: reader.read_curve() for digest, reader in self.curve_readers.items()}
+        known = {digest: curve for digest, curve in read.items() if curve}
+        ended = {digest for digest, curve in known.items() if curve.ended}
+        curves = {
+            name: {s.config["seed"]: known[s.hash] for s in runs if s.hash in known}
+            for name, runs in self.by_label.items()
         }
-        done = {name for name, team in self.by_label.items() if {s.hash for s in team} <= over}
-        horizon_s = self.longest_s or max((run.now_s for run in known.values()), default=0.0)
-        found = settings_to_drop(field, horizon_s, self.seeds, self.stays | done)
-        for name, (at_s, reason) in found.items():
-            for digest in [s.hash for s in self.by_label[name] if s.hash not in over]:
-                reached_s = at_s if digest in known else 0.0
-                self.dropped.append({"hash": digest, "at_s": reached_s, "reason": reason})
+        done = {name for name, runs in self.by_label.items() if {s.hash for s in runs} <= ended}
+        horizon_s = self.longest_s or max((curve.now_s for curve in known.values()), default=0.0)
+        verdicts = settings_to_drop(curves, horizon_s, self.seeds, self.protected | done)
+        for name, (at_s, reason) in verdicts.items():
+            for digest in [s.hash for s in self.by_label[name] if s.hash not in ended]:
+                dropped_s = at_s if digest in known else 0.0
+                self.dropped.append({"hash": digest, "at_s": dropped_s, "reason": reason})
                 self.dropped_hashes.add(digest)
-            self.stays.add(name)
-            self.show_line(f"dropped {name}: {reason}")
+            self.protected.add(name)
+            self.report(f"dropped {name}: {reason}")
 
 
 class CurveReader:
     """A reader of the metrics of a run that may still be writing them."""
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        self.path, self.row = path, dict[str, Any]()  # the latest metrics
-        self._offset = 0
+        self.path = path
+        self.row: dict[str, Any] = {}  # the latest metrics
         self.loss = "test/loss" if config["stop"]["target_loss"] is None else "train/loss"
+        self._offset = 0
         self.times: list[float] = []
         self.losses: list[float] = []
         self.last: LearningCurve | None = None

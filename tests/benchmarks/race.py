@@ -130,7 +130,7 @@ def by_halving(make: Callable[[], BasePruner], teams: Teams, horizon_s: float) -
             run, trial = teams[name][seed], study.ask()
             pruned_s = math.inf
             for number, at_s in enumerate(comparison_times(horizon_s)):
-                found = run.course.state_at(at_s)
+                found = run.course.state_at_time(at_s)
                 if found is None:
                     continue
                 trial.report(value(found, horizon_s), number)
@@ -155,7 +155,7 @@ def by_wilcoxon(make: Callable[[], BasePruner], teams: Teams, horizon_s: float) 
         for order, run in enumerate(teams[name].values()):
             pruned_s = math.inf
             for number, at_s in enumerate(times):
-                if (found := run.course.state_at(at_s)) is None:
+                if (found := run.course.state_at_time(at_s)) is None:
                     continue
                 trial.report(value(found, horizon_s), order * len(times) + number)
                 if name != baseline and trial.should_prune():

@@ -51,12 +51,12 @@ def test_moments_lead_up_to_the_longest_run() -> None:
 
 def test_how_a_run_stands() -> None:
     going = course(4.0, 3.0, now_s=8.0, ended=False)
-    assert going.state_at(5.0) == RunState(4.0, None)
-    assert going.state_at(9.0) is None, "it has not come so far"
-    assert going.state_at(3.0) is None, "nobody has looked yet"
+    assert going.state_at_time(5.0) == RunState(4.0, None)
+    assert going.state_at_time(9.0) is None, "it has not come so far"
+    assert going.state_at_time(3.0) is None, "nobody has looked yet"
     done = course(4.0, 3.0, now_s=8.0, reached_s=8.0)
-    assert done.state_at(20.0) == RunState(3.0, 8.0)
-    assert done.state_at(7.0) == RunState(4.0, None)
+    assert done.state_at_time(20.0) == RunState(3.0, 8.0)
+    assert done.state_at_time(7.0) == RunState(4.0, None)
 
 
 def test_twice_as_slow_is_dropped_and_a_close_one_is_not() -> None:
