@@ -254,7 +254,7 @@ def predict_load(selection: Selection, context: RaceContext) -> Load:
 def choose_and_save_scale(load: Load, context: RaceContext, *, tunes: bool) -> Scale:
     """Choose the size of the race, and write it to the folder for the same command."""
     scale, path = choose_scale(load, context, tunes=tunes), context.folder / FILE
-    before = jsonl.whole(path) or {}  # an earlier answer stays until there is another
+    before = jsonl.read_json(path) or {}  # an earlier answer stays until there is another
     jsonl.write_json(path, {**before, "schema": 1, "scale": asdict(scale)})
     return scale
 
@@ -266,7 +266,7 @@ def choose_scale(load: Load, context: RaceContext, *, tunes: bool) -> Scale:
 
     Raises: UsageError if not even one run fits into the budget.
     """
-    before, known = None, (jsonl.whole(context.folder / FILE) or {}).get("scale")
+    before, known = None, (jsonl.read_json(context.folder / FILE) or {}).get("scale")
     if known:
         rates = tuple(known["rates"])
         before = Scale(known["length"], rates, known["every_s"], known["target"])

@@ -136,7 +136,7 @@ def run_grid(
         return
     progress = SweepProgress(context.console, len(waiting), quiet=context.quiet, phase=phase)
     stays = label(grid.settings[0], without="seed") if seeds == 1 else ""
-    race = Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
+    race = Race(grid.settings, folder, record["dropped"], stays, progress.print_line, seeds)
     pool, over = local_pool(context.slots), lambda: context.deadline.spent_s >= until_s
     run_missing(grid, record, folder, waiting, pool, progress, to_tracker, race, over)
     for setting in waiting:
@@ -360,7 +360,7 @@ def time_on_cluster(
             setting_of(own, there, scale, racer.rate, seed, ("seed",)) for seed in racer.seeds
         ]
     run_grid(grid_of(settings, ()), folder, there, until_s, "without a worker", seeds=2)
-    record = jsonl.whole(folder / SWEEP)
+    record = jsonl.read_json(folder / SWEEP)
     if record is None or any(is_missing(folder, setting, record) for setting in settings):
         return None
     with suppress(UsageError):

@@ -48,7 +48,7 @@ def labels_that_ran(context: RaceContext) -> set[str]:
     return {
         entry["label"]
         for folder in (context.folder, context.folder / TUNING)
-        for entry in (jsonl.whole(folder / SWEEP) or {}).get("settings", ())
+        for entry in (jsonl.read_json(folder / SWEEP) or {}).get("settings", ())
         if read_summary(folder / entry["folder"]) is not None
     }
 

@@ -126,7 +126,7 @@ def sweep(
             contest = None
             if race:
                 stays = protected_setting(grid, baseline)
-                contest = Race(grid.settings, folder, record["dropped"], stays, progress.say)
+                contest = Race(grid.settings, folder, record["dropped"], stays, progress.print_line)
             run_missing(grid, record, folder, missing, pool, progress, to_tracker, contest)
             return conclude(folder, grid.settings, command, console, baseline)
 
