@@ -182,7 +182,7 @@ def main(clusters: list[list[str]], typed: list[str]) -> None:
             advise(
                 [*fixed, f"run.dir={folder}/advice"], None, console, command=LINE, **how, quiet=True
             )
-            record = jsonl.whole(folder / "advice" / "advice.json") or {}
+            record = jsonl.read_json(folder / "advice" / "advice.json") or {}
             selection = select_candidates(tuple(fixed), None, lambda done, size, name: None)
             times = whole_grid(selection, fixed, record["scale"]["every_s"], folder / "grid")
             best = min(times, key=lambda key: median(times[key]))
