@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.plan.plan import Limits
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.contract import STOP, StageConfig
 from ashl.stage.members import members_of
@@ -42,7 +42,7 @@ def gossip(**fields: Any) -> Gossip:
 
 
 def stage_of(
-    sync: Any, topology: Any, n: int, limits: Limits = WITHOUT, **fields: Any
+    sync: Any, topology: Any, n: int, limits: Limits = NO_LIMITS, **fields: Any
 ) -> StageConfig:
     """Equal workers that do not learn."""
     stage = bound(random.Random(0), sync, topology, n, limits)
@@ -61,7 +61,7 @@ def mixed(
     cluster = drawn_cluster(rng)
     while cluster.num_workers != n:
         cluster = drawn_cluster(rng)
-    stage = stage_of(sync, topology, n, replace(WITHOUT, steps=rounds * n), seed=seed, **fields)
+    stage = stage_of(sync, topology, n, replace(NO_LIMITS, steps=rounds * n), seed=seed, **fields)
 
     async def main(ctx: RankContext) -> None:
         state = topology.begin(ctx, stage)

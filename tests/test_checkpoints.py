@@ -10,7 +10,7 @@ import torch
 
 from ashl.errors import AshlError, UsageError
 from ashl.launch.environment import JobMembership
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.run import checkpoints
 from ashl.run.authenticated_store import StoreServer, new_secret
 from ashl.run.checkpoints import PROCESSES, CheckpointManager
@@ -241,7 +241,7 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
 
     made(CheckpointManager(tmp_path, 1, 1.0, "run"), 0, Judging())
     run_state = checkpoints.read_monitor_state(
-        checkpoints.find_newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0)
+        checkpoints.find_newest(tmp_path, "run"), replace(NO_LIMITS, target_loss=1.0)
     )["run_state"]
     assert [one.train_loss for one in run_state.evaluations] == [2.0, 1.0, 1.5]
     assert run_state.scores["train_loss"] == 1.5
@@ -353,7 +353,7 @@ def test_a_checkpoint_completes_while_a_worker_rejoins(tmp_path: Path) -> None:
     rejoin = {"kind": "worker_rejoined", "rank": 1, "time_s": (3 * SECOND + 5) / 1e9}
     kept = [checkpoints.is_earlier(found, "events.jsonl", record) for record in (one, rejoin)]
     assert kept == [True, False]
-    restored = checkpoints.read_monitor_state(found, WITHOUT)["run_state"].outages
+    restored = checkpoints.read_monitor_state(found, NO_LIMITS)["run_state"].outages
     assert [outage.rejoined_ns for outage in restored] == [2 * SECOND, None]
     save(checkpoint_manager, 7, 1)
     checkpoint_manager.complete_checkpoints((), home)

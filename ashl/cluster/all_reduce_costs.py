@@ -81,17 +81,19 @@ class AllReduceCosts:
     def __init__(
         self, algorithm: str, node: Sequence[int] | None, network: CollectiveNetwork
     ) -> None:
-        self.algorithm, self.node, self._network = algorithm, node, network
+        self.algorithm = algorithm
+        self.node = node
+        self._network = network
         self._known: dict[tuple[Group, int], AllReduceCost] = {}
 
     def list_candidates(self, group: Group) -> list[str]:
         """Return the algorithms that `auto` compares.
 
-        The star needs a server-like member, and the hierarchy needs nodes with several members.
+        The star is not among them, and the hierarchy only if a node has several members.
         """
-        homes = nodes_of_members(group, self.node)
-        out = {"star"} if 1 < len(set(homes)) < len(homes) else {"star", "hierarchical"}
-        return [name for name in BY_NAME if name not in out]
+        nodes = nodes_of_members(group, self.node)
+        excluded = {"star"} if 1 < len(set(nodes)) < len(nodes) else {"star", "hierarchical"}
+        return [name for name in BY_NAME if name not in excluded]
 
     def initial_cost(self, group: Group, nbytes: int) -> AllReduceCost:
         """Return the cost of an all-reduce of `nbytes` at the start of the run."""

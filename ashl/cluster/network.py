@@ -145,7 +145,7 @@ class Ports:
     def __init__(self, cluster: Cluster, dense_bytes: int, algorithm: str | None = None) -> None:
         self.cluster = cluster
         self.factors = Factors(cluster, "link")
-        self._sums = cluster.all_reduce if isinstance(cluster, Measured) else None
+        self._measured_all_reduce = cluster.all_reduce if isinstance(cluster, Measured) else None
         first: dict[int, int] = {}
         self._first = [
             first.setdefault(machine, rank) for rank, machine in enumerate(cluster.node or ())
@@ -205,9 +205,10 @@ class Ports:
         start = max(now_ns, self._free.get(key, 0))
         service = self.service_ns(src, nbytes, now_ns, inner, out=True)
         latency = self.latency_ns(src, dst, nbytes, now_ns)
-        stands, takes = (self.factors.add_outages((src,), cost, start) for cost in (0, service))
-        self._free[key] = start + takes
-        return start, start + stands + latency, start + takes + latency
+        paused = self.factors.add_outages((src,), 0, start)
+        sending = self.factors.add_outages((src,), service, start)
+        self._free[key] = start + sending
+        return start, start + paused + latency, start + sending + latency
 
     def send_message(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
         """Queue a message at the sender's NIC as `queue_at_sender` does, and register it as in
@@ -270,8 +271,8 @@ class Ports:
         """
         if self.all_reduce_costs:
             return self.all_reduce_costs.cost_ns(group, nbytes, now_ns)
-        if self._sums is not None and len(group) == len(self.cluster.compute):
-            return round(self._sums.seconds(nbytes) * NS)
+        if self._measured_all_reduce is not None and len(group) == len(self.cluster.compute):
+            return round(self._measured_all_reduce.seconds(nbytes) * NS)
         return self.ring_ns(group, nbytes, now_ns)
 
     def ring_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
@@ -296,7 +297,7 @@ class Ports:
         """Return the nanoseconds of an all-gather: one pass round the ring with `total` bytes, the
         payloads of all members together.
         """
-        if self._sums is not None and len(group) == len(self.cluster.compute):
+        if self._measured_all_reduce is not None and len(group) == len(self.cluster.compute):
             return self.all_reduce_ns(group, total, now_ns) // 2
         return self._rounds_ns(group, total, len(group) - 1, now_ns)
 

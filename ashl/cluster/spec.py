@@ -131,9 +131,9 @@ class Cluster:
     @property
     def fault_kinds(self) -> list[str]:
         """Return the names of the injected faults."""
-        named = {name for event in self.events for name in event.what} | (
-            {"churn"} if self.churn else set()
-        )
+        named = {name for event in self.events for name in event.what}
+        if self.churn:
+            named.add("churn")
         return [name for name in (*FAULTS, "churn") if name in named]
 
     @property
@@ -203,7 +203,7 @@ class Cluster:
 
 
 def check_events(events: Sequence[Event], n: int) -> None:
-    """Refuse events that are impossible in a cluster of n workers.
+    """Check that events are possible in a cluster of n workers.
 
     Raises: UsageError.
     """
@@ -262,8 +262,8 @@ def note_implied_bandwidth(cluster: object, dense_bytes: int) -> list[str]:
 
 
 @option
-class Sums:
-    """Measured cost of an all-reduce over all workers by its bytes."""
+class AllReduceLine:
+    """Measured cost of an all-reduce over all workers: latency, and seconds per byte."""
 
     latency_s: Duration
     s_per_byte: Duration
@@ -273,7 +273,7 @@ class Sums:
 
 
 @option
-class InParts:
+class MessageCosts:
     """Extra cost of a gradient that is sent in several messages."""
 
     step_s: Duration  # extra seconds of a step, evenly spread over it
@@ -288,10 +288,9 @@ class ContentionCosts:
     """
 
     pace_reduction: Annotated[NonNegative, Field(lt=1)]  # fraction of its pace that computing loses
-    collective_slowdown: Annotated[
-        Positive, Field(ge=1)
-    ]  # factor by which the collective takes longer
-    parts: InParts | None = None  # what it costs beyond that; null = nothing
+    # factor by which the collective takes longer
+    collective_slowdown: Annotated[Positive, Field(ge=1)]
+    parts: MessageCosts | None = None  # extra cost of several messages; null = none
 
 
 @option
@@ -310,7 +309,9 @@ class Measured(Cluster):
     up_bytes_s: tuple[Positive | None, ...]  # null = no cost per byte
     down_bytes_s: tuple[Positive | None, ...]
     server_bytes_s: Positive | None  # bytes/s of the server's NIC; null = never the bottleneck
-    all_reduce: Sums | None  # measured all-reduce of all workers; null = computed from the links
+    all_reduce: (
+        AllReduceLine | None
+    )  # measured all-reduce of all workers; null = computed from the links
     contention: ContentionCosts | None = None  # with collectives; null = none
     steps: tuple[tuple[Positive, ...], ...] = ()
     # seconds of a pull beyond its bytes; empty = equal to `latencies`
@@ -332,16 +333,14 @@ class Measured(Cluster):
         return self.latencies[rank] if rank < len(self.compute) else 0.0
 
     def bytes_s(self, rank: int, out: bool, inner: bool) -> float:
-        own = (
-            (self.up_bytes_s if out else self.down_bytes_s)[rank]
-            if rank < len(self.compute)
-            else self.server_bytes_s
-        )
-        return math.inf if own is None else own
+        rate = self.server_bytes_s
+        if rank < len(self.compute):
+            rate = (self.up_bytes_s if out else self.down_bytes_s)[rank]
+        return math.inf if rate is None else rate
 
     def missing_costs(self) -> list[str]:
-        own = ("server_step_s", "failure_detection_s")
-        return [name for name in super().missing_costs() if name in own]
+        declared = ("server_step_s", "failure_detection_s")  # a profile may lack these alone
+        return [name for name in super().missing_costs() if name in declared]
 
 
 @option

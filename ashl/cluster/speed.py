@@ -26,10 +26,8 @@ class Factors:
         # by worker: moments in nanoseconds when its link goes down and is up again
         self.outages: dict[int, list[tuple[int, int]]] = {}
         for event in sorted(cluster.events, key=lambda e: e.time_s):
-            factor, time_ns = (
-                event.compute if what == "compute" else event.link,
-                round(event.time_s * NS),
-            )
+            factor = event.compute if what == "compute" else event.link
+            time_ns = round(event.time_s * NS)
             if event.worker is not None and factor is not None:
                 times, factors = self.changes.setdefault(event.worker, ([], []))
                 times.append(time_ns)
@@ -51,9 +49,8 @@ class Factors:
         return factors[before - 1] if (before := bisect_right(times, now_ns)) else self.base[worker]
 
     def add_outages(self, ends: Iterable[int], cost_ns: int, now_ns: int) -> int:
-        """Return the duration of a transfer of `cost_ns` that begins now.
-
-        The transfer is paused while a link of one of its ends is down.
+        """Return the duration of a transfer of `cost_ns` that begins now, with the outages of the
+        links of its ends, which pause it.
         """
         if not self.outages:
             return cost_ns
@@ -105,16 +102,20 @@ class Speed:
         """Return the number of jitter draws that this worker has used."""
         return self._drawn.get(worker, 0)
 
-    def skip_draws(self, worker: int, drawn: int) -> None:
-        """Continue after `drawn` draws of jitter."""
-        self._drawn[worker] = drawn
+    def skip_draws(self, worker: int, count: int) -> None:
+        """Continue after this number of jitter draws."""
+        self._drawn[worker] = count
 
     def _step_ns(self, worker: int, work: float, now_ns: int) -> int:
         assert self.step_s is not None
         seconds = self.factors.factor_of(worker, now_ns) * self.step_s * (work / self.batch)
-        if jitter := self.cluster.jitter_of(worker):
-            seconds *= self._draw(worker, jitter)
+        jitter = self.cluster.jitter_of(worker)
+        seconds *= self._draw(worker, jitter) if jitter else self._mean_step(worker)
         return max(1, round(seconds * NS))  # at least 1 ns, so that the clock always advances
+
+    def _mean_step(self, worker: int) -> float:
+        """Return a worker's step without jitter, as a multiple of its declared time."""
+        return 1.0
 
     def _draw(self, worker: int, jitter: float) -> float:
         k = self._drawn.get(worker, 0)
@@ -143,12 +144,8 @@ class MeasuredSpeed(Speed):
         widths = np.diff(LEVELS)
         self._means = [float(widths @ (own[1:] + own[:-1]) / 2) for own in self._tables]
 
-    def _step_ns(self, worker: int, work: float, now_ns: int) -> int:
-        assert self.step_s is not None
-        seconds = self.factors.factor_of(worker, now_ns) * self.step_s * (work / self.batch)
-        if jitter := self.cluster.jitter_of(worker):
-            return max(1, round(seconds * self._draw(worker, jitter) * NS))
-        return max(1, round(seconds * self._means[worker] * NS))
+    def _mean_step(self, worker: int) -> float:
+        return self._means[worker]
 
     def _block(self, stream: np.random.Generator, worker: int, jitter: float) -> np.ndarray:
         return np.interp(stream.random(BLOCK), LEVELS, self._tables[worker])

@@ -54,10 +54,8 @@ def read_events(
             f"{name}: the first line names the columns, time_s and any of {', '.join(COLUMNS[1:])},"
             f" and {found}"
         )
-    n, units = (
-        len(cluster["compute"]),
-        {"step_s": cluster.get("step_s"), "mbit_s": cluster.get("bandwidth_mbit_s")},
-    )
+    n = len(cluster["compute"])
+    units = {"step_s": cluster.get("step_s"), "mbit_s": cluster.get("bandwidth_mbit_s")}
     for column, unit in units.items():
         if column in columns and unit is None:
             key = "step_s" if column == "step_s" else "bandwidth_mbit_s"

@@ -102,7 +102,7 @@ class Goodput(Online):
     def presets(self, state: Averages, h_preset: int) -> Iterable[int]:
         return (h_preset,) if self._noise(state) is None else candidates(self.h_max)
 
-    def worth(self, state: Averages, plan: Sequence[Assignment]) -> float:
+    def score(self, state: Averages, plan: Sequence[Assignment]) -> float:
         """Return useful steps per second, up to a factor that is common to all assignments."""
         noise = self._noise(state)
         if noise is None or math.isinf(noise.scale):

@@ -122,17 +122,17 @@ class Online(Planner):
         plans = [
             self.assign(state.profile, h, r_preset, payload) for h in self.presets(state, h_preset)
         ]
-        best = max(plans, key=lambda plan: self.worth(state, plan))
+        best = max(plans, key=lambda plan: self.score(state, plan))
         steps, ratios = [w.local_steps for w in current], [w.compression_ratio for w in current]
         present = assignments(costs_of(state.profile, r_preset is not None), steps, ratios, payload)
-        better = self.worth(state, best) > (1 + self.threshold) * self.worth(state, present)
+        better = self.score(state, best) > (1 + self.threshold) * self.score(state, present)
         return replace(state, commits=0), best if better else None
 
     def presets(self, state: Averages, h_preset: int) -> Iterable[int]:
         """Yield the candidates for the slowest worker's H."""
         return (h_preset,)
 
-    def worth(self, state: Averages, plan: Sequence[Assignment]) -> float:
+    def score(self, state: Averages, plan: Sequence[Assignment]) -> float:
         """Return the score by which assignments are compared: steps per second."""
         return pace(plan)
 

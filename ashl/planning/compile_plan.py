@@ -125,7 +125,7 @@ def _prepare_plan(
     strict: bool,
 ) -> PreparedPlan:
     options = OptionFactory(settings.allow_targets)
-    asked = config
+    typed = config
     parts = {group: options.get_option(group, config[group]) for group in GROUPS}
     cluster = draw_compute_factors(config["cluster"], settings.seed)
     parts["cluster"] = options.get_option("cluster", cluster)
@@ -192,10 +192,10 @@ def _prepare_plan(
         plan = take_stages_of_plan_file(settings.plan, plan, config, overrides)
     resolved = resolve_plan(plan, options, settings.plan)
     check_faults(resolved, plan.stages)
-    clock, by = choose_prediction_cluster(
+    cost_cluster = choose_prediction_cluster(
         parts["cluster"], known, replaced, codec_class(config), options
     )
-    plan = plan_overlap(plan, resolved, learner, known, clock)
+    plan = plan_overlap(plan, resolved, learner, known, cost_cluster)
     resolved = parts_of(plan, options)
     plan = replace(
         plan,
@@ -205,10 +205,10 @@ def _prepare_plan(
     )
     deal = make_dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
-    plan = add_prediction(plan, resolved, clock, deal, len(data.train), batch, by)
+    plan = add_prediction(plan, resolved, cost_cluster, deal, len(data.train), batch)
     plan = replace(plan, notes=plan.notes + note_dense_pulls(plan, resolved))
     if strict:
-        given = EffectContext(asked, plan, resolved, parts["schedule"], replaced is not None, data)
+        given = EffectContext(typed, plan, resolved, parts["schedule"], replaced is not None, data)
         check_effects(given, overrides)
     return PreparedPlan(plan, resolved, data)
 
@@ -336,7 +336,6 @@ def add_prediction(
     deal: Deal,
     epoch_samples: int,
     batch: int,
-    known: Profile | None,
 ) -> Plan:
     """Return the plan with the prediction of each stage, if the cluster or the profile declares all
     costs.
@@ -406,15 +405,13 @@ def choose_virtual_cluster(
 
 def choose_prediction_cluster(
     cluster: Any, known: Profile | None, replaced: Spec | None, codec: str, options: OptionFactory
-) -> tuple[Any, Profile | None]:
-    """Return the cluster whose costs predict the run, and the profile that it is made from, or
-    None.
+) -> Any:
+    """Return the cluster whose costs predict the run: that of the profile, if the run's cluster
+    declares none.
     """
-    if known is None or replaced is not None:
-        return cluster, known
-    if isinstance(cluster, Cluster):
-        return cluster, None
-    return options.get_option("cluster", known.cluster(codec)), known
+    if known is None or replaced is not None or isinstance(cluster, Cluster):
+        return cluster
+    return options.get_option("cluster", known.cluster(codec))
 
 
 def declares_profile(cluster: Cluster, known: Profile) -> bool:

@@ -298,8 +298,12 @@ def make_dealer(plan: Plan, parts: Parts, data: Data) -> Deal:
 
     It raises UsageError if a worker's samples do not fill a batch; without gradients they need not.
     """
-    dataset, rows = parts.dataset, zip(*(stage.workers for stage in plan.stages), strict=True)
-    batch = [max(worker.batch for worker in row) if parts.runtime.gradients else 0 for row in rows]
+    dataset = parts.dataset
+    by_worker = zip(*(stage.workers for stage in plan.stages), strict=True)
+    batch = [
+        max(worker.batch for worker in stages) if parts.runtime.gradients else 0
+        for stages in by_worker
+    ]
     return partial(
         shards, data, dataset.partition, alpha=dataset.alpha, seed=plan.seed, batch=batch
     )
@@ -467,10 +471,8 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
         return Job(
             parts, data, learner, bind_stages(plan, parts, [size_only] * len(plan.stages), deal)
         )
-    sizes, shuffle = (
-        [worker.batch for worker in plan.stages[0].workers],
-        parts.dataset.partition != "interleaved",
-    )
+    sizes = [worker.batch for worker in plan.stages[0].workers]
+    shuffle = parts.dataset.partition != "interleaved"
 
     def batches(shares: Sequence[float]) -> list[Batches]:
         return [

@@ -44,7 +44,7 @@ def with_layer_group_costs(
     forward, backward = passes[: len(groups)][::-1], passes[len(groups) :]
     steady = replace(cluster, jitter=0.0, events=())
     costs = network(steady, profile.dense_bytes)
-    team = tuple(range(profile.num_workers))
+    all_workers = tuple(range(profile.num_workers))
     server = profile.num_workers
 
     def line(cost_ns: Callable[[int], int]) -> AlphaBeta:
@@ -60,7 +60,11 @@ def with_layer_group_costs(
         )
         for rank, worker in enumerate(profile.workers)
     )
-    sums = line(lambda nbytes: costs.all_reduce_ns(team, nbytes, 0)) if len(team) > 1 else None
+    sums = (
+        line(lambda nbytes: costs.all_reduce_ns(all_workers, nbytes, 0))
+        if len(all_workers) > 1
+        else None
+    )
     return replace(
         profile, workers=workers, group_bytes=untimed_timeline(groups).nbytes, all_reduce=sums
     )

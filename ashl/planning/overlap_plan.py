@@ -31,11 +31,11 @@ from ashl.stage.contract import Topology
 
 
 def plan_overlap(
-    plan: Plan, parts: Parts, learner: Learner, known: Profile | None, clock: Any
+    plan: Plan, parts: Parts, learner: Learner, known: Profile | None, cost_cluster: Any
 ) -> Plan:
     """Return the plan with the messages of each stage that overlaps, and notes on their effect.
 
-    Args: `known` is the profile or None; `clock` is the cluster whose costs are used.
+    Args: `known` is the profile or None; `cost_cluster` is the cluster whose costs are used.
     Raises: UsageError.
     """
     if any(
@@ -57,13 +57,13 @@ def plan_overlap(
     notes = list(plan.notes)
     for index, own in enumerate(parts.stages):
         if not own.overlap.serial:
-            stages[index], text = plan_buckets(plan, plan.stages[index], own, known, clock)
+            stages[index], text = plan_buckets(plan, plan.stages[index], own, known, cost_cluster)
             notes += text
     return replace(plan, stages=tuple(stages), notes=tuple(dict.fromkeys(notes)))
 
 
 def plan_buckets(
-    plan: Plan, stage: StagePlan, own: StageParts, known: Profile | None, clock: Any
+    plan: Plan, stage: StagePlan, own: StageParts, known: Profile | None, cost_cluster: Any
 ) -> tuple[StagePlan, list[str]]:
     """Return a stage with the messages of its gradients, and a note on the duration of its steps.
 
@@ -73,21 +73,25 @@ def plan_buckets(
     link = None
     if own.overlap.compresses and not own.compression.traits.lossless:
         link = partial(link_of, own.compression, layout)
-    if own.topology.has_server and isinstance(clock, Cluster) and clock.exchange_s is not None:
+    if (
+        own.topology.has_server
+        and isinstance(cost_cluster, Cluster)
+        and cost_cluster.exchange_s is not None
+    ):
         raise UsageError(
             f"overlap={plan.choices['overlap']}: no effect with cluster.exchange_s, where no NIC is"
             " ever busy; set cluster.exchange_s=null with cluster.bandwidth_mbit_s and"
             " cluster.latency_s"
         )
     timeline = make_timeline(
-        stage, clock, groups, link, own.topology.has_server, own.topology.algorithm
+        stage, cost_cluster, groups, link, own.topology.has_server, own.topology.algorithm
     )
     check_timing(plan.choices["overlap"], own.overlap, timeline, known)
     planned = own.overlap.with_plan(timeline or untimed_timeline(groups))
     stage = replace(stage, overlap=overlap_spec(stage.overlap, planned))
     if timeline is None:
         return stage, []
-    return stage, [describe_step_times(timeline, planned, own.topology, clock)]
+    return stage, [describe_step_times(timeline, planned, own.topology, cost_cluster)]
 
 
 def check_timing(

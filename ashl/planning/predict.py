@@ -26,7 +26,7 @@ CYCLES = 128
 ROUNDS = 10_000  # upper bound on the cycles of all workers together
 STEPS = 400_000  # upper bound on the steps of all workers together, for large H
 MARKS = 8  # number of intermediate readings of the counts
-WITHOUT = Limits(
+NO_LIMITS = Limits(
     epochs=None,
     steps=None,
     seconds=None,
@@ -43,7 +43,7 @@ class ProgressMark(NamedTuple):
 
     steps: int
     time_ns: int
-    came_ns: Mapping[int, int]  # moment at which each rank reached this progress, if they differ
+    reached_ns: Mapping[int, int]  # moment at which each rank reached this progress, if they differ
 
 
 class StageObserver:
@@ -53,13 +53,14 @@ class StageObserver:
 
     rounds: Rounds = "all"
 
-    def __init__(self, num_workers: int, home: int) -> None:
-        self.num_workers, self.lead_rank = num_workers, home
+    def __init__(self, num_workers: int, lead_rank: int) -> None:
+        self.num_workers = num_workers
+        self.lead_rank = lead_rank
         self.stop_reason: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.steps: dict[int, int] = {}  # steps at each evaluation, by version of the model
         # moment at which each counting rank reached the evaluation, by version of the model
-        self.came_ns: dict[int, dict[int, int]] = {}
+        self.reached_ns: dict[int, dict[int, int]] = {}
         self.waits: list[tuple[int, int, int]] = []  # (rank, start, end) in nanoseconds
         self.end = ProgressMark(0, 0, {})
 
@@ -85,17 +86,18 @@ class StageObserver:
             version = record.tick  # without a server all ranks count the same rounds
         else:
             return
-        self.came_ns.setdefault(version, {})[record.rank] = record.time_ns
+        self.reached_ns.setdefault(version, {})[record.rank] = record.time_ns
 
-    def half_and_whole(self) -> tuple[ProgressMark, ProgressMark]:
+    def marks_at_half_and_end(self) -> tuple[ProgressMark, ProgressMark]:
         """Return the mark nearest to half of the steps, and the end.
 
         Steps that had begun at the end are counted there and in no mark. So the last mark stands
         for the end if both are at the same moment.
         """
-        came = self.came_ns
+        reached = self.reached_ns
         marks = [
-            ProgressMark(steps, max(came[k].values()), came[k]) for k, steps in self.steps.items()
+            ProgressMark(steps, max(reached[k].values()), reached[k])
+            for k, steps in self.steps.items()
         ] or [ProgressMark(0, 0, {})]
         whole = marks[-1] if marks[-1].time_ns == self.end.time_ns else self.end
         return min(marks, key=lambda mark: abs(2 * mark.steps - whole.steps)), whole
@@ -104,11 +106,11 @@ class StageObserver:
         """Return the waiting time of all workers together up to a mark, including the wait of early
         workers for the others.
         """
-        own = [mark.came_ns.get(rank, mark.time_ns) for rank in range(self.num_workers)]
+        own = [mark.reached_ns.get(rank, mark.time_ns) for rank in range(self.num_workers)]
         before = sum(
             min(end, own[rank]) - start for rank, start, end in self.waits if start < own[rank]
         )
-        return before + sum(mark.time_ns - came for came in own)
+        return before + sum(mark.time_ns - reached for reached in own)
 
 
 def simulate_stage(
@@ -117,7 +119,7 @@ def simulate_stage(
     """Simulate a stage for `steps` steps, which are about `cycles` cycles of every worker."""
     n = stage.num_workers
     seen = StageObserver(n, stage.lead_rank)
-    limits = replace(WITHOUT, steps=steps, eval_every_commits=max(1, cycles * n // MARKS))
+    limits = replace(NO_LIMITS, steps=steps, eval_every_commits=max(1, cycles * n // MARKS))
     bounded = replace(
         stage,
         index=0,
@@ -209,7 +211,7 @@ def predict(stage: StageConfig, cluster: Cluster, batch: int) -> StagePlan:
         else steady
     )
     seen = simulate_stage(stage, drawn, cycles * sum(local_steps), cycles, batch)
-    half, whole = seen.half_and_whole()
+    half, whole = seen.marks_at_half_and_end()
     span_ns = whole.time_ns - half.time_ns
     waited_ns = seen.waited_ns(whole) - seen.waited_ns(half)
     costs = Uncontended(network(steady, stage.trainer.dense_bytes, stage.topology.algorithm))

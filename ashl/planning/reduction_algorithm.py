@@ -70,7 +70,7 @@ def check_stage_algorithm(
         )
 
 
-def note_reduction_times(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...]:
+def note_reduction_times(plan: Plan, parts: Parts, cost_cluster: Any) -> tuple[str, ...]:
     """Return notes on the duration of an all-reduce by the chosen algorithm.
 
     Raises: UsageError if a stage does not support the algorithm.
@@ -82,16 +82,12 @@ def note_reduction_times(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...
         check_stage_algorithm(algorithm, stage, own, parts, layout_of(plan.layers))
     if plan.num_workers == 1:
         return ()
-    if isinstance(clock, Cluster) and not LINKS & set(clock.missing_costs()):
-        nbytes, group = (
-            plan.stages[-1].workers[0].message_bytes or 0,
-            tuple(range(plan.num_workers)),
-        )
-        all_reduce_costs = network(
-            replace(clock, events=()), 4 * plan.num_params, algorithm
-        ).all_reduce_costs
-        assert all_reduce_costs is not None
-        best = all_reduce_costs.initial_cost(group, nbytes)
+    if isinstance(cost_cluster, Cluster) and not LINKS & set(cost_cluster.missing_costs()):
+        nbytes = plan.stages[-1].workers[0].message_bytes or 0
+        group = tuple(range(plan.num_workers))
+        links = network(replace(cost_cluster, events=()), 4 * plan.num_params, algorithm)
+        assert links.all_reduce_costs is not None
+        best = links.all_reduce_costs.initial_cost(group, nbytes)
         picks = f" picks {best.algorithm}" if algorithm == "auto" else ""
         found.append(
             f"topology.algorithm={algorithm}{picks}: an all-reduce of {nbytes} bytes takes"

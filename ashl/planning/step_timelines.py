@@ -77,12 +77,10 @@ def make_timeline(
     if not isinstance(cluster, Cluster) or cluster.missing_costs():
         return None
     steady = replace(cluster, jitter=0.0, events=())
-    speed, costs = (
-        speed_of(steady, stage.workers[0].batch, seed=0),
-        network(steady, 4 * groups[0].stop, algorithm),
-    )
-    everybody = tuple(range(len(stage.workers)))
-    return make_group_timeline(everybody, stage, speed, Uncontended(costs), groups, link, server)
+    speed = speed_of(steady, stage.workers[0].batch, seed=0)
+    costs = network(steady, 4 * groups[0].stop, algorithm)
+    all_workers = tuple(range(len(stage.workers)))
+    return make_group_timeline(all_workers, stage, speed, Uncontended(costs), groups, link, server)
 
 
 def make_group_timeline(
@@ -98,7 +96,8 @@ def make_group_timeline(
 
     Only these members push and pull. All-reduces are over all workers.
     """
-    team, d = tuple(range(len(stage.workers))), groups[0].stop
+    all_workers = tuple(range(len(stage.workers)))
+    d = groups[0].stop
     step_ns = {
         rank: speed.cost_ns(rank, "compute", stage.workers[rank].batch, 0) or 0 for rank in members
     }
@@ -111,9 +110,9 @@ def make_group_timeline(
     timeline = StepTimeline(
         ready_ns=tuple(map(ready_ns, groups)),
         nbytes=untimed_timeline(groups).nbytes,
-        cost_ns=partial(costs.all_reduce_ns, team, now_ns=0),
+        cost_ns=partial(costs.all_reduce_ns, all_workers, now_ns=0),
         half_ns=lambda nbytes: costs.all_gather_ns(
-            team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0
+            all_workers, -(-nbytes // (4 * len(all_workers))) * 4 * len(all_workers), 0
         ),
         needed_ns=tuple(round(max(step_ns.values()) * group.needed) for group in groups),
         groups=tuple(groups),
@@ -133,11 +132,10 @@ def make_group_timeline(
             }
             timeline = replace(timeline, **own)
     if server:
-        home = len(team)
-        latency_ns = max(costs.latency_ns(rank, home) for rank in members)
-        up_ns, down_ns = (
-            partial(costs.at_server_ns, members, home, out=out) for out in (False, True)
-        )
+        server_rank = len(all_workers)
+        latency_ns = max(costs.latency_ns(rank, server_rank) for rank in members)
+        up_ns = partial(costs.at_server_ns, members, server_rank, out=False)
+        down_ns = partial(costs.at_server_ns, members, server_rank, out=True)
         timeline = replace(
             timeline,
             ready_ns=tuple(ready + latency_ns for ready in timeline.ready_ns),
@@ -162,25 +160,24 @@ def compress_timeline(
     link: LinkOf,
 ) -> CompressedTimeline:
     """Return the timeline with messages of the length that their codecs give them."""
-    whole, team = link(0, groups[0].stop), tuple(range(len(stage.workers)))
+    whole = link(0, groups[0].stop)
+    all_workers = tuple(range(len(stage.workers)))
     shares = [worker.compression_ratio for worker in stage.workers]
     linear = whole.traits.linear
 
     @cache
     def body_ns(first: int, last: int, share: float | None) -> int:
-        own, context = (
-            link(groups[last - 1].start, groups[first].stop),
-            EncodeContext(ratio=share, epoch=WARM),
-        )
-        body = own.encode(CodecState(), SizeOnly(0), context)
+        own = link(groups[last - 1].start, groups[first].stop)
+        context = EncodeContext(ratio=share, epoch=WARM)
+        payload = own.encode(CodecState(), SizeOnly(0), context)
         if linear:
-            return costs.all_reduce_ns(team, own.summand(body, context).nbytes, 0)
-        return costs.all_gather_ns(team, len(team) * body.nbytes, 0)
+            return costs.all_reduce_ns(all_workers, own.summand(payload, context).nbytes, 0)
+        return costs.all_gather_ns(all_workers, len(all_workers) * payload.nbytes, 0)
 
-    latency_ns = (costs.all_reduce_ns if linear else costs.all_gather_ns)(team, 0, 0)
-    ratio = (
-        None if whole.codec.ratio is None else min(shares) if linear else max(shares)
-    )  # as `topology.exchange` does
+    latency_ns = (costs.all_reduce_ns if linear else costs.all_gather_ns)(all_workers, 0, 0)
+    ratio = None
+    if whole.codec.ratio is not None:
+        ratio = min(shares) if linear else max(shares)  # as `topology.exchange` does
     return CompressedTimeline(
         timeline.ready_ns,
         timeline.nbytes,

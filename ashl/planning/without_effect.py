@@ -1,8 +1,8 @@
 """Refuse typed values that have no effect, and name the setting that would make them effective.
 
-A single run refuses such a value; a sweep leaves it out of its settings. `NEEDED` has the
-keys that depend on the value of another key. Each row of `CONDITIONS` lists keys and the condition
-under which they have an effect, judged by the checked plan and its options.
+A single run refuses such a value; a sweep leaves it out of its settings. Each row of `CONDITIONS`
+lists keys and the condition under which they have an effect, judged by the checked plan and its
+options. The rows of keys that depend on the value of another key are made from `NEEDED`.
 
 A value has an effect if it may change anything that is recorded. Values that equal the default, and
 values that a preset sets, are not refused.
@@ -11,6 +11,7 @@ values that a preset sets, are not refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ashl.cluster.spec import Cluster
@@ -132,18 +133,33 @@ class EffectContext(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """Keys that have an effect only where `counts` returns True; `needs` tells how to get there.
+    """Keys that have an effect only if `is_met` returns True; `needs` has the settings for that.
 
     A key that ends with a point stands for all keys of its group.
     """
 
     keys: tuple[str, ...]
     needs: str
-    counts: Callable[[EffectContext], bool]
+    is_met: Callable[[EffectContext], bool]
 
 
 def is_set(value: Any) -> bool:
     return value is not None and value is not False and value != 0
+
+
+def has_settings(needs: str, context: EffectContext) -> bool:
+    """Return True if the configuration has all settings of a row of `NEEDED`, or lacks their
+    keys.
+    """
+    for setting in needs.split(", "):
+        key, _, wanted = setting.partition("=")
+        group, _, name = key.partition(".")
+        if name not in context.config[group]:
+            continue
+        value = context.config[group][name]
+        if not (is_set(value) if wanted.isdigit() else written(value) in wanted.split(" or ")):
+            return False
+    return True
 
 
 def has_server(context: EffectContext) -> bool:
@@ -214,6 +230,7 @@ def preset_ratios(context: EffectContext) -> Sequence[float | None]:
 
 
 CONDITIONS = (
+    *(Condition((key,), needs, partial(has_settings, needs)) for key, needs in NEEDED.items()),
     Condition(
         COSTS,
         "profile=null (the costs of profile=FILE replace it)",
@@ -426,28 +443,17 @@ def check_effects(context: EffectContext, overrides: Sequence[str]) -> None:
 
 def find_unmet_need(key: str, context: EffectContext) -> str:
     """Return what a key needs to have an effect and does not have; "" if it has an effect."""
-    needs = NEEDED.get(key, "")
-    if needs and not all(is_met(setting, context) for setting in needs.split(", ")):
-        return needs
     for condition in CONDITIONS:
-        if names(condition, key) and applies(condition, context) and not condition.counts(context):
+        if (
+            is_about(condition, key)
+            and applies(condition, context)
+            and not condition.is_met(context)
+        ):
             return condition.needs
     return ""
 
 
-def is_met(setting: str, context: EffectContext) -> bool:
-    """Return True if the configuration has a setting of `NEEDED`, or lacks its key."""
-    key, _, wanted = setting.partition("=")
-    group, _, name = key.partition(".")
-    if name not in context.config[group]:
-        return True
-    value = context.config[group][name]
-    if wanted.isdigit():
-        return is_set(value)
-    return written(value) in wanted.split(" or ")
-
-
-def names(condition: Condition, key: str) -> bool:
+def is_about(condition: Condition, key: str) -> bool:
     """Return True if a condition is about a key.
 
     A condition on a whole group is about the group's option and all its keys.
@@ -458,8 +464,8 @@ def names(condition: Condition, key: str) -> bool:
 
 def applies(condition: Condition, context: EffectContext) -> bool:
     """Return False if a condition is about an emulated cluster and the cluster is not emulated."""
-    about = any(key.startswith("cluster.") for key in condition.keys)
-    return not about or isinstance(context.cluster, Cluster)
+    needs_cluster = any(key.startswith("cluster.") for key in condition.keys)
+    return not needs_cluster or isinstance(context.cluster, Cluster)
 
 
 def is_default(key: str, context: EffectContext) -> bool:

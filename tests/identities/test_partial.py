@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ashl.learn.trainer import Moments, SizeOnlyTrainer
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.rank_context import RankContext
 from ashl.topology.partial_all_reduce import PartialAllReduce, average_group
 from tests.conf_option import conf_option
@@ -48,7 +48,7 @@ def test_averages_alone_keep_the_mean_and_forget_where_they_began(scheduler: str
         cluster, num_workers=None, compute=(2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0, 19.0)
     )
     plan = replace(stage.plan, workers=stage.plan.workers[:1] * n)
-    stage = replace(stage, trainer=Standing(n), plan=plan, limits=replace(WITHOUT, steps=400))
+    stage = replace(stage, trainer=Standing(n), plan=plan, limits=replace(NO_LIMITS, steps=400))
     _, seen = run(cluster, (stage,))
     rows = torch.stack([seen.models[rank] for rank in range(n)])
     torch.testing.assert_close(rows.sum(dim=0), torch.ones(n))

@@ -14,7 +14,7 @@ from ashl.compression.contract import Collective, EncodeContext, Layer
 from ashl.compression.kernels import largest
 from ashl.compression.wrappers import wrap_codec
 from ashl.learn.trainer import SizeOnlyTrainer
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
@@ -60,7 +60,7 @@ def together(
     n, x = len(weights), rounds[0][0]
     d = x.nbytes // 4
     layout = tuple(Layer(str(i), shape) for i, shape in enumerate(shapes or [(d,)]))
-    stage = bound(random.Random(0), BSP(exchange="gradient"), AllReduce(), n, WITHOUT)
+    stage = bound(random.Random(0), BSP(exchange="gradient"), AllReduce(), n, NO_LIMITS)
     stage = replace(
         stage, codec=wrap_codec(option, layout), layout=layout, trainer=SizeOnlyTrainer(d, 100)
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.stage.contract import StageConfig
 from ashl.stage.members import (
     assign,
@@ -26,7 +26,7 @@ SEEDS = range(20)
 def drawn_stage(seed: int, **fields: object) -> StageConfig:
     """Return a stage of local SGD with unequal workers, and a limit on steps."""
     rng = random.Random(seed)
-    limits = replace(WITHOUT, steps=rng.randint(1, 200))
+    limits = replace(NO_LIMITS, steps=rng.randint(1, 200))
     stage = bound(rng, LocalSGD(local_steps="plan"), AllReduce(), rng.randint(1, 6), limits)
     workers = [replace(own, local_steps=rng.randint(1, 9)) for own in stage.plan.workers]
     return replace(stage, plan=replace(stage.plan, workers=tuple(workers)), **fields)

@@ -11,7 +11,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.cluster.network import network
-from ashl.cluster.spec import ContentionCosts, InParts
+from ashl.cluster.spec import ContentionCosts, MessageCosts
 from ashl.cluster.speed import LEVELS, speed_of
 from ashl.config.compose import compose
 from ashl.config.construct import construct
@@ -152,7 +152,7 @@ def test_a_profile_gives_the_same_plan_in_virtual_time_and_on_processes(workplac
     assert simulation(sim)().now_ns == pytest.approx(10 * end_ns, rel=1e-6)
 
 
-IN_PARTS = InParts(step_s=0.004, part_s=0.0015, sum_s=0.002)
+IN_PARTS = MessageCosts(step_s=0.004, part_s=0.0015, sum_s=0.002)
 
 
 @pytest.mark.parametrize("parts", [None, IN_PARTS])
@@ -203,7 +203,7 @@ def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
 
 def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workplace) -> None:
     """The plan agrees with the run's clock to the nanosecond, and in the bits."""
-    dear = InParts(step_s=0.02, part_s=0.0, sum_s=0.0)
+    dear = MessageCosts(step_s=0.02, part_s=0.0, sum_s=0.0)
     of = (*RING, "stop.steps=6", *OF_PROFILE)
     ends = []
     for parts, overlap in ((None, "merged"), (dear, "merged"), (dear, "none"), (dear, "wfbp")):

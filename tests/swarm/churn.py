@@ -13,7 +13,7 @@ from ashl.cluster.spec import Cluster
 from ashl.compression.wrappers import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.delayed import OneStepDelayed
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.sim import Sim
 from ashl.stage.contract import SERIAL, StageConfig
 from ashl.stage.progress import Progress
@@ -43,7 +43,7 @@ def drawn(seed: int) -> tuple[Cluster, list[StageConfig]]:
     seconds = rng.choice(
         [0.5, 5.0, 5.0 if churn else None]
     )  # a worker that fails within each round makes no progress
-    limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
+    limits = replace(NO_LIMITS, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
     stages, codec = list[StageConfig](), conf_option("compression", "topk", ratio=0.1)
     for index in range(rng.choice([1, 1, 2, 3])):
         sync, other = drawn_sync(rng, topology, n), random.Random(f"{seed} {index} messages")

@@ -15,7 +15,7 @@ from ashl.overlap.priority import Priority
 from ashl.overlap.slices import Slices
 from ashl.overlap.tictac import TicTac
 from ashl.overlap.wfbp import WFBP
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.stage.contract import StageConfig
 from ashl.stage.fragment import Fragment
 from ashl.topology.parameter_server import ParameterServer
@@ -67,14 +67,14 @@ def drawn_in_parts(rng: random.Random, n: int) -> StageConfig:
     }
     name = rng.choice([*modes])
     sync = conf_option("sync", name, **modes[name])
-    return bound(rng, sync, ParameterServer(pull_ratio=None), n, WITHOUT)
+    return bound(rng, sync, ParameterServer(pull_ratio=None), n, NO_LIMITS)
 
 
 def drawn_on_shards(rng: random.Random, n: int, servers: int) -> StageConfig:
     """A stage of any sync mode with several servers."""
     topology = ShardedServer(servers=servers, partition_by="bytes")
     sync = drawn_sync(rng, ParameterServer(pull_ratio=None), n)
-    stage = bound(rng, sync, topology, n, WITHOUT)
+    stage = bound(rng, sync, topology, n, NO_LIMITS)
     stage = replace(stage, answer_block=rng.randint(1, n))
     if plain(sync) and rng.random() < 0.3:
         stage = replace(stage, codec=wrap_codec(conf_option("compression", "topk", ratio=0.1), ()))
@@ -86,7 +86,7 @@ def drawn(kind: str, seed: int) -> tuple[Cluster, list[StageConfig]]:
     cluster = befallen_cluster(rng)
     n, servers = cluster.num_workers, rng.randint(1, 4)
     seconds = rng.choice([0.5, 5.0, 5.0 if cluster.churn else None])
-    limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
+    limits = replace(NO_LIMITS, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
     stages = list[StageConfig]()
     count = rng.choice([1, 1, 2, 3])
     for index in range(count):

@@ -16,7 +16,7 @@ from ashl.compression.none import Dense
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.outer.average import Average
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.records import Record, Rounds, Snapshot
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
@@ -149,7 +149,7 @@ def drawn_limits(rng: random.Random) -> Limits:
     )
     if seconds is None or seconds > 1e-3:
         steps = steps or rng.randint(2, 150)
-    return replace(WITHOUT, steps=steps, seconds=seconds, eval_every_commits=1)
+    return replace(NO_LIMITS, steps=steps, seconds=seconds, eval_every_commits=1)
 
 
 def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) -> StageConfig:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ashl.cluster.spec import Cluster
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.stage.contract import StageConfig
 from ashl.sync.ripples_smart import RipplesSmart
 from ashl.topology.partial_all_reduce import PartialAllReduce
@@ -47,7 +47,9 @@ def drawn(seed: int) -> tuple[Cluster, list[StageConfig]]:
     first = bound(rng, drawn_sync(rng, n), topology, n, drawn_limits(rng))
     stages = [replace(first, seed=seed, nodes=cluster.node)]
     if rng.random() < 0.5:
-        limits = replace(WITHOUT, steps=rng.randint(20, 300), eval_every_commits=rng.choice([1, 4]))
+        limits = replace(
+            NO_LIMITS, steps=rng.randint(20, 300), eval_every_commits=rng.choice([1, 4])
+        )
         stages = [
             replace(
                 stages[0],

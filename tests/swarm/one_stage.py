@@ -18,7 +18,7 @@ from ashl.overlap.timeline import buckets_of_tensors
 from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Limits
 from ashl.planning.instantiate import link_of
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.sim import Sim
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState
@@ -214,7 +214,7 @@ def check(seed: int) -> None:
 
 
 def plain(
-    sync: Any, topology: Any, limits: Limits = WITHOUT, n: int = 3
+    sync: Any, topology: Any, limits: Limits = NO_LIMITS, n: int = 3
 ) -> tuple[Cluster, StageConfig]:
     """A small cluster and stage without any chance in it."""
     cluster, stage = drawn(0)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from ashl.cluster.spec import Cluster
 from ashl.compression.wrappers import wrap_codec
 from ashl.overlap.delayed import OneStepDelayed
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.sim import Sim
 from ashl.stage.contract import SERIAL, StageConfig
 from ashl.sync.adacomm import AdaComm
@@ -110,7 +110,7 @@ def drawn(seed: int) -> tuple[Cluster, list[StageConfig]]:
     )  # ADSP counts seconds, not steps
     n = cluster.num_workers
     seconds = rng.choice([None, None, rng.uniform(0, 3)])
-    limits = replace(WITHOUT, steps=rng.randint(1, 300), seconds=seconds, eval_every_commits=1)
+    limits = replace(NO_LIMITS, steps=rng.randint(1, 300), seconds=seconds, eval_every_commits=1)
     topology = rng.choice(
         [ParameterServer(pull_ratio=None), ParameterServer(pull_ratio=None), AllReduce()]
     )

@@ -13,7 +13,7 @@ from ashl.cluster.spec import Cluster
 from ashl.compression.wrappers import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.wfbp import WFBP
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.sim import Sim
 from ashl.stage.contract import StageConfig
 from ashl.topology.all_reduce import AllReduce
@@ -34,7 +34,7 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[StageConfig]]:
     seconds = rng.choice(
         [0.5, 5.0, 5.0 if cluster.churn else None]
     )  # a worker that fails within each round makes no progress
-    limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
+    limits = replace(NO_LIMITS, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
     stages, codec = (
         list[StageConfig](),
         conf_option("compression", rng.choice(["topk", "power_sgd"])),
@@ -148,7 +148,7 @@ def drawn_groups(seed: int) -> tuple[Cluster, list[StageConfig]]:
         PartialAllReduce(workers_per_node=rng.choice([None, 1, 2, 3])),
     )
     limits = replace(
-        WITHOUT, steps=rng.randint(1, 200), seconds=rng.choice([0.5, 5.0]), eval_every_commits=1
+        NO_LIMITS, steps=rng.randint(1, 200), seconds=rng.choice([0.5, 5.0]), eval_every_commits=1
     )
     stages = list[StageConfig]()
     for index in range(rng.choice([1, 1, 2])):

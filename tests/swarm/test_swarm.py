@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ashl.errors import AshlError
-from ashl.planning.predict import WITHOUT
+from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.effects import Compute
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.contract import StageConfig
@@ -168,7 +168,7 @@ def test_a_member_that_leaves_an_all_reduce_is_a_deadlock_with_names() -> None:
 def test_a_message_that_nobody_receives_is_found() -> None:
     """The check of the swarm, checked."""
     cluster, stage = plain(
-        BSP(exchange="gradient"), ParameterServer(pull_ratio=None), replace(WITHOUT, steps=6)
+        BSP(exchange="gradient"), ParameterServer(pull_ratio=None), replace(NO_LIMITS, steps=6)
     )
 
     async def main(ctx: RankContext) -> None:
@@ -187,7 +187,7 @@ def test_a_stage_ends_by_what_rank_0_alone_knows() -> None:
     cluster, stage = plain(DPSGD(local_steps=1, order="awc"), Gossip(graph="ring", degree=2))
     cluster = replace(cluster, num_workers=None, compute=(1.0,) * 7)
     plan = replace(stage.plan, workers=(stage.plan.workers[0],) * 7)
-    stage = replace(stage, plan=plan, limits=replace(WITHOUT, seconds=0.5, eval_every_s=0.125))
+    stage = replace(stage, plan=plan, limits=replace(NO_LIMITS, seconds=0.5, eval_every_s=0.125))
     _, seen = run(cluster, (stage,))
     end = seen.of("StageEnd")[-1]
     assert end["reason"] == "seconds"

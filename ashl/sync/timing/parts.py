@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from ashl.cluster.spec import ContentionCosts, InParts
+from ashl.cluster.spec import ContentionCosts, MessageCosts
 from ashl.cluster.speed import NS
 from ashl.device import numbers
 from ashl.overlap.timeline import StepTimeline, merge_buckets
@@ -131,7 +131,7 @@ async def with_layer_group_costs(
     more = zip(*(extra_seconds(row, timeline, shares) for row in rows), strict=True)
     two_s, each_s = map(statistics.median, more)
     part_s = max(0.0, each_s - two_s) / (groups - 2) if groups > 2 else 0.0
-    parts = InParts(step_s=max(0.0, two_s - 2 * part_s), part_s=part_s, sum_s=sum_s)
+    parts = MessageCosts(step_s=max(0.0, two_s - 2 * part_s), part_s=part_s, sum_s=sum_s)
     if max(parts.step_s, parts.part_s, parts.sum_s) > 1e-6:
         known = replace(known, parts=parts)
     return (
