@@ -520,11 +520,6 @@ def note_gathered_payloads(
     ]
 
 
-def overlaps_steps(own: StageParts) -> bool:
-    """Return True if a worker exchanges while it computes."""
-    return isinstance(own.overlap, Delayed) or not own.overlap.serial
-
-
 def has_failure_protocol(own: StageParts) -> bool:
     """Return True if the topology and the sync mode have a protocol for failed workers."""
     tolerant = FAULT_TOLERANT in capabilities_of(own.topology, own.sync)
@@ -588,7 +583,8 @@ def describe_modes(parts: Parts) -> str:
     words = list[str]()
     for own in parts.stages:
         words += [f"topology={option_name(own.topology)}", f"sync={option_name(own.sync)}"]
-        words += [f"overlap={option_name(own.overlap)}"] if overlaps_steps(own) else []
+        if isinstance(own.overlap, Delayed) or not own.overlap.serial:
+            words.append(f"overlap={option_name(own.overlap)}")
     return " ".join(dict.fromkeys(words))
 
 

@@ -15,7 +15,7 @@ from ashl.overlap.timeline import (
     StepTimeline,
     untimed_timeline,
 )
-from ashl.plan.plan import Plan, Spec, StagePlan
+from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import Profile
 from ashl.planning.instantiate import (
     Parts,
@@ -45,13 +45,14 @@ def plan_overlap(
         plan = with_measured_readiness(replace(plan, work=plan.work or learner.work()), known)
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         if isinstance(own.overlap, Delayed):
-            text = (
-                f"overlap={plan.choices['overlap']} changes what is learned: a round takes as long"
-                " as the longer of its steps and its exchange, and an update is applied one round"
-                " late"
-            )
             if own.overlap.fragments:
                 text = describe_fragments(plan, stage, own.overlap)
+            else:
+                text = (
+                    f"overlap={plan.choices['overlap']} changes what is learned: a round takes as"
+                    " long as the longer of its steps and its exchange, and an update is applied"
+                    " one round late"
+                )
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, text))))
     stages = list(plan.stages)
     notes = list(plan.notes)
@@ -88,7 +89,8 @@ def plan_buckets(
     )
     check_timing(plan.choices["overlap"], own.overlap, timeline, known)
     planned = own.overlap.with_plan(timeline or untimed_timeline(groups))
-    stage = replace(stage, overlap=overlap_spec(stage.overlap, planned))
+    keys = asdict(planned)  # ty: ignore[invalid-argument-type]
+    stage = replace(stage, overlap={"_target_": stage.overlap["_target_"], **keys})
     if timeline is None:
         return stage, []
     return stage, [describe_step_times(timeline, planned, own.topology, cost_cluster)]
@@ -115,11 +117,6 @@ def check_timing(
             " itself has none; profile again with `ashl profile`, or take"
             f" overlap.{overlap.untimed}"
         )
-
-
-def overlap_spec(spec: Spec, option: Overlap) -> Spec:
-    """Return the spec of an overlap option with its planned messages."""
-    return {"_target_": spec["_target_"], **asdict(option)}  # ty: ignore[invalid-argument-type]
 
 
 def describe_step_times(

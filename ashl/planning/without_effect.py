@@ -476,7 +476,7 @@ def is_default(key: str, context: EffectContext) -> bool:
     group, _, name = key.partition(".")
     if not name:
         return context.config["choices"].get(group) == defaults().get(group)
-    value = value_at(context.config[group], name)
+    value = nested_value(context.config[group], name)
     if key in LISTED and isinstance(value, list):
         before = default_value("cluster.compute", context)
         return value == default_value(key, context) or len(value) != len(before or value)
@@ -487,12 +487,12 @@ def default_value(key: str, context: EffectContext) -> Any:
     """Return a key's value in the option's file; None for an option of another package."""
     group, _, name = key.partition(".")
     if group not in catalog():
-        return value_at(load(CONF / "config.yaml").get(group, {}), name)
+        return nested_value(load(CONF / "config.yaml").get(group, {}), name)
     file = catalog()[group].get(context.config["choices"].get(group, ""))
-    return value_at(values(file), name) if file else None
+    return nested_value(values(file), name) if file else None
 
 
-def value_at(spec: Any, name: str) -> Any:
+def nested_value(spec: Any, name: str) -> Any:
     """Return the value of a dotted key, or None."""
     for part in name.split("."):
         spec = spec.get(part) if isinstance(spec, Mapping) else None

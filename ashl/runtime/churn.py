@@ -22,7 +22,7 @@ from functools import partial
 from heapq import heapify, heappush
 from typing import Any, NamedTuple
 
-from ashl.cluster.spec import Cluster, Event
+from ashl.cluster.spec import Cluster
 from ashl.data.rng import Purpose, stream
 from ashl.errors import AshlError
 from ashl.runtime.effects import Epoch, Message, PeerFailedError
@@ -53,9 +53,11 @@ class SavedFaults(NamedTuple):
 
 
 class Churn:
-    """Injects the faults of a cluster into a simulation. `start(ctx, joins=True)` returns the
-    coroutine of a joining worker, and `start(ctx, saved=..., epoch=...)` that of a member of a new
-    epoch; `peers_of(rank)` returns the ranks that are notified of its failure.
+    """Injects the faults of a cluster into a simulation.
+
+    `start(ctx, joins=True)` returns the coroutine of a joining worker, and `start(ctx, saved=...,
+    epoch=...)` that of a member of a new epoch; `peers_of(rank)` returns the ranks that are
+    notified of its failure.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Churn:
         self.min_workers = min_workers
         self.peers_of = peers_of
         self.start = start
-        # True if there is a server, so that the run tolerates the failure of all workers
+        # True if there is a server: then the run tolerates the failure of all workers
         self.has_server = len(sim.contexts) > len(cluster.compute)
         self._place = FIRST
         self._draws = Counter[int]()
@@ -113,20 +115,18 @@ class Churn:
     def _apply_event(self, number: int) -> None:
         """Apply a declared failure or rejoin."""
         event = self.cluster.events[number]
+        if event.server_fail and self.has_run_ended:
+            return
         if event.server_fail:
-            return self._fail_server(event)
+            raise AshlError(
+                f"the server failed at {event.time_s:g} s, as cluster.events says, and no worker"
+                " can continue without it"
+            )
         assert event.worker is not None
         if event.fail:
             self.fail(event.worker, "declared")
         else:
             self.rejoin(event.worker)
-
-    def _fail_server(self, event: Event) -> None:
-        if not self.has_run_ended:
-            raise AshlError(
-                f"the server failed at {event.time_s:g} s, as cluster.events says, and no worker"
-                " can continue without it"
-            )
 
     # --- at random
 
@@ -139,11 +139,10 @@ class Churn:
         limit_ns = min(ctx.time_accounting.limit_ns for ctx in self.sim.contexts)
         if self.has_run_ended or churn is None or self.sim.now_ns > LAST_BUDGETS * limit_ns:
             return
-        remaining = (
-            len(self.cluster.compute) - len(self.sim.failed_ranks)
-            if self.has_server
-            else len(self._workers_with_model() - {rank}) + 1
-        )
+        if self.has_server:
+            remaining = len(self.cluster.compute) - len(self.sim.failed_ranks)
+        else:
+            remaining = len(self._workers_with_model() - {rank}) + 1
         if rank in self.sim.failed_ranks or remaining > self.min_workers:
             self.fail(rank, "random")
             self._schedule_random(rank, churn.mttr_s, self._rejoin_at_random)
@@ -160,7 +159,8 @@ class Churn:
 
     def save_state(self) -> SavedFaults:
         """Return the state of the faults at a pause."""
-        mail, events = self.sim._mail, self._pending_events()
+        mail = self.sim._mail
+        events = self._pending_events()
         return SavedFaults(
             self.epoch,
             dict(self.failures),
@@ -185,7 +185,9 @@ class Churn:
         begun.
         """
         sim = self.sim
-        self.epoch, self.failures, self._place = saved.epoch, Counter(saved.failures), saved.places
+        self.epoch = saved.epoch
+        self.failures = Counter(saved.failures)
+        self._place = saved.places
         self._uninformed = set(saved.uninformed)
         sim.failed_ranks.update(saved.failed_ranks)
         for rank, draws in saved.draws.items():
@@ -204,8 +206,8 @@ class Churn:
         return self.epoch if self.regroups and self.epoch.number else None
 
     def begin_after(self, time_ns: int) -> None:
-        """Begin at this run time, at which all workers run: declared events of before are over, and
-        times to random failures count from it.
+        """Begin at this run time, at which all workers run: delete declared events of before, and
+        count times to random failures from it.
         """
         events = list[tuple[int, int, Any, Any]]()
         for at, place, what, own in self._pending_events():

@@ -362,7 +362,9 @@ class Communicator:
         is_subset = self._without_process_group(group)
         if isinstance(effect, AllReduce) and effect.op not in PHASES_OF_A_SUM:
             nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
-            begin, cost = self._throttle.schedule_all_reduce(group, number, nbytes, asked_ns)
+            begin, cost = self._throttle.schedule_collective(
+                group, number, nbytes, asked_ns, gathers=False
+            )
             value = self._sum(effect, tensor, pg, is_subset)
             return value, self._traffic(group, nbytes), begin, cost
         assert not is_subset, "gathering needs all ranks, or a group that the plan lists"
@@ -377,7 +379,9 @@ class Communicator:
             value, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, self._wait)
             total = g * (longest - effect.piggybacked)  # known only after the lengths are gathered
         moved = total * (g - 1) // g
-        begin, cost = self._throttle.schedule_all_gather(group, number, total, asked_ns)
+        begin, cost = self._throttle.schedule_collective(
+            group, number, total, asked_ns, gathers=True
+        )
         return value, (moved, moved), begin, cost
 
     def _sum(

@@ -274,15 +274,12 @@ class Sim:
         if effect.needs:
             return self._compute_in_steps(task, effect), self.now_ns
         if effect.parts:
-            return self._compute_in_parts(task, effect)
+            payloads = dict[int, Any]()
+            value = effect.fn(payloads.__setitem__)
+            start, cost = self._start_compute(task, effect)
+            return value, self._post_parts(task, effect, payloads, start, cost)
         value = effect.fn() if self.begin_compute is None else self.begin_compute(effect)
         return value, self._occupy_unit(task, effect)
-
-    def _compute_in_parts(self, task: Task, effect: Compute) -> tuple[Any, int]:
-        """Run a computation that emits parts; return its result and its end in ns."""
-        payloads = dict[int, Any]()
-        value = effect.fn(payloads.__setitem__)
-        return value, self._post_parts(task, effect, payloads, *self._start_compute(task, effect))
 
     def _post_parts(
         self, task: Task, effect: Compute, payloads: dict[int, Any], start: int, cost: int

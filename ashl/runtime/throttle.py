@@ -95,11 +95,9 @@ class Throttle:
         """
         now = self.clock()
         if cost is None:
-            factor = (
-                self.compute.factor_of(self.rank, start_ns)
-                if self.compute and kind == "compute"
-                else 1.0
-            )
+            factor = 1.0
+            if self.compute and kind == "compute":
+                factor = self.compute.factor_of(self.rank, start_ns)
             cost = round(factor * (now - start_ns)) if factor != 1.0 else 0
         elif kind in ("compute", "compress"):
             (self.steps if kind == "compute" else self.encodings).add(cost, now - start_ns)
@@ -126,7 +124,7 @@ class Throttle:
         return head, head, tail
 
     def schedule_arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
-        """Return when a message counts as delivered whose bytes have arrived."""
+        """Return when a message counts as delivered, once its bytes have arrived."""
         if isinstance(self.network, Ports):
             inner = self.network.is_inside_node(src, self.rank)
             tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner, out=True)
@@ -134,9 +132,8 @@ class Throttle:
             self.transfers[src].add(due - header_ns, now_ns - header_ns)
             return due
         if self.network is not None:  # the sender has throttled it
-            self.transfers[src].add(
-                self.network.cost_ns(src, self.rank, nbytes, header_ns), now_ns - header_ns
-            )
+            declared_ns = self.network.cost_ns(src, self.rank, nbytes, header_ns)
+            self.transfers[src].add(declared_ns, now_ns - header_ns)
             return now_ns
         if self.link is not None:
             factor = max(self.link.factor_of(src, now_ns), self.link.factor_of(self.rank, now_ns))
@@ -147,31 +144,19 @@ class Throttle:
         """Return when this rank's NIC is free for a collective of a group."""
         return 0 if self.network is None else self._nics("free_ns", group, self.rank)
 
-    def schedule_all_reduce(
-        self, group: tuple[int, ...], number: int, nbytes: int, now_ns: int
+    def schedule_collective(
+        self, group: tuple[int, ...], number: int, nbytes: int, now_ns: int, *, gathers: bool
     ) -> tuple[int, int | None]:
-        """Return the begin of the group's all-reduce of this number and its cost in ns, or None
-        without declared costs. The group's NICs are occupied until its end.
+        """Return the begin of the group's collective of this number and its cost in ns; the cost is
+        None if it is not declared. The group's NICs are occupied until its end.
+
+        Args: nbytes: of the vector of an all-reduce, or (`gathers`) of all payloads of an
+        all-gather together.
         """
         if self.network is None:
             return now_ns, None
-        cost_ns = self.network.all_reduce_ns(group, nbytes, now_ns)
-        return self._occupy_nics(group, number, cost_ns, now_ns)
-
-    def schedule_all_gather(
-        self, group: tuple[int, ...], number: int, total: int, now_ns: int
-    ) -> tuple[int, int | None]:
-        """Return the begin and the cost of an all-gather of `total` bytes, as `schedule_all_reduce`
-        does.
-        """
-        if self.network is None:
-            return now_ns, None
-        cost_ns = self.network.all_gather_ns(group, total, now_ns)
-        return self._occupy_nics(group, number, cost_ns, now_ns)
-
-    def _occupy_nics(
-        self, group: tuple[int, ...], number: int, cost_ns: int, now_ns: int
-    ) -> tuple[int, int]:
+        cost_of = self.network.all_gather_ns if gathers else self.network.all_reduce_ns
+        cost_ns = cost_of(group, nbytes, now_ns)
         name = f"{group} {number}" if self._shares else None
         begin, cost = self._nics("occupy_nics", group, cost_ns, now_ns, name)
         return begin, cost
@@ -206,11 +191,10 @@ class Nics:
         """Return the begin and the cost of a collective. Among members that share this object the
         first one that asks decides for all; they ask by a name of the collective.
         """
-        begin, cost, remaining = self._begun.pop(name or "", None) or (
-            self._network.occupy_nics(group, cost_ns, now_ns),
-            cost_ns,
-            len(group),
-        )
+        begun = self._begun.pop(name or "", None)
+        if begun is None:
+            begun = self._network.occupy_nics(group, cost_ns, now_ns), cost_ns, len(group)
+        begin, cost, remaining = begun
         if name is not None and remaining > 1:
             self._begun[name] = begin, cost, remaining - 1
         return begin, cost

@@ -196,8 +196,11 @@ def test_processes_that_decide_at_the_same_moment_queue_at_the_port_that_they_sh
         tails = list(pool.map(lambda pace: pace.schedule_departure(3, 125_000, 0)[2], paces[:3]))
     assert sorted(tails) == [1000 * MS, 2000 * MS, 3000 * MS]
     for number, start in ((0, 3000 * MS), (1, 4000 * MS)):
-        spans = [paces[rank].schedule_all_reduce((1, 3), number, 125_000, 0) for rank in (3, 1)]
+        spans = [
+            paces[rank].schedule_collective((1, 3), number, 125_000, 0, gathers=False)
+            for rank in (3, 1)
+        ]
         assert spans == [(start, 1000 * MS)] * 2
-    assert paces[0].schedule_all_gather((0, 1), 0, 125_000, 0)[0] == 0, (
+    assert paces[0].schedule_collective((0, 1), 0, 125_000, 0, gathers=True)[0] == 0, (
         "inside a machine there are other ports"
     )
