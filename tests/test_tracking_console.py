@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def text(console: Console) -> str:
 
 def test_a_pipe_gets_a_plain_line_every_two_seconds():
     console = pipe(width=20)
-    with Progress(console, name="demo", target_accuracy=0.97) as progress:
+    with closing(Progress(console, name="demo", target_accuracy=0.97)) as progress:
         for tenths in range(50):
             progress.update(frame(tenths / 10))
     lines = text(console).splitlines()
@@ -105,7 +106,7 @@ def test_a_pipe_gets_a_plain_line_every_two_seconds():
 
 def test_a_terminal_gets_a_table_that_disappears_at_the_end():
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with Progress(console, name="[demo]", target_accuracy=None) as progress:
+    with closing(Progress(console, name="[demo]", target_accuracy=None)) as progress:
         progress.update(frame(0.0, num_workers=20))
         progress.update(frame(0.1)._replace(stage="too fresh"))
         shown = text(console)
@@ -121,7 +122,7 @@ def test_a_terminal_gets_a_table_that_disappears_at_the_end():
 
 def test_quiet_says_nothing():
     console = Console(file=io.StringIO(), force_terminal=True)
-    with Progress(console, name="demo", quiet=True) as progress:
+    with closing(Progress(console, name="demo", quiet=True)) as progress:
         progress.update(frame(0.0))
     assert text(console) == ""
 
@@ -129,14 +130,14 @@ def test_quiet_says_nothing():
 def test_a_frame_may_know_little():
     console = pipe()
     unknown = Frame(0.0, 0.0, "", 0, 1, math.nan, None, None, None, None, None, None, [])
-    with Progress(console, name="demo") as progress:
+    with closing(Progress(console, name="demo")) as progress:
         progress.update(unknown)
     assert text(console) == "time 0 s  steps 0  loss -  samples/s -  waiting -\n"
 
 
 def test_a_task_without_accuracy_is_told_by_its_own_metric():
     console = pipe()
-    with Progress(console, name="demo") as progress:
+    with closing(Progress(console, name="demo")) as progress:
         progress.update(frame(0.0, metric=("perplexity", 21.37)))
     assert "perplexity 21.4  loss 0.123" in text(console)
     shown = describe_end(
@@ -150,7 +151,7 @@ def test_a_task_without_accuracy_is_told_by_its_own_metric():
 def test_no_color_is_respected(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with Progress(console, name="demo") as progress:
+    with closing(Progress(console, name="demo")) as progress:
         progress.update(frame(0.0))
     print_outcome(console, summary(), Path("runs/demo"), SHOWN)
     assert not re.search(r"\x1b\[[0-9;]*\b(3[0-7]|38|9[0-7])\b[0-9;]*m", text(console))
@@ -247,7 +248,7 @@ def test_the_time_of_a_run_says_what_it_counts() -> None:
 def test_a_line_beside_the_table_breaks_between_words() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     text = "worker 3 computes 5 times slower than the median; the others waited 65.6 % of the time"
-    with Progress(console, name="demo") as progress:
+    with closing(Progress(console, name="demo")) as progress:
         progress.print_line(text)
     assert isinstance(console.file, io.StringIO)
     assert "65.6 % of \nthe time\n" in console.file.getvalue()

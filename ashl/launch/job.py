@@ -102,7 +102,8 @@ class Launch:
     @property
     def shares(self) -> tuple[HostRanks, ...]:
         """Return ranks 0 to size − 1 on the slots in order, without machines that have no rank."""
-        shares, first = [], 0
+        shares = []
+        first = 0  # rank
         for machine in self.machines:
             if count := min(machine.slots, self.size - first):
                 shares.append(HostRanks(machine, range(first, first + count)))

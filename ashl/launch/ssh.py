@@ -228,13 +228,17 @@ async def supervise(connections: Sequence[Connection], interrupts: Sequence[int]
     After the first failure that is not tolerated, the launcher ends the input of all connections.
     Raises: AshlError with that failure, if no rank has printed an error of ashl.
     """
-    clock, shown = asyncio.get_running_loop().time, set[str]()
+    clock = asyncio.get_running_loop().time
+    shown = set[str]()  # lines that were printed
     pending = {asyncio.create_task(show_output(of, shown)): of for of in connections}
-    failed, why, stop_s = 0, "", float("inf")
+    failed = 0  # exit code of the first failure that is not tolerated
+    why = ""
+    stop_s = float("inf")  # the time at which the input of all connections ends
     while pending and len(interrupts) < 2 and clock() < stop_s + GRACE_S + SETTLE_S:
         done, _ = await asyncio.wait(pending, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            connection, code = pending.pop(task), task.result()
+            connection = pending.pop(task)
+            code = task.result()
             killed = code < 0 or code == EVICTED or (code > 128 and code != 130)
             # after an interrupt, a rank that has not begun is killed by the signal
             if not code or failed or interrupts:
@@ -243,7 +247,8 @@ async def supervise(connections: Sequence[Connection], interrupts: Sequence[int]
             if killed and connection.task.rank and "RANK" in connection.task.env:
                 sys.stderr.write(f"ashl: {describe(connection, code)}\n")
             else:
-                failed, why = code if code in (1, 2, 3, 130) else 1, describe(connection, code)
+                failed = code if code in (1, 2, 3, 130) else 1
+                why = describe(connection, code)
                 stop_s = clock() + SETTLE_S
         stop_s = min(stop_s, clock()) if interrupts else stop_s
         for connection in pending.values() if clock() >= stop_s else ():

@@ -261,7 +261,8 @@ class StoreServer(AuthenticatedStore):
         self.refused = set[str]()  # addresses of clients without the secret
         # answers to requests that are no operation of torch's store, by name
         self.handlers = dict[str, Callable[..., Any]]()
-        self._secret, self._closed = secret, False
+        self._secret = secret
+        self._closed = False
         self._store = dist.HashStore()
         self._lock = threading.Lock()
         self._pending = threading.BoundedSemaphore(PENDING)

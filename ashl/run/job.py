@@ -239,9 +239,9 @@ def with_resolved_master(job: JobMembership, timeout_s: float) -> JobMembership:
 
     Raises: AshlError if there is none within `timeout_s` seconds; a new pod has no name at first.
     """
-    end = time.monotonic() + timeout_s
+    end_s = time.monotonic() + timeout_s
     while (host := resolve(job.host, job.port)) is None:
-        if time.monotonic() > end:
+        if time.monotonic() > end_s:
             raise AshlError(
                 f"the master {job.host} (MASTER_ADDR) has no address here, after {timeout_s:g} s"
                 " (runtime.heartbeat_timeout_s); set MASTER_ADDR to a name or address that every"
@@ -303,12 +303,13 @@ def exchange_port(job: JobMembership, port: int | None, timeout_s: float) -> int
         return job.port
     limit = timedelta(seconds=max(1.0, timeout_s))
     agent = dist.TCPStore(job.host, job.port, is_master=False, timeout=limit)
-    key, end = f"ashl/port/{job.attempt}", time.monotonic() + timeout_s
+    key = f"ashl/port/{job.attempt}"
+    end_s = time.monotonic() + timeout_s
     if port is not None:
         agent.set(key, str(port))
         return port
     while not agent.check([key]):
-        if time.monotonic() > end:
+        if time.monotonic() > end_s:
             raise RuntimeError("rank 0 has published no port")
         time.sleep(POLL_S)
     return int(agent.get(key))

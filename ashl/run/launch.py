@@ -150,7 +150,8 @@ def run_controller(
     for rank in absent:
         assert saved is not None
         monitor.emit(WorkerRejoined(rank, saved.time_ns))
-    end, processes = End(130), dict[int, BaseProcess]()
+    end = End(130)
+    processes = dict[int, BaseProcess]()
     try:
         with (
             publish_join_endpoint(run_dir, at),

@@ -301,8 +301,9 @@ class Monitor:
 
         Call it after the last record.
         """
-        whole, self._waiting, self.states_travel = self._waiting, None, False
-        if whole is not None:
+        self.states_travel = False
+        if (whole := self._waiting) is not None:
+            self._waiting = None
             self.evaluate(whole)
 
     def evaluate(self, whole: EvaluatedModel) -> None:

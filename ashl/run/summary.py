@@ -197,7 +197,10 @@ def goodput(monitor: Monitor) -> float | None:
     """Return the steps per second, as a fraction of those that the plan predicts without failures;
     None without a prediction.
     """
-    steps, expected, start_ns, before = 0, 0.0, 0, 0
+    steps = 0
+    expected = 0.0
+    start_ns = 0  # end of the previous stage
+    before = 0  # steps up to then
     for end in monitor.run_state.stages:
         predicted = monitor.plan.stages[end.stage].predicted_steps_per_s
         if predicted is not None:

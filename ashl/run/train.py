@@ -130,7 +130,7 @@ def run(
     copier = start_copier(tracking, run_dir, plan, config, command)
     with stop_on_interrupt(monitor):
         saving = Saving(identity(config), config["run"]["checkpoint_s"])
-        pace, failure = run_to_end(plan, run_dir, monitor, lead, saving, saved, origin)
+        pace, failure = run_to_end(plan, monitor, lead, saving, saved, origin)
         status, reason = run_status(monitor, failure)
         summary = summarise(monitor, parts.runtime.name, status, reason, pace)
         close_records(monitor, summary, failure)
@@ -172,7 +172,6 @@ def return_outcome(
 
 def run_to_end(
     plan: Plan,
-    run_dir: Path,
     monitor: Monitor,
     lead: launch.Lead | None,
     saving: Saving,
@@ -189,7 +188,7 @@ def run_to_end(
         with own_faults(plan.allow_targets, AshlError):
             if origin is not None:
                 saved = rescaling.begin_rescaled_run(origin, plan, monitor, saving)
-            return run_kernel(plan, run_dir, monitor, lead, saving, saved), None
+            return run_kernel(plan, monitor, lead, saving, saved), None
     except KeyboardInterrupt:  # the second Ctrl-C
         return None, None
     except Exception as error:
@@ -225,7 +224,6 @@ def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | 
 
 def run_kernel(
     plan: Plan,
-    run_dir: Path,
     monitor: Monitor,
     lead: launch.Lead | None,
     saving: Saving,
@@ -236,6 +234,7 @@ def run_kernel(
     if plan.runtime["_target_"].endswith("SimRuntime"):
         simulate(plan, monitor.job, monitor, saving, saved)
         return None
+    run_dir = monitor.recorder.run_dir
     # several ranks send the parts of one model, or one rank sends it whole
     lead_rank = None if monitor.run_state.parts is not None else plan.lead_rank
     checkpoint_manager = CheckpointManager(

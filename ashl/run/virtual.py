@@ -1,11 +1,11 @@
 """Run a plan in virtual time, in this process, from its beginning or from a checkpoint."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
-from ashl.cluster.network import Exchange, Ports, network
-from ashl.cluster.speed import Speed, speed_of
+from ashl.cluster.network import network
+from ashl.cluster.speed import speed_of
 from ashl.device import claim_generators
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
@@ -43,9 +43,8 @@ def simulate(
     Raises: AshlError if a checkpoint cannot be written, or if a worker failed in a stage that needs
     all workers.
     """
-    cluster, stage = job.parts.cluster, job.stages[0]
-    overlaps = any(stage.sums_beside for stage in job.stages)
-    sim = make_simulation(partial(simulator, overlaps=overlaps), plan, job, monitor)
+    cluster = job.parts.cluster
+    sim = make_simulation(plan, job, monitor)
     sim.worker_states = job.learner if job.parts.runtime.gradients else None
     monitor.read_heartbeats = lambda: [ctx.heartbeat() for ctx in sim.contexts]
     number = 0 if saved is None else saved.number + 1
@@ -80,11 +79,13 @@ def simulate(
         monitor.resume_from(checkpoints.read_monitor_state(saved, plan.limits))
     sim.save = save
     sim.checkpoint_due_ns = next_due_ns(saved.time_ns if saved else 0, saving.every_s)
-    play, churn = partial(program, stages=job.stages), None
+    play = partial(program, stages=job.stages)
+    churn = None
     if cluster.fault_kinds:
-        peers, least = partial(ranks_to_notify, job.stages), stage.min_workers
+        stage = job.stages[0]
+        peers = partial(ranks_to_notify, job.stages)
         regroups = stage.topology.regroups
-        churn = Churn(sim, cluster, plan.seed, least, peers, play, regroups)
+        churn = Churn(sim, cluster, plan.seed, stage.min_workers, peers, play, regroups)
     try:
         runtime = job.parts.runtime
         cores = runtime.cores if runtime.gradients else 1
@@ -103,34 +104,26 @@ def simulate(
 
 def observe(plan: Plan, job: Job, observer: Observer) -> None:
     """Run a plan without injected faults to its end; the observer receives all records."""
-    overlaps = any(stage.sums_beside for stage in job.stages)
-    sim = make_simulation(partial(simulator, overlaps=overlaps), plan, job, observer)
+    sim = make_simulation(plan, job, observer)
     sim.run(partial(program, stages=job.stages), tick=lambda: None)
 
 
-def make_simulation(
-    kind: Callable[[int, Speed, Exchange | Ports, Observer], Sim],
-    plan: Plan,
-    job: Job,
-    observer: Observer,
-) -> Sim:
-    """Make a simulation with the step times and links that the cluster declares.
-
-    Args: kind, makes it from the number of ranks, the speed, the network and the observer.
-    """
+def make_simulation(plan: Plan, job: Job, observer: Observer) -> Sim:
+    """Make a simulation with the step times and links that the cluster declares."""
     cluster, stage = job.parts.cluster, job.stages[0]
-    speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-    return kind(
+    return simulator(
         plan.num_ranks,
-        speed,
+        speed_of(cluster, stage.plan.workers[0].batch, plan.seed),
         network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm),
         observer,
+        overlaps=any(stage.sums_beside for stage in job.stages),
     )
 
 
 def make_restorer(plan: Plan, job: Job, saved: Checkpoint, churn: Churn | None) -> Begin:
     """Make the function that sets a simulation to a checkpoint."""
-    packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
+    packages = ("ashl", *plan.allow_targets)
+    device = job.stages[0].trainer.device
     ranks = rank_checkpoint.read_ranks(saved.folder, range(plan.num_ranks), packages, device)
     epoch = None
     if churn is not None and saved.how == RESCALED:

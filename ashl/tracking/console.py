@@ -64,7 +64,7 @@ class Frame(NamedTuple):
 
 
 class Progress:
-    """The changing display of a run, as a context manager that always restores the terminal.
+    """The changing display of a run; `close` restores the terminal.
 
     On a terminal it is a table of the workers, drawn at most every 0.25 s and removed at the end.
     In a pipe it is a line every 2 s. With `quiet` it is nothing. Times are those of the frames'
@@ -120,12 +120,6 @@ class Progress:
         """Remove the table. May be called twice."""
         if self._live:
             self._live.stop()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _quality(self, frame: Frame) -> dict[str, str]:
         facts = dict[str, str]()

@@ -92,7 +92,8 @@ class MlflowTracker:
 
         found: dict[str, str] = {}
         for name, value in params.items():
-            key, count = sanitize_name(name), 1
+            key = sanitize_name(name)
+            count = 1
             while key in found:  # two names that differ in characters that MLflow refuses
                 count += 1
                 key = f"{sanitize_name(name)}_{count}"

@@ -58,7 +58,8 @@ def explain_missing_stages(stages: Sequence[Mapping[str, Any]]) -> str:
     names = ", ".join(str(stage["name"]) for stage in stages)
     missing = list[str]()
     for rule, bound in stages[0]["until"].items():
-        text, best = RULES[rule][1].format(f"{bound:g}"), stages[0]["best"].get(rule)
+        text = RULES[rule][1].format(f"{bound:g}")
+        best = stages[0]["best"].get(rule)
         if best is not None and (best <= bound if rule == "evaluated_loss" else best >= bound):
             text = f"{RULES[rule][0].format(f'{bound:g}')} only when the run was about to end"
         elif rule in EVALUATED:

@@ -71,7 +71,9 @@ class StragglerFinder:
             return None
         named = (find_straggler(passed, time_s - start_s) or {}).get("worker")
         if named != self._named:
-            self._named, self._windows, self._since = named, 0, self._start
+            self._named = named
+            self._windows = 0
+            self._since = self._start
         self._windows += 1
         self._start = {row["rank"]: row for row in workers}, time_s
         if named is None or self._windows < AGREEING:

@@ -41,7 +41,6 @@ class RankTimes:
 class RecordFile:
     """The records of one rank, read as far as they are written."""
 
-    path: Path
     size: int = 0  # bytes read
     starts: int = 0  # processes of this rank so far
 
@@ -62,7 +61,7 @@ class Records:
     def read(self) -> None:
         """Read what the ranks have written since the last call."""
         for path in sorted(self.folder.glob(PATTERN)):
-            file = self.files.setdefault(path, RecordFile(path))
+            file = self.files.setdefault(path, RecordFile())
             records, file.size = jsonl.tail(path, file.size)
             rank = int(path.stem.removeprefix("rank"))
             for record in records:

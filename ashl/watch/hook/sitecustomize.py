@@ -67,9 +67,12 @@ class Recorder:
         if id(module) != self.module_id or os.getpid() != self.pid:
             return
         now_s = time.perf_counter()
-        step_s, self.started_s = now_s - self.started_s, now_s
-        blocked_s, self.blocked_s = self.blocked_s, 0.0
-        last, self.iteration = self.iteration, self.iteration + 1
+        step_s = now_s - self.started_s
+        self.started_s = now_s
+        blocked_s = self.blocked_s
+        self.blocked_s = 0.0
+        last = self.iteration
+        self.iteration += 1
         if last >= WARM_UP and last % self.stride == 0:
             times = module.logger._get_ddp_logging_data().ints_map
             if times["iteration"] == last:
@@ -99,7 +102,8 @@ class Recorder:
         if self.file and self.lines and os.getpid() == self.pid:
             self.file.write("\n".join(self.lines) + "\n")
             self.file.flush()
-            self.lines, self.flushed_s = [], time.perf_counter()
+            self.lines = []
+            self.flushed_s = time.perf_counter()
 
     def count_as_blocked(self, call):
         """Count the time of a function as blocked: return one that does the same."""
