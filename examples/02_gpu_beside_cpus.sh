@@ -8,5 +8,5 @@ ashl sweep -q sync=bsp,lb_bsp,asp,local_sgd seed=0,1,2 runtime=sim \
   'cluster.compute=[1,8,8,8]' cluster.step_s=0.004 cluster.exchange_s=0.01 \
   stop.target_accuracy=0.95 eval.every_s=0.1 tracking=none run.dir=gpu_and_cpus
 
-# The same for real: one rank per machine, and each rank takes its GPU if it has one (docs/how-to/gpu.md).
+# The same on real machines: one rank each, and each rank takes its GPU if it has one (docs/how-to/gpu.md).
 #   ashl launch --hosts hosts.txt -- train sync=asp runtime.device=auto
