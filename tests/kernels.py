@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster, RealCluster
 from ashl.cluster.speed import Speed
 from ashl.run.authenticated_store import (
@@ -62,7 +62,7 @@ class Ended(NamedTuple):
 def in_virtual_time(main: Main, machines: Cluster, ranks: int | None = None) -> list[Ended]:
     seen = Quiet()
     ranks = ranks or machines.num_workers
-    sim = Sim(ranks, Speed(machines, 1, 0), network(machines, DENSE), seen)
+    sim = Sim(ranks, Speed(machines, 1, 0), make_network(machines, DENSE), seen)
     results = sim.run(main, tick=lambda: None)
     return [
         Ended(result, None, in_seconds(seen.totals[rank])) for rank, result in enumerate(results)
@@ -136,7 +136,7 @@ def play(
     if rank == 0:
         store = StoreServer(SECRET, port=port)
         if isinstance(machines, Cluster) and machines.bandwidth_mbit_s is not None:
-            store.handlers["nics"] = Nics(network(machines, DENSE)).call
+            store.handlers["nics"] = Nics(make_network(machines, DENSE)).call
     else:
         store = StoreClient(StoreAddress("127.0.0.1", port, SECRET), 30.0)
         store.limit_answers(600.0)

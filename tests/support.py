@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.speed import speed_of
 from ashl.config.compose import compose
 from ashl.config.construct import construct
@@ -160,7 +160,7 @@ def run(
     stage = stages[0]
     ran = Ran(plan, parts=make_model_set(stage), learner=job.learner)
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-    costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
+    costs = make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
     sim = simulator(plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside)
     play = befallen(sim, cluster, plan.seed, stages)
     sim.run(play, tick=lambda: None)

@@ -28,7 +28,7 @@ def contention_of(cluster: Cluster) -> ContentionCosts | None:
     return cluster.contention if isinstance(cluster, Measured) else None
 
 
-def cost_over_ports(
+def cost_over_nics(
     node: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray
 ) -> CostOf:
     """Return the cost of a round between members on the nodes `node`.
@@ -43,8 +43,8 @@ def cost_over_ports(
         inner = (node[one.src] == node[one.dst]).astype(int)
         held_s = []
         for rank, s_per_byte in ((one.src, out), (one.dst, into)):
-            port = np.where(inner, g + rank, node[rank])
-            held_s.append(np.bincount(port, s_per_byte[inner, rank] * nbytes)[port])
+            nic = np.where(inner, g + rank, node[rank])
+            held_s.append(np.bincount(nic, s_per_byte[inner, rank] * nbytes)[nic])
         latency_s = np.maximum(latency[inner, one.src], latency[inner, one.dst])
         return int((np.rint(latency_s * NS) + np.rint(np.maximum(*held_s) * NS)).max())
 

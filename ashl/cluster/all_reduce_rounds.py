@@ -45,9 +45,9 @@ class Round(NamedTuple):
     adds: bool
 
 
-def ring(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
+def ring(nodes: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     """Return (number of pieces, rounds) of the ring algorithm."""
-    members = np.concatenate(machines)
+    members = np.concatenate(nodes)
     n, at = len(members), np.arange(len(members))
     following = np.roll(members, -1)
 
@@ -60,9 +60,9 @@ def ring(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     return n, rounds()
 
 
-def halving(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
+def halving(nodes: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     """Return (number of pieces, rounds) of recursive halving and doubling."""
-    members = np.concatenate(machines)
+    members = np.concatenate(nodes)
     levels = len(members).bit_length() - 1
     p = 1 << levels
     beyond = len(members) - p
@@ -94,9 +94,9 @@ def halving(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     return p, rounds()
 
 
-def tree(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
+def tree(nodes: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     """Return (number of pieces, rounds) of the binomial tree."""
-    members = np.concatenate(machines)
+    members = np.concatenate(nodes)
     levels = range((len(members) - 1).bit_length())
 
     def rounds() -> Iterator[Round]:
@@ -111,27 +111,27 @@ def tree(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     return 1, rounds()
 
 
-def star(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
+def star(nodes: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     """Return (number of pieces, rounds) of the star."""
-    members = np.concatenate(machines)
+    members = np.concatenate(nodes)
     others = members[1:]
     hub, none, one = np.full_like(others, members[0]), np.zeros_like(others), np.ones_like(others)
     both = (Round(others, hub, none, one, True), Round(hub, others, none, one, False))
     return 1, iter(both if others.size else ())
 
 
-def hierarchical(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
+def hierarchical(nodes: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     """Return (number of pieces, rounds) of the hierarchical algorithm.
 
     In each of its parts every member sends directly to the receiver of the piece.
     """
-    m, shards, most = len(machines), min(map(len, machines)), max(map(len, machines))
-    owners = np.stack([members[:shards] for members in machines])
+    m, shards, most = len(nodes), min(map(len, nodes)), max(map(len, nodes))
+    owners = np.stack([members[:shards] for members in nodes])
 
     def rounds_inside_nodes(adds: bool) -> Iterator[Round]:
         for t in range(1, most):
             ends = []
-            for members in (members for members in machines if len(members) > t):
+            for members in (members for members in nodes if len(members) > t):
                 at = np.arange(len(members))
                 to = (at + t) % len(members)
                 shard = to if adds else at
@@ -167,10 +167,10 @@ BY_NAME: dict[str, Callable[[Sequence[np.ndarray]], tuple[int, Iterator[Round]]]
 }
 
 
-def rounds_of(algorithm: str, homes: Sequence[int]) -> tuple[int, Iterator[Round]]:
-    """Return (number of pieces, rounds) for a group whose members are on the nodes `homes`."""
-    at = np.array(homes)
-    return BY_NAME[algorithm]([np.flatnonzero(at == home) for home in dict.fromkeys(homes)])
+def rounds_of(algorithm: str, nodes: Sequence[int]) -> tuple[int, Iterator[Round]]:
+    """Return (number of pieces, rounds) for a group whose members are on the nodes `nodes`."""
+    at = np.array(nodes)
+    return BY_NAME[algorithm]([np.flatnonzero(at == node) for node in dict.fromkeys(nodes)])
 
 
 def nodes_of_members(group: Sequence[int], node: Sequence[int] | None) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ashl.cluster.all_reduce_costs import AllReduceCosts, CostOf, cost_over_ports
+from ashl.cluster.all_reduce_costs import AllReduceCosts, CostOf, cost_over_nics
 from ashl.cluster.all_reduce_rounds import Round
 from ashl.cluster.spec import Cluster, Measured
 from ashl.cluster.speed import NS, Factors
@@ -34,12 +34,12 @@ from ashl.cluster.speed import NS, Factors
 MAX_CACHED = 4096  # maximum number of cached rings and costs
 
 # (rank, or the first rank of its node; "out" or "in"; True for links inside a node)
-Port = tuple[int, str, bool]
+Nic = tuple[int, str, bool]
 # nanoseconds of a chunk at the sender's NIC, on the link, at the receiver's NIC
 Edge = tuple[int, int, int]
 
 
-class Coming(NamedTuple):
+class IncomingMessage(NamedTuple):
     """A message in flight; messages sort in the order in which the receiver's NIC serves them."""
 
     head_ns: int
@@ -57,13 +57,11 @@ class Ring(NamedTuple):
     """
 
     edges: tuple[tuple[int, int, bool], ...]
-    ports: tuple[Port, ...]
+    nics: tuple[Nic, ...]
 
 
-class Exchange:
+class ExchangeNetwork:
     """Network model with declared exchange times: nothing queues."""
-
-    ports = False
 
     def __init__(self, cluster: Cluster, dense_bytes: int, algorithm: str | None = None) -> None:
         assert cluster.exchange_s is not None
@@ -137,25 +135,24 @@ class Exchange:
         """Do nothing, as no NIC is ever busy."""
 
 
-class Ports:
+class NicNetwork:
     """Network model with latency, bandwidth, and the occupancy of the NICs of both ends."""
-
-    ports = True
 
     def __init__(self, cluster: Cluster, dense_bytes: int, algorithm: str | None = None) -> None:
         self.cluster = cluster
         self.factors = Factors(cluster, "link")
         self._measured_all_reduce = cluster.all_reduce if isinstance(cluster, Measured) else None
         first: dict[int, int] = {}
-        self._first = [
-            first.setdefault(machine, rank) for rank, machine in enumerate(cluster.node or ())
+        self._first = [  # by rank: the first rank on the same node; empty without nodes
+            first.setdefault(node, rank) for rank, node in enumerate(cluster.node or ())
         ]
         # The first rank beyond the workers (a server) is on a node of its own; those after it (the
         # servers of nodes) are one on each node.
         if self._first:
-            self._first += [len(self._first), *(first[machine] for machine in sorted(first))]
-        self._free: dict[Port, int] = {}
-        self._coming: dict[Port, list[Coming]] = {}  # heaps: messages in flight to a receiver's NIC
+            self._first += [len(self._first), *(first[node] for node in sorted(first))]
+        self._free: dict[Nic, int] = {}
+        # heaps: messages in flight to a receiver's NIC
+        self._incoming: dict[Nic, list[IncomingMessage]] = {}
         self._posted = 0
         self.steady = not cluster.events
         self._rings: dict[tuple[int, ...], Ring] = {}
@@ -171,7 +168,7 @@ class Ports:
         """Return the first rank on the same node."""
         return self._first[rank] if rank < len(self._first) else rank
 
-    def port(self, rank: int, way: str, inner: bool) -> Port:
+    def nic_of(self, rank: int, way: str, inner: bool) -> Nic:
         return rank if inner else self.node_of(rank), way, inner
 
     def service_ns(self, rank: int, nbytes: float, now_ns: int, inner: bool, out: bool) -> int:
@@ -201,7 +198,7 @@ class Ports:
         Returns: (start of the transfer, arrival of its head, earliest arrival of its tail).
         """
         inner = self.is_inside_node(src, dst)
-        key = self.port(src, "out", inner)
+        key = self.nic_of(src, "out", inner)
         start = max(now_ns, self._free.get(key, 0))
         service = self.service_ns(src, nbytes, now_ns, inner, out=True)
         latency = self.latency_ns(src, dst, nbytes, now_ns)
@@ -218,8 +215,10 @@ class Ports:
         """
         start, head, tail = self.queue_at_sender(src, dst, nbytes, now_ns)
         self._posted += 1
-        coming = self._coming.setdefault(self.port(dst, "in", self.is_inside_node(src, dst)), [])
-        heappush(coming, Coming(head, self._posted, dst, nbytes, tail, None))
+        incoming = self._incoming.setdefault(
+            self.nic_of(dst, "in", self.is_inside_node(src, dst)), []
+        )
+        heappush(incoming, IncomingMessage(head, self._posted, dst, nbytes, tail, None))
         return start, head, tail
 
     def queue_at_receiver(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
@@ -228,33 +227,33 @@ class Ports:
         Returns: the moment when the last byte has arrived.
         """
         inner = self.is_inside_node(src, dst)
-        key = self.port(dst, "in", inner)
-        if (coming := self._coming.get(key)) and (end := heappop(coming).end_ns) is not None:
+        key = self.nic_of(dst, "in", inner)
+        if (incoming := self._incoming.get(key)) and (end := heappop(incoming).end_ns) is not None:
             return end
         self._free[key] = self._receive_end_ns(key, dst, nbytes, head_ns)
         return max(self._free[key], tail_ns)
 
-    def _receive_end_ns(self, port: Port, dst: int, nbytes: int, head_ns: int) -> int:
+    def _receive_end_ns(self, nic: Nic, dst: int, nbytes: int, head_ns: int) -> int:
         """Return the moment when the receiver's NIC has received a message whose head has
         arrived.
         """
-        start = max(head_ns, self._free.get(port, 0))
-        service = self.service_ns(dst, nbytes, head_ns, port[2], out=False)
+        start = max(head_ns, self._free.get(nic, 0))
+        service = self.service_ns(dst, nbytes, head_ns, nic[2], out=False)
         return start + self.factors.add_outages((dst,), service, start)
 
-    def _reserve_for_coming(self, port: Port) -> None:
+    def _reserve_for_incoming(self, nic: Nic) -> None:
         """Reserve the NIC for all messages in flight to it, before any message that is sent from
         now on.
         """
-        settled = []
-        for coming in sorted(self._coming[port]):
-            if coming.end_ns is None:
-                self._free[port] = self._receive_end_ns(
-                    port, coming.dst, coming.nbytes, coming.head_ns
+        reserved = []
+        for incoming in sorted(self._incoming[nic]):
+            if incoming.end_ns is None:
+                self._free[nic] = self._receive_end_ns(
+                    nic, incoming.dst, incoming.nbytes, incoming.head_ns
                 )
-                coming = coming._replace(end_ns=max(self._free[port], coming.tail_ns))
-            settled.append(coming)
-        self._coming[port] = settled  # a sorted list is a heap
+                incoming = incoming._replace(end_ns=max(self._free[nic], incoming.tail_ns))
+            reserved.append(incoming)
+        self._incoming[nic] = reserved  # a sorted list is a heap
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
         """Return the nanoseconds of an uncontended transfer."""
@@ -282,16 +281,14 @@ class Ports:
     def round_ns(self, group: tuple[int, ...], now_ns: int) -> CostOf:
         """Return the cost function of the rounds of an all-reduce that begins now."""
         factors = np.array([self.factors.factor_of(rank, now_ns) for rank in group])
-        home = np.unique([self.node_of(rank) for rank in group], return_inverse=True)[1]
+        nodes = np.unique([self.node_of(rank) for rank in group], return_inverse=True)[1]
         # links between nodes, and links inside a node if two members share one
-        kinds = (False, len(set(home)) < len(group))
+        kinds = (False, len(set(nodes)) < len(group))
         latency = [[self.cluster.latency_of(rank, inner) for rank in group] for inner in kinds]
         bytes_s = self.cluster.bytes_s
-        out, into = (
-            [[bytes_s(rank, way, inner) for rank in group] for inner in kinds]
-            for way in (True, False)
-        )
-        return cost_over_ports(home, factors * latency, factors / out, factors / into)
+        out = [[bytes_s(rank, True, inner) for rank in group] for inner in kinds]
+        into = [[bytes_s(rank, False, inner) for rank in group] for inner in kinds]
+        return cost_over_nics(nodes, factors * latency, factors / out, factors / into)
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
         """Return the nanoseconds of an all-gather: one pass round the ring with `total` bytes, the
@@ -305,12 +302,10 @@ class Ports:
         """Return the moment when the NICs that a group's collectives need are free, of all members
         or of one.
         """
-        own = None if rank is None else (rank, self.node_of(rank))
-        return max(
-            self._free.get(port, 0)
-            for port in self.ring(group).ports
-            if own is None or port[0] in own
-        )
+        nics = self.ring(group).nics
+        if rank is not None:
+            nics = tuple(nic for nic in nics if nic[0] in (rank, self.node_of(rank)))
+        return max(self._free.get(nic, 0) for nic in nics)
 
     def occupy_nics(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
         """Occupy the NICs of a group's ring with a collective of `cost_ns`, and return its
@@ -318,17 +313,17 @@ class Ports:
         """
         if len(group) == 1:
             return now_ns
-        for port in self.ring(group).ports:
-            if self._coming.get(port):
-                self._reserve_for_coming(port)
+        for nic in self.ring(group).nics:
+            if self._incoming.get(nic):
+                self._reserve_for_incoming(nic)
         start = max(now_ns, self.free_ns(group))
-        self._free.update(dict.fromkeys(self.ring(group).ports, start + cost_ns))
+        self._free.update(dict.fromkeys(self.ring(group).nics, start + cost_ns))
         return start
 
     def release(self) -> None:
         """Free all NICs, because no message is in flight, and aborted transfers count as ended."""
         self._free.clear()
-        self._coming.clear()
+        self._incoming.clear()
 
     def ring(self, group: tuple[int, ...]) -> Ring:
         """Return the ring of a group, ordered node by node."""
@@ -341,12 +336,12 @@ class Ports:
                 (a, b, self.is_inside_node(a, b))
                 for a, b in zip(members, [*members[1:], members[0]], strict=True)
             )
-            ports = tuple(
-                self.port(rank, way, e[2])
+            nics = tuple(
+                self.nic_of(rank, way, e[2])
                 for e in edges
                 for rank, way in ((e[0], "out"), (e[1], "in"))
             )
-            ring = self._rings[group] = Ring(edges, ports)
+            ring = self._rings[group] = Ring(edges, nics)
         return ring
 
     def _rounds_ns(self, group: tuple[int, ...], nbytes: int, rounds: int, now_ns: int) -> int:
@@ -368,7 +363,7 @@ class Ports:
         return cost
 
 
-class MeasuredPorts(Ports):
+class MeasuredNicNetwork(NicNetwork):
     """Network model of a profile with a latency of its own for pushes, pulls and empty messages."""
 
     def __init__(self, cluster: Measured, dense_bytes: int, algorithm: str | None = None) -> None:
@@ -403,12 +398,14 @@ def ring_ns(edges: list[Edge], rounds: int) -> int:
     return int(had.max(initial=0))
 
 
-def network(cluster: Cluster, dense_bytes: int, algorithm: str | None = None) -> Exchange | Ports:
+def make_network(
+    cluster: Cluster, dense_bytes: int, algorithm: str | None = None
+) -> ExchangeNetwork | NicNetwork:
     """Return the network model of a cluster; `algorithm` is that of all-reduces, if one was
     chosen.
     """
     if cluster.exchange_s is not None:
-        return Exchange(cluster, dense_bytes, algorithm)
+        return ExchangeNetwork(cluster, dense_bytes, algorithm)
     if isinstance(cluster, Measured) and cluster.pull_latencies:
-        return MeasuredPorts(cluster, dense_bytes, algorithm)
-    return Ports(cluster, dense_bytes, algorithm)
+        return MeasuredNicNetwork(cluster, dense_bytes, algorithm)
+    return NicNetwork(cluster, dense_bytes, algorithm)

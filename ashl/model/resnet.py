@@ -60,7 +60,7 @@ class Block(nn.Module):
         return functional.relu(out + x)
 
 
-def network(
+def make_network(
     channels: int,
     widths: tuple[int, ...],
     blocks: int,
@@ -115,7 +115,7 @@ class ResNet:
                 " 110."
             )
         channels, _, _ = image_shape(f"resnet{self.depth}", sample_shape, at_least=4)
-        return network(channels, WIDTHS, blocks, num_classes, self.norm)
+        return make_network(channels, WIDTHS, blocks, num_classes, self.norm)
 
 
 @option
@@ -133,4 +133,4 @@ class ResNet18:
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """Return the network. Raises UsageError unless samples are images of at least 8x8."""
         channels, _, _ = image_shape("resnet18_small", sample_shape, at_least=8)
-        return network(channels, WIDE, 2, num_classes, self.norm, projected=True)
+        return make_network(channels, WIDE, 2, num_classes, self.norm, projected=True)

@@ -536,20 +536,24 @@ def explain(choice: Choice, conflict: Conflict) -> str:
     capability, asking = CAPABILITIES[name], choice.name(group)
     if key:
         asking = f"{group}.{key}={as_typed(getattr(getattr(choice, group), key))}"
-    by_group = {giver: alternatives(choice, conflict, giver) for giver in capability.groups}
-    giver = next((giver for giver, named in by_group.items() if named), capability.groups[0])
-    fixes = [capability.fix] if capability.fix else by_group[giver][:MOST_NAMED]
+    by_group = {
+        provider: alternatives(choice, conflict, provider) for provider in capability.groups
+    }
+    provider = next(
+        (provider for provider, named in by_group.items() if named), capability.groups[0]
+    )
+    fixes = [capability.fix] if capability.fix else by_group[provider][:MOST_NAMED]
     if not key and group in OPTIONAL and works_with(choice, group, defaults()[group]):
         fixes.append(f"{group}={defaults()[group]}")
-    if choice.scheduled and giver == "sync":
+    if choice.scheduled and provider == "sync":
         fixes = [f"schedule=single {fix}" if fix.startswith("sync=") else fix for fix in fixes]
     if not key:
-        fixes = fixes or [f"another {giver} or {group}"]
+        fixes = fixes or [f"another {provider} or {group}"]
     *others, last = fixes or [""]
     do = [f"take {', '.join(others)} or {last}" if others else f"take {last}"] if fixes else []
     do += [f"remove {group}.{key}"] if key else []
     return (
-        f"{asking}: needs {capability.noun}, and {choice.name(giver)} does not provide it;"
+        f"{asking}: needs {capability.noun}, and {choice.name(provider)} does not provide it;"
         f" {', or '.join(do)}"
     )
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS
 from ashl.errors import UsageError
@@ -43,7 +43,7 @@ def with_layer_group_costs(
     passes = [after - before for before, after in pairwise((0.0, *end_shares(groups)))]
     forward, backward = passes[: len(groups)][::-1], passes[len(groups) :]
     steady = replace(cluster, jitter=0.0, events=())
-    costs = network(steady, profile.dense_bytes)
+    costs = make_network(steady, profile.dense_bytes)
     all_workers = tuple(range(profile.num_workers))
     server = profile.num_workers
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ashl.cluster.all_reduce_costs import contention_of
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster, Measured
 from ashl.cluster.speed import NS, Speed, speed_of
 from ashl.overlap.contract import overlapped_steps
@@ -129,7 +129,7 @@ def simulate_stage(
         elastic=False,
     )
     num_ranks = n + extra_ranks(stage.topology, stage.sync, stage.nodes)
-    costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
+    costs = make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
     sim = simulator(
         num_ranks, speed_of(cluster, batch, seed=0), costs, seen, overlaps=stage.sums_beside
     )
@@ -214,7 +214,7 @@ def predict(stage: StageConfig, cluster: Cluster, batch: int) -> StagePlan:
     half, whole = seen.marks_at_half_and_end()
     span_ns = whole.time_ns - half.time_ns
     waited_ns = seen.waited_ns(whole) - seen.waited_ns(half)
-    costs = Uncontended(network(steady, stage.trainer.dense_bytes, stage.topology.algorithm))
+    costs = Uncontended(make_network(steady, stage.trainer.dense_bytes, stage.topology.algorithm))
     cycles_ns = bucketed_step_ns(stage, speed, costs) if stage.buckets else []
     for rank in range(n) if not stage.buckets else ():
         steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster, RealCluster
 from ashl.compression.contract import Layout, size_of
 from ashl.errors import UsageError
@@ -85,7 +85,7 @@ def note_reduction_times(plan: Plan, parts: Parts, cost_cluster: Any) -> tuple[s
     if isinstance(cost_cluster, Cluster) and not LINKS & set(cost_cluster.missing_costs()):
         nbytes = plan.stages[-1].workers[0].message_bytes or 0
         group = tuple(range(plan.num_workers))
-        links = network(replace(cost_cluster, events=()), 4 * plan.num_params, algorithm)
+        links = make_network(replace(cost_cluster, events=()), 4 * plan.num_params, algorithm)
         assert links.all_reduce_costs is not None
         best = links.all_reduce_costs.initial_cost(group, nbytes)
         picks = f" picks {best.algorithm}" if algorithm == "auto" else ""

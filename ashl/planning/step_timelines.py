@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from ashl.cluster.all_reduce_costs import contention_of
-from ashl.cluster.network import Exchange, Ports, network
+from ashl.cluster.network import ExchangeNetwork, NicNetwork, make_network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Speed, speed_of
 from ashl.compression.contract import EncodeContext
@@ -27,7 +27,7 @@ WARM = 1_000_000  # an epoch after the end of every warm-up
 class Uncontended:
     """Costs of transfers at the start of a run; those of collectives are cached for all members."""
 
-    def __init__(self, network: Exchange | Ports) -> None:
+    def __init__(self, network: ExchangeNetwork | NicNetwork) -> None:
         self._network = network
         self._sum_ns, self._gather_ns = cache(network.all_reduce_ns), cache(network.all_gather_ns)
 
@@ -36,7 +36,7 @@ class Uncontended:
 
     def latency_ns(self, src: int, dst: int) -> int:
         """Return the latency of a message with a payload."""
-        if isinstance(self._network, Exchange):
+        if isinstance(self._network, ExchangeNetwork):
             return 0
         return self._network.latency_ns(src, dst, 1, 0)
 
@@ -46,7 +46,7 @@ class Uncontended:
 
         `out` is the direction as seen from the server.
         """
-        if isinstance(self._network, Exchange):
+        if isinstance(self._network, ExchangeNetwork):
             return max(self.transfer_ns(rank, server, nbytes) for rank in workers)
         service_ns = partial(self._network.service_ns, nbytes=nbytes, now_ns=0, inner=False)
         own_ns = max(service_ns(rank, out=not out) for rank in workers)
@@ -78,7 +78,7 @@ def make_timeline(
         return None
     steady = replace(cluster, jitter=0.0, events=())
     speed = speed_of(steady, stage.workers[0].batch, seed=0)
-    costs = network(steady, 4 * groups[0].stop, algorithm)
+    costs = make_network(steady, 4 * groups[0].stop, algorithm)
     all_workers = tuple(range(len(stage.workers)))
     return make_group_timeline(all_workers, stage, speed, Uncontended(costs), groups, link, server)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster
 from ashl.config.signals import INTERRUPTS
 from ashl.device import HOST
@@ -141,7 +141,7 @@ def run_controller(
     stage = monitor.job.stages[0]
     cluster = monitor.job.parts.cluster
     if isinstance(cluster, Cluster) and cluster.bandwidth_mbit_s is not None:
-        links = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
+        links = make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
         store.handlers["nics"] = Nics(links).call
     channel = ControlChannel(store, plan.num_ranks, plan.num_params, shard_sizes(stage))
     number, absent = (0, ()) if saved is None else (saved.number, saved.absent)

@@ -297,7 +297,7 @@ def train_rank(
         kernel.begin_epoch(first_epoch(number, absent, plan.num_workers))
     if is_worker:
         warm_up(stage.trainer, settings.rank)
-        learner.set_worker_state(settings.rank, known and known.own)
+        learner.set_worker_state(settings.rank, known and known.module_state)
         reporter.learner = learner
     if settings.incarnation:
         if not rejoin(settings, kernel, store, reporter, all_others, regroups(stage)):

@@ -85,7 +85,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     lead = ranks.get(before.lead_rank, ranks[min(ranks)])
     state = lead.state
     workers = [ranks[rank] for rank in ranks if rank < before.num_workers]
-    known = [rank.own for rank in workers if rank.own is not None]
+    known = [rank.module_state for rank in workers if rank.module_state is not None]
     own = mean_of(known) if known else None
     cluster = job.parts.cluster
     if state.assigned is not None and not (
@@ -130,7 +130,9 @@ def write_first_checkpoint(
         shares = plan.num_workers if is_worker else len(states) - plan.num_workers
         contexts = [peer.context for peer in peers]
         context = share_of_contexts(contexts, rank % len(peers), shares, time_ns)
-        drawn = origin.ranks[rank].drawn if rank < old_workers and rank in origin.ranks else 0
+        drawn = (
+            origin.ranks[rank].jitter_draws if rank < old_workers and rank in origin.ranks else 0
+        )
         own = origin.own if is_worker else None
         made = SavedRank(origin.stage, state, context, time_ns, drawn, own)
         path = rank_checkpoint.part_of(folder, rank)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.speed import speed_of
 from ashl.device import claim_generators
 from ashl.errors import AshlError
@@ -114,7 +114,7 @@ def make_simulation(plan: Plan, job: Job, observer: Observer) -> Sim:
     return simulator(
         plan.num_ranks,
         speed_of(cluster, stage.plan.workers[0].batch, plan.seed),
-        network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm),
+        make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm),
         observer,
         overlaps=any(stage.sums_beside for stage in job.stages),
     )

@@ -14,7 +14,7 @@ from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
-from ashl.cluster.network import Exchange, Ports
+from ashl.cluster.network import ExchangeNetwork, NicNetwork
 from ashl.cluster.spec import ContentionCosts, Measured
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
@@ -140,7 +140,7 @@ class ContendedSim(Sim):
         self,
         num_ranks: int,
         speed: Speed,
-        network: Exchange | Ports,
+        network: ExchangeNetwork | NicNetwork,
         observer: Observer,
         costs: ContentionCosts,
     ) -> None:
@@ -308,7 +308,7 @@ class ContendedSim(Sim):
 def simulator(
     num_ranks: int,
     speed: Speed,
-    costs: Exchange | Ports,
+    costs: ExchangeNetwork | NicNetwork,
     observer: Observer,
     *,
     overlaps: bool = False,
@@ -318,6 +318,6 @@ def simulator(
     """
     cluster = speed.cluster
     contention = cluster.contention if overlaps and isinstance(cluster, Measured) else None
-    if contention is None or not isinstance(costs, Ports):
+    if contention is None or not isinstance(costs, NicNetwork):
         return Sim(num_ranks, speed, costs, observer)
     return ContendedSim(num_ranks, speed, costs, observer, contention)

@@ -122,8 +122,8 @@ class SavedRank(NamedTuple):
     state: Any  # the algorithm's own state
     context: dict[str, Any]  # counters of its context
     time_ns: int
-    drawn: int = 0  # number of jitter draws
-    own: Any = None  # state of its module beside the parameters
+    jitter_draws: int = 0
+    module_state: Any = None  # all that forward passes change beside the parameters
 
 
 def capture_rank(ctx: RankContext, save: Save | None, speed: Speed | None) -> SavedRank:
@@ -175,6 +175,6 @@ def restore_rank(
         setattr(ctx, name, known.context[name])
     ctx.time_accounting.attribute_until("wait", time_ns)
     if worker_states is not None:
-        worker_states.set_worker_state(ctx.rank, known.own)
+        worker_states.set_worker_state(ctx.rank, known.module_state)
     if speed is not None:
-        speed.skip_draws(ctx.rank, known.drawn)
+        speed.skip_draws(ctx.rank, known.jitter_draws)

@@ -29,7 +29,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
-from ashl.cluster.network import Exchange, Ports
+from ashl.cluster.network import ExchangeNetwork, NicNetwork
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
 from ashl.learn.allocator import collecting_seldom
@@ -61,14 +61,18 @@ class Sim:
     """Drives the coroutines of all ranks under a virtual clock."""
 
     def __init__(
-        self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer
+        self,
+        num_ranks: int,
+        speed: Speed,
+        network: ExchangeNetwork | NicNetwork,
+        observer: Observer,
     ) -> None:
         self.now_ns = 0
         self.events = 0
         self.speed = speed
         self.network = network
         self.observer = observer
-        self._exchange = network if isinstance(network, Exchange) else None
+        self._exchange = network if isinstance(network, ExchangeNetwork) else None
         self.contexts = [RankContext(self, rank) for rank in range(num_ranks)]
         self._mail = [Mailbox() for _ in range(num_ranks)]
         # ns, by rank: end of the last transfer that the rank has sent
@@ -384,7 +388,7 @@ class Sim:
             message = Message(src, tag, payload, meta, now)
             self._schedule(end, self._deliver, (dst, message, restarts))
         else:
-            assert isinstance(self.network, Ports)
+            assert isinstance(self.network, NicNetwork)
             start, head, end = self.network.send_message(src, dst, nbytes, now)
             message = Message(src, tag, payload, meta, start)
             self._schedule(head, self._receive_head, (dst, message, restarts, nbytes, end))
@@ -397,7 +401,7 @@ class Sim:
     def _receive_head(self, item: tuple[int, Message, int, int, int]) -> None:
         """Schedule the delivery of a message whose head is at the receiver's NIC."""
         dst, message, restarts, nbytes, tail = item
-        assert isinstance(self.network, Ports)
+        assert isinstance(self.network, NicNetwork)
         end = self.network.queue_at_receiver(message.src, dst, nbytes, self.now_ns, tail)
         if (
             nbytes
@@ -656,7 +660,7 @@ def undeclared_cost(kind: str, rank: int) -> AshlError:
 
 
 def price_collective(
-    effect: Collective, tensors: list[Any], network: Exchange | Ports, now_ns: int
+    effect: Collective, tensors: list[Any], network: ExchangeNetwork | NicNetwork, now_ns: int
 ) -> tuple[Any, int, list[tuple[int, int]]]:
     """Return (result, cost in ns, (bytes sent, bytes received) of each member)."""
     g = len(tensors)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from ashl.cluster.network import Exchange, Ports, network
+from ashl.cluster.network import ExchangeNetwork, NicNetwork, make_network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Factors, Speed
 from ashl.runtime.records import Lateness, PacingStats
@@ -70,15 +70,15 @@ class Throttle:
         # by sender
         self.transfers: defaultdict[int, LatenessCounter] = defaultdict(LatenessCounter)
         self.speed: Speed | None = None
-        self.network: Exchange | Ports | None = None
+        self.network: ExchangeNetwork | NicNetwork | None = None
         self.compute = self.link = None
         if isinstance(cluster, Cluster):
             self.speed = Speed(cluster, batch, seed)
             self.compute = Factors(cluster, "compute")
             self.link = Factors(cluster, "link")
             if cluster.exchange_s is not None or cluster.bandwidth_mbit_s is not None:
-                self.network = network(cluster, dense_bytes, algorithm)
-        self._shares = isinstance(self.network, Ports) and cluster.node is not None
+                self.network = make_network(cluster, dense_bytes, algorithm)
+        self._shares = isinstance(self.network, NicNetwork) and cluster.node is not None
         self._nics: Callable[..., Any] = (
             partial(store.call, "nics") if self._shares else Nics(self.network).call
         )
@@ -117,7 +117,7 @@ class Throttle:
         """
         if self.network is None or not nbytes:
             return now_ns, now_ns, now_ns
-        if isinstance(self.network, Exchange):
+        if isinstance(self.network, ExchangeNetwork):
             end = now_ns + self.network.cost_ns(self.rank, dst, nbytes, now_ns)
             return now_ns, end, end
         _, head, tail = self._nics("queue_at_sender", self.rank, dst, nbytes, now_ns)
@@ -125,7 +125,7 @@ class Throttle:
 
     def schedule_arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
         """Return when a message counts as delivered, once its bytes have arrived."""
-        if isinstance(self.network, Ports):
+        if isinstance(self.network, NicNetwork):
             inner = self.network.is_inside_node(src, self.rank)
             tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner, out=True)
             due = self._nics("queue_at_receiver", src, self.rank, nbytes, header_ns, tail)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ashl.cluster.network import Ports
+from ashl.cluster.network import NicNetwork
 from ashl.config.compose import compose
 from ashl.config.construct import construct
 from tests.benchmarks.table import show, write_csv
@@ -133,7 +133,7 @@ def by_model(pattern: Pattern) -> list[float]:
             f"cluster.bandwidth_mbit_s={RATE / 125_000}",
         ]
     )
-    ports = Ports(construct(settings["cluster"], "cluster"), NBYTES)
+    ports = NicNetwork(construct(settings["cluster"], "cluster"), NBYTES)
     arrived = [0] * len(pattern.flows)
     waiting = [len(flow.after) for flow in pattern.flows]
     after: list[list[int]] = [[] for _ in pattern.flows]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.speed import speed_of
 from ashl.config.compose import compose
 from ashl.config.construct import construct
@@ -89,7 +89,7 @@ def simulation(plan: Plan, cores: int = 1, device: str = "cpu") -> Callable[[], 
         sim = Sim(
             plan.num_ranks,
             speed,
-            network(cluster, stage.trainer.dense_bytes),
+            make_network(cluster, stage.trainer.dense_bytes),
             Ran(plan, rounds="none"),
         )
         with use_cores(sim, cores, plan.num_workers, job.learner):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster, Event
 from ashl.cluster.speed import Speed
 from ashl.runtime.rank_context import RankContext
@@ -36,7 +36,7 @@ def arrivals(
             message = await ctx.recv(TAG)
             seen.append((message.src, ctx.now_ns))
 
-    sim = Sim(ranks, Speed(machines, 1, 0), network(machines, 4 * 1000), Quiet())
+    sim = Sim(ranks, Speed(machines, 1, 0), make_network(machines, 4 * 1000), Quiet())
     sim.run(main, tick=lambda: None)
     return seen
 
@@ -177,7 +177,7 @@ def test_groups_whose_rings_leave_the_same_machine_go_one_after_the_other() -> N
 
     for places, end_s in (((0, 0, 1, 1), 2.0), ((0, 1, 2, 3), 1.001)):
         machines = cluster(4, **TWO_BY_TWO | {"node": places})
-        Sim(5, Speed(machines, 1, 0), network(machines, 4000), Quiet()).run(
+        Sim(5, Speed(machines, 1, 0), make_network(machines, 4000), Quiet()).run(
             pushing, tick=lambda: None
         )
         assert ends == {
@@ -216,7 +216,7 @@ def test_declared_exchanges(link, exchange_s, nbytes) -> None:
 @given(links, st.floats(0.001, 2))
 def test_a_declared_all_reduce(link, exchange_s) -> None:
     n = len(link)
-    net = network(cluster(n, link=link, exchange_s=exchange_s), 4000)
+    net = make_network(cluster(n, link=link, exchange_s=exchange_s), 4000)
     expected = exchange_s * max(link) * (n - 1) / n * 1e9
     assert net.all_reduce_ns(tuple(range(n)), 4000, 0) == pytest.approx(expected, abs=1)
     assert net.all_reduce_ns((0,), 4000, 0) == 0
@@ -239,7 +239,9 @@ def message_by_message(machines: Cluster, group: tuple[int, ...], nbytes: int, r
                 await ctx.recv(("chunk", 0, step), src=before)
             ends.append(ctx.now_ns)
 
-    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), Quiet())
+    machine = Sim(
+        machines.num_workers, Speed(machines, 1, 0), make_network(machines, 4000), Quiet()
+    )
     machine.run(main, tick=lambda: None)
     return max(ends)
 
@@ -256,7 +258,9 @@ def collected(machines: Cluster, group: tuple[int, ...], nbytes: int, gather: bo
                 await ctx.all_reduce(SizeOnly(nbytes), group)
             ends.add(ctx.now_ns)
 
-    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), Quiet())
+    machine = Sim(
+        machines.num_workers, Speed(machines, 1, 0), make_network(machines, 4000), Quiet()
+    )
     machine.run(main, tick=lambda: None)
     return ends
 
@@ -271,7 +275,7 @@ def test_bodies_of_many_lengths_travel_as_long_as_the_longest() -> None:
             assert [part.nbytes for part in parts] == list(sizes)
             return ctx.now_ns
 
-        machine = Sim(3, Speed(cluster(3), 1, 0), network(cluster(3), 4000), Quiet())
+        machine = Sim(3, Speed(cluster(3), 1, 0), make_network(cluster(3), 4000), Quiet())
         ends = machine.run(main, tick=lambda: None)
         spent.append((ends, [ctx.time_accounting.bytes_up for ctx in machine.contexts]))
     assert spent[0] == spent[1]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Event
 from ashl.cluster.speed import Speed
 from ashl.run.supervisor import pacing_summary
@@ -189,7 +189,7 @@ def test_processes_that_decide_at_the_same_moment_queue_at_the_port_that_they_sh
     same time for both.
     """
     machines = cluster(4, node=(0, 0, 0, 1), intra_node_bandwidth_mbit_s=1e6)
-    nics = Nics(network(machines, 4000))
+    nics = Nics(make_network(machines, 4000))
     store = SimpleNamespace(call=lambda _, *args: nics.call(*args))
     paces = [Throttle(machines, rank, 1, 0, 4000, lambda: 0, store) for rank in range(4)]
     with ThreadPoolExecutor(3) as pool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ashl.cluster.all_reduce_rounds import BY_NAME, rounds_of
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Event
 from tests.laws.machines import MS, cluster
 
@@ -61,12 +61,12 @@ def test_closed_forms_on_equal_machines(n) -> None:
         "halving": 2 * int(log2(p)) * a + 2 * (p - 1) * sb // p + (2 * (a + sb) if n > p else 0),
     }
     for algorithm, form in forms.items():
-        costs = network(cluster(n, latency_s=0.003), 1, algorithm)
+        costs = make_network(cluster(n, latency_s=0.003), 1, algorithm)
         assert costs.all_reduce_ns(group, S, 0) == pytest.approx(form, abs=2 * n), algorithm
-    sent = network(cluster(n), 1, "halving").all_reduce_costs.initial_cost(group, S).sent
+    sent = make_network(cluster(n), 1, "halving").all_reduce_costs.initial_cost(group, S).sent
     if n == p:
         assert sent == [2 * (n - 1) * S // n] * n
-        assert network(cluster(n), 1).all_reduce_ns(group, S, 0) == network(
+        assert make_network(cluster(n), 1).all_reduce_ns(group, S, 0) == make_network(
             cluster(n), 1, "halving"
         ).all_reduce_ns(group, S, 0)
 
@@ -77,7 +77,7 @@ def test_a_hierarchy_takes_the_sum_of_its_parts(m, k) -> None:
     who are on it.
     """
     links = {"latency_s": 0.003, "intra_node_latency_s": 0.001, "intra_node_bandwidth_mbit_s": 10.0}
-    costs = network(
+    costs = make_network(
         cluster(m * k, node=tuple(i // k for i in range(m * k)), **links), 1, "hierarchical"
     )
     a, sb = LATENCY_NS, S * NS_PER_BYTE
@@ -97,31 +97,36 @@ def test_a_hierarchy_takes_the_sum_of_its_parts(m, k) -> None:
 def test_each_round_takes_as_long_as_its_slowest_link() -> None:
     a, sb = LATENCY_NS, S * NS_PER_BYTE
     slow_leaf = cluster(4, link=(1.0, 3.0, 1.0, 1.0), latency_s=0.003)
-    assert network(slow_leaf, 1, "tree").all_reduce_ns((0, 1, 2, 3), S, 0) == 2 * (3 + 1) * (a + sb)
-    assert network(slow_leaf, 1, "halving").all_reduce_ns((0, 1, 2, 3), S, 0) == 2 * (
+    assert make_network(slow_leaf, 1, "tree").all_reduce_ns((0, 1, 2, 3), S, 0) == 2 * (3 + 1) * (
+        a + sb
+    )
+    assert make_network(slow_leaf, 1, "halving").all_reduce_ns((0, 1, 2, 3), S, 0) == 2 * (
         6 * a + 9 * sb // 4
     )
-    assert network(slow_leaf, 1, "tree").all_reduce_ns((0, 2, 3), S, 0) == 4 * (
+    assert make_network(slow_leaf, 1, "tree").all_reduce_ns((0, 2, 3), S, 0) == 4 * (
         a + sb
     )  # without it
     slower = cluster(4, latency_s=0.003, events=(Event(time_s=1.0, worker=3, link=2.0),))
-    assert network(slower, 1, "tree").all_reduce_ns((0, 1, 2, 3), S, 0) == 4 * (a + sb)
-    assert network(slower, 1, "tree").all_reduce_ns((0, 1, 2, 3), S, 2 * 10**9) == 2 * (2 + 1) * (
-        a + sb
-    )
+    assert make_network(slower, 1, "tree").all_reduce_ns((0, 1, 2, 3), S, 0) == 4 * (a + sb)
+    assert make_network(slower, 1, "tree").all_reduce_ns((0, 1, 2, 3), S, 2 * 10**9) == 2 * (
+        2 + 1
+    ) * (a + sb)
     exchange = cluster(4, exchange_s=0.2, link=(1.0, 3.0, 1.0, 1.0))
-    assert network(exchange, S, "tree").all_reduce_ns((0, 1, 2, 3), S, 0) == 2 * (3 + 1) * 100 * MS
-    assert network(exchange, S, "ring").all_reduce_ns((0, 1, 2, 3), S, 0) == network(
+    assert (
+        make_network(exchange, S, "tree").all_reduce_ns((0, 1, 2, 3), S, 0)
+        == 2 * (3 + 1) * 100 * MS
+    )
+    assert make_network(exchange, S, "ring").all_reduce_ns((0, 1, 2, 3), S, 0) == make_network(
         exchange, S
     ).all_reduce_ns((0, 1, 2, 3), S, 0)
 
 
 def test_auto_is_whichever_takes_least() -> None:
     def picked(nbytes, n=8, **links):
-        costs = network(cluster(n, latency_s=0.003, **links), 1, "auto")
+        costs = make_network(cluster(n, latency_s=0.003, **links), 1, "auto")
         group = tuple(range(n))
         each = [
-            network(costs.cluster, 1, name).all_reduce_ns(group, nbytes, 0)
+            make_network(costs.cluster, 1, name).all_reduce_ns(group, nbytes, 0)
             for name in costs.all_reduce_costs.list_candidates(group)
         ]
         assert costs.all_reduce_ns(group, nbytes, 0) == min(each)

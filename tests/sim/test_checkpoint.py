@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ashl.cli.app import main
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.speed import speed_of
 from ashl.config.construct import construct
 from ashl.device import HOST
@@ -60,7 +60,7 @@ def run(ran: Ran, saved: Kept | None = None, device: str = HOST) -> list[Kept]:
     job = assemble(ran.plan, device)
     cluster, stage, kept = construct(ran.plan.cluster, "cluster"), job.stages[0], list[Kept]()
     speed = speed_of(cluster, stage.plan.workers[0].batch, ran.plan.seed)
-    costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
+    costs = make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
     sim = simulator(ran.plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside)
     sim.worker_states = job.learner
     start, peers = partial(program, stages=job.stages), partial(ranks_to_notify, job.stages)

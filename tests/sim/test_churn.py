@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from ashl.cluster import spec
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Event
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError, UsageError
@@ -343,7 +343,7 @@ def test_a_message_from_before_the_notice_is_not_for_the_next_incarnation() -> N
             message = await ctx.recv(*tags)
             received.append((message.tag[0], joins))
 
-    sim = Sim(2, Speed(pair, 8, 0), network(pair, 4), Seen())
+    sim = Sim(2, Speed(pair, 8, 0), make_network(pair, 4), Seen())
     Churn(sim, pair, 0, 0, lambda rank: (1,), play)
     sim.run(play, lambda: None)
     assert received == [("y", True)]

@@ -5,7 +5,7 @@ checkpoint.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
 from ashl.runtime.rank_context import RankContext
@@ -36,7 +36,9 @@ def chain(
     async def one(ctx: RankContext, size: int, key: int) -> None:
         await ctx.all_reduce(SizeOnly(size * DENSE), (0, 1), key=key)
 
-    Sim(2, Speed(machines, 1, 0), network(machines, DENSE), Quiet()).run(main, tick=lambda: None)
+    Sim(2, Speed(machines, 1, 0), make_network(machines, DENSE), Quiet()).run(
+        main, tick=lambda: None
+    )
     assert len(set(ends)) == 1
     return ends[0] // MS
 
@@ -70,7 +72,7 @@ def ends_of(machines: Cluster, teams: tuple[tuple[int, ...], ...]) -> list[int]:
             await ctx.join(task)
 
     ranks = machines.num_workers
-    Sim(ranks, Speed(machines, 1, 0), network(machines, DENSE), Quiet()).run(
+    Sim(ranks, Speed(machines, 1, 0), make_network(machines, DENSE), Quiet()).run(
         main, tick=lambda: None
     )
     return ends

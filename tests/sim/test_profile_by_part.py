@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ashl.cli.app import main
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import ContentionCosts, MessageCosts
 from ashl.cluster.speed import LEVELS, speed_of
 from ashl.config.compose import compose
@@ -320,7 +320,7 @@ def test_links_have_a_latency_for_each_direction(workplace) -> None:
     empty one.
     """
     cluster = construct(measured().cluster(), "cluster")
-    ports, profile = network(cluster, 4), measured()
+    ports, profile = make_network(cluster, 4), measured()
     for rank, worker in enumerate(profile.workers):
         nbytes = profile.dense_bytes
         assert ports.transfer_ns(rank, 3, nbytes) == pytest.approx(worker.push_s * 1e9, rel=1e-6)

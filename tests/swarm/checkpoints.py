@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
@@ -41,7 +41,7 @@ def play(
     first, kept = stages[0], Checkpoints()
     num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync, first.nodes)
     speed = Speed(cluster, BATCH, 0)
-    sim = Sim(num_ranks, speed, network(cluster, first.trainer.dense_bytes), seen)
+    sim = Sim(num_ranks, speed, make_network(cluster, first.trainer.dense_bytes), seen)
     start, peers = partial(program, stages=tuple(stages)), partial(ranks_to_notify, stages)
     churn = Churn(sim, cluster, seed, first.min_workers, peers, start, first.topology.regroups)
 

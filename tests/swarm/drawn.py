@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ashl.aggregate.mean import Mean
-from ashl.cluster.network import network
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Churn, Cluster, Event
 from ashl.cluster.speed import Speed
 from ashl.compression.none import Dense
@@ -198,7 +198,10 @@ def run(
     seen, first = Seen(), stages[0]
     num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync, first.nodes)
     sim = Sim(
-        num_ranks, Speed(cluster, BATCH, seed), network(cluster, first.trainer.dense_bytes), seen
+        num_ranks,
+        Speed(cluster, BATCH, seed),
+        make_network(cluster, first.trainer.dense_bytes),
+        seen,
     )
 
     def tick() -> None:
