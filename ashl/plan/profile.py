@@ -145,16 +145,12 @@ class Profile:
         """Return the share of a step after which the forward pass reaches each layer group,
         averaged over the workers.
         """
-        there = []
+        by_worker = []
         for worker in self.workers:
             step_s = math.fsum((*worker.forward_s, *worker.backward_s)) or 1.0
-            there.append(
-                [
-                    math.fsum(worker.forward_s[k + 1 :]) / step_s
-                    for k in range(len(self.group_bytes))
-                ]
-            )
-        return tuple(math.fsum(column) / len(there) for column in zip(*there, strict=True))
+            groups = range(len(self.group_bytes))
+            by_worker.append([math.fsum(worker.forward_s[k + 1 :]) / step_s for k in groups])
+        return tuple(math.fsum(group) / len(by_worker) for group in zip(*by_worker, strict=True))
 
     def without_parts(self) -> Profile:
         """Return the profile without costs by layer group and message, as a run measures it during
@@ -175,19 +171,17 @@ class Profile:
 
         Raises: UsageError.
         """
-        of = {worker.batch for worker in self.workers}
+        batches = {worker.batch for worker in self.workers}
         if self.num_workers != num_workers:
             raise UsageError(self.explain_worker_count(num_workers))
+        sizes = ", ".join(map(str, sorted(batches)))
         clashes = (
             (self.model != model, f"the model {self.model} and this one is {model}"),
             (
                 self.num_params != num_params,
                 f"{self.num_params} parameters and the model has {num_params}",
             ),
-            (
-                of != {batch},
-                f"batches of {', '.join(map(str, sorted(of)))} and dataset.batch_size is {batch}",
-            ),
+            (batches != {batch}, f"batches of {sizes} and dataset.batch_size is {batch}"),
         )
         for clash, what in clashes:
             if clash:
@@ -310,9 +304,10 @@ def ready_shares(workers: Sequence[WorkerProfile]) -> tuple[float, ...]:
     """
     ready = []
     for worker in workers:
-        _, *there_s = accumulate(worker.backward_s, initial=math.fsum(worker.forward_s))
-        ready.append([at_s / there_s[-1] if there_s[-1] else 1.0 for at_s in there_s])
-    return tuple(math.fsum(column) / len(ready) for column in zip(*ready, strict=True))
+        ends_s = [*accumulate(worker.backward_s, initial=math.fsum(worker.forward_s))]
+        step_s = ends_s[-1]
+        ready.append([end_s / step_s if step_s else 1.0 for end_s in ends_s[1:]])
+    return tuple(math.fsum(group) / len(ready) for group in zip(*ready, strict=True))
 
 
 def rate_of(seconds: float, dense_bytes: int) -> float | None:

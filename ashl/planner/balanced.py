@@ -88,9 +88,9 @@ class Balanced(Planner):
 
 def balance(loads: Sequence[Load], h_preset: int) -> tuple[int, list[int]]:
     """Return the common cycle with the least spread, and each worker's steps in it."""
-    anchor, kept = anchor_of(loads, h_preset)
-    loads = [load._replace(most=kept) if load == loads[anchor] else load for load in loads]
-    start = max(loads[anchor].cycle(kept), *(load.cycle(1) for load in loads))
+    anchor, anchor_steps = anchor_of(loads, h_preset)
+    loads = [load._replace(most=anchor_steps) if load == loads[anchor] else load for load in loads]
+    start = max(loads[anchor].cycle(anchor_steps), *(load.cycle(1) for load in loads))
     now = [(load, load.fill(start)) for load in loads]
     # least reach of the workers that are at their bound
     final = min(load.reach(h) for load, h in now if h == load.most)

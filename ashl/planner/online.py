@@ -93,16 +93,17 @@ class Online(Planner):
     def _average_costs(
         self, known: WorkerProfile, step_s: float, push_s: float, pull_s: float
     ) -> WorkerProfile:
-        def follow(old: float, new: float) -> float:
+        def average(old: float, new: float) -> float:
+            """Return the moving average with a new time; 0 = not observed."""
             return old + self.alpha * (new - old) if new else old
 
-        push = follow(known.push_s, push_s)
+        push = average(known.push_s, push_s)
         latency_s = known.latency_s * push / known.push_s if known.push_s else known.latency_s
         return replace(
             known,
-            step_s=follow(known.step_s, step_s),
+            step_s=average(known.step_s, step_s),
             push_s=push,
-            pull_s=follow(known.pull_s, pull_s),
+            pull_s=average(known.pull_s, pull_s),
             latency_s=latency_s,
         )
 

@@ -50,7 +50,7 @@ from ashl.topology.parameter_server import UPDATES, ServerRule, Updates
 from ashl.topology.sharded_server import ShardedServer
 
 # alternatives that a message names before others
-NEAR = (
+COMMON_OPTIONS = (
     "bsp",
     "local_sgd",
     "asp",
@@ -66,7 +66,7 @@ NEAR = (
 )
 # groups of which a run may take the default instead
 OPTIONAL = ("topology", "aggregate", "outer", "compression", "overlap")
-MOST_NAMED = 2  # alternatives of one group in a message
+MAX_ALTERNATIVES = 2  # alternatives of one group in a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,7 +482,7 @@ CAPABILITIES: dict[str, Capability] = {
     ),
 }
 # groups of the options that find_conflicts asks, in this order
-ASKED = (
+ASKING_GROUPS = (
     "sync",
     "topology",
     "optimizer",
@@ -506,7 +506,7 @@ def find_conflicts(choice: Choice) -> list[Conflict]:
     Capabilities that depend on the sync mode are not judged before it is known.
     """
     found = list[Conflict]()
-    for group in ASKED:
+    for group in ASKING_GROUPS:
         option = getattr(choice, group)
         for name, key in option.needs.items() if option is not None else ():
             capability = CAPABILITIES.get(name)
@@ -542,7 +542,7 @@ def explain(choice: Choice, conflict: Conflict) -> str:
     provider = next(
         (provider for provider, named in by_group.items() if named), capability.groups[0]
     )
-    fixes = [capability.fix] if capability.fix else by_group[provider][:MOST_NAMED]
+    fixes = [capability.fix] if capability.fix else by_group[provider][:MAX_ALTERNATIVES]
     if not key and group in OPTIONAL and works_with(choice, group, defaults()[group]):
         fixes.append(f"{group}={defaults()[group]}")
     if choice.scheduled and provider == "sync":
@@ -563,7 +563,7 @@ def alternatives(choice: Choice, conflict: Conflict, group: str) -> list[str]:
     if group == "cluster" or (group == conflict.group and not conflict.key):
         return []
     names = [name for name in catalog().get(group, ()) if works_with(choice, group, name)]
-    usual = sorted((name for name in names if name in NEAR), key=NEAR.index)
+    usual = sorted((name for name in names if name in COMMON_OPTIONS), key=COMMON_OPTIONS.index)
     with_defaults = " with its defaults"
     return [
         f"{group}={name}{with_defaults if name == choice.names[group] else ''}"

@@ -54,7 +54,7 @@ class Task:
         self.waiting: Any = None  # the effect that it is blocked in
         self.done = False
         self.result: Any = None
-        self.joiner: Task | None = None
+        self.joiner: Task | None = None  # the task that waits for the end of this one
 
     def describe(self) -> str:
         """Return the rank and what it waits for, in words."""
@@ -91,8 +91,8 @@ def resume_task(task: Task, value: Any) -> Any:
 
 
 def check_context() -> None:
-    """Raise AssertionError for an `await` inside a torch context, which would leak that context
-    into the next task.
+    """Raise AssertionError if a task awaited inside a torch context: the context would extend to
+    the next task.
     """
     if is_autocast_enabled() or not is_grad_enabled():
         raise AssertionError("await inside a torch context")
@@ -113,9 +113,9 @@ class Mailbox:
     def __init__(self) -> None:
         # each with its number in order of arrival
         self.messages: dict[Tag, deque[tuple[int, Message]]] = {}
-        self.arrived = 0
+        self.arrived = 0  # number of the latest stored message
         self.waiters: list[Task] = []
-        self.dropped: set[Tag] = set()
+        self.dropped: set[Tag] = set()  # tags whose messages are deleted when they arrive
         self.failed_peers: dict[int, PeerFailedError] = {}
 
     def receive(self, recv: Recv) -> Message | PeerFailedError | None:

@@ -124,7 +124,7 @@ def split(value: Any) -> tuple[str, list[Tensor]]:
     def replace_tensors(item: Any) -> Any:
         if isinstance(item, Tensor):
             key = item.data_ptr(), item.numel(), item.dtype, item.stride()
-            if key not in numbers or not item.numel():
+            if key not in numbers or not item.numel():  # empty tensors have no memory of their own
                 numbers[key] = len(tensors)
                 tensors.append(own_memory(item).flatten())
             return {KIND: TENSOR, ITEMS: numbers[key], SHAPE: [*item.shape]}

@@ -136,14 +136,12 @@ class RankContext:
     )
     members: Members  # workers that take part in the present stage, see `ashl.stage.program`
     # effects to await
-    compute, send, sleep, join, cancel, save = (
-        Compute,
-        Send,
-        Sleep,
-        Join,
-        Cancel,
-        Save,
-    )
+    compute = Compute
+    send = Send
+    sleep = Sleep
+    join = Join
+    cancel = Cancel
+    save = Save
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self.kernel = kernel
@@ -151,9 +149,8 @@ class RankContext:
         self.time_accounting = TimeAccounting()
         self.counter: Counter | None = None  # at the lead rank only
         self.steps = 0
-        # staleness of the last round, in merges; `loss` is of that round, too
-        self.staleness: int | None = None
-        self.loss: float | None = None
+        self.staleness: int | None = None  # of the last round, in merges
+        self.loss: float | None = None  # of the last round
         self.measures: dict[str, Measured] = {}
         self.incarnation = 0  # number of earlier failures of this rank
         # True if a failure of a worker begins another epoch, see `ashl.stage.program`
@@ -162,8 +159,8 @@ class RankContext:
         self.restart_point: tuple[int, Any] | None = None
         # the last safe point of the round before that one
         self.before_restart_point: tuple[int, Any] | None = None
-        self.at_pause = False  # True until the loop that follows a pause marks its top
-        # True during local work with safe points; an epoch waits for the next one
+        self.at_pause = False  # True from a pause to the next safe point
+        # True during local work with safe points; an epoch waits for the next safe point
         self.in_local_work = False
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
@@ -233,14 +230,12 @@ class RankContext:
         self.at_pause = True
 
     def move_safe_point(self, stage: int, state: Any) -> None:
-        """Mark the end of a step of local work: the safe point moves to here, in the same round."""
+        """Move the safe point to the end of a step of local work, in the same round."""
         if self.tolerates_failures:
             self.restart_point = stage, state.copy_to_restart()
 
     def end_local_work(self, stage: int, state: Any) -> None:
-        """Mark the end of local work, if `in_local_work`: the safe point moves to here, in the same
-        round.
-        """
+        """Move the safe point to the end of local work, in the same round."""
         self.in_local_work = False
         self.move_safe_point(stage, state)
 
@@ -328,20 +323,23 @@ class RankContext:
         spans, start_ns, end_ns = self.time_accounting.end_round()
         parts, messages = self.time_accounting.take_overlapped()
         if is_recorded(self.kernel.observer.rounds, round):
-            what = (
-                self.rank,
-                stage,
-                round,
-                steps,
-                staleness,
-                dropped,
-                loss,
-                start_ns,
-                end_ns,
-                spans,
-                group,
+            self.emit(
+                Round(
+                    rank=self.rank,
+                    stage=stage,
+                    round=round,
+                    steps=steps,
+                    staleness=staleness,
+                    dropped=dropped,
+                    loss=loss,
+                    start_ns=start_ns,
+                    end_ns=end_ns,
+                    spans_ns=spans,
+                    group=group,
+                    parts_ns=parts or None,
+                    messages_ns=messages or None,
+                )
             )
-            self.kernel.observer.emit(Round(*what, parts or None, messages or None))
 
     def add_totals(self, before: Heartbeat | None) -> None:
         """Add the totals of the earlier incarnation of this worker, before this one begins.
@@ -380,10 +378,18 @@ class RankContext:
 
     def emit_totals(self) -> None:
         """Emit the totals of this rank's time, bytes and measures once it has ended."""
-        time_accounting = self.time_accounting
-        time_accounting.fold_pending()
-        totals = (time_accounting.totals, time_accounting.bytes_up, time_accounting.bytes_down)
-        self.emit(TimeTotals(self.rank, *totals, self.measures, time_accounting.collective_ns))
+        account = self.time_accounting
+        account.fold_pending()
+        self.emit(
+            TimeTotals(
+                rank=self.rank,
+                totals_ns=account.totals,
+                bytes_up=account.bytes_up,
+                bytes_down=account.bytes_down,
+                measures=self.measures,
+                collective_ns=account.collective_ns,
+            )
+        )
 
     def snapshot(
         self,
@@ -402,5 +408,5 @@ class RankContext:
         `without` lists the workers that have none among them.
         """
         at_ns = self.now_ns if time_ns is None else time_ns
-        shown = Snapshot(self.rank, at_ns, tick, final, counts, without=tuple(sorted(without)))
-        self.kernel.observer.snapshot(shown, params)
+        record = Snapshot(self.rank, at_ns, tick, final, counts, without=tuple(sorted(without)))
+        self.kernel.observer.snapshot(record, params)

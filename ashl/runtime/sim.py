@@ -53,6 +53,7 @@ from ashl.runtime.sums import PHASES_OF_A_SUM, chunk, concatenate, sum_in_rank_o
 from ashl.size_only import SizeOnly
 
 T = TypeVar("T")
+# starts all ranks of a run that resumes from a checkpoint
 Begin = Callable[["Sim", Callable[..., Coroutine]], None]
 END_OF_INSTANT = 2**62  # offset of places in the order of events that come at the end of an instant
 
@@ -77,7 +78,7 @@ class Sim:
         self._mail = [Mailbox() for _ in range(num_ranks)]
         # ns, by rank: end of the last transfer that the rank has sent
         self._push_end = [0] * num_ranks
-        # ns, by rank: end of all that the compute unit was asked to do
+        # ns, by rank: end of the last computation that the compute unit was given
         self._unit_free = [0] * num_ranks
         self._heap: list[tuple[int, int, Any, Any]] = []
         self._seq = 0
@@ -127,7 +128,7 @@ class Sim:
             self._schedule_last(self._drained_ns(), self._save_all, None)
 
     def _drained_ns(self) -> int:
-        """Return the moment from which on nothing is in flight, if all ranks pause until then."""
+        """Return when nothing is in flight any more, if all ranks pause until then."""
         in_flight = [
             item[0]
             for item in self._heap
@@ -149,7 +150,7 @@ class Sim:
     def _save_all(self, _: None) -> None:
         """Save all ranks and let them continue, if all of them pause and nothing is in flight.
 
-        Failed workers are no part of it. Workers that wait to be admitted begin to join again.
+        Failed workers are not saved. Workers that wait to be admitted ask again.
         """
         present = len(self.contexts) - len(self.failed_ranks) - len(self.joining)
         if len(self._pausing) < present or not self._pausing:
