@@ -33,6 +33,7 @@ from ashl.compression.kernels import (
     native,
     natural_bytes,
     pack,
+    pack_native,
     pack_signs,
     pack_ternary,
     pack_truths,
@@ -418,7 +419,7 @@ def write_levels(
     pieces, width = [], 8 if entropy != "none" else top.bit_length()
     for where, block in rows_of(x, row):
         levels = to_levels(where, block)[: count - where.start * row]
-        pieces.append(pack(levels, width))
+        pieces.append(pack_native(levels, width))
     stream = concatenate(pieces, x)
     if entropy == "none":
         return stream
@@ -454,7 +455,7 @@ def read_levels(
         first, part = where.start * row, x[where]
         flat = part.reshape(-1)
         levels = unpack(stream[first * bits // 8 :], bits, min(len(flat), count - first))
-        if not is_true(levels.max() <= top):
+        if top < (1 << bits) - 1 and not is_true(levels.max() <= top):
             raise PayloadError(f"received a number above {top}; numbers are from 0 to {top}")
         flat[: len(levels)] = levels
         flat[len(levels) :] = 0

@@ -39,14 +39,17 @@ from ashl.compression.coding import (
 from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity, kept_count
 from ashl.compression.kernels import (
     beside,
+    blocks,
     count_true,
     ends_of,
     largest,
+    look_up,
     native,
     negatives,
     pack,
     packed_bytes,
     positives,
+    take,
     tensor,
     unpack,
 )
@@ -77,12 +80,13 @@ class Dryden(WithDensity):
         if math.isnan(numbers([ends_of(x).sum()])[0]):  # all NaNs positive: one side has them
             x = torch.where(x.isnan(), math.nan, x)
         array = native(x)
-        not_above, num_negative = count_true(array <= 0), count_true(array < 0)
+        not_above = sum(count_true(array[where] <= 0) for where in blocks(array))
+        num_negative = sum(count_true(array[where] < 0) for where in blocks(array))
         sides = []
         for size, order in ((len(x) - not_above, positives), (num_negative, negatives)):
             indices = largest(x, kept_count(share, size), order) if size else EMPTY.long()
             # The elements are few, so the host encodes them.
-            values = to_host(x[indices]).abs().numpy() if size else np.empty(0, np.float32)
+            values = to_host(take(x, indices)).abs().numpy() if size else np.empty(0, np.float32)
             sides.append((to_host(indices), values))
         return self._write_sides(x, sides)
 
@@ -96,8 +100,10 @@ class Dryden(WithDensity):
             chosen = nearest(levels, values)
             scales.append(levels if self.levels == "mean" else centroids_of(levels, values, chosen))
             codes.append(chosen | side << self._width)
-        indices, order = torch.cat([indices for indices, _ in sides]).sort()
-        values = pack(torch.from_numpy(np.concatenate(codes))[order], self._width + 1)
+        indices = np.concatenate([indices.numpy() for indices, _ in sides])
+        order = np.argsort(indices)  # in a quarter of the time of torch
+        indices = torch.from_numpy(indices[order])
+        values = pack(np.concatenate(codes)[order], self._width + 1)
         levels = torch.from_numpy(np.concatenate(scales)).float()
         coded = write_indices(self.indices, indices, d) if k else EMPTY
         return Parts(k, beside(x, values), coded, levels, SPARSE)
@@ -117,7 +123,7 @@ class Dryden(WithDensity):
                 f"expected a vector of levels; received form {form} with {k} values in"
                 f" {len(parts.values)} bytes"
             )
-        codes = tensor(unpack(parts.values, self._width + 1, k))
+        codes = unpack(parts.values, self._width + 1, k)
         level = codes & (1 << self._width) - 1
         if k and int(level.max()) >= count:
             raise PayloadError(f"received level {int(level.max())}; there are {count}")
@@ -125,7 +131,7 @@ class Dryden(WithDensity):
         if k or len(parts.indices):
             indices = read_indices(self.indices, parts.indices, k, d)
         signed = torch.cat([scales[:count], -scales[count:]])
-        return Elements(indices, signed[level.long() + count * (codes >> self._width).long()])
+        return Elements(indices, look_up(signed, tensor(level + count * (codes >> self._width))))
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         share = self.ratio if ratio is None else ratio

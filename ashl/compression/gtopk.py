@@ -55,6 +55,7 @@ from ashl.compression.kernels import (
     pack_truths,
     packed_bytes,
     pad_to,
+    tensor,
     unpack_truths,
 )
 from ashl.compression.payload import (
@@ -171,7 +172,7 @@ class GTopK(TopK, Reduces, Collective):
         """Decode the final set from a parent.   Raises: PayloadError if it is malformed."""
         parts = read_payload(to_host(payload), self.code, d)
         bits = typed_part(parts.scales, torch.uint8, bits_bytes(parts.count), "bits")
-        alive = unpack_truths(bits, parts.count)
+        alive = tensor(unpack_truths(bits, parts.count))
         return Final(self.read_few(parts._replace(scales=EMPTY), d), alive)
 
     def finish_sum(self, source: CodecInput, own: Elements, final: Final) -> Outcome:

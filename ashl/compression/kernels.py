@@ -83,9 +83,10 @@ def rows_of(x: Tensor, row: int) -> Iterator[tuple[slice, Array]]:
 
     The number of rows of each block but the last is a multiple of 8.
     """
-    for where in blocks(x, TOGETHER * row * block_rows(row)):
+    array = native(x)
+    for where in blocks(array, TOGETHER * row * block_rows(row)):
         first = where.start // row
-        block = native(pad_to(x[where], row)).reshape(-1, row)
+        block = pad_to(array[where], row).reshape(-1, row)
         yield slice(first, first + len(block)), block
 
 
@@ -144,6 +145,15 @@ def divide(x: Array, number: float) -> Array:
     return x / np.float32(number)
 
 
+def draw_words(rng: CounterRng, like: Array, start: int, count: int) -> Array:
+    """Return words of a stream as the bits of int64; a tensor on the device of `like`, or an array
+    if `like` is one.
+    """
+    if isinstance(like, Tensor):
+        return rng.words(like, start, count)
+    return rng.host_words(start, count)
+
+
 def where_true(condition: Array) -> Tensor:
     """Return the ascending indices of the elements that are true, int64."""
     return tensor(flat_nonzero(native(condition)))
@@ -152,6 +162,11 @@ def where_true(condition: Array) -> Tensor:
 def flat_nonzero(x: Array) -> Array:
     """Return the ascending indices of the elements of a vector that are not 0, int64."""
     return x.nonzero().view(-1) if isinstance(x, Tensor) else x.nonzero()[0]
+
+
+def take(x: Tensor, indices: Tensor) -> Tensor:
+    """Return the elements of x at these indices; in host memory NumPy is faster than torch."""
+    return tensor(native(x)[native(indices)])
 
 
 def sparse_vector(indices: Any, values: Tensor, d: int) -> Tensor:
@@ -178,14 +193,24 @@ def packed_bytes(count: int, width: int) -> int:
 
 def pack(values: Array, width: int) -> Tensor:
     """Return the low `width` bits (1 to 32) of each integer as a stream, uint8 [packed_bytes]."""
-    values = native(values)
+    return tensor(pack_native(native(values), width))
+
+
+def pack_native(values: Array, width: int) -> Array:
+    """Return the stream of `pack` as an array if the values are one, so that a loop over blocks
+    makes no tensors.
+    """
     if width in INTEGERS:
-        return tensor(bits_as(convert(values, INTEGERS[width]), torch.uint8))
+        return bits_as(convert(values, INTEGERS[width]), torch.uint8)
     if width == 1:
-        return pack_truths(values & 1 == 1)
+        return native(pack_truths(values & 1 == 1))
     write = _pack_bytes if width < 8 else _pack_words
-    pieces = [write(values[where], width) for where in blocks(values)]
-    return concatenate(pieces, torch.empty(0) if isinstance(values, np.ndarray) else values)
+    stream = empty(values, packed_bytes(len(values), width), dtype=torch.uint8)
+    for where in blocks(values):
+        piece = write(values[where], width)
+        first = where.start * width // 8
+        stream[first : first + len(piece)] = piece
+    return stream
 
 
 def unpack(stream: Array, width: int, count: int) -> Array:
@@ -198,7 +223,7 @@ def unpack(stream: Array, width: int, count: int) -> Array:
         found = view_as(stream[: count * width // 8], INTEGERS[width])
         return convert(found, torch.int32) & 0xFFFF if width == 16 else found
     if width == 1:
-        return bits_as(native(unpack_truths(stream, count)), torch.uint8)
+        return bits_as(unpack_truths(stream, count), torch.uint8)
     read, kind = (_unpack_bytes, torch.uint8) if width < 8 else (_unpack_words, torch.int32)
     found = empty(stream, count, dtype=kind)
     for where in blocks(found):
@@ -232,7 +257,8 @@ def _unpack_bytes(stream: Array, width: int, count: int) -> Array:
         while wide > width:
             wide //= 2
             pairs = convert(joined, torch.int16)
-            pairs = (pairs | pairs << 8 - wide) & 0x0101 * ((1 << wide) - 1)
+            pairs |= pairs << 8 - wide
+            pairs &= 0x0101 * ((1 << wide) - 1)
             joined = bits_as(pairs, torch.uint8)
         return joined[:count]
     rows = pad_to(stream[:size], width).reshape(-1, width)
@@ -306,12 +332,11 @@ def pack_truths(truths: Array) -> Tensor:
     return torch.from_numpy(np.packbits(truths, bitorder="little"))
 
 
-def unpack_truths(stream: Array, count: int) -> Tensor:
+def unpack_truths(stream: Array, count: int) -> Array:
     """Return bool [count] from a stream of bits."""
     stream = native(stream)
     if not isinstance(stream, Tensor):
-        found = np.unpackbits(stream, count=count, bitorder="little")
-        return torch.from_numpy(found.view(np.bool_))
+        return np.unpackbits(stream, count=count, bitorder="little").view(np.bool_)
     lanes = torch.arange(8, dtype=torch.uint8, device=str(stream.device))
     part = stream[: packed_bytes(count, 1), None]
     return (part >> lanes & 1).view(-1)[:count].view(torch.bool)
@@ -335,7 +360,7 @@ def flip_signs(stream: Tensor, x: Tensor, count: int) -> Tensor:
     flipped = empty(stream, count, dtype=torch.int32)
     for where in blocks(flipped):
         part = flipped[where]
-        part[:] = native(unpack_truths(stream[where.start // 8 :], len(part)))
+        part[:] = unpack_truths(stream[where.start // 8 :], len(part))
         part <<= 31
         part ^= bits if len(bits) == 1 else bits[where]
     return tensor(flipped).view(torch.float32)
@@ -346,23 +371,25 @@ def flip_signs(stream: Tensor, x: Tensor, count: int) -> Tensor:
 SAMPLE = 1 << 15  # elements of a sample, about
 SMALL = 1 << 17  # elements; for fewer, selecting among all is as fast
 SAFETY = 4.0  # standard deviations of the rank: one vector in 30,000 needs a second pass
-# An order is a function of the bits of float32, read as integers.
-Order = Callable[[Array], Array]
+# An order is a function of the bits of float32, read as integers. It may write its result to `out`.
+Order = Callable[[Array, Array | None], Array]
 
 
-def magnitudes(bits: Array) -> Array:
+def magnitudes(bits: Array, out: Array | None = None) -> Array:
     """Return integers with the order of |x|: infinity is above all numbers, NaN above infinity."""
-    return bits & 0x7FFFFFFF
+    library: Any = torch if isinstance(bits, Tensor) else np
+    return library.bitwise_and(bits, 0x7FFFFFFF, out=out)
 
 
-def positives(bits: Array) -> Array:
+def positives(bits: Array, out: Array | None = None) -> Array:
     """Return integers with the order of the positive x; all others are below, unordered."""
     return bits
 
 
-def negatives(bits: Array) -> Array:
+def negatives(bits: Array, out: Array | None = None) -> Array:
     """Return integers with the order of −x for the negative x; all others are below, unordered."""
-    return bits ^ -(2**31)
+    library: Any = torch if isinstance(bits, Tensor) else np
+    return library.bitwise_xor(bits, -(2**31), out=out)
 
 
 def largest(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
@@ -379,17 +406,16 @@ def largest(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
     without the exact selection.
     """
     bits = native(x.view(torch.int32))
-    sample = order(bits[_spread_out(len(x))])
+    sample = order(bits[_spread_out(len(x))], None)
     rank = _sure_rank(len(sample), k, len(x))
     if rank is not None:
         # In a sparse vector, all elements reach 0.
         bound = _kth_largest(sample, rank).clip(min=1)
-        blocks_found = _reaching(bits, bound, order)
-        found = [(inside + start, keys[inside]) for start, inside, keys in blocks_found]
-        indices, keys = (native(concatenate(pieces, x)) for pieces in zip(*found, strict=True))
+        found = zip(*_find_reaching(bits, bound, order), strict=True)
+        indices, keys = (native(concatenate(pieces, x)) for pieces in found)
         if len(keys) >= k:
             return tensor(indices[_choose(keys, k)])
-    return tensor(_choose(order(bits), k))
+    return tensor(_choose(order(bits, None), k))
 
 
 def indices_reaching(x: Tensor, bound: float) -> Tensor:
@@ -397,8 +423,8 @@ def indices_reaching(x: Tensor, bound: float) -> Tensor:
     bound.
     """
     least = native(beside(x, torch.tensor([bound]).view(torch.int32).clamp(min=1)))
-    found = _reaching(native(x.view(torch.int32)), least, magnitudes)
-    return concatenate([inside + start for start, inside, _ in found], x)
+    found = _find_reaching(native(x.view(torch.int32)), least, magnitudes)
+    return concatenate([indices for indices, _ in found], x)
 
 
 def magnitudes_above(x: Tensor, bound: float) -> Tensor:
@@ -467,11 +493,14 @@ def _kth_largest(keys: Array, k: int) -> Array:
     return np.partition(keys, place)[place : place + 1]
 
 
-def _reaching(bits: Array, bound: Array, order: Order) -> Iterator[tuple[int, Array, Array]]:
-    """Yield (start, indices of all elements whose key is at least `bound`, keys) of each block."""
+def _find_reaching(bits: Array, bound: Array, order: Order) -> Iterator[tuple[Array, Array]]:
+    """Yield (indices, keys) of all elements whose key is at least `bound`, block by block."""
+    spare = None if isinstance(bits, Tensor) else np.empty(min(BLOCK, len(bits)), np.int32)
     for where in blocks(bits):
-        keys = order(bits[where])
-        yield where.start, flat_nonzero(keys >= bound), keys
+        part = bits[where]
+        keys = order(part, None if spare is None else spare[: len(part)])
+        inside = flat_nonzero(keys >= bound)
+        yield inside + where.start, keys[inside]
 
 
 def _choose(keys: Array, k: int) -> Array:
@@ -511,7 +540,7 @@ class RoundingNoise(NamedTuple):
 
     words: CounterRng
     bits: int  # number of bits of y and u behind the point
-    rest: Tensor  # trailing bits of u, int32 [at most SHARED]
+    rest: Array  # trailing bits of u, int32 [at most SHARED]
 
     @property
     def unit(self) -> float:
@@ -522,7 +551,7 @@ class RoundingNoise(NamedTuple):
 def rounding_noise(x: Tensor, words: CounterRng, top: int) -> RoundingNoise:
     """Return the random numbers for all elements of x, with y from −top to top, top < 2¹⁵."""
     bits, count = 31 - top.bit_length(), min(SHARED, len(x))
-    rest = words.words(x, REST, -(-count // 2)).view(torch.int32)[:count]
+    rest = native(words.words(x, REST, -(-count // 2)).view(torch.int32)[:count])
     return RoundingNoise(words, bits, rest >> 8 & (1 << bits - FIRST) - 1)
 
 
@@ -533,16 +562,14 @@ def round_levels(y: Array, noise: RoundingNoise, start: int, zero: int = 0) -> A
     `start`, a multiple of 4, is the number of elements before y.
     """
     levels = convert(native(y), torch.int32).reshape(-1)
-    count, rest = len(levels), noise.rest.roll(-start) if start % SHARED else noise.rest
-    whole, rest = count // len(rest), native(rest)
+    rest = native(tensor(noise.rest).roll(-start)) if start % SHARED else noise.rest
+    count, whole = len(levels), len(levels) // len(rest)
     rows = levels[: whole * len(rest)].reshape(whole, len(rest))
     rows += rest
     last = levels[whole * len(rest) :]
     last += rest[: len(last)]
     levels >>= noise.bits - FIRST
-    words = native(
-        noise.words.words(noise.rest, start // LANES_OF_WORD, -(-count // LANES_OF_WORD))
-    )
+    words = draw_words(noise.words, rest, start // LANES_OF_WORD, -(-count // LANES_OF_WORD))
     if isinstance(words, Tensor):
         levels += words.view(torch.int16)[:count].to(torch.int32) & (1 << FIRST) - 1
     else:
@@ -613,27 +640,25 @@ def _join_planes(planes: Array) -> Array:
 
 def unpack_ternary(stream: Array, count: int) -> Array:
     """Return the numbers, uint8 [count], of a stream of bytes below 3⁵."""
-    stream, digits = native(stream), empty(native(stream), count, dtype=torch.uint8)
-    for where in blocks(digits, TERNARY_BLOCK):
-        size, first = where.stop - where.start, where.start // DIGITS
-        packed = stream[first : first + ternary_nbytes(size)]
-        inside = size - size % TERNARY_BLOCK  # on a device, a block has all blocks of the format
-        rows = packed[: inside // DIGITS].reshape(-1, TERNARY_BLOCK // DIGITS)
-        _split_planes(rows, digits[where.start : where.start + inside])
-        _split_planes(packed[None, inside // DIGITS :], digits[where.start + inside : where.stop])
+    stream = native(stream)[: ternary_nbytes(count)]
+    if count <= TERNARY_BLOCK:
+        return _split_planes(stream[None])[:count]
+    whole = count - count % TERNARY_BLOCK
+    rows = stream[: whole // DIGITS].reshape(-1, TERNARY_BLOCK // DIGITS)
+    digits = empty(stream, count, dtype=torch.uint8)
+    digits[:whole] = _split_planes(rows)
+    digits[whole:] = _split_planes(stream[None, whole // DIGITS :])[: count - whole]
     return digits
 
 
-def _split_planes(packed: Array, digits: Array) -> None:
-    """Write the digits of each row of bytes, one plane after the other."""
-    if not len(digits):
-        return
+def _split_planes(packed: Array) -> Array:
+    """Return the digits of each row of bytes, one plane after the other."""
     planes = empty(packed, len(packed), DIGITS, packed.shape[1], dtype=torch.uint8)
     for j in range(DIGITS):
         rest = packed // 3
         planes[:, j] = packed - rest * 3
         packed = rest
-    digits[:] = planes.reshape(-1)[: len(digits)]
+    return planes.reshape(-1)
 
 
 # --- signs and exponents
@@ -651,13 +676,15 @@ def write_natural(x: Tensor, words: CounterRng) -> Tensor:
 
     The rule is in `ashl.compression.natural`.
     """
-    bits = native(x.view(torch.int32))
+    array, bits = native(x), native(x.view(torch.int32))
     stream = empty(bits, natural_bytes(len(bits)), dtype=torch.uint8)
     for where in blocks(bits):
-        size = magnitudes(bits[where])
-        drawn = words.words(x, where.start // 2, -(-len(size) // 2)).view(torch.int32)[: len(size)]
-        noise = shift_down(native(drawn), 32 - MANTISSA)
-        if isinstance(size, Tensor) or size.max() > TOP:
+        # The sign, the highest bit, is cut off when the exponent becomes a byte.
+        part, size = array[where], bits[where]
+        drawn = draw_words(words, bits, where.start // 2, -(-len(size) // 2))
+        noise = shift_down(bits_as(drawn, torch.int32)[: len(size)], 32 - MANTISSA)
+        if isinstance(part, Tensor) or not (part.max() <= 2.0**127 and part.min() >= -(2.0**127)):
+            size = magnitudes(size)
             infinite = convert(size >= INFINITE, torch.int32)
             size = infinite * INFINITE + (1 - infinite) * size.clip(max=TOP)
         noise += size
@@ -673,7 +700,7 @@ def read_natural(stream: Tensor, d: int) -> Tensor:
     bits = empty(stream, d, dtype=torch.int32)
     for where in blocks(bits):
         part = bits[where]
-        part[:] = native(unpack_truths(stream[d + where.start // 8 :], len(part)))
+        part[:] = unpack_truths(stream[d + where.start // 8 :], len(part))
         part <<= 8
         part |= convert(stream[where], torch.int32)
         part <<= MANTISSA

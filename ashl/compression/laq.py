@@ -52,11 +52,9 @@ from ashl.compression.kernels import (
     blocks,
     convert,
     divide,
-    largest_magnitude,
     native,
     packed_bytes,
     quiet,
-    tensor,
 )
 from ashl.compression.payload import (
     HEADER,
@@ -143,7 +141,7 @@ class LAQ(Codec):
             return Parts(d, g, form=WHOLE)
         old, new = native(sent), native(g)
         with quiet():
-            reaches = [largest_magnitude(tensor(new[w] - old[w])) for w in blocks(new)]
+            reaches = numbers([abs(new[w] - old[w]).max() for w in blocks(new)])
         reach = math.nan if any(map(math.isnan, reaches)) else max(reaches)
         if not math.isfinite(reach):
             stream = g.new_zeros(packed_bytes(d, self.bits), dtype=torch.uint8)
@@ -155,7 +153,7 @@ class LAQ(Codec):
             change += 1
             change *= top / 2
             change += 0.5
-            return convert(change.clip(0, top), torch.int32)
+            return convert(change.clip(0, top), torch.uint8 if top < 256 else torch.int32)
 
         stream = write_levels(g, 1, d, top, "none", to_levels)
         return Parts(d, stream, scales=torch.tensor([reach]))

@@ -44,6 +44,7 @@ from ashl.compression.kernels import (
     native,
     pack_signs,
     packed_bytes,
+    tensor,
     unpack_truths,
 )
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
@@ -100,7 +101,7 @@ class OneBit(Wrappable):
     def unpack(self, parts: Parts, d: int) -> Tensor:
         signs = typed_part(all_values(parts, d), torch.uint8, packed_bytes(d, 1), "signs")
         means = typed_part(parts.scales, torch.float32, 2 * self._num_pairs(d), "means")
-        negative, x = unpack_truths(signs, d), torch.empty(d, device=str(signs.device))
+        negative, x = tensor(unpack_truths(signs, d)), torch.empty(d, device=str(signs.device))
         start = 0
         for (matrix, part), (_, below_zero) in zip(
             self.split(x), self.split(negative), strict=True

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ashl.compression.coding import value_bound
 from ashl.compression.contract import Elements, EncodeContext, Traits
-from ashl.compression.kernels import blocks, largest, native, where_true
+from ashl.compression.kernels import blocks, largest, largest_magnitude, native, take, where_true
 from ashl.compression.payload import HEADER, Parts
 from ashl.compression.sparse import DENSE, SPARSE, Sparsifier, max_nbytes
 from ashl.option import option
@@ -52,7 +52,7 @@ class RandomDropping(Sparsifier):
         k, d = self.kept(context.ratio, len(x)), len(x)
         if self.sends_all(k, d):
             return Parts(d, x, form=DENSE)
-        top = float(x.abs().max())
+        top = largest_magnitude(x)
         if top == 0:
             return Parts(0, x[:0])
         if not math.isfinite(top):
@@ -63,7 +63,7 @@ class RandomDropping(Sparsifier):
         else:
             indices = draw_indices(x, top, slope, context.stream())
         indices = indices[: max_elements(k, d)]
-        kept = x[indices]
+        kept = take(x, indices)
         least = float(np.float32(top) / np.float32(slope))
         kept = torch.copysign(kept.abs().clamp(min=least), kept)
         return self.format.pack_elements(Elements(indices, kept), d, context)
@@ -95,11 +95,11 @@ def find_slope(x: Tensor, top: float, k: int) -> float:
     """Return λ for magnitudes relative to the largest one; infinity if at most k elements are not
     0.
     """
-    cut, slope = -1, math.inf
+    array, cut, slope = x.numpy(), -1, math.inf
     for _ in range(ROUNDS):
         count, rest = 0, 0.0
-        for where in blocks(x):
-            y = np.abs(x[where].numpy())
+        for where in blocks(array):
+            y = np.abs(array[where])
             y /= np.float32(top)
             certain = y >= 1 / slope if cut >= 0 else y > 1
             count += int(np.count_nonzero(certain))
@@ -115,9 +115,9 @@ def find_slope(x: Tensor, top: float, k: int) -> float:
 
 def draw_indices(x: Tensor, top: float, slope: float, rng: np.random.Generator) -> Tensor:
     """Draw each element with its probability and return the ascending indices."""
-    indices = []
-    for where in blocks(x):
-        p = np.abs(x[where].numpy())
+    array, indices = x.numpy(), []
+    for where in blocks(array):
+        p = np.abs(array[where])
         p /= np.float32(top)
         p *= np.float32(slope * 2.0**32)
         u = rng.integers(0, 2**32, p.size, np.uint32).astype(np.float32)

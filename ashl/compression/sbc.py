@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ashl.compression.coding import IndexCode, max_index_bytes, read_indices, write_indices
 from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity
-from ashl.compression.kernels import Order, beside, largest, negatives, positives, view_as
+from ashl.compression.kernels import Order, beside, largest, negatives, positives, take, view_as
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
 from ashl.device import to_host
 from ashl.option import option
@@ -77,7 +77,7 @@ def choose_side(x: Tensor, k: int, order: Order) -> tuple[Tensor, float]:
     If the sign has fewer than k elements, all of them are returned.
     """
     indices = largest(x, k, order)
-    values = to_host(x[indices])
+    values = to_host(take(x, indices))
     of_side = (torch.signbit(values) == (order is negatives)) & (values != 0)
     if not of_side.all():
         indices, values = indices[beside(indices, of_side)], values[of_side]

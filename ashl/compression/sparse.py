@@ -33,7 +33,7 @@ from ashl.compression.coding import (
     write_values,
 )
 from ashl.compression.contract import Elements, EncodeContext, Linear, Traits, WithDensity
-from ashl.compression.kernels import beside, native, tensor, view_as
+from ashl.compression.kernels import beside, take, view_as
 from ashl.compression.payload import EMPTY, HEADER, Parts, PayloadError
 from ashl.device import to_host
 from ashl.option import option
@@ -123,7 +123,7 @@ class SparseFormat(NamedTuple):
             values, scales = write_values(self.values, x, partial(context.words, VALUES))
             return Parts(k, values, EMPTY, scales, form)
         indices = select()
-        kept = tensor(native(x)[native(indices)])
+        kept = take(x, indices)
         kept = kept if scale == 1 else kept * scale
         return self.pack_elements(Elements(indices, kept), d, context)
 

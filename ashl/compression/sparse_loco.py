@@ -31,8 +31,10 @@ from ashl.compression.coding import check_ascending, index_width, value_bound
 from ashl.compression.contract import EncodeContext, Traits, kept_count
 from ashl.compression.kernels import (
     beside,
+    convert,
     is_true,
     largest_of_rows,
+    native,
     pack,
     packed_bytes,
     tensor,
@@ -69,13 +71,15 @@ class ChunkIndices(NamedTuple):
                 f"received {len(buffer)} bytes of indices with {each} per chunk of {self.chunk},"
                 f" which do not match {k} values of {d} elements"
             )
-        inside = tensor(unpack(buffer[4:], index_width(self.chunk), k)).long()
-        if not is_true((inside < self.chunk).all()):
+        indices = convert(unpack(buffer[4:], index_width(self.chunk), k), torch.int64)
+        if not is_true((indices < self.chunk).all()):
             raise PayloadError(f"received an index beyond its chunk of {self.chunk}")
-        places = torch.arange(k, device=str(inside.device)) // each
-        indices = inside + places * self.chunk
-        check_ascending(indices, k, d)
-        return indices
+        chunks = native(torch.arange(k, device=str(buffer.device)))
+        chunks //= each
+        chunks *= self.chunk
+        indices += chunks
+        check_ascending(tensor(indices), k, d)
+        return tensor(indices)
 
 
 def count_selected(chunk: int, each: int, d: int) -> int:

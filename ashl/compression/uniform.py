@@ -33,6 +33,7 @@ from ashl.compression.kernels import (
     round_levels,
     rounding_noise,
     scale_levels,
+    tensor,
 )
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
 from ashl.option import Number, option
@@ -56,14 +57,16 @@ class StochasticUniform(Wrappable):
         return Traits(unbiased=True, variable=self.entropy != "none")
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        d, ends, top, row = len(x), ends_of(x)[None], self.levels - 1, min(ROW, len(x))
+        d, top, row = len(x), self.levels - 1, min(ROW, len(x))
+        ends = native(ends_of(x)[None])
         noise = rounding_noise(x, context.words(), top)
 
         def to_levels(where: slice, rows: Array) -> Array:
-            y = place_levels(rows, native(ends), top * noise.unit)
+            y = place_levels(rows, ends, top * noise.unit)
             return round_levels(y, noise, where.start * row)
 
-        return Parts(d, write_levels(x, row, d, top, self.entropy, to_levels), scales=ends)
+        stream = write_levels(x, row, d, top, self.entropy, to_levels)
+        return Parts(d, stream, scales=tensor(ends))
 
     def unpack(self, parts: Parts, d: int) -> Tensor:
         ends = native(typed_part(parts.scales, torch.float32, 2, "ends"))[None]

@@ -40,12 +40,16 @@ class CounterRng(NamedTuple):
         """
         if like.device != HOST:
             return _mixed(torch.arange(start, start + count, device=str(like.device)), self.key)
+        return torch.from_numpy(self.host_words(start, count))
+
+    def host_words(self, start: int, count: int) -> np.ndarray:
+        """Return the words start … start + count − 1 as the bits of int64."""
         words, spare = np.empty(count, np.uint64), np.empty(min(count, PIECE), np.uint64)
         for begin in range(0, count, PIECE):
             piece = words[begin : begin + PIECE]
             first = np.uint64((self.key + (start + begin) * GAMMA) % WORD)
             _mix(np.add(_steps()[: piece.size], first, out=piece), spare[: piece.size])
-        return torch.from_numpy(words.view(np.int64))
+        return words.view(np.int64)
 
 
 def counter_rng(seed: int, purpose: Purpose, *words: int) -> CounterRng:
