@@ -70,11 +70,11 @@ def test_true_is_not_one() -> None:
         "group_size": 2,
         "threshold": 1,
     }
-    assert options.of("sync", {**spec, "inter_intra": True}) is options.of(
+    assert options.get_option("sync", {**spec, "inter_intra": True}) is options.get_option(
         "sync", {**spec, "inter_intra": True}
     )
     with pytest.raises(UsageError, match="threshold=true is not possible"):
-        options.of("sync", {**spec, "inter_intra": True, "threshold": True})
+        options.get_option("sync", {**spec, "inter_intra": True, "threshold": True})
 
 
 LOCAL = "topology=all_reduce optimizer.momentum=0.9 sync=local_sgd"

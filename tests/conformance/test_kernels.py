@@ -183,4 +183,4 @@ def test_a_clock_runs_from_when_all_have_come() -> None:
     kernel = TorchKernel(
         0, Quiet(), lambda clock: Throttle(real, 0, 1, 0, 4, clock, HashStore()), (1,), 8, True, {}
     )
-    assert not kernel.started
+    assert not kernel.has_started

@@ -65,9 +65,11 @@ def test_a_profile_during_the_run_repartitions_the_shards(monkeypatch: pytest.Mo
 
 def test_an_online_plan_leaves_the_shares_to_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    assigned = parameter_server.assigned
+    assign_work = parameter_server.assign_work
     monkeypatch.setattr(
-        parameter_server, "assigned", lambda *a, **k: made.append(assigned(*a, **k)) or made[-1]
+        parameter_server,
+        "assign_work",
+        lambda *a, **k: made.append(assign_work(*a, **k)) or made[-1],
     )
     asynchronous = (
         "cluster=ashl_paper",

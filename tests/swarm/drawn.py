@@ -268,4 +268,4 @@ def check_mail(sim: Sim) -> None:
     """Nothing was lost on the way: no message lies about, and nobody waits for one."""
     assert not [mail.messages for mail in sim._mail if mail.messages]
     assert not [mail.waiters for mail in sim._mail if mail.waiters]
-    assert not sim.collective_queues.waiting()
+    assert not sim.collective_queues.list_pending()

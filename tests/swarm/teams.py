@@ -110,7 +110,7 @@ def over(
     end = seen.of("StageEnd")[-1]
     check_books(seen, cluster.num_workers, end["end_ns"], missing, goes_back)
     assert end["steps"] == sum(end["steps_by"])
-    assert not sim.collective_queues.waiting()
+    assert not sim.collective_queues.list_pending()
     merged, incarnations = Counter(), Counter(record["rank"] for record in seen.of("WorkerFailed"))
     last = {(record["rank"], record["round"]): record for record in seen.of("Round")}
     for record in last.values():
