@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ashl.errors import AshlError
+from ashl.launch.job import EXIT_EVICTED
 from ashl.run import control_channel
 from ashl.run.authenticated_store import (
     StoreAddress,
@@ -22,7 +23,6 @@ from ashl.run.authenticated_store import (
     new_secret,
 )
 from ashl.run.control_channel import MAX_PENDING, Content, ControlChannel, Reporter
-from ashl.run.process_setup import EXIT_EVICTED
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import (
     Alive,

@@ -27,7 +27,7 @@ LOCAL = "localhost"
 SECRET = "ASHL_JOB_SECRET"  # environment variable with the secret of a job
 PORTS = range(12000, 32000)  # below the ports that Linux assigns itself
 RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
-EVICTED = 78  # exit code of a worker that the run goes without
+EXIT_EVICTED = 78  # exit code of a worker that missed heartbeats: the run continues without it
 GUARD_GRACE_S = 14  # seconds between SIGTERM and SIGKILL to a guarded rank; ssh kills after 15
 # A shell around a rank. It passes a signal on, also one that arrives before the rank's number is
 # known, and starts the rank again if it was killed or evicted. Rank 0 is not started again: it
@@ -122,7 +122,7 @@ class Launch:
         """
         if not self.restarts and not after:
             return command
-        known = {"restarts": self.restarts, "evicted": EVICTED, "grace_s": GUARD_GRACE_S}
+        known = {"restarts": self.restarts, "evicted": EXIT_EVICTED, "grace_s": GUARD_GRACE_S}
         script = GUARD.format(**known, after=after)
         return ["sh", "-c", script, "ashl", *command]
 

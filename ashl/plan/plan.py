@@ -63,6 +63,11 @@ class StagePlan:
     predicted_steps_per_s: float | None = None
     predicted_wait_share: float | None = None
 
+    @property
+    def is_profiling(self) -> bool:
+        """Return True if the stage measures costs and learns nothing."""
+        return str(self.sync["_target_"]).endswith(".Profiling")
+
 
 def assign_work(
     workers: Sequence[WorkerPlan], rows: Sequence[Any], resharded: bool = True

@@ -49,13 +49,11 @@ from ashl.tracking.recorder import METRICS, writing
 logger = logging.getLogger(__name__)
 
 SCHEMA = 17
-CUT_BACK = "cut_back"  # manifest key: True once later records than the checkpoint are removed
-PLACE = ("how", "time_ns", "sizes", "ranks_ns", "lead_ns", "absent")  # manifest keys
+TRUNCATED = "truncated"  # manifest key: True once later records than the checkpoint are removed
+CHECKPOINT_KEYS = ("how", "time_ns", "sizes", "ranks_ns", "lead_ns", "absent")  # manifest keys
 VIRTUAL, PROCESSES, RESCALED = "virtual", "processes", "rescaled"
 MONITOR = "monitor.safetensors"  # file of the monitor's state
-MAY_CHANGE = "only stop.*, runtime and the number of workers may change when a run is resumed"
-LEAVE = "a run takes checkpoints with run.checkpoint_s=SECONDS"
-WHOLE = 2  # checkpoints that are kept
+KEPT_CHECKPOINTS = 2  # checkpoints that are kept
 RESTORE = "restore"  # key of a rank's restore point in the job's store
 MEMBERSHIP = EVENTS[WorkerFailed], EVENTS[WorkerRejoined]  # kinds of lines in events.jsonl
 
@@ -146,7 +144,7 @@ def complete_checkpoint(
     about: Mapping[str, Any],
 ) -> bool:
     """Write the monitor's state and the manifest of a checkpoint, and delete older ones: all but
-    the last complete ones, of which `WHOLE` are kept.
+    the last complete ones, of which `KEPT_CHECKPOINTS` are kept.
 
     Args: files, the hash by name of the files that are there already; about, other manifest keys.
     Returns: False if the run is about to stop, if its time is over, or if a stage has ended since;
@@ -170,7 +168,7 @@ def complete_checkpoint(
     except (OSError, RuntimeError):
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    kept = list_checkpoints(folder.parent.parent)[-WHOLE:]
+    kept = list_checkpoints(folder.parent.parent)[-KEPT_CHECKPOINTS:]
     for name in {path.name for path in folder.parent.iterdir()}.difference(map(str, kept)):
         if name.isdigit() and int(name) < int(folder.name):
             shutil.rmtree(folder.parent / name, ignore_errors=True)
@@ -214,14 +212,19 @@ def find_newest(run_dir: Path, identity: str) -> Checkpoint:
             for name, digest in manifest["files"].items():
                 if Path(name).name != name or rank_checkpoint.hash_of(folder / name) != digest:
                     raise ValueError(f"{name} is not what was written")
-            found = Checkpoint(number, folder, *(manifest[key] for key in PLACE), broken)
+            found = Checkpoint(number, folder, *(manifest[key] for key in CHECKPOINT_KEYS), broken)
             if manifest["run"] != identity:
-                raise UsageError(f"the checkpoint in {run_dir} is of another run; {MAY_CHANGE}")
+                raise UsageError(
+                    f"the checkpoint in {run_dir} is of another run; only stop.*, runtime and the"
+                    " number of workers may change when a run is resumed"
+                )
             return found
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             broken = f"{folder} cannot be resumed from ({error})"
+    if broken:
+        raise UsageError(f"{broken}; run this setting again")
     raise UsageError(
-        f"{broken}; run this setting again" if broken else f"{run_dir} holds no checkpoint; {LEAVE}"
+        f"{run_dir} holds no checkpoint; a run takes checkpoints with run.checkpoint_s=SECONDS"
     )
 
 
@@ -301,7 +304,7 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
     """
     with writing(run_dir, begins=True), jsonl.hold_lock(run_dir / METRICS):
         manifest = json.loads((saved.folder / MANIFEST).read_text(encoding="utf-8"))
-        if not manifest.get(CUT_BACK):
+        if not manifest.get(TRUNCATED):
             shortened = {
                 name: shorten_records(run_dir / name, size, saved)
                 for name, size in saved.sizes.items()
@@ -312,7 +315,7 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
             for name, text in contents.items():
                 (saved.folder / name).write_bytes(text)
             sizes = {name: len(text) for name, text in contents.items()}
-            manifest |= {"sizes": sizes, CUT_BACK: True}
+            manifest |= {"sizes": sizes, TRUNCATED: True}
             jsonl.write_json(saved.folder / MANIFEST, manifest)
         for name in manifest["sizes"]:
             if (saved.folder / name).exists():

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from ashl.errors import AshlError
+from ashl.launch.job import EXIT_EVICTED
 from ashl.learn.learner import Learner
 from ashl.learn.staging import in_host
 from ashl.run.authenticated_store import StoreClient, StoreServer
 from ashl.run.membership_listener import exit_process
-from ashl.run.process_setup import EXIT_EVICTED
 from ashl.runtime.plain_state import encode, to_plain
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter
 from ashl.runtime.records import (
@@ -65,7 +65,7 @@ PIECE = 4_000_000  # bytes of a model or state in a report
 MAX_PENDING = 8
 STATES = 2  # states of a worker's module that are in flight at a time
 Content = Tensor | bytes  # what travels ahead of a record
-AWAKE_S = 0.5  # a process with more seconds between two ticks was stopped in between
+MAX_TICK_S = 0.5  # a process with more seconds between two ticks was stopped in between
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,9 @@ class AwakeTime:
         """Return the seconds up to now, which is a tick."""
         with self._lock:
             now_s = time.monotonic()
-            if now_s - self._last_s > AWAKE_S:
+            if now_s - self._last_s > MAX_TICK_S:
                 self.resumed_s = self._passed_s
-            self._passed_s += min(now_s - self._last_s, AWAKE_S)
+            self._passed_s += min(now_s - self._last_s, MAX_TICK_S)
             self._last_s = now_s
             return self._passed_s
 

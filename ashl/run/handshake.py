@@ -29,9 +29,9 @@ from ashl.run.rank import role_name
 from ashl.runtime.records import Text, parse_json, validate
 from ashl.runtime.rendezvous import network_id
 
-OWN = {"interface", "device", "threads", "share_gpu", "root"}  # keys that may differ by node
+NODE_KEYS = {"interface", "device", "threads", "share_gpu", "root"}  # keys that may differ by node
 # Groups that only the process of rank 0 reads. The plan holds all that a profile decides.
-RECORDING = {"run", "tracking", "sweep", "profile"}
+RECORDING_GROUPS = {"run", "tracking", "sweep", "profile"}
 VERSIONS = ("ashl", "torch", "python")
 ERRORS = {kind.exit_code: kind for kind in (AshlError, UsageError, DataMissingError)}
 
@@ -149,9 +149,9 @@ def check_hello(hello: Hello, first: Hello) -> None:
 
 def settings_in_common(config: Mapping[str, Any], plan: str) -> str:
     """Return as JSON the settings that must be identical in all processes: the configuration and
-    the plan, without the groups of `RECORDING` and the keys of `OWN`.
+    the plan, without the groups of `RECORDING_GROUPS` and the keys of `NODE_KEYS`.
     """
-    chosen = {key: value for key, value in config.items() if key not in RECORDING}
+    chosen = {key: value for key, value in config.items() if key not in RECORDING_GROUPS}
     # ranks save their parts of checkpoints
     chosen["run"] = {"checkpoint_s": config["run"]["checkpoint_s"]}
     document = without_machine_settings({**chosen, "plan": None})
@@ -160,10 +160,12 @@ def settings_in_common(config: Mapping[str, Any], plan: str) -> str:
 
 
 def without_machine_settings(value: Any) -> Any:
-    """Return a document without the keys of `OWN`, at every depth."""
+    """Return a document without the keys of `NODE_KEYS`, at every depth."""
     if isinstance(value, Mapping):
         return {
-            key: without_machine_settings(part) for key, part in value.items() if key not in OWN
+            key: without_machine_settings(part)
+            for key, part in value.items()
+            if key not in NODE_KEYS
         }
     return value
 

@@ -50,7 +50,7 @@ from ashl.runtime.throttle import Nics
 
 logger = logging.getLogger(__name__)
 
-SHORT = "/tmp"
+SHORT_FOLDER = "/tmp"
 # The path of a socket has at most 107 bytes; the names of multiprocessing take 32 of them.
 SOCKET_FOLDER_BYTES = 70
 
@@ -276,7 +276,7 @@ def shorten_socket_paths() -> None:
     """Make multiprocessing place its sockets under /tmp if TMPDIR is too long for their paths."""
     own = tempfile.gettempdir()
     if len(os.fsencode(own)) > SOCKET_FOLDER_BYTES:
-        tempfile.tempdir = SHORT
+        tempfile.tempdir = SHORT_FOLDER
         try:
             util.get_temp_dir()  # multiprocessing keeps this folder, and deletes it at the end
         finally:

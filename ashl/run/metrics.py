@@ -102,7 +102,7 @@ def aggregate_measures(ranks: Iterable[Measures]) -> dict[str, dict[str, float]]
     }
 
 
-OFTEN = 3  # reports in a row with a relative error above 1, before the user is warned
+WARN_AFTER = 3  # reports in a row with a relative error above 1, before the user is warned
 
 
 @dataclass
@@ -121,7 +121,7 @@ class CompressionStats:
         self.latest[rank] = report
         grows = error is not None and error > 1 and not report.unbiased
         self.grown[rank] = self.grown.get(rank, 0) + 1 if grows else 0
-        if self.grown[rank] == OFTEN and self.warning is None:
+        if self.grown[rank] == WARN_AFTER and self.warning is None:
             self.warning = (
                 f"the codec is not a contraction: at worker {rank} the relative error of messages"
                 f" is {error:.3g}, above 1; training may diverge. Take more bits, a larger"

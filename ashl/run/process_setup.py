@@ -23,7 +23,6 @@ from ashl.errors import UsageError
 # Exit codes of a rank, beside those of a command.
 EXIT_ORPHANED = 75  # its parent has ended
 EXIT_DECLARED_FAILURE = 77  # a worker that fails as cluster.events declares
-EXIT_EVICTED = 78  # a worker without which the run continues, as it missed heartbeats
 LOG_LEVEL = "ASHL_LOG"  # the environment variable that sets how much is logged
 LEVELS = ("debug", "info", "warning", "error")
 REPLACE = "replace"  # error handler of a stream: `?` for a letter that its encoding lacks

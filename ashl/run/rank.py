@@ -88,7 +88,7 @@ logger = logging.getLogger(__name__)
 GOODBYE_S = 30.0  # seconds to wait for the peers' goodbye
 VERDICT_S = 5.0  # seconds that a failed rank waits for the controller's reason why the run ends
 # Words in gloo's errors about a connection that a peer has closed.
-BROKEN = (
+BROKEN_CONNECTION = (
     "closed by peer",
     "reset by peer",
     "refused",
@@ -245,7 +245,9 @@ def classify_error(error: Exception) -> tuple[bool, int | None]:
     cause = error.__cause__ or error
     if isinstance(cause, PeerFailedError):
         return True, cause.rank
-    return isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN), None
+    return isinstance(cause, RuntimeError) and any(
+        words in str(cause) for words in BROKEN_CONNECTION
+    ), None
 
 
 def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[StageConfig, ...]:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-from ashl.plan.plan import StagePlan
 from ashl.run.evaluation import Evaluation, best_of
 from ashl.run.metrics import aggregate_measures
 from ashl.run.monitor import Monitor, Outage
@@ -234,11 +233,6 @@ def worker_summary(
     }
 
 
-def is_profiling(stage: StagePlan) -> bool:
-    """Return True for a stage that measures costs and learns nothing."""
-    return str(stage.sync["_target_"]).endswith(".Profiling")
-
-
 def training_rows(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the workers' rows with all steps of training, and the seconds that these computed.
 
@@ -247,7 +241,7 @@ def training_rows(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict[
     measured_s = [0.0] * len(workers)
     before: dict[int, dict[str, int]] = {}
     for stage, reached in zip(monitor.plan.stages, monitor.run_state.boundaries, strict=False):
-        for rank in reached.keys() & range(len(workers)) if is_profiling(stage) else ():
+        for rank in reached.keys() & range(len(workers)) if stage.is_profiling else ():
             earlier_ns = before[rank]["compute"] if rank in before else 0
             measured_s[rank] += (reached[rank]["compute"] - earlier_ns) / 1e9
         before |= reached
@@ -297,7 +291,7 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
                 "wait_share": sum(wait_s) / (len(workers) * seconds) if seconds else None,
                 "wait_s": wait_s,
                 # true for a stage that measures costs and learns nothing
-                "profiling": is_profiling(plan),
+                "profiling": plan.is_profiling,
                 # bound that ends the stage, by rule, and the reason for which it ended
                 "until": dict(plan.until),
                 "exit_reason": end.reason,

@@ -24,6 +24,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ashl.errors import AshlError
+from ashl.launch.job import EXIT_EVICTED
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import can_block_forever, describe_modes, survives_failure
 from ashl.run.checkpoints import CheckpointManager
@@ -36,7 +37,7 @@ from ashl.run.control_channel import (
 )
 from ashl.run.join import Place
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import EXIT_DECLARED_FAILURE, EXIT_EVICTED
+from ashl.run.process_setup import EXIT_DECLARED_FAILURE
 from ashl.run.rank import RankSettings, role_name
 from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import decode

@@ -53,7 +53,7 @@ from ashl.tracking.tracker import TrackedRun
 RUNS = Path("runs")
 CONTROLLER_LOG = "controller.log"
 # Keys of `runtime` that may change the bits of a result.
-OF_A_RUN = ("gradients", "threads", "device", "precision")
+IDENTITY_KEYS = ("gradients", "threads", "device", "precision")
 TRACKING_S = 30.0  # longest wait in seconds, at the end of a run, for its copy in a tracker
 
 
@@ -264,12 +264,14 @@ def warn(text: str | None) -> None:
 
 
 def identity(config: dict[str, Any]) -> str:
-    """Return a hash of the configuration without `stop`; of `runtime` it covers `OF_A_RUN` only.
+    """Return a hash of the configuration, without `stop` and most of `runtime`.
 
     A checkpoint is resumed only by a configuration with the same hash.
     """
     runtime = {"gradients": True, **config["runtime"]}
-    return config_hash({**config, "stop": None, "runtime": {key: runtime[key] for key in OF_A_RUN}})
+    return config_hash(
+        {**config, "stop": None, "runtime": {key: runtime[key] for key in IDENTITY_KEYS}}
+    )
 
 
 def resolve_resume(

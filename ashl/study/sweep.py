@@ -317,10 +317,7 @@ def config_in_sweep(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def slots_for(grid: Grid) -> int:
     """Return how many runs go at a time: one per core in virtual time, one real run per machine."""
-    real = any(
-        not setting.config["runtime"]["_target_"].endswith("SimRuntime")
-        for setting in grid.settings
-    )
+    real = any(not is_virtual(setting.config) for setting in grid.settings)
     return 1 if real else usable_cores()
 
 

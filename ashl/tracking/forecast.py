@@ -19,7 +19,6 @@ COSTS = {
     "pull ms": "pull_s",
     "latency ms": "latency_s",
 }
-PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and no density
 
 
 def print_profile(console: Console, profile: Profile) -> None:
@@ -84,7 +83,7 @@ def print_forecast(
     crowd = f"{plan.num_workers} workers, {plan.num_params:,} parameters, seed {plan.seed}"
     console.print(f"[bold]{escape(plan.name)}[/] {crowd}")
     for stage in plan.stages:
-        if stage.sync["_target_"] == PROFILING:
+        if stage.is_profiling:
             console.print(f"stage {stage.name}: measures steps and exchanges, without training")
             continue
         console.print(stage_table(stage, profile))
@@ -117,7 +116,7 @@ def describe_duration(plan: Plan, epoch_samples: int) -> str:
     if not rates:
         return f"{steps:,} steps{ends}"
     times = dict.fromkeys(seconds(steps / rate) for rate in (max(rates), min(rates)))
-    after = ", after profiling" if plan.stages[0].sync["_target_"] == PROFILING else ""
+    after = ", after profiling" if plan.stages[0].is_profiling else ""
     about = " to ".join(times)
     return f"predicted {about} for {steps:,} steps{after}{ends}"
 

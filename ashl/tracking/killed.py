@@ -4,13 +4,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, SUMMARY
 
 PLAN = "plan.json"
 REASON = "its process was killed; what is here is from its records"
 SCORES = {"train_loss": "train/loss", "test_loss": "test/loss", "test_accuracy": "test/acc"}
-AIMS = ("target_accuracy", "target_loss", "target_metric")
 
 
 def close_killed(run_dir: Path) -> bool:
@@ -63,7 +63,7 @@ def summary_of(plan: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, An
         "final": {name: last.get(key) for name, key in SCORES.items()},
         "best": best
         and {**{name: best.get(key) for name, key in SCORES.items()}, "time_s": best["time_s"]},
-        **{aim: plan["limits"].get(aim) for aim in AIMS},
+        **{target: plan["limits"].get(target) for target in TARGETS},
         "time_to_target_s": None,
         "params_sha256": None,
     }

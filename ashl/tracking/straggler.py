@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median_low
 from typing import Any
 
-STRAGGLES = 1.2  # a straggler's step takes at least so many times the median
+STRAGGLER_RATIO = 1.2  # a straggler's step takes at least so many times the median
 WINDOW_STEPS, WINDOW_S = 3, 1.0  # a window of a run has so many steps of each worker, and seconds
 AGREEING = 3  # consecutive windows that name the same worker make a verdict sure
 Row = Mapping[str, Any]
@@ -18,7 +18,7 @@ def find_straggler(workers: Sequence[Row], time_s: float) -> dict[str, Any] | No
 
     Returns: its rank, `slowdown` and `others_wait_share`. The slowdown is its seconds of computing
     per step, relative to the median of all workers. The share is that of the run in which the other
-    workers waited, on average. None if no worker is `STRAGGLES` times slower than the median.
+    workers waited, on average. None if no worker is `STRAGGLER_RATIO` times slower than the median.
     """
     step_s = {row["rank"]: row["compute_s"] / row["steps"] for row in workers if row["steps"]}
     if len(step_s) < 2 or not time_s:
@@ -26,7 +26,7 @@ def find_straggler(workers: Sequence[Row], time_s: float) -> dict[str, Any] | No
     slowest = max(step_s, key=step_s.__getitem__)
     # With two workers the mean of the middle values would include the straggler itself.
     usual_s = median_low(step_s.values())
-    if step_s[slowest] < STRAGGLES * usual_s or not usual_s:
+    if step_s[slowest] < STRAGGLER_RATIO * usual_s or not usual_s:
         return None
     waited_s = [row["wait_s"] for row in workers if row["rank"] != slowest]
     return {
