@@ -33,7 +33,7 @@ from ashl.runtime.records import (
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 from ashl.stage.contract import StageConfig
-from ashl.stage.program import program, ranks_to_notify
+from ashl.stage.program import ranks_to_notify, run_stages
 
 
 @dataclass
@@ -132,7 +132,7 @@ def flat(record: Record) -> dict[str, Any]:
 
 def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[StageConfig, ...]) -> Callable:
     """Return the programs of all ranks, with the injected faults of the cluster."""
-    play = partial(program, stages=stages)
+    play = partial(run_stages, stages=stages)
     if cluster.fault_kinds:
         peers, regroups = partial(ranks_to_notify, stages), stages[0].topology.regroups
         Churn(sim, cluster, seed, stages[0].min_workers, peers, play, regroups)
@@ -161,7 +161,7 @@ def run(
     ran = Ran(plan, parts=make_model_set(stage), learner=job.learner)
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
     costs = make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-    sim = simulator(plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside)
+    sim = simulator(plan.num_ranks, speed, costs, ran, overlaps=stage.computes_during_collectives)
     play = befallen(sim, cluster, plan.seed, stages)
     sim.run(play, tick=lambda: None)
     ran.events = sim.events

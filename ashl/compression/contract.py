@@ -530,7 +530,7 @@ class Team(Protocol):
         """
         ...
 
-    def blank(self, nbytes: int) -> Tensor:
+    def make_placeholder(self, nbytes: int) -> Tensor:
         """Return a payload without content, of which only the size counts, for
         `simulate_collective`.
         """

@@ -128,13 +128,13 @@ class GTopK(TopK, Reduces, Collective):
             k = max(k, int(other))
             await team.compute(empty_few)
         if parent is not None:
-            await team.send(parent, UP, team.blank(self.format.nbytes(k, d)), k)
+            await team.send(parent, UP, team.make_placeholder(self.format.nbytes(k, d)), k)
             _, (other,) = await team.recv(parent, DOWN, final=True)
             k = int(other)
             await team.compute(empty_few)
         for child in reversed(children):
             size = self.format.nbytes(k, d) + bits_bytes(k)
-            await team.send(child, DOWN, team.blank(size), k)
+            await team.send(child, DOWN, team.make_placeholder(size), k)
 
     def select(self, source: CodecInput, weight: float) -> Elements:
         """Return the set with which a worker starts: c·p at its own indices."""

@@ -252,9 +252,9 @@ class LowRank(Collective):
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         left, right, others = self.counts
-        await team.all_reduce(team.blank(4 * (left + others)))
+        await team.all_reduce(team.make_placeholder(4 * (left + others)))
         if right:
-            await team.all_reduce(team.blank(4 * right))
+            await team.all_reduce(team.make_placeholder(4 * right))
 
     def _first_summand(self, source: CodecInput) -> Tensor:
         """Return the summands of the first sum: every P, and the layers that are sent unchanged."""

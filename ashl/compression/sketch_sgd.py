@@ -69,8 +69,8 @@ class SketchSGD(CountSketch, Collective, Wrappable):
         return await team.compute(partial(self.finish_sum, source, own.indices, exact))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
-        await team.all_reduce(team.blank(4 * self.table(d).cells))
-        await team.all_reduce(team.blank(4 * self.second_sum_size(d)))
+        await team.all_reduce(team.make_placeholder(4 * self.table(d).cells))
+        await team.all_reduce(team.make_placeholder(4 * self.second_sum_size(d)))
 
     def sketch_input(self, source: CodecInput) -> Tensor:
         """Return the summands of the first sum."""

@@ -173,8 +173,8 @@ class SharedScale(OuterCodec, Collective):
         return Outcome(await team.compute(partial(self.from_sums, total, tops, team.size)))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
-        await team.all_gather(team.blank(4 * len(self.sizes)))
-        await team.all_reduce(team.blank(4 * -(-d * sum_width(team.size) // 32)))
+        await team.all_gather(team.make_placeholder(4 * len(self.sizes)))
+        await team.all_reduce(team.make_placeholder(4 * -(-d * sum_width(team.size) // 32)))
 
     def own_scales(self, x: Tensor) -> Tensor:
         """Return m of each part, in host memory."""

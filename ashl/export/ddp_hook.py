@@ -152,7 +152,7 @@ class Team:
         """Run fn() and return its result."""
         return Done(fn())
 
-    def blank(self, nbytes: int) -> Tensor:
+    def make_placeholder(self, nbytes: int) -> Tensor:
         """Return zeros of this size; a protocol asks for them only where nothing is computed."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
@@ -257,10 +257,10 @@ def exchange_codec(
     """Return (1/n)·Σ C(x), by all-reduce, by the codec's own protocol or by gathering payloads."""
     if pipeline.traits.lossless:
         return complete(team.all_reduce(x, team.weight))
-    if isinstance(pipeline.innermost, Collective):
-        source = pipeline.before(ends, x, context)
-        outcome = complete(pipeline.innermost.collective(team, source))
-        return pipeline.after(ends, x, context, outcome)
+    if isinstance(pipeline.inner_codec, Collective):
+        source = pipeline.protocol_input(ends, x, context)
+        outcome = complete(pipeline.inner_codec.collective(team, source))
+        return pipeline.apply_outcome(ends, x, context, outcome)
     if pipeline.traits.linear:
         # the weight is applied before encoding, so that payloads may be added
         x, context = x * team.weight, context._replace(weight=team.weight)

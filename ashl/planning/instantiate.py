@@ -347,13 +347,13 @@ def bind_stages(
                 layout=layout,
                 overlap=own.overlap,
                 fragments=fragments,
-                parts=(
+                layer_groups=(
                     ()
                     if own.overlap.serial and not own.sync.per_layer_group
                     else layer_groups(plan)
                 ),
                 pipelines=pipelines_of(plan, own, trainer.device),
-                timed=timed_codecs(own, layout, plan.allow_targets)
+                timed_codecs=timed_codecs(own, layout, plan.allow_targets)
                 if own.sync.per_layer_group
                 else (),
                 trainer=trainer,
@@ -372,7 +372,7 @@ def bind_stages(
                 keeps_batch=parts.runtime.on_worker_failure == "keep_batch",
                 joins=parts.cluster.workers_rejoin or parts.runtime.name != "sim",
                 elastic=parts.cluster.workers_fail,
-                payload=payload_of(own.compression, layout),
+                payload_fraction=payload_of(own.compression, layout),
                 replan=partial(replan_stages, plan, index + 1, parts, own.compression, deal),
             )
         )

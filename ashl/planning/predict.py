@@ -19,7 +19,7 @@ from ashl.size_only import Vector
 from ashl.stage.compression_pipeline import CompressionPipeline
 from ashl.stage.contract import StageConfig, extra_ranks
 from ashl.stage.members import members_of, remaining_rounds, truncate_round
-from ashl.stage.program import program
+from ashl.stage.program import run_stages
 
 # cycles of each worker: enough for a bounded lead to be used up within the first half
 CYCLES = 128
@@ -131,9 +131,13 @@ def simulate_stage(
     num_ranks = n + extra_ranks(stage.topology, stage.sync, stage.nodes)
     costs = make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
     sim = simulator(
-        num_ranks, speed_of(cluster, batch, seed=0), costs, seen, overlaps=stage.sums_beside
+        num_ranks,
+        speed_of(cluster, batch, seed=0),
+        costs,
+        seen,
+        overlaps=stage.computes_during_collectives,
     )
-    sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
+    sim.run(partial(run_stages, stages=(bounded,)), tick=lambda: None)
     return seen
 
 
@@ -169,7 +173,7 @@ def bucketed_step_ns(stage: StageConfig, speed: Speed, costs: Uncontended) -> li
             stage.plan,
             speed,
             costs,
-            stage.parts,
+            stage.layer_groups,
             pipeline_of if pipelines else None,
             server,
         )
@@ -218,9 +222,11 @@ def predict(stage: StageConfig, cluster: Cluster, batch: int) -> StagePlan:
     cycles_ns = bucketed_step_ns(stage, speed, costs) if stage.buckets else []
     for rank in range(n) if not stage.buckets else ():
         steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)
-        hidden = 0 if stage.delayed is None else overlapped_steps(stage.delayed, steps)
+        hidden = (
+            0 if stage.delayed_overlap is None else overlapped_steps(stage.delayed_overlap, steps)
+        )
         cycles_ns.append(steps * step_ns[rank] + max(0, exchange_ns - hidden * step_ns[rank]))
-    contended = stage.sums_beside and contention_of(cluster)
+    contended = stage.computes_during_collectives and contention_of(cluster)
     by_priority = stage.merges_buckets and stage.overlaps_next_forward
     if (by_priority or contended) and span_ns:  # timelines do not model priority, contention
         cycles_ns = [round(span_ns * sum(local_steps) / (whole.steps - half.steps))] * n

@@ -62,7 +62,7 @@ def check_stage_algorithm(
             f"{name}: not supported with overlap={option_name(own.overlap)}, which splits an"
             f" all-reduce into two halves of a ring; take overlap=priority, {DROP}"
         )
-    if not link_of(own.compression, layout, 0, size_of(layout)).adds_up:
+    if not link_of(own.compression, layout, 0, size_of(layout)).has_constant_size:
         raise UsageError(
             f"{name}: not supported with compression={option_name(own.compression)} in stage"
             f" {stage.name}, payloads that cannot be summed are gathered on a ring; take"

@@ -419,7 +419,7 @@ class Monitor:
         """Return the fraction of the collectives' time that overlapped with other work of their
         workers; None if nothing overlaps.
         """
-        if all(stage.overlap.serial and not stage.delayed for stage in self.job.stages):
+        if all(stage.overlap.serial and not stage.delayed_overlap for stage in self.job.stages):
             return None
         beats = [
             beat

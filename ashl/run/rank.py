@@ -81,7 +81,7 @@ from ashl.runtime.rendezvous import (
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NO_TIMEOUT, first_line, make_nccl_payloads
 from ashl.stage.contract import StageConfig
-from ashl.stage.program import peers_of, program, ranks_to_notify
+from ashl.stage.program import peers_of, ranks_to_notify, run_stages
 
 logger = logging.getLogger(__name__)
 
@@ -324,7 +324,7 @@ def train_rank(
         kernel.now_ns / 1e9,
     )
     play = partial(
-        program,
+        run_stages,
         stages=stages,
         saved=known and (known.stage, known.state),
         joins=joins and not regroups(stage),
@@ -409,7 +409,7 @@ def make_kernel(
             algorithm,
         ),
         peers=peers_of(stages, settings.rank),
-        max_bytes=max(stage.most_bytes for stage in stages),
+        max_bytes=max(stage.max_message_bytes for stage in stages),
         exact=parts.runtime.reduction == "deterministic",
         groups={} if settings.incarnation else process_groups(stages, hierarchy),
         device=settings.device,

@@ -22,7 +22,7 @@ from ashl.runtime.plain_state import decode, encode, to_plain
 from ashl.runtime.rank_checkpoint import RANKS, capture_rank, next_due_ns
 from ashl.runtime.rank_context import Observer
 from ashl.runtime.sim import Begin, Sim, restore_ranks
-from ashl.stage.program import program, ranks_to_notify
+from ashl.stage.program import ranks_to_notify, run_stages
 
 FAULTS = "faults.safetensors"  # file of the injected faults of a checkpoint
 
@@ -79,7 +79,7 @@ def simulate(
         monitor.resume_from(checkpoints.read_monitor_state(saved, plan.limits))
     sim.save = save
     sim.checkpoint_due_ns = next_due_ns(saved.time_ns if saved else 0, saving.every_s)
-    play = partial(program, stages=job.stages)
+    play = partial(run_stages, stages=job.stages)
     churn = None
     if cluster.fault_kinds:
         stage = job.stages[0]
@@ -105,7 +105,7 @@ def simulate(
 def observe(plan: Plan, job: Job, observer: Observer) -> None:
     """Run a plan without injected faults to its end; the observer receives all records."""
     sim = make_simulation(plan, job, observer)
-    sim.run(partial(program, stages=job.stages), tick=lambda: None)
+    sim.run(partial(run_stages, stages=job.stages), tick=lambda: None)
 
 
 def make_simulation(plan: Plan, job: Job, observer: Observer) -> Sim:
@@ -116,7 +116,7 @@ def make_simulation(plan: Plan, job: Job, observer: Observer) -> Sim:
         speed_of(cluster, stage.plan.workers[0].batch, plan.seed),
         make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm),
         observer,
-        overlaps=any(stage.sums_beside for stage in job.stages),
+        overlaps=any(stage.computes_during_collectives for stage in job.stages),
     )
 
 

@@ -90,7 +90,7 @@ class CompressionPipeline:
     device: str = HOST  # device of the vectors
 
     @cached_property
-    def innermost(self) -> Codec:
+    def inner_codec(self) -> Codec:
         """Return the codec without its wrappers; it decodes payloads, and encodes differences
         between models.
         """
@@ -101,9 +101,9 @@ class CompressionPipeline:
         return self.codec.traits
 
     @cached_property
-    def down(self) -> Codec:
+    def pull_codec(self) -> Codec:
         """Return the codec of pulls."""
-        return self.innermost.for_pulls()
+        return self.inner_codec.for_pulls()
 
     @cached_property
     def size_only_vector(self) -> SizeOnly:
@@ -111,7 +111,7 @@ class CompressionPipeline:
         return SizeOnly(4 * self.d)
 
     @property
-    def most_bytes(self) -> int:
+    def max_message_bytes(self) -> int:
         """Return an upper bound on the bytes of a message: two models, or a payload of all
         elements, and `EXTRA_BYTES`.
         """
@@ -120,15 +120,19 @@ class CompressionPipeline:
         )
 
     @property
-    def adds_up(self) -> bool:
+    def has_constant_size(self) -> bool:
         """Return True if an all-reduce transports messages of one payload's size, for any number of
         workers.
         """
-        return self.traits.lossless or self.traits.linear or isinstance(self.innermost, Collective)
+        return (
+            self.traits.lossless or self.traits.linear or isinstance(self.inner_codec, Collective)
+        )
 
     def peers(self, place: int, size: int) -> tuple[int, ...]:
         """Return the ranks with which the codec's own protocol exchanges messages."""
-        return self.innermost.peers(place, size) if isinstance(self.innermost, Collective) else ()
+        return (
+            self.inner_codec.peers(place, size) if isinstance(self.inner_codec, Collective) else ()
+        )
 
     def carry_over(
         self, state: CodecState, keeps: Keeps, gradients: bool, rate: float
@@ -140,7 +144,7 @@ class CompressionPipeline:
         and the residual of updates at a sender or in a shared memory, if the codec can convert it.
         """
         memory = None
-        if state.memory is not None and isinstance(self.innermost, Reduces):
+        if state.memory is not None and isinstance(self.inner_codec, Reduces):
             factor = (
                 1.0
                 if gradients == state.gradients or not rate
@@ -148,7 +152,7 @@ class CompressionPipeline:
                 if gradients
                 else -rate
             )
-            memory = self.innermost.convert_memory(state.memory, keeps, factor)
+            memory = self.inner_codec.convert_memory(state.memory, keeps, factor)
         sender = (
             self._move_state(convert_sender(state.sender, self.codec)) if keeps.residual else None
         )
@@ -194,7 +198,7 @@ class CompressionPipeline:
             self.traits.variable,
         )
         if payload.nbytes > size or (payload.nbytes < size and not most):
-            name, at = type(self.innermost).__name__, "at most " if most else ""
+            name, at = type(self.inner_codec).__name__, "at most " if most else ""
             raise UsageError(
                 f"{name} wrote {payload.nbytes} bytes for {self.d} elements, but encoded_nbytes"
                 f" says {at}{size}; make them agree, or set variable in its traits and let"
@@ -215,8 +219,8 @@ class CompressionPipeline:
         """Decode the payload of a worker. Raises PayloadError."""
         if isinstance(payload, SizeOnly):
             return self.size_only_vector
-        state.receivers[worker], x = self.innermost.decode(
-            state.receivers.get(worker), self.move_to_codec(self.innermost, payload), self.d
+        state.receivers[worker], x = self.inner_codec.decode(
+            state.receivers.get(worker), self.move_to_codec(self.inner_codec, payload), self.d
         )
         return self.move_from_codec(x)
 
@@ -233,14 +237,14 @@ class CompressionPipeline:
         PayloadError.
         """
         tensors = [
-            self.move_to_codec(self.innermost, payload)
+            self.move_to_codec(self.inner_codec, payload)
             for payload in payloads
             if isinstance(payload, Tensor)
         ]
         if len(tensors) < len(payloads):
             return self.size_only_vector
-        assert isinstance(self.innermost, Reduces), "a codec that reduces is derived from Reduces"
-        state.memory, x = self.innermost.reduce(state.memory, tensors, weights, self.d)
+        assert isinstance(self.inner_codec, Reduces), "a codec that reduces is derived from Reduces"
+        state.memory, x = self.inner_codec.reduce(state.memory, tensors, weights, self.d)
         return self.move_from_codec(x)
 
     def merge(
@@ -264,26 +268,28 @@ class CompressionPipeline:
 
     def summand(self, payload: Payload, context: EncodeContext) -> Payload:
         """Return the part of a payload that an all-reduce sums, for codecs with `traits.linear`."""
-        assert isinstance(self.innermost, Linear), "a codec that is linear is derived from Linear"
+        assert isinstance(self.inner_codec, Linear), "a codec that is linear is derived from Linear"
         if isinstance(payload, SizeOnly):
-            return SizeOnly(self.innermost.summed_bytes(self.codec.density(context), self.d))
-        return self.innermost.summand(payload)
+            return SizeOnly(self.inner_codec.summed_bytes(self.codec.density(context), self.d))
+        return self.inner_codec.summand(payload)
 
     def decode_sum(self, state: CodecState, payload: Payload, total: Payload) -> Vector:
         """Decode a sum of summands; `payload` is the one of this worker. Raises PayloadError."""
         if isinstance(payload, SizeOnly) or isinstance(total, SizeOnly):
             return self.size_only_vector
-        assert isinstance(self.innermost, Linear)
-        total_payload = self.innermost.summed(payload, self.move_to_codec(self.innermost, total))
+        assert isinstance(self.inner_codec, Linear)
+        total_payload = self.inner_codec.summed(
+            payload, self.move_to_codec(self.inner_codec, total)
+        )
         if self.traits.reduces:
             return self.reduce(state, [total_payload], [1.0])
-        return self.move_from_codec(self.innermost.decode(None, total_payload, self.d)[1])
+        return self.move_from_codec(self.inner_codec.decode(None, total_payload, self.d)[1])
 
-    def before(self, state: CodecState, x: Tensor, context: EncodeContext) -> CodecInput:
+    def protocol_input(self, state: CodecState, x: Tensor, context: EncodeContext) -> CodecInput:
         """Return the codec's input for a protocol of its own."""
         return codec_input(self.codec, state.sender, self.move_to_codec(self.codec, x), context)
 
-    def after(
+    def apply_outcome(
         self, state: CodecState, x: Tensor, context: EncodeContext, outcome: Outcome
     ) -> Tensor:
         """Return the update of a protocol's outcome; the sender keeps the remainder of x."""
@@ -294,18 +300,18 @@ class CompressionPipeline:
 
     # --- differences between models
 
-    def difference(self, x: Vector, context: EncodeContext) -> Payload:
+    def encode_difference(self, x: Vector, context: EncodeContext) -> Payload:
         """Encode a difference of models by the codec alone, without state."""
         if isinstance(x, SizeOnly):
-            return SizeOnly(self.innermost.encoded_nbytes(context.ratio, self.d))
-        return self.innermost.encode(None, self.move_to_codec(self.innermost, x), context)[1]
+            return SizeOnly(self.inner_codec.encoded_nbytes(context.ratio, self.d))
+        return self.inner_codec.encode(None, self.move_to_codec(self.inner_codec, x), context)[1]
 
     def add_payloads(self, vector: Vector, payloads: Sequence[tuple[Payload, float]]) -> Vector:
         """Return a new vector: vector + Σ weight · content of the payloads. Raises PayloadError."""
         return (
             vector
             if isinstance(vector, SizeOnly)
-            else self._add_payloads(self.innermost, vector, payloads)
+            else self._add_payloads(self.inner_codec, vector, payloads)
         )
 
     def pull_bytes(self, ratio: float | None) -> int:
@@ -313,7 +319,7 @@ class CompressionPipeline:
         return (
             4 * self.d
             if ratio is None
-            else min(4 * self.d, self.down.encoded_nbytes(ratio, self.d))
+            else min(4 * self.d, self.pull_codec.encoded_nbytes(ratio, self.d))
         )
 
     def encode_pull(
@@ -321,12 +327,14 @@ class CompressionPipeline:
     ) -> Payload:
         """Encode, at the server, a pull that gives this model to a worker."""
         held = state.held.get(worker)
-        if held is None or self.down.encoded_nbytes(context.ratio, self.d) >= model.nbytes:
+        if held is None or self.pull_codec.encoded_nbytes(context.ratio, self.d) >= model.nbytes:
             state.held[worker] = model
             return model
         if isinstance(model, SizeOnly) or isinstance(held, SizeOnly):
-            return SizeOnly(self.down.encoded_nbytes(context.ratio, self.d))
-        _, payload = self.down.encode(None, self.move_to_codec(self.down, model - held), context)
+            return SizeOnly(self.pull_codec.encoded_nbytes(context.ratio, self.d))
+        _, payload = self.pull_codec.encode(
+            None, self.move_to_codec(self.pull_codec, model - held), context
+        )
         state.held[worker] = self.apply_pull(held, payload)
         return payload
 
@@ -342,7 +350,7 @@ class CompressionPipeline:
             return params
         if payload.dtype == torch.float32 and payload.shape == params.shape:
             return payload
-        return self._add_payloads(self.down, params, [(payload, 1.0)])
+        return self._add_payloads(self.pull_codec, params, [(payload, 1.0)])
 
     def _add_payloads(
         self, codec: Codec, vector: Tensor, payloads: Sequence[tuple[Payload, float]]

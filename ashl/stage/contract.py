@@ -289,13 +289,13 @@ class StageConfig:
     profile: Profile | None = None  # declared capabilities of the workers
     layout: Layout = ()  # layers of the model
     overlap: Overlap = SERIAL
-    parts: tuple[Bucket, ...] = ()  # layer groups of the model, if messages are made of them
+    layer_groups: tuple[Bucket, ...] = ()  # layer groups of the model, if messages are made of them
     fragments: tuple[Fragment, ...] = ()  # fragments of the model, if each is exchanged separately
     size: int | None = None  # number of exchanged elements, if they are those of a fragment
     # pipeline of each message, if the codec encodes messages separately
     pipelines: tuple[CompressionPipeline, ...] = ()
     # codecs to time: class name, and pipeline of the whole model
-    timed: tuple[tuple[str, CompressionPipeline], ...] = ()
+    timed_codecs: tuple[tuple[str, CompressionPipeline], ...] = ()
     # rounds between two measurements of compression errors; None = never
     compression_stats_every: int | None = None
     seed: int = 0  # seed of graphs, matchings and partners, which all ranks draw identically
@@ -308,7 +308,7 @@ class StageConfig:
     joins: bool = False  # True: workers may join during the run
     elastic: bool = False  # True: the run tolerates failures of workers
     # bytes on the wire / dense bytes, by compression ratio
-    payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)
+    payload_fraction: Callable[[float | None], float] = field(default=lambda ratio: 1.0)
     # Plans the remaining stages. Arguments: the measured profile of each worker, the server's
     # seconds per step and bytes per second, all-reduce costs, contention, codec costs.
     replan: Replan | None = None
@@ -344,10 +344,10 @@ class StageConfig:
         return self.sync.messages()
 
     @property
-    def most_bytes(self) -> int:
+    def max_message_bytes(self) -> int:
         """Return an upper bound on the bytes of a message."""
         return max(
-            self.pipeline.most_bytes,
+            self.pipeline.max_message_bytes,
             LARGE[-1] if self.sync.per_layer_group else 0,
             FAILURE_MESSAGE_BYTES if self.elastic else 0,
         )
@@ -379,9 +379,9 @@ class StageConfig:
         Return none if one bucket holds the whole gradient, unless a server, a codec per bucket or
         the next forward pass needs it.
         """
-        if self.overlap.serial or not self.parts:
+        if self.overlap.serial or not self.layer_groups:
             return ()
-        found = tuple(self.overlap.plan_buckets(untimed_timeline(self.parts)))
+        found = tuple(self.overlap.plan_buckets(untimed_timeline(self.layer_groups)))
         needed = self.pipelines or self.topology.has_server or found[0].needed < 1
         return found if len(found) > 1 or needed else ()
 
@@ -404,7 +404,7 @@ class StageConfig:
         return [(segment.start, segment.stop) for segment in self.segments]
 
     @cached_property
-    def ready(self) -> tuple[tuple[float, Tag], ...]:
+    def ready_segments(self) -> tuple[tuple[float, Tag], ...]:
         """Return when each segment is ready, as parts of a computation: share of the step,
         and tag.
         """
@@ -413,7 +413,7 @@ class StageConfig:
         )
 
     @cached_property
-    def needs(self) -> tuple[tuple[float, Tag], ...]:
+    def needed_segments(self) -> tuple[tuple[float, Tag], ...]:
         """Return when forward needs each segment of the model, as needs of a computation, in the
         order of the forward pass.
         """
@@ -442,12 +442,12 @@ class StageConfig:
         return 1 / self.topology.servers
 
     @property
-    def sums_beside(self) -> bool:
+    def computes_during_collectives(self) -> bool:
         """Return True if its workers compute while a collective of theirs is in flight."""
-        return sums_beside(self.sync, self.topology, self.overlap)
+        return computes_during_collectives(self.sync, self.topology, self.overlap)
 
     @cached_property
-    def delayed(self) -> Delayed | None:
+    def delayed_overlap(self) -> Delayed | None:
         """Return the delayed overlap, or None with another one."""
         return self.overlap if isinstance(self.overlap, Delayed) else None
 
@@ -461,7 +461,7 @@ class StageConfig:
         return tuple(range(self.num_workers))
 
     @property
-    def resets(self) -> bool:
+    def resets_momentum(self) -> bool:
         """Return True if momentum starts from zero instead of being transferred from the stage
         before.
         """
@@ -471,17 +471,17 @@ class StageConfig:
         """Return the codec state of a rank that enters this stage after `samples` applied
         samples.
         """
-        keeps = Keeps(self.plan.handover.get("residual") != "drop", not self.resets)
+        keeps = Keeps(self.plan.handover.get("residual") != "drop", not self.resets_momentum)
         return self.pipeline.carry_over(
             codec_state, keeps, self.sync.exchange != "difference", self.trainer.rate(samples)
         )
 
     @property
-    def resets_outer(self) -> bool:
+    def resets_outer_momentum(self) -> bool:
         """Return True if the outer optimizer's momentum starts from zero, too; another outer
         optimizer could not use it.
         """
-        return self.resets or self.new_outer
+        return self.resets_momentum or self.new_outer
 
     @cached_property
     def quorum(self) -> int:
@@ -516,6 +516,6 @@ class StageConfig:
         return (name, self.index, iteration)
 
 
-def sums_beside(sync: Rule, topology: Topology, overlap: Overlap) -> bool:
+def computes_during_collectives(sync: Rule, topology: Topology, overlap: Overlap) -> bool:
     """Return True if the workers of such a stage compute while a collective is in flight."""
     return sync.per_layer_group or not (topology.has_server or isinstance(overlap, Serial))

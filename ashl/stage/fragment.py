@@ -30,7 +30,7 @@ class Fragment:
     layout: Layout
     codec: Codec
     outer: Outer
-    places: Tensor | None = None  # indices of its elements, if they are drawn at random
+    indices: Tensor | None = None  # indices of its elements, if they are drawn at random
     first: int = 0  # number of its first layer, which seeds a codec's draws
 
     @cached_property
@@ -43,21 +43,21 @@ class Fragment:
         """
         return replace(self, places=draw_indices(seed, version, self.size, self.runs[-1][1]))
 
-    def of(self, whole: Vector) -> Any:
+    def extract(self, whole: Vector) -> Any:
         """Return the fragment's elements of a whole vector."""
         if isinstance(whole, SizeOnly):
             return SizeOnly(4 * self.size)
-        if self.places is not None:
-            return whole[to_device(self.places, str(whole.device))]
+        if self.indices is not None:
+            return whole[to_device(self.indices, str(whole.device))]
         return concatenate([slice_vector(whole, start, stop) for start, stop in self.runs])
 
-    def put(self, whole: Vector, values: Vector) -> Vector:
+    def insert(self, whole: Vector, values: Vector) -> Vector:
         """Return the whole vector with `values` as the fragment's elements."""
         if isinstance(whole, SizeOnly) or isinstance(values, SizeOnly):
             return whole
         changed, at = whole.clone(), 0
-        if self.places is not None:
-            changed[to_device(self.places, str(whole.device))] = values
+        if self.indices is not None:
+            changed[to_device(self.indices, str(whole.device))] = values
             return changed
         for start, stop in self.runs:
             changed[start:stop] = values[at : at + stop - start]

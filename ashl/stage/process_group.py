@@ -45,7 +45,7 @@ class ProcessGroup:
     share: float = 1.0  # share of the model that is exchanged
 
     @classmethod
-    def of(cls, ctx: RankContext, stage: StageConfig, work: Assignments) -> ProcessGroup:
+    def from_members(cls, ctx: RankContext, stage: StageConfig, work: Assignments) -> ProcessGroup:
         """Return the group of all members of a stage, with this work."""
         ranks, weights = ctx.members.ranks, work.weights
         if len(ranks) < len(weights):
@@ -160,7 +160,7 @@ class ProcessGroup:
         """Return the effect that decodes so many payloads."""
         return self.ctx.compute(fn, work=payloads * self.share, kind="decode")
 
-    def blank(self, nbytes: int) -> Any:
+    def make_placeholder(self, nbytes: int) -> Any:
         return SizeOnly(nbytes)
 
     def _record_sums(self, loss: float, signal: float) -> None:

@@ -22,10 +22,10 @@ from ashl.stage.contract import PAUSE, STOP, Loop, StageConfig
 from ashl.stage.members import shared_members, survivors
 from ashl.stage.progress import RunProgress
 
-SHOWN = 2**31  # index of a stage: beyond the last one, and the final model is sent
+AFTER_FINAL_MODEL = 2**31  # index of a stage: beyond the last one, and the final model is sent
 
 
-async def program(
+async def run_stages(
     ctx: RankContext,
     stages: Sequence[StageConfig],
     saved: tuple[int, Any] | None = None,
@@ -68,7 +68,7 @@ async def program(
             stages = apply_assignments(stages, *state.assigned)
     if begin <= len(stages):
         ctx.safe_point(len(stages), state)
-        show_final_model(ctx, first, state)
+        send_final_model(ctx, first, state)
 
 
 def present_workers(
@@ -87,7 +87,7 @@ def present_workers(
     return epoch.workers
 
 
-def show_final_model(ctx: RankContext, first: StageConfig, state: Any) -> None:
+def send_final_model(ctx: RankContext, first: StageConfig, state: Any) -> None:
     """Send the model of the end of the run to the evaluator, from each rank that has a part of it;
     from now on this rank has nothing left to do.
     """
@@ -104,7 +104,7 @@ def show_final_model(ctx: RankContext, first: StageConfig, state: Any) -> None:
         ctx.snapshot(state.params, final=True)
     else:
         return
-    ctx.safe_point(SHOWN, state)
+    ctx.safe_point(AFTER_FINAL_MODEL, state)
 
 
 def check_min_workers(ctx: RankContext, stage: StageConfig, epoch: Epoch) -> None:

@@ -71,13 +71,13 @@ class RunProgress:
         """Return a copy to continue counting with."""
         return replace(self)
 
-    def mark_at(self, now_s: float) -> ProgressMark:
+    def current_mark(self, now_s: float) -> ProgressMark:
         """Return the current point of the run."""
         return ProgressMark(self.total_commits, self.samples, now_s)
 
     def begin(self, now_s: float) -> None:
         """Begin a stage: its limits are counted from here."""
-        self.started = self.mark_at(now_s)
+        self.started = self.current_mark(now_s)
         self.now_s = now_s
         self.best = (math.inf, self.total_commits)
 
@@ -159,7 +159,7 @@ class Progress(RunProgress):
         self._at_clock = self._at_clock or {0: self.num_workers}
 
     @property
-    def present(self) -> int:
+    def num_present(self) -> int:
         """Return the number of workers that have not failed."""
         return self.num_workers - len(self.failed)
 
@@ -177,7 +177,7 @@ class Progress(RunProgress):
         """Begin a stage: its leads and limits are counted from here."""
         super().begin(now_s)
         self.clocks = [0] * self.num_workers
-        self._at_clock = {0: self.present}
+        self._at_clock = {0: self.num_present}
         self.slowest = 0
         self.fastest = 0
 
@@ -254,7 +254,7 @@ class Progress(RunProgress):
         self.slowest, self.fastest = self.slowest + 1, self.fastest + 1
         self.advance(0, samples, pushes)
 
-    def take_back(self, worker: int, rounds: int, steps: int, samples: int) -> None:
+    def subtract_rounds(self, worker: int, rounds: int, steps: int, samples: int) -> None:
         """Subtract rounds of a failed worker that were counted and are part of no model."""
         self.commits[worker] -= rounds
         self.steps_by[worker] -= steps
@@ -328,7 +328,7 @@ class Progress(RunProgress):
         """
         return self._merged.keys()
 
-    def within_staleness(self, staleness: float) -> list[int]:
+    def workers_within_staleness(self, staleness: float) -> list[int]:
         """Return waiting workers that lead the slowest by at most `staleness` commits."""
         bound = self.slowest + staleness
         for worker in [worker for worker in self._unsorted if self.clocks[worker] > bound]:
@@ -482,8 +482,8 @@ class StopCriteria:
             )
         return progress.samples // self.epoch_samples > last.samples // self.epoch_samples
 
-    def take_evaluation(self, state: Counting, now_s: float) -> bool:
+    def begin_due_evaluation(self, state: Counting, now_s: float) -> bool:
         """Return True if an evaluation is due, and count the next one from here."""
         if due := self.evaluation_due(state.progress, state.evaluated, now_s):
-            state.evaluated = state.progress.mark_at(now_s)
+            state.evaluated = state.progress.current_mark(now_s)
         return due

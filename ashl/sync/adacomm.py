@@ -64,7 +64,7 @@ class AdaComm(BarrierRule, StepRule):
 
     def observe(self, stage: StageConfig, state: Period, progress: Progress, push: Push) -> Period:
         """Adapt τ once all workers wait, so that all of them receive the same value."""
-        if len(progress.waiting) < progress.present:
+        if len(progress.waiting) < progress.num_present:
             return state
         return self._adapt(stage, state, progress, progress.now_s, self.due(state, progress.now_s))
 

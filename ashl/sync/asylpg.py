@@ -87,7 +87,7 @@ class Epoch:
         """Return True if waiting workers may proceed: all together before and after the full
         gradients, one by one between.
         """
-        return len(progress.waiting) == progress.present or (not self.gathers and self.left > 0)
+        return len(progress.waiting) == progress.num_present or (not self.gathers and self.left > 0)
 
     def add_gradient(self, worker: int, gradient: Any, samples: int) -> bool:
         """Add a full gradient; return False if one of this worker is already in the mean."""
@@ -196,7 +196,7 @@ class Snapshots(Updates):
         """
         epoch, progress = state.rule_state, state.progress
         epoch.settle()
-        if not epoch.left and 0 < len(progress.waiting) == progress.present:
+        if not epoch.left and 0 < len(progress.waiting) == progress.num_present:
             state.rule_state = self.open_epoch(stage, state)
 
     def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:

@@ -82,9 +82,9 @@ class Choco(RoundRule):
             return dict.fromkeys(targets, (state.params, ()))
         ahead = state.params - own
         encode = partial(
-            pipeline.difference, ahead, context_of(stage, now.rank, state, state.round)
+            pipeline.encode_difference, ahead, context_of(stage, now.rank, state, state.round)
         )
-        if pipeline.innermost.traits.lossless:
+        if pipeline.inner_codec.traits.lossless:
             payload = encode()
         else:
             payload = await now.ctx.compute(encode, work=1, kind="compress")

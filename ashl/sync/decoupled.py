@@ -120,7 +120,7 @@ class Decoupled(ServerRule):
         now = self._held_pushes(state, progress)
         if now.enough_s is None:
             return -math.inf
-        if len(now.learners) >= progress.present:
+        if len(now.learners) >= progress.num_present:
             return now.enough_s
         return self._deadline_s(now, now.enough_s)
 
@@ -139,7 +139,7 @@ class Decoupled(ServerRule):
         if self.grace_mads is None:
             return Gathered(progress.version)
         merged_s = state.last_s
-        if state.enough_s is not None and len(state.learners) < progress.present:
+        if state.enough_s is not None and len(state.learners) < progress.num_present:
             merged_s = max(merged_s, min(progress.now_s, self._deadline_s(state, state.enough_s)))
         return Gathered(
             progress.version,
@@ -153,6 +153,6 @@ class Decoupled(ServerRule):
         """Return `state` with the time at which the quorum was reached, or None without a
         quorum.
         """
-        if len(state.learners) < max(1, min(self.min_learners, progress.present)):
+        if len(state.learners) < max(1, min(self.min_learners, progress.num_present)):
             return state._replace(enough_s=None)
         return state._replace(enough_s=progress.now_s) if state.enough_s is None else state

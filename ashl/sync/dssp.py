@@ -67,7 +67,7 @@ class DSSP(ServerRule):
         return Controller([(start_s, start_s)] * n, [0] * n)
 
     def may_proceed(self, state: Controller, progress: Progress) -> list[int]:
-        ready = progress.within_staleness(self.s_low)
+        ready = progress.workers_within_staleness(self.s_low)
         latest = progress.latest
         # `observe` did not see a push that was dropped as too stale
         _, late = progress.waiting.get(latest, (0, True))

@@ -95,7 +95,7 @@ class LBBSP(BarrierRule, StepRule):
 
     def without(self, stage: StageConfig, state: Balance, progress: Progress, rank: int) -> Balance:
         """Share out the total batch among the running workers once all of them wait."""
-        if progress.waiting and len(progress.waiting) == progress.present:
+        if progress.waiting and len(progress.waiting) == progress.num_present:
             present = sorted(progress.waiting)
             sizes = share_out(whole_batch(stage), [state.speeds[worker] for worker in present])
             state.batches = dict(zip(present, sizes, strict=True))

@@ -215,10 +215,10 @@ async def time_passes(
 
     Each is the median of `times` steps.
     """
-    count, step = len(stage.parts), state.step
+    count, step = len(stage.layer_groups), state.step
     tags = [stage.tag("passed", k) for k in range(2 * count)]
-    ready = tuple(zip(end_shares(stage.parts), tags, strict=True))
-    slices = [(part.start, part.stop) for part in stage.parts]
+    ready = tuple(zip(end_shares(stage.layer_groups), tags, strict=True))
+    slices = [(part.start, part.stop) for part in stage.layer_groups]
     rows = []
     for k in range(times):
         start = ctx.now_ns

@@ -106,7 +106,7 @@ class Ringleader(ServerRule):
         for worker in {*state.sums, *state.later}:
             for own in state.forget(worker):
                 rank = worker % stage.num_workers
-                progress.take_back(rank, own.steps, own.steps, own.samples)
+                progress.subtract_rounds(rank, own.steps, own.steps, own.samples)
         return self.begin(stage, progress)
 
     def messages(self) -> Gradients:
@@ -154,7 +154,7 @@ class Gradients(Updates):
     def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         progress = state.progress
         for own in state.rule_state.forget(rank):
-            progress.take_back(rank, own.steps, own.steps, own.samples)
+            progress.subtract_rounds(rank, own.steps, own.steps, own.samples)
             for _ in range(own.steps):
                 progress.count_dropped(rank, 1, FAILURE)
         self.renew(stage, state)

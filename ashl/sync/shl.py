@@ -33,4 +33,4 @@ class SHL(ServerRule):
     staleness: Natural
 
     def may_proceed(self, state: Any, progress: Progress) -> list[int]:
-        return progress.within_staleness(self.staleness)
+        return progress.workers_within_staleness(self.staleness)

@@ -160,7 +160,7 @@ class SparseModels(Updates):
         return True
 
     def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
-        if state.rule_state is not None and state.progress.present:
+        if state.rule_state is not None and state.progress.num_present:
             state.rule_state = state.rule_state.weigh(state.work.weights)
 
     def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:

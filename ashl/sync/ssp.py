@@ -37,4 +37,6 @@ class SSP(ServerRule):
     local_steps: Count | Literal["plan"]
 
     def may_proceed(self, state: Any, progress: Progress) -> list[int]:
-        return progress.within_staleness(math.inf if self.staleness is None else self.staleness)
+        return progress.workers_within_staleness(
+            math.inf if self.staleness is None else self.staleness
+        )

@@ -204,7 +204,7 @@ class AllReduce(Topology):
         if stage.fragments:
             parts = stage.fragment_stages
             return max(self.exchange_ns(part, network, rank) for part in parts)
-        if stage.pipeline.adds_up:
+        if stage.pipeline.has_constant_size:
             nbytes = stage.codec.encoded_nbytes(
                 stage.worker(rank).compression_ratio, stage.pipeline.d
             )
@@ -257,7 +257,7 @@ class PeerState(WorkerState):
             return
         opened = partial(begin_step, self.progress, ctx.now)
         self.progress = ctx.compute_once(ctx.members.ranks, ("begin", stage.index), opened)
-        if stage.resets_outer:
+        if stage.resets_outer_momentum:
             self.outer_state = None
         self.enter(stage, ctx.members, ctx.rank)
         self.rule_state = stage.sync.begin(stage, self.progress)
@@ -325,7 +325,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
         state.set_round(planned, ctx.rank)
         if state.coming is None:  # no bucket of the model is in flight
             mark_round(ctx, stage, state)
-        if stage.delayed is not None and state.pending is None:
+        if stage.delayed_overlap is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.pending_rest = state.rest
             so_far = state.steps, state.samples
@@ -345,7 +345,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
         record_merge(ctx, stage, state, done)
         if reason is not None and ends:
             return end(ctx, stage, state, reason)
-        if stage.delayed is not None:
+        if stage.delayed_overlap is not None:
             await finish_piece(ctx, stage, state, done.remaining, done.begun, (part, done.work))
         if reason == CHECKPOINT and not is_truncated(state.rest):
             await receive_model(ctx, stage, state)
@@ -388,7 +388,7 @@ def plan_first_round(
 
 def group_of(ctx: RankContext, stage: StageConfig, part: Part, work: Assignments) -> ProcessGroup:
     """Return the process group that exchanges a part of the model in rounds with this work."""
-    team = ProcessGroup.of(ctx, part.stage, work)
+    team = ProcessGroup.from_members(ctx, part.stage, work)
     if part.fragment is not None:
         team.share = part.stage.pipeline.d / stage.pipeline.d
     return team
@@ -422,7 +422,7 @@ def record_merge(ctx: RankContext, stage: StageConfig, state: PeerState, done: E
 
 def evaluate_if_due(ctx: RankContext, stage: StageConfig, state: PeerState) -> None:
     """Evaluate the model, unless it was merged after the budget."""
-    if state.in_time is None and stage.stop_criteria.take_evaluation(state, ctx.now):
+    if state.in_time is None and stage.stop_criteria.begin_due_evaluation(state, ctx.now):
         ctx.snapshot(state.params, counts=state.progress.report())
 
 
@@ -488,12 +488,12 @@ async def exchange(
     team.loss = work.loss / (team.size - len(state.idle))
     x = stage.aggregate.clip(work.payload)
     summing = exchange_update(team, part.stage, part.state, state.progress, version, x)
-    if stage.delayed is None:
+    if stage.delayed_overlap is None:
         update = await summing
         step_s = await exchange_step_times(team, work) if stage.sync.tells else ()
         return Exchanged(work, 0, update, step_s=step_s)
     in_flight, begun = begins_next_piece(stage, state), None
-    if in_flight and overlapped_steps(stage.delayed, steps):
+    if in_flight and overlapped_steps(stage.delayed_overlap, steps):
         task = ctx.spawn(summing)
         await ctx.sleep(0)  # let the exchange encode before the local steps start
         begun, steps = await begin_piece(ctx, stage, state)
@@ -505,7 +505,7 @@ async def exchange(
 
 async def exchange_by_bucket(team: ProcessGroup, stage: StageConfig, state: PeerState) -> Exchanged:
     """Compute one gradient and sum its buckets while backward continues."""
-    ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready]
+    ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready_segments]
     coding = BucketEncoder.of(team, stage, state, state.version) if stage.pipelines else None
     posting = ctx.spawn(sum_as_ready(team, stage, coding, tags[:-1]))
     encoding = None if coding is None else coding.encoding
@@ -688,7 +688,7 @@ def merge_and_plan(
     rule_state = rule.observe_round(stage, state.rule_state, progress, report)
     planned, is_delayed = (
         plan_round(stage, members, rule_state, progress),
-        stage.delayed is not None,
+        stage.delayed_overlap is not None,
     )
     done_so_far = progress.steps, progress.samples
     rest = remaining_rounds(stage, members, planned, done_so_far, int(is_delayed))
@@ -822,7 +822,7 @@ def continue_with(
     before = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
     worked = members_with_work(stage, before, state.idle)
     planned = plan_round(stage, worked, state.rule_state, state.progress)
-    rest = state.rest if stage.delayed is None else state.pending_rest
+    rest = state.rest if stage.delayed_overlap is None else state.pending_rest
     steps = truncate_round(stage, worked, planned, rest).steps
     state.progress = with_members(state.progress, epoch, standing.joined, steps)
     for rank in {*before.ranks}.difference(epoch.workers).union(standing.joined):
@@ -835,25 +835,25 @@ def continue_with(
         state.pending = None
     if ctx.rank in state.idle:
         state.pending = no_work(stage, state)
-    if state.pending is None and state.rest is not None and stage.delayed is not None:
+    if state.pending is None and state.rest is not None and stage.delayed_overlap is not None:
         state.local_steps = cap_local_steps(members.planned, ctx.rank, state.rest)
     else:
-        is_ahead = stage.delayed is not None and state.pending is not None
+        is_ahead = stage.delayed_overlap is not None and state.pending is not None
         with_work = members_with_work(stage, members, state.idle)
         state.plan_round(stage, with_work, ctx.rank, ahead=int(is_ahead))
-        if stage.delayed is None:
+        if stage.delayed_overlap is None:
             state.pending_rest = state.rest
     if ctx.rank in standing.joined:
         state.round, state.step = state.progress.rounds_and_steps_of(ctx.rank)
         state.drawn = state.step * state.batch
     is_new_lead = members.lead_rank != before.lead_rank or ctx.rank in standing.joined
     if ctx.rank == members.lead_rank and is_new_lead:
-        state.evaluated = state.progress.mark_at(ctx.now)
+        state.evaluated = state.progress.current_mark(ctx.now)
 
 
 def memory_is_local(stage: StageConfig, ends: CodecState) -> bool:
     """Return True if no codec holds state of another worker, or state in common with others."""
-    shared = isinstance(stage.pipeline.innermost, Collective) or ends.memory is not None
+    shared = isinstance(stage.pipeline.inner_codec, Collective) or ends.memory is not None
     return not (shared or any(kept is not None for kept in ends.receivers.values()))
 
 
@@ -868,7 +868,7 @@ def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) ->
     return CommonState(
         index,
         state.progress,
-        state.pending is not None and stage.delayed is not None,
+        state.pending is not None and stage.delayed_overlap is not None,
         state.pending_rest,
         state.last,
         state.moments if shares_moments(stage.sync) else None,
@@ -912,7 +912,7 @@ def take_over(
     state.pending_rest, state.last = known.pending_rest, known.last
     state.rule_state = known.rule_state
     state.rest, state.idle = known.rest, known.idle
-    if stage.delayed is not None:
+    if stage.delayed_overlap is not None:
         # a first piece of work is planned as the others' finished piece
         state.rest = known.pending_rest if known.is_delayed else None
     return known.index

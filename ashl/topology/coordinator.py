@@ -191,7 +191,7 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: CoordinatorSt
             break
         count_report(progress, message)
         await ctx.send(message.src, stage.tag("go"), None, (progress.samples,))
-        if stage.stop_criteria.take_evaluation(state, ctx.now):
+        if stage.stop_criteria.begin_due_evaluation(state, ctx.now):
             await ask_snapshots(ctx, stage, state)
         state.signal, state.reason = stop_decision(ctx, stage, progress)
     if state.signal == STOP:
@@ -374,7 +374,7 @@ def count_members(
         rounds, steps = progress.rounds_and_steps_of(rank)
         more = int(member.steps) - steps
         samples = more * stages[index].worker(rank).batch
-        progress.take_back(rank, rounds - int(member.rounds), -more, -samples)
+        progress.subtract_rounds(rank, rounds - int(member.rounds), -more, -samples)
         progress.remove_worker(rank)
         if over:
             progress.count_dropped(rank, max(0, state.uncounted_steps(rank) - more), RUN_END)

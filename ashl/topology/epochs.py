@@ -38,7 +38,7 @@ class Standing(NamedTuple):
 
 def admits_idle(stage: StageConfig) -> bool:
     """Return True if a member with weight 0 changes no sum; protocols of codecs have no weights."""
-    return keeps_work(stage) and not isinstance(stage.pipeline.innermost, Collective)
+    return keeps_work(stage) and not isinstance(stage.pipeline.inner_codec, Collective)
 
 
 def part_in_round(stages: Sequence[StageConfig], saved: tuple[int, Any] | None) -> int:

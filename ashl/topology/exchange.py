@@ -67,8 +67,8 @@ async def exchange_compressed(
 ) -> Vector:
     """Sum the updates as the codec requires: its own protocol, an all-reduce, or an all-gather."""
     pipeline, context = stage.pipeline, context_of(stage, team.ctx.rank, state, tick)
-    if isinstance(pipeline.innermost, Collective):
-        return await run_collective_codec(team, stage, state, pipeline.innermost, x, context)
+    if isinstance(pipeline.inner_codec, Collective):
+        return await run_collective_codec(team, stage, state, pipeline.inner_codec, x, context)
     # payloads that are added must have equal shapes, so all workers use one density
     if pipeline.traits.linear:
         x, context = x * team.weight, context._replace(ratio=least_ratio(stage), weight=team.weight)
@@ -93,8 +93,10 @@ async def run_collective_codec(
     if isinstance(x, SizeOnly):
         await codec.simulate_collective(team, pipeline.codec.density(context), pipeline.d)
         return x
-    outcome = await codec.collective(team, pipeline.before(state.codec_state, x, context))
-    return await team.compute(partial(pipeline.after, state.codec_state, x, context, outcome))
+    outcome = await codec.collective(team, pipeline.protocol_input(state.codec_state, x, context))
+    return await team.compute(
+        partial(pipeline.apply_outcome, state.codec_state, x, context, outcome)
+    )
 
 
 async def gather_payloads(

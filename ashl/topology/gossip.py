@@ -457,7 +457,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
         asked = state.header.snapshot_after == k  # read before rank 0 asks for the next snapshot
         if rank == members.lead_rank:
             look_ahead(ctx, stage, graph, state, k)
-        due = stage.limits.eval_every_s is None and stage.stop_criteria.take_evaluation(
+        due = stage.limits.eval_every_s is None and stage.stop_criteria.begin_due_evaluation(
             state, ctx.now
         )
         if (due or asked) and not late:
@@ -596,7 +596,7 @@ def look_ahead(
         progress.diverged = why + stage.sync.suspect
     reason = "diverged" if progress.diverged else local_stop(ctx, stage, progress)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
-    snapshot = timed and stage.stop_criteria.take_evaluation(state, ctx.now)
+    snapshot = timed and stage.stop_criteria.begin_due_evaluation(state, ctx.now)
     if (reason and not header.decision) or snapshot:
         known = k + rounds_to_all(stage.sync, graph, ctx.rank, k + 1)
         if reason and not header.decision:
@@ -733,7 +733,7 @@ def with_counts(
         if at_most and steps >= counted:
             continue
         samples = (counted - steps) * stage.worker(rank).batch
-        progress.take_back(rank, counted_rounds - rounds, counted - steps, samples)
+        progress.subtract_rounds(rank, counted_rounds - rounds, counted - steps, samples)
     return progress
 
 
@@ -765,4 +765,4 @@ def continue_with(
         state.repeat_work()
     is_new_lead = is_new or members.lead_rank != before.lead_rank
     if ctx.rank == members.lead_rank and is_new_lead:
-        state.evaluated = state.progress.mark_at(ctx.now)
+        state.evaluated = state.progress.current_mark(ctx.now)

@@ -250,7 +250,7 @@ async def region_server(ctx: RankContext, stage: StageConfig, state: RegionState
             record_join(state, message)  # its worker has no part in this pause
             continue
         await handle_message(ctx, stage, state, message)
-        all_wait = len(progress.waiting) == progress.present
+        all_wait = len(progress.waiting) == progress.num_present
         if state.signal == PAUSE and all_wait and not (state.away or is_ready):
             is_ready = True
             await ctx.send(stage.server, stage.tag("ready"))
@@ -401,7 +401,7 @@ async def merge_region_update(
     progress.max_lead = max(progress.max_lead, int(lead))
     for _ in range(int(pushes)):
         progress.record_loss(loss, int(latest))
-    if stage.stop_criteria.take_evaluation(state, ctx.now):
+    if stage.stop_criteria.begin_due_evaluation(state, ctx.now):
         ctx.snapshot(state.params, counts=progress.report())
     signal, reason = stop_decision(ctx, stage, progress)
     if {state.signal, signal} <= {GO, PAUSE}:
@@ -438,7 +438,7 @@ def count_member(
         progress.join(rank)
     elif rank not in progress.failed:
         progress.remove_worker(rank)
-        check_min_workers(ctx, stage, rank, progress.present)
+        check_min_workers(ctx, stage, rank, progress.num_present)
 
 
 def apply_region_update(stage: StageConfig, state: ServerState, difference: Any) -> None:

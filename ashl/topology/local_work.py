@@ -97,9 +97,9 @@ class WorkerState:
         self.anchor = self.squares = self.rule_state = self.start = self.pending = None
         self.begun = self.before_work = None
         self.last = False
-        if stage.resets_outer:
+        if stage.resets_outer_momentum:
             self.own_moments = None
-        if stage.resets:
+        if stage.resets_momentum:
             self.moments = stage.trainer.moments()
         self.codec_state = stage.carry_over_codec_state(self.codec_state, self.samples)
 
@@ -211,7 +211,7 @@ def keeps_work(stage: StageConfig) -> bool:
     It must if the exchange begins before the work ends, and if the work has the data or the weights
     of other members in it.
     """
-    in_order = not stage.buckets and stage.delayed is None
+    in_order = not stage.buckets and stage.delayed_overlap is None
     return in_order and not stage.reshards and not stage.trainer.weighs
 
 
@@ -303,11 +303,11 @@ def report_health(
 
     Args: x: the update; sent: (pipeline, codec state, payload) of each part of x.
     """
-    every, codec = stage.compression_stats_every, stage.pipeline.innermost
+    every, codec = stage.compression_stats_every, stage.pipeline.inner_codec
     if every is None or state.round % every or isinstance(x, SizeOnly):
         return
     pieces = [
-        (pipeline.innermost, pipeline.d, to_host(payload))
+        (pipeline.inner_codec, pipeline.d, to_host(payload))
         for pipeline, _, payload in sent
         if isinstance(payload, Tensor)
     ]
@@ -516,7 +516,7 @@ class Part(NamedTuple):
 
     def put(self, whole: Any, values: Any) -> Any:
         """Return the whole model with `values` as the elements of the part."""
-        return values if self.fragment is None else self.fragment.put(whole, values)
+        return values if self.fragment is None else self.fragment.insert(whole, values)
 
 
 def part_of(stage: StageConfig, state: Any, version: int) -> Part:
@@ -528,7 +528,7 @@ def part_of(stage: StageConfig, state: Any, version: int) -> Part:
         CodecState() for _ in stage.fragments
     )
     held = copy.copy(state)
-    held.params, held.codec_state = fragment.of(state.params), state.fragment_codec_states[k]
+    held.params, held.codec_state = fragment.extract(state.params), state.fragment_codec_states[k]
     held.outer_state = state.outer_state[k] if state.outer_state else None
     return Part(stage.fragment_stages[k], held, fragment, k)
 
@@ -541,7 +541,7 @@ def with_part(
         return params, outer
     outers = [*(state.outer_state or len(stage.fragments) * (None,))]
     outers[part.number] = outer
-    return part.fragment.put(state.params, params), tuple(outers)
+    return part.fragment.insert(state.params, params), tuple(outers)
 
 
 def fragment_at(stage: StageConfig, version: int) -> Fragment:
@@ -564,7 +564,7 @@ def fragment_at(stage: StageConfig, version: int) -> Fragment:
 def begins_next_piece(stage: StageConfig, state: WorkerState) -> bool:
     """Return True if workers take steps of another piece before the present exchange is applied."""
     rounds_remain = state.rest is None or state.rest[0] > 0
-    overlaps = stage.delayed is not None and stage.delayed.delay > 0
+    overlaps = stage.delayed_overlap is not None and stage.delayed_overlap.delay > 0
     return overlaps and rounds_remain and not state.last
 
 
@@ -576,9 +576,9 @@ async def begin_piece(
     Returns: (these steps or None, number of steps of the piece that remain).
     """
     total = ahead = state.local_steps
-    if stage.delayed is None or not begins_next_piece(stage, state):
+    if stage.delayed_overlap is None or not begins_next_piece(stage, state):
         return None, total
-    state.local_steps = ahead = overlapped_steps(stage.delayed, total)
+    state.local_steps = ahead = overlapped_steps(stage.delayed_overlap, total)
     return (await local_work(ctx, stage, state) if ahead else None), total - ahead
 
 
@@ -606,17 +606,17 @@ async def finish_piece(
     assert work is not None
     work = at_round_boundary(ctx, stage, state, work)
     if stage.fragments:
-        work = work._replace(payload=fragment_at(stage, state.version).of(work.payload))
+        work = work._replace(payload=fragment_at(stage, state.version).extract(work.payload))
     state.pending = work
 
 
 def mix_position(stage: StageConfig, state: WorkerState, part: Part, exchanged: Work) -> Any:
     """Return the worker's position amid a piece of work, after an exchange has changed a part."""
-    assert stage.delayed is not None
+    assert stage.delayed_overlap is not None
     assert part.fragment is not None
     fragment, sent = part.fragment, part.state.params + exchanged.payload
-    own, landed = fragment.of(state.start), fragment.of(state.params)
-    return fragment.put(state.start, stage.delayed.mix(own, landed, sent))
+    own, landed = fragment.extract(state.start), fragment.extract(state.params)
+    return fragment.insert(state.start, stage.delayed_overlap.mix(own, landed, sent))
 
 
 def at_round_boundary(ctx: RankContext, stage: StageConfig, state: WorkerState, work: Work) -> Work:
@@ -624,7 +624,7 @@ def at_round_boundary(ctx: RankContext, stage: StageConfig, state: WorkerState, 
 
     The exchange before it is applied to `state.params` already.
     """
-    if stage.delayed is None or stage.sync.exchange != "difference":
+    if stage.delayed_overlap is None or stage.sync.exchange != "difference":
         return work
 
     def ahead() -> Any:
@@ -633,7 +633,7 @@ def at_round_boundary(ctx: RankContext, stage: StageConfig, state: WorkerState, 
         state.own_moments, model = stage.outer.step(state.own_moments, state.params, own, rate)
         return model
 
-    body, state.start = stage.delayed.at_boundary(
+    body, state.start = stage.delayed_overlap.at_boundary(
         state.params, start_of(state), work.payload, ahead
     )
     return work._replace(payload=body)
@@ -681,8 +681,8 @@ async def compute_by_bucket(
             model = Pieces(stage.slices[::-1], partial(bring, take))
         return trainer.gradient_in_parts(model, ctx.rank, step, span, stage.slices, emit)
 
-    needs = stage.needs if in_flight else ()
+    needs = stage.needed_segments if in_flight else ()
     loss = await ctx.compute(
-        compute, state.batch, parts=stage.ready, encoding=encoding, needs=needs
+        compute, state.batch, parts=stage.ready_segments, encoding=encoding, needs=needs
     )
     return loss, [arrived[k] for k in sorted(arrived)]

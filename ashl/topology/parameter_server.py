@@ -465,14 +465,14 @@ class ServerState:
         self.work = self.members.planned
         self.codec_state = stage.carry_over_codec_state(self.codec_state, self.progress.samples)
         self.pulls = [stage.tag("pull", self.incarnations.get(rank, 0)) for rank in stage.workers]
-        if stage.resets:
+        if stage.resets_momentum:
             self.moments = stage.trainer.moments()
-        self.outer_state = None if stage.resets_outer else self.outer_state
+        self.outer_state = None if stage.resets_outer_momentum else self.outer_state
 
     def set_members(self, stage: StageConfig) -> None:
         """Set the members and the quorum after a failure or a rejoin."""
         self.members = members_of(stage, survivors(stage, self.progress.failed))
-        self.quorum = stage.quorum_of(self.progress.present)
+        self.quorum = stage.quorum_of(self.progress.num_present)
 
     def assign(self, stage: StageConfig, workers: tuple[WorkerPlan, ...]) -> None:
         """Set the work of all workers, by rank, and the weights that follow from it."""
@@ -511,7 +511,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         is_due = not stage.overlaps_next_forward
         if state.coming is None or await settle_model(ctx, stage, state, is_due):
             ctx.safe_point(stage.index, state)
-        if stage.delayed is not None and state.pending is None:
+        if stage.delayed_overlap is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.plan_round(stage, ctx.members, ctx.rank, ahead=1)
         part = part_of(stage, state, state.version)
@@ -519,7 +519,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await ctx.send(server, push, payload, meta)
         begun, remaining = None, 0
-        if stage.delayed is not None:
+        if stage.delayed_overlap is not None:
             begun, remaining = await begin_piece(ctx, stage, state)
         asked = ctx.now
         message = await answer
@@ -540,7 +540,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
             leave_stage(ctx, stage, signal, reply.end_ns)
         record_exchange(ctx, stage, state, work, reply, loss)
         state.pending = None
-        if stage.delayed is not None and signal not in (NEXT, STOP):
+        if stage.delayed_overlap is not None and signal not in (NEXT, STOP):
             after = state.local_steps  # H of the piece that follows the present one
             applied = (part, work) if message.payload is not None else None
             await finish_piece(ctx, stage, state, remaining, begun, applied)
@@ -586,7 +586,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
             break
         handle = handlers.get(message.tag, on_membership)
         changed = await handle(ctx, stage, state, message)
-        if changed and stage.stop_criteria.take_evaluation(state, ctx.now):
+        if changed and stage.stop_criteria.begin_due_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
         decide(ctx, stage, state)
         if state.newcomers:
@@ -628,13 +628,13 @@ async def pause(ctx: RankContext, stage: StageConfig, state: ServerState) -> boo
     Returns: True if all workers pause.
     """
     progress = state.progress
-    if len(progress.waiting) < progress.present:
+    if len(progress.waiting) < progress.num_present:
         return False
     if state.buffer and not may_all_proceed(stage, state):
         await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     await drain_buckets(ctx, stage, state)
     await admit_newcomers(ctx, stage, state)
-    if len(progress.waiting) < progress.present:
+    if len(progress.waiting) < progress.num_present:
         return False
     if is_last_round(stage, state):
         state.signal, state.reason = GO, None
@@ -675,7 +675,7 @@ async def on_push(
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = progress.version - version
     # with a barrier and delayed exchanges every push is stale by one round, which is not counted
-    one_late = staleness > 0 and rule.in_rounds and stage.delayed is not None
+    one_late = staleness > 0 and rule.in_rounds and stage.delayed_overlap is not None
     beyond = staleness - 1 if one_late else staleness
     late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
     progress.observe(worker, 0 if late else staleness, loss)  # staleness of applied pushes only
@@ -788,7 +788,7 @@ def replan(
     If it replans, H, density and weights of the present workers change from now on.
     """
     workers = state.work.workers
-    payload = stage.payload(workers[push.worker].compression_ratio)
+    payload = stage.payload_fraction(workers[push.worker].compression_ratio)
     if state.averages is None:
         profile = state.profile or stage.profile
         assert profile is not None, "an online planner starts from a profile"
@@ -801,7 +801,9 @@ def replan(
     presets = (stage.plan.h_preset, stage.plan.r_preset)
     present = state.members.ranks
     current = [workers[rank] for rank in present]
-    seen, rows = planner.replan(averages.restrict_to(present), current, *presets, stage.payload)
+    seen, rows = planner.replan(
+        averages.restrict_to(present), current, *presets, stage.payload_fraction
+    )
     state.averages = replace(averages, commits=seen.commits)
     if rows is None:
         return
@@ -865,7 +867,8 @@ def assignment_of(
 
 def rounds_ahead(stage: StageConfig, state: ServerState) -> Remaining:
     """Return the rounds that remain before the next assignment."""
-    done, ahead = (state.progress.steps, state.progress.samples), int(stage.delayed is not None)
+    done = state.progress.steps, state.progress.samples
+    ahead = int(stage.delayed_overlap is not None)
     return remaining_rounds(stage, state.members, state.members.planned, done, ahead)
 
 
@@ -931,7 +934,7 @@ async def admit_newcomers(ctx: RankContext, stage: StageConfig, state: ServerSta
         return
     progress, rule = state.progress, stage.sync
     has_barrier = rule.in_rounds and not stage.merges_buckets
-    if has_barrier and progress.present and not [*rule.may_proceed(state.rule_state, progress)]:
+    if has_barrier and progress.num_present and not [*rule.may_proceed(state.rule_state, progress)]:
         return
     await admit_all(ctx, stage, state)
 
@@ -981,7 +984,7 @@ async def remove_failed(
     for codec_state in (state.codec_state, *state.fragment_codec_states):
         codec_state.forget(rank)
     if ctx.rank == stage.server:  # the server of a region does not know all workers
-        check_min_workers(ctx, stage, rank, progress.present + len(state.newcomers))
+        check_min_workers(ctx, stage, rank, progress.num_present + len(state.newcomers))
     progress.now_s = ctx.now
     rule.messages().without(stage, state, rank)
     await discard_parts(ctx, stage, rank)
@@ -1120,7 +1123,7 @@ async def drain_pushes(ctx: RankContext, stage: StageConfig, state: ServerState)
     Returns: True once every present worker waits and all their pushes are merged.
     """
     await flush_pending(ctx, stage, state)
-    if len(state.progress.waiting) < state.progress.present:
+    if len(state.progress.waiting) < state.progress.num_present:
         return False
     if state.buffer:
         await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
@@ -1135,7 +1138,9 @@ async def flush_pending(ctx: RankContext, stage: StageConfig, state: ServerState
     """
     progress = state.progress
     applied = (progress.version, progress.steps, progress.samples)
-    for rank in sorted(set(progress.waiting) - set(state.flush_requested)) if stage.delayed else ():
+    for rank in (
+        sorted(set(progress.waiting) - set(state.flush_requested)) if stage.delayed_overlap else ()
+    ):
         state.flush_requested += (rank,)
         staleness, late = progress.stop_waiting(rank)
         await ctx.send(rank, state.pulls[rank], None, Pull(LAST, *applied, staleness, late, 0))
@@ -1222,12 +1227,12 @@ async def compute_and_push(ctx: RankContext, stage: StageConfig, state: WorkerSt
     Returns: the work with the last bucket as its payload, or without payload if a task sends all
     buckets and receives the model (`state.coming`).
     """
-    start, tags, in_flight = ctx.now, [tag for _, tag in stage.ready], state.coming
+    start, tags, in_flight = ctx.now, [tag for _, tag in stage.ready_segments], state.coming
     if stage.merges_buckets:
         task = ctx.spawn(exchange_buckets(ctx, stage, state.batch, in_flight))
     else:
         if in_flight is not None:
-            await ctx.send(ctx.rank, stage.needs[0][1], in_flight)
+            await ctx.send(ctx.rank, stage.needed_segments[0][1], in_flight)
         task = ctx.spawn(forward_buckets(ctx, stage.server, tags[:-1]))
     loss, arrived = await compute_by_bucket(ctx, stage, state)
     if in_flight is not None:
@@ -1256,7 +1261,7 @@ async def exchange_buckets(
     """
     if before is not None:
         await ctx.join(before)
-    parts, ack, back = [tag for _, tag in stage.ready], stage.tag("ack"), stage.tag("back")
+    parts, ack, back = [tag for _, tag in stage.ready_segments], stage.tag("ack"), stage.tag("back")
     queue = list[tuple[int, int, Any]]()  # (priority, number, elements)
     arrived = dict[int, Any]()  # merged buckets, by number
     in_flight = 0  # buckets without an acknowledgement, if there is a credit
@@ -1308,9 +1313,9 @@ async def settle_model(
     if stage.merges_buckets:
         arrived = await ctx.join(state.coming)
     else:
-        await ctx.send(ctx.rank, stage.needs[0][1], state.coming)
+        await ctx.send(ctx.rank, stage.needed_segments[0][1], state.coming)
     if stage.overlaps_next_forward:
-        parts = [(await ctx.recv(tag)).payload for _, tag in stage.needs]
+        parts = [(await ctx.recv(tag)).payload for _, tag in stage.needed_segments]
     else:
         parts = [arrived[k] for k in sorted(arrived, key=lambda k: stage.buckets[k].start)]
     state.params = concatenate(parts)
@@ -1328,7 +1333,7 @@ async def cancel_exchange(ctx: RankContext, stage: StageConfig, state: WorkerSta
     if stage.merges_buckets and state.coming is not None:
         await ctx.cancel(state.coming)
     state.coming = None
-    segments = (tag for _, tag in (*stage.needs, *stage.ready))
+    segments = (tag for _, tag in (*stage.needed_segments, *stage.ready_segments))
     await ctx.discard(*segments, stage.tag("ack"), stage.tag("back"))
 
 
@@ -1359,7 +1364,7 @@ async def assemble_push(ctx: RankContext, stage: StageConfig, push: Message) -> 
 
 def tags_before_push(stage: StageConfig) -> list[Tag]:
     """Return the tags of the buckets that leave before the push that they are a part of."""
-    return [] if stage.merges_buckets else [tag for _, tag in stage.ready[:-1]]
+    return [] if stage.merges_buckets else [tag for _, tag in stage.ready_segments[:-1]]
 
 
 async def discard_parts(ctx: RankContext, stage: StageConfig, rank: int) -> None:
@@ -1456,7 +1461,7 @@ async def merge_without(
     for number, members in state.slices.items():
         state.slices[number] = [push for push in members if push.worker != rank]
     count_headers(state)
-    if not state.progress.present:
+    if not state.progress.num_present:
         waited_for = [k for k in range(len(stage.buckets)) if state.counted and k not in state.made]
         state.slices = {}
         state.made = state.made if state.counted else {}

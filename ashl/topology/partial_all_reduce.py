@@ -288,7 +288,7 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: GroupCoordina
             break
         await on_message(ctx, stage, state, message)
         decide(ctx, stage, state)
-        if state.signal == PAUSE and len(state.asked) == progress.present and not state.running:
+        if state.signal == PAUSE and len(state.asked) == progress.num_present and not state.running:
             await release_workers(ctx, stage, state, sorted(state.asked))
             return PAUSE
     if state.signal == STOP:
@@ -413,7 +413,7 @@ def commit(
         if steps:  # else it averages again, with work that is counted already
             progress.commit(member, steps, samples)
             progress.groups[member] += len(members) > 1
-    if state.signal != STOP and stage.stop_criteria.take_evaluation(state, ctx.now):
+    if state.signal != STOP and stage.stop_criteria.begin_due_evaluation(state, ctx.now):
         state.ticks += 1
         ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.failed)
 

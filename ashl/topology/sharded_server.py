@@ -169,7 +169,9 @@ class ShardedServer(Topology):
                 params, moments, versions=[0] * self.servers, shard_codec_states=states
             )
         held = stage.fragments[ctx.rank - stage.server]
-        return ShardState(held.of(params), moments_of(stage, ctx.rank), Progress(stage.num_workers))
+        return ShardState(
+            held.extract(params), moments_of(stage, ctx.rank), Progress(stage.num_workers)
+        )
 
     async def join(
         self, ctx: RankContext, stages: Sequence[StageConfig]
@@ -223,7 +225,9 @@ def parts(stage: StageConfig) -> tuple[StageConfig, ...]:
 def moments_of(stage: StageConfig, rank: int) -> tuple[Any, ...]:
     """Return empty moments for a server's shard."""
     held = stage.fragments[rank - stage.server]
-    return tuple(held.of(moment) if moment.dim() else moment for moment in stage.trainer.moments())
+    return tuple(
+        held.extract(moment) if moment.dim() else moment for moment in stage.trainer.moments()
+    )
 
 
 def enter_shard(ctx: RankContext, stage: StageConfig, state: ShardState) -> StageConfig:
@@ -234,7 +238,7 @@ def enter_shard(ctx: RankContext, stage: StageConfig, state: ShardState) -> Stag
     own, begins = stage.fragment_stages[ctx.rank - stage.server], state.entered != stage.index
     state.enter(own, ctx.now)
     if begins:
-        state.moments = moments_of(stage, ctx.rank) if stage.resets else state.moments
+        state.moments = moments_of(stage, ctx.rank) if stage.resets_momentum else state.moments
         state.history = {state.progress.version: state.params}
         state.due = []
         state.last = None
@@ -290,7 +294,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
         if any(answer.payload is not None for answer in answers):
             both = zip(answers, stage.fragments, strict=True)
             state.params = concatenate(
-                [held.of(state.params) if m.payload is None else m.payload for m, held in both]
+                [held.extract(state.params) if m.payload is None else m.payload for m, held in both]
             )
         follow(state, reply)
         state.versions = [one.version for one in replies]
@@ -346,7 +350,7 @@ async def make_pushes(
     """Compute a worker's next pushes. Returns: (work, payload for each server, loss)."""
     work = await local_work(ctx, stage, state)
     x = stage.aggregate.clip(work.payload)
-    shards = [held.of(x) for held in stage.fragments]
+    shards = [held.extract(x) for held in stage.fragments]
     if stage.pipeline.traits.lossless:
         return work, shards, work.loss
     if not_finite(ctx, stage, state, x):
@@ -367,11 +371,11 @@ def encode_shards(
     """Encode each shard, which the codec treats as a model of its own. Returns: the payloads."""
     context, payloads = context_of(stage, rank, state, state.version), []
     for k, (held, part, x) in enumerate(zip(stage.fragments, parts(stage), shards, strict=True)):
-        squares = None if context.squares is None else held.of(context.squares)
+        squares = None if context.squares is None else held.extract(context.squares)
         own = context._replace(
             layer=held.first,
             version=state.versions[k],
-            params=held.of(state.params),
+            params=held.extract(state.params),
             squares=squares,
         )
         payloads.append(part.pipeline.encode(state.shard_codec_states[k], x, own))
@@ -436,7 +440,7 @@ async def run_first(ctx: RankContext, stage: StageConfig, state: ShardState) -> 
             break
         handle = on_push if message.tag == push else on_membership
         changed = await handle(ctx, stage, state, message)
-        if changed and stage.stop_criteria.take_evaluation(state, ctx.now):
+        if changed and stage.stop_criteria.begin_due_evaluation(state, ctx.now):
             await evaluate_all_shards(ctx, stage, state)
         decide(ctx, stage, state)
         if state.newcomers:
@@ -464,7 +468,7 @@ def may_end(stage: StageConfig, state: ShardState) -> bool:
     """
     if state.signal == STOP or state.signal == GO:
         return state.signal == STOP
-    if len(state.progress.waiting) < state.progress.present:
+    if len(state.progress.waiting) < state.progress.num_present:
         return False
     if state.signal == PAUSE and is_last_round(stage, state):
         state.signal = GO
@@ -499,7 +503,7 @@ def has_caught_up(state: ShardState) -> bool:
     if state.last is None:
         return False
     version, signal, _ = state.last
-    return len(progress.waiting) == progress.present or (
+    return len(progress.waiting) == progress.num_present or (
         signal == STOP and (progress.version >= version or bool(progress.diverged))
     )
 

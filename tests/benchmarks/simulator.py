@@ -32,7 +32,7 @@ from ashl.planning.compile_plan import compile_plan, prepare_plan
 from ashl.planning.instantiate import assemble
 from ashl.runtime.parallel_sim import count_cores, use_cores
 from ashl.runtime.sim import Sim
-from ashl.stage.program import program
+from ashl.stage.program import run_stages
 from tests.benchmarks.table import alternate, ratio, show, thousands
 from tests.support import Ran, planned
 
@@ -93,7 +93,7 @@ def simulation(plan: Plan, cores: int = 1, device: str = "cpu") -> Callable[[], 
             Ran(plan, rounds="none"),
         )
         with use_cores(sim, cores, plan.num_workers, job.learner):
-            sim.run(partial(program, stages=job.stages), tick=lambda: None)
+            sim.run(partial(run_stages, stages=job.stages), tick=lambda: None)
         return sim
 
     return run

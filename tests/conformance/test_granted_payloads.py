@@ -27,7 +27,7 @@ from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Counts, Record, Snapshot, StageEnd
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NO_TIMEOUT, GrantedPayloads, PairwiseGroups
-from ashl.stage.program import peers_of, program
+from ashl.stage.program import peers_of, run_stages
 from tests.conf_option import conf_option
 from tests.kernels import Quiet, say, started
 from tests.laws.machines import cluster
@@ -136,7 +136,7 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
             groups={},
             payload_transport=GrantedPayloads(carrier, rank == WORKERS),
         )
-        kernel.run(partial(program, stages=job.stages))
+        kernel.run(partial(run_stages, stages=job.stages))
         store.add(f"done/{number}", 1)
         kernel.run_until(lambda: store.add(f"done/{number}", 0) == ranks)
         kernel.close_connections(10)

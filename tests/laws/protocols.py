@@ -86,11 +86,15 @@ async def worker(
     for number, vectors in enumerate(rounds):
         x, context = vectors[rank], EncodeContext(seed=3, worker=rank, round=number)
         x_sent = (
-            None if isinstance(x, SizeOnly) else pipeline.before(state.codec_state, x, context).x
+            None
+            if isinstance(x, SizeOnly)
+            else pipeline.protocol_input(state.codec_state, x, context).x
         )
         team.begin(rank + 1.0, 5 if rank == 0 else 0)
-        if isinstance(pipeline.innermost, Collective):
-            update = await run_collective_codec(team, stage, state, pipeline.innermost, x, context)
+        if isinstance(pipeline.inner_codec, Collective):
+            update = await run_collective_codec(
+                team, stage, state, pipeline.inner_codec, x, context
+            )
         else:
             body = pipeline.encode(CodecState(), x * weights[rank], context)
             update = pipeline.decode_sum(

@@ -172,7 +172,7 @@ class AsksTwice(SSP):
 
     def may_proceed(self, state: Any, progress: Progress) -> list[int]:
         progress.waiting_without_merge()
-        progress.within_staleness(self.staleness)
+        progress.workers_within_staleness(self.staleness)
         return super().may_proceed(state, progress)
 
 
@@ -236,5 +236,5 @@ def test_a_tally_answers_as_counting_does(seed: int) -> None:
                 for rank in progress.waiting
                 if progress.clocks[rank] <= min(progress.clocks) + bound
             }
-            assert set(progress.within_staleness(bound)) == ahead
-            assert set(progress.within_staleness(float("inf"))) == set(progress.waiting)
+            assert set(progress.workers_within_staleness(bound)) == ahead
+            assert set(progress.workers_within_staleness(float("inf"))) == set(progress.waiting)

@@ -26,7 +26,7 @@ from ashl.runtime.plain_state import decode, encode, from_plain, to_plain
 from ashl.runtime.rank_checkpoint import ABSENT, capture_rank, next_due_ns
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import restore_ranks
-from ashl.stage.program import program, ranks_to_notify
+from ashl.stage.program import ranks_to_notify, run_stages
 from tests.golden.runs import RUNS
 from tests.support import Ran, planned, simulated
 
@@ -61,9 +61,11 @@ def run(ran: Ran, saved: Kept | None = None, device: str = HOST) -> list[Kept]:
     cluster, stage, kept = construct(ran.plan.cluster, "cluster"), job.stages[0], list[Kept]()
     speed = speed_of(cluster, stage.plan.workers[0].batch, ran.plan.seed)
     costs = make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-    sim = simulator(ran.plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside)
+    sim = simulator(
+        ran.plan.num_ranks, speed, costs, ran, overlaps=stage.computes_during_collectives
+    )
     sim.worker_states = job.learner
-    start, peers = partial(program, stages=job.stages), partial(ranks_to_notify, job.stages)
+    start, peers = partial(run_stages, stages=job.stages), partial(ranks_to_notify, job.stages)
     churn = Churn(sim, cluster, ran.plan.seed, 1, peers, start, stage.topology.regroups)
 
     def keep(saves: Mapping[int, Save]) -> float:

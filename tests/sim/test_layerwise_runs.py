@@ -52,7 +52,7 @@ def by_groups(stage: StageConfig) -> StageConfig:
     )
     if isinstance(stage.codec, WrappedCodec):
         codec = replace(stage.codec, codec=codec)
-    return replace(stage, overlap=Serial(), parts=(), pipelines=(), codec=codec)
+    return replace(stage, overlap=Serial(), layer_groups=(), pipelines=(), codec=codec)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_random_chains_take_their_closed_form(drawn, latency_s, cut, ratio) -> N
     stage = replace(
         BOUND,
         overlap=option,
-        parts=groups,
+        layer_groups=groups,
         pipelines=tuple(link(part.start, part.stop) for part in merge_buckets(groups, option.plan)),
         layout=layout,
         codec=wrap_codec(codec, layout),

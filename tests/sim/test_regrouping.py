@@ -168,7 +168,7 @@ def test_rounds_at_a_server_after_a_loss_are_those_of_the_others(
 ) -> None:
     plan = with_events(planned(*RUN, *mode, "stop.steps=40", "aggregate=uniform"), lost(2, fails_s))
     stage = assemble(plan, "cpu").stages[0]
-    ran, alone = run(plan), Alone(stage) if stage.delayed is None else AloneLate(stage)
+    ran, alone = run(plan), Alone(stage) if stage.delayed_overlap is None else AloneLate(stage)
     with_it, found = ran.end["commits"][2], models(ran)
     assert 1 < with_it < ran.end["merges"] - 2
     for number in range(1, ran.end["merges"]):

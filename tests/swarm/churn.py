@@ -90,7 +90,7 @@ class Counted:
             ("count_dropped", self.settled),
         ):
             patch.setattr(Progress, name, self.counting(getattr(Progress, name), counter))
-        patch.setattr(Progress, "take_back", self.taking_back(Progress.take_back))
+        patch.setattr(Progress, "subtract_rounds", self.taking_back(Progress.subtract_rounds))
 
     def taking_back(self, method):
         def taken_back(progress, worker, rounds, *rest):

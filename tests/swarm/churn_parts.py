@@ -43,7 +43,7 @@ def in_buckets(rng: random.Random, stage: StageConfig) -> StageConfig:
         credit = rng.randint(1, 5)
         alone = Slices(slice=slices), Priority(plan="layers", slice=slices, credit=credit)
         overlaps = [*overlaps, *alone, *alone]
-    return replace(stage, overlap=rng.choice(overlaps), parts=drawn_parts(rng, size))
+    return replace(stage, overlap=rng.choice(overlaps), layer_groups=drawn_parts(rng, size))
 
 
 def in_fragments(rng: random.Random, stage: StageConfig) -> StageConfig:

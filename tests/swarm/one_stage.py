@@ -76,13 +76,13 @@ def drawn_in_parts(rng: random.Random, n: int) -> StageConfig:
     shares = tuple(rng.choice([0.01, 0.3]) for _ in parts)
     overlap = rng.choice([WFBP(), Layerwise(plan="none", ratio=shares, max_ratio=1.0)])
     if not overlap.compresses:
-        return replace(stage, overlap=overlap, parts=parts)
+        return replace(stage, overlap=overlap, layer_groups=parts)
     codec = conf_option("compression", rng.choice(["topk", "random_mask", "qsgd"]))
     links = tuple(link_of(codec, layout, part.start, part.stop) for part in parts)
     return replace(
         stage,
         overlap=overlap,
-        parts=parts,
+        layer_groups=parts,
         pipelines=links,
         layout=layout,
         codec=wrap_codec(codec, layout),

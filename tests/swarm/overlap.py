@@ -55,11 +55,11 @@ def drawn(seed: int) -> tuple[Cluster, StageConfig]:
         slices = rng.randint(max(1, size // 20), size)
         priority = Priority(plan="layers", slice=slices, credit=rng.randint(1, 5))
         overlap = rng.choice([WFBP(), TicTac(plan="layers"), Slices(slice=slices), priority])
-        return cluster, replace(stage, overlap=overlap, parts=drawn_parts(rng, size))
+        return cluster, replace(stage, overlap=overlap, layer_groups=drawn_parts(rng, size))
     slices, plan = rng.randint(max(1, size // 20), size), rng.choice(["layers", "bytes"])
     priority = Priority(plan=plan, slice=slices, credit=rng.randint(1, 5))
     overlap = rng.choice([WFBP(), DeAR(plan=plan), priority])
-    return cluster, replace(stage, overlap=overlap, parts=drawn_parts(rng, size))
+    return cluster, replace(stage, overlap=overlap, layer_groups=drawn_parts(rng, size))
 
 
 def check(seed: int) -> None:
@@ -73,7 +73,7 @@ def check(seed: int) -> None:
     check_bounds(seen, stage, end)
     check_repeat(seed, seen, lambda: run(cluster, (stage,), seed)[1])
     if stage.limits.seconds is None:
-        (serial,) = run(cluster, (replace(stage, overlap=Serial(), parts=()),), seed)[1].of(
+        (serial,) = run(cluster, (replace(stage, overlap=Serial(), layer_groups=()),), seed)[1].of(
             "StageEnd"
         )
         assert [end[name] for name in ("steps_by", "commits", "reason")] == [

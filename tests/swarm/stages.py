@@ -188,7 +188,7 @@ def check_leads(seen: Seen, stages: list[StageConfig]) -> None:
             clocks = [
                 now - then for now, then in zip(record["commits"], starts[index], strict=True)
             ]
-            called_in = stages[index].delayed is not None and stages[index].following
+            called_in = stages[index].delayed_overlap is not None and stages[index].following
             assert max(clocks) - min(clocks) <= sync.staleness + 1 + called_in
 
 

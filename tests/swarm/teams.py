@@ -76,7 +76,7 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[StageConfig]]:
             and stages[-1].pipeline.traits.lossless
         ):
             parts = drawn_parts(other, stage.trainer.num_params)
-            stages[-1] = replace(stages[-1], overlap=WFBP(), parts=parts)
+            stages[-1] = replace(stages[-1], overlap=WFBP(), layer_groups=parts)
     return cluster, chained(stages)
 
 

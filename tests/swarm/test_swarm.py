@@ -17,7 +17,7 @@ from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.effects import Compute
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.contract import StageConfig
-from ashl.stage.program import program
+from ashl.stage.program import run_stages
 from ashl.sync.bsp import BSP
 from ashl.sync.d_psgd import DPSGD
 from ashl.sync.local_sgd import LocalSGD
@@ -126,7 +126,7 @@ def deserting(stage: StageConfig, rank: int, rounds: int):
     """The program of all ranks, but this one leaves without a word in its round so-and-so."""
 
     async def main(ctx: RankContext) -> None:
-        role = program(ctx, (stage,))
+        role = run_stages(ctx, (stage,))
         if ctx.rank != rank:
             return await role
         awaited, value = 0, None
@@ -174,7 +174,7 @@ def test_a_message_that_nobody_receives_is_found() -> None:
     async def main(ctx: RankContext) -> None:
         if ctx.rank == 0:
             await ctx.send(1, ("stray", 0, 0))
-        await program(ctx, (stage,))
+        await run_stages(ctx, (stage,))
 
     sim, _ = run(cluster, (stage,), main=main)
     assert list(sim._mail[1].messages) == [("stray", 0, 0)]

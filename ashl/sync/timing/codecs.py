@@ -22,7 +22,7 @@ from ashl.stage.contract import StageConfig
 from ashl.sync.timing.exchanges import BOTH, collect_answers, instruct, time_exchange, time_step
 from ashl.topology.local_work import WorkerState
 
-CODEC = -7  # an order, with the index of the codec in `StageConfig.timed`
+CODEC = -7  # an order, with the index of the codec in `StageConfig.timed_codecs`
 REPEATS = (6, 1_000)  # smallest and largest number of repetitions
 CODEC_S = 1.0  # seconds for each codec, after which no further repetition begins
 
@@ -34,7 +34,7 @@ async def time_codec(
 
     Raises: OverError.
     """
-    _, link = stage.timed[k]
+    _, link = stage.timed_codecs[k]
     batch = stage.worker(ctx.rank).batch
     rows: list[tuple[float, float]] = []
     end_s = ctx.now + CODEC_S
@@ -64,7 +64,7 @@ async def measure_codecs(ctx: RankContext, stage: StageConfig) -> tuple[CodecCos
     Raises: OverError.
     """
     costs = []
-    for k, (name, _) in enumerate(stage.timed):
+    for k, (name, _) in enumerate(stage.timed_codecs):
         await instruct(ctx, stage, stage.workers, CODEC, k)
         found = await collect_answers(ctx, stage, stage.workers)
         encode_s = tuple(found[rank][0] for rank in stage.workers)

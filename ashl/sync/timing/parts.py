@@ -51,7 +51,7 @@ async def time_parts(
     await time_sum(ctx, stage, NUMBER)  # wait until all workers have reached this point
     took_s: list[float] = []
     beside_s: list[float] = []
-    for plan in bucket_plans(len(stage.parts)):
+    for plan in bucket_plans(len(stage.layer_groups)):
         start = ctx.now
         beside_s = await step_with_sums(ctx, stage, state, number, plan)
         took_s.append(ctx.now - start)
@@ -62,7 +62,7 @@ async def step_with_sums(
     ctx: RankContext, stage: StageConfig, state: WorkerState, number: int, plan: Sequence[int]
 ) -> list[float]:
     """Take a step with a sum per message. Returns: the seconds of each sum except the last."""
-    batch, parts = stage.worker(ctx.rank).batch, merge_buckets(stage.parts, plan)
+    batch, parts = stage.worker(ctx.rank).batch, merge_buckets(stage.layer_groups, plan)
     what = state.params, ctx.rank, number, range(number * batch, (number + 1) * batch)
     found = list[float]()
     if len(plan) == 1:
@@ -101,7 +101,7 @@ async def with_layer_group_costs(
 
     Returns: None if nothing costs anything. Raises: OverError.
     """
-    groups, end_s, rows = len(stage.parts), ctx.now + MOST_S, list[tuple[float, ...]]()
+    groups, end_s, rows = len(stage.layer_groups), ctx.now + MOST_S, list[tuple[float, ...]]()
     if groups < 2:
         return known
     while len(rows) < ROUNDS[0] or (
