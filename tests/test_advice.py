@@ -73,7 +73,7 @@ def test_who_competes_follows_from_the_cluster() -> None:
 def test_different_classes_leave_out_who_meets_rarely() -> None:
     taken = {rule.name for rule in RULES if rule.applies(replace(PAPER, skewed=True))}
     assert "local SGD planned FedNova" in taken
-    assert not {"local SGD 16 ring", "one stage H=4", "one stage H=4 late"} & taken
+    assert not {"local SGD 16 ring", "one stage H=4", "one stage H=4 delayed"} & taken
 
 
 def test_rules_name_options_keys_and_each_other() -> None:
@@ -113,7 +113,7 @@ def test_only_what_cannot_be_the_best_is_dropped_before_the_race() -> None:
     field = [
         made("BSP", 30),
         made("BSP ring", 40),  # the same updates, and faster
-        made("BSP ring late", 40.3),  # gives something up for less than 1 %
+        made("BSP ring delayed", 40.3),  # gives something up for less than 1 %
         made("local SGD 4", 39),  # slower than BSP, and another algorithm
         made("local SGD 16 ring", 60),
         made("SSP", 20),
@@ -132,10 +132,10 @@ def test_only_what_cannot_be_the_best_is_dropped_before_the_race() -> None:
         reasons["BSP"]
         == "it makes the same updates as BSP ring, and 30 steps/s are predicted, against 40."
     )
-    assert reasons["BSP ring late"].startswith(
+    assert reasons["BSP ring delayed"].startswith(
         "it gives up gradients of the latest model against BSP ring for no "
     )
-    assert origins(next(rule for rule in RULES if rule.name == "one stage H=4 late")) == [
+    assert origins(next(rule for rule in RULES if rule.name == "one stage H=4 delayed")) == [
         "one stage H=4",
         "one stage H=2",
     ]
