@@ -10,7 +10,7 @@ from torch.nn.utils import vector_to_parameters
 
 from ashl.cli.app import main
 from ashl.plan.files import read_plan
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 
 
 def exported(run: Path, to: str) -> Any:
@@ -23,7 +23,7 @@ def exported(run: Path, to: str) -> Any:
 
 def on_the_batches_of(run: Path, written: Any, steps: int) -> Any:
     """The same script with the run's first model and the batches that its workers saw."""
-    trainer: Any = assemble(read_plan(str(run / "plan.json")), "cpu").stages[0].trainer
+    trainer: Any = assemble_job(read_plan(str(run / "plan.json")), "cpu").stages[0].trainer
     made = written.model
 
     def model() -> torch.nn.Module:

@@ -18,7 +18,7 @@ from ashl.device import HOST, to_host
 from ashl.learn.learner import Learner
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.run.evaluation import EvaluatedModel, ModelSet, count_rises, make_model_set
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
@@ -154,7 +154,7 @@ def run(
     device: str = HOST,
 ) -> Ran:
     """Run a plan in virtual time, with its stages `rebound`."""
-    job = assemble(plan, device)
+    job = assemble_job(plan, device)
     cluster = construct(plan.cluster, "cluster")
     stages = tuple(map(rebound, job.stages))
     stage = stages[0]

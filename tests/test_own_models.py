@@ -26,7 +26,7 @@ from ashl.learn.module_state import beside, mean_of, put_all
 from ashl.learn.trainer import Trainer
 from ashl.model.plain import PlainModel
 from ashl.planning.compile_plan import compile_plan
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.run.monitor import FINAL
 
 STEPS, RATE, MOMENTUM, DECAY = 12, 0.05, 0.9, 1e-3
@@ -134,7 +134,7 @@ def test_workers_learn_what_plain_torch_learns(kind: type[nn.Module], workers: i
     """Train with evaluations in between, which change nothing."""
     ran = simulated(kind, workers, "eval.every_commits=5")
     assert ran.learner is not None
-    trainer = assemble(ran.plan, HOST).stages[0].trainer
+    trainer = assemble_job(ran.plan, HOST).stages[0].trainer
     assert isinstance(trainer, Trainer)
     expected = plain_torch(kind, trainer.batches)
     for _ in range(2):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import assignments, costs_of, sent_share
-from ashl.planner.balanced import Load, anchor_of, balance
+from ashl.planner.balanced import Load, anchor_of, balance_cycles
 from ashl.planner.hidden import Hidden
 from ashl.planner.online import Averages
 from tests.plans import (
@@ -198,7 +198,7 @@ def brute_force(loads: list[Load], h_preset: int) -> tuple[int, int, int]:
 )
 def test_balanced_is_exact(costs: list[tuple[int, int]], h_preset: int, h_max: int | None) -> None:
     loads = [Load(step, base, 0, h_max) for step, base in costs]
-    cycle, chosen = balance(loads, h_preset)
+    cycle, chosen = balance_cycles(loads, h_preset)
     times = [load.cycle(h) for load, h in zip(loads, chosen, strict=True)]
     assert max(times) == cycle
     assert (max(times) - min(times), max(times), -sum(chosen)) == brute_force(loads, h_preset)
@@ -218,7 +218,7 @@ def test_workers_of_equal_costs_get_equal_steps(
     costs: list[tuple[int, int, int]], h_preset: int, h_max: int
 ) -> None:
     loads = [Load(*cost, h_max) for cost in costs]
-    _, chosen = balance([*loads, *loads], h_preset)
+    _, chosen = balance_cycles([*loads, *loads], h_preset)
     assert chosen[: len(loads)] == chosen[len(loads) :]
 
 

@@ -14,7 +14,7 @@ from ashl.config.compose import compose
 from ashl.errors import UsageError
 from ashl.planning import instantiate
 from ashl.planning.compile_plan import compile_plan, prepare_plan
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.stage.contract import PULLS
 from ashl.sync.bsp import BSP
 from ashl.sync.rennala import Rennala
@@ -56,7 +56,7 @@ def test_a_run_makes_each_option_once(line: str, monkeypatch: pytest.MonkeyPatch
     assert counts["cluster", json.dumps(plan.cluster, sort_keys=True)] == 1
     assert set(counts.values()) == {1}, "planning"
     before = dict(counts)
-    job = assemble(plan, "cpu", parts, data)
+    job = assemble_job(plan, "cpu", parts, data)
     assert counts == before, "what is planned is what runs"
     assert job.parts is parts
     assert len({id(stage.aggregate) for stage in job.stages}) == 1, "equal specs share an option"

@@ -43,7 +43,7 @@ class Event:
     server_fail: bool = False
 
     @property
-    def what(self) -> list[str]:
+    def changes(self) -> list[str]:
         """Return the names of the changes of this event."""
         return [name for name in ("compute", "link", *FAULTS) if getattr(self, name)]
 
@@ -131,7 +131,7 @@ class Cluster:
     @property
     def fault_kinds(self) -> list[str]:
         """Return the names of the injected faults."""
-        named = {name for event in self.events for name in event.what}
+        named = {name for event in self.events for name in event.changes}
         if self.churn:
             named.add("churn")
         return [name for name in (*FAULTS, "churn") if name in named]
@@ -209,7 +209,7 @@ def check_events(events: Sequence[Event], n: int) -> None:
     """
     running = dict.fromkeys(range(n), True)
     for event in sorted(events, key=lambda event: event.time_s):
-        at, what = f"cluster.events: the event at {event.time_s:g} s", event.what
+        at, what = f"cluster.events: the event at {event.time_s:g} s", event.changes
         if not what:
             raise UsageError(
                 f"{at} changes nothing; add compute=, link= or link_down=, fail: true, rejoin: true"

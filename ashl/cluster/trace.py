@@ -69,11 +69,11 @@ def read_events(
             raise UsageError(
                 f"{at}: the number of cells differs from the first line; give {len(columns)} cells"
             )
-        time_s = number(line["time_s"], "time_s", at)
+        time_s = parse_number(line["time_s"], "time_s", at)
         factors: dict[str, float] = {}
         for column in columns:
             if column in FACTORS and line[column].strip():
-                value = number(line[column], column, at)
+                value = parse_number(line[column], column, at)
                 if value <= 0:
                     raise UsageError(
                         f"{at}: {column}={value:g} is not positive; give a positive number, and"
@@ -83,11 +83,11 @@ def read_events(
                 factors[FACTORS[column]] = (
                     value if unit is None else value / unit if column == "step_s" else unit / value
                 )
-        for worker in workers(line.get("worker", ""), n, at) if factors else ():
+        for worker in parse_workers(line.get("worker", ""), n, at) if factors else ():
             yield {"time_s": time_s, "worker": worker, **factors}
 
 
-def workers(text: str, n: int, at: str) -> range:
+def parse_workers(text: str, n: int, at: str) -> range:
     """Return the workers of a line. Raises: UsageError."""
     if not text.strip():
         return range(n)
@@ -99,7 +99,7 @@ def workers(text: str, n: int, at: str) -> range:
     return range(int(rank), int(rank) + 1)
 
 
-def number(text: str, column: str, at: str) -> float:
+def parse_number(text: str, column: str, at: str) -> float:
     """Return a cell as a finite number. Raises: UsageError."""
     try:
         value = float(text)

@@ -25,7 +25,7 @@ from ashl.optimizer.schedule import Scheduled, with_horizon
 from ashl.overlap.timeline import merge_buckets, untimed_timeline
 from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
-from ashl.planning.instantiate import Job, assemble, layer_groups
+from ashl.planning.instantiate import Job, assemble_job, layer_groups
 from ashl.stage.members import members_of
 
 # Options that all scripts can express; below, the differences by target.
@@ -67,7 +67,7 @@ def render_script(folder: Path, to: str, name: str) -> str:
             f"{folder} is no folder of a run (it has no plan.json); name one, as runs/<date>/<run>."
         )
     plan = read_plan(str(folder / "plan.json"))
-    job = assemble(plan, HOST)
+    job = assemble_job(plan, HOST)
     if obstacle := find_obstacle(plan, job, to):
         able = " and ".join(
             f"--to {other}" for other in TARGETS if not find_obstacle(plan, job, other)

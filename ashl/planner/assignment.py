@@ -29,7 +29,7 @@ def assignment_of(row: Sequence[float]) -> Assignment:
     )
 
 
-class Assigned(Protocol):
+class CurrentWork(Protocol):
     """The part of a worker's current assignment that a planner compares."""
 
     @property
@@ -69,7 +69,7 @@ class Planner(Contract, group="planner"):
     def replan(
         self,
         state: Any,
-        current: Sequence[Assigned],
+        current: Sequence[CurrentWork],
         h_preset: int,
         r_preset: float | None,
         payload: Payload,

@@ -45,12 +45,13 @@ class Load(NamedTuple):
     def cycle(self, steps: int) -> int:
         return steps * self.step + self.base
 
-    def fill(self, cycle: int) -> int:
+    def steps_within(self, cycle: int) -> int:
         """Return the largest number of steps that fits into `cycle`, at least 1."""
         fit = max(1, (cycle - self.base) // self.step)
         return fit if self.most is None else min(fit, self.most)
 
-    def reach(self, steps: int) -> int:
+    def longest_cycle(self, steps: int) -> int:
+        """Return the cycle with these steps and the dense update."""
         return self.cycle(steps) + self.room
 
 
@@ -74,7 +75,7 @@ class Balanced(Planner):
             Load(c.step, c.cycle(0, least), c.push_of(whole) - c.push_of(least), self.h_max)
             for c in costs
         ]
-        cycle, steps = balance(loads, h_preset)
+        cycle, steps = balance_cycles(loads, h_preset)
         ratios = []
         for c, load, h in zip(costs, loads, steps, strict=True):
             spare = max(0, cycle - load.cycle(h))
@@ -86,26 +87,29 @@ class Balanced(Planner):
         return assignments(costs, steps, ratios, payload)
 
 
-def balance(loads: Sequence[Load], h_preset: int) -> tuple[int, list[int]]:
+def balance_cycles(loads: Sequence[Load], h_preset: int) -> tuple[int, list[int]]:
     """Return the common cycle with the least spread, and each worker's steps in it."""
     anchor, anchor_steps = anchor_of(loads, h_preset)
     loads = [load._replace(most=anchor_steps) if load == loads[anchor] else load for load in loads]
     start = max(loads[anchor].cycle(anchor_steps), *(load.cycle(1) for load in loads))
-    now = [(load, load.fill(start)) for load in loads]
-    # least reach of the workers that are at their bound
-    final = min(load.reach(h) for load, h in now if h == load.most)
+    at_start = [(load, load.steps_within(start)) for load in loads]
+    # shortest of the longest cycles of the workers that are at their bound
+    final = min(load.longest_cycle(h) for load, h in at_start if h == load.most)
     more = sorted(
-        (load.cycle(h + 1), load.reach(h), load.room) for load, h in now if h != load.most
+        (load.cycle(h + 1), load.longest_cycle(h), load.room)
+        for load, h in at_start
+        if h != load.most
     )
-    # With one more step of the first k workers: the least reach of the other workers (behind) and
-    # of these k (ahead).
-    behind = list(accumulate((reach for _, reach, _ in reversed(more)), min, initial=final))[::-1]
+    # With one more step of the first k workers: the shortest of the longest cycles of the other
+    # workers (behind) and of these k (ahead).
+    longest = [own for _, own, _ in reversed(more)]
+    behind = [*accumulate(longest, min, initial=final)][::-1]
     ahead = accumulate((cycle + room for cycle, _, room in more), min, initial=final)
     times = [start, *(cycle for cycle, _, _ in more)]
     best = min(
         (max(0, time - min(low)), time) for time, *low in zip(times, behind, ahead, strict=True)
     )
-    return best[1], [load.fill(best[1]) for load in loads]
+    return best[1], [load.steps_within(best[1]) for load in loads]
 
 
 def anchor_of(loads: Sequence[Load], h_preset: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ashl.plan.profile import Profile
-from ashl.planner.assignment import Assigned, Assignment, Planner
+from ashl.planner.assignment import Assignment, CurrentWork, Planner
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Hidden(Planner):
     def replan(
         self,
         state: Any,
-        current: Sequence[Assigned],
+        current: Sequence[CurrentWork],
         h_preset: int,
         r_preset: float | None,
         payload: Callable[[float], float],

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from ashl.option import Count, NonNegative, option
 from ashl.plan.profile import Profile, WorkerProfile
-from ashl.planner.assignment import Assigned, Assignment, Planner, assignments, costs_of
+from ashl.planner.assignment import Assignment, CurrentWork, Planner, assignments, costs_of
 from ashl.planner.balanced import Balanced
 
 
@@ -110,7 +110,7 @@ class Online(Planner):
     def replan(
         self,
         state: Averages,
-        current: Sequence[Assigned],
+        current: Sequence[CurrentWork],
         h_preset: int,
         r_preset: float | None,
         payload: Callable[[float], float],

@@ -60,7 +60,7 @@ from ashl.planning.instantiate import (
     with_shards,
 )
 from ashl.planning.overlap_plan import plan_overlap
-from ashl.planning.predict import predict
+from ashl.planning.predict import predict_stage
 from ashl.planning.reduction_algorithm import note_reduction_times
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
 from ashl.planning.without_effect import EffectContext, check_effects
@@ -348,7 +348,7 @@ def add_prediction(
     size_only = size_only_trainer(plan, parts, epoch_samples)
     stages = bind_stages(plan, parts, [size_only] * len(plan.stages), deal)
     with own_faults(plan.allow_targets, AshlError):  # the run fails before it has begun
-        plan = replace(plan, stages=tuple(predict(stage, cluster, batch) for stage in stages))
+        plan = replace(plan, stages=tuple(predict_stage(stage, cluster, batch) for stage in stages))
     return replace(plan, predicted_s=predict_duration_s(plan, epoch_samples))
 
 

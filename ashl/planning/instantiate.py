@@ -448,7 +448,9 @@ def check_writes(learner: Learner, sync: Rule) -> None:
         )
 
 
-def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | None = None) -> Job:
+def assemble_job(
+    plan: Plan, device: str, parts: Parts | None = None, data: Data | None = None
+) -> Job:
     """Return the objects with which a process runs or evaluates a plan.
 
     Args: `parts` and `data` are options and data that exist already, or None.

@@ -193,7 +193,7 @@ def truncate_stage(stage: StageConfig) -> StageConfig:
     return replace(stage, plan=replace(stage.plan, workers=workers))
 
 
-def predict(stage: StageConfig, cluster: Cluster, batch: int) -> StagePlan:
+def predict_stage(stage: StageConfig, cluster: Cluster, batch: int) -> StagePlan:
     """Return the stage's plan with each worker's cycle, and long-run steps/s and wait share."""
     plan, n = stage.plan, stage.num_workers
     stage = truncate_stage(stage)

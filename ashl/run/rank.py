@@ -40,7 +40,7 @@ from ashl.planning.compatibility import (
     survives_failure,
 )
 from ashl.planning.device import device_of, use_device, uses_nccl
-from ashl.planning.instantiate import Parts, assemble, parts_of
+from ashl.planning.instantiate import Parts, assemble_job, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import StoreAddress, StoreClient
 from ashl.run.checkpoints import RestorePoint, await_restore_point, first_epoch
@@ -252,7 +252,7 @@ def classify_error(error: Exception) -> tuple[bool, int | None]:
 
 def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[StageConfig, ...]:
     """Return the stages for this rank."""
-    stages = assemble(plan, settings.device, parts).stages
+    stages = assemble_job(plan, settings.device, parts).stages
     if not survives_failure(parts):
         return stages
     return tuple(replace(stage, elastic=True) for stage in stages)
@@ -522,7 +522,7 @@ def process_groups(
 def step_here_s(plan: Plan, parts: Parts, data: Data) -> float:
     """Return the seconds of a local step of worker 0 in this process: the median of five."""
     torch.set_num_threads(parts.runtime.threads)
-    trainer = assemble(plan, device_of(parts.runtime), parts, data).stages[0].trainer
+    trainer = assemble_job(plan, device_of(parts.runtime), parts, data).stages[0].trainer
     assert isinstance(trainer, Trainer)
     warm_up(trainer, 0)
     params, moments = trainer.init()
@@ -537,7 +537,7 @@ def evaluation_here(plan: Plan, parts: Parts, data: Data) -> tuple[float, float]
     """Return the seconds of one evaluation of the initial model in this process, and its training
     loss.
     """
-    learner = assemble(plan, device_of(parts.runtime), parts, data).learner
+    learner = assemble_job(plan, device_of(parts.runtime), parts, data).learner
     loss = learner.evaluate(learner.init())["train_loss"]  # allocates memory, so it is not timed
     began_s = time.perf_counter()
     learner.evaluate(learner.init())

@@ -29,7 +29,7 @@ from ashl.launch.environment import JobMembership, read_membership
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.device import device_of
-from ashl.planning.instantiate import Job, assemble
+from ashl.planning.instantiate import Job, assemble_job
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
@@ -103,7 +103,7 @@ def run(
     torch.set_num_threads(parts.runtime.threads)
     with jobs.sharing_error(job, lead and lead.store):
         device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
-        whole = assemble(plan, device, parts, data)
+        whole = assemble_job(plan, device, parts, data)
         if resume is not None:
             close_killed(resume)
         resume, origin, plan = resolve_resume(

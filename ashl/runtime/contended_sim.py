@@ -270,7 +270,7 @@ class ContendedSim(Sim):
         posted_ns = self.now_ns
         working = set(group)  # members that have not done their share
 
-        def begin(_: None) -> None:
+        def begin_shares(_: None) -> None:
             for rank in group:
                 self._contention[rank].add(
                     COLLECTIVE, (cost, partial(end_share, rank)), self.now_ns
@@ -280,9 +280,9 @@ class ContendedSim(Sim):
         def end_share(rank: int, began_ns: int) -> None:
             working.discard(rank)
             if not working:
-                self._schedule(max(start + cost, self.now_ns), end, None)
+                self._schedule(max(start + cost, self.now_ns), end_collective, None)
 
-        def end(_: None) -> None:
+        def end_collective(_: None) -> None:
             collective_queue.free_ns = self.now_ns
             broken = self._is_broken(group, posted_ns)
             for place, rank in enumerate(group):
@@ -294,7 +294,7 @@ class ContendedSim(Sim):
                 self._schedule(self.now_ns, member, value)
             self._schedule_last(self.now_ns, self._serve_queue, collective_queue)
 
-        self._schedule(start, begin, None)
+        self._schedule(start, begin_shares, None)
 
     def _handover_ns(self, posted: Posted) -> int:
         """Return the cost of handing a collective to a thread: 0 if the main task of each member

@@ -126,7 +126,7 @@ def split(value: Any) -> tuple[str, list[Tensor]]:
             key = item.data_ptr(), item.numel(), item.dtype, item.stride()
             if key not in numbers or not item.numel():  # empty tensors have no memory of their own
                 numbers[key] = len(tensors)
-                tensors.append(own_memory(item).flatten())
+                tensors.append(with_own_memory(item).flatten())
             return {KIND: TENSOR, ITEMS: numbers[key], SHAPE: [*item.shape]}
         if isinstance(item, dict):
             return {key: replace_tensors(part) for key, part in item.items()}
@@ -135,7 +135,7 @@ def split(value: Any) -> tuple[str, list[Tensor]]:
     return json.dumps(replace_tensors(value)), tensors
 
 
-def own_memory(tensor: Tensor) -> Tensor:
+def with_own_memory(tensor: Tensor) -> Tensor:
     """Return a tensor that shares its memory with no other: a view is copied."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)

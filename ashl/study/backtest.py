@@ -29,7 +29,7 @@ from ashl.device import HOST
 from ashl.errors import UsageError, unwritable
 from ashl.option import Count, Natural, Positive, option
 from ashl.planning.compile_plan import compile_plan
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.report.figures import draw_predictions
 from ashl.run.virtual import observe
 from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd
@@ -206,7 +206,7 @@ def simulate(settings: tuple[str, ...], model_bytes: float | None) -> RoundObser
         config = {**config, "cluster": {**cluster, **slower}}
     plan, observer = compile_plan(config), RoundObserver()
     assert 4 * plan.num_params == MODEL_BYTES
-    observe(plan, assemble(plan, HOST), observer)
+    observe(plan, assemble_job(plan, HOST), observer)
     return observer
 
 

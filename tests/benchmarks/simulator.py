@@ -29,7 +29,7 @@ from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan, prepare_plan
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.runtime.parallel_sim import count_cores, use_cores
 from ashl.runtime.sim import Sim
 from ashl.stage.program import run_stages
@@ -80,7 +80,7 @@ TIMED = {  # overrides of runs without gradients
 
 def simulation(plan: Plan, cores: int = 1, device: str = "cpu") -> Callable[[], Sim]:
     """A run of the plan in virtual time, with nobody who evaluates or writes."""
-    job = assemble(plan, device)
+    job = assemble_job(plan, device)
     cluster = construct(plan.cluster, "cluster")
     stage = job.stages[0]
 

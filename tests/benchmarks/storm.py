@@ -35,7 +35,7 @@ from pathlib import Path
 
 import torch
 
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.tracking import jsonl
 from tests.benchmarks.table import show, write_csv
 from tests.disturbed import ranks_of
@@ -272,7 +272,7 @@ class TorchftRun:
         if not finals:
             return None, end
         newest = max(finals, key=lambda final: final["step"])
-        learner = assemble(planned(*WORKLOAD), "cpu").learner
+        learner = assemble_job(planned(*WORKLOAD), "cpu").learner
         return learner.evaluate(newest["parameters"])["train_loss"], end
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import TCPStore
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from ashl.planning.instantiate import Job, assemble
+from ashl.planning.instantiate import Job, assemble_job
 from tests.support import planned
 
 # default of the command `torchft_lighthouse`; the class of the same name has another one
@@ -56,7 +56,7 @@ def replica(asked: argparse.Namespace) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     torch.set_num_threads(1)
-    job = assemble(planned(*asked.setting), "cpu")
+    job = assemble_job(planned(*asked.setting), "cpu")
     model = job.parts.model.build(job.data.sample_shape, job.data.num_classes)
     vector_to_parameters(job.learner.init().clone(), model.parameters())
     sgd = torch.optim.SGD(model.parameters(), lr=asked.lr)

@@ -14,7 +14,7 @@ import torch
 
 from ashl.cli.app import main
 from ashl.plan.plan import Plan
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.stage.members import members_of
 from ashl.tracking import jsonl
 from tests.cli.test_worker_failures import check_return
@@ -81,7 +81,9 @@ def test_sums_after_a_loss_are_those_of_the_others_alone(
         (worker, 0.3, "declared")
     ]
     by = Averaged if "sync=pr_sgd_momentum" in mode else Alone
-    alone = by(assemble(Plan.from_json((workplace / "run/plan.json").read_text()), "cpu").stages[0])
+    alone = by(
+        assemble_job(Plan.from_json((workplace / "run/plan.json").read_text()), "cpu").stages[0]
+    )
     with_it, others = (
         summary["workers"][worker]["commits"],
         [rank for rank in range(3) if rank != worker],
@@ -125,7 +127,7 @@ def test_sums_after_a_rejoin_are_those_of_all_from_that_state(
     assert (code, err) == (0, ""), err
     run = workplace / "run"
     summary = check_return(run, rank, "was killed by SIGKILL")
-    alone = Alone(assemble(Plan.from_json((run / "plan.json").read_text()), "cpu").stages[0])
+    alone = Alone(assemble_job(Plan.from_json((run / "plan.json").read_text()), "cpu").stages[0])
     rejoined_s, merges = summary["failed_workers"][0]["rejoined_s"], summary["commits"]
     events = jsonl.read(run / "events.jsonl")
     first = min(

@@ -22,7 +22,7 @@ from ashl.errors import UsageError
 from ashl.plan.plan import Plan
 from ashl.planning import device
 from ashl.planning.compatibility import survives_failure
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Counts, Record, Snapshot, StageEnd
 from ashl.runtime.throttle import Throttle
@@ -124,7 +124,7 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
     carrier = Strict(rank)
 
     def played(number: int, plan: str) -> tuple[int | None, str | None, int]:
-        job = assemble(Plan.from_json(plan), HOST)
+        job = assemble_job(Plan.from_json(plan), HOST)
         carrier.thread, carrier.carried, seen = None, 0, Seen()
         kernel = TorchKernel(
             rank,
@@ -181,7 +181,7 @@ def test_where_nccl_carries_messages(monkeypatch) -> None:
     """
     monkeypatch.setattr(device, "device_of", lambda runtime: "cuda:0")
     monkeypatch.setattr(device, "nccl_available", lambda: True)
-    parts = assemble(planned(*RUN, "sync=ssp"), HOST).parts
+    parts = assemble_job(planned(*RUN, "sync=ssp"), HOST).parts
     server, own = parts.stages[0].topology, parts.runtime
     asked = replace(own, backend="nccl")
     assert not device.uses_nccl(own, server, parts.cluster), (

@@ -14,7 +14,7 @@ from ashl.compression.contract import EncodeContext
 from ashl.compression.grid import Grid
 from ashl.compression.payload import PayloadError, read_payload
 from ashl.data.quadratic import optimum
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.size_only import SizeOnly
 from ashl.sync import asylpg, spy
 from ashl.sync.asylpg import read_model
@@ -39,7 +39,7 @@ ASYLPG = ("sync=asylpg", "compression=grid", "compression.bits=4")
 
 
 def from_optimum(ran: Ran) -> float:
-    return float((ran.params - optimum(assemble(ran.plan, "cpu").data)[0]).norm())
+    return float((ran.params - optimum(assemble_job(ran.plan, "cpu").data)[0]).norm())
 
 
 def test_it_is_exact_where_asynchronous_sgd_stalls() -> None:
@@ -57,7 +57,7 @@ def test_bits_change_how_many_are_sent_and_hardly_the_way() -> None:
     base = (*PLAIN, "sync=asylpg", "optimizer.lr=0.1", "stop.epochs=8", "model=linear")
     low = simulated(*base, "compression=grid", "compression.bits=6")
     exact = simulated(*base, "sync.mu=null")
-    first = assemble(exact.plan, "cpu").learner.init()
+    first = assemble_job(exact.plan, "cpu").learner.init()
     assert float((low.params - exact.params).norm()) < 0.15 * float((exact.params - first).norm())
     low_bytes, dense = (
         [sum(r[key] for r in ran.of("TimeTotals")[:4]) for key in ("bytes_up", "bytes_down")]
@@ -112,7 +112,7 @@ def test_spy_finds_the_sparse_optimum_and_its_zeros(
     )
     ran = simulated(*chosen, "dataset.batch_size=240", "cluster.jitter=0")
     x = ran.params
-    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    trainer = assemble_job(ran.plan, "cpu").stages[0].trainer
     slope = sum(trainer.full_gradient(x, rank, 240)[1] for rank in members) / len(members)
     zero = x == 0
     assert 3 < int(zero.sum()) < len(x)

@@ -4,7 +4,7 @@ from functools import cache, partial
 
 import torch
 
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from tests.support import simulated
 
 BASE = (
@@ -41,7 +41,7 @@ def test_all_workers_continue_from_one_mean_momentum():
         f"optimizer.momentum={mu}", "optimizer.weight_decay=0", f"optimizer.lr={lr}", f"stop.steps={2 * h * rounds}",
         "cluster.compute=[1,1]", "cluster.link=null",
     )  # fmt: skip
-    stage = assemble(ran.plan, "cpu").stages[0]
+    stage = assemble_job(ran.plan, "cpu").stages[0]
     trainer, batch = stage.trainer, stage.worker(0).batch
     w, (m,) = trainer.init()
     for k in range(rounds):

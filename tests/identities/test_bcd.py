@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ashl.optimizer.bcd import flat, padded, weights_of
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from tests.conf_option import conf_option
 from tests.support import planned, simulated
 
@@ -29,7 +29,7 @@ def test_every_block_is_where_the_objective_is_least() -> None:
     either.
     """
     rule = conf_option("optimizer", "bcd", gamma=0.5, rho=0.7, ridge=1e-9)
-    trainer = assemble(planned(*SMALL, "model.hidden=[5,4]"), "cpu").stages[0].trainer
+    trainer = assemble_job(planned(*SMALL, "model.hidden=[5,4]"), "cpu").stages[0].trainer
     params, moments = trainer.learner.init(), rule.shaped(trainer.learner.layers)
     inputs, targets = (x.double() for x in trainer.learner.samples(trainer.batches[0].shard[:60]))
     _, blocks, means = rule.sweep(params, moments, None, inputs, targets)

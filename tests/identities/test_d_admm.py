@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ashl.data.quadratic import optimum
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.sync import d_admm
 from ashl.topology.graph import edge
 from tests.support import simulated
@@ -54,7 +54,7 @@ def test_duals_add_up_to_zero(form: tuple[str, ...], monkeypatch: pytest.MonkeyP
 def test_it_finds_the_optimum_where_d_psgd_does_not() -> None:
     admm = simulated(*EXACT, "sync=d_admm", "stop.steps=3200")
     psgd = simulated(*EXACT, "sync=d_psgd", "sync.local_steps=4", "stop.steps=3200")
-    best, _ = optimum(assemble(admm.plan, "cpu").data)
+    best, _ = optimum(assemble_job(admm.plan, "cpu").data)
     assert float((admm.params - best).norm()) < 1e-3
     assert admm.snapshots[-1][0]["consensus_distance"] < 1e-6
     assert psgd.snapshots[-1][0]["consensus_distance"] > 1e-4, (

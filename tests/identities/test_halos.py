@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ashl.errors import UsageError
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.runtime.effects import ANY
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import Progress
@@ -61,7 +61,7 @@ def test_the_global_server_steps_as_its_rule_says() -> None:
     plan = tree(
         "topology.lr=0.5", "topology.beta=0.25", "stop.steps=8", "runtime.gradients=false"
     ).plan
-    stage = assemble(plan, "cpu").stages[0]
+    stage = assemble_job(plan, "cpu").stages[0]
     one, two, three, four = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     state = GlobalServerState(torch.zeros(5), (), Progress(4))
     for difference in (one, two, three, four):

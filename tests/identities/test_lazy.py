@@ -10,7 +10,7 @@ import torch
 from ashl.compression.contract import EncodeContext
 from ashl.compression.payload import PayloadError
 from ashl.data.quadratic import optimum
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from tests.conf_option import conf_option
 from tests.laws.codecs import bits, vector
 from tests.support import Ran, planned, simulated
@@ -67,7 +67,7 @@ def test_laq_is_the_same_with_and_without_a_server() -> None:
 def test_it_comes_as_far_as_gradient_descent_with_fewer_uploads(bits: str) -> None:
     """A strongly convex problem, conditioned 1 : 10, to the optimum."""
     base = (*QUADRATIC, WHOLE, "compression=laq", f"compression.bits={bits}", "stop.epochs=150")
-    lazy, best = simulated(*base), optimum(assemble(planned(*QUADRATIC), "cpu").data)[0]
+    lazy, best = simulated(*base), optimum(assemble_job(planned(*QUADRATIC), "cpu").data)[0]
     eager = simulated(*QUADRATIC, WHOLE, *LAG, "compression.xi=0", "stop.epochs=150")
     assert float((eager.params - best).norm()) < 1e-5
     assert float((lazy.params - best).norm()) < 1e-5

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ashl.aggregate.weighted import Push
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.stage.progress import Progress
 from ashl.sync.ringleader import Table
 from tests.conf_option import conf_option
@@ -58,7 +58,7 @@ def test_a_catalyst_is_held_to_where_each_run_of_it_began():
         *ONE,
     )
     ran = run(*base, "stop.steps=6")
-    trainer, drawn = assemble(ran.plan, "cpu").stages[0].trainer, 0
+    trainer, drawn = assemble_job(ran.plan, "cpu").stages[0].trainer, 0
     w, moments = trainer.init()
     begin = w
     for step, batch in enumerate([8, 16] * 3):
@@ -115,7 +115,7 @@ def test_a_ringleader_by_hand(discount):
         "cluster.exchange_s=0.2",
     )
     ran = run("sync=ringleader", *timed, *more, "stop.steps=13")
-    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    trainer = assemble_job(ran.plan, "cpu").stages[0].trainer
     w, moments = trainer.init()
     models, steps, seen, version, sums, due = [w] * 3, [0] * 3, [0] * 3, 0, {}, {0, 1, 2}
     for rank in [0, 1, 0, 0, 2, 1, 0, 0, 1, 0, 2, 0, 1]:
@@ -154,7 +154,7 @@ def test_both_ends_of_a_spring_by_hand():
     """Two equal workers push their models one after the other."""
     alpha, two = 0.3, ("cluster.compute=[1,1]", "cluster.link=null", "stop.steps=12")
     ran = run("sync=easgd", "sync.local_steps=2", f"sync.alpha={alpha}", *two)
-    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    trainer = assemble_job(ran.plan, "cpu").stages[0].trainer
     middle, moments = trainer.init()
     own, kept = [middle, middle], [moments, moments]
     for start in (0, 2, 4):

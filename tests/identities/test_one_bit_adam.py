@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ashl.errors import UsageError
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.stage.progress import Progress
 from ashl.sync.zero_one_adam import ZeroOneAdam
 from tests.support import planned, simulated
@@ -28,7 +28,7 @@ def test_without_loss_it_is_adam_over_a_frozen_variance():
     )
     ran = simulated(*MODE, *one, "optimizer=adamw", "optimizer.weight_decay=2")
     ends = [record["steps"] for record in ran.of("StageEnd")]
-    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    trainer = assemble_job(ran.plan, "cpu").stages[0].trainer
     w, moments = trainer.init()
     for step in range(ends[0]):
         _, g = trainer.gradient(w, 0, step)
@@ -99,7 +99,7 @@ def test_0_1_adam_by_hand():
         2
     ] * 2
     assert simulated(*own, "runtime.gradients=false").time_ns == ran.time_ns
-    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    trainer = assemble_job(ran.plan, "cpu").stages[0].trainer
     w, moments = trainer.init()
     for merge, first, last in [*((k, k, k + 1) for k in range(8)), (8, 8, 10), (9, 10, 12)]:
         if merge in (0, 1, 3, 5):

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from tests.support import simulated
 
 whole = partial(
@@ -21,7 +21,7 @@ def test_an_error_feedback_is_its_outer_momentum() -> None:
         "compression.values=fp32",
     )  # of 1,210 elements
     ran = whole("experiment=sparse_loco", *chunk, "stop.steps=24")
-    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    trainer = assemble_job(ran.plan, "cpu").stages[0].trainer
     model, moments = trainer.init()
     kept, left = [moments] * 2, [torch.zeros(10, 121)] * 2
     for first in range(0, 12, 3):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ashl.planning.instantiate import (
-    assemble,
+    assemble_job,
     fragments_of,
     layer_groups,
     parts_of,
@@ -34,7 +34,7 @@ def test_fragments_land_as_the_rule_says() -> None:
     h, tau, alpha, rounds = 3, 2, 0.25, 6
     at = ("overlap.fragments=2", f"overlap.delay={tau}", f"overlap.alpha={alpha}")
     ran = stream(*at, "outer=heavy_ball", "outer.momentum=0.5", f"stop.steps={3 * h * rounds}")
-    stage = assemble(ran.plan, "cpu").stages[0]
+    stage = assemble_job(ran.plan, "cpu").stages[0]
     trainer, fragments = stage.trainer, stage.fragments
     assert sum(fragment.size for fragment in fragments) == trainer.num_params
     model, moments = trainer.init()
@@ -112,7 +112,7 @@ def test_elements_that_were_drawn_are_averaged_and_what_was_learned_meanwhile_is
     ran = run(
         "overlap=loscar", "overlap.share=0.3", f"overlap.delay={q}", f"stop.steps={3 * h * rounds}"
     )
-    stage = assemble(ran.plan, "cpu").stages[0]
+    stage = assemble_job(ran.plan, "cpu").stages[0]
     model, moments = stage.trainer.init()
     own, kept, sent, drawn = [model] * 3, [moments] * 3, [], set()
     for step in range(h * rounds + q):

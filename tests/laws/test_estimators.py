@@ -8,7 +8,7 @@ import torch
 
 from ashl.compression.contract import EncodeContext
 from ashl.learn.trainer import Trainer
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from tests.conf_option import conf_option
 from tests.laws.codecs import bits, decoded
 from tests.support import planned, simulated
@@ -26,7 +26,7 @@ EXACT = ("optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.lr=0.1")
 
 @pytest.fixture(scope="module")
 def trainer() -> Trainer:
-    return assemble(planned(*SMALL), "cpu").stages[0].trainer
+    return assemble_job(planned(*SMALL), "cpu").stages[0].trainer
 
 
 def points(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from ashl.cluster.speed import speed_of
 from ashl.config.construct import construct
 from ashl.device import HOST
 from ashl.errors import UsageError
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.run.evaluation import make_model_set
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
@@ -57,7 +57,7 @@ class Kept(NamedTuple):
 
 def run(ran: Ran, saved: Kept | None = None, device: str = HOST) -> list[Kept]:
     """Run to the end with checkpoints, from one of them or from the beginning; returns them."""
-    job = assemble(ran.plan, device)
+    job = assemble_job(ran.plan, device)
     cluster, stage, kept = construct(ran.plan.cluster, "cluster"), job.stages[0], list[Kept]()
     speed = speed_of(cluster, stage.plan.workers[0].batch, ran.plan.seed)
     costs = make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
@@ -91,7 +91,7 @@ def check_resumes(overrides: Sequence[str], device: str = HOST) -> Ran:
     return that.
     """
     plan = planned(*overrides)
-    learner, stage = assemble(plan, device).learner, assemble(plan, device).stages[0]
+    learner, stage = assemble_job(plan, device).learner, assemble_job(plan, device).stages[0]
     whole = Ran(plan, parts=make_model_set(stage), learner=learner)
     kept = run(whole, device=device)
     assert kept
@@ -157,7 +157,7 @@ def test_a_region_that_is_ready_to_pause_admits_nobody(worker: int, rejoin_s: fl
         f" {{time_s: {rejoin_s}, worker: {worker}, rejoin: true}}]"
     )
     plan = planned(*row("halos"), "cluster.latency_s=0.03", events)
-    stage, waiting = assemble(plan, HOST).stages[0], list[int]()
+    stage, waiting = assemble_job(plan, HOST).stages[0], list[int]()
     for one in run(Ran(plan)):
         ranks, faults = decode(one.content, ("ashl",)), decode(one.faults, ("ashl",))
         server = ranks[stage.topology.server_of(stage, worker)].state
@@ -187,7 +187,7 @@ def test_the_command_resumes_a_run_whose_workers_fail(workplace: Path) -> None:
 def test_a_pause_changes_nothing_of_what_is_learned(name: str) -> None:
     """Workers in synchronous rounds learn the same with checkpoints and without."""
     ran = Ran(planned(*row(name)))
-    ran.parts = make_model_set(assemble(ran.plan, HOST).stages[0])
+    ran.parts = make_model_set(assemble_job(ran.plan, HOST).stages[0])
     assert run(ran)
     assert ran.sha256 == simulated(*row(name)).sha256
 

@@ -15,7 +15,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.option import option
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import check_faults
-from ashl.planning.instantiate import assemble, parts_of
+from ashl.planning.instantiate import assemble_job, parts_of
 from ashl.runtime.churn import Churn
 from ashl.runtime.effects import PEER_FAILED, PeerFailedError
 from ashl.runtime.rank_context import RankContext
@@ -72,7 +72,7 @@ def test_one_at_a_time_the_weights_are_those_of_the_others() -> None:
     ran = run(
         with_events(planned(*RUN, "sync=asp", "stop.steps=60", "aggregate=uniform"), lost(2, 0.3))
     )
-    stage = assemble(ran.plan, "cpu").stages[0]
+    stage = assemble_job(ran.plan, "cpu").stages[0]
     pushes = [type("Push", (), {"worker": rank}) for rank in (0, 1)]
     for members, weight in (((0, 1), 0.5), (None, 1 / 3)):
         work = members_of(stage, members).planned

@@ -8,7 +8,7 @@ import pytest
 from ashl.data.quadratic import optimum
 from ashl.learn.learner import Learner
 from ashl.plan.plan import WorkerPlan
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.topology import parameter_server
 from tests.support import planned, simulated
 
@@ -34,7 +34,7 @@ def shares(workers: Sequence[WorkerPlan]) -> list[float]:
 )
 def test_a_plan_shows_the_shards_that_are(partition: tuple[str, ...]) -> None:
     plan = planned(*ASHL, *partition)
-    for stage, running in zip(plan.stages, assemble(plan, "cpu").stages, strict=True):
+    for stage, running in zip(plan.stages, assemble_job(plan, "cpu").stages, strict=True):
         sizes = [running.trainer.shard_size(rank) for rank in range(3)]
         assert sum(sizes) == TOTAL
         assert shares(stage.workers) == [size / TOTAL for size in sizes]
@@ -99,7 +99,7 @@ def test_fednova_ends_where_the_loss_of_all_samples_is_least() -> None:
     steps = ("sync=local_sgd", "sync.local_steps=plan", "schedule.h_preset=[2]", "planner=paper")
     ran = simulated(*data, *equal, *ends, *steps, "cluster=ashl_paper", "cluster.exchange_s=0.03")
     assert [worker.local_steps for worker in ran.plan.stages[0].workers] == [7, 4, 2]
-    best, _ = optimum(assemble(ran.plan, "cpu").data)
+    best, _ = optimum(assemble_job(ran.plan, "cpu").data)
     assert float((ran.params - best).norm()) < 0.04  # 0.20 where p_i is H_i / Σ H
     # Where nobody waits cycles differ, too: rescaling takes out the one, FedNova's weights the
     # other.

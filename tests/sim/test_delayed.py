@@ -5,7 +5,7 @@ time, their ends.
 import pytest
 import torch
 
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from tests.conf_option import conf_option
 from tests.support import Ran, simulated
 
@@ -24,7 +24,7 @@ LOCAL = ("sync=local_sgd", f"sync.local_steps={STEPS}")
 
 
 def trainer_of(ran: Ran):
-    return assemble(ran.plan, "cpu").stages[0].trainer
+    return assemble_job(ran.plan, "cpu").stages[0].trainer
 
 
 def mean(vectors) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ashl.aggregate.weighted import Push
 from ashl.data.quadratic import optimum
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import halves, joined
 from ashl.stage.contract import StageConfig
@@ -56,7 +56,7 @@ def test_momenta_are_those_of_who_is_there(topology: str) -> None:
     plan = with_events(
         planned(*RUN, *mode, "aggregate=uniform", "outer=nesterov", "stop.steps=99"), *events
     )
-    ran, alone = run(plan), Averaged(assemble(plan, "cpu").stages[0])
+    ran, alone = run(plan), Averaged(assemble_job(plan, "cpu").stages[0])
     found, before, teams = models(ran), [0, 0, 0], list[list[int]]()
     for record, _ in ran.snapshots:
         teams.append([rank for rank in range(3) if record["commits"][rank] > before[rank]])
@@ -102,7 +102,7 @@ def test_a_rejoining_worker_begins_at_the_servers_model() -> None:
     """The models equal the formula to the bit; those of the others and the server do not change."""
     mode = ("sync=easgd", "sync.local_steps=2", "optimizer.momentum=0.9", "stop.steps=90")
     plan = with_events(planned(*RUN, *mode), lost(0, 0.5), back(0, 0.93))
-    ran, stage = run(plan), assemble(plan, "cpu").stages[0]
+    ran, stage = run(plan), assemble_job(plan, "cpu").stages[0]
     assert isinstance(stage.sync, EASGD)
     centre, moments = stage.trainer.init()
     workers, own, history = [WorkerState(centre, moments) for _ in range(3)], [centre] * 3, [centre]
@@ -157,7 +157,7 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
     monkeypatch.setattr(Gradients, "without", failing)
     monkeypatch.setattr(Gradients, "with_joined", joining)
     ran = run(plan)
-    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    trainer = assemble_job(ran.plan, "cpu").stages[0].trainer
     params, moments = trainer.init()
     there, due, now, later, dropped = {0, 1, 2}, {0, 1, 2}, dict[int, list](), dict[int, list](), 0
     used = False
@@ -249,8 +249,8 @@ def test_it_still_comes_to_the_optimum() -> None:
     )
     ran = run(with_events(plan, *events, back(1, 1.2 * half_s)))
     assert len(ran.of("WorkerFailed")) == len(ran.of("WorkerRejoined")) == 3
-    best, _ = optimum(assemble(plan, "cpu").data)
-    first = assemble(plan, "cpu").learner.init()
+    best, _ = optimum(assemble_job(plan, "cpu").data)
+    first = assemble_job(plan, "cpu").learner.init()
     apart = [float((params - best).norm()) for params in (first, whole.params, ran.params)]
     assert apart[2] < 1e-3 * apart[0]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ashl.errors import UsageError
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.members import hold_batch
 from ashl.topology.local_work import split_batch
@@ -61,7 +61,7 @@ def test_the_gradient_is_that_of_all_samples(topology: str) -> None:
     """After the failure two workers compute 24 samples each, in two minibatches of 12."""
     plan = planned(*KEEPS, f"topology={topology}", "stop.steps=40")
     ran = run(with_events(plan, lost(2, 0.31)))
-    stage = assemble(plan, "cpu").stages[0]
+    stage = assemble_job(plan, "cpu").stages[0]
     with_it = ran.end["commits"][2]
     assert 1 < with_it < ran.end["merges"] - 2
     smaller = with_it + (topology == "parameter_server")  # rounds with the planned batches

@@ -18,7 +18,7 @@ from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.overlap.none import Serial
 from ashl.overlap.timeline import buckets_of_tensors, merge_buckets
 from ashl.plan.plan import SERIAL
-from ashl.planning.instantiate import assemble, link_of
+from ashl.planning.instantiate import assemble_job, link_of
 from ashl.planning.step_timelines import make_timeline
 from ashl.stage.contract import StageConfig
 from tests.conf_option import conf_option
@@ -150,7 +150,7 @@ BASE = planned(  # two equal workers
     "cluster.bandwidth_mbit_s=20",
     "cluster.latency_s=0.0005",
 )
-BOUND = assemble(BASE, "cpu").stages[0]
+BOUND = assemble_job(BASE, "cpu").stages[0]
 
 
 @given(

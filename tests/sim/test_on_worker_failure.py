@@ -14,7 +14,7 @@ from ashl.data.batches import Batches
 from ashl.data.partition import handed
 from ashl.errors import UsageError
 from ashl.learn.trainer import Trainer
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.stage.members import assign, members_of, survivors
 from tests.support import planned, run
 
@@ -65,7 +65,7 @@ def drawn(
     worker's data.
     """
     plan = planned(*RUN, *mode.split(), f"runtime.on_worker_failure={on_worker_failure}")
-    trainer = assemble(plan, "cpu").stages[0].trainer
+    trainer = assemble_job(plan, "cpu").stages[0].trainer
     streams = [list(of.batches) for of in (trainer, trainer.redistribute(frozenset({LOST})))]
     found, span = defaultdict(list), Batches.span
 
@@ -123,14 +123,14 @@ def test_weights_by_the_data_follow_them() -> None:
         "runtime.on_worker_failure=reshard",
         "dataset.partition=iid",
     )
-    stage = assemble(plan, "cpu").stages[0]
+    stage = assemble_job(plan, "cpu").stages[0]
     work = members_of(stage, survivors(stage, {LOST})).planned
     assert [w.data_share for w in work.workers] == pytest.approx([1 / 3, 1 / 3, 1 / 4, 1 / 3], 1e-2)
     assert members_of(stage).planned.workers == stage.plan.workers
 
 
 def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge() -> None:
-    stage = assemble(planned(*RUN, "runtime.on_worker_failure=reshard"), "cpu").stages[0]
+    stage = assemble_job(planned(*RUN, "runtime.on_worker_failure=reshard"), "cpu").stages[0]
     trainer = cast("Trainer", stage.trainer)
     found = [trainer.redistribute(frozenset(failed)) for failed in ({LOST}, {LOST}, {0}, {LOST})]
     assert found[0] is found[1] is found[3]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.runtime.sums import sum_in_rank_order
@@ -137,7 +137,7 @@ def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], rank
     one replaces it.
     """
     plan = with_events(planned(*RING, *mode, "stop.steps=42"), lost(rank, 0.51))
-    ran, alone = run(plan), Alone(assemble(plan, "cpu").stages[0])
+    ran, alone = run(plan), Alone(assemble_job(plan, "cpu").stages[0])
     others, with_it = [r for r in range(3) if r != rank], ran.end["commits"][rank]
     found, merges = models(ran), ran.end["merges"]
     assert 1 < with_it < merges - 2
@@ -167,7 +167,7 @@ def test_rounds_at_a_server_after_a_loss_are_those_of_the_others(
     mode: tuple[str, ...], fails_s: float
 ) -> None:
     plan = with_events(planned(*RUN, *mode, "stop.steps=40", "aggregate=uniform"), lost(2, fails_s))
-    stage = assemble(plan, "cpu").stages[0]
+    stage = assemble_job(plan, "cpu").stages[0]
     ran, alone = run(plan), Alone(stage) if stage.delayed_overlap is None else AloneLate(stage)
     with_it, found = ran.end["commits"][2], models(ran)
     assert 1 < with_it < ran.end["merges"] - 2
@@ -187,7 +187,7 @@ def test_rounds_at_a_server_after_a_loss_are_those_of_the_others(
 )
 def test_who_comes_takes_part_from_the_next_round_on(mode: tuple[str, ...]) -> None:
     plan = with_events(planned(*RING, *mode, "stop.steps=75"), lost(0, 0.31), back(0, 0.62))
-    ran, alone = run(plan), Alone(assemble(plan, "cpu").stages[0])
+    ran, alone = run(plan), Alone(assemble_job(plan, "cpu").stages[0])
     found, merges, h = models(ran), ran.end["merges"], members_of(alone.stage).planned.steps[0]
     with_it = sum(r["rank"] == 0 and r["end_ns"] < 310_000_000 for r in ran.of("Round"))
     again = with_it + merges - ran.end["commits"][0]

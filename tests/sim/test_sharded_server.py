@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from ashl.planning.instantiate import assemble
+from ashl.planning.instantiate import assemble_job
 from ashl.topology import sharded_server
 from ashl.topology.parameter_server import on_push
 from ashl.topology.sharded_server import ShardedServer
@@ -118,7 +118,7 @@ def test_each_piece_is_a_message_of_its_own() -> None:
     )
     one = ("cluster.num_workers=1", "compression=topk", "compression.ratio=0.2", *plain)
     ran = several("sync=bsp", *one)
-    stage = assemble(ran.plan, "cpu").stages[0]
+    stage = assemble_job(ran.plan, "cpu").stages[0]
     model, _ = stage.trainer.init()
     halves = [held.runs[0] for held in stage.fragments]
     left = torch.zeros_like(model)
