@@ -31,7 +31,7 @@ from ashl.run.handshake import (
     server_note,
     settings_in_common,
 )
-from ashl.run.interface import Chosen
+from ashl.run.interface import Interface
 from ashl.run.job import await_place, place_key, sharing_error
 from ashl.run.join import Place
 from ashl.run.rank import RankSettings
@@ -455,9 +455,9 @@ def two_cards(monkeypatch) -> None:
 
 def test_an_interface_that_is_named(two_cards, monkeypatch) -> None:
     assert interface.find_configured(None) is None
-    assert interface.find_configured("eth1") == Chosen("eth1", "10.0.0.7", "runtime.interface")
+    assert interface.find_configured("eth1") == Interface("eth1", "10.0.0.7", "runtime.interface")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,eth1")
-    assert interface.find_configured(None) == Chosen(
+    assert interface.find_configured(None) == Interface(
         "eth0,eth1", "192.168.0.7", "GLOO_SOCKET_IFNAME"
     )
     with pytest.raises(
@@ -473,14 +473,14 @@ def test_the_interface_that_leads_to_the_master() -> None:
     for host in ("127.0.0.1", "127.0.1.1", "localhost"):
         found = interface.find_route(host)
         assert found is not None
-        assert (found.name, found.loopback) == ("lo", True)
+        assert (found.name, found.is_loopback) == ("lo", True)
     assert interface.find_route("no.such.host.invalid") is None
 
 
 def test_loopback_leads_to_no_other_machine(monkeypatch) -> None:
-    routes = {"10.0.0.8": Chosen("eth1", "10.0.0.7"), "10.9.9.9": None}
+    routes = {"10.0.0.8": Interface("eth1", "10.0.0.7"), "10.9.9.9": None}
     monkeypatch.setattr(interface, "find_route", lambda host: routes[host])
-    lo, card = Chosen("lo", "127.0.1.1"), Chosen("eth0", "192.168.0.7")
+    lo, card = Interface("lo", "127.0.1.1"), Interface("eth0", "192.168.0.7")
     assert (
         interface.replace_loopback(lo, ["127.0.1.1", None, "10.9.9.9", "10.0.0.8"])
         == routes["10.0.0.8"]
@@ -503,10 +503,10 @@ def test_an_interface_is_for_gloo_and_nccl(monkeypatch) -> None:
         monkeypatch.delenv(name)
     interface.use_interface(None)
     assert interface.GLOO not in os.environ
-    interface.use_interface(Chosen("eth1", "10.0.0.7"))
+    interface.use_interface(Interface("eth1", "10.0.0.7"))
     assert (os.environ[interface.GLOO], os.environ[interface.NCCL]) == ("eth1", "=eth1")
     monkeypatch.setenv(interface.NCCL, "ib0")
-    interface.use_interface(Chosen("eth1", "10.0.0.7", interface.GLOO))
+    interface.use_interface(Interface("eth1", "10.0.0.7", interface.GLOO))
     assert os.environ[interface.NCCL] == "ib0"
-    interface.use_interface(Chosen("eth1", "10.0.0.7", interface.KEY))
+    interface.use_interface(Interface("eth1", "10.0.0.7", interface.KEY))
     assert os.environ[interface.NCCL] == "=eth1"

@@ -129,7 +129,7 @@ class Connection:
 
     __del__ = close
 
-    def _move(self, operation: Callable[[memoryview], int], content: memoryview) -> None:
+    def _move_bytes(self, operation: Callable[[memoryview], int], content: memoryview) -> None:
         """Repeat an operation of the socket until it has moved all bytes of `content`."""
         ticks = 0
         while content:
@@ -149,12 +149,12 @@ class Connection:
                 ticks = 0
 
     def send(self, content: bytes | memoryview) -> None:
-        self._move(self._link.send, memoryview(content))
+        self._move_bytes(self._link.send, memoryview(content))
 
     def receive(self, nbytes: int) -> bytearray:
         """Return exactly this number of bytes."""
         content = bytearray(nbytes)
-        self._move(self._link.recv_into, memoryview(content))
+        self._move_bytes(self._link.recv_into, memoryview(content))
         return content
 
     def send_message(self, *values: Any) -> None:

@@ -287,7 +287,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._flush_lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._loop, daemon=True, name="reporter")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="reporter")
         self._thread.start()
 
     def emit(self, record: Record, content: Any = None) -> None:
@@ -355,7 +355,7 @@ class Reporter:
         self.learner.shown = None
         self.learner.wants_state = True
 
-    def _loop(self) -> None:
+    def _run(self) -> None:
         while not self._closed.wait(EVERY_S):
             self._try_flush()
 
@@ -364,9 +364,9 @@ class Reporter:
         try:
             self._report([]) if self._broken else self._flush()
         except Exception as error:
-            self._fail(error)
+            self._report_failure(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         """Report that this rank's records cannot be sent, so that the run ends for this reason and
         not for missed heartbeats.
         """

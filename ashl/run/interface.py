@@ -24,7 +24,7 @@ ANY_PORT = 9  # the discard port; no packet is sent
 LOOPBACK_S = 5.0  # seconds to connect within this machine
 
 
-class Chosen(NamedTuple):
+class Interface(NamedTuple):
     """An interface with its address, and the key or variable that names it, if one does."""
 
     name: str
@@ -32,7 +32,7 @@ class Chosen(NamedTuple):
     by: str | None = None
 
     @property
-    def loopback(self) -> bool:
+    def is_loopback(self) -> bool:
         return is_loopback(self.address)
 
 
@@ -66,7 +66,7 @@ def check_loopback(by: str) -> None:
         ) from error
 
 
-def find_configured(wanted: str | None) -> Chosen | None:
+def find_configured(wanted: str | None) -> Interface | None:
     """Find the interface of runtime.interface (`wanted`), else of GLOO_SOCKET_IFNAME; None
     without either.
 
@@ -83,10 +83,10 @@ def find_configured(wanted: str | None) -> Chosen | None:
                 f"{by}={names}, and {socket.gethostname()} has no interface {name!r} with an"
                 f" address; there are: {having}"
             )
-    return Chosen(names, there[names.split(",")[0]][0], by)
+    return Interface(names, there[names.split(",")[0]][0], by)
 
 
-def choose_interface(wanted: str | None, host: str, port: int = ANY_PORT) -> Chosen | None:
+def choose_interface(wanted: str | None, host: str, port: int = ANY_PORT) -> Interface | None:
     """Return the interface that is configured, else that of the route to a host; None without both.
 
     Args: wanted, runtime.interface.   Raises: as `find_configured`.
@@ -94,7 +94,7 @@ def choose_interface(wanted: str | None, host: str, port: int = ANY_PORT) -> Cho
     return find_configured(wanted) or find_route(host, port)
 
 
-def find_route(host: str, port: int = ANY_PORT) -> Chosen | None:
+def find_route(host: str, port: int = ANY_PORT) -> Interface | None:
     """Find the interface of the route to a host; None without a route. No packet is sent."""
     try:
         targets = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -106,9 +106,9 @@ def find_route(host: str, port: int = ANY_PORT) -> Chosen | None:
             own = probe.getsockname()[0].partition("%")[0]
             for name, there in addresses().items():
                 if own in there:
-                    return Chosen(name, own)
+                    return Interface(name, own)
             if is_loopback(own):  # any of 127.0.0.0/8
-                return Chosen(LOOPBACK, own)
+                return Interface(LOOPBACK, own)
     return None
 
 
@@ -124,30 +124,30 @@ def own_address(host: str) -> str:
     with suppress(OSError):
         known = {str(target[0]) for *_, target in socket.getaddrinfo(host, None)}
     found = find_route(host)
-    if found is None or found.loopback or found.address not in known:
+    if found is None or found.is_loopback or found.address not in known:
         found = find_configured(None)
     return found.address if found else ""
 
 
-def replace_loopback(chosen: Chosen | None, elsewhere: Iterable[str | None]) -> Chosen | None:
+def replace_loopback(chosen: Interface | None, elsewhere: Iterable[str | None]) -> Interface | None:
     """Replace loopback by an interface with a route to one of the addresses `elsewhere`.
 
     Returns: `chosen` if there is no such route, or if it is not loopback, or set by the user.
     """
-    if chosen is not None and (chosen.by or not chosen.loopback):
+    if chosen is not None and (chosen.by or not chosen.is_loopback):
         return chosen
     for address in elsewhere:
         if (
             address
             and not is_loopback(address)
             and (found := find_route(address))
-            and not found.loopback
+            and not found.is_loopback
         ):
             return found
     return chosen
 
 
-def use_interface(chosen: Chosen | None) -> None:
+def use_interface(chosen: Interface | None) -> None:
     """Make gloo and NCCL use this interface in this process; None = their own choice."""
     if chosen is None:
         return

@@ -65,7 +65,7 @@ from ashl.runtime.transport import first_line
 
 def describe_process(
     plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership
-) -> tuple[Hello, interface.Chosen | None]:
+) -> tuple[Hello, interface.Interface | None]:
     """Return (hello of this process, network interface of its messages).
 
     Raises: UsageError, in all processes of the job, if this one cannot run the plan.

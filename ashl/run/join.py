@@ -25,7 +25,7 @@ from ashl.planning.instantiate import parts_of
 from ashl.run.authenticated_store import AuthenticatedStore, Secret, StoreAddress, StoreClient
 from ashl.run.control_channel import PATIENCE_S
 from ashl.run.handshake import VERSIONS, versions
-from ashl.run.interface import Chosen, choose_interface, replace_loopback
+from ashl.run.interface import Interface, choose_interface, replace_loopback
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import End, Text, parse_json, validate
 from ashl.runtime.rendezvous import network_id
@@ -64,7 +64,7 @@ class Place(NamedTuple):
     def dumps(self) -> str:
         return json.dumps(self._asdict())
 
-    def settings_here(self, device: str, chosen: Chosen | None) -> RankSettings:
+    def settings_here(self, device: str, chosen: Interface | None) -> RankSettings:
         """Return the settings in a process with this device and network interface."""
         return self.settings._replace(
             device=self.settings.device or device,

@@ -45,7 +45,7 @@ from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import StoreAddress, StoreClient
 from ashl.run.checkpoints import RestorePoint, await_restore_point, first_epoch
 from ashl.run.control_channel import Reporter
-from ashl.run.interface import Chosen, use_interface
+from ashl.run.interface import Interface, use_interface
 from ashl.run.membership_listener import MembershipListener, exit_process
 from ashl.run.process_setup import (
     EXIT_DECLARED_FAILURE,
@@ -105,7 +105,7 @@ class RankSettings(NamedTuple):
     rounds: Rounds
     # the run folder of a child of the controller, which logs there to rank<r>.log; else None
     run_dir: Path | None = None
-    interface: Chosen | None = None  # network interface of its messages; None = gloo's choice
+    interface: Interface | None = None  # network interface of its messages; None = gloo's choice
     device: Text = HOST  # "" = the process chooses it
     have_own_gpus: bool = False  # True if every rank of the job has a GPU of its own
     checkpoint_s: float | None = None  # run time between two checkpoints; None = no checkpoints

@@ -106,7 +106,7 @@ class Progress:
         if self._live:
             self._live.update(self._draw(frame), refresh=True)
         elif line:
-            facts = describe_progress(frame) | self._quality(frame)
+            facts = describe_progress(frame) | self._describe_quality(frame)
             self.print_line("  ".join(f"{label} {value}" for label, value in facts.items()))
 
     def print_line(self, text: str) -> None:
@@ -121,7 +121,8 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def _quality(self, frame: Frame) -> dict[str, str]:
+    def _describe_quality(self, frame: Frame) -> dict[str, str]:
+        """Describe scores, throughput and waiting of a frame as label and text."""
         facts = dict[str, str]()
         if frame.accuracy is not None:
             aim = f" of {percent(self._target)}" if self._target else ""
@@ -148,7 +149,7 @@ class Progress:
         )
         parts: list[Any] = [
             title + fact_line(describe_progress(frame)),
-            fact_line(self._quality(frame)),
+            fact_line(self._describe_quality(frame)),
             table,
         ]
         if frame.straggler:

@@ -111,7 +111,7 @@ class Copier:
         self._over = threading.Event()
         self._shown: str | None = None
         self._failure: str | None = None  # what the last attempt failed with
-        self._thread = threading.Thread(target=self._follow, daemon=True, name="tracking")
+        self._thread = threading.Thread(target=self._copy_until_over, daemon=True, name="tracking")
         self._thread.start()
 
     def add(self, run: TrackedRun) -> None:
@@ -128,17 +128,17 @@ class Copier:
         reason = self._failure or (f"{wait_s:g} s were not enough" if self._shown is None else None)
         return self._shown, reason and (
             f"{self.title} did not take all of this {self.run.kind} ({reason}); its records are"
-            f" whole in {self.run.folder}{self._remedy()}"
+            f" whole in {self.run.folder}{self._explain_remedy()}"
         )
 
-    def _remedy(self) -> str:
+    def _explain_remedy(self) -> str:
         """Return how to copy the rest later, if a command does that."""
         if self.run.kind == "sweep":
             return ", and the same command copies the rest"
         command = shell_command("ashl", "ui", self.run.folder)
         return f", and `{command}` copies them again" if self.title == "MLflow" else ""
 
-    def _follow(self) -> None:
+    def _copy_until_over(self) -> None:
         """Copy until the run is over; try again after each failure."""
         own: RunCopy | None = None
         over = False
