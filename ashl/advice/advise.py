@@ -29,7 +29,6 @@ from ashl.advice.answer import (
     show_answer,
     show_candidates,
     show_forecast,
-    write_race_report,
 )
 from ashl.advice.candidates import RATE, Selection, select_candidates
 from ashl.advice.contest import (
@@ -47,6 +46,7 @@ from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
+from ashl.report.compare import write_report
 from ashl.run.profile import profile as measure
 from ashl.run.rank import step_here_s
 from ashl.run.train import TRACKING_S, is_virtual
@@ -124,20 +124,13 @@ def advise(
     with Counting("planning candidates", quiet=quiet) as counting:
         selection = select_candidates(fixed, config_dir, counting.update)
     folder = folder_of(selection, tunes=tunes)
-    context = RaceContext(
-        folder,
-        command,
-        fixed,
-        slots or usable_cores(),
-        deadline,
-        console,
-        quiet,
-    )
+    slots = slots or usable_cores()
+    context = RaceContext(folder, command, fixed, slots, deadline, console, quiet)
+    began_s = deadline.spent_s
+    load = predict_load(selection, slots)
     if dry_run:
-        load = predict_load(selection, context)
         return Advice(selection, context, load, choose_scale(load, context, tunes=tunes))
     with lock_folder(folder):
-        began_s, load = deadline.spent_s, predict_load(selection, context)
         scale = choose_and_save_scale(load, context, tunes=tunes)
         if not quiet:
             announce(console, selection, scale, folder)
@@ -165,8 +158,7 @@ def advise(
             result = answer_race(
                 selection, tries, scale, board, unreached, known, follows, deadline, race_on
             )
-            write_answer(folder, result, scale)
-            write_race_report(folder, str(command), selection, result)
+            write_answer(folder, result, scale, command)
     return Advice(selection, context, load, scale, result)
 
 
@@ -239,13 +231,13 @@ def folder_of(selection: Selection, *, tunes: bool) -> Path:
     return ADVICE / f"{first['name'] or 'advice'}-{digest}"
 
 
-def predict_load(selection: Selection, context: RaceContext) -> Load:
+def predict_load(selection: Selection, slots: int) -> Load:
     """Return the predicted load of the race."""
     limits, evaluation = (selection.candidates[0].config[key] for key in ("stop", "eval"))
     return load_of(
         selection,
         step_here_s(*selection.host),
-        context.slots,
+        slots,
         target=any(limits.get(key) is not None for key in TARGETS),
         evaluates=any(value is not None for value in evaluation.values()),
     )
@@ -283,9 +275,10 @@ def choose_scale(load: Load, context: RaceContext, *, tunes: bool) -> Scale:
     return scale
 
 
-def write_answer(folder: Path, result: RaceAnswer, scale: Scale) -> None:
-    """Write the winner's plan, a host file to fill in, and the record of the answer."""
+def write_answer(folder: Path, result: RaceAnswer, scale: Scale, command: CommandLine) -> None:
+    """Write the winner's plan, a host file to fill in, the record of the answer, and the report."""
     (folder / "plan.json").write_text(result.plan.to_json(), encoding="utf-8")
     if not (folder / HOSTS).exists():  # the user may have filled it in
         (folder / HOSTS).write_text(hosts_of(result.plan), encoding="utf-8")
     jsonl.write_json(folder / FILE, {"schema": 1, "scale": asdict(scale), **result.record})
+    write_report(result.board, folder=folder, command=str(command), command_answer=result.shown)

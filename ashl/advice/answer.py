@@ -31,7 +31,6 @@ from ashl.report.answer import (
     interval_text,
     result_and_lead,
 )
-from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Target, describe
 from ashl.report.records import REPORT
@@ -51,11 +50,10 @@ LEAST_S = 3.0
 
 @dataclass(frozen=True)
 class RaceAnswer:
-    """The answer: leaderboard, words, labelled lines, the winner's plan and the record."""
+    """The answer: leaderboard, what is shown with it, the winner's plan and the record."""
 
     board: Leaderboard
-    words: Answer
-    lines: tuple[tuple[str, str], ...]
+    shown: CommandAnswer
     plan: Plan
     record: dict[str, Any]
 
@@ -272,7 +270,8 @@ def answer_race(
         "candidates": [candidate_record(own, board) for own in tries],
         "left_out": [asdict(out) for out in selection.left_out],
     }
-    return RaceAnswer(board, words, tuple(lines), plan, record)
+    shown = CommandAnswer(words, tuple(lines), tuple(candidate_tables(selection)))
+    return RaceAnswer(board, shown, plan, record)
 
 
 def race_text(board: Leaderboard, known: Evidence, notes: Sequence[str]) -> Answer:
@@ -298,11 +297,8 @@ def racers_of(selection: Selection, board: Leaderboard) -> list[Racer]:
     """
     if not board.measure.is_time:
         return []
-    racers = [
-        racer
-        for row in board.ranked_rows
-        if (racer := racer_of(row, candidate_of(selection, row), board))
-    ]
+    found = (racer_of(row, candidate_of(selection, row), board) for row in board.ranked_rows)
+    racers = [racer for racer in found if racer is not None]
     base = [racer for racer in racers if racer.candidate is selection.candidates[0]]
     return list(dict.fromkeys([*racers[:PREDICTED], *base]))
 
@@ -326,7 +322,7 @@ def row_record(row: Row) -> dict[str, Any]:
 
 def candidate_record(own: TunedCandidate, board: Leaderboard) -> dict[str, Any]:
     """Return a record of a candidate: its overrides, its tuning and its final result."""
-    course = own.course
+    curve = own.curve
     rows = [row for row in board.rows if row.runs[0].label == own.candidate.name]
     return {
         "name": own.candidate.name,
@@ -335,7 +331,7 @@ def candidate_record(own: TunedCandidate, board: Leaderboard) -> dict[str, Any]:
         "predicted_steps_per_s": own.candidate.rate,
         "optimizer.lr": own.rate,
         "tuning": (
-            None if course is None else {"reached_s": course.reached_s, "seen_s": course.now_s}
+            None if curve is None else {"reached_s": curve.reached_s, "seen_s": curve.now_s}
         ),
         "final": row_record(rows[0]) if rows else None,
     }
@@ -356,7 +352,8 @@ def racer_of(row: Row, own: Candidate, board: Leaderboard) -> Racer | None:
             for run, at_s in runs
             if k < len(run.summary["stages"])
         ]
-        steps, spent_s = (fmean(part[i] for part in parts) if parts else 0.0 for i in (0, 1))
+        steps = fmean(steps for steps, _ in parts) if parts else 0.0
+        spent_s = fmean(spent_s for _, spent_s in parts) if parts else 0.0
         stages.append((steps if stage.predicted_steps_per_s else None, spent_s))
     rate = row.runs[0].config["optimizer.lr"]
     seeds = tuple(run.seed for run in row.runs)
@@ -385,21 +382,16 @@ def no_result_message(board: Leaderboard, what: str, deadline: Deadline) -> str:
     )
 
 
-def write_race_report(folder: Path, command: str, selection: Selection, result: RaceAnswer) -> None:
-    """Write the report: what the terminal prints, and all candidates."""
-    command_answer = CommandAnswer(result.words, result.lines, tuple(candidate_tables(selection)))
-    write_report(result.board, folder=folder, command=command, command_answer=command_answer)
-
-
 def show_answer(console: Console, result: RaceAnswer, folder: Path) -> None:
     """Print the answer, and the paths of the plan, the record and the report."""
-    console.print(result.words.headline, style="bold", markup=False, soft_wrap=True)
-    for sentence in result.words.sentences:
+    words = result.shown.answer
+    console.print(words.headline, style="bold", markup=False, soft_wrap=True)
+    for sentence in words.sentences:
         console.print(sentence, markup=False, soft_wrap=True)
     console.print()
     places = (
         ("plan", f"{folder / 'plan.json'}; all else in {folder / 'advice.json'}"),
         ("report", folder / REPORT),
     )
-    for key, text in (*result.lines, *places):
+    for key, text in (*result.shown.lines, *places):
         console.print(f"{key:<7} {text}", markup=False, soft_wrap=True)

@@ -209,54 +209,45 @@ def dropped_notes(candidates: Sequence[Candidate]) -> list[str]:
     return notes
 
 
-def remove_inferior(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]:
-    """Remove candidates that cannot be the best, judged by predicted steps per second."""
+def remove_inferior(
+    candidates: Sequence[Candidate],
+) -> tuple[list[Candidate], list[LeftOut]]:
+    """Remove candidates that cannot be the best, judged by predicted steps per second.
+
+    Returns: the others, the baseline first and then by speed, and the removed ones with the reason.
+    """
     left_out = list[LeftOut]()
-    kept = dict[str, Candidate]()  # by configuration
-    for own in taken:
-        digest = config_hash(own.config)
-        if digest in kept:
-            left_out.append(
-                LeftOut(own.name, f"with the typed overrides it equals {kept[digest].name}.")
-            )
-        else:
-            kept[digest] = own
-    # the fastest candidate of each group that makes the same updates
-    fastest = dict[str, Candidate]()
-    for own in kept.values():
-        kind = own.rule.same or own.name
-        if kind not in fastest or own.rate > fastest[kind].rate:
-            fastest[kind] = own
-    stays = list[Candidate]()
-    for own in kept.values():
+
+    def leave_out(own: Candidate, reason: str) -> None:
+        left_out.append(LeftOut(own.name, reason))
+
+    by_config = dict[str, Candidate]()
+    for own in candidates:
+        equal = by_config.setdefault(config_hash(own.config), own)
+        if equal is not own:
+            leave_out(own, f"with the typed overrides it equals {equal.name}.")
+    fastest = dict[str, Candidate]()  # of each group that makes the same updates
+    for own in by_config.values():
+        group = own.rule.same or own.name
+        fastest[group] = max(fastest.get(group, own), own, key=lambda c: c.rate)
+    remaining = list[Candidate]()
+    for own in by_config.values():
         best = fastest[own.rule.same or own.name]
-        than = max(
-            (fastest[name] for name in origins(own.rule) if name in fastest),
-            key=lambda c: c.rate,
-            default=None,
-        )
+        sources = [fastest[name] for name in origins(own.rule) if name in fastest]
+        source = max(sources, key=lambda c: c.rate, default=None)
         if best is not own:
-            left_out.append(
-                LeftOut(
-                    own.name, f"it makes the same updates as {best.name}, and {rates(own, best)}."
-                )
-            )
-        elif than is not None and own.rate <= GAIN * than.rate:
-            gives_up = own.rule.gives_up
-            left_out.append(
-                LeftOut(
-                    own.name,
-                    f"it gives up {gives_up} against {than.name} for no more than 1 %:"
-                    f" {rates(own, than)}.",
-                )
-            )
+            leave_out(own, f"it makes the same updates as {best.name}, and {rates(own, best)}.")
+        elif source is not None and own.rate <= GAIN * source.rate:
+            given_up = f"it gives up {own.rule.gives_up} against {source.name}"
+            leave_out(own, f"{given_up} for no more than 1 %: {rates(own, source)}.")
         else:
-            stays.append(own)
-    base = next((own for own in stays if BSP in (own.name, own.rule.same)), None)
-    stays.sort(key=lambda own: (own is not base, -own.rate))
-    most = f"{MOST} others are predicted to take more steps per second, and no more are compared."
-    left_out += [LeftOut(own.name, most) for own in stays[MOST:]]
-    return stays[:MOST], left_out
+            remaining.append(own)
+    base = next((own for own in remaining if BSP in (own.name, own.rule.same)), None)
+    remaining.sort(key=lambda own: (own is not base, -own.rate))
+    for own in remaining[MOST:]:
+        faster = f"{MOST} others are predicted to take more steps per second"
+        leave_out(own, f"{faster}, and no more are compared.")
+    return remaining[:MOST], left_out
 
 
 def origins(rule: Rule) -> list[str]:
@@ -269,4 +260,5 @@ def origins(rule: Rule) -> list[str]:
 
 
 def rates(own: Candidate, than: Candidate) -> str:
+    """Return both predicted speeds as a clause."""
     return f"{own.rate:.4g} steps/s are predicted, against {than.rate:.4g}"

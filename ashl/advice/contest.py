@@ -51,7 +51,7 @@ class TunedCandidate(NamedTuple):
 
     candidate: Candidate
     rate: float
-    course: LearningCurve | None  # None if it has not begun
+    curve: LearningCurve | None  # None if it has not begun
 
 
 class RaceContext(NamedTuple):
@@ -135,10 +135,10 @@ def run_grid(
     if not waiting or context.deadline.spent_s >= until_s:
         return
     progress = SweepProgress(context.console, len(waiting), quiet=context.quiet, phase=phase)
-    stays = label(grid.settings[0], without="seed") if seeds == 1 else ""
-    race = Race(grid.settings, folder, record["dropped"], stays, progress.print_line, seeds)
-    pool, over = local_pool(context.slots), lambda: context.deadline.spent_s >= until_s
-    run_missing(grid, record, folder, waiting, pool, progress, to_tracker, race, over)
+    protected = label(grid.settings[0], without="seed") if seeds == 1 else ""
+    race = Race(grid.settings, folder, record["dropped"], protected, progress.print_line, seeds)
+    pool, must_stop = local_pool(context.slots), lambda: context.deadline.spent_s >= until_s
+    run_missing(grid, record, folder, waiting, pool, progress, to_tracker, race, must_stop)
     for setting in waiting:
         if is_missing(folder, setting, record):
             clear_remains(
@@ -225,21 +225,19 @@ def tune_rates(
 def steadier_rate(
     own: TunedCandidate, pairs: Sequence[tuple[TunedCandidate, LearningCurve | None]]
 ) -> TunedCandidate:
-    """Return the rate with the smaller total time to the target over two runs; `own` if one of them
-    is missing.
+    """Return the rate with the smaller total time to the target over two runs.
+
+    Args: pairs has the run of each rate and the curve of its second run. Returns `own` if a second
+    run is missing.
     """
 
     def total_s(pair: tuple[TunedCandidate, LearningCurve | None]) -> float:
-        return math.fsum(
-            math.inf if c is None or c.reached_s is None else c.reached_s
-            for c in (pair[0].course, pair[1])
-        )
+        reached = [curve and curve.reached_s for curve in (pair[0].curve, pair[1])]
+        return math.fsum(math.inf if time_s is None else time_s for time_s in reached)
 
-    return (
-        own
-        if any(course is None for _, course in pairs)
-        else min(pairs, key=total_s, default=(own, None))[0]
-    )
+    if not pairs or any(second is None for _, second in pairs):
+        return own
+    return min(pairs, key=total_s)[0]
 
 
 def count_of(bounds: tuple[int, float], selection: Selection) -> int:
@@ -254,19 +252,17 @@ def rates_of(own: Candidate, scale: Scale) -> list[float]:
 
 def rank_tuned(tries: Sequence[TunedCandidate]) -> list[TunedCandidate]:
     """Sort by time to the target, then by loss at the latest time that all of them have reached."""
-    going = [
-        own.course for own in tries if own.course and own.course.times and not own.course.failed
-    ]
-    at_s = min((course.now_s for course in going), default=0.0)
+    running = [own.curve for own in tries if own.curve and own.curve.times and not own.curve.failed]
+    at_s = min((course.now_s for course in running), default=0.0)
 
     def order(own: TunedCandidate) -> tuple[int, float]:
-        course = own.course
+        course = own.curve
         if course is None:
             return 3, 0.0
         if course.reached_s is not None:
             return 0, course.reached_s
-        standing = course.state_at_time(at_s)
-        return (2, 0.0) if standing is None or course.failed else (1, standing.loss)
+        state = course.state_at_time(at_s)
+        return (2, 0.0) if state is None or course.failed else (1, state.loss)
 
     return sorted(tries, key=order)
 
@@ -277,14 +273,14 @@ def front_runners(
     """Return the baseline and the best `count` other candidates; all candidates if nothing was
     tuned.
     """
-    if all(own.course is None for own in tries):
+    if all(own.curve is None for own in tries):
         return list(tries)
     others = [
         own
         for own in tries
-        if own.candidate is not base and own.course is not None and not own.course.failed
+        if own.candidate is not base and own.curve is not None and not own.curve.failed
     ]
-    whole = [own for own in others if own.course is not None and own.course.ended]
+    whole = [own for own in others if own.curve is not None and own.curve.ended]
     return [own for own in tries if own.candidate is base] + (
         whole if len(whole) > 1 else others[:2]
     )[:count]

@@ -71,13 +71,8 @@ def _answer_environment(board: Leaderboard) -> Answer:
         most = f"in none did most seeds reach the target ({measure.title})"
         return Answer(f"No setting has an answer: {most}.", _describe_failure(board))
     headline = result_and_lead(board, "leads" if board.indistinguishable_rows else "is first")
-    words = (
-        _describe_second(board),
-        _describe_indistinguishable(board),
-        describe_doubt(board),
-        _describe_need(board),
-    )
-    return Answer(headline, (*filter(None, words), *board.notes))
+    second, others = _describe_second(board), _describe_indistinguishable(board)
+    return Answer(headline, (second, others, *describe_doubt(board), *board.notes))
 
 
 def result_and_lead(board: Leaderboard, place: str = "") -> str:
@@ -177,42 +172,45 @@ def _correction_note(board: Leaderboard) -> str:
     return f" (Holm's correction for picking the best of {count})" if count > 2 else ""
 
 
-def describe_doubt(board: Leaderboard) -> str:
-    """Return why the first may not be better than the second; "" if it is."""
+def describe_doubt(board: Leaderboard) -> tuple[str, ...]:
+    """Return why the first may not be better than the second, and what would separate them.
+
+    Returns () if the first is better.
+    """
     if len(board.ranked_rows) < 2 or board.ranked_rows[1] not in board.indistinguishable_rows:
-        return ""
-    found, begin = board.effect_over_second, "The first two are not separated:"
+        return ()
+    _, found, p_value = board.comparisons[0]
+    begin = "The first two are not separated:"
+    more = "For certainty, run both with several common seeds, for example seed=0,1,2,3,4."
     if found is None:
-        return f"{begin} no seed was run with both."
+        return f"{begin} no seed was run with both.", more
     if found.pairs == 1:
-        return f"{begin} one seed says nothing about the variation between seeds."
-    if board.comparisons[0][2] > 1 - LEVEL:
+        return f"{begin} one seed says nothing about the variation between seeds.", more
+    if p_value > 1 - LEVEL:
         test = "paired t test" if found.low is not None else "log-rank test"
-        p_value = f"p = {found.p_value:.2g}" if found.is_better else "the second is better by means"
-        return f"{begin} the difference may be chance ({test}, {p_value})."
-    apart = seconds(board.resolution_s)
-    return f"{begin} they differ by less than the distance between two evaluations, {apart}."
-
-
-def _describe_need(board: Leaderboard) -> str:
-    """Return what would separate the first two; "" if they are separated."""
-    if not describe_doubt(board):
-        return ""
-    found, close = board.effect_over_second, board.is_too_close(board.rows[1])
-    if found is None or found.pairs == 1:
-        more = "seed=0,1,2,3,4"
-        return f"For certainty, run both with several common seeds, for example {more}."
+        result = f"p = {found.p_value:.2g}" if found.is_better else "the second is better by means"
+        why = f"{begin} the difference may be chance ({test}, {result})."
+        need = _describe_seeds(board, found)
+    else:
+        apart = seconds(board.resolution_s)
+        why = f"{begin} they differ by less than the distance between two evaluations, {apart}."
+        need = "For certainty, evaluate more often (eval.every_s), or choose a higher target."
     if found.low is None:
-        return "For certainty, allow longer runs, more seeds, or a lower target (--target)."
-    if board.comparisons[0][2] <= 1 - LEVEL:
-        return "For certainty, evaluate more often (eval.every_s), or choose a higher target."
-    needed = seeds_needed(found, math.comb(len(board.rows), 2))
+        need = "For certainty, allow longer runs, more seeds, or a lower target (--target)."
+    return why, need
+
+
+def _describe_seeds(board: Leaderboard, found: Effect) -> str:
+    """Return how many seeds would separate the first two."""
+    first, second = board.ranked_rows[:2]
+    needed = seeds_needed(found, math.comb(len(board.ranked_rows), 2))
     if needed is None:
         return f"More than {MAX_SEEDS} seeds would be needed to separate them: use either."
+    close = board.is_too_close(second)
     often = " and more frequent evaluations (eval.every_s)" if close else ""
-    now = f"now {board.rows[0].spread.count}"
     return (
-        f"Certainty would need about {needed} seeds ({now}){often}, if the spread stays the same."
+        f"Certainty would need about {needed} seeds (now {first.spread.count}){often}, if the"
+        " spread stays the same."
     )
 
 

@@ -61,9 +61,8 @@ BEYOND = 1.15  # The time axis ends at this multiple of the slowest time to targ
 MAX_WORKERS = 16
 ROUNDS = 4  # rounds of the slowest worker in the figure of the first rounds
 MAX_EVENTS = 3000  # most events that are read for the first rounds
-STRETCH = (
-    8.0  # The first rounds end at most at this multiple of the time the fastest setting needs.
-)
+# The first rounds end at most at this multiple of the time the fastest setting needs.
+STRETCH = 8.0
 
 CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, in addition to the baseline
 
@@ -334,16 +333,11 @@ def draw_curves(
     return drawing
 
 
-def stages_of(board: Leaderboard) -> Sequence[Mapping[str, Any]]:
-    """Return the stages of a single run with several stages, else nothing."""
-    runs = [run for row in board.rows for run in row.runs]
-    stages = runs[0].summary.get("stages") or [] if len(runs) == 1 else []
-    return stages if len(stages) > 1 else []
-
-
 def mark_stages(axes: Axes, board: Leaderboard) -> None:
-    """Draw the start of each stage of a single run, with its name and start time."""
-    for stage in stages_of(board):
+    """Draw the start of each stage of a single run with several, with its name and start time."""
+    runs = [run for row in board.rows for run in row.runs]
+    stages = runs[0].summary.get("stages") or []
+    for stage in stages if len(runs) == 1 and len(stages) > 1 else ():
         axes.axvline(stage["start_s"], color=SOFT, dashes=(6, 3), linewidth=0.8)
         words = f"{stage['name']} from {seconds(stage['start_s'])}"
         at_bottom = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "color": SOFT}

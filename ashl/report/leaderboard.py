@@ -151,8 +151,8 @@ class Leaderboard:
         """
         first, *others = self.ranked_rows
         effects = [effect_of(self.measure, first, other) for other in others]
-        chances = [found.p_value if found and found.is_better else 1.0 for found in effects]
-        adjusted = adjust_p_values(chances, math.comb(len(self.ranked_rows), 2))
+        p_values = [found.p_value if found and found.is_better else 1.0 for found in effects]
+        adjusted = adjust_p_values(p_values, math.comb(len(self.ranked_rows), 2))
         return tuple(zip(others, effects, adjusted, strict=True))
 
     @property
@@ -168,8 +168,8 @@ class Leaderboard:
         """
         return tuple(
             row
-            for row, _, chance in self.comparisons
-            if chance > 1 - LEVEL or self.is_too_close(row)
+            for row, _, p_value in self.comparisons
+            if p_value > 1 - LEVEL or self.is_too_close(row)
         )
 
     def is_too_close(self, row: Row) -> bool:

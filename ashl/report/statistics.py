@@ -7,7 +7,7 @@ than its own time. A run that diverged never reaches it, and so is censored at i
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -50,10 +50,10 @@ class Effect:
     losses: int
     ratio: bool
     middle: float | None
-    low: float | None
-    high: float | None
-    noise: float | None
-    p_value: float
+    low: float | None = None
+    high: float | None = None
+    noise: float | None = None
+    p_value: float = 1.0
 
     @property
     def mean(self) -> float:
@@ -192,24 +192,24 @@ def effect(
     gains = [sign * _gain(own[key], base[key], ratio) for key in keys]
     wins, losses = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
     known = [gain for gain in gains if math.isfinite(gain)]
-    back = math.exp if ratio else float
-    middle = back(fmean(known)) if known else None
+    to_scale = math.exp if ratio else float
+    middle = to_scale(fmean(known)) if known else None
+    found = Effect(len(keys), wins, losses, ratio, middle)
     if len(keys) == 1:
-        return Effect(1, wins, losses, ratio, middle, None, None, None, 1.0)
+        return found
     if len(known) < len(gains):
         sides = [
             ([-sign * value for value in side.values()], [end.get(key, math.inf) for key in side])
             for side, end in zip((own, base), ends, strict=True)
         ]
-        chance = logrank_p_value(*sides[0], *sides[1])
-        return Effect(len(keys), wins, losses, ratio, middle, None, None, None, chance)
+        return replace(found, p_value=logrank_p_value(*sides[0], *sides[1]))
     noise = stdev(known)
     if not noise:
-        chance = float(not fmean(known))
-        return Effect(len(keys), wins, losses, ratio, middle, middle, middle, noise, chance)
-    found = ttest_1samp(known, 0.0)
-    low, high = map(back, found.confidence_interval(LEVEL))
-    return Effect(len(keys), wins, losses, ratio, middle, low, high, noise, float(found.pvalue))
+        p_value = float(not fmean(known))
+        return replace(found, low=middle, high=middle, noise=noise, p_value=p_value)
+    test = ttest_1samp(known, 0.0)
+    low, high = map(to_scale, test.confidence_interval(LEVEL))
+    return replace(found, low=low, high=high, noise=noise, p_value=float(test.pvalue))
 
 
 def _gain(own: float, base: float, ratio: bool) -> float:
@@ -224,17 +224,17 @@ def _gain(own: float, base: float, ratio: bool) -> float:
     return own - base
 
 
-def adjust_p_values(chances: Sequence[float], count: int) -> list[float]:
+def adjust_p_values(p_values: Sequence[float], count: int) -> list[float]:
     """Return Holm's adjusted p-values of some of `count` tests, in their order.
 
     With `count` all pairs of settings, the comparisons with the best one are corrected also for
     its choice by the same runs: a test of a pair that is not given could only raise them where
     the procedure has stopped.
     """
-    order = np.argsort(chances)
-    factors = count - np.arange(len(chances))
-    raised = np.maximum.accumulate(np.array(chances, dtype=float)[order] * factors)
-    adjusted = np.empty(len(chances))
+    order = np.argsort(p_values)
+    factors = count - np.arange(len(p_values))
+    raised = np.maximum.accumulate(np.array(p_values, dtype=float)[order] * factors)
+    adjusted = np.empty(len(p_values))
     adjusted[order] = np.minimum(raised, 1.0)
     return adjusted.tolist()
 
@@ -250,6 +250,6 @@ def seeds_needed(found: Effect, tests: int = 1) -> int | None:
         return None
     from scipy.stats import t
 
-    chance, scale = (1 - LEVEL) / tests, found.noise / abs(found.mean or ROUNDING)
+    level, scale = (1 - LEVEL) / tests, found.noise / abs(found.mean or ROUNDING)
     counts = range(max(3, found.pairs + 1), MAX_SEEDS + 1)
-    return next((n for n in counts if t.isf(chance / 2, n - 1) * scale < math.sqrt(n)), None)
+    return next((n for n in counts if t.isf(level / 2, n - 1) * scale < math.sqrt(n)), None)

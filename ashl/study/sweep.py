@@ -125,8 +125,10 @@ def sweep(
             pool = make_pool(slots or slots_for(grid))
             contest = None
             if race:
-                stays = protected_setting(grid, baseline)
-                contest = Race(grid.settings, folder, record["dropped"], stays, progress.print_line)
+                protected = protected_setting(grid, baseline)
+                contest = Race(
+                    grid.settings, folder, record["dropped"], protected, progress.print_line
+                )
             run_missing(grid, record, folder, missing, pool, progress, to_tracker, contest)
             return conclude(folder, grid.settings, command, console, baseline)
 
@@ -192,14 +194,14 @@ def run_settings(
     Each is taken when it can begin, and yielded when it has ended. The progress is closed at the
     end.
     """
-    by_folder, seen = dict[Path, Setting](), dict[Path, CurveReader]()
+    by_folder, readers = dict[Path, Setting](), dict[Path, CurveReader]()
 
     def jobs() -> Iterator[Job]:
         for setting in settings:
             path = folder / setting.hash
             clear_remains(path)
             by_folder[path] = setting
-            seen[path] = (
+            readers[path] = (
                 race.curve_readers[setting.hash] if race else CurveReader(path, setting.config)
             )
             config = config_in_sweep(setting.config, path)
@@ -208,8 +210,8 @@ def run_settings(
     def show(jobs: list[Job]) -> None:
         shown = []
         for job in jobs:
-            seen[job.folder].read()
-            row, own = seen[job.folder].row, by_folder[job.folder]
+            readers[job.folder].read()
+            row, own = readers[job.folder].row, by_folder[job.folder]
             shown.append(progress_of(label(own), row, own.config["stop"], own.predicted_s))
         progress.show(shown)
         if race:
@@ -378,30 +380,21 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
     total = len(grid.settings)
     counted = f"{total} {'run' if total == 1 else 'runs'}"
     rest = "" if missing == total else f", {total - missing} of them done, {missing} to go"
-    console.print(f"{folder.name} {counted}{rest}; folder {folder}", soft_wrap=True, markup=False)
+    lines = [f"{folder.name} {counted}{rest}; folder {folder}"]
     for key, count in sorted(grid.unused.items()):
         why = f": {grid.reasons[key]}" if key in grid.reasons else ""
-        text = f"{key} has no effect in {count} of the points and is left out there{why}"
-        console.print(text, soft_wrap=True, markup=False)
+        lines.append(f"{key} has no effect in {count} of the points and is left out there{why}")
     if grid.merged:
-        console.print(
-            f"points with the same configuration as another point, run once: {grid.merged}",
-            soft_wrap=True,
-        )
-    for note in uncontended_link_note.note_comparison(
-        flat_config(setting.config) for setting in grid.settings
-    ):
-        console.print(f"note: {note}", soft_wrap=True)
+        same = "points with the same configuration as another point"
+        lines.append(f"{same}, run once: {grid.merged}")
+    configs = (flat_config(setting.config) for setting in grid.settings)
+    lines += [f"note: {note}" for note in uncontended_link_note.note_comparison(configs)]
     for skipped in grid.skipped[:MAX_ROWS]:
-        console.print(
-            f"skipped: {' '.join(skipped.overrides)}: {skipped.reason}",
-            markup=False,
-            soft_wrap=True,
-        )
+        lines.append(f"skipped: {' '.join(skipped.overrides)}: {skipped.reason}")
     if len(grid.skipped) > MAX_ROWS:
-        console.print(
-            f"skipped: {len(grid.skipped) - MAX_ROWS} more, all in {folder / SWEEP}", soft_wrap=True
-        )
+        lines.append(f"skipped: {len(grid.skipped) - MAX_ROWS} more, all in {folder / SWEEP}")
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None:
@@ -425,9 +418,8 @@ def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None
     known = [setting.predicted_s for setting in grid.settings if setting.predicted_s is not None]
     unknown = len(grid.settings) - len(known)
     rest = f", and {unknown} without a prediction" if unknown else ""
-    console.print(
-        f"predicted total: {seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}"
-    )
+    total = f"{seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}"
+    console.print(f"predicted total: {total}")
     if forecast["host_s"] is not None:
         together = f", {forecast['at_once']} at a time" if forecast["at_once"] > 1 else ""
         runs = f"{missing} run{'s' * (missing != 1)}"
