@@ -33,13 +33,8 @@ def backtest(
     with starting(quiet=json):
         from ashl.study import backtest as study
 
-    points = [
-        point
-        for file in study.published_files(files or [])
-        for point in study.predict_table(study.read_table(file))
-    ]
+    points = study.predict(map(study.read_table, study.published_files(files or [])))
     if save is not None:
         study.save(points, save)
     following = command_text("calibrate", "--dry-run")
-    documents = [point.document() for point in points]
-    return Answer(documents, lambda: study.show(points, console()), following)
+    return Answer(study.as_documents(points), lambda: study.show(points, console()), following)

@@ -211,36 +211,32 @@ def draw_tracks(axes: Axes, labels: Sequence[str], drawn: Mapping[str, list]) ->
     axes.grid(False)
 
 
-def draw_predictions(
-    series: Mapping[str, Sequence[tuple[float, float, bool]]], near: float
-) -> Figure:
+def draw_predictions(points: pd.DataFrame, near: float) -> Figure:
     """Draw predictions against published figures on logarithmic axes.
 
-    Args: series has (published, predicted, True if kept back) by source; points kept back are
+    Args: points has the columns source, published, predicted and kept_back; points kept back are
     filled. `near` is the error at which two lines are drawn.
     """
-    pairs = [point for points in series.values() for point in points]
-    low, high = min(min(point[:2]) for point in pairs), max(max(point[:2]) for point in pairs)
-    ends = np.array([low / 2, high * 2])
+    values = points[["published", "predicted"]].to_numpy()
+    ends = np.array([values.min() / 2, values.max() * 2])
     with report_style():
         drawing = new_drawing(460)
         axes = add_axes(drawing, 70, 12, 560, 390)
         axes.plot(ends, ends, color=INK, linewidth=0.8, marker="", linestyle="-")
         for factor in (1 - near, 1 + near):
             axes.plot(ends, factor * ends, **DOTTED)
-        for index, (source, points) in enumerate(series.items()):
+        for index, (source, own) in enumerate(points.groupby("source", sort=False)):
             color = series_style(index)["color"]
-            for kept_back in (False, True):
-                own = [point[:2] for point in points if point[2] is kept_back]
-                fill = color if kept_back else "white"
-                label = source if kept_back or all(not point[2] for point in points) else None
+            for kept_back, part in own.groupby("kept_back"):
+                is_named = kept_back or not own["kept_back"].any()
                 axes.plot(
-                    *np.array(own).reshape(-1, 2).T,
+                    part["published"],
+                    part["predicted"],
                     color=color,
                     marker="os^DXvP<*h"[index % 10],
                     linestyle="",
-                    markerfacecolor=fill,
-                    label=label,
+                    markerfacecolor=color if kept_back else "white",
+                    label=source if is_named else None,
                 )
         for which, title in (("x", "published, each in its unit"), ("y", "predicted")):
             set_scale(axes, which, *ends, title)

@@ -11,14 +11,14 @@ Limits: a prediction is a rate, a share of time or the duration of an exchange. 
 times to a loss is compared with a ratio of rates.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Literal
 
-from pandas import DataFrame
+from pandas import DataFrame, notna
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
@@ -48,7 +48,6 @@ WORKLOAD = (
 )
 LINK_RATES = ("bandwidth_mbit_s", "server_bandwidth_mbit_s", "intra_node_bandwidth_mbit_s")
 NEAR = 0.25  # bound of the error that counts as near
-HEAD = ("source", "point", "unit", "published", "predicted", "error", "formula", "kept back")
 
 
 @option
@@ -84,32 +83,6 @@ class PublishedTable:
     # bytes of one exchanged model; None = exchange_s is declared
     model_bytes: Positive | None = None
     points: tuple[PublishedPoint, ...]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A published figure beside the predicted one."""
-
-    source: str
-    name: str
-    unit: str
-    published: float
-    predicted: float
-    formula: float | None
-    kept_back: bool
-    measured: bool
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.published - 1
-
-    @property
-    def formula_error(self) -> float | None:
-        return None if self.formula is None else self.formula / self.published - 1
-
-    def document(self) -> dict[str, Any]:
-        """Return the prediction as JSON values."""
-        return {**vars(self), "error": self.error, "formula_error": self.formula_error}
 
 
 class RoundObserver:
@@ -159,21 +132,29 @@ def read_table(file: Path) -> PublishedTable:
         raise UsageError(f"{file}: {where}: {found['msg'].lower()}; correct it") from error
 
 
-def predict_table(table: PublishedTable) -> list[Prediction]:
-    """Predict the points of a source; those of odd number, counted from 0, are kept back."""
-    return [
-        Prediction(
-            table.source,
-            point.name,
-            point.unit,
-            point.published,
-            predict_point(table, point),
-            point.formula,
-            kept_back=number % 2 == 1,
-            measured=table.measured,
-        )
+def predict(tables: Iterable[PublishedTable]) -> DataFrame:
+    """Predict the points of sources; those of odd number in a source, from 0, are kept back.
+
+    Returns: a row for each point, with the errors of the prediction and of the source's formula.
+    """
+    rows = [
+        {
+            "source": table.source,
+            "name": point.name,
+            "unit": point.unit,
+            "published": point.published,
+            "predicted": predict_point(table, point),
+            "formula": point.formula,
+            "kept_back": number % 2 == 1,
+            "measured": table.measured,
+        }
+        for table in tables
         for number, point in enumerate(table.points)
     ]
+    points = DataFrame(rows).astype({"formula": float})
+    points["error"] = points["predicted"] / points["published"] - 1
+    points["formula_error"] = points["formula"] / points["published"] - 1
+    return points
 
 
 def predict_point(table: PublishedTable, point: PublishedPoint) -> float:
@@ -236,64 +217,64 @@ def compute_share(rounds: Sequence[Round], window: tuple[int, int] | None) -> fl
     return computed_ns / (computed_ns + exchanged_ns)
 
 
-def median_error(points: Sequence[Prediction]) -> float:
-    return median(abs(point.error) for point in points)
+def as_documents(points: DataFrame) -> list[dict[str, Any]]:
+    """Return the points as JSON values."""
+    return points.astype(object).where(points.notna(), None).to_dict("records")
 
 
-def near_share(points: Sequence[Prediction]) -> float:
-    """Return the share of points whose error is within NEAR."""
-    return fmean(abs(point.error) <= NEAR for point in points)
-
-
-def as_row(point: Prediction) -> tuple[str, ...]:
-    """Return a prediction as the cells of `HEAD`."""
-    return (
-        point.source,
-        point.name,
-        point.unit,
-        f"{point.published:.3g}",
-        f"{point.predicted:.3g}",
-        f"{point.error:+.0%}",
-        "" if point.formula_error is None else f"{point.formula_error:+.0%}",
-        "yes" if point.kept_back else "",
+def as_text(points: DataFrame) -> DataFrame:
+    """Return the points as a table of text."""
+    formula = [f"{error:+.0%}" if notna(error) else "" for error in points["formula_error"]]
+    return DataFrame(
+        {
+            "source": points["source"],
+            "point": points["name"],
+            "unit": points["unit"],
+            "published": points["published"].map("{:.3g}".format),
+            "predicted": points["predicted"].map("{:.3g}".format),
+            "error": points["error"].map("{:+.0%}".format),
+            "formula": formula,
+            "kept back": points["kept_back"].map({True: "yes", False: ""}),
+        }
     )
 
 
-def show(points: Sequence[Prediction], console: Console) -> None:
+def as_csv(points: DataFrame) -> str:
+    return as_text(points).to_csv(index=False, lineterminator="\n")
+
+
+def show(points: DataFrame, console: Console) -> None:
     """Print all points, and the errors by source."""
-    console.print(plain_table(HEAD, map(as_row, points), left=HEAD))
+    text = as_text(points)
+    console.print(plain_table([*text], text.itertuples(index=False, name=None), left=[*text]))
     console.print()
-    lines = {
+    kept_back = points[points["kept_back"]]
+    groups = {
         "all points": points,
-        "kept back": [point for point in points if point.kept_back],
-        "kept back, measured": [point for point in points if point.kept_back and point.measured],
+        "kept back": kept_back,
+        "kept back, measured": kept_back[kept_back["measured"]],
     }
-    sources = dict.fromkeys(point.source for point in points)
-    if len(sources) > 1:
-        lines |= {name: [point for point in points if point.source == name] for name in sources}
+    if points["source"].nunique() > 1:
+        groups |= {str(name): own for name, own in points.groupby("source", sort=False)}
     titles = ("", "points", "median error", f"within {NEAR:.0%}", "formula")
-    rows = [(name, *summary_of(found)) for name, found in lines.items() if found]
+    rows = [(name, *summary_of(group)) for name, group in groups.items() if len(group)]
     console.print(plain_table(titles, rows, left=titles))
 
 
-def summary_of(points: Sequence[Prediction]) -> tuple[str, ...]:
+def summary_of(points: DataFrame) -> tuple[str, ...]:
     """Return number, median error and share of near points, and the formula's median error."""
-    formula = [abs(point.formula_error) for point in points if point.formula_error is not None]
+    errors, formula = points["error"].abs(), points["formula_error"].abs().median()
     return (
         str(len(points)),
-        f"{median_error(points):.1%}",
-        f"{near_share(points):.0%}",
-        f"{median(formula):.0%}" if formula else "",
+        f"{errors.median():.1%}",
+        f"{(errors <= NEAR).mean():.0%}",
+        f"{formula:.0%}" if notna(formula) else "",
     )
 
 
-def save(points: Sequence[Prediction], folder: Path) -> None:
+def save(points: DataFrame, folder: Path) -> None:
     """Write backtest.csv and backtest.svg into a folder."""
-    series: dict[str, list[tuple[float, float, bool]]] = {}
-    for point in points:
-        values = (point.published, point.predicted, point.kept_back)
-        series.setdefault(point.source, []).append(values)
-    figure = draw_predictions(series, NEAR)
+    figure = draw_predictions(points, NEAR)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "backtest.csv").write_text(as_csv(points), encoding="utf-8")
@@ -301,7 +282,3 @@ def save(points: Sequence[Prediction], folder: Path) -> None:
     except OSError as error:
         fix = "name another one with --save FOLDER"
         raise unwritable(f"cannot write to the folder {folder}", error, fix) from error
-
-
-def as_csv(points: Sequence[Prediction]) -> str:
-    return DataFrame(map(as_row, points), columns=HEAD).to_csv(index=False, lineterminator="\n")
