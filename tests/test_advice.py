@@ -236,7 +236,7 @@ def field_with(predicted_s: float, step_samples: int = 1) -> Selection:
     )
     own = replace(made("BSP", 1), plan=plan)
     host: Any = SimpleNamespace(data=SimpleNamespace(train=[0] * 100))
-    return Selection(EQUAL, (own,) * 9, (), host, evaluation_s=0.001)
+    return Selection((own,) * 9, (), host, evaluation_s=0.001)
 
 
 def test_the_race_is_as_large_as_the_budget() -> None:

@@ -282,7 +282,7 @@ def race_text(board: Leaderboard, known: Evidence, notes: Sequence[str]) -> Answ
     more = words.sentences if len(board.ranked_rows) > 1 else board.notes
     return Answer(
         f"not enough budget for an answer; so far {result_and_lead(board)}",
-        (*known.sentences(), *more, *notes),
+        (known.sentence(), *more, *notes),
     )
 
 

@@ -13,14 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ashl.advice.rules import BSP, RULES, Rule, Situation, situation
+from ashl.advice.rules import BSP, RULES, Rule, Situation, situation_of
 from ashl.config.compose import compose
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import NoEffectError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
-from ashl.planning.instantiate import declared_profile
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.report.records import LeftOut
 from ashl.run.rank import evaluation_here
@@ -75,7 +74,6 @@ class Selection:
     `host` is a prepared run that is used to time steps on this machine.
     """
 
-    situation: Situation
     candidates: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
     host: PreparedPlan
@@ -104,7 +102,13 @@ def select_candidates(
     found = situation_of(plain, first_loss)
     chosen = any(key_of(text).partition(".")[0] in CHOSEN for text in typed)
     rules = (*RULES, TYPED) if chosen else RULES
-    taken, left_out = plan_rules(rules, found, typed, config_dir, progress)
+    taken, left_out = list[Candidate](), list[LeftOut]()
+    for number, rule in enumerate(rules):
+        progress(number, len(rules), rule.name)
+        try:
+            taken.append(candidate_from(rule, found, typed, config_dir))
+        except UsageError as error:
+            left_out.append(LeftOut(rule.name, str(error)))
     taken, worse = remove_inferior(taken)
     if len(taken) < 2:
         only = f"only {taken[0].name} is possible" if taken else "no candidate is possible"
@@ -113,35 +117,7 @@ def select_candidates(
             f"nothing is left to compare: {only} with {' '.join(typed)}{why}; remove some of"
             " these overrides, or use `ashl sweep`"
         )
-    return Selection(found, tuple(taken), (*left_out, *worse), host, evaluation_s)
-
-
-def plan_rules(
-    rules: Sequence[Rule],
-    found: Situation,
-    typed: tuple[str, ...],
-    config_dir: Path | None,
-    progress: Callable[[int, int, str], None],
-) -> tuple[list[Candidate], list[LeftOut]]:
-    """Compose and plan each rule; a rule that does not apply is returned with its reason."""
-    taken, left_out = list[Candidate](), list[LeftOut]()
-    for number, rule in enumerate(rules):
-        progress(number, len(rules), rule.name)
-        try:
-            taken.append(candidate_from(rule, found, typed, config_dir))
-        except UsageError as error:
-            left_out.append(LeftOut(rule.name, str(error)))
-    return taken, left_out
-
-
-def situation_of(plain: Sequence[PreparedPlan], first_loss: float) -> Situation:
-    """Return the situation, from the plans of BSP with a server and with a ring."""
-    plan, parts, _ = plain[0]
-    batch = plan.stages[0].workers[0].batch
-    profile = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
-    assert profile is not None  # virtual time has costs
-    rates = [each.plan.stages[0].predicted_steps_per_s or 0.0 for each in plain]
-    return situation(profile, plan, (rates[0], rates[1]), first_loss)
+    return Selection(tuple(taken), (*left_out, *worse), host, evaluation_s)
 
 
 def candidate_from(

@@ -33,14 +33,10 @@ class Evidence:
         counted = f"{len(self.never_ran)} of {len(selection.candidates)} candidates never ran"
         return [f"{counted}, because the budget ended before: {', '.join(self.never_ran)}."]
 
-    def sentences(self) -> list[str]:
-        """Return a sentence on what is missing and which budget would be enough."""
-        if not self.missing:
-            return []
-        return [
-            f"An answer needs more: {'; '.join(self.missing)}. --budget {self.budget_s:.0f}"
-            " should be enough."
-        ]
+    def sentence(self) -> str:
+        """Return what is missing and which budget would be enough."""
+        needs = f"An answer needs more: {'; '.join(self.missing)}."
+        return f"{needs} --budget {self.budget_s:.0f} should be enough."
 
 
 def labels_that_ran(context: RaceContext) -> set[str]:

@@ -3,13 +3,14 @@ depend.
 """
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from ashl.plan.plan import Plan
-from ashl.plan.profile import Profile
+from ashl.planning.compile_plan import PreparedPlan
+from ashl.planning.instantiate import declared_profile
 
 BSP = "BSP"
 COMPARE = {">=": operator.ge, ">": operator.gt, "<": operator.lt}
@@ -65,15 +66,14 @@ class Situation:
         }
 
 
-def situation(
-    profile: Profile, plan: Plan, rates: tuple[float, float], first_loss: float
-) -> Situation:
-    """Return the situation of a cluster.
-
-    Args: plan is any plan on that cluster; rates are the predicted steps per second of BSP with a
-    server and in a ring.
-    """
+def situation_of(plain: Sequence[PreparedPlan], first_loss: float) -> Situation:
+    """Return the situation, from the plans of BSP with a server and with a ring."""
+    plan, parts, _ = plain[0]
+    batch = plan.stages[0].workers[0].batch
+    profile = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
+    assert profile is not None  # virtual time has costs
     steps = sorted(worker.step_s for worker in profile.workers)
+    rates = [prepared.plan.stages[0].predicted_steps_per_s or 0.0 for prepared in plain]
     server, ring = (max(0.0, profile.num_workers / rate / steps[-1] - 1) for rate in rates)
     return Situation(
         num_workers=profile.num_workers,

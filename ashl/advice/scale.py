@@ -60,16 +60,10 @@ class Load:
         """Return the host seconds of one run that nothing ends early."""
         return START_S + length * self.whole_s
 
-    def mean_shares(self, length: float) -> tuple[float, float]:
-        """Return the mean share of its length that a run takes, in the tuning and after it.
-
-        A target ends whole runs only: short runs seldom reach it.
-        """
-        return ENDING if self.ends_early and length == 1 else WHOLE
-
     def race_s(self, length: float, tries: int) -> float:
         """Return the host seconds of the whole race, with `tries` learning rates per candidate."""
-        tuning, final = self.mean_shares(length)
+        # A target ends whole runs only: short runs seldom reach it.
+        tuning, final = ENDING if self.ends_early and length == 1 else WHOLE
         tuned = tuning * self.candidates * (1 + (tries - 1) / 3)
         seeded = final * SEEDS * (self.candidates if tries == 1 else self.candidates / 5 + 4)
         return (seeded if tries == 1 else tuned + seeded) * self.run_s(length) / self.slots
