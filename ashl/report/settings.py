@@ -72,13 +72,13 @@ def settings_of(study: Study) -> tuple[tuple[str, ...], tuple[Setting, ...]]:
         line.setdefault(tuple(values.get(key) for key in axes), []).append(run)
     settings = []
     for title, line in lines.items():
-        own = [not title or len(set(values)) > 1 for values in zip(*line, strict=True)]
+        columns = zip(axes, zip(*line, strict=True), strict=True)
+        varying = {axis for axis, values in columns if not title or len(set(values)) > 1}
         for values, runs in line.items():
-            known = zip(axes, values, own, strict=True)
-            known = [(key, value, mine) for key, value, mine in known if value is not None]
-            axis = {key: value for key, value, _ in known}
-            mine = {key: value for key, value, varying in known if varying}
-            settings.append(Setting(title, axis, mine, tuple(runs)))
+            pairs = zip(axes, values, strict=True)
+            known = {axis: value for axis, value in pairs if value is not None}
+            own = {axis: value for axis, value in known.items() if axis in varying}
+            settings.append(Setting(title, known, own, tuple(runs)))
     return axes, tuple(sorted(settings, key=lambda setting: study.runs.index(setting.runs[0])))
 
 

@@ -207,11 +207,9 @@ def make_grid(
         )
     if not settings:
         assert first is not None
-        raise (
-            first
-            if len(wanted) == 1
-            else UsageError(f"no point of this grid can be run; the first: {first}")
-        )
+        if len(wanted) == 1:
+            raise first
+        raise UsageError(f"no point of this grid can be run; the first: {first}")
     for key in unused.keys() - used - reasons.keys():
         raise UsageError(
             f"no option that this grid chooses has the key {key}; `ashl list` shows what there is"

@@ -77,10 +77,10 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Rep
             f"the run in {folder} has not finished on processes; replay one that has, and change a"
             " run in virtual time by `ashl train`"
         )
-    place = folder / "replay"
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir()
-    path = place / "profile.json"
+    replay_dir = folder / "replay"
+    shutil.rmtree(replay_dir, ignore_errors=True)
+    replay_dir.mkdir()
+    path = replay_dir / "profile.json"
     path.write_text(profile_of(folder, config).to_json(), encoding="utf-8")
     sim = ["runtime=sim", "runtime.gradients=false", "tracking=none", "cluster=profile"]
     fixed = (*sim, f"profile={path}", f"stop.steps={summary['steps']}", NO_EVALUATION)
@@ -91,15 +91,15 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Rep
     rows = {"as it was": summary}
     for name, texts in played.items():
         config = compose([*texts, *fixed], config_dir)
-        run_dir = str(place / ("replayed" if name == "replayed" else "changed"))
+        run_dir = str(replay_dir / ("replayed" if name == "replayed" else "changed"))
         ran = run({**config, "run": {**config["run"], "dir": run_dir}}, [], quiet=True, silent=True)
         if ran.summary is None:
             raise AshlError("a replay cannot run inside a job; start it without torchrun")
         rows[name] = ran.summary
     real = {key_of(text): text for text in (*typed, *changes) if key_of(text) != "run.dir"}
     record = {"run": str(folder), "changes": list(changes), "runs": rows}
-    jsonl.write_json(place / "replay.json", record)
-    return Replayed(place, record, [*real.values()])
+    jsonl.write_json(replay_dir / "replay.json", record)
+    return Replayed(replay_dir, record, [*real.values()])
 
 
 def profile_of(folder: Path, config: Mapping[str, Any]) -> Profile:
@@ -162,9 +162,8 @@ def worker_profile(rounds: Rounds, batch: int) -> WorkerProfile:
         shared = [sum(spans) / own["steps"]] * own["steps"]
         times = spans if len(spans) == own["steps"] else shared
         steps_s += [max(TICK_S, time_s) for time_s in times]
-    push_s, pull_s = (
-        max(TICK_S, fmean(own[key] for own in rounds)) for key in ("push_s", "pull_s")
-    )
+    push_s = max(TICK_S, fmean(own["push_s"] for own in rounds))
+    pull_s = max(TICK_S, fmean(own["pull_s"] for own in rounds))
     return WorkerProfile(
         step_s=median(steps_s),
         step_spread_s=trimmed_deviation(steps_s),

@@ -161,8 +161,8 @@ class SearchRecord:
     command: CommandLine
     settings: dict[str, Setting] = field(default_factory=dict)
     skipped: dict[str, Skipped] = field(default_factory=dict)
-    # trials without a result, by number
-    open: dict[int, tuple[Setting, ...]] = field(default_factory=dict)
+    # the settings of trials without a result, by number
+    unfinished: dict[int, tuple[Setting, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         before = jsonl.read_json(self.folder / sweep.SWEEP) or {}
@@ -177,7 +177,9 @@ class SearchRecord:
 
         told = (TrialState.COMPLETE, TrialState.PRUNED)
         begun = set[str]()
-        while len(self.study.get_trials(deepcopy=False, states=told)) + len(self.open) < trials:
+        while (
+            len(self.study.get_trials(deepcopy=False, states=told)) + len(self.unfinished) < trials
+        ):
             trial = self.study.ask()
             point = [suggest_override(trial, axis) for axis in self.asked.axes]
             try:
@@ -189,7 +191,7 @@ class SearchRecord:
                 continue
             settings = tuple(self.with_search_axes(setting) for setting in settings)
             self.settings |= {setting.hash: setting for setting in settings}
-            self.open[trial.number] = settings
+            self.unfinished[trial.number] = settings
             self.write()
             for setting in settings:
                 # another trial may have chosen the same
@@ -206,13 +208,13 @@ class SearchRecord:
 
     def tell_costs(self) -> None:
         """Tell Optuna the cost of each trial whose runs have ended."""
-        for number, settings in list(self.open.items()):
+        for number, settings in list(self.unfinished.items()):
             places = [self.folder / setting.hash for setting in settings]
             if all(map(has_ended, places)):
                 pairs = zip(places, settings, strict=True)
                 found = [cost_of(read_summary(path), s.config["stop"]) for path, s in pairs]
                 self.study.tell(number, statistics.fmean(found))
-                del self.open[number]
+                del self.unfinished[number]
 
     def write(self) -> None:
         settings = tuple(self.settings.values())
