@@ -69,7 +69,7 @@ def _answer_environment(board: Leaderboard) -> Answer:
         return Answer(f"There is one setting, {first.label}: {outcome}.", sentences)
     if not math.isfinite(first.spread.middle):
         most = f"in none did most seeds reach the target ({measure.title})"
-        return Answer(f"No setting has an answer: {most}.", _describe_failure(board))
+        return Answer(f"No setting has an answer: {most}.", _describe_missed_target(board))
     headline = result_and_lead(board, "leads" if board.indistinguishable_rows else "is first")
     second, others = _describe_second(board), _describe_indistinguishable(board)
     return Answer(headline, (second, others, *describe_doubt(board), *board.notes))
@@ -214,7 +214,7 @@ def _describe_seeds(board: Leaderboard, found: Effect) -> str:
     )
 
 
-def _describe_failure(board: Leaderboard) -> tuple[str, ...]:
+def _describe_missed_target(board: Leaderboard) -> tuple[str, ...]:
     nearest = max(board.rows, key=lambda row: row.best_accuracy or 0.0)
     reached, runs = (
         sum(row.num_reached for row in board.rows),
