@@ -173,23 +173,6 @@ def set_scale(axes: Axes, which: str, low: float, high: float, title: str) -> bo
     return log
 
 
-def draw_rectangles(
-    axes: Axes, kind: str, rectangles: Iterable[tuple[float, float, float, float]]
-) -> None:
-    """Draw rectangles (left, bottom, width, height) of one kind of time as one shape.
-
-    In print, each hatched shape costs as much as a picture.
-    """
-    corners = [
-        [(x, y), (x + wide, y), (x + wide, y + high), (x, y + high), (x, y)]
-        for x, y, wide, high in rectangles
-    ]
-    if corners:
-        fill, hatch, edge = LOOKS.get(kind, ("#999999", "", SOFT))
-        shape = Outline.make_compound_path_from_polys(np.array(corners))
-        axes.add_patch(PathPatch(shape, facecolor=fill, hatch=hatch, edgecolor=edge, linewidth=0.4))
-
-
 def add_kinds_legend(drawing: Drawing, seen: Iterable[str]) -> None:
     handles = [
         Patch(facecolor=fill, hatch=hatch, edgecolor=edge, linewidth=0.4, label=kind)
@@ -200,11 +183,20 @@ def add_kinds_legend(drawing: Drawing, seen: Iterable[str]) -> None:
 
 
 def draw_tracks(axes: Axes, labels: Sequence[str], drawn: Mapping[str, list]) -> None:
-    """Draw tracks from the top, one for each label: rectangles (start, track, length) by kind."""
+    """Draw tracks from the top, one for each label: rectangles (start, track, length) by kind.
+
+    All rectangles of a kind are one shape: in print, each hatched shape costs as much as a picture.
+    """
     for kind, spans in drawn.items():
-        draw_rectangles(
-            axes, kind, [(start, track - 0.38, length, 0.76) for start, track, length in spans]
-        )
+        corners = []
+        for start, track, length in spans:
+            end, low, high = start + length, track - 0.38, track + 0.38
+            corners.append([(start, low), (end, low), (end, high), (start, high), (start, low)])
+        if corners:
+            fill, hatch, edge = LOOKS.get(kind, ("#999999", "", SOFT))
+            shape = Outline.make_compound_path_from_polys(np.array(corners))
+            look = {"facecolor": fill, "hatch": hatch, "edgecolor": edge, "linewidth": 0.4}
+            axes.add_patch(PathPatch(shape, **look))
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
