@@ -38,7 +38,7 @@ from ashl.tracking.sweep_progress import SweepProgress
 # folders, inside the study, of the sweep that chose the learning rates and of the runs without a
 # worker
 TUNING, WITHOUT = "tuning", "without"
-# Selection that try the other learning rates, and candidates that go on to the seeds, the baseline
+# Candidates that try the other learning rates, and candidates that go on to the seeds, the baseline
 # not counted: at least this many, and this share of all candidates.
 RATED, FRONT = (4, 1 / 3), (3, 1 / 5)
 # Seeds per candidate. The counts after the first are for the first two candidates alone, until they
@@ -174,46 +174,45 @@ def tune_rates(
     """Return each candidate at its best learning rate, the best candidate first.
 
     All candidates try the first rate. The baseline and the best candidates try the other rates.
-    Selection that go on to the seeds try their two best rates with another seed.
+    Candidates that go on to the seeds try their two best rates with another seed.
     With a single rate, nothing is run.
     """
     base, folder = selection.candidates[0], context.folder / TUNING
     seed, scale = base.config["seed"], replace(scale, target=None)
     rates = {own: rates_of(own, scale) for own in selection.candidates}
-    teams = {
+    runs = {
         own: [setting_of(own, context, scale, rate, seed, (RATE,)) for rate in rates[own]]
         for own in selection.candidates
     }
     if len(scale.rates) == 1:
         return [TunedCandidate(own, rates[own][0], None) for own in selection.candidates]
-    order = [teams[own][0] for own in selection.candidates]
+    order = [runs[own][0] for own in selection.candidates]
     run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=2)
 
-    def read_curve(run: Setting) -> LearningCurve | None:
-        return CurveReader(folder / run.hash, run.config).read_curve()
+    def read_curve(setting: Setting) -> LearningCurve | None:
+        return CurveReader(folder / setting.hash, setting.config).read_curve()
 
     def rank_rates(own: Candidate, count: int | None = None) -> list[TunedCandidate]:
         """Return the runs of a candidate at its first `count` rates, the best one first."""
-        runs = zip(rates[own][:count], teams[own], strict=False)
-        return rank_tuned([TunedCandidate(own, rate, read_curve(run)) for rate, run in runs])
+        pairs = zip(rates[own][:count], runs[own], strict=False)
+        return rank_tuned([TunedCandidate(own, rate, read_curve(run)) for rate, run in pairs])
 
     def rank_candidates(count: int | None = None) -> list[TunedCandidate]:
         """Return all candidates, each at the best of its first `count` rates."""
         return rank_tuned([rank_rates(own, count)[0] for own in selection.candidates])
 
     near = [own.candidate for own in rank_candidates(1)][: count_of(RATED, selection)]
-    order += [
-        teams[own][k] for k in range(1, len(scale.rates)) for own in dict.fromkeys((base, *near))
-    ]
+    several = dict.fromkeys((base, *near))
+    order += [runs[own][k] for k in range(1, len(scale.rates)) for own in several]
     run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=2)
-    found, further = rank_candidates(), seed + 1 + ROUNDS[-1]  # a seed that the race does not use
-    again = {
-        own.candidate: [
-            (two, setting_of(two.candidate, context, scale, two.rate, further, (RATE,)))
+    found = rank_candidates()
+    other_seed = seed + 1 + ROUNDS[-1]  # one that the race does not use
+    again = dict[Candidate, list[tuple[TunedCandidate, Setting]]]()
+    for own in front_runners(found, base, count_of(FRONT, selection)):
+        again[own.candidate] = [
+            (two, setting_of(two.candidate, context, scale, two.rate, other_seed, (RATE,)))
             for two in rank_rates(own.candidate)[:2]
         ]
-        for own in front_runners(found, base, count_of(FRONT, selection))
-    }
     order += [run for pairs in again.values() for _, run in pairs]
     run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=3)
     return [
