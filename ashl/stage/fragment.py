@@ -41,7 +41,7 @@ class Fragment:
         """Return the fragment with the indices that all workers draw for the merge after this
         version.
         """
-        return replace(self, places=draw_indices(seed, version, self.size, self.runs[-1][1]))
+        return replace(self, indices=draw_indices(seed, version, self.size, self.runs[-1][1]))
 
     def extract(self, whole: Vector) -> Any:
         """Return the fragment's elements of a whole vector."""

@@ -46,12 +46,15 @@ def test_fragments_land_as_the_rule_says() -> None:
             )
         if due is not None and step % h == tau - 1:
             part = fragments[(step // h - 1) % 2]
-            pace = 0.5 * part.of(speed) + due
-            speed, model = part.put(speed, pace), part.put(model, part.of(model) + pace)
-            own = [part.put(x, alpha * part.of(x) + (1 - alpha) * part.of(model)) for x in own]
+            pace = 0.5 * part.extract(speed) + due
+            speed, model = part.insert(speed, pace), part.insert(model, part.extract(model) + pace)
+            own = [
+                part.insert(x, alpha * part.extract(x) + (1 - alpha) * part.extract(model))
+                for x in own
+            ]
         if step % h == h - 1:
             part = fragments[(step // h) % 2]
-            due = sum(part.of(x) - part.of(model) for x in own) / 3
+            due = sum(part.extract(x) - part.extract(model) for x in own) / 3
     torch.testing.assert_close(ran.params, model, rtol=0, atol=1e-5)
     assert ran.end["stale_max"] == [1, 1, 1]
 
@@ -122,10 +125,10 @@ def test_elements_that_were_drawn_are_averaged_and_what_was_learned_meanwhile_is
             )
         if step >= h and step % h == q - 1:
             part = stage.fragments[0].with_drawn_indices(stage.seed, step // h - 1)
-            drawn.update(part.places.tolist())
-            model = part.put(model, sum(map(part.of, sent)) / 3)
+            drawn.update(part.indices.tolist())
+            model = part.insert(model, sum(map(part.extract, sent)) / 3)
             own = [
-                part.put(z, part.of(model) + part.of(z) - part.of(y))
+                part.insert(z, part.extract(model) + part.extract(z) - part.extract(y))
                 for z, y in zip(own, sent, strict=True)
             ]
         if step % h == h - 1:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ashl.runtime import framing
-from ashl.runtime.transport import PeerConnections, Received
+from ashl.runtime.transport import PeerConnections, ReceivedMessage
 from ashl.size_only import SizeOnly
 
 MAX_BYTES = 10_000
@@ -175,7 +175,7 @@ def test_more_numbers_than_a_header_holds_arrive_and_what_comes_after_them_too()
     for round_, meta in enumerate(metas):
         links.post(1, ("pull", 0, round_), body, meta, (0, 0), lambda _: None)
     came = [
-        next(item for item in iter(inbox.get, None) if isinstance(item, Received)).message
+        next(item for item in iter(inbox.get, None) if isinstance(item, ReceivedMessage)).message
         for _ in metas
     ]
     assert [(message.tag[2], message.meta) for message in came] == list(enumerate(metas))

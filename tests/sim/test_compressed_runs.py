@@ -17,7 +17,7 @@ from ashl.compression.payload import Parts
 from ashl.compression.random_mask import RandomMask
 from ashl.compression.wrappers import wrap_codec
 from ashl.learn.learner import Learner
-from ashl.run.metrics import OFTEN, CompressionStats
+from ashl.run.metrics import WARN_AFTER, CompressionStats
 from ashl.runtime import records
 from tests.conf_option import conf_option
 from tests.laws.codecs import vector
@@ -79,11 +79,11 @@ def test_a_codec_that_enlarges_is_named() -> None:
     growing = records.CompressionReport(
         1, 0, 0, 1.4, None, 0.1, (20, 0, 0, 0), nbytes=20, unbiased=False
     )
-    for _ in range(OFTEN - 1):
+    for _ in range(WARN_AFTER - 1):
         health.add(growing)
     health.add(growing._replace(relative_error=0.9))
     assert health.warning is None
-    for _ in range(OFTEN):
+    for _ in range(WARN_AFTER):
         health.add(growing)
     assert health.warning is not None
     assert "worker 1" in health.warning
