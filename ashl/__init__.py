@@ -74,7 +74,7 @@ def train(
         command = (
             call_text(objects, lines) if objects else str(command_line("train", lines, folder))
         )
-        with _guest(), session.present():
+        with _isolate_caller(), session.expose_objects():
             ran = run(config, chosen, quiet=quiet, silent=quiet, command=command)
     return Run(ran.run_dir or Path(), ran.summary or {}, tuple(config["allow_targets"]), session)
 
@@ -117,7 +117,7 @@ def sweep(
     grid = make_grid(grid_lines(overrides, folder), partial(compose, config_dir=folder))
     first = grid.settings[0].config
     place = study.folder_of([setting.hash for setting in grid.settings], first)
-    with _guest():
+    with _isolate_caller():
         study.sweep(
             grid,
             overrides,
@@ -172,7 +172,7 @@ def _check_texts(overrides: Sequence[object]) -> None:
 
 
 @contextmanager
-def _guest() -> Generator[None]:
+def _isolate_caller() -> Generator[None]:
     """Leave the caller's process as it was.
 
     Processes started inside do not run the caller's script again, as Python would do by default. So

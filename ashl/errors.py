@@ -7,12 +7,12 @@ import json
 from typing import Any
 
 
-def plain(text: str) -> str:
+def to_one_line(text: str) -> str:
     """Return text from outside as one line, without characters that a terminal would execute."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def parsed(text: str | bytes) -> Any:
+def load_json(text: str | bytes) -> Any:
     """Return the value of JSON text. Raises ValueError, also for brackets that are nested too
     deep.
     """
@@ -67,7 +67,7 @@ NO_PLACE = (
 )
 
 
-def unwritable(what: str, error: OSError, fix: str) -> AshlError:
+def unwritable_path_error(what: str, error: OSError, fix: str) -> AshlError:
     """Return the error of a path that cannot be written.
 
     It is a usage error, except if the disk is full or fails: then another try may succeed.

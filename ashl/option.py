@@ -77,7 +77,7 @@ class Contract:
         cls._strict = cls._strict if strict is None else strict
 
 
-def refuse_unasked(cls: type[Contract], where: str) -> None:
+def refuse_wrong_hooks(cls: type[Contract], where: str) -> None:
     """Refuse a class with an unknown hook, a hook of the wrong form, or a missing value.
 
     A misspelt hook would be ignored, and the default would apply instead.
@@ -89,7 +89,7 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
         for part in cls.__mro__
         if issubclass(part, Contract) and part.__dict__.get("_contract", True)
     ]
-    who = f"{where} names {quoted(cls)}"
+    who = f"{where} names {quoted_name(cls)}"
     own = [part for part in cls.__mro__[:-1] if part not in bases]
     for part in own:
         refuse_unknown_names(cls, part, bases, who)
@@ -135,12 +135,16 @@ def refuse_wrong_parameters(
     """Raise UsageError if `part` of an option's class has a hook with other parameters."""
     for name, value in part.__dict__.items():
         above = next((base.__dict__[name] for base in bases if name in base.__dict__), None)
-        if isfunction(above) and name not in known_fields(cls) and not takes(value, above):
+        if (
+            isfunction(above)
+            and name not in known_fields(cls)
+            and not accepts_arguments(value, above)
+        ):
             right = f"{name}({', '.join(signature(above).parameters)})"
             raise UsageError(f"{who}; its {name!r} cannot be called; write it as {right}")
 
 
-def refuse_untyped(made: Contract, where: str) -> None:
+def refuse_wrong_types(made: Contract, where: str) -> None:
     """Refuse an option with a value of a type that its base does not allow; it would be ignored,
     too.
 
@@ -148,7 +152,7 @@ def refuse_untyped(made: Contract, where: str) -> None:
     """
     bases = [part for part in type(made).__mro__ if issubclass(part, Contract) and part._contract]
     for base in bases:
-        for name, adapter in values_of(base).items():
+        for name, adapter in value_types(base).items():
             value = getattr(made, name)
             try:
                 adapter.validate_python(value, strict=True)
@@ -157,13 +161,13 @@ def refuse_untyped(made: Contract, where: str) -> None:
                     dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors())
                 )
                 raise UsageError(
-                    f"{where} names {quoted(type(made))}; its {name}={value!r} is not possible:"
-                    f" should be {right}"
+                    f"{where} names {quoted_name(type(made))}; its {name}={value!r} is not"
+                    f" possible: should be {right}"
                 ) from error
 
 
 @cache
-def values_of(base: type[Contract]) -> dict[str, TypeAdapter]:
+def value_types(base: type[Contract]) -> dict[str, TypeAdapter]:
     """Return the values that a contract defines, methods excluded, with the type of each."""
     hints = get_type_hints(base, include_extras=True)
     asked = [
@@ -174,11 +178,11 @@ def values_of(base: type[Contract]) -> dict[str, TypeAdapter]:
     return {name: TypeAdapter(get_args(hints[name])[0]) for name in asked}
 
 
-def quoted(cls: type) -> str:
+def quoted_name(cls: type) -> str:
     return f"'{cls.__module__}.{cls.__name__}'"
 
 
-def takes(hook: Any, above: FunctionType) -> bool:
+def accepts_arguments(hook: Any, above: FunctionType) -> bool:
     """Return True if a hook can be called with all arguments of the hook `above` it."""
     bound = (
         hook.__get__(above) if isinstance(hook, FunctionType | staticmethod | classmethod) else hook

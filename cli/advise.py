@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from .answer import Answer, Json
-from .sweep import interruptible
+from .sweep import handle_interrupts
 from .table import console
-from .train import ConfigDir, ConfigFile, Debug, DryRun, Overrides, Quiet, starting
-from .typed import typed
+from .train import ConfigDir, ConfigFile, Debug, DryRun, Overrides, Quiet, show_starting
+from .typed import typed_command
 
 
 def advise(
@@ -46,27 +46,27 @@ def advise(
     resumes the race.
     """
     if probe is not None:
-        return probed(probe, overrides or [])
-    with starting(quiet):
+        return answer_probe(probe, overrides or [])
+    with show_starting(quiet):
         from ashl.advice.advise import advise as asked
 
-    with interruptible():
+    with handle_interrupts():
         found = asked(
             overrides or [],
             config_dir,
             console(),
-            command=typed(ctx),
+            command=typed_command(ctx),
             target=target,
             budget_s=budget,
             slots=jobs,
             dry_run=dry_run,
             quiet=quiet,
         )
-    following = str(typed(ctx)) if found.result is None else found.result.record["command"]
+    following = str(typed_command(ctx)) if found.result is None else found.result.record["command"]
     return Answer(found.document(), lambda: found.show(console()), following)
 
 
-def probed(hosts: Path, overrides: list[str]) -> Answer:
+def answer_probe(hosts: Path, overrides: list[str]) -> Answer:
     """Answer H from the links of hosts."""
     from ashl.advice.probe import probe
     from ashl.config.override import command_text

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ashl.errors import AshlError, plain
+from ashl.errors import AshlError, to_one_line
 
 JSON = "--json"
 Json = Annotated[
@@ -37,7 +37,7 @@ class Answer:
     code: int = 0
 
 
-def give(run: Callable[[], Answer | int | None], as_json: bool) -> int:
+def run_and_print(run: Callable[[], Answer | int | None], as_json: bool) -> int:
     """Run a command, print its answer, and return the exit code.
 
     With `as_json` all that the command prints goes to standard error, and the document to standard
@@ -52,7 +52,7 @@ def give(run: Callable[[], Answer | int | None], as_json: bool) -> int:
         return found or 0
     try:
         if as_json:
-            print_json(with_next(found))
+            print_json(with_next_command(found))
         else:
             found.show()
             if found.next:
@@ -62,12 +62,12 @@ def give(run: Callable[[], Answer | int | None], as_json: bool) -> int:
         reason = (error.strerror or str(error)).lower()
         raise AshlError(f"standard output cannot be written ({reason}).") from error
     if found.error:
-        print(f"ashl: {plain(found.error)}", file=sys.stderr)
+        print(f"ashl: {to_one_line(found.error)}", file=sys.stderr)
         return AshlError.exit_code
     return found.code
 
 
-def with_next(found: Answer) -> Mapping[str, Any] | Sequence[Any]:
+def with_next_command(found: Answer) -> Mapping[str, Any] | Sequence[Any]:
     """Return the document of an answer, with the next command and the error."""
     if not isinstance(found.document, Mapping):
         return found.document
@@ -75,7 +75,7 @@ def with_next(found: Answer) -> Mapping[str, Any] | Sequence[Any]:
     return {**found.document, **{key: text for key, text in more.items() if text}}
 
 
-def give_error(args: Sequence[str], sentence: str, code: int) -> None:
+def print_error(args: Sequence[str], sentence: str, code: int) -> None:
     """Print the document of a command that failed, if the user asked for one."""
     if JSON in args:
         with suppress(OSError):  # standard output itself may be what failed

@@ -17,13 +17,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ashl import __version__
-from ashl.config.catalog import CONF, defaults, meant, nearest, parameters
+from ashl.config.catalog import CONF, defaults, nearest_name, parameters, suggestion_text
 from ashl.config.override import command_text
-from ashl.errors import AshlError, InterruptError, UsageError, plain
+from ashl.errors import AshlError, InterruptError, UsageError, to_one_line
 from ashl.run.process_setup import standard_streams
 
 from .advise import advise
-from .answer import give, give_error
+from .answer import print_error, run_and_print
 from .backtest import backtest
 from .calibrate import calibrate
 from .compare import compare
@@ -42,14 +42,14 @@ from .watch import watch
 
 
 @runtime_checkable
-class Complaint(Protocol):
+class TyperUsageError(Protocol):
     """The interface of Typer's usage errors, which have no public class in some of its versions."""
 
     def format_message(self) -> str: ...
 
 
 @runtime_checkable
-class UnknownOption(Complaint, Protocol):
+class UnknownOptionError(TyperUsageError, Protocol):
     """Typer's error about an unknown option."""
 
     ctx: typer.Context
@@ -72,7 +72,7 @@ class Command(TyperCommand):
         return plain_flags(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> int:
-        return give(partial(super().invoke, ctx), as_json=bool(ctx.params.get("json")))
+        return run_and_print(partial(super().invoke, ctx), as_json=bool(ctx.params.get("json")))
 
 
 class Group(TyperGroup):
@@ -147,27 +147,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     # else matplotlib prints two paragraphs if the home folder is read-only
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     with standard_streams():
-        return _guarded([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
+        return _report_errors([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
 
 
-def _guarded(args: list[str]) -> int:
+def _report_errors(args: list[str]) -> int:
     try:
         code = _run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print("ashl: interrupted", file=sys.stderr)
-        give_error(args, "interrupted", InterruptError.exit_code)
+        print_error(args, "interrupted", InterruptError.exit_code)
         return InterruptError.exit_code
     except Exception as error:
         if "--debug" in args:
             traceback.print_exc()
-        sentence, code = plain(_sentence(error)), getattr(error, "exit_code", 1)
+        sentence, code = to_one_line(_error_sentence(error)), getattr(error, "exit_code", 1)
         print(f"ashl: {sentence}", file=sys.stderr)
-        give_error(args, sentence, code)
+        print_error(args, sentence, code)
         return code
     finally:
-        _settle()
+        _flush_output()
 
 
 def _run(args: list[str]) -> int:
@@ -178,19 +178,19 @@ def _run(args: list[str]) -> int:
     except typer.Abort as abort:  # Typer raises it for every EOFError
         raise abort.__cause__ or abort from None
     except Exception as error:
-        if not isinstance(error, Complaint):
+        if not isinstance(error, TyperUsageError):
             raise
-        raise UsageError(_rephrased(error, args)) from error
+        raise UsageError(_usage_message(error, args)) from error
 
 
-def _rephrased(error: Complaint, args: Sequence[str]) -> str:
+def _usage_message(error: TyperUsageError, args: Sequence[str]) -> str:
     """Return Typer's usage error as one sentence with the fix."""
     command = args[0]
     text = " ".join(error.format_message().split()).rstrip(".")
     hint = "; `ashl --help` shows what there is."
     if text.startswith("No such command"):
-        return f"There is no command {command}{meant(command, COMMANDS, hint)}"
-    if isinstance(error, UnknownOption) and text.startswith("No such option"):
+        return f"There is no command {command}{suggestion_text(command, COMMANDS, hint)}"
+    if isinstance(error, UnknownOptionError) and text.startswith("No such option"):
         option = error.option_name
         key = option.lstrip("-").replace("-", "_")
         if any(parameter.name == "overrides" for parameter in error.ctx.command.params):
@@ -199,7 +199,7 @@ def _rephrased(error: Complaint, args: Sequence[str]) -> str:
             hint = f"; `ashl {command} --help` shows what there is."
         known = {*defaults(), *(parameter.key for parameter in parameters(CONF / "config.yaml"))}
         names = () if {key, key.partition(".")[0]} & known else error.possibilities or ()
-        near = nearest(key, {name.lstrip("-").replace("-", "_") for name in names})
+        near = nearest_name(key, {name.lstrip("-").replace("-", "_") for name in names})
         return f"There is no option {option}" + (
             f"; did you mean --{near.replace('_', '-')}?" if near else hint
         )
@@ -216,7 +216,7 @@ def _as_setting(option: str, key: str, args: Sequence[str]) -> str:
     return shlex.quote(f"{key}={value or defaults().get(key, 1)}")
 
 
-def _sentence(error: Exception) -> str:
+def _error_sentence(error: Exception) -> str:
     if isinstance(error, AshlError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -230,7 +230,7 @@ def _sentence(error: Exception) -> str:
     )
 
 
-def _settle() -> None:
+def _flush_output() -> None:
     """Flush standard output; if that fails, send the rest to /dev/null.
 
     Python would print an error about it at exit otherwise.

@@ -9,7 +9,7 @@ from ashl.config.override import command_text
 
 from .answer import Answer, Json
 from .table import console
-from .train import Debug, starting
+from .train import Debug, show_starting
 
 
 def backtest(
@@ -30,7 +30,7 @@ def backtest(
     A file declares the cluster, the workload, the figures, their source and the assumptions, see
     conf/backtest. Every second point of a file is kept back: no assumption was read off it.
     """
-    with starting(quiet=json):
+    with show_starting(quiet=json):
         from ashl.study import backtest as study
 
     points = study.predict(map(study.read_table, study.published_files(files or [])))

@@ -7,10 +7,10 @@ import typer
 from ashl.config.override import key_of
 
 from .answer import Answer, Json
-from .sweep import interruptible
+from .sweep import handle_interrupts
 from .table import console
-from .train import ConfigDir, ConfigFile, Debug, DryRun, Overrides, Quiet, starting
-from .typed import typed
+from .train import ConfigDir, ConfigFile, Debug, DryRun, Overrides, Quiet, show_starting
+from .typed import typed_command
 
 
 def calibrate(
@@ -32,10 +32,10 @@ def calibrate(
     A real cluster is profiled first, unless profile=FILE is given. The same command runs only the
     missing runs.
     """
-    with starting(quiet):
+    with show_starting(quiet):
         from ashl.study.calibrate import calibrate as run_calibration
 
-    with interruptible():
+    with handle_interrupts():
         found = run_calibration(
             overrides or [],
             config_dir,
@@ -44,7 +44,7 @@ def calibrate(
             dry_run=dry_run,
             quiet=quiet,
         )
-    line = typed(ctx)
+    line = typed_command(ctx)
     following = str(line)
     if not dry_run:
         dropped = ("cluster", "profile", "runtime", "run")
@@ -52,6 +52,6 @@ def calibrate(
         cluster = [text for text in overrides or [] if key_of(text).partition(".")[0] == "cluster"]
         if found.profile:
             cluster = ["cluster=profile", f"profile={found.profile}"]
-        following = line.followed_by("advise", "runtime=sim", *cluster, *own)
+        following = line.follow_up("advise", "runtime=sim", *cluster, *own)
     document = {"folder": str(found.folder), **found.document()}
     return Answer(document, lambda: found.show(console()), following)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ashl.config.override import command_text
-from ashl.errors import plain
+from ashl.errors import to_one_line
 
 from .answer import Answer, Json
 from .table import console
 from .train import Debug
-from .typed import typed
+from .typed import typed_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +72,9 @@ def compare(
     check_kinds(kinds)
     board = rank(read_study(folders), target=target, baseline=baseline)
     suffix = "" if target is None else f"-target-{target:g}"
-    report = write_report(board, out=out, command=str(typed(ctx)), suffix=suffix, kinds=kinds)
+    report = write_report(
+        board, out=out, command=str(typed_command(ctx)), suffix=suffix, kinds=kinds
+    )
     show_left_out(board.left_out)
 
     def print_tables() -> None:
@@ -89,4 +91,4 @@ def show_left_out(left_out: "Sequence[LeftOut]") -> None:
     if left_out:
         named = "; ".join(f"{out.name} ({out.reason})" for out in left_out[:MAX_NAMED])
         more = f"; and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
-        print(f"ashl: {plain(f'left out {named}{more}.')}", file=sys.stderr)
+        print(f"ashl: {to_one_line(f'left out {named}{more}.')}", file=sys.stderr)

@@ -15,7 +15,7 @@ from ashl.config.cores import usable_cores
 from ashl.config.override import command_text
 
 from .answer import Answer, Json
-from .table import show
+from .table import show_rows
 from .train import Debug
 
 PACKAGES = (
@@ -53,7 +53,7 @@ def doctor(json: Json = False, debug: Debug = False) -> Answer:
     broken = [name for name, text in rows if text.startswith((FAIL, MISSING))]
     return Answer(
         {"checks": dict(rows), "broken": broken},
-        partial(show, "", rows),
+        partial(show_rows, "", rows),
         next="" if broken else command_text("train", "runtime=sim"),
         error=REPAIR if broken else "",
     )

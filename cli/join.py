@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .train import Debug, starting
+from .train import Debug, show_starting
 
 
 def join(
@@ -20,7 +20,7 @@ def join(
     A run of runtime=local is joined on its machine, a job on several nodes on any node that has the
     run folder. The command ends with the run. Ctrl-C leaves the run, which continues.
     """
-    with starting():
+    with show_starting():
         from ashl.run.join import join as run_as_rank
 
     def show_line(text: str) -> None:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ashl.config.catalog import catalog, meant, parameters
+from ashl.config.catalog import catalog, parameters, suggestion_text
 from ashl.config.override import key_of
 from ashl.errors import UsageError
 
 from .answer import Answer, Json
-from .train import Debug, DryRun, resumed, starting
-from .typed import TYPED_LAUNCH, launched, typed
+from .train import Debug, DryRun, resumed_config, show_starting
+from .typed import TYPED_LAUNCH, launch_words, typed_command
 
 if TYPE_CHECKING:
     from ashl.launch.job import Launch
@@ -93,14 +93,14 @@ def launch(
     name, *args = command
     if name not in LAUNCHED:
         hint = "; write `-- train`, `-- profile` or `-- sweep` behind its options."
-        raise UsageError(f"`ashl launch` cannot run {name}{meant(name, LAUNCHED, hint)}")
-    with starting(quiet="-q" in args or "--quiet" in args):
+        raise UsageError(f"`ashl launch` cannot run {name}{suggestion_text(name, LAUNCHED, hint)}")
+    with show_starting(quiet="-q" in args or "--quiet" in args):
         from ashl.launch.job import SECRET, Launch, copied_environment, read_machines
         from ashl.launch.start import ENGINES
 
     if on not in ENGINES:
         known = f"; take one of {', '.join(ENGINES)}"
-        raise UsageError(f"--on {on}: unknown engine{meant(on, ENGINES, known)}")
+        raise UsageError(f"--on {on}: unknown engine{suggestion_text(on, ENGINES, known)}")
     if on == "ssh" and hosts is None:
         raise UsageError("give the hosts by --hosts FILE, or another engine by --on")
     machines = () if hosts is None else read_machines(hosts)
@@ -112,9 +112,9 @@ def launch(
     assert known is not None
     inner: Any = known.make_context(name, [*args], parent=ctx)  # a copy: the list is emptied
     params = inner.params
-    typed_line = str(typed(inner))
+    typed_line = str(typed_command(inner))
     params["dry_run"] = dry_run or params["dry_run"]
-    own = implied(name, params["overrides"] or [], params["config_dir"])
+    own = implied_settings(name, params["overrides"] or [], params["config_dir"])
     if params.get("resume"):  # the run that is resumed has its cluster
         own = [text for text in own if text != "cluster=real"]
     params["overrides"] = [*(params["overrides"] or []), *own]
@@ -132,10 +132,10 @@ def launch(
             SECRET: secrets.token_hex(32),
             "COLUMNS": columns,
             **copied,
-            TYPED_LAUNCH: shlex.join(launched(ctx)),
+            TYPED_LAUNCH: shlex.join(launch_words(ctx)),
         },
         options=tuple(option or ()),
-        ssh=split(ssh),
+        ssh=split_ssh(ssh),
         restarts=restarts,
     )
     if restarts and on in ("torchrun", "kubernetes"):
@@ -165,7 +165,7 @@ def start(job: "Launch", name: str, params: dict[str, Any], command: str) -> Ans
     from ashl.run.train import dry_run, is_virtual
 
     if params.get("resume"):
-        config = resumed(params["resume"], params["overrides"], params["config_dir"])
+        config = resumed_config(params["resume"], params["overrides"], params["config_dir"])
     else:
         config = compose(params["overrides"], params["config_dir"])
     if is_virtual(config):
@@ -191,7 +191,7 @@ def start(job: "Launch", name: str, params: dict[str, Any], command: str) -> Ans
     return engines.start(job)
 
 
-def implied(name: str, overrides: Sequence[str], config_dir: Path | None) -> list[str]:
+def implied_settings(name: str, overrides: Sequence[str], config_dir: Path | None) -> list[str]:
     """Return the settings that need not be typed: real processes, and a real cluster if the user
     declares none.
 
@@ -215,7 +215,7 @@ def implied(name: str, overrides: Sequence[str], config_dir: Path | None) -> lis
     ]
 
 
-def split(command: str) -> tuple[str, ...]:
+def split_ssh(command: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(command))
     except ValueError as error:

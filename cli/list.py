@@ -15,20 +15,20 @@ from ashl.config.catalog import (
     catalog,
     defaults,
     docstrings,
-    lacking,
+    effective_defaults,
     parameters,
     parents,
-    read,
+    read_text,
     summary,
     symbols,
     target,
-    usual,
+    unknown_name_error,
     values,
 )
 from ashl.config.override import command_text
 
 from .answer import Answer, Json
-from .table import folded, show
+from .table import show_rows, wrap_text
 from .train import ConfigDir, Debug
 
 # families of sync modes, in the order of the list
@@ -80,26 +80,28 @@ def show_options(
     known = catalog(config_dir)
     if group is None:
         groups = {
-            name: {"default": usual()[name], "options": [*options]}
+            name: {"default": effective_defaults()[name], "options": [*options]}
             for name, options in known.items()
         }
-        return Answer({"groups": groups}, partial(_everything, known), command_text("list", "sync"))
+        return Answer(
+            {"groups": groups}, partial(_show_groups, known), command_text("list", "sync")
+        )
     if group not in known:
-        raise lacking("group", group, known)
+        raise unknown_name_error("group", group, known)
     if option is None:
         entries = _entries(group, known[group])
         document = {"group": group, "options": entries}
         following = command_text("list", group, *[entry["name"] for entry in entries[:1]])
         return Answer(document, partial(_show_entries, entries), following)
     if option not in known[group]:
-        raise lacking(group, option, known[group])
+        raise unknown_name_error(group, option, known[group])
     file = known[group][option]
     document: dict[str, Any] = {
         "group": group,
         "option": option,
         **_entry(file),
         "target": target(file),
-        "card": _about(file, group) if target(file) else read(file),
+        "card": _card_text(file, group) if target(file) else read_text(file),
         "parameters": [{**asdict(p), "key": f"{group}.{p.key}"} for p in parameters(file)],
         "file": str(file),
     }
@@ -107,20 +109,20 @@ def show_options(
     if group == "sync" and document["status"] in ("recommended", "situational"):
         needed = NEEDED.get(document["family"], ())
         following = command_text("train", "runtime=sim", f"sync={option}", *needed)
-    return Answer(document, partial(_card, group, option, file), following)
+    return Answer(document, partial(_show_card, group, option, file), following)
 
 
 def _entry(file: Path) -> dict[str, str]:
     """Return what the card of an option says in one line each."""
     text = "\n\n".join(docstrings(target(file))) if target(file) else ""
     return {
-        "family": _line(text, "Family"),
-        "status": _line(text, "Status"),
+        "family": _card_line(text, "Family"),
+        "status": _card_line(text, "Status"),
         "summary": summary(file),
     }
 
 
-def _line(text: str, what: str) -> str:
+def _card_line(text: str, what: str) -> str:
     """Return the value of the line `Family: …` or `Status: …` of a card, or ""."""
     found = re.search(rf"^{what}: (.+?)\.?$", text, re.M)
     return found[1] if found else ""
@@ -128,16 +130,17 @@ def _line(text: str, what: str) -> str:
 
 def _entries(group: str, options: Mapping[str, Path]) -> list[dict[str, Any]]:
     """Return the options of a group by family, and in it by status, most useful first."""
-    chosen = usual().get(group)
+    chosen = effective_defaults().get(group)
     found = [
         {"name": name, "default": name == chosen, **_entry(file)} for name, file in options.items()
     ]
     return sorted(
-        found, key=lambda own: (*_place(own["family"], FAMILIES), *_place(own["status"], STATUSES))
+        found,
+        key=lambda own: (*_sort_key(own["family"], FAMILIES), *_sort_key(own["status"], STATUSES)),
     )
 
 
-def _place(word: str, known: Collection[str]) -> tuple[int, str]:
+def _sort_key(word: str, known: Collection[str]) -> tuple[int, str]:
     """Return the sort key of a word: known ones in their order, then all others by name."""
     return ([*known, word].index(word), word)
 
@@ -154,18 +157,18 @@ def _show_entries(entries: Sequence[dict[str, Any]]) -> None:
             for own in entries
             if own["family"] == family
         ]
-    show("", rows)
+    show_rows("", rows)
     if len(families) > 1:
         print("\n" + "\n".join(f"{status}: {why}" for status, why in STATUSES.items()))
 
 
-def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
-    chosen = usual()
+def _show_groups(known: Mapping[str, Mapping[str, Path]]) -> None:
+    chosen = effective_defaults()
     rows = [
         (group, chosen[group] or "-", ", ".join(options) or "none yet")
         for group, options in known.items()
     ]
-    show("GROUP=OPTION, with its default", rows)
+    show_rows("GROUP=OPTION, with its default", rows)
     alone = ", ".join(
         f"{group}={option}"
         for group, option in defaults().items()
@@ -175,33 +178,35 @@ def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
         f"\nschedule={chosen['schedule']} names the sync modes of its stages. A named sync mode,\n"
         f"as in sync=asp, brings schedule=single and these options:\n{alone}."
     )
-    show("\nKEY=VALUE", [(p.key, p.value, p.comment) for p in parameters(CONF / "config.yaml")])
+    show_rows(
+        "\nKEY=VALUE", [(p.key, p.value, p.comment) for p in parameters(CONF / "config.yaml")]
+    )
     print(
         "\n`ashl list GROUP` explains its options,\n`ashl list GROUP OPTION` shows one with its"
         " parameters."
     )
 
 
-def _about(file: Path, group: str) -> str:
+def _card_text(file: Path, group: str) -> str:
     """Return the text of an option's card."""
     return "\n\n".join(filter(None, [card_text(file), symbols(group)]))
 
 
-def _card(group: str, option: str, file: Path) -> None:
+def _show_card(group: str, option: str, file: Path) -> None:
     name = target(file)
     if name:
-        print(folded(f"{group}={option}\n\n{_about(file, group)}"))
+        print(wrap_text(f"{group}={option}\n\n{_card_text(file, group)}"))
         rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]
         if rows:
-            show("\nParameters and their defaults", rows)
+            show_rows("\nParameters and their defaults", rows)
         if group == "compression":
             from ashl.compression.guarantees import D, list_guarantees
             from ashl.config.construct import construct
 
             codec = construct(values(file), group, (name.partition(".")[0],))
-            show(f"\nGuarantees, for {D:,} elements", list_guarantees(codec))
+            show_rows(f"\nGuarantees, for {D:,} elements", list_guarantees(codec))
         print(f"\n{name}, from {file}")
     else:  # a preset is shown as its file
         print(f"{group}={option}")
         for source in (file, *parents(file)):
-            print(f"\n{read(source).rstrip()}\n\nfrom {source}")
+            print(f"\n{read_text(source).rstrip()}\n\nfrom {source}")

@@ -14,11 +14,11 @@ from .train import (
     Debug,
     DryRun,
     Overrides,
-    configuration,
-    planned,
-    starting,
+    config_answer,
+    plan_answer,
+    show_starting,
 )
-from .typed import typed
+from .typed import typed_command
 
 
 def profile(
@@ -45,8 +45,8 @@ def profile(
 
     config = compose(overrides or [], config_dir)
     if cfg:
-        return configuration(config)
-    with starting(quiet):
+        return config_answer(config)
+    with show_starting(quiet):
         from ashl.run import profile as measuring
         from ashl.run.train import dry_run as shown
         from ashl.run.train import is_virtual
@@ -54,14 +54,16 @@ def profile(
     measured = not is_virtual(config)
     if dry_run:
         through = measuring.measuring_config(config) if measured else config
-        return planned(shown(through, [] if measured else overrides or []), str(typed(ctx)))
+        return plan_answer(
+            shown(through, [] if measured else overrides or []), str(typed_command(ctx))
+        )
     if codec and not measured:
         raise UsageError(
             "--codec times how a compression encodes, and runtime=sim has what is declared; drop it"
         )
     codecs = specs_of("compression", codec or [], overrides or [], config_dir)
     found = measuring.profile(
-        config, overrides or [], quiet=quiet or json, codecs=codecs, command=typed(ctx)
+        config, overrides or [], quiet=quiet or json, codecs=codecs, command=typed_command(ctx)
     )
     if isinstance(found, int):  # not rank 0 of a job
         return found

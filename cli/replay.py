@@ -7,8 +7,8 @@ import typer
 
 from .answer import Answer, Json
 from .table import console
-from .train import ConfigDir, ConfigFile, Debug, starting, with_file
-from .typed import typed
+from .train import ConfigDir, ConfigFile, Debug, show_starting, with_file
+from .typed import typed_command
 
 
 def replay(
@@ -33,14 +33,14 @@ def replay(
 
     Shows the run, its replay with the same settings, and the replay with the changed ones.
     """
-    with starting(quiet):
+    with show_starting(quiet):
         from ashl.study.replay import replay as run_replay
 
     found = run_replay(run, overrides or [], config_dir)
-    line = typed(ctx)
-    following = line.followed_by("train", *found.typed)
+    line = typed_command(ctx)
+    following = line.follow_up("train", *found.typed)
     if not overrides:
-        following = line.followed_by("replay", run, "sync=asp")
+        following = line.follow_up("replay", run, "sync=asp")
     document = {"folder": str(found.folder), **found.record}
     if quiet and not json:
         return Answer(document)

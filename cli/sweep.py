@@ -23,10 +23,10 @@ from .train import (
     Overrides,
     Quiet,
     as_yaml,
-    starting,
+    show_starting,
     without_unused,
 )
-from .typed import typed as typed_line
+from .typed import typed_command as typed_line
 
 if TYPE_CHECKING:
     from ashl.launch.job import Launch
@@ -87,7 +87,7 @@ def sweep(
 
     The same command resumes the sweep: runs that have ended are not repeated.
     """
-    typed, of_launcher = apart(overrides or [], launcher)
+    typed, of_launcher = split_launcher_settings(overrides or [], launcher)
     of_grids = {
         "--race": race,
         "--strict": strict,
@@ -100,21 +100,21 @@ def sweep(
         raise UsageError(
             f"{option} goes with a whole grid, and --search chooses as it goes; drop one."
         )
-    with starting(quiet):
+    with show_starting(quiet):
         from ashl.study import sweep as study
 
-    make_pool = partial(pool_of, launcher=launcher, of_launcher=of_launcher, jobs=jobs)
+    make_pool = partial(pool_of_launcher, launcher=launcher, of_launcher=of_launcher, jobs=jobs)
     line = typed_line(ctx)
     if search is not None:
         from ashl.study.search import search as run_search
 
         shown = {"quiet": quiet, "silent": json}
-        with interruptible():
+        with handle_interrupts():
             found = run_search(
                 typed, config_dir, search, line, slots=jobs, make_pool=make_pool, **shown
             )
         return answer_of(found)
-    grid = whole_grid(typed, config_dir, strict, ctx.obj)
+    grid = compose_grid(typed, config_dir, strict, ctx.obj)
     if cfg:
         configs = [without_unused(setting.config) for setting in grid.settings]
         return Answer({"settings": configs}, show=partial(show_configurations, grid))
@@ -123,7 +123,7 @@ def sweep(
     if dry_run:
         forecast = study.forecast_of(grid, typed, folder, jobs, line)
         return Answer(forecast, partial(study.show_forecast, grid, folder, forecast), str(line))
-    with interruptible():
+    with handle_interrupts():
         pool = partial(make_pool, folder)
         if ctx.obj:
             from ashl.study.jobs import local_pool, run_on_hosts
@@ -158,7 +158,9 @@ def show_configurations(grid: "Grid") -> None:
         print(f"---  # {' '.join(setting.overrides)}\n{as_yaml(setting.config)}", end="")
 
 
-def apart(overrides: list[str], launcher: str | None) -> tuple[list[str], dict[str, Any]]:
+def split_launcher_settings(
+    overrides: list[str], launcher: str | None
+) -> tuple[list[str], dict[str, Any]]:
     """Return the settings of the runs, and the parameters of the launcher.
 
     Raises: UsageError for a parameter without a launcher, and for a launcher that cannot be used.
@@ -177,7 +179,7 @@ def apart(overrides: list[str], launcher: str | None) -> tuple[list[str], dict[s
     return typed, check_parameters(launcher, values)
 
 
-def pool_of(
+def pool_of_launcher(
     folder: Path,
     slots: int,
     *,
@@ -193,7 +195,7 @@ def pool_of(
     return queue_pool(folder, launcher, of_launcher, jobs, slots)
 
 
-def whole_grid(
+def compose_grid(
     typed: list[str], config_dir: Path | None, strict: bool, where: "Launch | None"
 ) -> "Grid":
     """Compose and check all settings of the grid, for the hosts of `ashl launch` if there are
@@ -215,7 +217,7 @@ def whole_grid(
 
 
 @contextmanager
-def interruptible() -> Generator[None]:
+def handle_interrupts() -> Generator[None]:
     """End a sweep in order at Ctrl-C, SIGTERM or SIGHUP, and say how to resume it."""
 
     received: list[int] = []

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-FULL = 96  # characters of a docstring's line from which on it continues on the next one
-NARROW = 40  # characters below which the last column is written below the others
+FULL_LINE = 96  # characters of a docstring's line from which on it continues on the next one
+NARROW_COLUMN = 40  # characters below which the last column is written below the others
 # The part of a line before its second column, in a list within a docstring.
 COLUMN = re.compile(r" +\S+( \S+)* {2,}(?=\S)")
 
@@ -27,7 +27,7 @@ def console() -> "Console":
     return Console(highlight=False, width=None if known else 200)
 
 
-def folded(text: str) -> str:
+def wrap_text(text: str) -> str:
     """Return a text without lines wider than the screen; continuation lines keep their indent."""
     width = console().width
     whole = text.split("\n")
@@ -37,7 +37,7 @@ def folded(text: str) -> str:
     insets: list[int] = []  # indent of each line's continuation: its own, or its second column
     for before, line in zip(["", *whole], whole, strict=False):
         words, inset = line.split(), len(line) - len(line.lstrip())
-        went_on = words and not words[0].endswith(":") and len(before) + len(words[0]) >= FULL
+        went_on = words and not words[0].endswith(":") and len(before) + len(words[0]) >= FULL_LINE
         if went_on and inset == insets[-1]:
             lines[-1] += " " + line.strip()
         else:
@@ -51,7 +51,7 @@ def folded(text: str) -> str:
     )
 
 
-def show(title: str, rows: Iterable[Sequence[str]]) -> None:
+def show_rows(title: str, rows: Iterable[Sequence[str]]) -> None:
     """Print a title and rows of two or more columns; the first is bold.
 
     The last one may wrap. On a narrow screen it has lines of its own.
@@ -64,7 +64,9 @@ def show(title: str, rows: Iterable[Sequence[str]]) -> None:
     if title:
         out.print(Text(title, style="bold"))
     shared = sum(max(map(len, cells)) + 2 for cells in list(zip(*rows, strict=True))[:-1])
-    below = out.width - shared < NARROW and any(shared + len(row[-1]) > out.width for row in rows)
+    below = out.width - shared < NARROW_COLUMN and any(
+        shared + len(row[-1]) > out.width for row in rows
+    )
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)  # a key is one word
     for row in rows:

@@ -14,7 +14,7 @@ from ashl.config.settings_file import with_settings
 from ashl.errors import UsageError
 
 from .answer import Answer, Json
-from .typed import CONFIG_FILE, typed
+from .typed import CONFIG_FILE, typed_command
 
 if TYPE_CHECKING:
     from ashl.run.train import DryRun as Planned
@@ -53,7 +53,7 @@ ConfigDir = Annotated[
     ),
 ]
 Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration and stop.")]
-OF_WORKERS = (
+WORKER_KEYS = (
     "cluster.num_workers",
     "cluster.compute",
     "cluster.link",
@@ -61,8 +61,8 @@ OF_WORKERS = (
     "cluster.hosts",
 )
 # keys that may change together with OF_WORKERS
-BESIDE = ("run.dir", "dataset.batch_size", "topology.regions", "cluster.events")
-SIZED = ("cluster", "dataset", "topology")  # groups of these keys
+CHANGE_WITH_WORKERS = ("run.dir", "dataset.batch_size", "topology.regions", "cluster.events")
+GROUPS_OF_WORKERS = ("cluster", "dataset", "topology")  # groups of these keys
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and estimate; run nothing.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -95,22 +95,22 @@ def train(
     config = (
         compose(overrides or [], config_dir)
         if resume is None
-        else resumed(resume, overrides or [], config_dir)
+        else resumed_config(resume, overrides or [], config_dir)
     )
     if cfg:
-        return configuration(config)
-    with starting(quiet):
+        return config_answer(config)
+    with show_starting(quiet):
         from ashl.run import train as run
 
     if dry_run:
-        return planned(run.dry_run(config, overrides or []), str(typed(ctx)))
+        return plan_answer(run.dry_run(config, overrides or []), str(typed_command(ctx)))
     ran = run.run(
         config,
         overrides or [],
         quiet=quiet,
         silent=json,
         resume=resume,
-        command=str(typed(ctx)),
+        command=str(typed_command(ctx)),
     )
     if ran.run_dir is None or ran.summary is None:  # not rank 0 of a job
         return ran.code
@@ -118,18 +118,18 @@ def train(
     return Answer(document, next=command_text("compare", ran.run_dir), code=ran.code)
 
 
-def configuration(config: dict) -> Answer:
+def config_answer(config: dict) -> Answer:
     """Return the answer of `--cfg`."""
     return Answer(without_unused(config), show=lambda: print(as_yaml(config), end=""))
 
 
-def planned(dry: "Planned", command: str) -> Answer | int:
+def plan_answer(dry: "Planned", command: str) -> Answer | int:
     """Return the answer of `--dry-run`; the next command is the same without it."""
     return Answer(dry.document(), show=dry.show, next=command) if dry.leads else 0
 
 
 @contextmanager
-def starting(quiet: bool = False) -> Generator[None]:
+def show_starting(quiet: bool = False) -> Generator[None]:
     """Show that ashl starts, on a terminal, while torch is imported, which takes seconds."""
     shown = not quiet and sys.stderr is not None and sys.stderr.isatty()
     if shown:
@@ -141,31 +141,33 @@ def starting(quiet: bool = False) -> Generator[None]:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
-def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dict:
+def resumed_config(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dict:
     """Return the configuration of an earlier run, with typed stop limits, runtime or workers.
 
     With another number of workers it is that of a new run, which is resumed from the earlier one.
     Raises: UsageError for other typed keys.
     """
-    from ashl.config.compose import compose, typed_again
+    from ashl.config.compose import compose, fix_for_allow_targets
     from ashl.config.recorded import config_of
 
     config = config_of(run_dir)
     keys = [key_of(text) for text in overrides]
     others = (
-        [key for key in keys if key in (*OF_WORKERS, *BESIDE)] if {*keys} & {*OF_WORKERS} else []
+        [key for key in keys if key in (*WORKER_KEYS, *CHANGE_WITH_WORKERS)]
+        if {*keys} & {*WORKER_KEYS}
+        else []
     )
-    own = [f"{group}={config['choices'][group]}" for group in SIZED if others]
+    own = [f"{group}={config['choices'][group]}" for group in GROUPS_OF_WORKERS if others]
     asked = compose([*own, *overrides], config_dir)
     if not set(config["allow_targets"]) <= set(asked["allow_targets"]):
         raise UsageError(
-            f"--resume {run_dir}: the run imports code of your own; {typed_again(config)}."
+            f"--resume {run_dir}: the run imports code of your own; {fix_for_allow_targets(config)}"
         )
     for key in keys:
         if key == "allow_targets" or key in others:
             continue
         if key == "runtime":
-            config = over_to(config, asked)
+            config = with_runtime(config, asked)
             continue
         group, _, name = key.partition(".")
         if group != "stop" or name not in config["stop"]:
@@ -186,19 +188,22 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
 
 def with_workers(config: dict, asked: dict, keys: list[str]) -> dict:
     """Return the configuration with the typed values of `keys`, which describe the workers."""
-    from ashl.config.workers import sized
+    from ashl.config.workers import resize_cluster
 
-    new = {**config, **{group: {**config[group]} for group in SIZED}}
+    new = {**config, **{group: {**config[group]} for group in GROUPS_OF_WORKERS}}
     for group, _, name in (key.partition(".") for key in keys if key != "run.dir"):
         new[group][name] = asked[group][name]
     return (
-        {**new, "cluster": sized(new["cluster"], ([key.partition(".")[2] for key in keys],))}
+        {
+            **new,
+            "cluster": resize_cluster(new["cluster"], ([key.partition(".")[2] for key in keys],)),
+        }
         if keys
         else config
     )
 
 
-def over_to(config: dict, asked: dict) -> dict:
+def with_runtime(config: dict, asked: dict) -> dict:
     """Return the configuration with another runtime, which keeps the values of common keys."""
     both = {
         key: value

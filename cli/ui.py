@@ -9,7 +9,7 @@ import typer
 
 from ashl.errors import UsageError
 
-from .train import Debug, starting
+from .train import Debug, show_starting
 
 
 def ui(
@@ -31,7 +31,7 @@ def ui(
             " folder: --store DIR."
         )
     with ExitStack() as stack:
-        with starting():  # MLflow takes seconds to import
+        with show_starting():  # MLflow takes seconds to import
             from ashl.tracking.ui import serve
 
             link, server = stack.enter_context(serve(store, port, host, folder))

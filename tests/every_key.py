@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from ashl.config.catalog import catalog, parameters, target, values
 from ashl.config.compose import PRESETS
-from ashl.config.construct import found
+from ashl.config.construct import import_target
 
 ALWAYS = "runtime=sim tracking=none stop.steps=48 run.compression_stats_every=null"
 PLAIN = "optimizer.momentum=0 optimizer.weight_decay=0"
@@ -476,7 +476,7 @@ def others(option: str, key: str, cls: str, default: Any) -> list[str]:
     if (value := of(VALUES, option, key)) is not None:
         return [value]
     group, _, name = key.partition(".")
-    hints = list(parts(get_type_hints(found(cls, group, ())).get(name))) if cls else []
+    hints = list(parts(get_type_hints(import_target(cls, group, ())).get(name))) if cls else []
     words = [word for hint in hints if get_origin(hint) is Literal for word in get_args(hint)]
     if default in words:
         return [

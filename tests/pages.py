@@ -27,10 +27,10 @@ from ashl.config.catalog import (
     Parameter,
     card_text,
     catalog,
+    effective_defaults,
     parameters,
     summary,
     symbols,
-    usual,
 )
 from ashl.config.compose import PRESETS
 
@@ -124,7 +124,7 @@ def option_tables(group: str) -> str:
         rows = [row(parameter) for parameter in parameters(CONF / "config.yaml")]
         return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows])
     options = catalog()[group]
-    chosen = usual()[group]
+    chosen = effective_defaults()[group]
     lines = ["| option | what it is |", "| --- | --- |"]
     for option, file in options.items():
         lines.append(

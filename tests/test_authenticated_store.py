@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ashl.errors import AshlError, UsageError, plain
+from ashl.errors import AshlError, UsageError, to_one_line
 from ashl.run.authenticated_store import (
     PENDING,
     Secret,
@@ -242,4 +242,4 @@ def test_news_and_records_come_as_they_went() -> None:
 
 
 def test_text_from_elsewhere_is_shown_without_what_a_terminal_obeys() -> None:
-    assert plain("a\x1b]0;title\x07b\r\nc\u202ed\x9b") == "a ]0;title b c d"
+    assert to_one_line("a\x1b]0;title\x07b\r\nc\u202ed\x9b") == "a ]0;title b c d"

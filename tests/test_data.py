@@ -7,9 +7,9 @@ from conf_option import conf_option, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ashl.data.augment import crop_flip, crops
+from ashl.data.augment import crop_flip, draw_crops
 from ashl.data.batches import Batches
-from ashl.data.partition import shards, sized
+from ashl.data.partition import apportion_with_minimum, make_shards
 from ashl.data.quadratic import optimum
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
 from ashl.errors import UsageError
@@ -20,7 +20,7 @@ TOTAL = len(DIGITS.train)
 
 
 def deal(partition, num_workers, *, shares=None, alpha=None, seed=0, batch=1):
-    return shards(
+    return make_shards(
         DIGITS, partition, shares or [1] * num_workers, alpha, seed, [batch] * num_workers
     )
 
@@ -108,13 +108,13 @@ def test_the_least_planned_share_is_a_batch(rows):
     """
     shares, batch = zip(*rows, strict=True)
     total = max(TOTAL, sum(batch))
-    sizes = sized(total, shares, batch)
+    sizes = apportion_with_minimum(total, shares, batch)
     assert sizes.sum() == total
     assert (sizes >= batch).all()
     free = [i for i, size in enumerate(sizes) if size > batch[i]]
     rate = sum(sizes[i] for i in free) / sum(shares[i] for i in free) if free else 0
     assert all(abs(sizes[i] - rate * shares[i]) < 2 for i in free)
-    assert np.array_equal(sized(total, sizes / total, batch), sizes), (
+    assert np.array_equal(apportion_with_minimum(total, sizes / total, batch), sizes), (
         "what is dealt out is dealt out alike again"
     )
 
@@ -158,7 +158,7 @@ def test_dirichlet_needs_classes():
     data = conf_option("dataset", "quadratic").load()
     assert not data.train.labels.any()
     with pytest.raises(UsageError, match=r"class labels"):
-        shards(data, "dirichlet", [1, 1], 0.5, 0, [1, 1])
+        make_shards(data, "dirichlet", [1, 1], 0.5, 0, [1, 1])
 
 
 # --- data sets
@@ -229,7 +229,7 @@ def test_synthetic_shape_is_a_vector_or_an_image():
 
 def test_crop_flip_shifts_and_mirrors():
     images = torch.arange(1.0, 1 + 64 * 2 * 5 * 6).reshape(64, 2, 5, 6)
-    moved = crop_flip(images, crops(64, stream(0, Purpose.AUGMENT)))
+    moved = crop_flip(images, draw_crops(64, stream(0, Purpose.AUGMENT)))
     assert moved.shape == images.shape
     padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
     kinds = set()
@@ -249,4 +249,4 @@ def test_crop_flip_shifts_and_mirrors():
         assert places
         kinds.add(places[0])
     assert len(kinds) > 30
-    assert torch.equal(moved, crop_flip(images, crops(64, stream(0, Purpose.AUGMENT))))
+    assert torch.equal(moved, crop_flip(images, draw_crops(64, stream(0, Purpose.AUGMENT))))

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 import ashl
-from ashl.config.catalog import CONF, catalog, load, parameters
+from ashl.config.catalog import CONF, catalog, load_yaml, parameters
 from ashl.config.compose import PRESETS, compose
 from ashl.config.construct import construct
 from ashl.errors import AshlError, NoEffectError, UsageError
@@ -228,7 +228,7 @@ def test_the_name_and_the_place_of_a_run_are_as_typed(workplace) -> None:
 
 
 def test_the_walk_has_every_key_of_the_run_itself() -> None:
-    own = load(CONF / "config.yaml")
+    own = load_yaml(CONF / "config.yaml")
     del own["defaults"]
     keys = {f"{part}.{key}" for part in ("run", "stop", "eval") for key in own[part]}
     keys |= {key for key in own if not isinstance(own[key], dict)} | {"tracking.events"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ashl.errors import DataMissingError, UsageError
-from ashl.model.gpt import angles, turned
+from ashl.model.gpt import rotate_pairs, rotation_angles
 from tests.conf_option import conf_option
 
 
@@ -38,12 +38,16 @@ def test_a_block_by_hand_and_first_weights():
     )
     block = model.blocks[0]
     query, key, value = block.attend(block.norm1(x)).view(7, 3, 2, 16).permute(1, 2, 0, 3)
-    scores = turned(query, angles(7, 16)) @ turned(key, angles(7, 16)).transpose(1, 2) / 4
+    scores = (
+        rotate_pairs(query, rotation_angles(7, 16))
+        @ rotate_pairs(key, rotation_angles(7, 16)).transpose(1, 2)
+        / 4
+    )
     later = torch.ones(7, 7, dtype=torch.bool).triu(1)
     seen = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
     between = x + block.mix(seen.transpose(0, 1).reshape(1, 7, 32))
     whole = between + block.narrow(torch.nn.functional.gelu(block.widen(block.norm2(between))))
-    torch.testing.assert_close(block(x, angles(7, 16)), whole)
+    torch.testing.assert_close(block(x, rotation_angles(7, 16)), whole)
     wide = built(width=256, layers=8).blocks[0]
     found = [
         float(part.weight.detach().std())

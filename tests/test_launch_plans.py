@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ashl.cli.launch import implied
+from ashl.cli.launch import implied_settings
 from ashl.config.compose import compose
 from ashl.errors import UsageError
 from ashl.launch import kubernetes, mpirun, ray, slurm, ssh, torchrun
@@ -245,14 +245,14 @@ def test_bundles_of_ray() -> None:
 
 
 def test_what_is_understood() -> None:
-    assert implied("train", ["sync=bsp", "cluster.num_workers=2"], None) == [
+    assert implied_settings("train", ["sync=bsp", "cluster.num_workers=2"], None) == [
         "runtime=torchrun",
         "cluster=real",
     ]
-    assert implied("train", ["cluster.compute=[1,2]", "runtime=local"], None) == []
+    assert implied_settings("train", ["cluster.compute=[1,2]", "runtime=local"], None) == []
     with pytest.raises(UsageError, match=r"Give cluster.num_workers, as all runs"):
-        implied("sweep", ["sync=bsp,ssp"], None)
-    assert implied("train", ["cluster=mixed"], None) == ["runtime=torchrun"]
+        implied_settings("sweep", ["sync=bsp,ssp"], None)
+    assert implied_settings("train", ["cluster=mixed"], None) == ["runtime=torchrun"]
 
 
 def test_how_many_it_takes() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.data import shuttle
-from ashl.data.partition import shards
+from ashl.data.partition import make_shards
 from tests.conf_option import conf_option
 
 
@@ -24,7 +24,7 @@ def test_the_classes_are_imbalanced_in_both_halves() -> None:
 def test_shards_by_dirichlet_have_unequal_shares_of_anomalies() -> None:
     pytest.importorskip("river")
     data = conf_option("dataset", "shuttle").load()
-    parts = shards(data, "dirichlet", [1] * 4, 0.3, 0, [32] * 4)
+    parts = make_shards(data, "dirichlet", [1] * 4, 0.3, 0, [32] * 4)
     shares = [data.train.labels[part].mean() for part in parts]
     assert max(shares) > 3 * min(shares)
 

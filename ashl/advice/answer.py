@@ -75,7 +75,7 @@ class NextCommands:
         kept = [text for text in self.real if key_of(text) not in OWN]
         where = "here" if "cluster=real" in kept else "here, emulated"
         where = "here, in virtual time" if "runtime=sim" in kept else where
-        return where, self.command.followed_by("train", *self._with_effect((*kept, *chosen)))
+        return where, self.command.follow_up("train", *self._with_effect((*kept, *chosen)))
 
     def command_on_hosts(self, chosen: Sequence[str], num_workers: int) -> str:
         """Return the command for several machines, without the declared cluster and without a
@@ -90,7 +90,7 @@ class NextCommands:
         line = CommandLine(("train",), self.command.config_dir, before)
         there = ("cluster=real", f"cluster.num_workers={num_workers}")
         kept = self._with_effect((*typed, *rest, *chosen, *there))
-        return line.followed_by("train", *(text for text in kept if text != "cluster=real"))
+        return line.follow_up("train", *(text for text in kept if text != "cluster=real"))
 
     def _with_effect(self, texts: tuple[str, ...]) -> tuple[str, ...]:
         """Return the overrides without those that have no effect together with the others, because

@@ -47,7 +47,7 @@ from torch import Tensor
 from ashl.compression.kernels import native, quiet, sparse_vector
 from ashl.compression.payload import HEADER, Parts, header_of, read_payload, write_payload
 from ashl.data.counter_rng import CounterRng, counter_rng
-from ashl.data.rng import Purpose, quick
+from ashl.data.rng import Purpose, bulk_stream
 from ashl.option import Contract, Fraction, Natural, Positive, Ratio, option
 
 ALL = 2**32 - 1  # in place of a worker's rank: random numbers that all workers share
@@ -145,7 +145,7 @@ class EncodeContext(NamedTuple):
         """Return a sequential generator of this worker's random numbers for this message, on the
         host.
         """
-        return quick(self.seed, Purpose.CODEC, self.worker, self.round, self.layer)
+        return bulk_stream(self.seed, Purpose.CODEC, self.worker, self.round, self.layer)
 
     def words(self, *more: int) -> CounterRng:
         """Return this worker's random words for this message, addressed by index, on the host or a
@@ -162,7 +162,7 @@ class EncodeContext(NamedTuple):
 
     def shared(self) -> np.random.Generator:
         """Return a generator of random numbers that are identical on all workers in this round."""
-        return quick(self.seed, Purpose.CODEC, ALL, self.common, self.layer)
+        return bulk_stream(self.seed, Purpose.CODEC, ALL, self.common, self.layer)
 
 
 ENCODE_CONTEXT = EncodeContext()

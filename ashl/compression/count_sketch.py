@@ -42,7 +42,7 @@ from ashl.compression.payload import (
     read_payload,
     typed_part,
 )
-from ashl.data.rng import Purpose, quick
+from ashl.data.rng import Purpose, bulk_stream
 from ashl.option import Ratio, option
 
 SEED_BYTES = 8
@@ -64,7 +64,7 @@ class Table(NamedTuple):
 @lru_cache(maxsize=8)
 def multipliers(seed: int, rows: int) -> tuple[tuple[int, int, int], ...]:
     """Return (a, b, c) of the hash of each row."""
-    drawn = quick(seed, Purpose.CODEC, ALL).integers(0, 2**32, (rows, 3), np.uint32)
+    drawn = bulk_stream(seed, Purpose.CODEC, ALL).integers(0, 2**32, (rows, 3), np.uint32)
     return tuple((int(a) | 1, int(b), int(c) | 1) for a, b, c in drawn)
 
 

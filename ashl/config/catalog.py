@@ -31,7 +31,7 @@ RECURSIVE = "found unconstructable recursive node"  # PyYAML's message
 CONFIG_DIR = "ASHL_CONFIG_DIR"  # environment variable for --config-dir
 # words that Hydra or YAML read as a number, a truth value or null
 NOT_TEXT = ("true", "false", "yes", "no", "on", "off", "y", "n", "null", "nan", "inf")
-A_FEW = 12  # maximum number of names in a message
+MAX_NAMES = 12  # maximum number of names in a message
 # in an installation, or in a checkout
 CONF = next(f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir())
 
@@ -93,7 +93,9 @@ def defaults() -> MappingProxyType[str, str]:
     """Return the default option of each group, in the order of `config.yaml`; "" for an optional
     group.
     """
-    entries = [entry for entry in load(CONF / "config.yaml")["defaults"] if isinstance(entry, dict)]
+    entries = [
+        entry for entry in load_yaml(CONF / "config.yaml")["defaults"] if isinstance(entry, dict)
+    ]
     found = {
         group.removeprefix("optional "): option or ""
         for entry in entries
@@ -102,14 +104,14 @@ def defaults() -> MappingProxyType[str, str]:
     return MappingProxyType(found)
 
 
-def usual() -> dict[str, str]:
+def effective_defaults() -> dict[str, str]:
     """Return the options of a run without settings: `defaults`, with the options that the default
     schedule chooses.
 
     The sync mode is "", because the schedule sets that of each stage.
     """
     found = defaults()
-    entries = load(CONF / "schedule" / f"{found['schedule']}.yaml").get("defaults", ())
+    entries = load_yaml(CONF / "schedule" / f"{found['schedule']}.yaml").get("defaults", ())
     brought = {
         str(key).split("@")[0].removeprefix("override /"): o
         for entry in entries
@@ -125,8 +127,8 @@ def parameters(file: Path) -> list[Parameter]:
     A file that starts from another option of its group (`defaults: [mixed]`) also has that option's
     parameters.
     """
-    load(file)  # checks it
-    text = read(file)
+    load_yaml(file)  # checks it
+    text = read_text(file)
     root = yaml.compose(text)
     own = list(_leaves(root, "", text.splitlines())) if isinstance(root, yaml.MappingNode) else []
     inherited: dict[str, Parameter] = {}
@@ -137,7 +139,7 @@ def parameters(file: Path) -> list[Parameter]:
 
 def target(file: Path) -> str:
     """Return the dotted name that the option's file constructs; "" for a group of plain values."""
-    content = load(file)
+    content = load_yaml(file)
     return str(content.get("_target_", "")) or next(
         (name for parent in parents(file) if (name := target(parent))), ""
     )
@@ -161,7 +163,7 @@ def values(file: Path) -> dict:
     found: dict = {}
     for parent in parents(file):
         found |= values(parent)
-    return found | {key: value for key, value in load(file).items() if key != "defaults"}
+    return found | {key: value for key, value in load_yaml(file).items() if key != "defaults"}
 
 
 def docstrings(name: str) -> tuple[str, str]:
@@ -199,7 +201,7 @@ def summary(file: Path) -> str:
     It is the comment at the head of its file, else the first paragraph of the docstring of its
     module or class.
     """
-    if text := head(file):
+    if text := head_comment(file):
         return text.partition("\n")[0]
     name = target(file)
     module, attribute = docstrings(name)
@@ -217,7 +219,7 @@ def card_text(file: Path) -> str:
     module, attribute = docstrings(name)
     # a module of one option has its card, if the class has only one line
     own = module and name.split(".")[-2:-1] == [file.stem]
-    about = [head(file), module, "" if own and "\n" not in attribute else attribute]
+    about = [head_comment(file), module, "" if own and "\n" not in attribute else attribute]
     return "\n\n".join(filter(None, about))
 
 
@@ -227,9 +229,9 @@ def symbols(group: str) -> str:
     return next((text for text in package.split("\n\n") if text.startswith("Symbols:")), "")
 
 
-def head(file: Path) -> str:
+def head_comment(file: Path) -> str:
     """Return the comment at the head of an option's file."""
-    lines = [line for line in read(file).splitlines() if "@package" not in line]
+    lines = [line for line in read_text(file).splitlines() if "@package" not in line]
     return "\n".join(
         line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines)
     )
@@ -275,17 +277,17 @@ class CheckedLoader(yaml.SafeLoader):
         )
 
 
-def load(file: Path) -> dict:
+def load_yaml(file: Path) -> dict:
     """Return the content of a YAML file as a dict.
 
     Raises: UsageError, naming the line, for invalid YAML, an anchor that contains itself, and a key
     that a mapping has twice.
     """
-    content = _parsed(lambda text: yaml.load(text, CheckedLoader), read(file), file)
+    content = _parse_yaml(lambda text: yaml.load(text, CheckedLoader), read_text(file), file)
     return content if isinstance(content, dict) else {}
 
 
-def read(file: Path) -> str:
+def read_text(file: Path) -> str:
     """Return the text of a file of the catalogue. Raises: UsageError."""
     try:
         return file.read_text(encoding="utf-8")
@@ -295,7 +297,7 @@ def read(file: Path) -> str:
         raise UsageError(f"{file} is not text in UTF-8; save it as such.") from error
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest_name(word: str, known: Iterable[str]) -> str:
     """Return the known name with the most similar spelling, ignoring case; "" if none is
     similar.
     """
@@ -303,27 +305,29 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return names.get(next(iter(get_close_matches(word.casefold(), names, n=1, cutoff=0.6)), ""), "")
 
 
-def meant(word: str, known: Iterable[str], otherwise: str = ".") -> str:
+def suggestion_text(word: str, known: Iterable[str], otherwise: str = ".") -> str:
     """Return the end of a message about `word`: `; did you mean NAME?`, or `otherwise` if no known
     name is similar.
     """
-    name = nearest(word, known)
+    name = nearest_name(word, known)
     return f"; did you mean {name}?" if name else otherwise
 
 
-def lacking(kind: str, word: str, known: Iterable[str]) -> UsageError:
+def unknown_name_error(kind: str, word: str, known: Iterable[str]) -> UsageError:
     """Return the error about a group, or an option of a group, that does not exist."""
     names, begins = list(known), f"There is no {kind} '{word}'"
-    if len(names) <= A_FEW:
-        return UsageError(f"{begins} among {', '.join(names) or 'none at all'}{meant(word, names)}")
+    if len(names) <= MAX_NAMES:
+        return UsageError(
+            f"{begins} among {', '.join(names) or 'none at all'}{suggestion_text(word, names)}"
+        )
     shown = f"`ashl list{'' if kind == 'group' else f' {kind}'}` shows what there is."
     return UsageError(
         f"{begins}; "
-        + (f"did you mean {near}? {shown}" if (near := nearest(word, names)) else shown)
+        + (f"did you mean {near}? {shown}" if (near := nearest_name(word, names)) else shown)
     )
 
 
-def _parsed(parse, text: str, file: Path):
+def _parse_yaml(parse, text: str, file: Path):
     try:
         return parse(text)
     except yaml.MarkedYAMLError as error:
@@ -338,7 +342,7 @@ def _parsed(parse, text: str, file: Path):
 
 def parents(file: Path) -> Iterator[Path]:
     """Yield the files of the options that an option's file starts from."""
-    for entry in load(file).get("defaults", ()):
+    for entry in load_yaml(file).get("defaults", ()):
         for folder in (CONF / file.parent.name, file.parent):
             if isinstance(entry, str) and (parent := folder / f"{entry}.yaml").is_file():
                 yield parent

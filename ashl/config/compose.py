@@ -28,16 +28,16 @@ from ashl.config.catalog import (
     Catalog,
     catalog,
     check_keys,
-    lacking,
-    load,
-    nearest,
+    load_yaml,
+    nearest_name,
     parameters,
     parents,
+    unknown_name_error,
 )
-from ashl.config.construct import found
+from ashl.config.construct import import_target
 from ashl.config.flat import PRESETS
 from ashl.config.override import command_line, key_of
-from ashl.config.workers import sized
+from ashl.config.workers import resize_cluster
 from ashl.errors import UnusedKeyError, UsageError
 
 LINKS = (
@@ -48,10 +48,10 @@ LINKS = (
     "intra_node_latency_s",
 )
 CHOOSERS = ("dataset", "schedule")  # groups whose options may choose options of other groups
-MOST = 10_000  # maximum number of values of one key in a sweep
+MAX_VALUES = 10_000  # maximum number of values of one key in a sweep
 
 # Hydra's composition of each shipped (group, option), which never changes
-_PARTS: dict[tuple[str, str], DictConfig] = {}
+_COMPOSED: dict[tuple[str, str], DictConfig] = {}
 
 # Hydra 1.3 warns without version_base, Hydra 1.4 warns with it.
 VERSION_BASE = (
@@ -75,7 +75,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     named = {key_of(text) for text in overrides}
     if any(key.partition(".")[0] == "sync" for key in named) and "schedule" not in named:
         overrides = [*overrides, "schedule=single"]
-    changes = [_change(text, known, config_dir) for text in overrides]
+    changes = [_parse_change(text, known, config_dir) for text in overrides]
     last = {
         change.key_or_group: change.value() for change in changes if change.key_or_group in known
     }
@@ -86,26 +86,28 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     keys = [change.key_or_group for change in values]
     for key in keys:
         if config_dir and (config_dir / key).is_dir():
-            raise lacking("group", key, known)
-    composed = _shipped if config_dir is None else partial(_compose, config_dir=config_dir)
-    with _one_sentence(known, config_dir or CONF):
+            raise unknown_name_error("group", key, known)
+    composed = _compose_shipped if config_dir is None else partial(_compose, config_dir=config_dir)
+    with _convert_errors(known, config_dir or CONF):
         chosen, choices = composed(groups)
-        config = _with(chosen, values)
+        config = _set_values(chosen, values)
         presets = [group for group in PRESETS if group in choices]
         source = "".join(f"{group}={choices[group]}: " for group in presets)
         if presets:
             chosen, _ = composed(tuple(f"{g}={o}" for g, o in choices.items() if g not in PRESETS))
         before = None
         if values or presets:
-            unchanged = _plain(chosen)
-            if unknown := next(_unknown(_plain(config), unchanged), None):
+            unchanged = _to_dict(chosen)
+            if unknown := next(_unknown_keys(_to_dict(config), unchanged), None):
                 typed = any(unknown.startswith(key) for key in [*keys, *presets])
-                raise _explained(unknown, unchanged, choices, known, "" if typed else source)
+                raise _unknown_key_error(
+                    unknown, unchanged, choices, known, "" if typed else source
+                )
             before = unchanged.get("cluster")
-        plain = _plain(config, resolve=True)
+        plain = _to_dict(config, resolve=True)
     _check_allowed(plain, named, source)
     _check_groups(plain, choices, known)
-    plain["cluster"] = _sized_cluster(plain["cluster"], before, keys, choices, known, config_dir)
+    plain["cluster"] = _resize_cluster(plain["cluster"], before, keys, choices, known, config_dir)
     mute = "sync" if _names_sync(plain) else None
     return {
         "choices": {group: choices[group] for group in known if group in choices and group != mute},
@@ -124,7 +126,9 @@ def _check_allowed(plain: Mapping, named: Container[str], source: str) -> None:
             " 'allow_targets=[mypackage]'"
         )
     if plain["allow_targets"] and "allow_targets" not in named:
-        raise UsageError(f"{source}a file cannot allow code to be imported; {typed_again(plain)}")
+        raise UsageError(
+            f"{source}a file cannot allow code to be imported; {fix_for_allow_targets(plain)}"
+        )
 
 
 def _check_groups(plain: Mapping, choices: Mapping[str, str], known: Catalog) -> None:
@@ -137,7 +141,7 @@ def _check_groups(plain: Mapping, choices: Mapping[str, str], known: Catalog) ->
             )
 
 
-def _sized_cluster(
+def _resize_cluster(
     cluster: dict,
     before: Mapping | None,
     keys: Sequence[str],
@@ -156,7 +160,7 @@ def _sized_cluster(
         _refuse_hidden_links(
             [known[g][choices[g]] for g in (*PRESETS, "cluster") if choices.get(g)]
         )
-    return sized(cluster, (written, changed))
+    return resize_cluster(cluster, (written, changed))
 
 
 def specs_of(
@@ -177,46 +181,48 @@ def _names_sync(config: Mapping) -> bool:
     Planning reports a faulty schedule.
     """
     with suppress(UsageError):
-        schedule = found(
+        schedule = import_target(
             config["schedule"].get("_target_", ""), "schedule", config["allow_targets"]
         )
         return bool(getattr(schedule, "names_sync", False))
     return False
 
 
-def typed_again(config: Mapping) -> str:
+def fix_for_allow_targets(config: Mapping) -> str:
     """Return the fix for a file that sets `allow_targets`: only the command line may."""
     packages = str(config["allow_targets"]).replace("'", "").replace(" ", "")
     return f"if you trust it, type 'allow_targets={packages}' on the command line"
 
 
 @contextmanager
-def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
+def _convert_errors(known: Catalog, folder: Path) -> Generator[None]:
     """Convert errors of Hydra, OmegaConf and YAML to UsageError."""
     try:
         yield
     except (RecursionError, yaml.YAMLError, UnicodeDecodeError) as error:
         for file in chain.from_iterable(options.values() for options in known.values()):
-            load(file)  # raises an error that names the file
-        raise UsageError(f"A file in {folder} cannot be read: {sentence(error)}") from error
+            load_yaml(file)  # raises an error that names the file
+        raise UsageError(f"A file in {folder} cannot be read: {message_of(error)}") from error
     except MissingConfigException as error:  # an option that a preset names
         group, _, option = str(error.missing_cfg_file or "").partition("/")
         raise (
-            lacking(group, option, known[group]) if group in known else UsageError(sentence(error))
+            unknown_name_error(group, option, known[group])
+            if group in known
+            else UsageError(message_of(error))
         ) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(sentence(error)) from error
+        raise UsageError(message_of(error)) from error
     except ValueError as error:  # YAML reads a name in a `defaults` list as a number or a boolean
         for file in chain.from_iterable(options.values() for options in known.values()):
-            load(file)  # raises an error that names the file, for example for a date
+            load_yaml(file)  # raises an error that names the file, for example for a date
         raise UsageError(
             f"A `defaults` list of a file in {folder} names an option that is not text:"
-            f" {sentence(error)}"
+            f" {message_of(error)}"
         ) from error
 
 
 @lru_cache(maxsize=256)
-def _shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
+def _compose_shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
     """Return the composition of shipped options, cached.
 
     It is composed once for all settings of a sweep that differ only in values. If each option has
@@ -227,18 +233,18 @@ def _shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
     if not choices.keys().isdisjoint(PRESETS):
         return _compose(options, None)
     choosing = tuple(option for option in options if option.partition("=")[0] in CHOOSERS)
-    if choosing != options and choices.items() <= _PARTS.keys():
-        config, chosen = _shipped(choosing)
+    if choosing != options and choices.items() <= _COMPOSED.keys():
+        config, chosen = _compose_shipped(choosing)
         config = deepcopy(config)
         for group, option in choices.items():
-            config[group] = _PARTS[group, option]
+            config[group] = _COMPOSED[group, option]
         return config, chosen | choices
     config, chosen = _compose(options, None)
-    _PARTS.update(((group, option), config[group]) for group, option in chosen.items())
+    _COMPOSED.update(((group, option), config[group]) for group, option in chosen.items())
     return config, chosen
 
 
-def _with(config: DictConfig, values: Sequence[Override]) -> DictConfig:
+def _set_values(config: DictConfig, values: Sequence[Override]) -> DictConfig:
     """Return the configuration with these values set, as Hydra sets values with `++`."""
     changed = deepcopy(config)
     for change in values:
@@ -275,18 +281,18 @@ def _compose(options: Sequence[str], config_dir: Path | None) -> tuple[DictConfi
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]), own
 
 
-def _plain(config: DictConfig, *, resolve: bool = False) -> dict:
+def _to_dict(config: DictConfig, *, resolve: bool = False) -> dict:
     plain = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(plain, dict)
     return plain
 
 
-def _change(text: str, known: Catalog, config_dir: Path | None) -> Override:
+def _parse_change(text: str, known: Catalog, config_dir: Path | None) -> Override:
     """Return one parsed override.
 
     Raises: UsageError unless it is a single change of one key.
     """
-    change = parsed(text, known)
+    change = parse_override(text, known)
     key, _, value = text.lstrip("+~").partition("=")
     if change.is_delete():
         raise UsageError(f"{text}: a key cannot be taken away; set it to null, as in {key}=null.")
@@ -312,7 +318,7 @@ def _change(text: str, known: Catalog, config_dir: Path | None) -> Override:
         and str(change.value()) not in known[key]
         and not (value == "null" and key in PRESETS)
     ):
-        raise lacking(key, value, known[key])
+        raise unknown_name_error(key, value, known[key])
     return change
 
 
@@ -323,9 +329,9 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
     Raises: UsageError for values that do not exist, cannot be read, or have no end.
     """
     known = catalog(config_dir)
-    change = parsed(text, known)
+    change = parse_override(text, known)
     if change.is_delete() or not change.is_sweep_override():
-        _change(text, known, config_dir)
+        _parse_change(text, known, config_dir)
         return [text]
     key = text.partition("=")[0]
     if not change.is_discrete_sweep():
@@ -341,16 +347,16 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
             )
         values = found.filter(list(known[key]))
     else:
-        values = list(islice(change.sweep_string_iterator(), MOST + 1))
-        if len(values) > MOST:
+        values = list(islice(change.sweep_string_iterator(), MAX_VALUES + 1))
+        if len(values) > MAX_VALUES:
             raise UsageError(
-                f"{text} stands for more than {MOST:,} values; give fewer, or a larger step."
+                f"{text} stands for more than {MAX_VALUES:,} values; give fewer, or a larger step."
             )
     if not values:
         raise UsageError(f"{text} matches nothing; `ashl list {key}` shows what there is.")
     singles = [f"{key}={value}" for value in values]
     for single in singles:
-        _change(single, known, config_dir)
+        _parse_change(single, known, config_dir)
     return singles
 
 
@@ -369,7 +375,7 @@ def axis_of(text: str, config_dir: Path | None) -> Axis:
 
     Raises: UsageError for values that do not exist or cannot be read, and for an empty interval.
     """
-    change = parsed(text, catalog(config_dir))
+    change = parse_override(text, catalog(config_dir))
     key = key_of(text)
     if change.is_delete():
         return Axis(key, tuple(alternatives(text, config_dir)))
@@ -390,13 +396,13 @@ def value_of(text: str) -> Any:
 
     Raises: UsageError for several values.
     """
-    change = parsed(text, {})
+    change = parse_override(text, {})
     if change.is_delete() or change.is_sweep_override():
         raise UsageError(f"{text}: one value is needed here")
     return change.value()
 
 
-def parsed(text: str, known: Catalog) -> Override:
+def parse_override(text: str, known: Catalog) -> Override:
     """Return a parsed override. Raises: UsageError."""
     key, equals, value = text.partition("=")
     if not key or (not equals and not text.startswith("~")):
@@ -404,7 +410,7 @@ def parsed(text: str, known: Catalog) -> Override:
         fix = f"; did you mean {group}={text}?" if group else ", as in sync=bsp or seed=1."
         raise UsageError(f"{text!r} is not of the form KEY=VALUE{fix}")
     try:
-        return _parsed(quoted(text))
+        return _parse_cached(quote_value(text))
     except HydraException as error:
         twice = shlex.quote(f'{key}="{value}"')
         raise UsageError(
@@ -414,7 +420,7 @@ def parsed(text: str, known: Catalog) -> Override:
         ) from error
 
 
-def quoted(text: str) -> str:
+def quote_value(text: str) -> str:
     """Return an override as Hydra reads it: a value with an apostrophe, which a path may have, is
     quoted.
     """
@@ -422,14 +428,14 @@ def quoted(text: str) -> str:
     if "'" not in value or value[0] in "'\"[{":
         return text
     try:
-        _parsed(text)
+        _parse_cached(text)
     except HydraException:
         return key + '="' + value.replace('"', '\\"') + '"'
     return text
 
 
 @lru_cache(maxsize=1024)
-def _parsed(text: str) -> Override:
+def _parse_cached(text: str) -> Override:
     return OverridesParser.create().parse_override(text)
 
 
@@ -442,7 +448,7 @@ def _refuse_hidden_links(files: Sequence[Path]) -> None:
     Raises: UsageError.
     """
     for file in files:
-        said = load(file)
+        said = load_yaml(file)
         said = said if file.parent.name == "cluster" else said.get("cluster") or {}
         if "exchange_s" in said:
             return
@@ -457,7 +463,7 @@ def _refuse_hidden_links(files: Sequence[Path]) -> None:
             _refuse_hidden_links(list(parents(file)))
 
 
-def _explained(
+def _unknown_key_error(
     key: str, reference: Mapping, choices: Mapping[str, str], known: Catalog, source: str = ""
 ) -> UsageError:
     """Return the error about a key that `reference` lacks: options that have it, or the nearest
@@ -479,12 +485,12 @@ def _explained(
         return UnusedKeyError(text, key)
     keys = [k for k in _keys(reference) if not k.endswith("_target_")]
     same = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = nearest(key, same) or next(iter(same), "") or nearest(key, keys)
+    near = nearest_name(key, same) or next(iter(same), "") or nearest_name(key, keys)
     fix = f"did you mean {near}?" if near else "`ashl list` shows what there is."
     return UsageError(f"{source}There is no key {key}; {fix}")
 
 
-def _unknown(config: Mapping, reference: Mapping, prefix: str = "") -> Iterator[str]:
+def _unknown_keys(config: Mapping, reference: Mapping, prefix: str = "") -> Iterator[str]:
     """Yield dotted keys of `config` that `reference` lacks; its null or empty mapping accepts any
     value.
     """
@@ -492,7 +498,7 @@ def _unknown(config: Mapping, reference: Mapping, prefix: str = "") -> Iterator[
         name, allowed = f"{prefix}{key}", reference.get(key, 0)
         if isinstance(value, Mapping) and value:
             if allowed is not None and allowed != {}:
-                yield from _unknown(
+                yield from _unknown_keys(
                     value, allowed if isinstance(allowed, Mapping) else {}, f"{name}."
                 )
         elif key not in reference:
@@ -509,7 +515,7 @@ def _keys(config: Mapping, prefix: str = "") -> Iterator[str]:
         yield from _keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else ()
 
 
-def sentence(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the message of Hydra or OmegaConf on one line, without its technical details."""
     text = str(error).split("\n")[0].strip()
     key = error.full_key if isinstance(error, OmegaConfBaseException) else None

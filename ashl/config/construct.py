@@ -15,18 +15,18 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ashl.config.faults import SMALLER, brief, short_of_memory
+from ashl.config.faults import MEMORY_FIX, error_text, is_out_of_memory
 from ashl.errors import AshlError, OwnFaultError, UsageError
-from ashl.option import Contract, refuse_unasked, refuse_untyped
+from ashl.option import Contract, refuse_wrong_hooks, refuse_wrong_types
 
-KINDS = {  # attributes that a class of a group must have
+REQUIRED_ATTRIBUTES = {  # attributes that a class of a group must have
     "model": ("build",),
     "dataset": ("load", "batch_size"),
     "cluster": ("num_workers",),
     "runtime": ("name", "gradients"),
     "tracking": ("sink", "events"),
 }
-BASES = {  # base class that a class of a group must extend
+BASE_CLASSES = {  # base class that a class of a group must extend
     "task": "ashl.task.contract.Task",
     "optimizer": "ashl.optimizer.contract.Optimizer, or torch.optim.Optimizer",
     "topology": "ashl.stage.contract.Topology",
@@ -68,13 +68,14 @@ Plain = Callable[[Maker, Mapping[str, Any]], Any]
 
 
 def construct(
-    spec: Mapping[str, Any], where: str, allow: Sequence[str] = (), plain: Plain | None = None
+    spec: Mapping[str, Any], where: str, allow: Sequence[str] = (), make_plain: Plain | None = None
 ) -> Any:
     """Return the object that `_target_` names, made with the spec's other keys.
 
     Only objects of `ashl`, or of a package in `allow`, may be named, so that a configuration cannot
-    run arbitrary code. They are classes and, outside of `ashl`, functions that `plain` accepts.
-    `plain` receives the named object and its keys, and returns None for a class that is an option.
+    run arbitrary code. They are classes and, outside of `ashl`, functions that `make_plain`
+    accepts. `make_plain` receives the named object and its keys, and returns None for a class that
+    is an option.
     Raises: UsageError, also for a fault in a class of the user's own.
     """
     target = spec.get("_target_")
@@ -82,25 +83,27 @@ def construct(
         raise UsageError(
             f"{where} has no `_target_`; take one of the options that `ashl list {where}` shows"
         )
-    cls = found(target, where, allow)
+    cls = import_target(target, where, allow)
     keys = {key: value for key, value in spec.items() if key != "_target_"}
     try:
-        if plain and not target.startswith("ashl.") and (made := plain(cls, keys)) is not None:
-            return made
+        if make_plain and not target.startswith("ashl."):
+            made = make_plain(cls, keys)
+            if made is not None:
+                return made
     except ValidationError as error:
-        raise UsageError(explain(error, where, cls)) from error
+        raise UsageError(explain_error(error, where, cls)) from error
     check_class(cls, target, where)
     try:
         made = cls(**keys)
         if isinstance(made, Contract):
-            refuse_untyped(made, where)
+            refuse_wrong_types(made, where)
     except ValidationError as error:
-        raise UsageError(explain(error, where, cls)) from error
+        raise UsageError(explain_error(error, where, cls)) from error
     except AshlError:
         raise
     except Exception as error:
         raise UsageError(
-            f"{where} names {target!r}, which cannot be made: {fault(error, allow)}"
+            f"{where} names {target!r}, which cannot be made: {describe_error(error, allow)}"
         ) from error
     return made
 
@@ -112,15 +115,15 @@ def check_class(cls: Maker, target: str, where: str) -> None:
     """
     if not isinstance(cls, type):
         raise UsageError(f"{where} names {target!r}, which is not a class")
-    if where in BASES:
+    if where in BASE_CLASSES:
         if not (issubclass(cls, Contract) and cls._group == where):
             raise UsageError(
-                f"{where} names {target!r}, which is no {where}: it has to extend {BASES[where]};"
-                f" take one of the options that `ashl list {where}` shows, or give the class that"
-                " base"
+                f"{where} names {target!r}, which is no {where}: it has to extend"
+                f" {BASE_CLASSES[where]}; take one of the options that `ashl list {where}` shows,"
+                " or give the class that base"
             )
-        refuse_unasked(cls, where)
-    lacking = [name for name in KINDS.get(where, ()) if not has(cls, name)]
+        refuse_wrong_hooks(cls, where)
+    lacking = [name for name in REQUIRED_ATTRIBUTES.get(where, ()) if not has_attribute(cls, name)]
     if lacking:
         raise UsageError(
             f"{where} names {target!r}, which is no {where}: it has no {lacking[0]!r}; take one of"
@@ -128,7 +131,7 @@ def check_class(cls: Maker, target: str, where: str) -> None:
         )
 
 
-def arguments(
+def bind_arguments(
     make: Maker, keys: Mapping[str, Any], where: str, offered: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a class or function of the user's own.
@@ -146,7 +149,7 @@ def arguments(
     return passed
 
 
-def found(target: str, where: str, allow: Sequence[str]) -> Maker:
+def import_target(target: str, where: str, allow: Sequence[str]) -> Maker:
     """Return the class or function of a dotted name. Raises: UsageError."""
     module_name, _, class_name = target.rpartition(".")
     package = module_name.split(".")[0]
@@ -170,11 +173,11 @@ def found(target: str, where: str, allow: Sequence[str]) -> Maker:
                 " install it"
             )
         else:
-            reason = fault(error, allow)
+            reason = describe_error(error, allow)
         raise UsageError(f"{where} names {target!r}, which cannot be imported: {reason}") from error
     except Exception as error:
         raise UsageError(
-            f"{where} names {target!r}, which cannot be imported: {fault(error, allow)}"
+            f"{where} names {target!r}, which cannot be imported: {describe_error(error, allow)}"
         ) from error
     own = package != "ashl"
     if isinstance(cls, type | FunctionType if own else type):
@@ -185,7 +188,7 @@ def found(target: str, where: str, allow: Sequence[str]) -> Maker:
 
 
 @contextmanager
-def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Generator[None]:
+def report_own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Generator[None]:
     """Report exceptions of the user's own classes as faults of these, with file and line."""
     try:
         yield
@@ -194,21 +197,23 @@ def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Gene
     except AshlError:
         raise
     except Exception as error:
-        if short_of_memory(error):
-            raise kind(f"{SMALLER} ({brief(error)})") from error
-        if isinstance(error, NotImplementedError) and (lacks := unsaid(error, allow)):
+        if is_out_of_memory(error):
+            raise kind(f"{MEMORY_FIX} ({error_text(error)})") from error
+        if isinstance(error, NotImplementedError) and (lacks := missing_hook_message(error, allow)):
             raise kind(f"an option of your own failed, not ashl: {lacks}") from error
         if not place_of(error, allow):
             raise
-        raise kind(f"{option_of(error, allow)} failed, not ashl: {fault(error, allow)}") from error
+        raise kind(
+            f"{option_of(error, allow)} failed, not ashl: {describe_error(error, allow)}"
+        ) from error
 
 
-def has(cls: type, name: str) -> bool:
+def has_attribute(cls: type, name: str) -> bool:
     """Return True if objects of the class have this attribute, also as a field."""
     return hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ())
 
 
-def fault(error: Exception, allow: Sequence[str]) -> str:
+def describe_error(error: Exception, allow: Sequence[str]) -> str:
     """Return the exception's class and message, with file and line if it is from an allowed
     package.
     """
@@ -217,7 +222,7 @@ def fault(error: Exception, allow: Sequence[str]) -> str:
     return f"{type(error).__name__}: {text}" + (f" ({place})" if place else "")
 
 
-def unsaid(error: NotImplementedError, allow: Sequence[str]) -> str:
+def missing_hook_message(error: NotImplementedError, allow: Sequence[str]) -> str:
     """Return the message about a hook without default that a class of the user's own lacks; "" for
     other classes.
     """
@@ -259,7 +264,7 @@ def place_of(error: Exception, allow: Sequence[str]) -> str:
     return f"{own[-1][0]}, line {own[-1][1]}" if own else ""
 
 
-def explain(error: ValidationError, where: str, cls: Maker) -> str:
+def explain_error(error: ValidationError, where: str, cls: Maker) -> str:
     """Return one sentence about the first error.
 
     A key of several kinds has an error for each; those about the innermost part of the value count.
@@ -283,7 +288,7 @@ def explain(error: ValidationError, where: str, cls: Maker) -> str:
             f"{where} names {cls.__module__}.{cls.__name__}, which cannot be made:"
             f" {raised or first['msg']}"
         )
-    messages = dict.fromkeys(phrased(each["msg"]) for keys, each in of_key if keys == path)
+    messages = dict.fromkeys(rephrase(each["msg"]) for keys, each in of_key if keys == path)
     message = ", or ".join(messages).replace(", or should be ", ", or ")
     if isinstance(first["input"], dict) and first["type"] == "value_error":
         return f"{key}: {message}"
@@ -298,7 +303,7 @@ def keys_of(error: ErrorDetails) -> list[str]:
     return [part for part in path if part != "[key]"]
 
 
-def phrased(message: str) -> str:
+def rephrase(message: str) -> str:
     """Return a message of pydantic in the wording of ashl."""
     for said, meant in PHRASES:
         message = re.sub(said, meant, message)

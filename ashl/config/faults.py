@@ -20,7 +20,7 @@ MACHINERY = ("ashl.runtime.", "ashl.stage.", "ashl.topology.", "ashl.learn.piece
 # parts of paths of installed libraries
 LIBRARIES = ("site-packages", "dist-packages", "lib/python")
 NO_MEMORY = ("allocate memory", "out of memory", "OutOfMemory", "MemoryError")
-SMALLER = "there is not enough memory; take a smaller dataset.batch_size, data set or model"
+MEMORY_FIX = "there is not enough memory; take a smaller dataset.batch_size, data set or model"
 HINTS = (  # words of an exception, and the fix
     ("use_reentrant", "pass use_reentrant=False to torch.utils.checkpoint"),
     (
@@ -54,7 +54,7 @@ HINTS = (  # words of an exception, and the fix
         "only for scalar outputs|only be implicitly created for scalar",
         "the loss should be one number; take its mean",
     ),
-    ("|".join(NO_MEMORY), SMALLER),
+    ("|".join(NO_MEMORY), MEMORY_FIX),
 )
 
 
@@ -76,11 +76,15 @@ class Guard:
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, OwnFaultError) and self.place not in error.place:
             error.place = f"{error.place}, {self.place}"
-        if not isinstance(error, Exception) or isinstance(error, AshlError) or called_back(trace):
+        if (
+            not isinstance(error, Exception)
+            or isinstance(error, AshlError)
+            or is_from_callback(trace)
+        ):
             return
-        if short_of_memory(error):
+        if is_out_of_memory(error):
             raise AshlError(
-                f"{self.place or self.parts[0][0]}: {SMALLER} ({brief(error)})"
+                f"{self.place or self.parts[0][0]}: {MEMORY_FIX} ({error_text(error)})"
             ) from error
         own = next(
             (part for part in self.parts if part[1] and not part[1].startswith("ashl.")), None
@@ -90,11 +94,11 @@ class Guard:
         group, name = self.parts[0]
         doing = "" if own == self.parts[0] else f" with {group} {name.removeprefix('ashl.')}"
         raise OwnFaultError(
-            f"{own[0]} {own[1]}{doing}", self.place, reason(error), hint_for(error)
+            f"{own[0]} {own[1]}{doing}", self.place, located_error_text(error), hint_for(error)
         ) from error
 
 
-def called_back(trace: TracebackType | None) -> bool:
+def is_from_callback(trace: TracebackType | None) -> bool:
     """Return True if ashl's own machinery, called by a hook inside, raised the exception."""
     return any(
         frame.f_globals.get("__name__", "").startswith(MACHINERY)
@@ -102,19 +106,19 @@ def called_back(trace: TracebackType | None) -> bool:
     )
 
 
-def brief(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the class of an exception and its message, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def reason(error: Exception) -> str:
-    """Return `brief` with the user's file and line that raised the exception."""
-    place = users_line(error)
-    return brief(error) + (f" ({place})" if place else "")
+def located_error_text(error: Exception) -> str:
+    """Return `error_text` with the user's file and line that raised the exception."""
+    place = user_line(error)
+    return error_text(error) + (f" ({place})" if place else "")
 
 
-def users_line(error: Exception) -> str:
+def user_line(error: Exception) -> str:
     """Return file and line of the innermost frame outside of ashl and installed libraries; "" if
     none.
     """
@@ -129,10 +133,10 @@ def users_line(error: Exception) -> str:
 
 def hint_for(error: BaseException) -> str:
     """Return the fix of a common fault; "" for any other."""
-    text = brief(error)
+    text = error_text(error)
     return next((hint for words, hint in HINTS if re.search(words, text)), "")
 
 
-def short_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return True if the memory of the host or of a device was exhausted."""
-    return isinstance(error, MemoryError) or any(words in brief(error) for words in NO_MEMORY)
+    return isinstance(error, MemoryError) or any(words in error_text(error) for words in NO_MEMORY)

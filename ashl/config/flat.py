@@ -27,13 +27,13 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in config.items() if key not in ("choices", "sweep")}
     values = {
         key: value
-        for key, value in leaves(rest)
+        for key, value in flat_items(rest)
         if not key.endswith("_target_") and key not in found
     }
     return found | values
 
 
-def written(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """Return a value of a flat configuration as the command line writes it."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
@@ -51,11 +51,11 @@ def option_name(target: str) -> str:
     return module if module not in ("option", "spec") else name.removesuffix("Runtime").lower()
 
 
-def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_items(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested mappings by dotted key, with lists as JSON text."""
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from flat_items(value, f"{prefix}{key}.")
         else:
             text = json.dumps(value, default=str) if isinstance(value, list | dict) else value
             yield f"{prefix}{key}", text

@@ -26,9 +26,9 @@ class CommandLine:
 
     def __str__(self) -> str:
         name, *rest = self.words
-        return self.followed_by(name, *rest)
+        return self.follow_up(name, *rest)
 
-    def followed_by(self, name: str, *words: object) -> str:
+    def follow_up(self, name: str, *words: object) -> str:
         """Return a command that follows from this one: on the same hosts, with the same folder of
         options.
         """

@@ -43,7 +43,7 @@ def config_of(run_dir: Path) -> dict[str, Any]:
     return config
 
 
-def typed_of(run_dir: Path) -> list[str]:
+def typed_settings(run_dir: Path) -> list[str]:
     """Return the settings that the user typed for a run.
 
     Raises: UsageError if they cannot be read.

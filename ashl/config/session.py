@@ -32,10 +32,10 @@ from ashl.errors import UsageError
 
 # keyword → group
 GROUPS = {"model": "model", "dataset": "dataset", "loss": "task", "optimizer": "optimizer"}
-OWN = ("dataset", "optimizer")  # groups whose options start from `_own`
+WITH_OWN_DEFAULTS = ("dataset", "optimizer")  # groups whose options start from `_own`
 SPECIAL = re.compile(r"[<>&#!;%^~|]")  # characters that Hydra reads only in quotes
 # arguments that ashl itself passes
-OFFERED = ("params", "train", "sample_shape", "num_classes", "self", "outputs", "targets")
+PASSED_BY_ASHL = ("params", "train", "sample_shape", "num_classes", "self", "outputs", "targets")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Session:
         )
 
     @contextmanager
-    def present(self) -> Generator[None]:
+    def expose_objects(self) -> Generator[None]:
         """Make the objects of this process available to `_target_`."""
         if self.module is None:
             yield
@@ -83,7 +83,7 @@ class Session:
                 sys.modules[SESSION] = before
 
 
-class Made(NamedTuple):
+class NamedObject(NamedTuple):
     """An object in the form that a `_target_` names: a class or function, its name, and its bound
     keys.
     """
@@ -96,34 +96,36 @@ class Made(NamedTuple):
 
 def keyword_overrides(keywords: Mapping[str, Any]) -> list[str]:
     """Return keywords as settings: sync="asp" becomes sync=asp. Raises: UsageError."""
-    return [f"{key}={typed(key, value)}" for key, value in keywords.items()]
+    return [f"{key}={hydra_text(key, value)}" for key, value in keywords.items()]
 
 
-def typed(key: str, value: Any) -> str:
+def hydra_text(key: str, value: Any) -> str:
     """Return a value in Hydra's grammar; text is unchanged, or quoted if it has special
     characters.
     """
     text = str(value)
     special = SPECIAL.search(text) and text[0] not in "'\"[{"
-    return text if isinstance(value, str | Path) and not special else within(key, value)
+    return text if isinstance(value, str | Path) and not special else nested_text(key, value)
 
 
-def within(key: str, value: Any) -> str:
+def nested_text(key: str, value: Any) -> str:
     """Return a value as it is written in a list or a mapping."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if hasattr(value, "item") and not getattr(value, "ndim", 0):  # a number of numpy or torch
-        return within(key, value.item())
+        return nested_text(key, value.item())
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str | Path):
         return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{within(key, one)}" for name, one in value.items()) + "}"
+        return (
+            "{" + ",".join(f"{name}:{nested_text(key, one)}" for name, one in value.items()) + "}"
+        )
     if isinstance(value, list | tuple | range):
-        return "[" + ",".join(within(key, one) for one in value) + "]"
+        return "[" + ",".join(nested_text(key, one) for one in value) + "]"
     raise UsageError(
         f"{key}={type(value).__name__}: a setting is a text, a number, a list or a mapping; objects"
         f" are taken by ashl.train alone, as {', '.join(GROUPS)}; a sweep takes the name of an"
@@ -148,10 +150,10 @@ def session_of(
         if config_dir is not None:
             catalog(config_dir)  # raises UsageError if it is not a folder
             shutil.copytree(config_dir, folder, dirs_exist_ok=True)
-        yield written(objects, list(overrides), folder)
+        yield write_options(objects, list(overrides), folder)
 
 
-def written(
+def write_options(
     objects: Mapping[str, Any], overrides: list[str], folder: Path
 ) -> tuple[list[str], Session]:
     """Write the option files of these objects; see `session_of`."""
@@ -169,7 +171,7 @@ def written(
             raise UsageError(
                 f"{group} is given twice, as an object and as a setting; drop one of them."
             )
-        made = made_of(keyword, value)
+        made = named_object(keyword, value)
         if made.alone:
             local[keyword] = made.name
             setattr(module, made.name, made.part)
@@ -178,7 +180,7 @@ def written(
         option = re.sub(r"[^A-Za-z0-9_]", "_", made.name)
         if (CONF / group / f"{option}.yaml").exists() or not is_option_name(option):
             option = f"my_{option}"
-        spec: dict[str, Any] = {"defaults": ["_own"]} if group in OWN else {}
+        spec: dict[str, Any] = {"defaults": ["_own"]} if group in WITH_OWN_DEFAULTS else {}
         spec |= {"_target_": f"{home}.{made.name}", **defaults_of(made.part), **made.keys}
         if keyword == "loss":
             if not (CONF / "task" / f"{task}.yaml").exists():
@@ -218,7 +220,7 @@ def task_for(dataset: Any) -> str:
     return "language_model" if target.ndim else "classification"
 
 
-def made_of(keyword: str, value: Any) -> Made:
+def named_object(keyword: str, value: Any) -> NamedObject:
     """Return an object in the form that a `_target_` names.
 
     Raises: UsageError for an object that cannot be an option.
@@ -232,19 +234,19 @@ def made_of(keyword: str, value: Any) -> Made:
         value, keys = value.func, {**value.keywords, **keys}
     if isinstance(value, type | FunctionType):
         if is_importable(value):
-            return Made(value, value.__name__, keys, alone=False)
-        return Made(
+            return NamedObject(value, value.__name__, keys, alone=False)
+        return NamedObject(
             value, re.sub(r"\W", "_", value.__name__).strip("_") or keyword, keys, alone=True
         )
-    return Made(standing_for(keyword, value), named(keyword, value), keys, alone=True)
+    return NamedObject(wrap_object(keyword, value), object_name(keyword, value), keys, alone=True)
 
 
-def named(keyword: str, value: Any) -> str:
+def object_name(keyword: str, value: Any) -> str:
     """Return a name for an object without one."""
     return keyword if isinstance(value, tuple | list) else type(value).__name__
 
 
-def standing_for(keyword: str, value: Any) -> FunctionType:
+def wrap_object(keyword: str, value: Any) -> FunctionType:
     """Return a function that returns an object which is neither class nor function."""
     from copy import deepcopy
 
@@ -288,7 +290,7 @@ def defaults_of(part: Any) -> dict[str, Any]:
         single = isinstance(value, plain) or (
             isinstance(value, list) and all(isinstance(x, plain) for x in value)
         )
-        if one.name not in OFFERED and single:
+        if one.name not in PASSED_BY_ASHL and single:
             found[one.name] = value
     return found
 
@@ -296,6 +298,6 @@ def defaults_of(part: Any) -> dict[str, Any]:
 def call_text(objects: Mapping[str, Any], lines: Sequence[str]) -> str:
     """Return the text of the call of `ashl.train` with these objects, by name, and settings."""
     named_objects = [
-        f"{keyword}={made_of(keyword, value).name}" for keyword, value in objects.items()
+        f"{keyword}={named_object(keyword, value).name}" for keyword, value in objects.items()
     ]
     return f"ashl.train({', '.join([*map(repr, lines), *named_objects])})"

@@ -21,11 +21,11 @@ def with_settings(file: Path | None, typed: Sequence[str]) -> list[str]:
     Raises: UsageError if the file cannot be read, or contains anything but settings.
     """
     keys = {key_of(text) for text in typed}
-    own = [] if file is None else settings_in(file)
+    own = [] if file is None else read_settings(file)
     return [*(text for text in own if key_of(text) not in keys), *typed]
 
 
-def settings_in(file: Path) -> list[str]:
+def read_settings(file: Path) -> list[str]:
     """Return KEY=VALUE for each setting of a file; keys may be dotted or nested.
 
     A list of KEY=VALUE, like the overrides.yaml of a run folder, is also accepted.
@@ -52,7 +52,7 @@ def settings_in(file: Path) -> list[str]:
     ):
         texts = [str(text) for text in found]
     elif found and isinstance(found, dict):
-        texts = [f"{key}={value}" for key, value in flattened(found)]
+        texts = [f"{key}={value}" for key, value in flatten_settings(found)]
     else:
         raise UsageError(
             f"--config {file}: it has no settings; write KEY: VALUE, for example `sync: bsp`"
@@ -65,11 +65,11 @@ def settings_in(file: Path) -> list[str]:
     return texts
 
 
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted keys with their values as a user types them."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
-            yield from flattened(value, f"{prefix}{key}.")
+            yield from flatten_settings(value, f"{prefix}{key}.")
         else:
             yield (
                 f"{prefix}{key}",

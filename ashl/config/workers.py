@@ -9,7 +9,7 @@ LISTS = ("compute", "link", "node")
 MAX_WORKERS = 100_000
 
 
-def sized(spec: Mapping[str, Any], set_keys: Sequence[Collection[str]]) -> dict[str, Any]:
+def resize_cluster(spec: Mapping[str, Any], set_keys: Sequence[Collection[str]]) -> dict[str, Any]:
     """Return a cluster's spec with `num_workers` filled in, and every list extended or truncated to
     it.
 
@@ -48,11 +48,11 @@ def sized(spec: Mapping[str, Any], set_keys: Sequence[Collection[str]]) -> dict[
     return {
         **spec,
         "num_workers": n,
-        **{name: repeated(name, values, n) for name, values in lists.items()},
+        **{name: repeat_list(name, values, n) for name, values in lists.items()},
     }
 
 
-def repeated(name: str, values: Sequence[Any], n: int) -> list[Any]:
+def repeat_list(name: str, values: Sequence[Any], n: int) -> list[Any]:
     """Return the first `n` values of the endlessly repeated list; each repetition has nodes of its
     own.
     """

@@ -8,7 +8,7 @@ from torch.nn import functional
 PADDING = 4  # pixels at each edge
 
 
-def crops(count: int, generator: np.random.Generator) -> Tensor:
+def draw_crops(count: int, generator: np.random.Generator) -> Tensor:
     """Draw how each of `count` images is moved: down, right, and mirrored or not; int64 [3,
     count, 1].
     """
@@ -21,7 +21,7 @@ def crop_flip(images: Tensor, moves: Tensor) -> Tensor:
 
     The gap has the mean colour.
 
-    Args: images [b, c, h, w]; moves as from `crops`, on the same device.
+    Args: images [b, c, h, w]; moves as from `draw_crops`, on the same device.
     Source: the customary augmentation of 32x32 images, He et al., "Deep residual learning", 2015,
     section 4.2.
     """

@@ -29,7 +29,7 @@ class Batches:
         )
         self._epochs: dict[int, np.ndarray] = {}  # a cache that no result depends on
 
-    def over(self, shard: np.ndarray) -> Batches:
+    def with_shard(self, shard: np.ndarray) -> Batches:
         """Return the same worker's batches over another shard."""
         return (
             self

@@ -11,12 +11,12 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ashl.data.dataset import Data, Dataset, Split, missing, resolve
+from ashl.data.dataset import Data, Dataset, Split, missing_data_error, resolve_root
 from ashl.errors import AshlError, DataMissingError
 from ashl.option import Count, Natural, option
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, customary for photographs
-KINDS = (
+IMAGE_SUFFIXES = (
     ".bmp",
     ".gif",
     ".jfif",
@@ -31,8 +31,8 @@ KINDS = (
     ".webp",
 )
 SIXTEEN_BITS = ("PNG", "PPM")  # formats whose integers Pillow may return in 32 bits
-LEFT_BEHIND = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir")
-A_FEW = 5  # most names in a message
+SYSTEM_FILES = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir")
+MAX_NAMES = 5  # most names in a message
 EXPECTED = "train/<class>/*.jpg and test/<class>/*.jpg"
 
 
@@ -68,7 +68,7 @@ class Decoder:
             try:
                 with Image.open(path) as file:
                     image = ImageOps.fit(
-                        in_colour(file), (self._size, self._size), Image.Resampling.BILINEAR
+                        to_rgb(file), (self._size, self._size), Image.Resampling.BILINEAR
                     )
             except MemoryError:
                 raise
@@ -80,7 +80,7 @@ class Decoder:
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def in_colour(file: Image.Image) -> Image.Image:
+def to_rgb(file: Image.Image) -> Image.Image:
     """Return an image as 8-bit RGB; of 16 bits the upper eight, of float values 0 … 1 times 255.
 
     Raises: ValueError for values of another range: their meaning is unknown.
@@ -114,18 +114,18 @@ class ImageFolder(Dataset):
 
     def load(self) -> Data:
         """List the files; an image is decoded at its first use. Raises DataMissingError."""
-        root = resolve(self.root)
+        root = resolve_root(self.root)
         if not ((root / "train").is_dir() and (root / "test").is_dir()):
-            raise missing("image_folder", root, EXPECTED, download=False)
+            raise missing_data_error("image_folder", root, EXPECTED, download=False)
         unused = Counter[str]()
-        train, test = (listed(root / half, unused) for half in ("train", "test"))
+        train, test = (list_classes(root / half, unused) for half in ("train", "test"))
         if train.keys() != test.keys():
             differing = ", ".join(sorted(train.keys() ^ test.keys()))
             raise DataMissingError(
                 f"{root}/train and {root}/test must hold the same classes; they differ in"
                 f" {differing}."
             )
-        kinds = ", ".join(f"{count} {kind}" for kind, count in unused.most_common(A_FEW))
+        kinds = ", ".join(f"{count} {kind}" for kind, count in unused.most_common(MAX_NAMES))
         notes = (
             (f"dataset: files in the folders of classes that are not used: {kinds}",)
             if kinds
@@ -150,7 +150,7 @@ class ImageFolder(Dataset):
         )
 
 
-def listed(folder: Path, unused: Counter[str]) -> dict[str, list[str]]:
+def list_classes(folder: Path, unused: Counter[str]) -> dict[str, list[str]]:
     """Return the images of each class of one half, classes and images by name, and count other
     files.
 
@@ -162,24 +162,24 @@ def listed(folder: Path, unused: Counter[str]) -> dict[str, list[str]]:
     for name in sorted(
         place.name for place in folder.iterdir() if place.is_dir() and not is_hidden(place.name)
     ):
-        found[name], others = images_in(folder / name)
+        found[name], others = list_images(folder / name)
         if not found[name]:
             held = (
-                f"only files of the kinds {', '.join(sorted(others)[:A_FEW])}"
+                f"only files of the kinds {', '.join(sorted(others)[:MAX_NAMES])}"
                 if others
                 else "and no other file"
             )
             raise DataMissingError(
-                f"{folder / name} has no image, {held}; images are {' '.join(KINDS)}. Add some, or"
-                " delete the folder in train and test."
+                f"{folder / name} has no image, {held}; images are {' '.join(IMAGE_SUFFIXES)}. Add"
+                " some, or delete the folder in train and test."
             )
         unused += others
     if not found:
-        raise missing("image_folder", folder.parent, EXPECTED, download=False)
+        raise missing_data_error("image_folder", folder.parent, EXPECTED, download=False)
     return found
 
 
-def images_in(folder: Path) -> tuple[list[str], Counter[str]]:
+def list_images(folder: Path) -> tuple[list[str], Counter[str]]:
     """Return the images of a class and its subfolders, in torchvision's order, and counts of other
     files.
 
@@ -197,7 +197,7 @@ def images_in(folder: Path) -> tuple[list[str], Counter[str]]:
     for root, names in sorted(found):
         for name in sorted(name for name in names if not is_hidden(name)):
             kind = os.path.splitext(name)[1].lower()
-            if kind in KINDS:
+            if kind in IMAGE_SUFFIXES:
                 images.append(os.path.join(root, name))
             else:
                 others[kind or name] += 1
@@ -206,4 +206,4 @@ def images_in(folder: Path) -> tuple[list[str], Counter[str]]:
 
 def is_hidden(name: str) -> bool:
     """Return True for files that programs put next to a user's own files."""
-    return name.startswith(".") or name in LEFT_BEHIND
+    return name.startswith(".") or name in SYSTEM_FILES

@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from ashl.data.dataset import Data, Dataset, Split, missing, resolve
+from ashl.data.dataset import Data, Dataset, Split, missing_data_error, resolve_root
 from ashl.data.vision import load_torchvision
-from ashl.errors import DataMissingError, unwritable
+from ashl.errors import DataMissingError, unwritable_path_error
 from ashl.option import option
 
 
@@ -59,9 +59,9 @@ class Images(Dataset):
 
         Raises: DataMissingError.
         """
-        root = resolve(self.root)
+        root = resolve_root(self.root)
         if self.download:
-            with _alone(root):
+            with _lock_root(root):
                 return self._read(root, download=True)
         return self._read(root, download=False)
 
@@ -80,8 +80,8 @@ class Images(Dataset):
                     f" ({' '.join(str(error).split())}); copy {known.files} there from a machine"
                     " with a network, or take dataset=digits, which is always there."
                 ) from error
-            raise missing(self.name, root, known.files, download=True) from error
-        pixels = [_pixels(half.data) for half in both]
+            raise missing_data_error(self.name, root, known.files, download=True) from error
+        pixels = [_to_pixels(half.data) for half in both]
         train, test = (
             Split(x, torch.as_tensor(half.targets), known.mean, known.std)
             for x, half in zip(pixels, both, strict=True)
@@ -90,20 +90,20 @@ class Images(Dataset):
         return Data(train, test, shape, len(both[0].classes), augment=self.augment)
 
 
-def _pixels(data) -> torch.Tensor:
+def _to_pixels(data) -> torch.Tensor:
     pixels = torch.as_tensor(data)
     return pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()
 
 
 @contextmanager
-def _alone(root: Path) -> Generator[None]:
+def _lock_root(root: Path) -> Generator[None]:
     """Allow one process of a machine to download; the others wait and then find the files."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".ashl.lock").open("wb")
     except OSError as error:
         fix = "take dataset.root=DIR to name another."
-        raise unwritable(f"{root} cannot be written", error, fix) from error
+        raise unwritable_path_error(f"{root} cannot be written", error, fix) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -8,10 +8,10 @@ from ashl.data.dataset import Data
 from ashl.data.rng import Purpose, permutation, stream
 from ashl.errors import UsageError
 
-DRAWS = 100  # most draws of Dirichlet shares, until every shard holds a batch
+MAX_DRAWS = 100  # most draws of Dirichlet shares, until every shard holds a batch
 
 
-def shards(
+def make_shards(
     data: Data,
     partition: str,
     shares: Sequence[float],
@@ -45,7 +45,7 @@ def shards(
         parts = _dirichlet(data, num_workers, alpha, seed, batch)
     else:
         sizes = (
-            sized(total, shares, batch)
+            apportion_with_minimum(total, shares, batch)
             if partition == "plan"
             else apportion(total, [1.0] * num_workers)
         )
@@ -55,7 +55,7 @@ def shards(
     return parts
 
 
-def handed(parts: Sequence[np.ndarray], gone: Collection[int]) -> list[np.ndarray]:
+def redistribute_shards(parts: Sequence[np.ndarray], gone: Collection[int]) -> list[np.ndarray]:
     """Return the shards while the workers `gone` have failed.
 
     Their samples are dealt to the others one by one, after each one's own samples. The shards of
@@ -101,7 +101,7 @@ def apportion(total: int, shares: Sequence[float] | np.ndarray) -> np.ndarray:
     return sizes
 
 
-def sized(total: int, shares: Sequence[float], batch: Sequence[int]) -> np.ndarray:
+def apportion_with_minimum(total: int, shares: Sequence[float], batch: Sequence[int]) -> np.ndarray:
     """Apportion `total` by `shares`, but at least a batch per worker if there are enough samples.
 
     So no replan of the shares can end a run.
@@ -120,7 +120,7 @@ def _dirichlet(
     data: Data, num_workers: int, alpha: float, seed: int, batch: Sequence[int]
 ) -> list[np.ndarray]:
     labels = data.train.labels
-    for draw in range(DRAWS):
+    for draw in range(MAX_DRAWS):
         generator = stream(seed, Purpose.PARTITION, step=draw)
         parts: list[list[np.ndarray]] = [[] for _ in range(num_workers)]
         for label in np.unique(labels):

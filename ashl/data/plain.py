@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from ashl.config.construct import Maker, arguments
-from ashl.config.faults import hint_for, reason, short_of_memory
+from ashl.config.construct import Maker, bind_arguments
+from ashl.config.faults import hint_for, is_out_of_memory, located_error_text
 from ashl.data.dataset import Data, Dataset, Split
 from ashl.errors import AshlError, OwnFaultError, UsageError
 from ashl.option import known_fields, option
 
-A_FEW = 5  # most classes in a note
-MOST_TOKENS = 10**7  # most words of a vocabulary
+MAX_NAMES = 5  # most classes in a note
+MAX_TOKENS = 10**7  # most words of a vocabulary
 
 
 @option
@@ -37,7 +37,7 @@ class PlainDataset(Dataset):
         """Read every target now, and each input at its use. Raises UsageError."""
         if self.makes_halves:
             return self.data_of(self.make_half(train=True), self.make_half(train=False))
-        pair: Any = self.make(**arguments(self.make, self.keys, "dataset", {}))
+        pair: Any = self.make(**bind_arguments(self.make, self.keys, "dataset", {}))
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             name = self.make.__name__
             raise UsageError(
@@ -52,7 +52,7 @@ class PlainDataset(Dataset):
 
     def make_half(self, *, train: bool) -> Any:
         """Return one half as the maker returns it."""
-        return self.make(**arguments(self.make, self.keys, "dataset", {"train": train}))
+        return self.make(**bind_arguments(self.make, self.keys, "dataset", {"train": train}))
 
     def data_of(self, *halves: Any) -> Data:
         """Return the data of a training half and a test half. Raises UsageError."""
@@ -63,7 +63,7 @@ class PlainDataset(Dataset):
         if targets.is_floating_point():
             outputs = math.prod(targets.shape[1:])
         elif targets.ndim == 1:
-            outputs, notes = classes_of([train.targets, test.targets], name)
+            outputs, notes = count_classes([train.targets, test.targets], name)
         else:  # tokens: as many as there are words in targets and inputs
             known = [half.targets for half in (train, test)]
             known += [
@@ -72,10 +72,10 @@ class PlainDataset(Dataset):
                 if not inputs.is_floating_point()
             ]
             outputs = int(max(part.max() for part in known)) + 1
-            if outputs > MOST_TOKENS:
+            if outputs > MAX_TOKENS:
                 raise UsageError(
                     f"dataset: a token of {name} is {outputs - 1}; number tokens from 0 on, up to"
-                    f" {MOST_TOKENS - 1}"
+                    f" {MAX_TOKENS - 1}"
                 )
         shape, source = tuple(inputs.shape[1:]), f"{self.make.__module__}.{name}"
         return Data(
@@ -105,10 +105,10 @@ class Items:
             tensor_of(item_of(self._half, number, self._name)[0], f"{self._name}'s input {number}")
             for number in index.tolist()
         ]
-        return stacked(items, f"{self._name}'s inputs")
+        return stack_parts(items, f"{self._name}'s inputs")
 
 
-def classes_of(halves: Sequence[Tensor], name: str) -> tuple[int, tuple[str, ...]]:
+def count_classes(halves: Sequence[Tensor], name: str) -> tuple[int, tuple[str, ...]]:
     """Return how many outputs these classes need, and a note about numbers without a sample.
 
     Raises: UsageError if fewer than half of the numbers are classes: each unused one would cost
@@ -129,7 +129,7 @@ def classes_of(halves: Sequence[Tensor], name: str) -> tuple[int, tuple[str, ...
         return outputs, ()
     here = set(present)
     absent = [number for number in range(outputs) if number not in here]
-    named = ", ".join(map(str, absent[:A_FEW])) + (", ..." if len(absent) > A_FEW else "")
+    named = ", ".join(map(str, absent[:MAX_NAMES])) + (", ..." if len(absent) > MAX_NAMES else "")
     return outputs, (
         f"no sample of {name} is of class {named}; the model has {outputs} outputs all the same",
     )
@@ -143,7 +143,7 @@ def split_of(half: Any, name: str) -> Split:
     except (TypeError, IndexError, KeyError) as error:
         raise UsageError(
             f"dataset: {name} needs a length and items by number, and at least one"
-            f" ({reason(error)})"
+            f" ({located_error_text(error)})"
         ) from error
     if not isinstance(first, tuple | list) or len(first) != 2:
         raise UsageError(f"dataset: an item of {name} should be a pair (input, target)")
@@ -151,7 +151,7 @@ def split_of(half: Any, name: str) -> Split:
         tensor_of(item_of(half, number, name)[1], f"{name}'s target {number}")
         for number in range(count)
     ]
-    together = stacked(targets, f"{name}'s targets")
+    together = stack_parts(targets, f"{name}'s targets")
     if together.is_floating_point() and together.ndim == 1:
         together = together[:, None]  # as a model has its one output
     return Split(Items(half, name), together)
@@ -164,10 +164,10 @@ def item_of(half: Any, number: int, name: str) -> Any:
     except AshlError:
         raise
     except Exception as error:
-        if short_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise OwnFaultError(
-            f"dataset {name}", f"item {number}", reason(error), hint_for(error)
+            f"dataset {name}", f"item {number}", located_error_text(error), hint_for(error)
         ) from error
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise UsageError(
@@ -193,7 +193,7 @@ def tensor_of(value: Any, what: str) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
-def stacked(parts: list[Tensor], what: str) -> Tensor:
+def stack_parts(parts: list[Tensor], what: str) -> Tensor:
     if len({part.shape for part in parts}) > 1:
         shapes = " and ".join(sorted({str(tuple(part.shape)) for part in parts})[:2])
         raise UsageError(

@@ -36,17 +36,17 @@ class Purpose(IntEnum):
     DATA = 17  # draws of a data set from the global generators while it is made
 
 
-def bits(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Philox:
+def bit_generator(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Philox:
     """Return the bit generator of one stream; the counter's lowest word counts the draws."""
     return np.random.Philox(key=[seed, purpose], counter=[0, step, worker, 0])
 
 
 def stream(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Generator:
     """Return a generator at the start of one stream."""
-    return np.random.Generator(bits(seed, purpose, worker, step))
+    return np.random.Generator(bit_generator(seed, purpose, worker, step))
 
 
-def quick(seed: int, purpose: Purpose, *words: int) -> np.random.Generator:
+def bulk_stream(seed: int, purpose: Purpose, *words: int) -> np.random.Generator:
     """Return a generator for bulk draws at the start of the stream of these non-negative words.
 
     It is several times as fast as Philox.
@@ -63,31 +63,31 @@ def permutation(
 
     Only raw words are the same in every numpy version.
     """
-    words = bits(seed, purpose, worker, step).random_raw(length)
+    words = bit_generator(seed, purpose, worker, step).random_raw(length)
     return np.argsort(words, kind="stable")
 
 
-def chosen(
+def draw_subset(
     length: int, count: int, seed: int, purpose: Purpose, worker: int = 0, step: int = 0
 ) -> list[int]:
     """Return the first `count` numbers of that `permutation`, without sorting the others."""
-    words = bits(seed, purpose, worker, step).random_raw(length)
+    words = bit_generator(seed, purpose, worker, step).random_raw(length)
     least = np.argpartition(words, count)[:count] if count < length else np.arange(length)
     return least[np.lexsort((least, words[least]))].tolist()
 
 
 def torch_seed(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> int:
     """Return a seed for one of torch's own generators, below 2^63."""
-    return seeds_of(seed, purpose, worker, step // BLOCK)[step % BLOCK]
+    return block_seeds(seed, purpose, worker, step // BLOCK)[step % BLOCK]
 
 
 @lru_cache(maxsize=4096)
-def seeds_of(seed: int, purpose: Purpose, worker: int, block: int) -> tuple[int, ...]:
+def block_seeds(seed: int, purpose: Purpose, worker: int, block: int) -> tuple[int, ...]:
     """Return the seeds of the steps of a block.
 
     Advancing to the next step's stream takes a quarter of the time of creating it.
     """
-    drawn = bits(seed, purpose, worker, block * BLOCK)
+    drawn = bit_generator(seed, purpose, worker, block * BLOCK)
     found = [int(drawn.random_raw()) >> 1]
     while len(found) < BLOCK:
         # Advance to the start of the next step; the draw has moved the lowest word by one.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.data.dataset import Data, Dataset, Split, resolve
+from ashl.data.dataset import Data, Dataset, Split, resolve_root
 from ashl.errors import DataMissingError, UsageError
 from ashl.option import Count, Positive, option
 
@@ -41,7 +41,7 @@ class Text(Dataset):
         Raises: DataMissingError if there is nothing to read; UsageError if the text is too short.
         """
         text = self.read()
-        numbers, words = numbered(text, self.tokenizer)
+        numbers, words = number_tokens(text, self.tokenizer)
         count = (len(numbers) - 1) // self.sequence_length
         if count < TEST:
             raise UsageError(
@@ -67,9 +67,9 @@ class Text(Dataset):
         if self.path is None:
             from pydoc_data.topics import topics
 
-            return cut("\n".join(topics[name] for name in sorted(topics)).encode(), most)
+            return truncate_text("\n".join(topics[name] for name in sorted(topics)).encode(), most)
         stdlib = self.path == STDLIB
-        path = Path(sysconfig.get_paths()["stdlib"]) if stdlib else resolve(self.path)
+        path = Path(sysconfig.get_paths()["stdlib"]) if stdlib else resolve_root(self.path)
         if not path.is_dir():
             try:
                 whole = path.read_bytes()
@@ -78,9 +78,9 @@ class Text(Dataset):
                 raise DataMissingError(
                     f"dataset.path={self.path} is no text that can be read ({error})"
                 ) from error
-            return cut(whole, most)
+            return truncate_text(whole, most)
         parts, size = [], 0
-        for part in texts(path, stdlib):
+        for part in read_texts(path, stdlib):
             parts.append(part)
             size += len(part) + 1
             if most is not None and size > most:
@@ -89,10 +89,10 @@ class Text(Dataset):
             raise DataMissingError(
                 f"dataset.path={self.path} is a folder without a file of UTF-8; give another one"
             )
-        return cut(b"\n".join(parts), most)
+        return truncate_text(b"\n".join(parts), most)
 
 
-def numbered(text: bytes, tokens: str) -> tuple[np.ndarray, int]:
+def number_tokens(text: bytes, tokens: str) -> tuple[np.ndarray, int]:
     """Return a number for each token, int64, and the size of the vocabulary.
 
     Bytes are their own numbers, and characters are numbered in their order.
@@ -105,14 +105,14 @@ def numbered(text: bytes, tokens: str) -> tuple[np.ndarray, int]:
     return numbers.astype(np.int64, copy=False), len(characters)
 
 
-def cut(text: bytes, most: int | None) -> bytes:
+def truncate_text(text: bytes, most: int | None) -> bytes:
     """Return at most `most` bytes of a text, up to the end of a character."""
     return (
         text if most is None or len(text) <= most else text[:most].decode(errors="ignore").encode()
     )
 
 
-def texts(folder: Path, stdlib: bool) -> Iterator[bytes]:
+def read_texts(folder: Path, stdlib: bool) -> Iterator[bytes]:
     """Yield the UTF-8 files below a folder, by name, without hidden ones.
 
     For the standard library these are its modules, without their tests.
@@ -121,7 +121,7 @@ def texts(folder: Path, stdlib: bool) -> Iterator[bytes]:
         if path.name.startswith(".") or (stdlib and path.name in OTHERS):
             continue
         if path.is_dir():
-            yield from texts(path, stdlib)
+            yield from read_texts(path, stdlib)
         elif path.is_file() and (not stdlib or path.suffix == ".py"):
             try:
                 content = path.read_bytes()

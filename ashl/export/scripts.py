@@ -17,9 +17,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ashl.compression.sparse import SPARSE
 from ashl.compression.topk import TopK
-from ashl.config.construct import arguments
+from ashl.config.construct import bind_arguments
 from ashl.device import HOST
-from ashl.errors import UsageError, parsed
+from ashl.errors import UsageError, load_json
 from ashl.model.plain import PlainModel
 from ashl.optimizer.schedule import Scheduled, with_horizon
 from ashl.overlap.timeline import merge_buckets, untimed_timeline
@@ -142,7 +142,7 @@ def count_rounds(folder: Path, plan: Plan, job: Job) -> int:
     steps: Any = plan.num_steps(job.stages[0].epoch_samples)
     try:
         if outcome.exists():
-            steps = parsed(outcome.read_text(encoding="utf-8"))["stages"][0]["steps"]
+            steps = load_json(outcome.read_text(encoding="utf-8"))["stages"][0]["steps"]
         return max(1, round(steps / sum(steps_in_round(job))))
     except (OSError, ValueError, LookupError, TypeError) as error:
         reason = (
@@ -158,7 +158,7 @@ def template_values(plan: Plan, job: Job) -> dict[str, Any]:
     sizes = {"sample_shape": plan.sample_shape, "num_classes": plan.num_classes}
     if isinstance(job.parts.model, PlainModel):
         model = call_of(
-            plan.model | arguments(job.parts.model.make, job.parts.model.keys, "model", sizes)
+            plan.model | bind_arguments(job.parts.model.make, job.parts.model.keys, "model", sizes)
         )
     else:
         model = f"{call_of(plan.model)}.build(**{sizes})"

@@ -26,8 +26,8 @@ from torch._utils import _flatten_dense_tensors
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
-from ashl.config.faults import Guard, hint_for, short_of_memory
-from ashl.data.augment import crop_flip, crops
+from ashl.config.faults import Guard, hint_for, is_out_of_memory
+from ashl.data.augment import crop_flip, draw_crops
 from ashl.data.dataset import Data, Split
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
 from ashl.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
@@ -481,7 +481,7 @@ class Learner:
         """Return a batch for training, augmented."""
         inputs, targets = self._batch(self._train, indices, worker, step, place_of(worker, step))
         if self._data.augment == "crop_flip":
-            moves = crops(len(indices), stream(self._seed, Purpose.AUGMENT, worker, step))
+            moves = draw_crops(len(indices), stream(self._seed, Purpose.AUGMENT, worker, step))
             inputs = crop_flip(inputs, to_device(moves, self.device))
         return inputs, targets
 
@@ -622,7 +622,7 @@ class Learner:
         first = {
             key: copied(value) for key, value in beside(self._here.module, self._here.apart).items()
         }
-        expected = self._task.expected(targets, self._data.num_classes)
+        expected = self._task.output_shape(targets, self._data.num_classes)
         with seeded(0, self.device) as generator:
             before = generator.get_state()
             output = self._tried(inputs)
@@ -667,7 +667,7 @@ class Learner:
             try:
                 return self._forward(inputs)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                if short_of_memory(error):
+                if is_out_of_memory(error):
                     raise
                 shape, said = "x".join(map(str, self._data.sample_shape)), str(error).split("\n")[0]
                 raise UsageError(

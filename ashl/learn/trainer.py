@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ashl.config.faults import Guard
 from ashl.data.batches import Batches
-from ashl.data.partition import handed
+from ashl.data.partition import redistribute_shards
 from ashl.device import HOST, at_home, numbers, to_device
 from ashl.learn.learner import Learner, named, place_of
 from ashl.learn.pieces import Pieces
@@ -71,9 +71,9 @@ class Trainer:
             while len(known) >= KEPT:
                 del known[next(iter(known))]
             other = known[failed] = copy.copy(self)
-            shards = handed([batches.shard for batches in self.batches], failed)
+            shards = redistribute_shards([batches.shard for batches in self.batches], failed)
             other.batches = [
-                own.over(shard) for own, shard in zip(self.batches, shards, strict=True)
+                own.with_shard(shard) for own, shard in zip(self.batches, shards, strict=True)
             ]
             other._last = (None, 1.0)
         return known[failed]

@@ -38,7 +38,7 @@ class Block(nn.Module):
         )
         query, key, value = parts.unbind(2)
         seen = functional.scaled_dot_product_attention(
-            turned(query, turns), turned(key, turns), value, is_causal=True
+            rotate_pairs(query, turns), rotate_pairs(key, turns), value, is_causal=True
         )
         x = x + self.mix(seen.transpose(1, 2).reshape(batch, length, width))
         return x + self.narrow(functional.gelu(self.widen(self.norm2(x))))
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, words, bias=False)
-        self.register_buffer("turns", angles(length, width // heads), persistent=False)
+        self.register_buffer("turns", rotation_angles(length, width // heads), persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 # Last matrices of a block: their outputs add up over the layers.
@@ -75,14 +75,14 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def angles(length: int, width: int) -> Tensor:
+def rotation_angles(length: int, width: int) -> Tensor:
     """Return cosine and sine of each position and pair of elements, [2, length, width / 2]."""
     speeds = BASE ** (-torch.arange(0, width, 2) / width)
     turns = torch.outer(torch.arange(length), speeds)
     return torch.stack([turns.cos(), turns.sin()])
 
 
-def turned(x: Tensor, turns: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, turns: Tensor) -> Tensor:
     """Rotate each pair of elements by its angle at this position; x is [b, heads, length,
     width].
     """

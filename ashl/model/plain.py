@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ashl.config.construct import Maker, arguments
+from ashl.config.construct import Maker, bind_arguments
 from ashl.errors import UsageError
 
 
@@ -24,7 +24,7 @@ class PlainModel:
         Raises: UsageError if the maker returns no module.
         """
         offered = {"sample_shape": sample_shape, "num_classes": num_classes}
-        module = self.make(**arguments(self.make, self.keys, "model", offered))
+        module = self.make(**bind_arguments(self.make, self.keys, "model", offered))
         if not isinstance(module, nn.Module):
             raise UsageError(
                 f"model: {self.make.__name__} returns {type(module).__name__}, and should return a"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ashl.config.construct import Maker
-from ashl.config.faults import reason
+from ashl.config.faults import located_error_text
 from ashl.errors import UsageError
 from ashl.optimizer.contract import Moments, Optimizer
 from ashl.optimizer.schedule import Scheduled
@@ -203,7 +203,9 @@ def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
     except UsageError as error:
         raise UsageError(f"{name}; {error}") from error
     except Exception as error:
-        raise UsageError(f"{name}; its try-out on one vector failed: {reason(error)}") from error
+        raise UsageError(
+            f"{name}; its try-out on one vector failed: {located_error_text(error)}"
+        ) from error
     scale = (right - first).abs().max() + torch.finfo(first.dtype).tiny
     if not bool(((found - right).abs() <= TOLERANCE * (scale + right.abs())).all()):
         raise UsageError(

@@ -5,8 +5,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ashl.config.construct import explain
-from ashl.errors import parsed
+from ashl.config.construct import explain_error
+from ashl.errors import load_json
 
 T = TypeVar("T")
 FILE = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -44,7 +44,7 @@ def read_json(cls: type[T], text: str, schema: int) -> T:
 
     Raises: ValueError, one sentence.
     """
-    data: Any = parsed(text)
+    data: Any = load_json(text)
     if not isinstance(data, dict) or data.get("schema", schema) != schema:
         found = f"schema {data['schema']}" if isinstance(data, dict) else "no mapping of keys"
         raise ValueError(f"{found} where schema {schema} was expected; make the file again")
@@ -54,7 +54,7 @@ def read_json(cls: type[T], text: str, schema: int) -> T:
         first = error.errors()[0]
         # an error without a key concerns the whole file
         reason = first["msg"].removeprefix("Value error, ")
-        raise ValueError(explain(error, "", cls) if first["loc"] else reason) from error
+        raise ValueError(explain_error(error, "", cls) if first["loc"] else reason) from error
 
 
 @cache

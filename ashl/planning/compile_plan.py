@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ashl.cluster.spec import Cluster, ProfileCluster, note_implied_bandwidth
 from ashl.cluster.trace import with_trace_events
 from ashl.compression.contract import Codec, Layout, size_of
-from ashl.config.construct import own_faults
+from ashl.config.construct import report_own_faults
 from ashl.config.cores import usable_cores
 from ashl.config.override import key_of
 from ashl.data.dataset import Data
@@ -66,7 +66,7 @@ from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, se
 from ashl.planning.without_effect import EffectContext, check_effects
 from ashl.schedule.choices import Choices
 from ashl.stage.contract import extra_ranks
-from ashl.task.contract import renamed
+from ashl.task.contract import renaming_note
 
 TAKES_COSTS = (
     "virtual time takes its costs from profile=FILE; of cluster.* only the number of workers has an"
@@ -111,7 +111,7 @@ def prepare_plan(
     Raises: UsageError and DataMissingError. A plan that is returned has passed all checks.
     """
     settings = settings_of(config)
-    with own_faults(settings.allow_targets):
+    with report_own_faults(settings.allow_targets):
         config = {**config, "cluster": with_trace_events(config["cluster"])}
         return _prepare_plan(config, settings, world_size, overrides, profile, strict)
 
@@ -177,7 +177,7 @@ def _prepare_plan(
         stages=tuple(stages),
         notes=(
             *data.notes,
-            *renamed(parts["task"].metric),
+            *renaming_note(parts["task"].metric),
             *found,
             *note_implied_bandwidth(parts["cluster"], 4 * num_params),
             *note_profile(known, parts["compression"], replaced, config["choices"]),
@@ -347,7 +347,7 @@ def add_prediction(
         return plan
     size_only = size_only_trainer(plan, parts, epoch_samples)
     stages = bind_stages(plan, parts, [size_only] * len(plan.stages), deal)
-    with own_faults(plan.allow_targets, AshlError):  # the run fails before it has begun
+    with report_own_faults(plan.allow_targets, AshlError):  # the run fails before it has begun
         plan = replace(plan, stages=tuple(predict_stage(stage, cluster, batch) for stage in stages))
     return replace(plan, predicted_s=predict_duration_s(plan, epoch_samples))
 

@@ -15,7 +15,7 @@ from ashl.compression.wrappers import wrap_codec
 from ashl.config.construct import Plain, construct
 from ashl.data.batches import Batches
 from ashl.data.dataset import Data
-from ashl.data.partition import shards
+from ashl.data.partition import make_shards
 from ashl.data.plain import plain_dataset
 from ashl.device import HOST
 from ashl.errors import UsageError
@@ -305,7 +305,7 @@ def make_dealer(plan: Plan, parts: Parts, data: Data) -> Deal:
         for stages in by_worker
     ]
     return partial(
-        shards, data, dataset.partition, alpha=dataset.alpha, seed=plan.seed, batch=batch
+        make_shards, data, dataset.partition, alpha=dataset.alpha, seed=plan.seed, batch=batch
     )
 
 

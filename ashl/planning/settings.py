@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from ashl.config.construct import construct, explain
+from ashl.config.construct import construct, explain_error
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, NonNegative, Number, Positive, Ratio, Span, option
 from ashl.plan.plan import Limits
@@ -90,7 +90,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
             **{key: config[key] for key in ("seed", "name", "plan", "profile", "allow_targets")},
         )
     except ValidationError as error:
-        raise UsageError(explain(error, "", Settings)) from error
+        raise UsageError(explain_error(error, "", Settings)) from error
 
 
 def limits_of(settings: Settings, dataset: Any) -> Limits:

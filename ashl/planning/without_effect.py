@@ -21,8 +21,8 @@ from ashl.compression.natural import NaturalCompression
 from ashl.compression.one_bit import OneBit
 from ashl.compression.power_sgd import PowerSGD
 from ashl.compression.sign import Sign
-from ashl.config.catalog import CONF, catalog, defaults, load, values
-from ashl.config.flat import written
+from ashl.config.catalog import CONF, catalog, defaults, load_yaml, values
+from ashl.config.flat import setting_text
 from ashl.config.override import key_of
 from ashl.data.dataset import Data
 from ashl.device import HOST
@@ -157,7 +157,7 @@ def has_settings(needs: str, context: EffectContext) -> bool:
         if name not in context.config[group]:
             continue
         value = context.config[group][name]
-        if not (is_set(value) if wanted.isdigit() else written(value) in wanted.split(" or ")):
+        if not (is_set(value) if wanted.isdigit() else setting_text(value) in wanted.split(" or ")):
             return False
     return True
 
@@ -487,7 +487,7 @@ def default_value(key: str, context: EffectContext) -> Any:
     """Return a key's value in the option's file; None for an option of another package."""
     group, _, name = key.partition(".")
     if group not in catalog():
-        return nested_value(load(CONF / "config.yaml").get(group, {}), name)
+        return nested_value(load_yaml(CONF / "config.yaml").get(group, {}), name)
     file = catalog()[group].get(context.config["choices"].get(group, ""))
     return nested_value(values(file), name) if file else None
 

@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ashl.errors import UsageError, unwritable
+from ashl.errors import UsageError, unwritable_path_error
 from ashl.report.leaderboard import Leaderboard
 from ashl.tracking import jsonl
 
@@ -64,4 +64,4 @@ def write_file(file: Path, content: str | bytes, make_folder: bool = False) -> N
         jsonl.write_bytes(file, content.encode() if isinstance(content, str) else content)
     except OSError as error:
         fix = "name another place with --out FILE."
-        raise unwritable(f"{file} cannot be written", error, fix) from error
+        raise unwritable_path_error(f"{file} cannot be written", error, fix) from error

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ashl.config.flat import leaves, written
+from ashl.config.flat import flat_items, setting_text
 from ashl.errors import UsageError
 from ashl.report.records import BrokenRecordError, LeftOut, Run, Study
 from ashl.report.settings import settings_of
@@ -59,7 +59,7 @@ def _read_records(run: Run, what: str) -> Iterator[Mapping[str, Any]]:
         yield from run.metrics
     elif what == "summary":
         rest = {key: run.summary[key] for key in run.summary if key not in ("workers", "stages")}
-        row = {"folder": str(run.folder), **dict(leaves(rest))}
+        row = {"folder": str(run.folder), **dict(flat_items(rest))}
         for rank, worker in enumerate(run.summary.get("workers") or ()):
             row |= {f"w{rank}_{key}": value for key, value in worker.items() if key != "rank"}
         yield {key.replace(".", "_"): value for key, value in row.items()}
@@ -72,7 +72,7 @@ def _read_records(run: Run, what: str) -> Iterator[Mapping[str, Any]]:
 
 def _typed_or_default(run: Run, key: str) -> str | None:
     """Return the value of a key as typed, else its default; None if the run has no such key."""
-    return run.typed_values.get(key, written(run.config[key]) if key in run.config else None)
+    return run.typed_values.get(key, setting_text(run.config[key]) if key in run.config else None)
 
 
 def _join_columns(run: Run, keys: Record, recorded: Mapping[str, Any]) -> Record:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from ashl.config.flat import leaves
+from ashl.config.flat import flat_items
 from ashl.config.override import command_text
 from ashl.errors import UsageError
 from ashl.planning import uncontended_link_note
@@ -259,7 +259,7 @@ def _rows(
         around = []  # only environments vary: then they are compared
     runs = {s: {key: r for key, r in s.by_seed().items() if r in counted} for s in settings}
     runs = {setting: by_seed for setting, by_seed in runs.items() if by_seed}
-    records = [dict(leaves(run.summary)) for s in runs for run in s.by_seed().values()]
+    records = [dict(flat_items(run.summary)) for s in runs for run in s.by_seed().values()]
     summaries = DataFrame(records).apply(to_numeric, errors="coerce")
     groups = summaries.groupby([index for index, s in enumerate(runs) for _ in s.by_seed()])
     means, deviations = groups.mean(), groups.std(ddof=1).fillna(0.0)

@@ -13,7 +13,7 @@ from typing import Any
 from ashl.config.flat import flat_config
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
-from ashl.config.recorded import CONFIG, read_yaml, typed_of
+from ashl.config.recorded import CONFIG, read_yaml, typed_settings
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
@@ -94,7 +94,7 @@ class Run:
     def typed_values(self) -> Mapping[str, str]:
         """Typed keys and their values, as written; empty if `overrides.yaml` is missing."""
         try:
-            return {key_of(text): text.partition("=")[2] for text in typed_of(self.folder)}
+            return {key_of(text): text.partition("=")[2] for text in typed_settings(self.folder)}
         except UsageError:
             return {}
 

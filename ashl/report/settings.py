@@ -4,9 +4,9 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ashl.config.flat import written
+from ashl.config.flat import setting_text
 from ashl.config.override import key_of
-from ashl.errors import UsageError, plain
+from ashl.errors import UsageError, to_one_line
 from ashl.report.records import Run, Study
 
 # Keys that change no outcome, and the seed.
@@ -31,7 +31,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        return plain(self.name() or str(self.runs[0].summary.get("name") or "run"))
+        return to_one_line(self.name() or str(self.runs[0].summary.get("name") or "run"))
 
     def name(self, without: Container[str] = ()) -> str:
         """Return its name without these axes."""
@@ -61,7 +61,11 @@ def settings_of(study: Study) -> tuple[tuple[str, ...], tuple[Setting, ...]]:
         configs = [run.config for run in study.runs]
         keys = differing_keys(configs)
         chosen = {
-            run: {key: written(run.config[key]) for key in keys if varies(key, run.config, configs)}
+            run: {
+                key: setting_text(run.config[key])
+                for key in keys
+                if varies(key, run.config, configs)
+            }
             for run in study.runs
         }
         planned = list(chosen.values())

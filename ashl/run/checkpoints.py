@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ashl.errors import UsageError, parsed
+from ashl.errors import UsageError, load_json
 from ashl.plan.plan import Limits, Plan
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.evaluation import Target, best_of, scores_of
@@ -206,7 +206,7 @@ def find_newest(run_dir: Path, identity: str) -> Checkpoint:
     for number in reversed(list_checkpoints(run_dir)):
         folder = rank_checkpoint.folder_of(run_dir, number)
         try:
-            manifest = parsed((folder / MANIFEST).read_text(encoding="utf-8"))
+            manifest = load_json((folder / MANIFEST).read_text(encoding="utf-8"))
             if manifest["schema"] != SCHEMA:
                 raise ValueError(f"schema {manifest['schema']}")
             for name, digest in manifest["files"].items():

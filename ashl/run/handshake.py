@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ashl import __version__
-from ashl.config.flat import flat_config, leaves, written
-from ashl.errors import AshlError, DataMissingError, UsageError, plain
+from ashl.config.flat import flat_config, flat_items, setting_text
+from ashl.errors import AshlError, DataMissingError, UsageError, to_one_line
 from ashl.launch.environment import JobMembership
 from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
@@ -156,7 +156,7 @@ def settings_in_common(config: Mapping[str, Any], plan: str) -> str:
     chosen["run"] = {"checkpoint_s": config["run"]["checkpoint_s"]}
     document = without_machine_settings({**chosen, "plan": None})
     planned = without_machine_settings({"plan": json.loads(plan)})
-    return json.dumps({**flat_config(document), **dict(leaves(planned))})
+    return json.dumps({**flat_config(document), **dict(flat_items(planned))})
 
 
 def without_machine_settings(value: Any) -> Any:
@@ -178,8 +178,8 @@ def first_difference(own: str, other: str) -> tuple[str, str]:
     """
     ours, theirs = json.loads(own), json.loads(other)
     key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
-    values = (f"{key}={written(settings.get(key))}" for settings in (ours, theirs))
-    first, second = (plain(text[:200]) for text in values)
+    values = (f"{key}={setting_text(settings.get(key))}" for settings in (ours, theirs))
+    first, second = (to_one_line(text[:200]) for text in values)
     return first, second
 
 

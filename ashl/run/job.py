@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ashl.config.signals import end_with_parent
 from ashl.device import HOST
-from ashl.errors import AshlError, UsageError, plain
+from ashl.errors import AshlError, UsageError, to_one_line
 from ashl.launch.environment import JobMembership, resolve
 from ashl.launch.job import SECRET
 from ashl.learn.fingerprint import Fingerprint
@@ -165,7 +165,7 @@ def share_error(job: JobMembership, store: StoreServer | None, error: AshlError)
     Process 0 waits for at most `PATIENCE_S` seconds until the others have read the answer, because
     the store ends with this process.
     """
-    text = plain(str(error))
+    text = to_one_line(str(error))
     if job.rank > 0:
         hello = make_hello(job, error=text, exit_code=error.exit_code)
         connect_store(job, PATIENCE_S).compare_set(hello_key(job.rank), "", hello.dumps())

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from ashl.errors import AshlError, UsageError, parsed, unwritable
+from ashl.errors import AshlError, UsageError, load_json, unwritable_path_error
 from ashl.launch.job import is_loopback
 from ashl.plan.plan import Plan
 from ashl.planning.device import device_of
@@ -171,7 +171,7 @@ def publish_join_endpoint(run_dir: Path, at: StoreAddress) -> Generator[None]:
             json.dump(endpoint._asdict(), text)
     except OSError as error:
         text = f"run.dir={run_dir}: cannot write {path.name}"
-        raise unwritable(text, error, "choose another folder") from error
+        raise unwritable_path_error(text, error, "choose another folder") from error
     try:
         yield
     finally:
@@ -186,7 +186,7 @@ def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
     """
     path = run_dir / FILE
     try:
-        endpoint = validate(JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "the file")
+        endpoint = validate(JoinEndpoint, load_json(path.read_text(encoding="utf-8")), "the file")
     except FileNotFoundError:
         raise UsageError(f"{run_dir}: {explain_refusal(run_dir)}") from None
     except PermissionError:

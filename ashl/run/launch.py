@@ -25,7 +25,7 @@ from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster
 from ashl.config.signals import INTERRUPTS
 from ashl.device import HOST
-from ashl.errors import AshlError, UsageError, plain
+from ashl.errors import AshlError, UsageError, to_one_line
 from ashl.launch.environment import JobMembership
 from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
@@ -181,7 +181,7 @@ def run_controller(
         logger.info("the run ends: %s", reason)
         return pace
     except Exception as error:
-        end = End(1, plain(str(error)))
+        end = End(1, to_one_line(str(error)))
         logger.error("the run fails: %s", end.why)
         raise
     finally:

@@ -106,7 +106,7 @@ def command_with(
 ) -> str:
     """Return the command that trains from the profile or the plan (`key`) in the run folder."""
     own = [text for text in overrides if key_of(text) not in ("profile", "plan", "run.dir", "name")]
-    return (command or command_line("profile", overrides)).followed_by(
+    return (command or command_line("profile", overrides)).follow_up(
         "train", *own, f"{key}={run_dir / key}.json"
     )
 

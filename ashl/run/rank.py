@@ -27,7 +27,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from ashl.config.construct import own_faults
+from ashl.config.construct import report_own_faults
 from ashl.config.cores import usable_cores
 from ashl.config.signals import INTERRUPTS, handle_signals
 from ashl.data.dataset import Data
@@ -155,7 +155,7 @@ def run_rank(
                 if settings.incarnation
                 else lambda *_: reporter.emit(StopAsked(settings.rank, "interrupted"))
             )
-        with signals_handled, own_faults(plan.allow_targets, AshlError):
+        with signals_handled, report_own_faults(plan.allow_targets, AshlError):
             train_rank(settings, plan, store, reporter, show)
         reporter.emit(ProcessExited(settings.rank))
         reporter.close()

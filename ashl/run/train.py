@@ -20,11 +20,11 @@ import torch
 import yaml
 from rich.console import Console
 
-from ashl.config.construct import construct, own_faults
+from ashl.config.construct import construct, report_own_faults
 from ashl.config.identity import config_hash
 from ashl.config.recorded import config_of
 from ashl.config.signals import handle_signals
-from ashl.errors import AshlError, UsageError, unwritable
+from ashl.errors import AshlError, UsageError, unwritable_path_error
 from ashl.launch.environment import JobMembership, read_membership
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
@@ -185,7 +185,7 @@ def run_to_end(
     another number of workers to resume from.
     """
     try:
-        with own_faults(plan.allow_targets, AshlError):
+        with report_own_faults(plan.allow_targets, AshlError):
             if origin is not None:
                 saved = rescaling.begin_rescaled_run(origin, plan, monitor, saving)
             return run_kernel(plan, monitor, lead, saving, saved), None
@@ -418,7 +418,7 @@ def make_run_folder(config: Mapping[str, Any], plan: Plan) -> Path:
             continue
         except OSError as error:
             fix = "choose another run.dir"
-            raise unwritable(f"cannot make the run folder {path}", error, fix) from error
+            raise unwritable_path_error(f"cannot make the run folder {path}", error, fix) from error
         return path
     raise AshlError(f"{base} and 998 folders like it exist; choose another run.dir")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ashl.config.construct import own_faults
+from ashl.config.construct import report_own_faults
 from ashl.errors import AshlError, UsageError
 from ashl.learn.making import make_module
 from ashl.plan.files import read_plan
@@ -46,7 +46,7 @@ def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
             f"{run_dir} has no {file.name}; a run of a sweep writes it with run.save_weights=true"
         )
     allow = (*allow, *imported_package(plan))
-    with own_faults(allow):
+    with report_own_faults(allow):
         option = OptionFactory(allow).get_option("model", plan.model)
         return make_module(option, plan.sample_shape, plan.num_classes, plan.seed, str(file)).eval()
 

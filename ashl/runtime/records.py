@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from ashl.errors import AshlError, plain
+from ashl.errors import AshlError, to_one_line
 from ashl.runtime.effects import Epoch
 from ashl.runtime.time_accounting import KINDS as TIMES
 from ashl.runtime.time_accounting import Span
 
 T = TypeVar("T")
-Text = Annotated[str, AfterValidator(plain)]
+Text = Annotated[str, AfterValidator(to_one_line)]
 
 
 def check_kinds(totals: dict[str, int]) -> dict[str, int]:
@@ -363,7 +363,7 @@ def loads(line: str | bytes) -> Record:
     fields: Any = parse_json(line)
     kind = fields.pop("kind", None) if isinstance(fields, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
-        kind = plain(repr(kind))[:40]
+        kind = to_one_line(repr(kind))[:40]
         raise AshlError(
             f"received a line that is not a record (kind {kind}); is another"
             " program using the job's port?"
@@ -388,7 +388,7 @@ def validate(of: type[T], fields: object, what: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise AshlError(plain(f"{what} is invalid: {where}: {first['msg']}")) from None
+        raise AshlError(to_one_line(f"{what} is invalid: {where}: {first['msg']}")) from None
 
 
 @cache

@@ -22,11 +22,11 @@ from pandas import DataFrame, notna
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from ashl.config.catalog import CONF, load
+from ashl.config.catalog import CONF, load_yaml
 from ashl.config.compose import compose
 from ashl.config.override import key_of
 from ashl.device import HOST
-from ashl.errors import UsageError, unwritable
+from ashl.errors import UsageError, unwritable_path_error
 from ashl.option import Count, Natural, Positive, option
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import assemble_job
@@ -117,7 +117,7 @@ def read_table(file: Path) -> PublishedTable:
 
     Raises: UsageError that names the first wrong field.
     """
-    content = load(file)
+    content = load_yaml(file)
     own = {field.name for field in fields(PublishedTable)}
     shared = {key: value for key, value in content.items() if key not in own}
     points = content.get("points")
@@ -281,4 +281,4 @@ def save(points: DataFrame, folder: Path) -> None:
         (folder / "backtest.svg").write_bytes(figure.to_bytes("svg"))
     except OSError as error:
         fix = "name another one with --save FOLDER"
-        raise unwritable(f"cannot write to the folder {folder}", error, fix) from error
+        raise unwritable_path_error(f"cannot write to the folder {folder}", error, fix) from error

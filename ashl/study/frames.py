@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ashl.config.session import Session
-from ashl.errors import UsageError, parsed
+from ashl.errors import UsageError, load_json
 from ashl.report import export, records
 from ashl.report.records import SWEEP, BrokenRecordError, LeftOut, Study
 from ashl.tracking import jsonl
@@ -47,7 +47,7 @@ class Run(Mapping[str, Any]):
     def plan(self) -> Mapping[str, Any]:
         """The content of plan.json. Raises UsageError."""
         try:
-            return parsed((self.folder / "plan.json").read_bytes())
+            return load_json((self.folder / "plan.json").read_bytes())
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"{self.folder / 'plan.json'} is missing or broken; run it again."
@@ -65,7 +65,7 @@ class Run(Mapping[str, Any]):
         """
         from ashl.run.weights import load
 
-        with self.session.present():
+        with self.session.expose_objects():
             return load(self.folder, weights, (*allow_targets, *self.allowed))
 
     def _frame(self, name: str) -> "DataFrame":

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ashl.config.compose import compose
 from ashl.config.override import key_of
-from ashl.config.recorded import config_of, typed_of
+from ashl.config.recorded import config_of, typed_settings
 from ashl.errors import AshlError, UsageError
 from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.confidence import quantiles, trimmed_deviation
@@ -70,7 +70,7 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Rep
             f"{wrong[0]} is not replayed: a run measured its own model, messages and cluster;"
             f" change {', '.join(CHANGES)}, or take runtime=sim cluster=profile with `ashl profile`"
         )
-    config, typed = config_of(folder), typed_of(folder)
+    config, typed = config_of(folder), typed_settings(folder)
     summary = jsonl.read_json(folder / SUMMARY)
     if summary is None or summary["status"] != "finished" or summary["runtime"] == "sim":
         raise UsageError(

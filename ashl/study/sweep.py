@@ -19,7 +19,7 @@ from ashl.config.cores import usable_cores
 from ashl.config.flat import flat_config
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
-from ashl.errors import AshlError, UsageError, unwritable
+from ashl.errors import AshlError, UsageError, unwritable_path_error
 from ashl.planning import uncontended_link_note
 from ashl.planning.compile_plan import prepare_plan
 from ashl.report import tables
@@ -272,7 +272,7 @@ def conclude(
         return SweepOutcome(folder, known, board, "")
     winner = next(setting for setting in settings if setting.hash == first.runs[0].hash)
     own = [text for text in winner.overrides if key_of(text) not in ("run.dir", "sweep")]
-    return SweepOutcome(folder, known, board, command.followed_by("train", *own))
+    return SweepOutcome(folder, known, board, command.follow_up("train", *own))
 
 
 @contextmanager
@@ -342,7 +342,7 @@ def document(
         "name": name,
         "overrides": list(overrides),
         "command": str(command),
-        "train": command.followed_by("train"),
+        "train": command.follow_up("train"),
         "axes": grid.axes,
         "settings": settings,
         "skipped": [asdict(skipped) for skipped in grid.skipped],
@@ -363,7 +363,9 @@ def lock_folder(folder: Path) -> Generator[None]:
         lock = open(folder / ".lock", "wb")  # noqa: SIM115
     except OSError as error:
         fix = "choose another run.dir"
-        raise unwritable(f"cannot write to the sweep's folder {folder}", error, fix) from error
+        raise unwritable_path_error(
+            f"cannot write to the sweep's folder {folder}", error, fix
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

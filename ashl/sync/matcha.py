@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ashl.data.rng import Purpose, bits
+from ashl.data.rng import Purpose, bit_generator
 from ashl.option import Count, Ratio, option
 from ashl.size_only import Vector
 from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix
@@ -81,7 +81,7 @@ class Matcha(RoundRule):
 
 def used_matchings(plan: Sampling, seed: int, k: int) -> list[int]:
     """Return the matchings of round k, the same on all workers."""
-    words = bits(seed, Purpose.PAIRS, 0, k).random_raw(len(plan.chances))
+    words = bit_generator(seed, Purpose.PAIRS, 0, k).random_raw(len(plan.chances))
     return [m for m, word in enumerate(words) if float(word) / 2**64 < plan.chances[m]]
 
 

@@ -19,7 +19,7 @@ Family: partial all-reduce.
 Status: reproduction.
 """
 
-from ashl.data.rng import Purpose, chosen
+from ashl.data.rng import Purpose, draw_subset
 from ashl.option import option
 from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Ranks
 
@@ -31,7 +31,7 @@ class RipplesRandom(GroupRule):
     group_size: GroupSize
 
     def draw(self, state: Groups, asker: int) -> list[Ranks]:
-        others = chosen(
+        others = draw_subset(
             state.num_workers - 1, self.group_size - 1, state.seed, Purpose.GROUPS, step=state.draws
         )
         return [tuple(sorted([asker, *(other + (other >= asker) for other in others)]))]

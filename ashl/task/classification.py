@@ -23,7 +23,7 @@ class Classification(Task):
     metric: ClassVar[str] = ACCURACY
     ignore_index: int
 
-    def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
+    def output_shape(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
         if targets.is_floating_point():
             raise UsageError(
                 "task=classification: this data set's targets are values, not classes; take"

@@ -10,13 +10,13 @@ from ashl.option import Contract
 
 # Names of no metric of a task, in lower case: values that every run records under test/, and titles
 # of columns and of facts in tables and in the outcome.
-TAKEN = {
+TAKEN_NAMES = {
     *("loss", "acc", "accuracy", "best", "consensus distance"),
     *("setting", "where", "between", "reached", "seeds", "against", "pace lost"),
     *("time", "steps", "dropped", "target", "waiting", "straggler", "failed", "goodput", "hidden"),
     *("pace", "traffic", "messages", "measures", "mb up", "mb down", "eta"),
 }
-LONGEST = 100  # most characters of a metric's name
+MAX_NAME = 100  # most characters of a metric's name
 # The metric of `stop.target_accuracy` and of stages that end by accuracy.
 ACCURACY = "accuracy"
 
@@ -32,7 +32,7 @@ class Task(Contract, group="task", strict=True):
     # Integer targets of this value do not count, as in torch's cross_entropy.
     ignore_index: ClassVar[int] = -100
 
-    def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
+    def output_shape(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
         """Return the shape of the outputs for these targets; None if the loss accepts any.
 
         Raises: UsageError for targets that this task cannot learn.
@@ -72,11 +72,11 @@ def recorded_name(metric: str) -> str:
     """
     if metric in ("", ACCURACY):
         return metric
-    name = re.sub(r"[^A-Za-z0-9_. :-]", "_", metric).strip(". ")[:LONGEST] or "metric"
-    return f"{name}_metric" if name.lower() in TAKEN else name
+    name = re.sub(r"[^A-Za-z0-9_. :-]", "_", metric).strip(". ")[:MAX_NAME] or "metric"
+    return f"{name}_metric" if name.lower() in TAKEN_NAMES else name
 
 
-def renamed(metric: str) -> tuple[str, ...]:
+def renaming_note(metric: str) -> tuple[str, ...]:
     """Return a note if a metric is recorded under another name."""
     name = recorded_name(metric)
     return (

@@ -29,7 +29,7 @@ class LanguageModel(Task):
     def higher_is_better(self) -> bool:
         return self.metric == ACCURACY
 
-    def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
+    def output_shape(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
         if targets.is_floating_point() or targets.ndim != 2:
             raise UsageError(
                 "task=language_model needs a token at every place, targets int64 [samples,"

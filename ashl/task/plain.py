@@ -38,8 +38,8 @@ class PlainTask(Task):
     def ignore_index(self) -> int:
         return self.judged.ignore_index
 
-    def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
-        return self.judged.expected(targets, num_classes)
+    def output_shape(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
+        return self.judged.output_shape(targets, num_classes)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if isinstance(self.make, type):

@@ -26,7 +26,7 @@ class Regression(Task):
     def higher_is_better(self) -> bool:
         return self.metric == "r2"
 
-    def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
+    def output_shape(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
         if not targets.is_floating_point():
             raise UsageError(
                 "task=regression needs values (float32), and this data set's targets are classes;"

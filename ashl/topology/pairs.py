@@ -16,7 +16,7 @@ arXiv 1710.06952.
 
 from typing import Any, ClassVar
 
-from ashl.data.rng import Purpose, bits
+from ashl.data.rng import Purpose, bit_generator
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.contract import GO, STOP, StageConfig
@@ -89,7 +89,9 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState) -> i
 def draw_partner(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:
     """Return the worker to ask after the k-th piece of work; None if this one only answers."""
     return (
-        peers[int(bits(seed, Purpose.PEER, rank, k).random_raw()) % len(peers)] if peers else None
+        peers[int(bit_generator(seed, Purpose.PEER, rank, k).random_raw()) % len(peers)]
+        if peers
+        else None
     )
 
 

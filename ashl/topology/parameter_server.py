@@ -41,7 +41,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 from ashl.aggregate.weighted import Push
 from ashl.compression.contract import EncodeContext
 from ashl.errors import AshlError, UsageError
-from ashl.option import Ratio, option, quoted
+from ashl.option import Ratio, option, quoted_name
 from ashl.plan.plan import WorkerPlan, assign_work
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import Planner
@@ -826,7 +826,7 @@ async def reply(
     """
     progress = state.progress
     if rank not in progress.waiting:
-        who = f"{quoted(type(stage.sync))} lets worker {rank} go on, which does not wait"
+        who = f"{quoted_name(type(stage.sync))} lets worker {rank} go on, which does not wait"
         raise UsageError(f"{who}; let its `may_proceed` return some of `progress.waiting`")
     changed = progress.pulled[rank] != progress.version  # since this worker's last pull
     staleness, late = progress.release(rank)

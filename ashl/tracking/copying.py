@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ashl.config.flat import flat_config, written
+from ashl.config.flat import flat_config, setting_text
 from ashl.tracking import jsonl
 from ashl.tracking.mlflow import MlflowTracker, set_environment
 from ashl.tracking.recorder import METRICS, SUMMARY, TRACE
@@ -190,7 +190,7 @@ def params_of(config: Mapping[str, Any]) -> dict[str, str]:
     >>> params_of({"choices": {"sync": "mine"}, "seed": 0, "sync": {"_target_": "a.b.C", "lag": 3}})
     {'sync': 'mine', 'seed': '0', 'sync.lag': '3'}
     """
-    return {key: written(value) for key, value in flat_config(config).items()}
+    return {key: setting_text(value) for key, value in flat_config(config).items()}
 
 
 def metric_points(row: Mapping[str, Any]) -> Iterator[Point]:

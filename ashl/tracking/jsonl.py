@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from pydantic_core import to_json
 
-from ashl.errors import parsed
+from ashl.errors import load_json
 
 
 class Lines:
@@ -64,7 +64,7 @@ def read(path: Path) -> Iterator[dict]:
     with open(path, "rb") as file:
         for line in file:
             if line.endswith(b"\n"):
-                if not isinstance(record := parsed(line), dict):
+                if not isinstance(record := load_json(line), dict):
                     raise ValueError(f"{path} has a line that is no record")
                 yield record
 
@@ -76,7 +76,7 @@ def filter_lines(path: Path, size: int, wanted: Callable[[dict], bool]) -> bytes
     if not path.exists() or path.stat().st_size < size:
         return None
     lines = path.read_bytes()[:size].splitlines(keepends=True)
-    return b"".join(line for line in lines if wanted(parsed(line)))
+    return b"".join(line for line in lines if wanted(load_json(line)))
 
 
 @contextmanager
@@ -123,13 +123,13 @@ def tail(path: Path, offset: int) -> tuple[list[dict], int]:
     except FileNotFoundError:
         return [], offset
     text, _, _ = text[bool(offset) :].rpartition(b"\n")
-    return [parsed(line) for line in text.splitlines()], offset + len(text) + bool(text)
+    return [load_json(line) for line in text.splitlines()], offset + len(text) + bool(text)
 
 
 def read_json(path: Path) -> dict | None:
     """Read the object in a JSON file; None if there is no complete one."""
     try:
-        found = parsed(path.read_text(encoding="utf-8"))
+        found = load_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ashl.errors import AshlError, UsageError, unwritable
+from ashl.errors import AshlError, UsageError, unwritable_path_error
 from ashl.runtime.records import Rounds
 from ashl.tracking import jsonl, timeline
 
@@ -114,5 +114,5 @@ def writing(run_dir: Path, begins: bool = False) -> Generator[None, None, None]:
             f"another process is writing the run in {run_dir}; wait for it to end."
         ) from error
     except OSError as error:
-        found = unwritable(f"{UNWRITABLE} {run_dir}", error, "choose another run.dir.")
+        found = unwritable_path_error(f"{UNWRITABLE} {run_dir}", error, "choose another run.dir.")
         raise (found if begins else AshlError(str(found))) from error

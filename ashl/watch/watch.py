@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ashl.config.signals import handle_signals
-from ashl.errors import UsageError, unwritable
+from ashl.errors import UsageError, unwritable_path_error
 from ashl.tracking.console import number, percent, seconds, table_of
 from ashl.tracking.straggler import StragglerFinder, describe_straggler, find_straggler
 from ashl.watch.records import Records
@@ -90,7 +90,7 @@ def make_folder(folder: Path | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fix = "name another one with --folder DIR"
-        raise unwritable(f"cannot make the folder {folder}", error, fix) from error
+        raise unwritable_path_error(f"cannot make the folder {folder}", error, fix) from error
     if (folder / SUMMARY).exists():
         raise UsageError(
             f"--folder {folder}: it has the records of another command; name a new one"

@@ -20,7 +20,7 @@ import ashl
 import ashl.run
 from ashl.cli.__main__ import start
 from ashl.cli.app import COMMANDS, main
-from ashl.cli.train import starting
+from ashl.cli.train import show_starting
 from ashl.config import catalog
 from ashl.errors import AshlError, DataMissingError, UsageError
 from ashl.tracking import jsonl
@@ -214,12 +214,14 @@ def test_list_and_cfg_agree_on_what_is_default(capsys) -> None:
     assert main(["train", "--cfg"]) == 0
     config = yaml.safe_load(capsys.readouterr().out)
     assert config["choices"] == {
-        group: option for group, option in catalog.usual().items() if option
+        group: option for group, option in catalog.effective_defaults().items() if option
     }
     assert "sync" not in config, "no sync mode of its own ever runs"
     assert main(["list"]) == 0
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert all([group, option or "-"] in lines for group, option in catalog.usual().items())
+    assert all(
+        [group, option or "-"] in lines for group, option in catalog.effective_defaults().items()
+    )
 
 
 @pytest.mark.parametrize("group", catalog.catalog())
@@ -334,7 +336,7 @@ def test_a_terminal_hears_of_it_before_torch_is_there(monkeypatch) -> None:
 
     said, seen = Terminal(), []
     monkeypatch.setattr(sys, "stderr", said)
-    with starting():
+    with show_starting():
         seen.append(said.getvalue())
     assert seen == ["ashl: starting ..."]
     assert said.getvalue().endswith("\r\x1b[2K"), "and nothing is left of it"

@@ -74,8 +74,8 @@ def test_options_put_together_are_as_hydra_composes_them(seed: int) -> None:
     mixed = {group: draw.choice(both)[group] for group in draw.sample(list(groups), 7)}
     for chosen in (*both, mixed):
         options = tuple(f"{group}={option}" for group, option in sorted(chosen.items()))
-        composed, choices = module._shipped.__wrapped__(options)
-    assert mixed.items() <= module._PARTS.keys()
+        composed, choices = module._compose_shipped.__wrapped__(options)
+    assert mixed.items() <= module._COMPOSED.keys()
     expected = module._compose(options, None)
     assert (list(composed.items()), choices) == (list(expected[0].items()), expected[1])
 

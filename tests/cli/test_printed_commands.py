@@ -19,7 +19,7 @@ from ashl.advice import candidates, leave_out
 from ashl.advice.candidates import BSP
 from ashl.advice.rules import RULES
 from ashl.cli.app import COMMANDS, app, main
-from ashl.cli.typed import typed
+from ashl.cli.typed import typed_command
 from ashl.study import sweep as study_sweep
 from ashl.tracking.tracker import TrackedRun, shell_command
 from tests.test_advice import written
@@ -205,7 +205,7 @@ def test_a_command_line_is_written_as_it_was_understood(name: str, place: Path) 
             words += [parameter.opts[0], *([] if parameter.is_flag else [value])]
     words += ["x=a b", "y=[1, 2]"]
     before = command.make_context(name, [*words]).params
-    line = shlex.split(str(typed(command.make_context(name, [*words]))))
+    line = shlex.split(str(typed_command(command.make_context(name, [*words]))))
     assert line[:2] == ["ashl", name]
     assert command.make_context(name, line[2:]).params == before
 
@@ -218,8 +218,8 @@ def test_a_line_of_launch_keeps_its_hosts(place: Path) -> None:
         "train", ["--config-dir", OWN, "x=1"], parent=outer
     )
     start = "ashl launch --hosts 'my hosts' --restarts 2 -- "
-    assert str(typed(inner)) == f"{start}train --config-dir 'my options' x=1"
+    assert str(typed_command(inner)) == f"{start}train --config-dir 'my options' x=1"
     assert (
-        typed(inner).followed_by("train", "y=a b")
+        typed_command(inner).follow_up("train", "y=a b")
         == f"{start}train --config-dir 'my options' 'y=a b'"
     )

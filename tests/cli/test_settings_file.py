@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ashl.cli.app import main
-from ashl.config.settings_file import settings_in, with_settings
+from ashl.config.settings_file import read_settings, with_settings
 
 FILE = """
 runtime: sim
@@ -32,7 +32,7 @@ def file(workplace: Path) -> Path:
 
 
 def test_values_are_read_as_if_they_were_typed(file: Path) -> None:
-    found = settings_in(file)
+    found = read_settings(file)
     assert found[2:6] == [
         "sync=ssp",
         "sync.staleness=2",

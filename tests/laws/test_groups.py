@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.data.rng import Purpose, chosen, permutation
+from ashl.data.rng import Purpose, draw_subset, permutation
 from ashl.option import option
 from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.sync.ripples_static import phase
@@ -215,7 +215,7 @@ def test_static_phases_are_partitions_whose_union_connects(nodes: list[int]) -> 
 @given(length=st.integers(0, 50), count=st.integers(0, 50), step=st.integers(0, 99))
 def test_the_chosen_are_the_first_of_a_permutation(length: int, count: int, step: int) -> None:
     whole = permutation(length, 7, Purpose.GROUPS, step=step).tolist()
-    assert chosen(length, count, 7, Purpose.GROUPS, step=step) == whole[:count]
+    assert draw_subset(length, count, 7, Purpose.GROUPS, step=step) == whole[:count]
 
 
 def test_random_groups_are_uniform() -> None:

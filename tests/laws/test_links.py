@@ -23,7 +23,7 @@ from ashl.compression.wrappers import (
     wrap_codec,
 )
 from ashl.errors import UsageError
-from ashl.option import option, refuse_unasked
+from ashl.option import option, refuse_wrong_hooks
 from ashl.planning.compatibility import check_codec_roles
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import codec, vector
@@ -77,7 +77,7 @@ class AllReduceCosts(Linear):
 )
 def test_a_misspelt_hook_is_an_error(cls: type[Codec], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        refuse_unasked(cls, "compression")
+        refuse_wrong_hooks(cls, "compression")
 
 
 class Promising(Codec):

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import pytest
 
 from ashl.config.catalog import catalog, target
-from ashl.config.construct import BASES, construct, found
+from ashl.config.construct import BASE_CLASSES, construct, import_target
 from ashl.errors import UsageError
-from ashl.option import Count, option, refuse_unasked
+from ashl.option import Count, option, refuse_wrong_hooks
 from ashl.stage.contract import Rule, Topology
 from ashl.stage.progress import Progress
 from ashl.sync.ssp import SSP
@@ -40,11 +40,11 @@ def made(module: ModuleType, cls: type, where: str, **fields: Any) -> Any:
 
 
 def test_every_shipped_option_says_what_is_asked_for() -> None:
-    for group in BASES:
+    for group in BASE_CLASSES:
         for file in catalog()[group].values():
-            cls = found(target(file), group, ())
+            cls = import_target(target(file), group, ())
             assert cls._group == group, file
-            refuse_unasked(cls, group)
+            refuse_wrong_hooks(cls, group)
 
 
 @pytest.mark.parametrize("name", ["quorom", "observes", "lr_scal", "averges", "extra"])

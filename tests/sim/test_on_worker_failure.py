@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ashl.data.batches import Batches
-from ashl.data.partition import handed
+from ashl.data.partition import redistribute_shards
 from ashl.errors import UsageError
 from ashl.learn.trainer import Trainer
 from ashl.planning.instantiate import assemble_job
@@ -44,14 +44,14 @@ def test_every_sample_is_at_one_of_those_who_are_left_and_once_in_its_pass() -> 
         cuts = sorted(rng.sample(range(1, total), n - 1))
         parts = np.split(np.random.default_rng(total).permutation(total), cuts)
         gone = set(rng.sample(range(n), rng.randint(1, n - 1)))
-        found = handed(parts, gone)
+        found = redistribute_shards(parts, gone)
         here = [rank for rank in range(n) if rank not in gone]
         assert sorted(np.concatenate([found[rank] for rank in here])) == list(range(total))
         more = [len(found[rank]) - len(parts[rank]) for rank in here]
         assert max(more) - min(more) <= 1, "nobody has more of it than another"
         visits = Counter()
         for rank in here:
-            stream = Batches(parts[rank], 1, 7, rank).over(found[rank])
+            stream = Batches(parts[rank], 1, 7, rank).with_shard(found[rank])
             size = len(found[rank])
             visits.update(stream.span(rng.randint(1, 3) * size, size).tolist())
         assert set(visits.values()) == {1}
