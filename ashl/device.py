@@ -73,11 +73,11 @@ _claimed = False  # True while a run owns the global generators and no seeded co
 def claim_generators(device: str) -> Generator[None]:
     """Save the states of the global generators once for a whole run, and restore them at its end.
 
-    Inside, an outermost `seeded` leaves its generators as the code that drew from them has left
-    them: to save and restore them costs 15 µs, which counts in a step of a small model.
+    Inside, an outermost `seed_generators` does not restore them: that costs 15 µs, which counts in
+    a step of a small model.
     """
     global _claimed
-    with seeded(0, device):
+    with seed_generators(0, device):
         _claimed = True
         try:
             yield
@@ -86,7 +86,7 @@ def claim_generators(device: str) -> Generator[None]:
 
 
 @contextmanager
-def seeded(seed: int, device: str) -> Generator[torch.Generator]:
+def seed_generators(seed: int, device: str) -> Generator[torch.Generator]:
     """Seed each generator from which code draws without naming one; restore all of them at the end.
 
     These are torch's of the CPU and of `device`, numpy's, and that of Python's `random`. Yields

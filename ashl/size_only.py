@@ -33,15 +33,15 @@ class SizeOnly(NamedTuple):
 Vector: TypeAlias = Tensor | SizeOnly  # a model, a gradient or an update
 
 
-def joined(one: Vector, other: Vector) -> Vector:
+def join_vectors(one: Vector, other: Vector) -> Vector:
     """Return two vectors of one length as one payload."""
     if isinstance(one, SizeOnly) or isinstance(other, SizeOnly):
         return SizeOnly(2 * one.nbytes)
     return torch.cat([one, other])
 
 
-def halves(body: Any) -> tuple[Any, Any]:
-    """Return the two vectors of a payload of `joined`."""
+def split_vectors(body: Any) -> tuple[Any, Any]:
+    """Return the two vectors of a payload of `join_vectors`."""
     if isinstance(body, SizeOnly):
         return SizeOnly(body.nbytes // 2), SizeOnly(body.nbytes // 2)
     one, other = body.chunk(2)

@@ -91,7 +91,7 @@ def test_each_reason_is_named() -> None:
         )
 
     assert why(good) is None
-    assert why(learner.untrained()) is None
+    assert why(learner.init_untrained()) is None
     assert why(good, loss=float("nan")) is None
     assert why(good, diverged="as a worker saw") == "as a worker saw"
     assert why(torch.full_like(good, float("nan"))).startswith("the model's loss is nan")
@@ -102,5 +102,7 @@ def test_each_reason_is_named() -> None:
     assert why(good, loss=1e3).startswith("the workers' training loss is 1e+03")
     noise = torch.randn(good.shape, generator=torch.Generator().manual_seed(0))
     assert why(noise).startswith("the model's training loss is")
-    assert learner.train_loss(confident := good * 20) > 2 * learner.train_loss(learner.untrained())
+    assert learner.train_loss(confident := good * 20) > 2 * learner.train_loss(
+        learner.init_untrained()
+    )
     assert why(confident) is None, "a model that is right mostly and far too sure has learned"

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, random_split
 import ashl
 from ashl.data.plain import PlainDataset
 from ashl.errors import AshlError
-from ashl.learn.fingerprint import differing, fingerprint
+from ashl.learn.fingerprint import fingerprint, first_difference
 from ashl.learn.learner import Learner, chunks
 from ashl.learn.making import load_data
 
@@ -119,13 +119,16 @@ def test_a_data_set_that_draws_is_a_function_of_the_seed_and_its_halves_are_disj
 
 def test_samples_that_differ_by_rounding_are_the_same_and_all_else_is_not() -> None:
     x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
-    assert differing({"x": fingerprint(x)}, {"x": fingerprint(x * (1 + 1e-7))}) is None
-    assert differing({"x": fingerprint(x)}, {"x": fingerprint(x.flip(0))}) == "x"
+    assert first_difference({"x": fingerprint(x)}, {"x": fingerprint(x * (1 + 1e-7))}) is None
+    assert first_difference({"x": fingerprint(x)}, {"x": fingerprint(x.flip(0))}) == "x"
     labels = torch.arange(10_000)
     other = labels.clone()
     other[[0, 1]] = other[[1, 0]]
-    assert differing({"y": fingerprint(labels)}, {"y": fingerprint(other)}) == "y"
-    assert differing({"x": fingerprint(x)}, {"x": fingerprint(x), "more": fingerprint(x)}) == "more"
+    assert first_difference({"y": fingerprint(labels)}, {"y": fingerprint(other)}) == "y"
+    assert (
+        first_difference({"x": fingerprint(x)}, {"x": fingerprint(x), "more": fingerprint(x)})
+        == "more"
+    )
 
 
 @pytest.mark.parametrize("most", [2, 3, 7])

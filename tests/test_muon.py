@@ -5,7 +5,7 @@ learns.
 import pytest
 import torch
 
-from ashl.optimizer.muon import Muon, orthogonal
+from ashl.optimizer.muon import Muon, orthogonalize
 from tests.conf_option import conf_option
 
 SHAPES = (
@@ -54,7 +54,7 @@ def test_two_steps_by_hand():
         w, momentum = params[name].flatten(1), 0
         for grad in (first[name].flatten(1), second[name].flatten(1)):
             momentum = 0.95 * momentum + grad
-            turn = orthogonal(grad + 0.95 * momentum, 5)
+            turn = orthogonalize(grad + 0.95 * momentum, 5)
             w = w * (1 - 0.02 * 0.1) - 0.02 * 0.2 * longest**0.5 * turn
         torch.testing.assert_close(found[name].flatten(1), w)
 
@@ -77,10 +77,10 @@ def test_matrices_go_as_those_of_torch():
 @pytest.mark.parametrize("shape", [(4, 30), (30, 4), (7, 7)])
 def test_singular_values_come_near_one(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    values = torch.linalg.svdvals(orthogonal(x, 8))
+    values = torch.linalg.svdvals(orthogonalize(x, 8))
     assert float(values.min()) > 0.6
     assert float(values.max()) < 1.3
-    assert orthogonal(x, 5).shape == shape
+    assert orthogonalize(x, 5).shape == shape
 
 
 @pytest.mark.limit("optimizer=muon")

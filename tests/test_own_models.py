@@ -20,9 +20,9 @@ from ashl.cli.app import main
 from ashl.config.compose import compose
 from ashl.data.batches import Batches
 from ashl.data.rng import Purpose, torch_seed
-from ashl.device import HOST, seeded
+from ashl.device import HOST, seed_generators
 from ashl.learn.making import make_module
-from ashl.learn.module_state import beside, mean_of, put_all
+from ashl.learn.module_state import mean_of, set_values, state_of
 from ashl.learn.trainer import Trainer
 from ashl.model.plain import PlainModel
 from ashl.planning.compile_plan import compile_plan
@@ -104,7 +104,7 @@ def plain_torch(kind: type[nn.Module], batches: list[Batches]) -> nn.Module:
     for step in range(STEPS):
         for worker, module in enumerate(modules):
             x, y = train.x[batches[worker].indices(step)], train.y[batches[worker].indices(step)]
-            with seeded(torch_seed(3, Purpose.MODEL, worker, step), HOST):
+            with seed_generators(torch_seed(3, Purpose.MODEL, worker, step), HOST):
                 functional.cross_entropy(module(x), y).backward()
         for same in zip(*(module.parameters() for module in modules), strict=True):
             if same[0].grad is not None:
@@ -115,7 +115,7 @@ def plain_torch(kind: type[nn.Module], batches: list[Batches]) -> nn.Module:
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
-        put_all(modules[0], mean_of([beside(module) for module in modules]))
+        set_values(modules[0], mean_of([state_of(module) for module in modules]))
     return modules[0]
 
 

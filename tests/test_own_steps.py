@@ -12,9 +12,9 @@ from torch import nn
 
 from ashl.data.dataset import Data
 from ashl.data.plain import split_of
-from ashl.device import HOST, claim_generators, generator_states, seeded
+from ashl.device import HOST, claim_generators, generator_states, seed_generators
 from ashl.learn.learner import Learner
-from ashl.optimizer.absent import kept_where_absent, some_absent
+from ashl.optimizer.absent import has_absent, restore_absent
 
 SOME = np.arange(16)
 DRAWS = {
@@ -121,9 +121,9 @@ def test_a_single_minus_zero_is_a_gradient() -> None:
     """
     starts, gradient = np.array([0, 3]), torch.tensor([-0.0, 1, -0.0, -0.0, -0.0])
     before, after = torch.zeros(5), torch.ones(5)
-    assert some_absent(gradient, starts)
-    assert kept_where_absent(gradient, starts, [before], [after])[0].tolist() == [1, 1, 1, 0, 0]
-    assert not some_absent(torch.tensor([1, -0.0, 1, 1, -0.0]), starts)
+    assert has_absent(gradient, starts)
+    assert restore_absent(gradient, starts, [before], [after])[0].tolist() == [1, 1, 1, 0, 0]
+    assert not has_absent(torch.tensor([1, -0.0, 1, 1, -0.0]), starts)
 
 
 def test_a_run_restores_the_generators_that_it_claims() -> None:
@@ -133,9 +133,9 @@ def test_a_run_restores_the_generators_that_it_claims() -> None:
         return random.random(), float(np.random.random()), float(torch.rand(()))
 
     def draw_seeded() -> list[tuple[float, ...]]:
-        with seeded(3, HOST):
+        with seed_generators(3, HOST):
             first = draw()
-            with seeded(4, HOST):
+            with seed_generators(4, HOST):
                 inner = draw()
             return [first, inner, draw()]
 

@@ -114,7 +114,7 @@ def test_a_replayed_step_has_the_bits_of_one_without_graphs(model: str, cuda: Cu
     small = {"hidden": [8]} if model == "mlp" else {}
     eager, graphed = learner(model, False, **small), learner(model, True, **small)
     if graphed._here.resident is None:  # a device has one for every size
-        graphed._here.point_at(resident := graphed.init())
+        graphed._here.set_parameters(resident := graphed.init())
         graphed._here.resident = resident
     params, kept = eager.init(), []
     for step in range(7):

@@ -47,15 +47,15 @@ from ashl.compression.contract import (
 from ashl.compression.kernels import (
     BLOCK,
     Array,
-    beside,
+    as_native,
+    as_tensor,
     blocks,
     flip_signs,
-    native,
     pack_signs,
     packed_bytes,
-    quiet,
     row_reach,
-    tensor,
+    silence_warnings,
+    to_device_of,
     where_true,
 )
 from ashl.compression.payload import (
@@ -95,8 +95,8 @@ class AdaComp(Codec):
         parts, indices = self.choose(whole, g)
         rest = g.clone() if whole is g else whole
         values = self.decode_values(parts, indices, len(g))
-        with quiet():
-            native(rest)[native(indices)] -= native(values)
+        with silence_warnings():
+            as_native(rest)[as_native(indices)] -= as_native(values)
         return Residual(rest, context.lr), write_payload(self.code, len(g), parts)
 
     def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
@@ -122,10 +122,10 @@ class AdaComp(Codec):
             for part in pieces:
                 shape = -1, min(length, part.stop - part.start)
                 outstanding, largest = select_outstanding(
-                    native(whole[part].view(shape)), native(g[part].view(shape))
+                    as_native(whole[part].view(shape)), as_native(g[part].view(shape))
                 )
                 found.append(where_true(outstanding.reshape(-1)) + part.start)
-                for rows in to_host(tensor(largest)).split(max(1, BLOCK // length)):
+                for rows in to_host(as_tensor(largest)).split(max(1, BLOCK // length)):
                     total += float(rows.numpy().sum(dtype=np.float64))
             scales.append(total / -(-size // length))
             start += size
@@ -149,8 +149,8 @@ class AdaComp(Codec):
     def decode_values(self, parts: Parts, indices: Tensor, d: int) -> Tensor:
         """Return the values of the elements at these indices."""
         ends = torch.tensor([0, *(size for size, _ in self.bins(d))]).cumsum(0)
-        counts = torch.searchsorted(indices.long(), beside(indices, ends)).diff()
-        scales = beside(indices, as_bytes(parts.scales).clone().view(torch.float32))
+        counts = torch.searchsorted(indices.long(), to_device_of(indices, ends)).diff()
+        scales = to_device_of(indices, as_bytes(parts.scales).clone().view(torch.float32))
         values = scales.repeat_interleave(counts, output_size=len(indices))
         return flip_signs(as_bytes(parts.values), values, len(indices))
 
@@ -171,7 +171,7 @@ class AdaComp(Codec):
         ]
 
 
-@quiet()
+@silence_warnings()
 def select_outstanding(whole: Array, g: Array) -> tuple[Array, Array]:
     """Return (True for elements to send [n, length], largest |G| of each bin) for bins of G."""
     largest = row_reach(whole)

@@ -45,7 +45,7 @@ from ashl.compression.contract import (
     WithDensity,
     with_layout,
 )
-from ashl.compression.kernels import blocks, largest, outer_sum
+from ashl.compression.kernels import blocks, largest_indices, outer_sum
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
 from ashl.compression.sparse import Coded, SparseFormat, max_nbytes
 from ashl.option import option
@@ -75,7 +75,7 @@ class Atomo(WithDensity):
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         d, rng = len(x), context.stream()
         if self.atoms == "entries":
-            drawn = draw_components(x, self.kept(context.ratio, d), rng)
+            drawn = draw_components(x, self.num_selected(context.ratio, d), rng)
             return self.format.pack_elements(drawn, d, context)
         counts, pieces = [], []
         for start, rows, columns in self.matrices(d):
@@ -130,7 +130,9 @@ class Atomo(WithDensity):
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         if self.atoms == "entries":
-            return max_nbytes("fp32", self.indices, most_components(self.kept(ratio, d), d), d)
+            return max_nbytes(
+                "fp32", self.indices, most_components(self.num_selected(ratio, d), d), d
+            )
         matrices = self.matrices(d)
         total = HEADER.size + 4 * len(matrices)
         for start, rows, columns in matrices:
@@ -143,7 +145,7 @@ class Atomo(WithDensity):
 
     def bound(self, ratio: float | None, d: int) -> float:
         if self.atoms == "entries":
-            return d / self.kept(ratio, d) - 1
+            return d / self.num_selected(ratio, d) - 1
         shapes = [shape for _, *shape in self.matrices(d) if min(shape) > 1]
         return max((min(shape) / self.budget(*shape, ratio) - 1 for shape in shapes), default=0.0)
 
@@ -164,7 +166,7 @@ def draw_components(x: Tensor, budget: float, rng: np.random.Generator) -> Eleme
     """Draw atoms with factors x and return their ascending indices and values λ/p, float32."""
     slope = find_slope(x, budget)
     if not isfinite(slope):
-        indices = largest(x, min(len(x), int(budget)))
+        indices = largest_indices(x, min(len(x), int(budget)))
         indices = indices[x[indices] != 0]
         return Elements(indices, x[indices])
     found = []
@@ -199,7 +201,7 @@ def find_slope(x: Tensor, budget: float) -> float:
     m)/Σ of all others. m is the smallest number for which no other element gets more than 1.
     """
     most = min(len(x), int(budget))
-    top = largest(x, most)
+    top = largest_indices(x, most)
     heavy = np.sort(x[top].abs().double().numpy())[::-1]
     light = x.index_fill(0, top, 0.0)
     rest = sum(float(np.abs(light[where].numpy()).sum(dtype=np.float64)) for where in blocks(light))

@@ -59,7 +59,7 @@ class BlockCoordinate(Linear, Wrappable):
         if self.order == "cyclic":
             block = context.common % count
         else:
-            block = int(context.shared().integers(count))
+            block = int(context.shared_stream().integers(count))
         values = x[self.block_slice(block, len(x))]
         if self.scaled and count > 1:
             values = values * float(count)

@@ -21,16 +21,16 @@ from ashl.compression.kernels import (
     TOGETHER,
     Array,
     RoundingNoise,
-    beside,
+    allocate,
+    as_native,
+    as_tensor,
     block_rows,
     blocks,
     concatenate,
     convert,
-    empty,
     flip_signs,
     is_true,
     mean_magnitude,
-    native,
     natural_bytes,
     pack,
     pack_native,
@@ -42,8 +42,8 @@ from ashl.compression.kernels import (
     read_natural,
     round_ternary,
     rows_of,
-    tensor,
     ternary_nbytes,
+    to_device_of,
     unpack,
     unpack_ternary,
     unpack_truths,
@@ -132,7 +132,7 @@ def read_indices(code: IndexCode, buffer: Tensor, k: int, d: int) -> Tensor:
     if code == "int32":
         indices = view_as(buffer, torch.int32)
     elif code == "packed":
-        indices = tensor(unpack(buffer, index_width(d), k)).to(torch.int32)
+        indices = as_tensor(unpack(buffer, index_width(d), k)).to(torch.int32)
     elif code == "golomb":
         indices = _read_golomb(buffer, k, d)
     else:
@@ -143,7 +143,7 @@ def read_indices(code: IndexCode, buffer: Tensor, k: int, d: int) -> Tensor:
 
 def check_ascending(indices: Tensor, k: int, d: int) -> None:
     """Raise PayloadError unless these are k ascending numbers from 0 to d − 1."""
-    found = native(indices)
+    found = as_native(indices)
     # One condition, because each transfer from a device takes time.
     if len(found) != k or not (
         k == 0 or is_true((found[0] >= 0) & (found[-1] < d) & where_increasing(found[None]).all())
@@ -166,15 +166,15 @@ def _write_golomb(indices: Tensor, d: int) -> Tensor:
     if not len(indices):
         return EMPTY
     b = low_bits(len(indices), d)
-    gaps = native(indices.clone())
-    gaps[1:] -= native(indices)[:-1]
+    gaps = as_native(indices.clone())
+    gaps[1:] -= as_native(indices)[:-1]
     gaps[1:] -= 1
     low = [pack(gaps, b)] if b else []
     gaps >>= b
     gaps += 1
     ends = gaps.cumsum(0)
-    unary = _bitmap(tensor(ends - 1), int(numbers([ends[-1]])[0]))
-    return torch.cat([beside(unary, torch.tensor([b], dtype=torch.uint8)), *low, unary])
+    unary = _bitmap(as_tensor(ends - 1), int(numbers([ends[-1]])[0]))
+    return torch.cat([to_device_of(unary, torch.tensor([b], dtype=torch.uint8)), *low, unary])
 
 
 def _read_golomb(buffer: Tensor, k: int, d: int) -> Tensor:
@@ -185,17 +185,17 @@ def _read_golomb(buffer: Tensor, k: int, d: int) -> Tensor:
         raise PayloadError(
             f"received {k} golomb indices below {d} with {b} low bits in {len(buffer)} bytes"
         )
-    ends = native(where_true(unpack_truths(buffer[first:], 8 * (len(buffer) - first))))
+    ends = as_native(where_true(unpack_truths(buffer[first:], 8 * (len(buffer) - first))))
     if len(ends) != k or not is_true(ends[-1] // 8 == len(buffer) - first - 1):
         raise PayloadError(f"expected {k} golomb indices below {d}; received {len(ends)}")
     # The bits below an end are the ends before it and the high bits of all gaps up to it.
-    before = native(torch.arange(k, device=str(buffer.device)))
+    before = as_native(torch.arange(k, device=str(buffer.device)))
     indices = ends - before
     indices <<= b
     indices += before
     if b:
         indices += convert(unpack(buffer[1:first], b, k), torch.int64).cumsum(0)
-    return tensor(indices)
+    return as_tensor(indices)
 
 
 def new_seed(rng: np.random.Generator) -> Tensor:
@@ -289,7 +289,7 @@ def write_values(
     """Return (values, scales) as parts of a payload; `words` draws the random words of natural."""
     if code in BY_HOST and not at_home(values):
         coded, scales = write_values(code, to_host(values), words)
-        return beside(values, coded), scales
+        return to_device_of(values, coded), scales
     if code == "fp32":
         return values, EMPTY
     if code == "bf16":
@@ -309,7 +309,7 @@ def write_values(
 def read_values(code: ValueCode, values: Tensor, scales: Tensor, k: int) -> Tensor:
     """Decode k values to float32.   Raises: PayloadError if the sizes are wrong."""
     if code in BY_HOST and not at_home(values):
-        return beside(values, read_values(code, to_host(values), to_host(scales), k))
+        return to_device_of(values, read_values(code, to_host(values), to_host(scales), k))
     scales = typed_part(scales, torch.float32, _num_scales(code, k), "scales")
     if code == "fp32":
         return typed_part(values, torch.float32, k, "values")
@@ -322,7 +322,7 @@ def read_values(code: ValueCode, values: Tensor, scales: Tensor, k: int) -> Tens
         return read_natural(values, k)
     if code == "mean":
         return flip_signs(values, scales, k)
-    numbers = pad_to(tensor(unpack(values, WIDTHS[code], k)), CHUNK).view(-1, CHUNK)
+    numbers = pad_to(as_tensor(unpack(values, WIDTHS[code], k)), CHUNK).view(-1, CHUNK)
     if code == "int2":
         low, high = scales.view(-1, 2).split(1, 1)
         magnitude = torch.where(numbers & 2 > 0, high, low)
@@ -383,15 +383,15 @@ def read_ternary(stream: Tensor, top: Tensor, count: int) -> Tensor:
         raise PayloadError(
             f"received a byte that is not five ternary numbers; the largest is {3**5 - 1}"
         )
-    stream, top = native(stream), native(top)
-    x = empty(stream, count)
+    stream, top = as_native(stream), as_native(top)
+    x = allocate(stream, count)
     for where in blocks(x, TERNARY_BLOCK):
         part = x[where]
         packed = stream[where.start // 5 :][: ternary_nbytes(len(part))]
         part[:] = unpack_ternary(packed, len(part))
         part -= 1
         part *= top
-    return tensor(x)
+    return as_tensor(x)
 
 
 # --- levels of a quantizer: numbers from 0 to top in ⌈log2(top + 1)⌉ bits, at most 8, or fewer with
@@ -413,7 +413,7 @@ def write_levels(
 ) -> Tensor:
     """Return the first `count` levels of x as a stream.
 
-    `to_levels` converts a block [n, row] of some rows of x, as `native`, to integers [n · row].
+    `to_levels` converts a block [n, row] of some rows of x, as `as_native`, to integers [n · row].
     Entropy codes run on the host.
     """
     pieces, width = [], 8 if entropy != "none" else top.bit_length()
@@ -424,7 +424,7 @@ def write_levels(
     if entropy == "none":
         return stream
     folded = fold(np.arange(top + 1) - (top + 1) // 2).astype(np.uint8)
-    return beside(x, write_entropy(entropy, folded.take(to_host(stream).numpy()), top + 1))
+    return to_device_of(x, write_entropy(entropy, folded.take(to_host(stream).numpy()), top + 1))
 
 
 def read_levels(
@@ -437,20 +437,20 @@ def read_levels(
 ) -> Tensor:
     """Decode a stream to float32 [count].
 
-    `to_values` converts the levels [n, row] of some rows, as `native`, to values, in place.
+    `to_values` converts the levels [n, row] of some rows, as `as_native`, to values, in place.
     Raises: PayloadError if there are more or fewer levels, or if one exceeds top.
     """
     bits = top.bit_length()
     if entropy != "none":
         unfolded = (unfold(np.arange(top + 1)) + (top + 1) // 2).astype(np.uint8)
         levels = read_entropy(entropy, to_host(stream), count, top + 1)
-        stream, bits = beside(stream, torch.from_numpy(unfolded.take(levels))), 8
+        stream, bits = to_device_of(stream, torch.from_numpy(unfolded.take(levels))), 8
     if len(stream) != packed_bytes(count, bits):
         raise PayloadError(
             f"received {len(stream)} bytes, which do not hold {count} numbers of {bits} bits"
         )
-    stream = native(stream)
-    x = empty(stream, -(-count // row), row)
+    stream = as_native(stream)
+    x = allocate(stream, -(-count // row), row)
     for where in blocks(x, TOGETHER * block_rows(row)):
         first, part = where.start * row, x[where]
         flat = part.reshape(-1)
@@ -460,7 +460,7 @@ def read_levels(
         flat[: len(levels)] = levels
         flat[len(levels) :] = 0
         to_values(where, part)
-    return tensor(x.reshape(-1)[:count])
+    return as_tensor(x.reshape(-1)[:count])
 
 
 def fold(levels: np.ndarray) -> np.ndarray:
@@ -517,21 +517,21 @@ def read_entropy(code: EntropyCode, buffer: Tensor, count: int, num_levels: int)
     width, form, buffer = index_width(num_levels), buffer[:1].tolist(), buffer[1:]
     if form == [CODED] and count:
         read = _read_elias if code == "elias" else _read_pco
-        return _below(read(buffer.numpy(), count, num_levels), num_levels)
+        return check_levels(read(buffer.numpy(), count, num_levels), num_levels)
     if form == [CONSTANT]:
         level = int.from_bytes(
             typed_part(buffer, torch.uint8, 4, "levels").numpy().tobytes(), "little"
         )
-        return _below(np.full(count, level, np.uint32), num_levels)
+        return check_levels(np.full(count, level, np.uint32), num_levels)
     if form != [PLAIN] or len(buffer) != packed_bytes(count, width):
         raise PayloadError(
             f"expected a {code} code of {count} levels below {num_levels}; received form {form} and"
             f" {len(buffer)} bytes"
         )
-    return _below(unpack(buffer, width, count), num_levels)
+    return check_levels(unpack(buffer, width, count), num_levels)
 
 
-def _below(levels: np.ndarray, num_levels: int) -> np.ndarray:
+def check_levels(levels: np.ndarray, num_levels: int) -> np.ndarray:
     if levels.size and (int(levels.max()) >= num_levels or int(levels.min()) < 0):
         raise PayloadError(f"received level {int(levels.max())}; levels are below {num_levels}")
     return levels
@@ -625,7 +625,7 @@ def write_omega(numbers: np.ndarray) -> np.ndarray:
     words: list[np.ndarray] = []
     carry, used = np.uint64(0), 0  # content and number of bits of the incomplete word
     for start in range(0, numbers.size, OMEGA_BLOCK):
-        codes, lengths = omega(numbers[start : start + OMEGA_BLOCK])
+        codes, lengths = omega_codewords(numbers[start : start + OMEGA_BLOCK])
         ends = np.cumsum(lengths, dtype=np.int64) + used
         begins = ends - lengths
         place, room = begins >> 6, 64 - (begins & 63) - lengths
@@ -654,8 +654,8 @@ def read_omega(buffer: np.ndarray, count: int) -> np.ndarray:
     at, left = 0, count
     while left and at < 8 * buffer.size:
         base = at & ~7
-        numbers, lengths = omega_at(_windows(buffer, base >> 3))
-        starts = _chain(at - base, lengths)[:left]
+        numbers, lengths = look_up_omega(_windows(buffer, base >> 3))
+        starts = _codeword_starts(at - base, lengths)[:left]
         found.append(numbers[starts])
         left -= starts.size
         at = base + int(starts[-1]) + int(lengths[starts[-1]])
@@ -679,7 +679,7 @@ def _windows(buffer: np.ndarray, start: int) -> np.ndarray:
     return (words[:, None] << np.arange(8, dtype=np.uint64)).reshape(-1)
 
 
-def _chain(first: int, lengths: np.ndarray) -> np.ndarray:
+def _codeword_starts(first: int, lengths: np.ndarray) -> np.ndarray:
     """Return the starts of codewords from `first` to the end of the block, given a length at each
     bit.
     """
@@ -694,7 +694,7 @@ def _chain(first: int, lengths: np.ndarray) -> np.ndarray:
     return starts[starts < end]
 
 
-def omega(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def omega_codewords(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the omega codewords of numbers from 1 to 2^32 − 1, and their lengths in bits."""
     group = numbers.astype(np.uint64)
     codes, lengths = np.zeros(group.size, np.uint64), np.ones(group.size, np.int64)
@@ -706,7 +706,7 @@ def omega(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, lengths
 
 
-def omega_at(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def look_up_omega(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (numbers, lengths) of the codeword at the start of each uint64 window.
 
     The number is 0 if the codeword is not one of a 32-bit number.
@@ -728,7 +728,7 @@ def _omega_table() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decode_omega(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Decode omega codewords group by group; arguments and results as of `omega_at`."""
+    """Decode omega codewords group by group; arguments and results as of `look_up_omega`."""
     numbers = np.ones(windows.size, np.int64)
     lengths = np.ones(windows.size, np.int64)
     rest = windows

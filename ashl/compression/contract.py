@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.kernels import native, quiet, sparse_vector
+from ashl.compression.kernels import as_native, silence_warnings, sparse_vector
 from ashl.compression.payload import HEADER, Parts, header_of, read_payload, write_payload
 from ashl.data.counter_rng import CounterRng, counter_rng
 from ashl.data.rng import Purpose, bulk_stream
@@ -86,7 +86,7 @@ def slices(sizes: Sequence[int]) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def layer_at(layout: Layout, place: int) -> str:
+def layer_name(layout: Layout, place: int) -> str:
     """Return the name of the layer that contains an element of the flat vector."""
     end = 0
     for layer in layout:
@@ -160,7 +160,7 @@ class EncodeContext(NamedTuple):
         """Number of the round that all workers share: `version` if it is known, else `round`."""
         return self.round if self.version is None else self.version
 
-    def shared(self) -> np.random.Generator:
+    def shared_stream(self) -> np.random.Generator:
         """Return a generator of random numbers that are identical on all workers in this round."""
         return bulk_stream(self.seed, Purpose.CODEC, ALL, self.common, self.layer)
 
@@ -174,7 +174,7 @@ class Elements(NamedTuple):
     indices: Any
     values: Tensor
 
-    def dense(self, d: int) -> Tensor:
+    def to_dense(self, d: int) -> Tensor:
         """Return the vector [d] with these elements, else 0."""
         return sparse_vector(self.indices, self.values, d)
 
@@ -264,7 +264,7 @@ class Codec(Contract, group="compression"):
         self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[State, Tensor]:
         """Encode a flat vector x [d] and return (sender, payload)."""
-        with quiet():
+        with silence_warnings():
             parts = self.pack(as_float32(x), context)
         return sender, write_payload(self.code, len(x), parts)
 
@@ -274,10 +274,10 @@ class Codec(Contract, group="compression"):
         Raises: PayloadError if the payload is malformed or has another number of elements.
         """
         found = self._content(payload, d)
-        return receiver, found.dense(d) if isinstance(found, Elements) else found
+        return receiver, found.to_dense(d) if isinstance(found, Elements) else found
 
     def _content(self, payload: Tensor, d: int) -> Tensor | Elements:
-        with quiet():
+        with silence_warnings():
             return self.unpack(read_payload(payload, self.code, d), d)
 
     @property
@@ -299,10 +299,10 @@ class Codec(Contract, group="compression"):
             return
         found = self._content(payload, d)
         if isinstance(found, Elements) and out.dtype == torch.float32:
-            with quiet():
-                native(out)[native(found.indices)] += native(found.values) * float(scale)
+            with silence_warnings():
+                as_native(out)[as_native(found.indices)] += as_native(found.values) * float(scale)
         else:
-            whole = found.dense(d) if isinstance(found, Elements) else found
+            whole = found.to_dense(d) if isinstance(found, Elements) else found
             out.add_(whole, alpha=scale)
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -440,7 +440,7 @@ class Linear(Codec, contract=True):
         """Return the flat tensor of a payload that the all-reduce sums."""
         return payload[values_of(payload)].view(self.sum_dtype)
 
-    def summed(self, payload: Tensor, total: Tensor) -> Tensor:
+    def with_summand(self, payload: Tensor, total: Tensor) -> Tensor:
         """Return a payload whose summand is `total`."""
         whole = payload.clone()
         values = total.detach().to(self.sum_dtype).contiguous()
@@ -584,12 +584,12 @@ class WithDensity(Wrappable):
     warmup_epochs: Natural
     critical_ratio: Ratio | None
 
-    def kept(self, ratio: float | None, d: int) -> int:
+    def num_selected(self, ratio: float | None, d: int) -> int:
         """Return k for a density; None selects the option's own density."""
-        return kept_count(self.ratio if ratio is None else ratio, d)
+        return selected_count(self.ratio if ratio is None else ratio, d)
 
 
-def kept_count(share: float, d: int) -> int:
+def selected_count(share: float, d: int) -> int:
     """Return k = max(1, round(density · d)).
 
     Raises: ValueError if the density is not in (0, 1].

@@ -32,9 +32,9 @@ from ashl.compression.contract import (
     Linear,
     Reduces,
     Traits,
-    kept_count,
+    selected_count,
 )
-from ashl.compression.kernels import BLOCK, largest
+from ashl.compression.kernels import BLOCK, largest_indices
 from ashl.compression.payload import (
     HEADER,
     Parts,
@@ -154,7 +154,7 @@ def median(rows: Sequence[np.ndarray]) -> np.ndarray:
 def recover_largest(cells: Tensor, table: Table, d: int, k: int) -> Elements:
     """Return the k largest |estimates|, by ascending index."""
     x = estimate_elements(cells, table, d)
-    indices = largest(x, k)
+    indices = largest_indices(x, k)
     return Elements(indices, x[indices])
 
 
@@ -185,7 +185,7 @@ class CountSketch(Linear, Reduces):
 
     def k(self, d: int) -> int:
         """Return the number of elements to recover from a sketch."""
-        return kept_count(self.recovered_fraction, d)
+        return selected_count(self.recovered_fraction, d)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + SEED_BYTES + 4 * self.table(d).cells

@@ -46,25 +46,25 @@ from ashl.compression.contract import (
     Layout,
     Traits,
     WithDensity,
-    kept_count,
+    selected_count,
     with_layout,
 )
 from ashl.compression.kernels import (
     BLOCK,
     Array,
-    beside,
+    allocate,
+    as_native,
+    as_tensor,
     divide,
-    empty,
     is_true,
     largest_magnitude,
     largest_of_rows,
     look_up,
+    multiply_matrices,
     multiply_mirrored,
-    native,
     pack,
     packed_bytes,
-    product,
-    tensor,
+    to_device_of,
     to_integers,
     unpack,
 )
@@ -108,18 +108,18 @@ class Grid(NamedTuple):
         return math.prod(self.block)
 
     @property
-    def kept(self) -> int:
-        """Number k' of coefficients that are sent of a block."""
-        return kept_count(self.share, self.size)
+    def k(self) -> int:
+        """Number of coefficients that are sent of a block."""
+        return selected_count(self.share, self.size)
 
     @property
     def blocks(self) -> int:
         return math.prod(self.block_counts)
 
     @property
-    def sent(self) -> int:
+    def num_coefficients(self) -> int:
         """Number of coefficients that are sent of all blocks."""
-        return self.blocks * self.kept
+        return self.blocks * self.k
 
     def strips(self, like: Tensor) -> Iterator[slice]:
         """Return slices of the rows of blocks that fit the cache; one slice on a device."""
@@ -129,15 +129,17 @@ class Grid(NamedTuple):
 
     def forward(self, x: Tensor, top: float, strip: slice) -> Tensor:
         """Return the coefficients [blocks, size] of a strip of x/top."""
-        rows = native(self.rows_of_strip(x, strip))
+        rows = as_native(self.rows_of_strip(x, strip))
         height, width = self.block
         across = self.block_counts[1]
-        filled = empty(rows, (strip.stop - strip.start) * height, across * width)
+        filled = allocate(rows, (strip.stop - strip.start) * height, across * width)
         filled[:] = 0
         filled[: len(rows), : self.columns] = divide(rows, top or 1.0)
         blocks = filled.reshape(-1, height, across, width).swapaxes(1, 2).reshape(-1, height, width)
-        rotated = rotate_blocks(beside(x, cosines(height)), blocks, beside(x, cosines(width)).T)
-        return tensor(rotated.reshape(-1, self.size))
+        rotated = rotate_blocks(
+            to_device_of(x, cosines(height)), blocks, to_device_of(x, cosines(width)).T
+        )
+        return as_tensor(rotated.reshape(-1, self.size))
 
     def backward(self, coefficients: Tensor, indices: Tensor, x: Tensor, top: float) -> None:
         """Write the inverse transform, times `top`, into the elements of x in this layer.
@@ -153,13 +155,13 @@ class Grid(NamedTuple):
         for strip in self.strips(x):
             part = slice(strip.start * across, strip.stop * across)
             spread = x.new_zeros((part.stop - part.start, self.size), dtype=torch.float64)
-            spread.scatter_(1, places[part], tensor(whole[part]))
-            blocks = native(spread).reshape(-1, width, height)
+            spread.scatter_(1, places[part], as_tensor(whole[part]))
+            blocks = as_native(spread).reshape(-1, width, height)
             half = multiply_mirrored(*along, blocks).round().swapaxes(1, 2)
             blocks = multiply_mirrored(*down, half)
             blocks *= unit[part]
             filled = blocks.reshape(-1, across, height, width).swapaxes(1, 2)
-            rows = native(self.rows_of_strip(x, strip))
+            rows = as_native(self.rows_of_strip(x, strip))
             rows[:] = filled.reshape(-1, across * width)[: len(rows), : self.columns]
             rows *= top
             if LARGEST / SIDE**2 < top < math.inf:
@@ -175,8 +177,8 @@ class Grid(NamedTuple):
 def rotate_blocks(left: Array, blocks: Array, right: Array) -> Array:
     """Return left @ block @ right for each block."""
     if len(left) == 1:
-        return product(blocks[:, 0], right)
-    return product(left, product(blocks, right))
+        return multiply_matrices(blocks[:, 0], right)
+    return multiply_matrices(left, multiply_matrices(blocks, right))
 
 
 @cache
@@ -200,7 +202,7 @@ def integer_cosines(n: int) -> tuple[Tensor, Tensor]:
 
 def half_cosines(like: Tensor, n: int, scale: int) -> list[Array]:
     """Return integer_cosines(n) · 2^scale on the device of `like`."""
-    return [native(beside(like, part) * 2.0**scale) for part in integer_cosines(n)]
+    return [as_native(to_device_of(like, part) * 2.0**scale) for part in integer_cosines(n)]
 
 
 @cache
@@ -215,7 +217,7 @@ def interleave(height: int, width: int) -> Tensor:
 
 def count_sent(grids: list[Grid]) -> int:
     """Return the number of coefficients of a payload."""
-    return sum(grid.sent for grid in grids)
+    return sum(grid.num_coefficients for grid in grids)
 
 
 @option
@@ -241,16 +243,16 @@ class DeMo(WithDensity):
             found = []
             for strip in grid.strips(x):
                 blocks = grid.forward(x, top, strip)
-                inside = largest_of_rows(blocks, grid.kept)
+                inside = largest_of_rows(blocks, grid.k)
                 chosen.append(blocks.gather(1, inside).view(-1))
                 found.append(inside.view(-1))
             indices.append(pack(torch.cat(found), index_width(grid.size)))
         values, scales = write_values(
             self.values, torch.cat(chosen), partial(context.words, VALUES)
         )
-        tops = beside(scales, as_bytes(torch.tensor([top])))
+        tops = to_device_of(scales, as_bytes(torch.tensor([top])))
         ratio = self.ratio if context.ratio is None else context.ratio
-        share = beside(x, as_bytes(torch.tensor([ratio], dtype=torch.float64)))
+        share = to_device_of(x, as_bytes(torch.tensor([ratio], dtype=torch.float64)))
         return Parts(
             count_sent(grids),
             values,
@@ -271,7 +273,7 @@ class DeMo(WithDensity):
         if not 0 < share <= 1:
             raise PayloadError(f"received a density of {share}; it must be above 0 and at most 1")
         grids = self.grids(share, d)
-        sizes = [packed_bytes(grid.sent, index_width(grid.size)) for grid in grids]
+        sizes = [packed_bytes(grid.num_coefficients, index_width(grid.size)) for grid in grids]
         if parts.count != count_sent(grids) or size != 8 + sum(sizes):
             raise PayloadError(
                 f"received {parts.count} coefficients with {size} bytes of indices, which do not"
@@ -282,13 +284,17 @@ class DeMo(WithDensity):
         x, value, start = values.new_zeros(d), 0, 8
         for grid, size in zip(grids, sizes, strict=True):
             stream = parts.indices[start : start + size]
-            inside = tensor(unpack(stream, index_width(grid.size), grid.sent)).view(-1, grid.kept)
+            inside = as_tensor(unpack(stream, index_width(grid.size), grid.num_coefficients)).view(
+                -1, grid.k
+            )
             if not is_true((inside < grid.size).all() & where_increasing(inside).all()):
                 raise PayloadError(
-                    f"the received indices are not {grid.kept} ascending numbers below {grid.size}"
+                    f"the received indices are not {grid.k} ascending numbers below {grid.size}"
                 )
-            grid.backward(values[value : value + grid.sent].view(inside.shape), inside, x, top)
-            value, start = value + grid.sent, start + size
+            grid.backward(
+                values[value : value + grid.num_coefficients].view(inside.shape), inside, x, top
+            )
+            value, start = value + grid.num_coefficients, start + size
         return x
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
@@ -299,14 +305,14 @@ class DeMo(WithDensity):
         if self.form(grids, d) == DENSE:
             return 0.0
         coded = value_bound(self.values, count_sent(grids))
-        return max(1 - grid.kept / grid.size * (1 - coded) for grid in grids) + ROUNDING
+        return max(1 - grid.k / grid.size * (1 - coded) for grid in grids) + ROUNDING
 
     def form(self, grids: list[Grid], d: int) -> int:
         """Return the form of a payload; float32 if that is not longer."""
         return DENSE if count_sent(grids) >= d or self.sparse_bytes(grids) >= 4 * d else SPARSE
 
     def sparse_bytes(self, grids: list[Grid]) -> int:
-        indices = sum(packed_bytes(grid.sent, index_width(grid.size)) for grid in grids)
+        indices = sum(packed_bytes(grid.num_coefficients, index_width(grid.size)) for grid in grids)
         return 12 + value_bytes(self.values, count_sent(grids)) + indices
 
     def grids(self, ratio: float | None, d: int) -> list[Grid]:

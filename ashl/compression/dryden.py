@@ -36,21 +36,21 @@ from ashl.compression.coding import (
     read_indices,
     write_indices,
 )
-from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity, kept_count
+from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity, selected_count
 from ashl.compression.kernels import (
-    beside,
+    as_native,
+    as_tensor,
     blocks,
     count_true,
     ends_of,
-    largest,
+    largest_indices,
     look_up,
-    native,
     negatives,
     pack,
     packed_bytes,
     positives,
-    take,
-    tensor,
+    take_elements,
+    to_device_of,
     unpack,
 )
 from ashl.compression.payload import EMPTY, HEADER, Parts, PayloadError, typed_part
@@ -79,14 +79,20 @@ class Dryden(WithDensity):
         share = self.ratio if context.ratio is None else context.ratio
         if math.isnan(numbers([ends_of(x).sum()])[0]):  # all NaNs positive: one side has them
             x = torch.where(x.isnan(), math.nan, x)
-        array = native(x)
+        array = as_native(x)
         not_above = sum(count_true(array[where] <= 0) for where in blocks(array))
         num_negative = sum(count_true(array[where] < 0) for where in blocks(array))
         sides = []
         for size, order in ((len(x) - not_above, positives), (num_negative, negatives)):
-            indices = largest(x, kept_count(share, size), order) if size else EMPTY.long()
+            indices = (
+                largest_indices(x, selected_count(share, size), order) if size else EMPTY.long()
+            )
             # The elements are few, so the host encodes them.
-            values = to_host(take(x, indices)).abs().numpy() if size else np.empty(0, np.float32)
+            values = (
+                to_host(take_elements(x, indices)).abs().numpy()
+                if size
+                else np.empty(0, np.float32)
+            )
             sides.append((to_host(indices), values))
         return self._write_sides(x, sides)
 
@@ -97,7 +103,7 @@ class Dryden(WithDensity):
         scales, codes = [], []
         for side, (_, values) in enumerate(sides):
             levels = learn_centroids(self.levels, values, self.num_levels)
-            chosen = nearest(levels, values)
+            chosen = nearest_levels(levels, values)
             scales.append(levels if self.levels == "mean" else centroids_of(levels, values, chosen))
             codes.append(chosen | side << self._width)
         indices = np.concatenate([indices.numpy() for indices, _ in sides])
@@ -106,7 +112,7 @@ class Dryden(WithDensity):
         values = pack(np.concatenate(codes)[order], self._width + 1)
         levels = torch.from_numpy(np.concatenate(scales)).float()
         coded = write_indices(self.indices, indices, d) if k else EMPTY
-        return Parts(k, beside(x, values), coded, levels, SPARSE)
+        return Parts(k, to_device_of(x, values), coded, levels, SPARSE)
 
     def unpack(self, parts: Parts, d: int) -> Elements:
         k, form, count = parts.count, parts.form, self._num_levels
@@ -116,7 +122,7 @@ class Dryden(WithDensity):
         if not at_home(parts.values):  # few elements: the host decodes
             few = Parts(k, *(to_host(part) for part in parts[1:4]), form)
             indices, values = self.unpack(few, d)
-            return Elements(beside(parts.values, indices), beside(parts.values, values))
+            return Elements(to_device_of(parts.values, indices), to_device_of(parts.values, values))
         scales = typed_part(parts.scales, torch.float32, 2 * count, "levels")
         if form != SPARSE or len(parts.values) != packed_bytes(k, self._width + 1):
             raise PayloadError(
@@ -131,11 +137,11 @@ class Dryden(WithDensity):
         if k or len(parts.indices):
             indices = read_indices(self.indices, parts.indices, k, d)
         signed = torch.cat([scales[:count], -scales[count:]])
-        return Elements(indices, look_up(signed, tensor(level + count * (codes >> self._width))))
+        return Elements(indices, look_up(signed, as_tensor(level + count * (codes >> self._width))))
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         share = self.ratio if ratio is None else ratio
-        kept_count(share, d)
+        selected_count(share, d)
         most = min(d, int(share * d) + 2)  # each side is rounded separately
         indices = max_index_bytes(self.indices, most, d)
         return HEADER.size + min(
@@ -190,7 +196,7 @@ def lloyd(magnitudes: np.ndarray, count: int) -> np.ndarray:
     return levels
 
 
-def nearest(levels: np.ndarray, values: np.ndarray) -> np.ndarray:
+def nearest_levels(levels: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return the number of the nearest level of each value."""
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, values)
 

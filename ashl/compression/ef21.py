@@ -91,7 +91,7 @@ class EF21(Codec):
     ) -> tuple[Known, Tensor]:
         known, error, *_ = sender or Known()
         target = x if error is None else x + error * self._gain
-        if self._whole(context.ratio, x.numel()):
+        if self._sends_whole(context.ratio, x.numel()):
             payload = target.clone().view(torch.uint8)
         else:
             change = target if known is None else target - known
@@ -114,7 +114,7 @@ class EF21(Codec):
         return sender and Known(sender.before, sender.error_before)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return 4 * d if self._whole(ratio, d) else self.inner.encoded_nbytes(ratio, d)
+        return 4 * d if self._sends_whole(ratio, d) else self.inner.encoded_nbytes(ratio, d)
 
     def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
         raise NotImplementedError("decoding a payload of EF21 needs the receiver's state")
@@ -126,5 +126,5 @@ class EF21(Codec):
     def residual(self, sender: Known | None) -> Tensor | None:
         return sender and sender.error
 
-    def _whole(self, ratio: float | None, d: int) -> bool:
+    def _sends_whole(self, ratio: float | None, d: int) -> bool:
         return self.inner.encoded_nbytes(ratio, d) >= 4 * d

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ashl.compression.contract import Codec
 from ashl.compression.payload import HEADER, Split
-from ashl.compression.wrappers import Layerwise, length
+from ashl.compression.wrappers import Layerwise, vector_norm
 
 
 def measure_compression_error(
@@ -33,7 +33,11 @@ def measure_compression_error(
     """
     sent = torch.cat([codec.decode(None, payload, d)[1] for codec, d, payload in pieces])
     error = x - sent if kept_back is None else kept_back
-    encoded_norm, error_norm, update_norm = length(sent + error), length(error), length(x)
+    encoded_norm, error_norm, update_norm = (
+        vector_norm(sent + error),
+        vector_norm(error),
+        vector_norm(x),
+    )
     kept = kept_back is not None and update_norm
     return payload_sizes([payload for _, _, payload in pieces]) | {
         "relative_error": (error_norm / encoded_norm) ** 2 if encoded_norm else None,
@@ -57,7 +61,7 @@ def payload_sizes(payloads: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def cosine(a: Tensor, b: Tensor) -> float | None:
-    lengths = length(a) * length(b)
+    lengths = vector_norm(a) * vector_norm(b)
     if lengths and math.isfinite(lengths):
         return float(torch.dot(a.double(), b.double())) / lengths
     return None

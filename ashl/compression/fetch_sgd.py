@@ -75,7 +75,7 @@ class FetchSGD(CountSketch):
             error.index_add_(0, cells.view(-1), -(signs * found.values).view(-1))
         if self.masking:
             momentum[cells] = 0.0
-        return Sketches(momentum, error, table.seed), found.dense(d)
+        return Sketches(momentum, error, table.seed), found.to_dense(d)
 
     def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
         """Convert M like an optimizer's momentum, and E like a residual."""

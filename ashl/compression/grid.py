@@ -28,9 +28,9 @@ from ashl.compression.coding import read_levels, write_levels
 from ashl.compression.contract import Codec, EncodeContext, Traits
 from ashl.compression.kernels import (
     Array,
+    as_native,
     divide,
     largest_magnitude,
-    native,
     packed_bytes,
     round_levels,
     rounding_noise,
@@ -102,6 +102,6 @@ def read_grid(parts: Parts, d: int) -> Tensor:
     def to_values(_: slice, rows: Array) -> None:
         rows -= steps
         rows[:] = divide(rows, steps)
-        rows *= native(top)
+        rows *= as_native(top)
 
     return read_levels(parts.values, 1, d, 2 * steps, "none", to_values)

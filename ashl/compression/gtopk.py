@@ -50,12 +50,12 @@ from ashl.compression.contract import (
     Traits,
 )
 from ashl.compression.kernels import (
-    beside,
-    largest,
+    as_tensor,
+    largest_indices,
     pack_truths,
     packed_bytes,
     pad_to,
-    tensor,
+    to_device_of,
     unpack_truths,
 )
 from ashl.compression.payload import (
@@ -112,7 +112,7 @@ class GTopK(TopK, Reduces, Collective):
             payload, _ = await team.recv(parent, DOWN, final=True)
             final = await team.compute(partial(self.read_final, payload, d))
         for child, merged in zip(reversed(children), reversed(sets), strict=False):
-            final = final._replace(alive=final.alive & within(final.few, merged))
+            final = final._replace(alive=final.alive & find_common(final.few, merged))
             await team.send(child, DOWN, self.write_few(final.few, d, final.alive))
         return await team.compute(partial(self.finish_sum, source, sets[0], final))
 
@@ -120,7 +120,7 @@ class GTopK(TopK, Reduces, Collective):
         """Send messages of the same sizes; each carries its number of elements, of which the
         largest is kept.
         """
-        k, (parent, children) = self.kept(ratio, d), tree_neighbours(team.place, team.size)
+        k, (parent, children) = self.num_selected(ratio, d), tree_neighbours(team.place, team.size)
         k = k if self.format.form(k, d) == SPARSE else d
         await team.compute(empty_few, work=1)
         for child in children:
@@ -139,9 +139,9 @@ class GTopK(TopK, Reduces, Collective):
     def select(self, source: CodecInput, weight: float) -> Elements:
         """Return the set with which a worker starts: c·p at its own indices."""
         p, d = source.x, source.x.numel()
-        k = self.kept(source.context.ratio, d)
+        k = self.num_selected(source.context.ratio, d)
         if self.format.form(k, d) == SPARSE:
-            indices = largest(p, k)
+            indices = largest_indices(p, k)
             return Elements(to_host(indices), to_host(p[indices]) * weight)
         return Elements(torch.arange(d), to_host(p) * weight)
 
@@ -152,7 +152,7 @@ class GTopK(TopK, Reduces, Collective):
         sums = own.values.new_zeros(len(indices))
         sums[places[: len(own.indices)]] = own.values
         sums[places[len(own.indices) :]] += other.values
-        chosen = largest(sums, max(len(own.indices), len(other.indices)))
+        chosen = largest_indices(sums, max(len(own.indices), len(other.indices)))
         return Elements(indices[chosen], sums[chosen])
 
     def write_few(self, few: Elements, d: int, alive: Tensor | None = None) -> Tensor:
@@ -172,14 +172,14 @@ class GTopK(TopK, Reduces, Collective):
         """Decode the final set from a parent.   Raises: PayloadError if it is malformed."""
         parts = read_payload(to_host(payload), self.code, d)
         bits = typed_part(parts.scales, torch.uint8, bits_bytes(parts.count), "bits")
-        alive = tensor(unpack_truths(bits, parts.count))
+        alive = as_tensor(unpack_truths(bits, parts.count))
         return Final(self.read_few(parts._replace(scales=EMPTY), d), alive)
 
     def finish_sum(self, source: CodecInput, own: Elements, final: Final) -> Outcome:
         """Return the update; `sent` are the worker's own elements that are part of it."""
         update, sent = torch.zeros_like(source.x), torch.zeros_like(source.x)
-        update[beside(update, final.few.indices)] = beside(update, final.few.values)
-        through = beside(sent, final.few.indices[final.alive & within(final.few, own)])
+        update[to_device_of(update, final.few.indices)] = to_device_of(update, final.few.values)
+        through = to_device_of(sent, final.few.indices[final.alive & find_common(final.few, own)])
         sent[through] = source.x[through]
         return Outcome(update, sent)
 
@@ -193,7 +193,7 @@ class GTopK(TopK, Reduces, Collective):
         k = max(read_payload(payload, self.code, d).count for payload in payloads)
         if not k:
             raise PayloadError("received no elements: no worker selected any")
-        indices, x = largest(total, k), torch.zeros_like(total)
+        indices, x = largest_indices(total, k), torch.zeros_like(total)
         x[indices], total[indices] = total[indices], 0.0
         return (total if self.error_feedback or self.momentum is not None else None), x
 
@@ -223,6 +223,6 @@ def bits_bytes(k: int) -> int:
     return -(-packed_bytes(k, 1) // WORD) * WORD
 
 
-def within(few: Elements, other: Elements) -> Tensor:
+def find_common(few: Elements, other: Elements) -> Tensor:
     """Return bool [count], True for each index of `few` that `other` has, too."""
     return torch.isin(few.indices, other.indices, assume_unique=True)

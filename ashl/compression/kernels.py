@@ -1,6 +1,6 @@
 """Kernels of codecs on torch tensors, with the same bits in host memory and on a device.
 
-Tensors in host memory are worked on as NumPy arrays on the same memory (`native`). On one core,
+Tensors in host memory are worked on as NumPy arrays on the same memory (`as_native`). On one core,
 NumPy takes a third to two thirds of torch's time for these kernels. It does not split an operation
 among threads, which would wait for busy cores. Arrays and tensors have the same text:
 operators, `reshape`, and the functions of the first section. A kernel of several passes goes
@@ -9,7 +9,7 @@ through host memory in blocks that stay in the cache; on a device, a block is th
 Bits are equal because the kernels use only integers, shifts, comparisons, and float operations that
 are rounded one by one. They avoid division by a number, which torch replaces on CUDA by
 multiplication with the reciprocal, and fused multiply-add. Sums are made in NumPy's order. Only
-`row_lengths` and `product` may differ between devices, in the last bits.
+`row_lengths` and `multiply_matrices` may differ between devices, in the last bits.
 """
 
 import math
@@ -40,17 +40,17 @@ TYPES: dict[torch.dtype, Any] = {
 }
 
 
-def quiet() -> np.errstate:
+def silence_warnings() -> np.errstate:
     """Return a context without NumPy's warnings: a run that diverges has infinities and NaNs."""
     return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
-def native(x: Array) -> Array:
+def as_native(x: Array) -> Array:
     """Return a tensor in host memory as an array; anything else as it is."""
     return x.numpy() if isinstance(x, Tensor) and x.device == HERE else x
 
 
-def tensor(x: Array) -> Tensor:
+def as_tensor(x: Array) -> Tensor:
     """Return an array as a tensor; a tensor as it is."""
     return x if isinstance(x, Tensor) else torch.from_numpy(x)
 
@@ -65,7 +65,7 @@ def bits_as(x: Array, dtype: torch.dtype) -> Array:
     return x.view(dtype) if isinstance(x, Tensor) else x.view(TYPES[dtype])
 
 
-def empty(like: Array, *shape: int, dtype: torch.dtype = torch.float32) -> Array:
+def allocate(like: Array, *shape: int, dtype: torch.dtype = torch.float32) -> Array:
     """Return new memory beside `like`."""
     if isinstance(like, Tensor):
         return torch.empty(shape, dtype=dtype, device=str(like.device))
@@ -83,7 +83,7 @@ def rows_of(x: Tensor, row: int) -> Iterator[tuple[slice, Array]]:
 
     The number of rows of each block but the last is a multiple of 8.
     """
-    array = native(x)
+    array = as_native(x)
     for where in blocks(array, TOGETHER * row * block_rows(row)):
         first = where.start // row
         block = pad_to(array[where], row).reshape(-1, row)
@@ -108,11 +108,11 @@ def concatenate(pieces: Sequence[Array], like: Tensor) -> Tensor:
     if not pieces:
         return like.new_empty(0, dtype=torch.uint8)
     if len(pieces) == 1 or isinstance(pieces[0], Tensor):
-        return tensor(pieces[0]) if len(pieces) == 1 else torch.cat(list(pieces))
+        return as_tensor(pieces[0]) if len(pieces) == 1 else torch.cat(list(pieces))
     return torch.from_numpy(np.concatenate(pieces))
 
 
-def beside(like: Tensor, x: Tensor) -> Tensor:
+def to_device_of(like: Tensor, x: Tensor) -> Tensor:
     """Return x on the device of `like`."""
     return x if x.device == like.device else to_device(x, str(like.device))
 
@@ -121,7 +121,7 @@ def look_up(table: Tensor, indices: Tensor) -> Tensor:
     """Return the entries of a short host table at these indices, on the device of the indices."""
     if at_home(indices):
         return torch.from_numpy(table.numpy().take(indices.numpy()))
-    return beside(indices, table)[indices.int()]
+    return to_device_of(indices, table)[indices.int()]
 
 
 def is_true(condition: Array) -> bool:
@@ -156,7 +156,7 @@ def draw_words(rng: CounterRng, like: Array, start: int, count: int) -> Array:
 
 def where_true(condition: Array) -> Tensor:
     """Return the ascending indices of the elements that are true, int64."""
-    return tensor(flat_nonzero(native(condition)))
+    return as_tensor(flat_nonzero(as_native(condition)))
 
 
 def flat_nonzero(x: Array) -> Array:
@@ -164,17 +164,17 @@ def flat_nonzero(x: Array) -> Array:
     return x.nonzero().view(-1) if isinstance(x, Tensor) else x.nonzero()[0]
 
 
-def take(x: Tensor, indices: Tensor) -> Tensor:
+def take_elements(x: Tensor, indices: Tensor) -> Tensor:
     """Return the elements of x at these indices; in host memory NumPy is faster than torch."""
-    return tensor(native(x)[native(indices)])
+    return as_tensor(as_native(x)[as_native(indices)])
 
 
 def sparse_vector(indices: Any, values: Tensor, d: int) -> Tensor:
     """Return the vector [d] with these values at these indices, a tensor or a slice; else 0."""
-    values = native(values)
+    values = as_native(values)
     x = values.new_zeros(d) if isinstance(values, Tensor) else np.zeros(d, np.float32)
-    x[native(indices)] = values
-    return tensor(x)
+    x[as_native(indices)] = values
+    return as_tensor(x)
 
 
 # --- streams of numbers of a few bits, little-endian
@@ -193,7 +193,7 @@ def packed_bytes(count: int, width: int) -> int:
 
 def pack(values: Array, width: int) -> Tensor:
     """Return the low `width` bits (1 to 32) of each integer as a stream, uint8 [packed_bytes]."""
-    return tensor(pack_native(native(values), width))
+    return as_tensor(pack_native(as_native(values), width))
 
 
 def pack_native(values: Array, width: int) -> Array:
@@ -203,9 +203,9 @@ def pack_native(values: Array, width: int) -> Array:
     if width in INTEGERS:
         return bits_as(convert(values, INTEGERS[width]), torch.uint8)
     if width == 1:
-        return native(pack_truths(values & 1 == 1))
+        return as_native(pack_truths(values & 1 == 1))
     write = _pack_bytes if width < 8 else _pack_words
-    stream = empty(values, packed_bytes(len(values), width), dtype=torch.uint8)
+    stream = allocate(values, packed_bytes(len(values), width), dtype=torch.uint8)
     for where in blocks(values):
         piece = write(values[where], width)
         first = where.start * width // 8
@@ -218,14 +218,14 @@ def unpack(stream: Array, width: int, count: int) -> Array:
 
     Limits: the caller checks that the stream is long enough.
     """
-    stream = native(stream)
+    stream = as_native(stream)
     if width in INTEGERS:
         found = view_as(stream[: count * width // 8], INTEGERS[width])
         return convert(found, torch.int32) & 0xFFFF if width == 16 else found
     if width == 1:
         return bits_as(unpack_truths(stream, count), torch.uint8)
     read, kind = (_unpack_bytes, torch.uint8) if width < 8 else (_unpack_words, torch.int32)
-    found = empty(stream, count, dtype=kind)
+    found = allocate(stream, count, dtype=kind)
     for where in blocks(found):
         found[where] = read(stream[where.start * width // 8 :], width, where.stop - where.start)
     return found
@@ -262,7 +262,7 @@ def _unpack_bytes(stream: Array, width: int, count: int) -> Array:
             joined = bits_as(pairs, torch.uint8)
         return joined[:count]
     rows = pad_to(stream[:size], width).reshape(-1, width)
-    spread = empty(stream, len(rows), 8, dtype=torch.uint8)
+    spread = allocate(stream, len(rows), 8, dtype=torch.uint8)
     spread[:] = 0
     spread[:, :width] = rows
     words = bits_as(spread, torch.int64).reshape(-1)
@@ -289,7 +289,7 @@ def _pack_words(values: Array, width: int) -> Array:
     """Pack numbers of 9 to 31 bits: 8 of them fill as many bytes as a number has bits."""
     size = packed_bytes(len(values), width)
     columns = pad_to(convert(values, torch.int64) & (1 << width) - 1, GROUP).reshape(-1, GROUP)
-    words = empty(columns, len(columns), -(-width // GROUP), dtype=torch.int64)
+    words = allocate(columns, len(columns), -(-width // GROUP), dtype=torch.int64)
     words[:] = 0
     for j in range(GROUP):
         word, shift = divmod(j * width, 64)
@@ -301,11 +301,11 @@ def _pack_words(values: Array, width: int) -> Array:
 
 def _unpack_words(stream: Array, width: int, count: int) -> Array:
     rows = pad_to(stream[: packed_bytes(count, width)], width).reshape(-1, width)
-    spread = empty(stream, len(rows), -(-width // GROUP) * 8, dtype=torch.uint8)
+    spread = allocate(stream, len(rows), -(-width // GROUP) * 8, dtype=torch.uint8)
     spread[:, width:] = 0
     spread[:, :width] = rows
     words = bits_as(spread, torch.int64)
-    columns = empty(stream, len(words), GROUP, dtype=torch.int32)
+    columns = allocate(stream, len(words), GROUP, dtype=torch.int32)
     for j in range(GROUP):
         word, shift = divmod(j * width, 64)
         found = words[:, word] >> shift
@@ -326,7 +326,7 @@ def view_as(part: Array, dtype: torch.dtype) -> Array:
 
 def pack_truths(truths: Array) -> Tensor:
     """Return bool [d] as a stream of bits, uint8 [⌈d/8⌉]."""
-    truths = native(truths)
+    truths = as_native(truths)
     if isinstance(truths, Tensor):
         return (pad_to(truths, 8).view(torch.int64) * EIGHT_BITS >> 56).to(torch.uint8)
     return torch.from_numpy(np.packbits(truths, bitorder="little"))
@@ -334,7 +334,7 @@ def pack_truths(truths: Array) -> Tensor:
 
 def unpack_truths(stream: Array, count: int) -> Array:
     """Return bool [count] from a stream of bits."""
-    stream = native(stream)
+    stream = as_native(stream)
     if not isinstance(stream, Tensor):
         return np.unpackbits(stream, count=count, bitorder="little").view(np.bool_)
     lanes = torch.arange(8, dtype=torch.uint8, device=str(stream.device))
@@ -356,14 +356,14 @@ def flip_signs(stream: Tensor, x: Tensor, count: int) -> Tensor:
 
     x has `count` elements, or one that stands for all.
     """
-    stream, bits = native(stream), bits_as(native(beside(stream, x)), torch.int32)
-    flipped = empty(stream, count, dtype=torch.int32)
+    stream, bits = as_native(stream), bits_as(as_native(to_device_of(stream, x)), torch.int32)
+    flipped = allocate(stream, count, dtype=torch.int32)
     for where in blocks(flipped):
         part = flipped[where]
         part[:] = unpack_truths(stream[where.start // 8 :], len(part))
         part <<= 31
         part ^= bits if len(bits) == 1 else bits[where]
-    return tensor(flipped).view(torch.float32)
+    return as_tensor(flipped).view(torch.float32)
 
 
 # --- selection
@@ -392,7 +392,7 @@ def negatives(bits: Array, out: Array | None = None) -> Array:
     return library.bitwise_xor(bits, -(2**31), out=out)
 
 
-def largest(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
+def largest_indices(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
     """Return the ascending indices, int64 [k], of the k largest elements of x in an order.
 
     A strided sample gives a bound that almost surely lies below the k-th largest element. One pass
@@ -405,25 +405,25 @@ def largest(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
     Source: sampled thresholds as in Lin et al., "Deep Gradient Compression", ICLR 2018, there
     without the exact selection.
     """
-    bits = native(x.view(torch.int32))
+    bits = as_native(x.view(torch.int32))
     sample = order(bits[_spread_out(len(x))], None)
     rank = _sure_rank(len(sample), k, len(x))
     if rank is not None:
         # In a sparse vector, all elements reach 0.
         bound = _kth_largest(sample, rank).clip(min=1)
         found = zip(*_find_reaching(bits, bound, order), strict=True)
-        indices, keys = (native(concatenate(pieces, x)) for pieces in found)
+        indices, keys = (as_native(concatenate(pieces, x)) for pieces in found)
         if len(keys) >= k:
-            return tensor(indices[_choose(keys, k)])
-    return tensor(_choose(order(bits, None), k))
+            return as_tensor(indices[_choose_largest(keys, k)])
+    return as_tensor(_choose_largest(order(bits, None), k))
 
 
 def indices_reaching(x: Tensor, bound: float) -> Tensor:
     """Return the ascending indices of all |x| ≥ bound > 0, for x float32 [d]; NaN reaches any
     bound.
     """
-    least = native(beside(x, torch.tensor([bound]).view(torch.int32).clamp(min=1)))
-    found = _find_reaching(native(x.view(torch.int32)), least, magnitudes)
+    least = as_native(to_device_of(x, torch.tensor([bound]).view(torch.int32).clamp(min=1)))
+    found = _find_reaching(as_native(x.view(torch.int32)), least, magnitudes)
     return concatenate([indices for indices, _ in found], x)
 
 
@@ -438,18 +438,18 @@ def estimate_threshold(x: Tensor, k: int) -> float:
 
     NaN if the bound falls on a NaN.
     """
-    sample = magnitudes(native(to_host(x[_spread_out(len(x))]).view(torch.int32)))
+    sample = magnitudes(as_native(to_host(x[_spread_out(len(x))]).view(torch.int32)))
     rank = min(len(sample), max(1, round(k * len(sample) / len(x))))
     return float(_kth_largest(sample, rank).view(np.float32)[0])
 
 
 def largest_of_rows(x: Tensor, k: int) -> Tensor:
     """Return the ascending column indices, int64 [rows, k], of the k largest |x| in each row."""
-    bits = native(x.view(torch.int32))
-    found = empty(bits, len(bits), k, dtype=torch.int64)
+    bits = as_native(x.view(torch.int32))
+    found = allocate(bits, len(bits), k, dtype=torch.int64)
     for where in blocks(bits, max(1, BLOCK // x.shape[1])):
         found[where] = _largest_columns(magnitudes(bits[where]), k)
-    return tensor(found)
+    return as_tensor(found)
 
 
 def _largest_columns(keys: Array, k: int) -> Array:
@@ -503,7 +503,7 @@ def _find_reaching(bits: Array, bound: Array, order: Order) -> Iterator[tuple[Ar
         yield inside + where.start, keys[inside]
 
 
-def _choose(keys: Array, k: int) -> Array:
+def _choose_largest(keys: Array, k: int) -> Array:
     """Return the ascending indices of the k largest keys; of equal keys the first ones."""
     if isinstance(keys, Tensor):
         least = keys.topk(k, sorted=False).values.amin()
@@ -551,18 +551,18 @@ class RoundingNoise(NamedTuple):
 def rounding_noise(x: Tensor, words: CounterRng, top: int) -> RoundingNoise:
     """Return the random numbers for all elements of x, with y from −top to top, top < 2¹⁵."""
     bits, count = 31 - top.bit_length(), min(SHARED, len(x))
-    rest = native(words.words(x, REST, -(-count // 2)).view(torch.int32)[:count])
+    rest = as_native(words.words(x, REST, -(-count // 2)).view(torch.int32)[:count])
     return RoundingNoise(words, bits, rest >> 8 & (1 << bits - FIRST) - 1)
 
 
-@quiet()
+@silence_warnings()
 def round_levels(y: Array, noise: RoundingNoise, start: int, zero: int = 0) -> Array:
     """Return ⌊y + u⌋ + zero as int32 [number of elements], for y in units of `noise`, of any shape.
 
     `start`, a multiple of 4, is the number of elements before y.
     """
-    levels = convert(native(y), torch.int32).reshape(-1)
-    rest = native(tensor(noise.rest).roll(-start)) if start % SHARED else noise.rest
+    levels = convert(as_native(y), torch.int32).reshape(-1)
+    rest = as_native(as_tensor(noise.rest).roll(-start)) if start % SHARED else noise.rest
     count, whole = len(levels), len(levels) // len(rest)
     rows = levels[: whole * len(rest)].reshape(whole, len(rest))
     rows += rest
@@ -580,7 +580,7 @@ def round_levels(y: Array, noise: RoundingNoise, start: int, zero: int = 0) -> A
     return levels
 
 
-@quiet()
+@silence_warnings()
 def scale_levels(x: Array, span: Array, top: float) -> Array:
     """Return x/span·top for rows x [n, m] and spans [n, 1] or [1, 1]; 0 for spans of 0, ∞, NaN."""
     if isinstance(span, np.ndarray):
@@ -592,7 +592,7 @@ def scale_levels(x: Array, span: Array, top: float) -> Array:
     safe = torch.where(span > 0, span, 1.0)
     y = x * torch.where(span > 0, torch.full_like(safe, SHORT * top) / safe, 0.0)
     # The span itself makes the decoded row NaN.
-    return native(torch.where(torch.isfinite(span), y, 0.0))
+    return as_native(torch.where(torch.isfinite(span), y, 0.0))
 
 
 # --- ternary numbers: in each block, byte j holds those at j, j + s, …, j + 4s with s = ⌈block/5⌉
@@ -613,7 +613,7 @@ def round_ternary(
 
     Args: top float32 [1]. beyond says that |x_j| > top may occur; then b_j = 1.
     """
-    y = scale_levels(native(x)[None], native(top)[None], noise.unit)[0]
+    y = scale_levels(as_native(x)[None], as_native(top)[None], noise.unit)[0]
     if beyond:
         y = y.clip(-noise.unit, noise.unit)
     return convert(round_levels(y, noise, start, 1), torch.uint8)
@@ -621,13 +621,13 @@ def round_ternary(
 
 def pack_ternary(digits: Array) -> Tensor:
     """Return numbers 0, 1 and 2, uint8 [d], five to a byte as t_0 + 3·t_1 + … + 81·t_4."""
-    digits = native(digits)
+    digits = as_native(digits)
     whole = len(digits) - len(digits) % TERNARY_BLOCK
     parts = digits[:whole].reshape(-1, DIGITS, TERNARY_BLOCK // DIGITS)
     packed = [_join_planes(parts[where]) for where in blocks(parts, 1)]
     if whole < len(digits):
         packed.append(_join_planes(pad_to(digits[whole:], DIGITS).reshape(1, DIGITS, -1)))
-    return concatenate(packed, tensor(digits))
+    return concatenate(packed, as_tensor(digits))
 
 
 def _join_planes(planes: Array) -> Array:
@@ -640,12 +640,12 @@ def _join_planes(planes: Array) -> Array:
 
 def unpack_ternary(stream: Array, count: int) -> Array:
     """Return the numbers, uint8 [count], of a stream of bytes below 3⁵."""
-    stream = native(stream)[: ternary_nbytes(count)]
+    stream = as_native(stream)[: ternary_nbytes(count)]
     if count <= TERNARY_BLOCK:
         return _split_planes(stream[None])[:count]
     whole = count - count % TERNARY_BLOCK
     rows = stream[: whole // DIGITS].reshape(-1, TERNARY_BLOCK // DIGITS)
-    digits = empty(stream, count, dtype=torch.uint8)
+    digits = allocate(stream, count, dtype=torch.uint8)
     digits[:whole] = _split_planes(rows)
     digits[whole:] = _split_planes(stream[None, whole // DIGITS :])[: count - whole]
     return digits
@@ -653,7 +653,7 @@ def unpack_ternary(stream: Array, count: int) -> Array:
 
 def _split_planes(packed: Array) -> Array:
     """Return the digits of each row of bytes, one plane after the other."""
-    planes = empty(packed, len(packed), DIGITS, packed.shape[1], dtype=torch.uint8)
+    planes = allocate(packed, len(packed), DIGITS, packed.shape[1], dtype=torch.uint8)
     for j in range(DIGITS):
         rest = packed // 3
         planes[:, j] = packed - rest * 3
@@ -676,8 +676,8 @@ def write_natural(x: Tensor, words: CounterRng) -> Tensor:
 
     The rule is in `ashl.compression.natural`.
     """
-    array, bits = native(x), native(x.view(torch.int32))
-    stream = empty(bits, natural_bytes(len(bits)), dtype=torch.uint8)
+    array, bits = as_native(x), as_native(x.view(torch.int32))
+    stream = allocate(bits, natural_bytes(len(bits)), dtype=torch.uint8)
     for where in blocks(bits):
         # The sign, the highest bit, is cut off when the exponent becomes a byte.
         part, size = array[where], bits[where]
@@ -690,21 +690,21 @@ def write_natural(x: Tensor, words: CounterRng) -> Tensor:
         noise += size
         noise >>= MANTISSA
         stream[where] = noise
-    stream[len(bits) :] = native(pack_signs(x))
-    return tensor(stream)
+    stream[len(bits) :] = as_native(pack_signs(x))
+    return as_tensor(stream)
 
 
 def read_natural(stream: Tensor, d: int) -> Tensor:
     """Decode exponents and signs to float32 [d]."""
-    stream = native(stream)
-    bits = empty(stream, d, dtype=torch.int32)
+    stream = as_native(stream)
+    bits = allocate(stream, d, dtype=torch.int32)
     for where in blocks(bits):
         part = bits[where]
         part[:] = unpack_truths(stream[d + where.start // 8 :], len(part))
         part <<= 8
         part |= convert(stream[where], torch.int32)
         part <<= MANTISSA
-    return tensor(bits).view(torch.float32)
+    return as_tensor(bits).view(torch.float32)
 
 
 # --- sums and norms
@@ -712,7 +712,7 @@ def read_natural(stream: Tensor, d: int) -> Tensor:
 LEAF, ACCUMULATORS = 128, 8  # NumPy adds 128 elements in 8 accumulators before it adds pairwise
 
 
-@quiet()
+@silence_warnings()
 def block_sums(x: Tensor, of: Callable[[Any], Any] = abs) -> list[float]:
     """Return the sum of of(x) [d] for each block, in the order of additions of NumPy's sum.
 
@@ -747,7 +747,7 @@ def _sums_of_tensors(x: Tensor) -> list[float]:
 
 def count_negative(x: Tensor) -> int:
     """Return the number of elements with a sign bit."""
-    bits = native(x.view(torch.int32))
+    bits = as_native(x.view(torch.int32))
     return sum(count_true(bits[where] < 0) for where in blocks(bits))
 
 
@@ -773,7 +773,7 @@ def largest_magnitude(x: Tensor) -> float:
     return numbers([ends_of(x).abs().amax()])[0]
 
 
-@quiet()
+@silence_warnings()
 def row_lengths(rows: Array) -> Array:
     """Return ‖·‖₂ of each row [n, m], float32 [n, 1]; finite rows are limited to the largest
     float32.
@@ -810,10 +810,10 @@ def row_reach(rows: Array) -> Array:
     return largest[:, None]
 
 
-@quiet()
-def product(left: Array, right: Array) -> Array:
+@silence_warnings()
+def multiply_matrices(left: Array, right: Array) -> Array:
     """Return left @ right; its last bits depend on the device."""
-    return native(left) @ native(right)
+    return as_native(left) @ as_native(right)
 
 
 # --- matrix products with the same bits on every machine
@@ -843,11 +843,13 @@ def to_integers(values: Tensor, bits: int) -> tuple[Array, Array]:
     The whole numbers are float64 with `bits` bits, counted from the highest bit of the row's
     largest magnitude. The unit is [n, 1].
     """
-    shift = bits - torch.frexp(tensor(row_reach(native(values)))).exponent
-    return native(values.double().mul_(power(shift)).round_()), native(power(-shift))
+    shift = bits - torch.frexp(as_tensor(row_reach(as_native(values)))).exponent
+    return as_native(values.double().mul_(power_of_two(shift)).round_()), as_native(
+        power_of_two(-shift)
+    )
 
 
-def power(exponents: Tensor) -> Tensor:
+def power_of_two(exponents: Tensor) -> Tensor:
     """Return 2**exponent exactly, float64."""
     return (exponents.to(torch.int64) + 1023 << 52).view(torch.float64)
 
@@ -860,7 +862,7 @@ def multiply_mirrored(even: Array, odd: Array, rows: Array) -> Array:
     order, even before odd.
     """
     half, rest = even.shape[1], odd.shape[1]
-    same, other = product(even, rows[:, :half]), product(odd, rows[:, half:])
+    same, other = multiply_matrices(even, rows[:, :half]), multiply_matrices(odd, rows[:, half:])
     if isinstance(rows, Tensor):
         return torch.cat([same + other, (same - other)[:, :rest].flip(1)], 1)
     whole = np.empty(rows.shape)
@@ -880,8 +882,8 @@ def hadamard_sums(rows: Array) -> Array:
     left, right = hadamard_factors(rows.shape[1])
     square = rows.reshape(-1, len(left), len(right))
     if not isinstance(rows, Tensor):
-        return product(left, product(square, right)).reshape(rows.shape)
-    left, right = beside(rows, left).double(), beside(rows, right).double()
+        return multiply_matrices(left, multiply_matrices(square, right)).reshape(rows.shape)
+    left, right = to_device_of(rows, left).double(), to_device_of(rows, right).double()
     return (left @ (square.double() @ right)).float().view(rows.shape)
 
 

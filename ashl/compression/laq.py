@@ -49,12 +49,12 @@ from ashl.compression.contract import (
 )
 from ashl.compression.kernels import (
     Array,
+    as_native,
     blocks,
     convert,
     divide,
-    native,
     packed_bytes,
-    quiet,
+    silence_warnings,
 )
 from ashl.compression.payload import (
     HEADER,
@@ -110,7 +110,7 @@ class LAQ(Codec):
         sent = torch.zeros_like(g) if state.sent is None else state.sent
         parts = self._quantize(g, sent)
         now = self._apply(parts, sent)
-        change, error = distance(now, sent), distance(g, now)
+        change, error = squared_distance(now, sent), squared_distance(g, now)
         reach = self.xi / self.memory * sum(state.moves) / context.lr**2 if context.lr else 0.0
         lazy = change <= reach + 3 * (error + state.error) and state.age < self.max_age
         before = (state.sent, state.error, state.age)
@@ -139,8 +139,8 @@ class LAQ(Codec):
         d, top = len(g), 2 ** (self.bits or 1) - 1
         if self.bits is None:
             return Parts(d, g, form=WHOLE)
-        old, new = native(sent), native(g)
-        with quiet():
+        old, new = as_native(sent), as_native(g)
+        with silence_warnings():
             reaches = numbers([abs(new[w] - old[w]).max() for w in blocks(new)])
         reach = math.nan if any(map(math.isnan, reaches)) else max(reaches)
         if not math.isfinite(reach):
@@ -171,7 +171,7 @@ class LAQ(Codec):
             typed_part(scales, torch.float32, 0, "scales")
             return typed_part(values, torch.float32, d, "values").clone()
         reach = float(to_host(typed_part(scales, torch.float32, 1, "scales"))[0])
-        top, old = 2**self.bits - 1, native(sent)[:, None]
+        top, old = 2**self.bits - 1, as_native(sent)[:, None]
 
         def to_values(where: slice, rows: Array) -> None:
             rows *= 2 / top
@@ -179,7 +179,7 @@ class LAQ(Codec):
             rows *= reach
             rows += old[where]
 
-        with quiet():
+        with silence_warnings():
             return read_levels(values, 1, d, top, "none", to_values)
 
 
@@ -187,15 +187,15 @@ def model_changes(state: Lazy, model: Tensor | None, memory: int) -> Lazy:
     """Return the state after the worker has received a model."""
     if model is None or state.model is None:
         return state._replace(model=model)
-    move = distance(as_float32(model), as_float32(state.model))
+    move = squared_distance(as_float32(model), as_float32(state.model))
     return state._replace(model=model, moves=(move, *state.moves)[:memory])
 
 
-def distance(x: Array, y: Array) -> float:
+def squared_distance(x: Array, y: Array) -> float:
     """Return ‖x − y‖² in float64; on a device, the last bits may differ."""
     total = 0.0
-    x, y = native(x), native(y)
-    with quiet():
+    x, y = as_native(x), as_native(y)
+    with silence_warnings():
         for where in blocks(x):
             apart = x[where] - y[where]
             if isinstance(apart, Tensor):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import EncodeContext
-from ashl.compression.kernels import pack, packed_bytes, tensor, unpack
+from ashl.compression.kernels import as_tensor, pack, packed_bytes, unpack
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
 
 CODE = 104  # number of the code in the header
@@ -27,7 +27,7 @@ def payload_nbytes(d: int, bits: int) -> int:
     return HEADER.size + 12 + packed_bytes(d, bits)
 
 
-def residues(x: Tensor, step: float, bits: int, context: EncodeContext) -> Parts:
+def encode_residues(x: Tensor, step: float, bits: int, context: EncodeContext) -> Parts:
     """Return x modulo 2^bits on a grid with this step."""
     drawn = (context.words().words(x, 0, len(x)) >> 11 & (1 << 53) - 1).double() * 2.0**-53
     levels = (x.double() / step + drawn).floor().to(torch.int64)
@@ -38,7 +38,7 @@ def residues(x: Tensor, step: float, bits: int, context: EncodeContext) -> Parts
     return Parts(len(x), pack(levels, bits), scales=torch.cat([about, check]), form=bits)
 
 
-def nearest(parts: Parts, near: Tensor) -> Tensor | None:
+def decode_near(parts: Parts, near: Tensor) -> Tensor | None:
     """Decode a payload with the receiver's vector `near`, float32; None if it is too far away.
 
     Raises: PayloadError if the payload is malformed.
@@ -50,7 +50,7 @@ def nearest(parts: Parts, near: Tensor) -> Tensor | None:
     step = float(about[:8].view(torch.float64)[0])
     if not 0 < step < math.inf:
         raise PayloadError(f"received residues with a step of {step}")
-    low = tensor(unpack(parts.values, bits, d)).to(torch.int64)
+    low = as_tensor(unpack(parts.values, bits, d)).to(torch.int64)
     # A NaN in `near` fails the checksum.
     turns = ((near.double() / step - low) / 2**bits).round().to(torch.int64)
     levels = low + turns * 2**bits

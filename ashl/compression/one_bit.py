@@ -38,13 +38,13 @@ from ashl.compression.contract import (
 )
 from ashl.compression.kernels import (
     BLOCK,
+    as_native,
+    as_tensor,
     block_sums,
     blocks,
     count_negative,
-    native,
     pack_signs,
     packed_bytes,
-    tensor,
     unpack_truths,
 )
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
@@ -101,7 +101,7 @@ class OneBit(Wrappable):
     def unpack(self, parts: Parts, d: int) -> Tensor:
         signs = typed_part(all_values(parts, d), torch.uint8, packed_bytes(d, 1), "signs")
         means = typed_part(parts.scales, torch.float32, 2 * self._num_pairs(d), "means")
-        negative, x = tensor(unpack_truths(signs, d)), torch.empty(d, device=str(signs.device))
+        negative, x = as_tensor(unpack_truths(signs, d)), torch.empty(d, device=str(signs.device))
         start = 0
         for (matrix, part), (_, below_zero) in zip(
             self.split(x), self.split(negative), strict=True
@@ -109,8 +109,8 @@ class OneBit(Wrappable):
             # Elements are composed by exclusive or from the bits of both means.
             own = means.view(-1, 2)[start : start + matrix.columns].T.contiguous().view(torch.int32)
             start += matrix.columns
-            above, below = native(own.view(2, 1, -1))
-            bits, truths = native(part.view(torch.int32)), native(below_zero)
+            above, below = as_native(own.view(2, 1, -1))
+            bits, truths = as_native(part.view(torch.int32)), as_native(below_zero)
             for where in blocks(bits, max(1, BLOCK // matrix.columns)):
                 block = bits[where]
                 block[:] = truths[where]

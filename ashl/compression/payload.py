@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ashl.compression.kernels import beside, view_as
+from ashl.compression.kernels import to_device_of, view_as
 from ashl.device import at_home, to_host
 from ashl.errors import AshlError, UsageError
 
@@ -71,7 +71,7 @@ def write_payload(code: int, d: int, parts: Parts) -> Tensor:
     fields = VERSION, code, form, FLOAT32, d, count, scales.nbytes, values.nbytes
     header = tensor_of_bytes(HEADER.pack(*fields))
     content = [part for part in (header, scales, values, indices) if part.numel()]
-    return torch.cat([as_bytes(beside(values, part)) for part in content])
+    return torch.cat([as_bytes(to_device_of(values, part)) for part in content])
 
 
 def tensor_of_bytes(content: bytes) -> Tensor:

@@ -55,7 +55,7 @@ from ashl.compression.contract import (
     as_float32,
     slices,
 )
-from ashl.compression.kernels import beside, is_true, outer_sum
+from ashl.compression.kernels import is_true, outer_sum, to_device_of
 from ashl.compression.payload import (
     HEADER,
     Parts,
@@ -188,7 +188,7 @@ class LowRank(Collective):
             zeros = [(thin == 0).all(0) for _, thin in self._pair_factors(q, right=True)]
             if not zeros or not is_true(torch.cat(zeros).any()):
                 return q
-        drawn = beside(x, torch.from_numpy(rng.standard_normal(self.counts[1], np.float32)))
+        drawn = to_device_of(x, torch.from_numpy(rng.standard_normal(self.counts[1], np.float32)))
         if q is None:
             return drawn
         pairs = zip(zeros, self._pair_factors(q, drawn, right=True), strict=True)
@@ -259,7 +259,7 @@ class LowRank(Collective):
     def _first_summand(self, source: CodecInput) -> Tensor:
         """Return the summands of the first sum: every P, and the layers that are sent unchanged."""
         before = source.inner.q if source.inner else None
-        q = self.initial_factors(before, source.x, source.context.shared())
+        q = self.initial_factors(before, source.x, source.context.shared_stream())
         return torch.cat([self.left_factors(source.x, q), self.unchanged_layers(source.x)])
 
     def _second_summand(self, source: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:

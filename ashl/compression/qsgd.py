@@ -28,15 +28,15 @@ from ashl.compression.coding import EntropyCode, level_bytes, read_levels, write
 from ashl.compression.contract import EncodeContext, Traits, Wrappable
 from ashl.compression.kernels import (
     Array,
+    allocate,
+    as_native,
+    as_tensor,
     divide,
-    empty,
-    native,
     round_levels,
     rounding_noise,
     row_lengths,
     row_reach,
     scale_levels,
-    tensor,
 )
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
 from ashl.option import Count, Number, option
@@ -61,7 +61,7 @@ class QSGD(Wrappable):
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         d, s, row = len(x), self.levels, min(self.bucket, len(x))
         noise = rounding_noise(x, context.words(), s)
-        norms = empty(native(x), -(-d // row), 1)
+        norms = allocate(as_native(x), -(-d // row), 1)
 
         def to_levels(where: slice, rows: Array) -> Array:
             length = row_lengths(rows) if self.norm == "l2" else row_reach(rows)
@@ -70,12 +70,12 @@ class QSGD(Wrappable):
             return round_levels(y, noise, where.start * row, s)
 
         stream = write_levels(x, row, d, 2 * s, self.entropy, to_levels)
-        return Parts(d, stream, scales=tensor(norms))
+        return Parts(d, stream, scales=as_tensor(norms))
 
     def unpack(self, parts: Parts, d: int) -> Tensor:
         row = min(self.bucket, d)
         norms = typed_part(parts.scales, torch.float32, -(-d // row), "norms")
-        steps = divide(native(norms)[:, None], self.levels)
+        steps = divide(as_native(norms)[:, None], self.levels)
 
         def to_values(where: slice, rows: Array) -> None:
             rows -= self.levels

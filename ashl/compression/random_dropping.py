@@ -28,7 +28,14 @@ from torch import Tensor
 
 from ashl.compression.coding import value_bound
 from ashl.compression.contract import Elements, EncodeContext, Traits
-from ashl.compression.kernels import blocks, largest, largest_magnitude, native, take, where_true
+from ashl.compression.kernels import (
+    as_native,
+    blocks,
+    largest_indices,
+    largest_magnitude,
+    take_elements,
+    where_true,
+)
 from ashl.compression.payload import HEADER, Parts
 from ashl.compression.sparse import DENSE, SPARSE, Sparsifier, max_nbytes
 from ashl.option import option
@@ -49,27 +56,27 @@ class RandomDropping(Sparsifier):
         return Traits(unbiased=self.values == "fp32", variable=True)
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        k, d = self.kept(context.ratio, len(x)), len(x)
+        k, d = self.num_selected(context.ratio, len(x)), len(x)
         if self.sends_all(k, d):
             return Parts(d, x, form=DENSE)
         top = largest_magnitude(x)
         if top == 0:
             return Parts(0, x[:0])
         if not math.isfinite(top):
-            return self.format.pack(x, k, lambda: largest(x, k), context)
+            return self.format.pack(x, k, lambda: largest_indices(x, k), context)
         slope = find_slope(x, top, k)
         if slope == math.inf:
-            indices = where_true(native(x) != 0)
+            indices = where_true(as_native(x) != 0)
         else:
             indices = draw_indices(x, top, slope, context.stream())
         indices = indices[: max_elements(k, d)]
-        kept = take(x, indices)
+        kept = take_elements(x, indices)
         least = float(np.float32(top) / np.float32(slope))
         kept = torch.copysign(kept.abs().clamp(min=least), kept)
         return self.format.pack_elements(Elements(indices, kept), d, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        k = self.kept(ratio, d)
+        k = self.num_selected(ratio, d)
         if self.sends_all(k, d):
             return HEADER.size + 4 * d
         return max_nbytes(self.values, self.indices, max_elements(k, d), d)
@@ -79,7 +86,7 @@ class RandomDropping(Sparsifier):
         return self.format.form(max_elements(k, d), d) != SPARSE
 
     def bound(self, ratio: float | None, d: int) -> float:
-        k = self.kept(ratio, d)
+        k = self.num_selected(ratio, d)
         if self.sends_all(k, d):
             return 0.0
         spread, coded = d / k - 1, value_bound(self.values, max_elements(k, d)) * d / k

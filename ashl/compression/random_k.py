@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ashl.compression.coding import VARIABLE, IndexCode, draw_distinct
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.kernels import beside
+from ashl.compression.kernels import to_device_of
 from ashl.compression.payload import Parts
 from ashl.compression.sparse import Coded, Seed, Seeded, SparseFormat
 from ashl.option import option
@@ -45,12 +45,12 @@ class RandomK(Seeded):
         return SparseFormat(self.values, coded)
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        k, rng = self.kept(context.ratio, len(x)), context.stream()
+        k, rng = self.num_selected(context.ratio, len(x)), context.stream()
         if self.indices == "seed":
             return self.pack_drawn(x, rng, context)
 
         def draw() -> Tensor:
             drawn = draw_distinct(rng, k, len(x)).astype("int64", copy=False)
-            return beside(x, torch.from_numpy(drawn))
+            return to_device_of(x, torch.from_numpy(drawn))
 
         return self.format.pack(x, k, draw, context)

@@ -39,4 +39,4 @@ class RandomMask(Seeded):
         return Traits(contraction=True, linear=self.values == "fp32")
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        return self.pack_drawn(x, context.shared(), context)
+        return self.pack_drawn(x, context.shared_stream(), context)

@@ -31,16 +31,16 @@ from ashl.compression.coding import EntropyCode, level_bytes, read_levels, write
 from ashl.compression.contract import EncodeContext, Traits, Wrappable
 from ashl.compression.kernels import (
     Array,
-    beside,
+    allocate,
+    as_native,
+    as_tensor,
     divide,
-    empty,
     hadamard_factors,
     hadamard_sums,
-    native,
-    product,
+    multiply_matrices,
     round_levels,
     rounding_noise,
-    tensor,
+    to_device_of,
     view_as,
 )
 from ashl.compression.payload import HEADER, Parts, all_values, as_bytes, typed_part
@@ -72,8 +72,8 @@ class Rotated(Wrappable):
         row, top = block_of(len(x)), self.levels - 1
         rows = -(-len(x) // row)
         noise = rounding_noise(x, context.words(), top)
-        seed = torch.from_numpy(context.shared().bit_generator.random_raw(1).view("u1"))
-        ends = empty(native(x), rows, 2)
+        seed = torch.from_numpy(context.shared_stream().bit_generator.random_raw(1).view("u1"))
+        ends = allocate(as_native(x), rows, 2)
 
         def to_levels(where: slice, block: Array) -> Array:
             z = rotate(flip_signs(seed, where.start * row, block), row)
@@ -85,13 +85,15 @@ class Rotated(Wrappable):
             return round_levels(y, noise, where.start * row)
 
         stream = write_levels(x, row, rows * row, top, self.entropy, to_levels)
-        return Parts(len(x), stream, scales=torch.cat([beside(x, seed), as_bytes(tensor(ends))]))
+        return Parts(
+            len(x), stream, scales=torch.cat([to_device_of(x, seed), as_bytes(as_tensor(ends))])
+        )
 
     def unpack(self, parts: Parts, d: int) -> Tensor:
         row, top = block_of(d), self.levels - 1
         rows = -(-d // row)
         scales = typed_part(parts.scales, torch.uint8, SEED_BYTES + 8 * rows, "seed and ends")
-        ends = native(view_as(scales[SEED_BYTES:], torch.float32)).reshape(rows, 2)
+        ends = as_native(view_as(scales[SEED_BYTES:], torch.float32)).reshape(rows, 2)
         seed = to_host(scales[:SEED_BYTES])
 
         def to_values(where: slice, block: Array) -> None:
@@ -122,10 +124,10 @@ def flip_signs(seed: Tensor, start: int, rows: Array) -> Array:
     `start`, a multiple of 64, is the number of elements before the rows.
     """
     key = int.from_bytes(seed.numpy().tobytes(), "little")
-    flat = tensor(rows.reshape(-1))
+    flat = as_tensor(rows.reshape(-1))
     words = CounterRng(key).words(flat, start // 64, -(-len(flat) // 64))
     flipped = kernels.flip_signs(words.view(torch.uint8), flat, len(flat))
-    return native(flipped).reshape(rows.shape)
+    return as_native(flipped).reshape(rows.shape)
 
 
 def rotate(rows: Array, size: int) -> Array:
@@ -133,12 +135,12 @@ def rotate(rows: Array, size: int) -> Array:
 
     It is a matrix product, so its last bits depend on the device.
     """
-    like = tensor(rows)
+    like = as_tensor(rows)
     left, right = (
-        beside(like, factor / math.sqrt(len(factor))) for factor in hadamard_factors(size)
+        to_device_of(like, factor / math.sqrt(len(factor))) for factor in hadamard_factors(size)
     )
     square = rows.reshape(-1, len(left), len(right))
-    return product(left, product(square, right)).reshape(rows.shape)
+    return multiply_matrices(left, multiply_matrices(square, right)).reshape(rows.shape)
 
 
 def rotate_back(numbers: Array, ends: Array, top: int) -> Array:

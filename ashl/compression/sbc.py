@@ -26,7 +26,15 @@ from torch import Tensor
 
 from ashl.compression.coding import IndexCode, max_index_bytes, read_indices, write_indices
 from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity
-from ashl.compression.kernels import Order, beside, largest, negatives, positives, take, view_as
+from ashl.compression.kernels import (
+    Order,
+    largest_indices,
+    negatives,
+    positives,
+    take_elements,
+    to_device_of,
+    view_as,
+)
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
 from ashl.device import to_host
 from ashl.option import option
@@ -43,7 +51,7 @@ class SBC(WithDensity):
     per_layer: bool
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        k = self.kept(context.ratio, len(x))
+        k = self.num_selected(context.ratio, len(x))
         (up, above), (down, below) = choose_side(x, k, positives), choose_side(x, k, negatives)
         upper = abs(above) >= abs(below) or math.isnan(above)
         indices, mean = (up, above) if upper else (down, below)
@@ -64,10 +72,10 @@ class SBC(WithDensity):
         return Elements(read_indices(self.indices, parts.indices, parts.count, d), mean)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + 4 + max_index_bytes(self.indices, self.kept(ratio, d), d)
+        return HEADER.size + 4 + max_index_bytes(self.indices, self.num_selected(ratio, d), d)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        return 1 - 1 / (d * self.kept(ratio, d) ** 2)
+        return 1 - 1 / (d * self.num_selected(ratio, d) ** 2)
 
 
 def choose_side(x: Tensor, k: int, order: Order) -> tuple[Tensor, float]:
@@ -76,9 +84,9 @@ def choose_side(x: Tensor, k: int, order: Order) -> tuple[Tensor, float]:
 
     If the sign has fewer than k elements, all of them are returned.
     """
-    indices = largest(x, k, order)
-    values = to_host(take(x, indices))
+    indices = largest_indices(x, k, order)
+    values = to_host(take_elements(x, indices))
     of_side = (torch.signbit(values) == (order is negatives)) & (values != 0)
     if not of_side.all():
-        indices, values = indices[beside(indices, of_side)], values[of_side]
+        indices, values = indices[to_device_of(indices, of_side)], values[of_side]
     return indices, float(values.numpy().mean(dtype=np.float64)) if len(values) else 0.0

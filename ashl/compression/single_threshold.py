@@ -23,7 +23,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.kernels import estimate_threshold, indices_reaching, largest
+from ashl.compression.kernels import estimate_threshold, indices_reaching, largest_indices
 from ashl.compression.payload import Parts
 from ashl.compression.sparse import DENSE, Sparsifier, max_nbytes
 from ashl.option import option
@@ -37,18 +37,18 @@ class SingleThreshold(Sparsifier):
     promises: ClassVar[Traits] = Traits(contraction=True, variable=True)
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        k = self.kept(context.ratio, len(x))
+        k = self.num_selected(context.ratio, len(x))
         bound = estimate_threshold(x, k)
         indices = indices_reaching(x, bound) if bound > 0 and k < len(x) else x[:0]
         if not k <= 2 * len(indices) <= 4 * k:
-            indices = largest(x, k)
+            indices = largest_indices(x, k)
         return self.format.pack(x, len(indices), lambda: indices, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return max_nbytes(self.values, self.indices, min(d, 2 * self.kept(ratio, d)), d)
+        return max_nbytes(self.values, self.indices, min(d, 2 * self.num_selected(ratio, d)), d)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        k = self.kept(ratio, d)
+        k = self.num_selected(ratio, d)
         if self.format.form(k, d) == DENSE:
             return 0.0
         return self.format.bound(k if k == d else -(-k // 2), d)

@@ -43,7 +43,7 @@ from ashl.compression.contract import (
     as_float32,
 )
 from ashl.compression.count_sketch import CountSketch, recover_largest, sketch
-from ashl.compression.kernels import largest
+from ashl.compression.kernels import largest_indices
 from ashl.option import Count, option
 
 
@@ -86,14 +86,14 @@ class SketchSGD(CountSketch, Collective, Wrappable):
 
     def finish_sum(self, source: CodecInput, indices: Tensor, exact: Tensor) -> Outcome:
         """Return the outcome: the largest of the candidates."""
-        d, chosen = source.x.numel(), largest(exact, self.k(source.x.numel()))
+        d, chosen = source.x.numel(), largest_indices(exact, self.k(source.x.numel()))
         sent = torch.zeros_like(source.x)
         sent[indices[chosen]] = source.x[indices[chosen]]
-        return Outcome(Elements(indices[chosen], exact[chosen]).dense(d), sent)
+        return Outcome(Elements(indices[chosen], exact[chosen]).to_dense(d), sent)
 
     def reduce(
         self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[State, Tensor]:
         """Return the largest estimates of the sum of the sketches, at a server."""
         table, cells = self.sum_payloads(payloads, weights, d)
-        return memory, recover_largest(cells, table, d, self.k(d)).dense(d)
+        return memory, recover_largest(cells, table, d, self.k(d)).to_dense(d)

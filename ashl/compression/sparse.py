@@ -33,7 +33,7 @@ from ashl.compression.coding import (
     write_values,
 )
 from ashl.compression.contract import Elements, EncodeContext, Linear, Traits, WithDensity
-from ashl.compression.kernels import beside, take, view_as
+from ashl.compression.kernels import take_elements, to_device_of, view_as
 from ashl.compression.payload import EMPTY, HEADER, Parts, PayloadError
 from ashl.device import to_host
 from ashl.option import option
@@ -77,7 +77,7 @@ class Seed(NamedTuple):
         return self.seed
 
     def read(self, buffer: Tensor, k: int, d: int) -> Tensor:
-        return beside(buffer, indices_of_seed(to_host(buffer), k, d))
+        return to_device_of(buffer, indices_of_seed(to_host(buffer), k, d))
 
 
 class SparseFormat(NamedTuple):
@@ -123,7 +123,7 @@ class SparseFormat(NamedTuple):
             values, scales = write_values(self.values, x, partial(context.words, VALUES))
             return Parts(k, values, EMPTY, scales, form)
         indices = select()
-        kept = take(x, indices)
+        kept = take_elements(x, indices)
         kept = kept if scale == 1 else kept * scale
         return self.pack_elements(Elements(indices, kept), d, context)
 
@@ -132,7 +132,7 @@ class SparseFormat(NamedTuple):
         indices, values = elements
         k = len(indices)
         if self._sparse_bytes(k, d) >= 4 * d:
-            return Parts(d, elements.dense(d), form=DENSE)
+            return Parts(d, elements.to_dense(d), form=DENSE)
         if not k:
             return Parts(0, values)
         values, scales = write_values(self.values, values, partial(context.words, VALUES))
@@ -181,10 +181,10 @@ class SparseCodec(WithDensity):
         return self.format.unpack(parts, d, self.traits.variable)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return self.format.nbytes(self.kept(ratio, d), d)
+        return self.format.nbytes(self.num_selected(ratio, d), d)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        return self.format.bound(self.kept(ratio, d), d)
+        return self.format.bound(self.num_selected(ratio, d), d)
 
 
 @option
@@ -215,11 +215,13 @@ class Seeded(SparseCodec, Linear):
         self, x: Tensor, rng: np.random.Generator, context: EncodeContext, scale: float = 1.0
     ) -> Parts:
         """Encode x at indices drawn from a new seed of `rng`, times `scale`."""
-        k, d, seed = self.kept(context.ratio, len(x)), len(x), new_seed(rng)
+        k, d, seed = self.num_selected(context.ratio, len(x)), len(x), new_seed(rng)
         coded = SparseFormat(self.values, Seed(seed))
-        return coded.pack(x, k, lambda: beside(x, indices_of_seed(seed, k, d)), context, scale)
+        return coded.pack(
+            x, k, lambda: to_device_of(x, indices_of_seed(seed, k, d)), context, scale
+        )
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """Return the size of the summed part of a payload in bytes: its values."""
-        seed = SEED_BYTES if self.format.form(self.kept(ratio, d), d) == SPARSE else 0
+        seed = SEED_BYTES if self.format.form(self.num_selected(ratio, d), d) == SPARSE else 0
         return self.encoded_nbytes(ratio, d) - HEADER.size - seed

@@ -28,16 +28,16 @@ from pydantic import Field
 from torch import Tensor
 
 from ashl.compression.coding import check_ascending, index_width, value_bound
-from ashl.compression.contract import EncodeContext, Traits, kept_count
+from ashl.compression.contract import EncodeContext, Traits, selected_count
 from ashl.compression.kernels import (
-    beside,
+    as_native,
+    as_tensor,
     convert,
     is_true,
     largest_of_rows,
-    native,
     pack,
     packed_bytes,
-    tensor,
+    to_device_of,
     unpack,
 )
 from ashl.compression.payload import Parts, PayloadError, as_bytes
@@ -58,7 +58,7 @@ class ChunkIndices(NamedTuple):
     def write(self, indices: Tensor, d: int) -> Tensor:
         inside = pack(indices % self.chunk, index_width(self.chunk))
         each = as_bytes(torch.tensor([self.each], dtype=torch.int32))
-        return torch.cat([beside(inside, each), inside])
+        return torch.cat([to_device_of(inside, each), inside])
 
     def read(self, buffer: Tensor, k: int, d: int) -> Tensor:
         each = int.from_bytes(to_host(buffer[:4]).numpy().tobytes(), "little")
@@ -74,12 +74,12 @@ class ChunkIndices(NamedTuple):
         indices = convert(unpack(buffer[4:], index_width(self.chunk), k), torch.int64)
         if not is_true((indices < self.chunk).all()):
             raise PayloadError(f"received an index beyond its chunk of {self.chunk}")
-        chunks = native(torch.arange(k, device=str(buffer.device)))
+        chunks = as_native(torch.arange(k, device=str(buffer.device)))
         chunks //= each
         chunks *= self.chunk
         indices += chunks
-        check_ascending(tensor(indices), k, d)
-        return tensor(indices)
+        check_ascending(as_tensor(indices), k, d)
+        return as_tensor(indices)
 
 
 def count_selected(chunk: int, each: int, d: int) -> int:
@@ -100,15 +100,15 @@ class SparseLoCo(SparseCodec):
     def format(self) -> SparseFormat:
         return SparseFormat(self.values, ChunkIndices(self.chunk))
 
-    def kept(self, ratio: float | None, d: int) -> int:
+    def num_selected(self, ratio: float | None, d: int) -> int:
         return count_selected(self.chunk, self.chunk_count(ratio), d)
 
     def chunk_count(self, ratio: float | None) -> int:
         """Return k' of a full chunk."""
-        return kept_count(self.ratio if ratio is None else ratio, self.chunk)
+        return selected_count(self.ratio if ratio is None else ratio, self.chunk)
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        each, k = self.chunk_count(context.ratio), self.kept(context.ratio, len(x))
+        each, k = self.chunk_count(context.ratio), self.num_selected(context.ratio, len(x))
 
         def select() -> Tensor:
             full = len(x) // self.chunk
@@ -124,7 +124,7 @@ class SparseLoCo(SparseCodec):
         return coded.pack(x, k, select, context)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        k = self.kept(ratio, d)
+        k = self.num_selected(ratio, d)
         if self.format.form(k, d) == DENSE:
             return 0.0
         share = 1.0 if k == d else self.chunk_count(ratio) / self.chunk

@@ -28,16 +28,16 @@ from torch import Tensor
 from ashl.compression.coding import check_ascending
 from ashl.compression.contract import Elements, EncodeContext, Traits, Wrappable
 from ashl.compression.kernels import (
-    beside,
+    allocate,
+    as_native,
+    as_tensor,
     convert,
-    empty,
     is_true,
     look_up,
     magnitudes_above,
-    native,
     pack,
     packed_bytes,
-    tensor,
+    to_device_of,
     unpack,
 )
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
@@ -59,13 +59,13 @@ class Strom(Wrappable):
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         found = magnitudes_above(x, float(np.float32(self.threshold)))
-        k, d, indices = len(found), len(x), native(found)
-        sent = native(x)[indices]
+        k, d, indices = len(found), len(x), as_native(found)
+        sent = as_native(x)[indices]
         finite = is_true((abs(sent) < math.inf).all())
         scales = torch.tensor([self.threshold if finite else math.nan])
         negative = sent < 0
         if 4 * k >= packed_bytes(d, 2):
-            codes = empty(sent, d, dtype=torch.uint8)
+            codes = allocate(sent, d, dtype=torch.uint8)
             codes[:] = 0
             codes[indices] = convert(negative, torch.uint8) + 1
             return Parts(d, pack(codes, 2), scales=scales, form=DENSE)
@@ -80,14 +80,14 @@ class Strom(Wrappable):
             )
         if form == DENSE:
             stream = typed_part(parts.values, torch.uint8, packed_bytes(d, 2), "elements")
-            codes = tensor(unpack(stream, 2, d))
+            codes = as_tensor(unpack(stream, 2, d))
             if not is_true(codes.max() <= 2):
                 raise PayloadError("received an element of 3; elements of two bits are 0, 1 or 2")
             return Elements(slice(None), look_up(torch.tensor([0, tau, -tau]), codes))
         words = typed_part(parts.values, torch.int32, k, "words")
         indices = words & SIGN - 1
         check_ascending(indices, k, d)
-        bits = beside(words, torch.tensor([tau]).view(torch.int32))
+        bits = to_device_of(words, torch.tensor([tau]).view(torch.int32))
         return Elements(indices, (words & -SIGN ^ bits).view(torch.float32))
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:

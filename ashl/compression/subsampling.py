@@ -43,11 +43,13 @@ class Subsampling(Seeded):
         return Traits(unbiased=exact, linear=exact and self.shared)
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        rng = context.shared() if self.shared else context.stream()
-        return self.pack_drawn(x, rng, context, scale=len(x) / self.kept(context.ratio, len(x)))
+        rng = context.shared_stream() if self.shared else context.stream()
+        return self.pack_drawn(
+            x, rng, context, scale=len(x) / self.num_selected(context.ratio, len(x))
+        )
 
     def bound(self, ratio: float | None, d: int) -> float:
-        k = self.kept(ratio, d)
+        k = self.num_selected(ratio, d)
         if self.format.form(k, d) == DENSE:
             return 0.0
         scaled, coded = d / k - 1, value_bound(self.values, k) * d / k

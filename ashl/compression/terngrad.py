@@ -58,17 +58,17 @@ from ashl.compression.contract import (
 from ashl.compression.kernels import (
     BLOCK,
     Array,
-    beside,
+    as_native,
+    as_tensor,
     blocks,
     ends_of,
-    native,
+    multiply_matrices,
     pack,
     pad_to,
-    product,
     round_ternary,
     rounding_noise,
-    tensor,
     ternary_nbytes,
+    to_device_of,
     unpack,
 )
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
@@ -109,10 +109,12 @@ class TernGrad(Wrappable):
         d, top, row = len(x), self.top(x), min(BLOCK // 8, len(x))
         noise = rounding_noise(x, context.words(), 1)
         if self.entropy == "none":
-            return Parts(d, write_ternary(x, top, noise, self.beyond), scales=top)
+            return Parts(d, write_ternary(x, top, noise, self.may_exceed_top), scales=top)
 
         def to_levels(where: slice, rows: Array) -> Array:
-            return round_ternary(rows.reshape(-1), top, noise, where.start * row, self.beyond)
+            return round_ternary(
+                rows.reshape(-1), top, noise, where.start * row, self.may_exceed_top
+            )
 
         return Parts(d, write_levels(x, row, d, 2, self.entropy, to_levels), scales=top)
 
@@ -123,7 +125,7 @@ class TernGrad(Wrappable):
 
         def to_values(_: slice, rows: Array) -> None:
             rows -= 1
-            rows *= native(top)
+            rows *= as_native(top)
 
         return read_levels(stream, min(BLOCK // 8, d), d, 2, self.entropy, to_values)
 
@@ -135,7 +137,7 @@ class TernGrad(Wrappable):
         return (d**0.5 - 1) / 2 + (self.clip_sigmas is not None)
 
     @property
-    def beyond(self) -> bool:
+    def may_exceed_top(self) -> bool:
         """True if elements may lie beyond ±m."""
         return self.clip_sigmas is not None
 
@@ -144,11 +146,11 @@ class TernGrad(Wrappable):
         top = ends_of(x).abs().amax(0, keepdim=True)
         if self.clip_sigmas is None or not 0 < (most := numbers([top[0]])[0]) < float("inf"):
             return top
-        array, unit = native(x), native(top)
+        array, unit = as_native(x), as_native(top)
         parts = (array[where] / unit for where in blocks(array))
-        squares = sum(numbers([product(part, part)])[0] for part in parts)
+        squares = sum(numbers([multiply_matrices(part, part)])[0] for part in parts)
         sigma = most * (squares / len(x)) ** 0.5
-        return beside(x, torch.tensor([min(most, self.clip_sigmas * sigma)]))
+        return to_device_of(x, torch.tensor([min(most, self.clip_sigmas * sigma)]))
 
 
 @dataclass(frozen=True)
@@ -186,15 +188,17 @@ class SharedScale(OuterCodec, Collective):
         """
         digits = []
         for i, part in enumerate(slices(self.sizes)):
-            one, top = x[part], beside(x, tops[i : i + 1])
+            one, top = x[part], to_device_of(x, tops[i : i + 1])
             noise = rounding_noise(one, context.words(i), 1)
-            digits.append(tensor(round_ternary(one, top, noise, beyond=self.codec.beyond)))
+            digits.append(
+                as_tensor(round_ternary(one, top, noise, beyond=self.codec.may_exceed_top))
+            )
         return pad_to(pack(torch.cat(digits), sum_width(workers)), 4).view(torch.int32)
 
     def from_sums(self, total: Tensor, tops: Tensor, workers: int) -> Tensor:
         """Return the update from the sum of all words."""
         stream = total.view(torch.uint8)
-        sums = tensor(unpack(stream, sum_width(workers), sum(self.sizes))).float()
+        sums = as_tensor(unpack(stream, sum_width(workers), sum(self.sizes))).float()
         sums -= workers
         for part, top in zip(slices(self.sizes), tops.tolist(), strict=True):
             sums[part] *= top

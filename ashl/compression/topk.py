@@ -22,7 +22,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.kernels import largest
+from ashl.compression.kernels import largest_indices
 from ashl.compression.payload import Parts
 from ashl.compression.sparse import Sparsifier
 from ashl.option import option
@@ -36,5 +36,5 @@ class TopK(Sparsifier):
     promises: ClassVar[Traits] = Traits(contraction=True)
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        k = self.kept(context.ratio, len(x))
-        return self.format.pack(x, k, lambda: largest(x, k), context)
+        k = self.num_selected(context.ratio, len(x))
+        return self.format.pack(x, k, lambda: largest_indices(x, k), context)

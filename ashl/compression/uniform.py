@@ -27,13 +27,13 @@ from ashl.compression.contract import EncodeContext, Traits, Wrappable
 from ashl.compression.kernels import (
     BLOCK,
     Array,
+    as_native,
+    as_tensor,
     divide,
     ends_of,
-    native,
     round_levels,
     rounding_noise,
     scale_levels,
-    tensor,
 )
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
 from ashl.option import Number, option
@@ -58,7 +58,7 @@ class StochasticUniform(Wrappable):
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         d, top, row = len(x), self.levels - 1, min(ROW, len(x))
-        ends = native(ends_of(x)[None])
+        ends = as_native(ends_of(x)[None])
         noise = rounding_noise(x, context.words(), top)
 
         def to_levels(where: slice, rows: Array) -> Array:
@@ -66,10 +66,10 @@ class StochasticUniform(Wrappable):
             return round_levels(y, noise, where.start * row)
 
         stream = write_levels(x, row, d, top, self.entropy, to_levels)
-        return Parts(d, stream, scales=tensor(ends))
+        return Parts(d, stream, scales=as_tensor(ends))
 
     def unpack(self, parts: Parts, d: int) -> Tensor:
-        ends = native(typed_part(parts.scales, torch.float32, 2, "ends"))[None]
+        ends = as_native(typed_part(parts.scales, torch.float32, 2, "ends"))[None]
         top = self.levels - 1
 
         def to_values(_: slice, rows: Array) -> None:

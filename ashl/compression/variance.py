@@ -45,13 +45,13 @@ from ashl.compression.contract import (
 )
 from ashl.compression.kernels import (
     Array,
+    as_native,
+    as_tensor,
     bits_as,
     convert,
     look_up,
-    native,
     pack,
-    quiet,
-    tensor,
+    silence_warnings,
     where_true,
 )
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part, write_payload
@@ -113,18 +113,18 @@ class Variance(Codec):
         sums = g + (0.0 if error is None else error)
         squares = fresh + (0.0 if spread is None else spread)
         # Negated "at most" instead of "greater than", so that NaN is sent.
-        r, wide, spreads = native(sums), native(sums.double()), native(squares.double())
-        with quiet():
-            places = native(where_true(~(wide**2 <= self.alpha * spreads)))
+        r, wide, spreads = as_native(sums), as_native(sums.double()), as_native(squares.double())
+        with silence_warnings():
+            places = as_native(where_true(~(wide**2 <= self.alpha * spreads)))
         top, signs, steps = round_to_power(r[places])
         sent = steps <= SMALLEST
         places, words = places[sent], signs[sent] << 31 | steps[sent] << PLACE_BITS
-        values = tensor(r[places])
+        values = as_tensor(r[places])
         squares *= self.zeta
         r[places] = 0.0
-        native(squares)[places] = 0.0
+        as_native(squares)[places] = 0.0
         parts = Parts(len(places), pack(words | places, 32), scales=torch.tensor([top]))
-        after = Waiting(sums, squares, tensor(places), values, lr)
+        after = Waiting(sums, squares, as_tensor(places), values, lr)
         return after, write_payload(self.code, len(g), parts)
 
     def unpack(self, parts: Parts, d: int) -> Elements:

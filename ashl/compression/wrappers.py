@@ -75,13 +75,13 @@ class Step:
         """Return the context with the density of this message; the largest that may occur."""
         return context
 
-    def before(
+    def transform(
         self, state: State, x: Tensor, context: EncodeContext
     ) -> tuple[State, Tensor, EncodeContext]:
         """Return (state, vector, context) for the next step or the codec."""
         return state, x, self.schedule(context)
 
-    def after(self, state: State, x: Tensor, sent: Sent) -> State:
+    def update_state(self, state: State, x: Tensor, sent: Sent) -> State:
         """Return the state after encoding; x is the vector before this step."""
         return state
 
@@ -119,11 +119,11 @@ class WrappedCodec(OuterCodec):
     def encode(
         self, sender: Sender | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[Sender, Tensor]:
-        states, vectors, source = self.prepare(sender, x, context)
+        states, vectors, source = self.prepare_encoding(sender, x, context)
         inner, payload = self.codec.encode(*source)
-        return self.settle(states, vectors, Sent(self.codec, payload), inner), payload
+        return self.finish_encoding(states, vectors, Sent(self.codec, payload), inner), payload
 
-    def prepare(
+    def prepare_encoding(
         self, sender: Sender | None, x: Tensor, context: EncodeContext
     ) -> tuple[list[State], list[Tensor], CodecInput]:
         """Run all steps before encoding: (their states, the vector before each, codec's input)."""
@@ -131,16 +131,16 @@ class WrappedCodec(OuterCodec):
         states, vectors = [], []
         for step, state in zip(self.steps, old.steps, strict=True):
             vectors.append(x)
-            state, x, context = step.before(state, x, context)
+            state, x, context = step.transform(state, x, context)
             states.append(state)
         return states, vectors, CodecInput(old.inner, x, context)
 
-    def settle(
+    def finish_encoding(
         self, states: list[State], vectors: list[Tensor], sent: Sent, inner: State
     ) -> Sender:
         """Run all steps after encoding."""
         every = zip(self.steps, states, vectors, strict=True)
-        return Sender(tuple(step.after(state, x, sent) for step, state, x in every), inner)
+        return Sender(tuple(step.update_state(state, x, sent) for step, state, x in every), inner)
 
     def restore_dropped(self, sender: Sender, payload: Tensor) -> Sender:
         sent = Sent(self.codec, payload)
@@ -174,7 +174,7 @@ def with_steps(codec: Codec, *steps: Step) -> Codec:
     return WrappedCodec(codec, steps) if steps else codec
 
 
-def innermost(codec: Codec) -> Codec:
+def inner_codec(codec: Codec) -> Codec:
     """Return the codec inside all wrappers."""
     return codec.codec if isinstance(codec, WrappedCodec) else codec
 
@@ -182,7 +182,7 @@ def innermost(codec: Codec) -> Codec:
 def codec_input(codec: Codec, sender: State, x: Tensor, context: EncodeContext) -> CodecInput:
     """Return the input of the innermost codec for a protocol of its own."""
     if isinstance(codec, WrappedCodec):
-        return codec.prepare(sender, x, context)[2]
+        return codec.prepare_encoding(sender, x, context)[2]
     return CodecInput(sender, x, context)
 
 
@@ -192,8 +192,8 @@ def sender_after(
     """Return the sender's state after a protocol."""
     if not isinstance(codec, WrappedCodec):
         return outcome.inner
-    states, vectors, _ = codec.prepare(sender, x, context)
-    return codec.settle(states, vectors, Sent(None, outcome.sent), outcome.inner)
+    states, vectors, _ = codec.prepare_encoding(sender, x, context)
+    return codec.finish_encoding(states, vectors, Sent(None, outcome.sent), outcome.inner)
 
 
 # --- the codec of a link
@@ -323,7 +323,7 @@ class ErrorFeedback(Step):
     def traits(self, traits: Traits) -> Traits:
         return traits._replace(unbiased=False)
 
-    def before(
+    def transform(
         self, state: Residual | None, x: Tensor, context: EncodeContext
     ) -> tuple[Residual, Tensor, EncodeContext]:
         error, lr = state or Residual()
@@ -334,7 +334,7 @@ class ErrorFeedback(Step):
         whole = p if self.gain == self.decay else x + error * self.decay
         return Residual(whole, context.lr), p, context
 
-    def after(self, state: Residual, x: Tensor, sent: Sent) -> Residual:
+    def update_state(self, state: Residual, x: Tensor, sent: Sent) -> Residual:
         assert state.error is not None
         shared = state.error is x or state.error is sent.content
         rest = state.error.clone() if shared else state.error
@@ -400,7 +400,7 @@ class MomentumCorrection(Step):
     def traits(self, traits: Traits) -> Traits:
         return traits._replace(unbiased=False, lossless=False)
 
-    def before(
+    def transform(
         self, state: Velocity | None, x: Tensor, context: EncodeContext
     ) -> tuple[Velocity, Tensor, EncodeContext]:
         old = state or Velocity()
@@ -412,7 +412,7 @@ class MomentumCorrection(Step):
         v = u.clone() if error is None else u + error
         return Velocity(u, v, None, context.lr), v, context
 
-    def after(self, state: Velocity, x: Tensor, sent: Sent) -> Velocity:
+    def update_state(self, state: Velocity, x: Tensor, sent: Sent) -> Velocity:
         u, v, _, lr = state
         assert u is not None
         assert v is not None
@@ -448,7 +448,7 @@ class RunningMean(Step):
 
     decay: float
 
-    def before(
+    def transform(
         self, state: Average | None, x: Tensor, context: EncodeContext
     ) -> tuple[Average, Tensor, EncodeContext]:
         if state is None:
@@ -510,13 +510,13 @@ class Accordion(Step):
     def schedule(self, context: EncodeContext) -> EncodeContext:
         return context._replace(ratio=self.critical_ratio)
 
-    def before(
+    def transform(
         self, state: Regime | None, x: Tensor, context: EncodeContext
     ) -> tuple[Regime, Tensor, EncodeContext]:
         epoch = int(context.epoch)
         old = state or Regime(epoch)
         if epoch > old.epoch and old.total is not None:
-            norm = length(old.total)
+            norm = vector_norm(old.total)
             critical = old.before is None or abs(old.before - norm) >= CHANGE * old.before
             old = Regime(epoch, None, norm, critical)
         elif old.total is None:  # first update of the stage
@@ -541,14 +541,14 @@ class Clipping(Step):
 
     norm: float
 
-    def before(
+    def transform(
         self, state: State, x: Tensor, context: EncodeContext
     ) -> tuple[State, Tensor, EncodeContext]:
-        norm, bound = length(x), abs(context.weight) * self.norm / context.workers**0.5
+        norm, bound = vector_norm(x), abs(context.weight) * self.norm / context.workers**0.5
         return state, x if norm <= bound else x * (bound / norm), context
 
 
-def length(x: Tensor) -> float:
+def vector_norm(x: Tensor) -> float:
     return numbers([torch.linalg.vector_norm(x, dtype=torch.float64)])[0]
 
 

@@ -176,7 +176,7 @@ def template_values(plan: Plan, job: Job) -> dict[str, Any]:
     if isinstance(own.compression, TopK):
         # A worker sends its whole update if values and indices would take no fewer bytes.
         kept = [
-            own.compression.kept(worker.compression_ratio, plan.num_params)
+            own.compression.num_selected(worker.compression_ratio, plan.num_params)
             for worker in stage.plan.workers
         ]
         sent = [

@@ -44,23 +44,25 @@ def fingerprint_of_data(data: Data) -> dict[str, list[Any]]:
         found[f"the number of {name} samples"] = [str(len(half))]
         found[f"the {name} targets"] = fingerprint(half.targets)
         if isinstance(half.inputs, Tensor):
-            found[f"the {name} inputs"] = fingerprint(some(half))
+            found[f"the {name} inputs"] = fingerprint(sample_inputs(half))
     return found
 
 
-def some(half: Split) -> Tensor:
+def sample_inputs(half: Split) -> Tensor:
     """Return inputs at equal distances."""
     assert isinstance(half.inputs, Tensor)
     return half.inputs[:: max(1, len(half) // READ)]
 
 
-def differing(own: Fingerprint, other: Fingerprint) -> str | None:
+def first_difference(own: Fingerprint, other: Fingerprint) -> str | None:
     """Return the name of the first part that differs; None if all are equal up to rounding."""
     names = (*own, *(name for name in other if name not in own))
-    return next((name for name in names if not same(own.get(name, ()), other.get(name, ()))), None)
+    return next(
+        (name for name in names if not is_equal(own.get(name, ()), other.get(name, ()))), None
+    )
 
 
-def same(own: Sequence[Any], other: Sequence[Any]) -> bool:
+def is_equal(own: Sequence[Any], other: Sequence[Any]) -> bool:
     if len(own) != 4 or len(other) != 4 or own[0] != other[0]:
         return list(own) == list(other)
     bound = ROUNDING * own[1]

@@ -30,7 +30,7 @@ from ashl.config.faults import Guard, hint_for, is_out_of_memory
 from ashl.data.augment import crop_flip, draw_crops
 from ashl.data.dataset import Data, Split
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
-from ashl.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
+from ashl.device import HOST, allow_tf32, numbers, seed_generators, to_device, to_host
 from ashl.errors import OwnFaultError, UsageError
 from ashl.learn.allocator import keep_pages
 from ashl.learn.fingerprint import fingerprint, fingerprint_of_data
@@ -39,16 +39,16 @@ from ashl.learn.module_state import (
     Carrier,
     Key,
     State,
-    beside,
-    changed,
-    copied,
-    put_all,
-    state_queue,
+    copy_value,
+    find_changed,
+    named_tensors,
+    set_values,
+    state_of,
 )
 from ashl.learn.pieces import Arriving, Pieces
 from ashl.learn.replica import Replica
 from ashl.model.plain import PlainModel
-from ashl.optimizer.absent import flat
+from ashl.optimizer.absent import flatten_gradients
 from ashl.task.contract import ACCURACY, Task
 
 EVALUATED = 2000  # most training samples for train_loss
@@ -102,7 +102,7 @@ class Learner:
         made = model_option.make if isinstance(model_option, PlainModel) else type(model_option)
         self._name = made.__name__
         source = ("dataset", data.source)
-        model, judge = ("model", named(made)), ("task", named(type(task)))
+        model, judge = ("model", dotted_name(made)), ("task", dotted_name(type(task)))
         self._of_data, self._of_forward = (source,), (model, source)
         self._of_loss, self._of_backward = (judge, model, source), (model, judge, source)
         self._here = Replica(self._build, device, graphs)  # for the try-out
@@ -115,9 +115,9 @@ class Learner:
         self._train = self._train.channels_last(RESIDENT) if self._channels_last else self._train
         self._counts = counts_of(task, data.train, "train"), counts_of(task, data.test, "test")
         self.counts = None if self._counts[0] is None else self._counts[0].numpy()
-        first = written_parts(self._here.module)
+        first = copy_parameters(self._here.module)
         drew, self._width, carried = self._try_out()
-        self.writes = changed_parts(first, written_parts(self._here.module))
+        self.writes = find_written(first, copy_parameters(self._here.module))
         copies = bool(self.writes)
         # The first replica has changed its state during the try-out.
         self._here = Replica(self._build, device, graphs, copies)
@@ -164,15 +164,15 @@ class Learner:
         """Return the first parameters, float32 [d]: a function of the seed, or those of the
         initial weights.
         """
-        return self._flat(self._build())
+        return self._flatten_parameters(self._build())
 
-    def untrained(self) -> Tensor:
+    def init_untrained(self) -> Tensor:
         """Return the parameters of the untrained model, float32 [d]: a pure function of the
         seed.
         """
-        return self._flat(self._build(untrained=True))
+        return self._flatten_parameters(self._build(untrained=True))
 
-    def _flat(self, module: nn.Module) -> Tensor:
+    def _flatten_parameters(self, module: nn.Module) -> Tensor:
         parameters = [p.detach() for p in module.parameters() if p.requires_grad]
         return to_device(_flatten_dense_tensors(parameters), self.device)
 
@@ -180,7 +180,7 @@ class Learner:
         """Return the fingerprints of the module's first state and of the data; they must agree
         in all processes.
         """
-        state = state_queue(self._build())
+        state = named_tensors(self._build())
         found = {f"the model's {name}": fingerprint(value) for name, value in state.items()}
         return found | fingerprint_of_data(self._data)
 
@@ -188,12 +188,16 @@ class Learner:
         """Return the part of the module's state that this worker's forward passes have changed;
         None = nothing.
         """
-        return None if self.carrier is None else self.carrier.take(self._here.module, worker)
+        return (
+            None
+            if self.carrier is None
+            else self.carrier.state_of_worker(self._here.module, worker)
+        )
 
     def set_worker_state(self, worker: int, state: State | None) -> None:
         """Set the module state of a worker; None is the first one."""
         if self.carrier is not None:
-            self.carrier.put(worker, state)
+            self.carrier.set_state(worker, state)
 
     @property
     def carries(self) -> bool:
@@ -204,7 +208,7 @@ class Learner:
         """Return the mean over the workers of the state that forward passes have changed."""
         if self.carrier is None:
             return {}
-        self.carrier.leave(self._here.module)
+        self.carrier.save_worker(self._here.module)
         return self.carrier.mean()
 
     def constants(self) -> State:
@@ -216,32 +220,32 @@ class Learner:
     def set_constants(self, state: State) -> None:
         """Set the frozen parameters and buffers from a checkpoint."""
         with torch.no_grad():
-            put_all(self._here.module, state)
+            set_values(self._here.module, state)
 
     @contextmanager
-    def _evaluating(self, params: Tensor, state: State | None = None) -> Generator[None]:
+    def _evaluation_mode(self, params: Tensor, state: State | None = None) -> Generator[None]:
         """Set the module to these parameters, with the mean state of the workers or with `state`.
 
         Changes of the module inside are not kept.
         """
         here = self._here
-        here.point_at(params)
+        here.set_parameters(params)
         if self.carrier is not None:
-            self.carrier.enter_mean(here.module)
-            put_all(here.module, state or {})
-        with self._drawing(Purpose.EVALUATION):
+            self.carrier.load_mean(here.module)
+            set_values(here.module, state or {})
+        with self._seeded_context(Purpose.EVALUATION):
             self._calibrate()
             here.eval()
             yield
         if self.carrier is not None:
-            self.carrier.notice(here.module)
+            self.carrier.find_new_keys(here.module)
 
     def _leave(self, worker: int) -> None:
         """Note what the module has changed in a step of this worker, and show its state to a
         thread that asked.
         """
         if self.carrier is not None:
-            self.carrier.notice(self._here.module)
+            self.carrier.find_new_keys(self._here.module)
             if self.wants_state:
                 self.shown, self.wants_state = self.worker_state(worker), False
 
@@ -272,45 +276,47 @@ class Learner:
 
         Without `marked`, −0.0 may occur in a complete gradient, too.
         """
-        place, batch = place_of(worker, step), self._moved(indices, worker, step)
-        with self._drawing(Purpose.MODEL, worker, step):
+        place, batch = place_of(worker, step), self._training_batch(indices, worker, step)
+        with self._seeded_context(Purpose.MODEL, worker, step):
             if not self._captures:
                 loss = self._batch_loss(params, batch, worker, step, self._share(indices, share))
-                found = self._differentiated(loss, place, marked)
+                found = self._differentiate(loss, place, marked)
                 self._leave(worker)
                 return found
             self._enter(params, worker)
 
-            def captured(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-                return self._differentiated(
+            def differentiate_batch(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+                return self._differentiate(
                     self._loss(self._forward, inputs, targets, place), place
                 )[:2]
 
-            return *self._here.graphs.run(captured, *batch), not self.complete
+            return *self._here.graphs.run(differentiate_batch, *batch), not self.complete
 
     def _share(self, indices: np.ndarray, share: float) -> float:
         """Return the share of a batch; 0 if no target of it counts."""
         return share if self.counts is None or self.counts[indices].any() else 0.0
 
-    def _drawing(self, purpose: Purpose, worker: int = 0, step: int = 0) -> AbstractContextManager:
+    def _seeded_context(
+        self, purpose: Purpose, worker: int = 0, step: int = 0
+    ) -> AbstractContextManager:
         """Seed the generators from (seed, purpose, worker, step) inside, if the model may draw."""
         return (
-            seeded(torch_seed(self._seed, purpose, worker, step), self.device)
+            seed_generators(torch_seed(self._seed, purpose, worker, step), self.device)
             if self._draws
             else nullcontext()
         )
 
-    def _differentiated(
+    def _differentiate(
         self, loss: Tensor, place: str, marked: bool = True
     ) -> tuple[Tensor, Tensor, bool]:
         with Guard(self._of_backward, place):
             gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
-        self._look(place)
+        self._check_writes(place)
         return loss.detach(), *self._vector(gradients, self._here.parameters, marked)
 
-    def _look(self, place: str) -> None:
+    def _check_writes(self, place: str) -> None:
         """Raise UsageError if this step wrote into parameters and none did in the try-out."""
-        if self._looks and self._versions != versions(self._here.parameters):
+        if self._looks and self._versions != count_writes(self._here.parameters):
             raise UsageError(
                 f"{place}: model {self._name} wrote into its own parameters, and did not when it"
                 " was tried out; let each forward pass write, or none"
@@ -321,7 +327,7 @@ class Learner:
 
         They are `params`, or a new vector if the forward pass wrote into them.
         """
-        return self._here.written() if self.writes else params
+        return self._here.copy_parameters() if self.writes else params
 
     def _vector(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], marked: bool = True
@@ -329,7 +335,7 @@ class Learner:
         """Return these gradients as one vector and True if any parameter has none; note the
         latter.
         """
-        vector, lacks = flat(gradients, parameters, marked)
+        vector, lacks = flatten_gradients(gradients, parameters, marked)
         self.complete = not lacks and self.complete is not False
         return vector, lacks
 
@@ -357,31 +363,33 @@ class Learner:
         found: dict[int, Tensor] = {}
         left = [len(tensors) for tensors in holds]
 
-        def give(k: int, gradients: Mapping[int, Tensor | None]) -> None:
+        def hand_out_part(k: int, gradients: Mapping[int, Tensor | None]) -> None:
             own = [gradients[i] for i in holds[k]]
             hand_out(k, self._vector(own, [parameters[i] for i in holds[k]])[0])
 
-        def arrived(i: int, gradient: Tensor) -> None:
+        def collect_gradient(i: int, gradient: Tensor) -> None:
             k = part_of[i]
             found[i], left[k] = gradient, left[k] - 1
             if not left[k]:
-                give(k, {j: found.pop(j) for j in holds[k]})
+                hand_out_part(k, {j: found.pop(j) for j in holds[k]})
 
-        place, batch = place_of(worker, step), self._moved(indices, worker, step)
-        with self._drawing(Purpose.MODEL, worker, step):
+        place, batch = place_of(worker, step), self._training_batch(indices, worker, step)
+        with self._seeded_context(Purpose.MODEL, worker, step):
             loss = self._batch_loss(params, batch, worker, step, self._share(indices, share))
             halfway()
-            hooks = [p.register_hook(partial(arrived, i)) for i, p in enumerate(parameters)]
+            hooks = [
+                p.register_hook(partial(collect_gradient, i)) for i, p in enumerate(parameters)
+            ]
             try:
                 with Guard(self._of_backward, place):
                     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             finally:
                 for hook in hooks:
                     hook.remove()
-        self._look(place)
+        self._check_writes(place)
         for k in range(len(holds)):
             if left[k]:  # some of its tensors take no part in the loss
-                give(k, dict(enumerate(gradients)))
+                hand_out_part(k, dict(enumerate(gradients)))
         value = numbers([loss.detach()])[0]
         self._leave(worker)
         return value
@@ -405,7 +413,7 @@ class Learner:
         count, starts = len(parts), [start for start, _ in reversed(parts)]
         came, nothing = 0, torch.empty(0)
 
-        def reached(group: int) -> None:
+        def hand_out_until(group: int) -> None:
             nonlocal came
             if came < group and self.device != HOST:
                 torch.cuda.synchronize()
@@ -424,12 +432,12 @@ class Learner:
             ]:
                 first = min(own)
                 hooks.append(
-                    module.register_forward_pre_hook(lambda *_, first=first: reached(first))
+                    module.register_forward_pre_hook(lambda *_, first=first: hand_out_until(first))
                 )
         try:
             args = (params, indices, worker, step, parts)
             return self.gradient_in_parts(
-                *args, lambda k, x: hand_out(count + k, x), lambda: reached(count)
+                *args, lambda k, x: hand_out(count + k, x), lambda: hand_out_until(count)
             )
         finally:
             for hook in hooks:
@@ -443,7 +451,7 @@ class Learner:
         places = {id(p): i for i, p in enumerate(self._here.parameters)}
         work = [0] * len(places)
         if self.carrier is not None:
-            self.carrier.leave(self._here.module)
+            self.carrier.save_worker(self._here.module)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             self._forward(self._batch(self._train, np.zeros(2, np.int64))[0])
         counted = {name: sum(by.values()) for name, by in counter.get_flop_counts().items()}
@@ -472,12 +480,12 @@ class Learner:
         forward = (
             self._forward
             if isinstance(params, Tensor)
-            else partial(self._forward_on, params, worker, step)
+            else partial(self._forward_as_pieces_arrive, params, worker, step)
         )
         loss = self._loss(forward, *batch, place_of(worker, step), counted=share != 0)
         return loss if share in (0, 1) else loss * share
 
-    def _moved(self, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:
+    def _training_batch(self, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:
         """Return a batch for training, augmented."""
         inputs, targets = self._batch(self._train, indices, worker, step, place_of(worker, step))
         if self._data.augment == "crop_flip":
@@ -491,13 +499,13 @@ class Learner:
         """
         if self.carrier is not None:
             with torch.no_grad():
-                self.carrier.enter(self._here.module, worker)
+                self.carrier.load_worker(self._here.module, worker)
         if isinstance(params, Tensor):
-            self._here.point_at(params)
+            self._here.set_parameters(params)
         if not self._here.trains:
             self._here.train()
         if self._looks:
-            self._versions = versions(self._here.parameters)
+            self._versions = count_writes(self._here.parameters)
 
     def _loss(
         self,
@@ -540,7 +548,7 @@ class Learner:
 
         `test_metric` is None if the task has none, `test_accuracy` if its metric is another one.
         """
-        with self._evaluating(params):
+        with self._evaluation_mode(params):
             train_loss, _ = self._score(self._train, self._subset)
             test_loss, metric = self._score(self._test, np.arange(len(self._test)), judged=True)
         return {
@@ -555,7 +563,7 @@ class Learner:
         """Return `train_loss` as `evaluate` does; with a `shift`, each sample has the target of
         another one.
         """
-        with self._evaluating(params):
+        with self._evaluation_mode(params):
             return self._score(self._train, self._subset, shift=shift)[0]
 
     @torch.no_grad()
@@ -565,7 +573,7 @@ class Learner:
         BatchNorm's statistics are those that an evaluation estimates. State that forward passes
         change is the workers' mean, or `own`.
         """
-        with self._evaluating(params, own):
+        with self._evaluation_mode(params, own):
             state = self._here.module.state_dict()
             return {
                 name: to_host(value).clone()
@@ -584,7 +592,10 @@ class Learner:
         """Return a batch; reading samples draws from (seed, worker, step) alone."""
         if not isinstance(split.inputs, Tensor):
             guard = Guard(self._of_data, place)
-            with guard, seeded(torch_seed(self._seed, Purpose.AUGMENT, worker, step), HOST):
+            with (
+                guard,
+                seed_generators(torch_seed(self._seed, Purpose.AUGMENT, worker, step), HOST),
+            ):
                 inputs, targets = split.batch(indices)
         elif self.device == HOST:
             return split.batch(indices)
@@ -620,12 +631,13 @@ class Learner:
             raise UsageError(f"Model {name} must have trainable parameters, all of them float32.")
         inputs, targets = self._batch(self._train, np.zeros(2, np.int64))
         first = {
-            key: copied(value) for key, value in beside(self._here.module, self._here.apart).items()
+            key: copy_value(value)
+            for key, value in state_of(self._here.module, self._here.apart).items()
         }
         expected = self._task.output_shape(targets, self._data.num_classes)
-        with seeded(0, self.device) as generator:
+        with seed_generators(0, self.device) as generator:
             before = generator.get_state()
-            output = self._tried(inputs)
+            output = self._run_forward(inputs)
             if not isinstance(output, Tensor) or (
                 expected is not None and output.shape != expected
             ):
@@ -649,17 +661,21 @@ class Learner:
         with Guard(self._of_backward, TRYING):
             torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
         self._here.eval()
-        with torch.no_grad(), seeded(0, self.device):
-            evaluated = self._tried(inputs)
+        with torch.no_grad(), seed_generators(0, self.device):
+            evaluated = self._run_forward(inputs)
         self._here.train()
         if shape_of(evaluated) != shape_of(output):
             raise UsageError(
                 f"Model {name} returns {shape_of(evaluated)} in evaluation mode and"
                 f" {shape_of(output)} in training; let its forward return the same in both."
             )
-        return draws, output[0].numel(), changed(first, beside(self._here.module, self._here.apart))
+        return (
+            draws,
+            output[0].numel(),
+            find_changed(first, state_of(self._here.module, self._here.apart)),
+        )
 
-    def _tried(self, inputs: Tensor) -> Any:
+    def _run_forward(self, inputs: Tensor) -> Any:
         """Return the module's output for these samples. Raises UsageError if it cannot read
         them.
         """
@@ -683,14 +699,16 @@ class Learner:
         with torch.autocast(self.device.partition(":")[0], torch.bfloat16):
             return self._here.module(inputs).float()
 
-    def _forward_on(self, pieces: Pieces, worker: int, step: int, inputs: Tensor) -> Tensor:
+    def _forward_as_pieces_arrive(
+        self, pieces: Pieces, worker: int, step: int, inputs: Tensor
+    ) -> Tensor:
         """Run a forward pass on parameters that arrive meanwhile.
 
         They are placed in memory as in one vector, because the start of a matrix decides for some
         kernels in which order they add.
         """
         if self._here.resident is None:
-            self._here.point_at(torch.empty(self.num_params, device=self.device))
+            self._here.set_parameters(torch.empty(self.num_params, device=self.device))
         before = self.worker_state(worker)
         arriving = Arriving(pieces, self._here.parameters)
         arriving.await_all(self._here.hidden)
@@ -702,7 +720,7 @@ class Learner:
         self.set_worker_state(worker, before)  # the first pass has changed something
         self._enter(pieces, worker)
         self._here.hidden |= arriving.unseen
-        with self._drawing(Purpose.MODEL, worker, step):
+        with self._seeded_context(Purpose.MODEL, worker, step):
             return self._forward(inputs)
 
     def _calibrate(self) -> None:
@@ -788,7 +806,7 @@ def shape_of(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
-def named(made: Any) -> str:
+def dotted_name(made: Any) -> str:
     """Return the dotted name of a class or a function."""
     return f"{made.__module__}.{made.__qualname__}"
 
@@ -823,21 +841,21 @@ def chunks(indices: np.ndarray, most: int) -> Iterator[np.ndarray]:
         start = stop
 
 
-def versions(parameters: Sequence[nn.Parameter]) -> int:
+def count_writes(parameters: Sequence[nn.Parameter]) -> int:
     """Return how often these parameters have been written to, as torch counts."""
     return sum(p._version for p in parameters)
 
 
-def written_parts(module: nn.Module) -> dict[str, tuple[int, Tensor]]:
+def copy_parameters(module: nn.Module) -> dict[str, tuple[int, Tensor]]:
     """Return for each trainable parameter how often it has been written to, and a copy."""
     learned = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     return {name: (p._version, p.detach().clone()) for name, p in learned}
 
 
-def changed_parts(
+def find_written(
     before: dict[str, tuple[int, Tensor]], after: dict[str, tuple[int, Tensor]]
 ) -> tuple[str, ...]:
-    """Return the names of parameters that were written to between two calls of `written_parts`."""
+    """Return the names of parameters written to between two calls of `copy_parameters`."""
     pairs = ((name, before[name], after[name]) for name in before if name in after)
     return tuple(
         name for name, old, new in pairs if old[0] != new[0] or not torch.equal(old[1], new[1])

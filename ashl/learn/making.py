@@ -12,8 +12,8 @@ from torch import nn
 from ashl.data.dataset import Data
 from ashl.data.plain import PlainDataset
 from ashl.data.rng import Purpose, torch_seed
-from ashl.device import HOST, generator_states, seeded
-from ashl.learn.weights import put_into
+from ashl.device import HOST, generator_states, seed_generators
+from ashl.learn.weights import load_file
 
 # Attempts at the test half: with the seed of the training half, and with another one.
 SPLIT, SAMPLES = 0, 1
@@ -31,9 +31,9 @@ def make_module(
 
     Raises: UsageError if the file cannot be read or does not fit.
     """
-    with seeded(torch_seed(seed, Purpose.INIT), HOST):
+    with seed_generators(torch_seed(seed, Purpose.INIT), HOST):
         module = option.build(sample_shape, num_classes)
-    return module if start is None else put_into(module, Path(start))
+    return module if start is None else load_file(module, Path(start))
 
 
 def load_data(dataset: Any, seed: int) -> Data:
@@ -46,20 +46,20 @@ def load_data(dataset: Any, seed: int) -> Data:
     Raises: UsageError and DataMissingError.
     """
     if not (isinstance(dataset, PlainDataset) and dataset.makes_halves):
-        with seeded(torch_seed(seed, Purpose.DATA), HOST):
+        with seed_generators(torch_seed(seed, Purpose.DATA), HOST):
             return dataset.load()
     train, _ = make_half(dataset, seed, SPLIT, train=True)
     test, draws = make_half(dataset, seed, SPLIT, train=False)
     if draws and (common := count_common(train, test)):
         other, _ = make_half(dataset, seed, SAMPLES, train=False)
         test = other if count_common(train, other) < common else test
-    with seeded(torch_seed(seed, Purpose.DATA), HOST):
+    with seed_generators(torch_seed(seed, Purpose.DATA), HOST):
         return dataset.data_of(train, test)
 
 
 def make_half(dataset: PlainDataset, seed: int, attempt: int, *, train: bool) -> tuple[Any, bool]:
     """Return one half as its class makes it, and True if that drew from a global generator."""
-    with seeded(torch_seed(seed, Purpose.DATA, attempt), HOST):
+    with seed_generators(torch_seed(seed, Purpose.DATA, attempt), HOST):
         before = generator_states()
         half = dataset.make_half(train=train)
         return half, generator_states() != before

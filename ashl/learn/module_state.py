@@ -25,12 +25,12 @@ PLAIN = (bool, int, float, str, type(None))
 CONTAINERS = (list, tuple, set, deque)
 
 
-def state_queue(module: nn.Module) -> dict[str, Tensor]:
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer by name, including those that no `state_dict` contains."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def beside(module: nn.Module, apart: Collection[str] = ()) -> State:
+def state_of(module: nn.Module, apart: Collection[str] = ()) -> State:
     """Return the state of a module besides its trainable parameters.
 
     Args: apart has the paths of submodules whose buffers are left out.
@@ -65,7 +65,7 @@ def is_plain(value: Any) -> bool:
     return type(value) in PLAIN or (type(value) in CONTAINERS and all(map(is_plain, value)))
 
 
-def copied(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
@@ -82,7 +82,7 @@ def is_same(one: Any, other: Any) -> bool:
     return one == other
 
 
-def changed(before: State, after: State) -> frozenset[Key]:
+def find_changed(before: State, after: State) -> frozenset[Key]:
     """Return the keys of values that differ or exist in one state only."""
     return frozenset(
         key
@@ -91,16 +91,16 @@ def changed(before: State, after: State) -> frozenset[Key]:
     )
 
 
-def shard_sizes(module: nn.Module, kind: str, path: str) -> dict[str, Any]:
+def values_by_name(module: nn.Module, kind: str, path: str) -> dict[str, Any]:
     """Return the dict in which a submodule holds its values of this kind."""
     part: Any = module.get_submodule(path)
     return {PARAMETER: part._parameters, BUFFER: part._buffers, ATTRIBUTE: vars(part)}[kind]
 
 
-def put(module: nn.Module, key: Key, state: State) -> None:
+def set_value(module: nn.Module, key: Key, state: State) -> None:
     """Set a value of a module to that of a state; remove it if the state has none."""
     kind, path, name = key
-    held = shard_sizes(module, kind, path)
+    held = values_by_name(module, kind, path)
     if key not in state:
         # A value that is not plain holds a graph, which belongs to one step.
         if kind != ATTRIBUTE or is_plain(held.get(name)):
@@ -136,7 +136,7 @@ def mean_of(states: Sequence[State]) -> State:
         found[key] = values[0]
         if all(type(value) is float for value in values):
             found[key] = sum(values) / len(values)
-        elif len(values) > 1 and alike(values):
+        elif len(values) > 1 and have_one_shape(values):
             total = torch.zeros_like(values[0], dtype=torch.float64)
             for value in values:
                 total += value
@@ -144,7 +144,7 @@ def mean_of(states: Sequence[State]) -> State:
     return found
 
 
-def alike(values: Sequence[Any]) -> bool:
+def have_one_shape(values: Sequence[Any]) -> bool:
     """Return True for floating-point tensors of one shape."""
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return len(tensors) == len(values) and len({value.shape for value in tensors}) == 1
@@ -171,30 +171,30 @@ class Carrier:
         # The same marks, arranged for a fast check.
         self._places: list[tuple[Mapping[str, Any], int, list[tuple[str, Any]]]] | None = None
 
-    def enter(self, module: nn.Module, worker: int) -> None:
+    def load_worker(self, module: nn.Module, worker: int) -> None:
         """Give the module the state of this worker."""
         if self._resident == worker:
             return
-        self.leave(module)
+        self.save_worker(module)
         if self.names:
-            self._load(module, self._kept.get(worker, self.first))
+            self._load(module, self._kept.get(worker, self.first_state))
         self._resident = worker
 
-    def leave(self, module: nn.Module) -> None:
+    def save_worker(self, module: nn.Module) -> None:
         """Keep the state of the worker that computed last; the module's may be changed
         afterwards.
         """
         if self._resident is not None and self.names:
-            self._kept[self._resident] = self._of(module)
+            self._kept[self._resident] = self._copy_state(module)
         self._resident = None
 
-    def enter_mean(self, module: nn.Module) -> None:
+    def load_mean(self, module: nn.Module) -> None:
         """Give the module the workers' mean, for an evaluation."""
-        self.leave(module)
+        self.save_worker(module)
         if self.names:
             self._load(module, self.mean())
 
-    def notice(self, module: nn.Module) -> None:
+    def find_new_keys(self, module: nn.Module) -> None:
         """Check if the module has changed a value outside the known keys; carry it from now on."""
         if self._places is not None and all(
             len(held) == count and all(mark_of(held.get(name)) == mark for name, mark in marks)
@@ -203,7 +203,7 @@ class Carrier:
             return
         seen = {
             key: mark_of(value)
-            for key, value in beside(module, self._apart).items()
+            for key, value in state_of(module, self._apart).items()
             if key not in self.names
         }
         if self._watched is not None:
@@ -218,17 +218,17 @@ class Carrier:
                 marks.setdefault((BUFFER, path), [])
                 marks.setdefault((ATTRIBUTE, path), [])
         self._places = [
-            (held := shard_sizes(module, kind, path), len(held), found)
+            (held := values_by_name(module, kind, path), len(held), found)
             for (kind, path), found in marks.items()
         ]
 
-    def take(self, module: nn.Module, worker: int) -> State | None:
+    def state_of_worker(self, module: nn.Module, worker: int) -> State | None:
         """Return the state of a worker; None if it is the first one."""
         if self._resident == worker and self.names:
-            return self._of(module)
+            return self._copy_state(module)
         return self._kept.get(worker)
 
-    def put(self, worker: int, state: State | None) -> None:
+    def set_state(self, worker: int, state: State | None) -> None:
         """Set the state of a worker; None is the first one."""
         if self._resident == worker:
             self._resident = None
@@ -242,38 +242,40 @@ class Carrier:
         return (
             mean_of([state for _, state in sorted(self._kept.items())])
             if self._kept
-            else self.first
+            else self.first_state
         )
 
     @property
-    def first(self) -> State:
+    def first_state(self) -> State:
         """The first state of the carried keys."""
         if self._first is None:
-            found = beside(self._build(), self._apart)
-            self._first = {key: copied(found[key]) for key in self.names if key in found}
+            found = state_of(self._build(), self._apart)
+            self._first = {key: copy_value(found[key]) for key in self.names if key in found}
         return self._first
 
     def constants(self, module: nn.Module) -> State:
         """Return the tensors that no forward pass has changed."""
-        found = beside(module, self._apart)
+        found = state_of(module, self._apart)
         return {
             key: x for key, x in found.items() if key not in self.names and isinstance(x, Tensor)
         }
 
-    def _of(self, module: nn.Module) -> State:
-        found = beside(module, self._apart)
-        return {key: copied(found[key]) for key in self.names if key in found}
+    def _copy_state(self, module: nn.Module) -> State:
+        found = state_of(module, self._apart)
+        return {key: copy_value(found[key]) for key in self.names if key in found}
 
     def _load(self, module: nn.Module, state: State) -> None:
         for key in self.names:
-            put(module, key, state)
+            set_value(module, key, state)
 
     def _add(self, keys: Any) -> None:
         """Carry these keys, too; workers that are not computing get the first values."""
         new = frozenset(keys)
         self.names, self._first = self.names | new, None
         for worker, state in self._kept.items():
-            self._kept[worker] = {key: self.first[key] for key in new if key in self.first} | state
+            self._kept[worker] = {
+                key: self.first_state[key] for key in new if key in self.first_state
+            } | state
 
 
 def mark_of(value: Any) -> Any:
@@ -283,7 +285,7 @@ def mark_of(value: Any) -> Any:
     return value if type(value) in PLAIN else (id(value), len(value))
 
 
-def put_all(module: nn.Module, state: Mapping[Key, Any]) -> None:
+def set_values(module: nn.Module, state: Mapping[Key, Any]) -> None:
     """Set all values of a module that a state has."""
     for key in state:
-        put(module, key, dict(state))
+        set_value(module, key, dict(state))

@@ -42,9 +42,9 @@ class Arriving(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: Sequence = (), kwargs: dict | None = None
     ) -> Any:
-        self._meet(args)
+        self._await_parameters(args)
         if kwargs:
-            self._meet(kwargs.values())
+            self._await_parameters(kwargs.values())
         return func(*args, **(kwargs or {}))
 
     def await_all(self, parameters: Iterable[int]) -> None:
@@ -57,11 +57,11 @@ class Arriving(TorchFunctionMode):
             ):
                 parameter.data.copy_(own.view_as(parameter))
 
-    def _meet(self, values: Iterable[Any]) -> None:
+    def _await_parameters(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, nn.Parameter):
                 if id(value) in self.unseen:
                     self.unseen.remove(id(value))
                     self.await_all([id(value)])
             elif isinstance(value, list | tuple):
-                self._meet(value)
+                self._await_parameters(value)

@@ -57,7 +57,7 @@ class Replica(threading.local):
         self.copies = copies
         if fits and (self.num_params <= SHORT or graphs or copies):
             resident = _flatten_dense_tensors([p.detach() for p in self.parameters]).clone()
-            self.point_at(resident)
+            self.set_parameters(resident)
             self.resident = resident
 
     def train(self) -> None:
@@ -74,7 +74,7 @@ class Replica(threading.local):
         self.module.eval()
         self.trains = False
 
-    def point_at(self, params: Tensor) -> None:
+    def set_parameters(self, params: Tensor) -> None:
         """Make the module compute at these parameters, float32 [d].
 
         Raises: ValueError for a vector of another length.
@@ -94,7 +94,7 @@ class Replica(threading.local):
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
 
-    def written(self) -> Tensor:
+    def copy_parameters(self) -> Tensor:
         """Return the parameters after the last forward pass, a new vector."""
         return _flatten_dense_tensors([p.detach() for p in self.parameters]).clone()
 

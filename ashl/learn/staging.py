@@ -37,7 +37,7 @@ def in_host(x: Tensor) -> Tensor:
     return here
 
 
-def filled(nbytes: int, device: str, fill: Callable[[Tensor], object]) -> Tensor:
+def fill_buffer(nbytes: int, device: str, fill: Callable[[Tensor], object]) -> Tensor:
     """Return uint8 [nbytes] with the content that `fill` writes in host memory.
 
     The result is on the device if that is CUDA.

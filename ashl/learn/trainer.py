@@ -15,9 +15,9 @@ from ashl.config.faults import Guard
 from ashl.data.batches import Batches
 from ashl.data.partition import redistribute_shards
 from ashl.device import HOST, at_home, numbers, to_device
-from ashl.learn.learner import Learner, named, place_of
+from ashl.learn.learner import Learner, dotted_name, place_of
 from ashl.learn.pieces import Pieces
-from ashl.optimizer.absent import kept_where_absent, marks, plus, some_absent
+from ashl.optimizer.absent import add_gradients, has_absent, is_absent, restore_absent
 from ashl.optimizer.contract import Optimizer
 from ashl.optimizer.plain import PlainOptimizer
 from ashl.size_only import SizeOnly
@@ -51,7 +51,7 @@ class Trainer:
         )
         self.batches = deal(shares)
         made = optimizer.make if isinstance(optimizer, PlainOptimizer) else type(optimizer)
-        self._of_step = (("optimizer", named(made)),)
+        self._of_step = (("optimizer", dotted_name(made)),)
         # The mean density of the latest steps, with the steps and weights to which it belongs.
         self._last: tuple[Any, float] = (None, 1.0)
         # the last trainers of `redistribute`, by failed workers: all workers of a simulation ask
@@ -127,7 +127,7 @@ class Trainer:
         """Set the module state of a worker; None is the first one."""
         self.learner.set_worker_state(worker, state)
 
-    def blank(self, size: float) -> Tensor:
+    def make_placeholder(self, size: float) -> Tensor:
         """Return a payload of this share of the model's size, for measurements."""
         return to_device(torch.zeros(max(1, round(size * self.learner.num_params))), self.device)
 
@@ -140,7 +140,7 @@ class Trainer:
         host.
         """
         own = (
-            self.optimizer.shaped(self.learner.layers)
+            self.optimizer.init_for_layers(self.learner.layers)
             if self.statistics
             else self.optimizer.init(self.num_params)
         )
@@ -222,18 +222,18 @@ class Trainer:
         """
         shard = self.batches[worker].shard
         losses, sizes, total = [], [], torch.full_like(params, -0.0)
-        whole, share = self._counted(shard), self.share(worker, range(0))
+        whole, share = self._count_targets(shard), self.share(worker, range(0))
         for step, part in enumerate(np.array_split(shard, -(-len(shard) // batch))):
             loss, grad = self.learner.gradient(params, part, worker, step, share)
             losses.append(loss)
-            sizes.append(self._counted(part))
+            sizes.append(self._count_targets(part))
             total.add_(grad, alpha=sizes[-1] / whole)
         mean = 0.0
         for loss, size in zip(numbers(losses), sizes, strict=True):
             mean += loss * size / whole
         return mean, total
 
-    def _counted(self, indices: np.ndarray) -> float:
+    def _count_targets(self, indices: np.ndarray) -> float:
         """Return how many targets of these samples count, at least 1; the number of samples if
         all count equally.
         """
@@ -248,7 +248,7 @@ class Trainer:
         The difference corrects the gradient over all samples at `anchor`.
         """
         loss, grad = self.gradient(params, worker, step, span)
-        return loss, plus(grad, -self.gradient(anchor, worker, step, span)[1])
+        return loss, add_gradients(grad, -self.gradient(anchor, worker, step, span)[1])
 
     def spread_gradient(
         self, params: Tensor, worker: int, step: int, span: range, parts: int
@@ -267,7 +267,7 @@ class Trainer:
         for part in np.array_split(indices, min(parts, len(indices))):
             loss, grad = self.learner.gradient(params, part, worker, step, share)
             losses.append(loss)
-            shares.append(self._counted(part) / self._counted(indices))
+            shares.append(self._count_targets(part) / self._count_targets(indices))
             grad = grad * shares[-1]
             total += grad
             squares.addcmul_(grad, grad)
@@ -332,7 +332,7 @@ class Trainer:
             starts = self.learner.starts
         if self._none_absent(grad, starts):
             return after, moved
-        *after, moved = kept_where_absent(grad, starts, (*moments, params), (*after, moved))
+        *after, moved = restore_absent(grad, starts, (*moments, params), (*after, moved))
         return tuple(after), moved
 
     def _none_absent(self, grad: Tensor, starts: np.ndarray | None) -> bool:
@@ -342,8 +342,8 @@ class Trainer:
         complete, because a read would wait for the device.
         """
         if at_home(grad):
-            return not some_absent(grad, starts)
-        return bool(self.learner.complete) or not numbers([marks(grad).any()])[0]
+            return not has_absent(grad, starts)
+        return bool(self.learner.complete) or not numbers([is_absent(grad).any()])[0]
 
     def apply_slice(
         self,
@@ -362,11 +362,11 @@ class Trainer:
         inside = begun[(begun > start) & (begun < stop)] - start
         return self.apply(params[start:stop], own, grad, lr, exact, starts=np.array([0, *inside]))
 
-    def joined(self, slices: Sequence[tuple[Moments, Tensor]]) -> tuple[Moments, Tensor]:
+    def join_slices(self, slices: Sequence[tuple[Moments, Tensor]]) -> tuple[Moments, Tensor]:
         """Return the moments and the model from consecutive slices."""
         vectors = [params for _, params in slices]
         moments = (
-            put_together(parts, vectors) for parts in zip(*(m for m, _ in slices), strict=True)
+            join_moment(parts, vectors) for parts in zip(*(m for m, _ in slices), strict=True)
         )
         return tuple(moments), torch.cat(vectors)
 
@@ -380,7 +380,7 @@ class Trainer:
         return self.optimizer.rate(samples, self.epoch_samples)
 
 
-def put_together(parts: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
+def join_moment(parts: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
     """Join a moment of consecutive slices; a scalar that all slices share stays a scalar."""
     if not any(part.dim() for part in parts) and len({part.item() for part in parts}) == 1:
         return parts[0]
@@ -427,7 +427,7 @@ class SizeOnlyTrainer:
     def set_worker_state(self, *_: Any) -> None:
         """Ignore the state."""
 
-    def blank(self, size: float) -> SizeOnly:
+    def make_placeholder(self, size: float) -> SizeOnly:
         return SizeOnly(max(4, round(size * self.dense_bytes / 4) * 4))
 
     def init(self) -> tuple[SizeOnly, Moments]:
@@ -499,7 +499,7 @@ class SizeOnlyTrainer:
     ) -> tuple[Moments, SizeOnly]:
         return (), grad
 
-    def joined(self, *_: Any) -> tuple[Moments, SizeOnly]:
+    def join_slices(self, *_: Any) -> tuple[Moments, SizeOnly]:
         return (), self._size_only
 
     def rate(self, *_: Any) -> float:

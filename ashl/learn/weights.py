@@ -13,7 +13,7 @@ FINAL, BEST = "final.pt", "best.pt"
 EXTRA = "_extra_state"  # suffix of the names of the values that `get_extra_state` returns
 
 
-def put_into(module: nn.Module, file: Path) -> nn.Module:
+def load_file(module: nn.Module, file: Path) -> nn.Module:
     """Load a file's tensors into a module and return it.
 
     Raises: UsageError if the file cannot be read or does not fit.

@@ -25,7 +25,7 @@ ABSENT = -(2**31)  # the bits of −0.0 as an int32, below those of all other nu
 HOST = torch.device("cpu")
 
 
-def flat(
+def flatten_gradients(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], marked: bool = True
 ) -> tuple[Tensor, bool]:
     """Return the gradients of these parameters as one new vector, float32 [d], and True if some are
@@ -40,7 +40,7 @@ def flat(
     # For an absent and for a sparse gradient; checking each one would take time at every step.
     except (TypeError, RuntimeError):
         lacks = any(gradient is None for gradient in gradients)
-        vector = torch.cat([dense(*both) for both in zip(gradients, parameters, strict=True)])
+        vector = torch.cat([to_vector(*both) for both in zip(gradients, parameters, strict=True)])
     if lacks or not marked:
         return vector, lacks
     if len(gradients) == 1 or vector.device != HOST:
@@ -50,7 +50,7 @@ def flat(
     return vector, False
 
 
-def dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+def to_vector(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     """Return a gradient as a vector without −0.0; a vector of −0.0 if it is absent."""
     if gradient is None:
         return torch.full_like(
@@ -59,12 +59,12 @@ def dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     return (gradient.to_dense() if gradient.layout != torch.strided else gradient).flatten() + 0.0
 
 
-def marks(gradient: Tensor) -> Tensor:
+def is_absent(gradient: Tensor) -> Tensor:
     """Return which elements of this vector have no gradient, bool [d]."""
     return gradient.view(torch.int32) == ABSENT
 
 
-def some_absent(gradient: Tensor, starts: np.ndarray | None) -> bool:
+def has_absent(gradient: Tensor, starts: np.ndarray | None) -> bool:
     """Return True if an element of this vector, which is in host memory, has no gradient.
 
     Args: starts is the first index of each tensor in the vector: its element shows if the tensor
@@ -74,13 +74,13 @@ def some_absent(gradient: Tensor, starts: np.ndarray | None) -> bool:
     return bits.min() == ABSENT if starts is None else ABSENT in bits[starts].tolist()
 
 
-def absent_in(gradient: Tensor, starts: np.ndarray | None) -> Tensor:
+def find_absent(gradient: Tensor, starts: np.ndarray | None) -> Tensor:
     """Return which elements have no gradient, bool [d]: those of tensors that are −0.0 throughout.
 
     In a tensor with a gradient, the product of a tiny negative element and a weight may round to
     −0.0.
     """
-    absent = marks(gradient)
+    absent = is_absent(gradient)
     if starts is None:
         return absent
     whole = np.logical_and.reduceat(absent.cpu().numpy(), starts)
@@ -88,22 +88,22 @@ def absent_in(gradient: Tensor, starts: np.ndarray | None) -> Tensor:
     return torch.from_numpy(np.repeat(whole, lengths)).to(gradient.device)
 
 
-def kept_where_absent(
+def restore_absent(
     gradient: Tensor, starts: np.ndarray | None, before: Sequence[Tensor], after: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return `after`, with `before` in the elements without a gradient.
 
     A scalar becomes a vector of scalars.
     """
-    absent = absent_in(gradient, starts)
+    absent = find_absent(gradient, starts)
     return tuple(torch.where(absent, old, new) for old, new in zip(before, after, strict=True))
 
 
-def plus(gradient: Any, more: Any) -> Any:
+def add_gradients(gradient: Any, more: Any) -> Any:
     """Return gradient + more.
 
     An element without a gradient has none in the sum either, if `more` is zero there.
     """
     if isinstance(gradient, SizeOnly) or isinstance(more, SizeOnly):
         return gradient
-    return torch.where(marks(gradient) & (more == 0), gradient, gradient + more)
+    return torch.where(is_absent(gradient) & (more == 0), gradient, gradient + more)

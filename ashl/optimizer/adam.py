@@ -47,11 +47,11 @@ class Adam(Scheduled):
         count, first, second = moments[0] + 1, moments[1], moments[2]
         first = torch.lerp(first, grad, 1 - self.beta1)
         second = torch.mul(second, self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
-        moved = descended(params, first, second, lr, count, self.beta1, self.beta2, self.eps)
+        moved = adam_step(params, first, second, lr, count, self.beta1, self.beta2, self.eps)
         return (count, first, second), moved
 
 
-def descended(
+def adam_step(
     params: Tensor,
     first: Tensor,
     second: Tensor,

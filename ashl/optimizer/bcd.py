@@ -52,13 +52,13 @@ class BCD(Optimizer):
     rho: Positive
     ridge: Positive
 
-    def shaped(self, layers: Layers) -> Moments:
+    def init_for_layers(self, layers: Layers) -> Moments:
         """Return (in, out) of each layer as the optimizer's state, int64 [N, 2]."""
         return (torch.tensor([shape[::-1] for _, shape in layers if len(shape) == 2]),)
 
     def statistics(self, layers: Layers) -> int:
         """Return the number of elements of the two means of all layers."""
-        return sum((i + 1) * (i + 1 + o) for i, o in self.shaped(layers)[0].tolist())
+        return sum((i + 1) * (i + 1 + o) for i, o in self.init_for_layers(layers)[0].tolist())
 
     def rate(self, samples: int, epoch_samples: int) -> float:
         return 1.0
@@ -83,7 +83,7 @@ class BCD(Optimizer):
                     gram.view(wide, wide) + self.ridge * identity(weight), right, left=False
                 )
             )
-        return moments, flat(solved).to(params.dtype)
+        return moments, flatten_layers(solved).to(params.dtype)
 
     def sweep(
         self,
@@ -102,7 +102,7 @@ class BCD(Optimizer):
         sums, outputs = blocks or forward(weights, inputs)
         sums, outputs = list(sums), list(outputs)
         gamma, rho, last = self.gamma, self.rho, len(weights) - 1
-        sums[last] = (targets + gamma * (weights[last] @ padded([inputs, *outputs][last]))) / (
+        sums[last] = (targets + gamma * (weights[last] @ append_ones([inputs, *outputs][last]))) / (
             1 + gamma
         )
         for k in reversed(range(last)):
@@ -110,15 +110,17 @@ class BCD(Optimizer):
             left = gamma * matrix.T @ matrix + rho * identity(matrix)
             right = gamma * matrix.T @ (sums[k + 1] - bias) + rho * sums[k].relu()
             outputs[k] = torch.linalg.solve(left, right)
-            sums[k] = self.activated(outputs[k], weights[k] @ padded([inputs, *outputs][k]))
+            sums[k] = self.minimize_sums(
+                outputs[k], weights[k] @ append_ones([inputs, *outputs][k])
+            )
         count, means = inputs.shape[1], []
         for below, above in zip([inputs, *outputs], sums, strict=True):
-            wide = padded(below)
+            wide = append_ones(below)
             means += [(wide @ wide.T).flatten() / count, (above @ wide.T).flatten() / count]
         found = Blocks(sums, outputs)
         return self.objective(weights, found, inputs, targets), found, torch.cat(means)
 
-    def activated(self, output: Tensor, sums: Tensor) -> Tensor:
+    def minimize_sums(self, output: Tensor, sums: Tensor) -> Tensor:
         """Return argmin_v ρ/2·(output − max(0, v))² + γ/2·(v − sums)², element by element.
 
         It is the better one of the two minima with v ≥ 0 and v ≤ 0.
@@ -137,7 +139,7 @@ class BCD(Optimizer):
         sums, outputs = blocks
         total = (sums[-1] - targets).square().sum()
         for weight, below, above in zip(weights, [inputs, *outputs], sums, strict=True):
-            total += self.gamma * (above - weight @ padded(below)).square().sum()
+            total += self.gamma * (above - weight @ append_ones(below)).square().sum()
         for output, above in zip(outputs, sums, strict=False):
             total += self.rho * (output - above.relu()).square().sum()
         return numbers([total])[0] / 2 / inputs.shape[1]
@@ -145,13 +147,13 @@ class BCD(Optimizer):
 
 def forward(weights: list[Tensor], inputs: Tensor) -> Blocks:
     """Return the variables of a forward pass, in which every penalty is zero."""
-    sums = [weights[0] @ padded(inputs)]
+    sums = [weights[0] @ append_ones(inputs)]
     for weight in weights[1:]:
-        sums.append(weight @ padded(sums[-1].relu()))
+        sums.append(weight @ append_ones(sums[-1].relu()))
     return Blocks(sums, [above.relu() for above in sums[:-1]])
 
 
-def padded(x: Tensor) -> Tensor:
+def append_ones(x: Tensor) -> Tensor:
     """Return x [width, samples] with a last row of ones, for the biases."""
     return torch.cat([x, x.new_ones(1, x.shape[1])])
 
@@ -171,6 +173,6 @@ def weights_of(moments: Moments, params: Tensor) -> list[Tensor]:
     return weights
 
 
-def flat(weights: list[Tensor]) -> Tensor:
+def flatten_layers(weights: list[Tensor]) -> Tensor:
     """Return the model's parameters in the learner's order."""
     return torch.cat([torch.cat([weight[:, :-1].flatten(), weight[:, -1]]) for weight in weights])

@@ -53,7 +53,7 @@ class Optimizer(Contract, group="optimizer"):
         """Return how many elements workers exchange instead of a gradient; 0 = gradients."""
         return 0
 
-    def shaped(self, layers: Layers) -> Moments:
+    def init_for_layers(self, layers: Layers) -> Moments:
         """Return empty moments of an optimizer with `statistics`."""
         raise NotImplementedError
 

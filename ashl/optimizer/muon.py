@@ -65,14 +65,14 @@ class Muon(AdamW):
             part = slice(end - prod(shape), end)
             momentum = torch.add(grad[part], moments[1][part], alpha=self.momentum)
             ahead = torch.add(grad[part], momentum, alpha=self.momentum).view(shape[0], -1)
-            turn = orthogonal(ahead, self.steps).view(-1)
+            turn = orthogonalize(ahead, self.steps).view(-1)
             first[part], second[part] = momentum, 0
             kept = params[part] * (1 - lr * self.weight_decay)
             moved[part] = kept.add_(turn, alpha=-lr * ALIKE * math.sqrt(max(ahead.shape)))
         return (count, first, second), moved
 
 
-def orthogonal(x: Tensor, steps: int) -> Tensor:
+def orthogonalize(x: Tensor, steps: int) -> Tensor:
     """Return about U·Vᵀ of x = U·S·Vᵀ, by the Newton–Schulz iteration."""
     a, b, c = QUINTIC
     wide = x if x.shape[0] <= x.shape[1] else x.T

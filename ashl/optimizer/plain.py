@@ -58,7 +58,9 @@ class PlainOptimizer(Scheduled):
         """Return the number of steps and the empty state; the state is not read before the first
         step.
         """
-        return torch.zeros((), dtype=torch.int64), *(empty(held, num_params) for held in self.held)
+        return torch.zeros((), dtype=torch.int64), *(
+            first_moment(held, num_params) for held in self.held
+        )
 
     def step(
         self, moments: Moments, params: Tensor, grad: Tensor, lr: float
@@ -107,7 +109,7 @@ class PlainOptimizer(Scheduled):
         state = optimizer.state[parameter]
         if int(count):
             state |= {
-                held.name: restored(held, value)
+                held.name: from_moment(held, value)
                 for held, value in zip(self.held, kept, strict=True)
             }
         step_once(optimizer, parameter, grad.clone(), lr)
@@ -115,7 +117,7 @@ class PlainOptimizer(Scheduled):
         return (count + 1, *after), parameter.detach()
 
 
-def empty(held: Held, num_params: int) -> Tensor:
+def first_moment(held: Held, num_params: int) -> Tensor:
     """Return the moment before the first step."""
     return (
         torch.zeros(num_params, dtype=held.kind)
@@ -132,7 +134,7 @@ def dtype_of(held: Held) -> torch.dtype:
     return torch.int64 if whole else torch.float64
 
 
-def restored(held: Held, value: Tensor) -> Any:
+def from_moment(held: Held, value: Tensor) -> Any:
     """Return a moment in the form of the class, without sharing memory."""
     if held.each:
         return value.clone()
@@ -178,7 +180,7 @@ def plain_optimizer(part: Maker, keys: Mapping[str, Any]) -> PlainOptimizer | No
         held=(),
         **{key: keys.get(key, getattr(Optimizer, key)) for key in OWN},
     )
-    return tried(made, name)
+    return try_out(made, name)
 
 
 def number_of(value: Any) -> float:
@@ -186,7 +188,7 @@ def number_of(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
+def try_out(made: PlainOptimizer, name: str) -> PlainOptimizer:
     """Return the optimizer with the state that its class keeps, found by a few steps. Raises
     UsageError.
     """
@@ -198,8 +200,8 @@ def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
     rates = [made.lr * share for share in RATES]
     try:
         with torch.random.fork_rng(devices=[]):
-            right, made = lasting(made, first, grads, rates)
-            found = in_slices(made, first, grads, rates)
+            right, made = step_as_matrix(made, first, grads, rates)
+            found = step_in_slices(made, first, grads, rates)
     except UsageError as error:
         raise UsageError(f"{name}; {error}") from error
     except Exception as error:
@@ -217,7 +219,7 @@ def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
     return made
 
 
-def lasting(
+def step_as_matrix(
     made: PlainOptimizer, first: Tensor, grads: Sequence[Tensor], rates: Sequence[float]
 ) -> tuple[Tensor, PlainOptimizer]:
     """Return the matrix after the steps of one object of the class, and the optimizer with its
@@ -228,14 +230,14 @@ def lasting(
     for grad, lr in zip(grads, rates, strict=True):
         step_once(optimizer, parameter, grad.clone(), lr)
     held = [
-        kept(key, value, parameter)
+        describe_state(key, value, parameter)
         for key, value in optimizer.state[parameter].items()
         if value is not None
     ]
     return parameter.detach(), replace(made, held=tuple(held))
 
 
-def in_slices(
+def step_in_slices(
     made: PlainOptimizer, first: Tensor, grads: Sequence[Tensor], rates: Sequence[float]
 ) -> Tensor:
     """Return the matrix after the same steps as vectors of two halves that step in turn."""
@@ -247,7 +249,7 @@ def in_slices(
     return torch.cat(halves).view_as(first)
 
 
-def kept(name: str, value: Any, parameter: Tensor) -> Held:
+def describe_state(name: str, value: Any, parameter: Tensor) -> Held:
     """Return how a value is kept.
 
     Raises: UsageError for a value that is neither a number nor a tensor of the parameter's shape.

@@ -17,7 +17,7 @@ from ashl.aggregate.fednova import FedNova
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster
 from ashl.compression.contract import Codec, Collective, Layout, size_of
-from ashl.compression.wrappers import Layerwise, innermost, wrap_codec
+from ashl.compression.wrappers import Layerwise, inner_codec, wrap_codec
 from ashl.config.catalog import catalog, defaults, values
 from ashl.config.construct import as_typed
 from ashl.errors import UsageError
@@ -214,7 +214,7 @@ def encodes_by_message(choice: Any) -> bool:
     option = choice.compression
     if option.traits.lossless or choice.layout is None:
         return True
-    codec = innermost(wrap_codec(option, choice.layout))
+    codec = inner_codec(wrap_codec(option, choice.layout))
     codec = codec.codec if isinstance(codec, Layerwise) else codec
     stateless = codec.decodes_alone and type(codec).encode is Codec.encode
     whole = isinstance(codec, Collective) or codec.traits.reduces or option.clip_norm is not None

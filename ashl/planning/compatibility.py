@@ -21,7 +21,7 @@ from ashl.compression.contract import (
     Wrappable,
     size_of,
 )
-from ashl.compression.wrappers import innermost, wrap_codec
+from ashl.compression.wrappers import inner_codec, wrap_codec
 from ashl.config.override import key_of
 from ashl.device import HOST
 from ashl.errors import NoEffectError, UnusedKeyError, UsageError
@@ -387,7 +387,7 @@ def check_compression(
     codec = wrap_codec(option, layout)
     if codec.traits.lossless:
         return []
-    check_codec_roles(name, innermost(codec))
+    check_codec_roles(name, inner_codec(codec))
     shares = {
         "compression.ratio": option.ratio,
         "compression.critical_ratio": option.critical_ratio,
@@ -506,7 +506,7 @@ def note_gathered_payloads(
     name: str, codec: Codec, ratio: float | None, d: int, num_workers: int
 ) -> list[str]:
     """Return a note if gathered payloads are at least as many bytes as a dense ring all-reduce."""
-    if isinstance(innermost(codec), Collective):
+    if isinstance(inner_codec(codec), Collective):
         return []
     gathered = codec.encoded_nbytes(ratio, d) * (num_workers - 1)
     ring = 2 * (num_workers - 1) / num_workers * 4 * d

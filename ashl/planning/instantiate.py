@@ -10,7 +10,7 @@ import numpy as np
 
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster, ContentionCosts
-from ashl.compression.contract import Codec, Layer, Layout, kept_count, size_of
+from ashl.compression.contract import Codec, Layer, Layout, selected_count, size_of
 from ashl.compression.wrappers import wrap_codec
 from ashl.config.construct import Plain, construct
 from ashl.data.batches import Batches
@@ -224,7 +224,7 @@ def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Frag
     layout, cuts = layout_of(plan.layers), list[Sequence[tuple[int, int]]]()
     for bucket in buckets_of(plan, own.overlap) if isinstance(own.overlap, Delayed) else []:
         if bucket.share is not None:
-            elements = (Layer("elements", (kept_count(bucket.share, plan.num_params),)),)
+            elements = (Layer("elements", (selected_count(bucket.share, plan.num_params),)),)
             outer, runs = outer_of(own, trainer, elements), ((0, plan.num_params),)
             return (Fragment(runs, elements, own.compression, outer),)
         cuts += [bucket.runs] if bucket.runs else []

@@ -300,7 +300,7 @@ def find_divergence(
         return f"the model's loss is {found.train_loss} {step}"
     if (largest := float(params.abs().max())) > LARGEST:
         return f"a parameter of the model is {largest:.3g} {step}"
-    untrained = learner.untrained()
+    untrained = learner.init_untrained()
     if found.consensus_distance is not None:
         length = max(squared_length(params), squared_length(untrained))
         if not found.consensus_distance <= num_workers * length:

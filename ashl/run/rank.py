@@ -33,7 +33,7 @@ from ashl.config.signals import INTERRUPTS, handle_signals
 from ashl.data.dataset import Data
 from ashl.device import HOST, claim_generators, numbers
 from ashl.errors import AshlError
-from ashl.learn.fingerprint import Fingerprint, differing
+from ashl.learn.fingerprint import Fingerprint, first_difference
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import (
@@ -340,7 +340,7 @@ def train_rank(
 
 def check_fingerprint(own: Fingerprint, controllers: Fingerprint) -> None:
     """Raise AshlError if this process has built another model or other data than the controller."""
-    if (name := differing(own, controllers)) is not None:
+    if (name := first_difference(own, controllers)) is not None:
         raise AshlError(
             f"{name} differ between this process and the controller; draw from the global"
             " generators of torch, numpy or random, which have the run's seed everywhere, or seed"

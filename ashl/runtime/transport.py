@@ -42,7 +42,7 @@ from torch import Tensor
 
 from ashl.device import HOST, to_device
 from ashl.errors import AshlError
-from ashl.learn.staging import filled, in_host
+from ashl.learn.staging import fill_buffer, in_host
 from ashl.runtime import framing
 from ashl.runtime.effects import Message, PeerFailedError, Tag
 
@@ -348,7 +348,7 @@ class HostPayloads:
         def receive(flat: Tensor) -> None:
             connection.group.recv([flat], connection.group_rank, framing.PAYLOADS).wait()
 
-        return filled(nbytes, device, receive)
+        return fill_buffer(nbytes, device, receive)
 
     def handle_grant(self, connection: PeerConnection, direction: str) -> None:
         """Handle a grant for the next payload of this connection."""

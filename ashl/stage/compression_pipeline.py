@@ -45,7 +45,7 @@ from ashl.compression.contract import (
 from ashl.compression.wrappers import (
     codec_input,
     convert_sender,
-    innermost,
+    inner_codec,
     like_tuple,
     sender_after,
 )
@@ -94,7 +94,7 @@ class CompressionPipeline:
         """Return the codec without its wrappers; it decodes payloads, and encodes differences
         between models.
         """
-        return innermost(self.codec)
+        return inner_codec(self.codec)
 
     @cached_property
     def traits(self) -> Traits:
@@ -278,7 +278,7 @@ class CompressionPipeline:
         if isinstance(payload, SizeOnly) or isinstance(total, SizeOnly):
             return self.size_only_vector
         assert isinstance(self.inner_codec, Linear)
-        total_payload = self.inner_codec.summed(
+        total_payload = self.inner_codec.with_summand(
             payload, self.move_to_codec(self.inner_codec, total)
         )
         if self.traits.reduces:

@@ -69,4 +69,4 @@ class Fragment:
 def draw_indices(seed: int, version: int, size: int, whole: int) -> Tensor:
     """Return the sorted indices of a fragment, drawn for the merge after this version."""
     context = ENCODE_CONTEXT._replace(seed=seed, version=version)
-    return indices_of_seed(new_seed(context.shared()), size, whole)
+    return indices_of_seed(new_seed(context.shared_stream()), size, whole)

@@ -43,7 +43,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
-from ashl.optimizer.absent import plus
+from ashl.optimizer.absent import add_gradients
 from ashl.option import Count, Natural, Positive, option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
@@ -155,7 +155,7 @@ class Augmented:
         self, params: Any, moments: Any, worker: int, step: int, lr: float, span: range
     ) -> tuple[Any, Any, Any]:
         loss, grad = self.trainer.gradient(params, worker, step, span)
-        grad = plus(plus(grad, self.dual), (params - self.target) * self.weight)
+        grad = add_gradients(add_gradients(grad, self.dual), (params - self.target) * self.weight)
         return (loss, *self.trainer.apply(self.trainer.stepped_from(params), moments, grad, lr))
 
 

@@ -29,7 +29,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ashl.option import Count, NonNegative, Positive, option
-from ashl.size_only import SizeOnly, Vector, halves, joined
+from ashl.size_only import SizeOnly, Vector, join_vectors, split_vectors
 from ashl.stage.contract import StageConfig
 from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState
 from ashl.topology.graph import MemberGraph, matching
@@ -54,14 +54,14 @@ class NoLoCo(RoundRule):
 
     async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
         peers = self.sources(now.graph, now.rank, now.k)
-        return {j: (joined(delta, state.params), ()) for j in peers}
+        return {j: (join_vectors(delta, state.params), ()) for j in peers}
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         if isinstance(delta, SizeOnly):
             return
         mean_delta, mean_params = delta, state.params
         for message in received.values():
-            other_delta, other_params = halves(message.payload)
+            other_delta, other_params = split_vectors(message.payload)
             mean_delta = (delta + other_delta) * 0.5
             mean_params = (state.params + other_params) * 0.5
         apart = state.params - mean_params

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.optimizer.adam import descended as stepped
+from ashl.optimizer.adam import adam_step as stepped
 from ashl.option import option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly

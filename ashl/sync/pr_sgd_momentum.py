@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from ashl.option import Count, option
 from ashl.runtime.rank_context import RankContext
-from ashl.size_only import SizeOnly, halves, joined
+from ashl.size_only import SizeOnly, join_vectors, split_vectors
 from ashl.stage.contract import FAULT_TOLERANT, OUTER, WEIGHTS, StageConfig
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.local_work import Work, WorkerState, local_work
@@ -51,7 +51,7 @@ class PRSGDMomentum(BarrierRule, StepRule):
         return WITH_MOMENTUM
 
     def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
-        moved, turned = halves(update)
+        moved, turned = split_vectors(update)
         moments = state.moments if isinstance(turned, SizeOnly) else (state.moments[0] + turned,)
         return moments, *stage.outer.step(state.outer_state, state.params, moved, lr)
 
@@ -71,10 +71,10 @@ class WithMomentum(Updates):
         return self.admission_payload(stage, state) if changed else None
 
     def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
-        return joined(state.params, state.moments[0] if state.moments else state.params)
+        return join_vectors(state.params, state.moments[0] if state.moments else state.params)
 
     def apply_admission(self, state: WorkerState, payload: Any) -> None:
-        params, momentum = halves(payload)
+        params, momentum = split_vectors(payload)
         state.params, state.moments = params, state.moments and (momentum,)
 
     def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
@@ -94,4 +94,4 @@ async def with_momentum(ctx: RankContext, stage: StageConfig, state: WorkerState
     work = await local_work(ctx, stage, state)
     turned = state.moments[0] - before[0] if before else work.payload
     state.moments = before
-    return work._replace(payload=joined(work.payload, turned))
+    return work._replace(payload=join_vectors(work.payload, turned))

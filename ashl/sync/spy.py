@@ -235,4 +235,4 @@ def read_sparse(payload: Tensor, d: int) -> Tensor:
             f"payload is no sparse vector: form {parts.form}, {parts.count} values of {d}"
         )
     values = typed_part(parts.values, torch.float32, parts.count, "values")
-    return Elements(read_indices("packed", parts.indices, parts.count, d), values).dense(d)
+    return Elements(read_indices("packed", parts.indices, parts.count, d), values).to_dense(d)

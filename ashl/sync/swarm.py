@@ -35,7 +35,7 @@ import torch
 from pydantic import Field
 
 from ashl.compression.contract import EncodeContext, as_float32
-from ashl.compression.modulo import CODE, nearest, payload_nbytes, residues
+from ashl.compression.modulo import CODE, decode_near, encode_residues, payload_nbytes
 from ashl.compression.payload import read_payload, write_payload
 from ashl.device import to_device, to_host
 from ashl.option import Count, Number, option
@@ -73,14 +73,14 @@ class Swarm(PairRule):
         if not float(model.abs().max()) < step * 2**52:
             return x
         context = EncodeContext(seed=stage.seed, worker=rank, round=state.version, layer=int(asks))
-        return write_payload(CODE, len(model), residues(model, step, self.bits, context))
+        return write_payload(CODE, len(model), encode_residues(model, step, self.bits, context))
 
     def decode_model(self, state: RoamingState, payload: Any, near: Vector) -> Any:
         if self.bits is None or isinstance(payload, SizeOnly) or isinstance(near, SizeOnly):
             return near if isinstance(near, SizeOnly) else payload
         y = to_host(near)
         if payload.dtype == torch.uint8:
-            found = nearest(read_payload(to_host(payload), CODE, y.numel()), as_float32(y))
+            found = decode_near(read_payload(to_host(payload), CODE, y.numel()), as_float32(y))
             x = y if found is None else found
         else:
             x = to_host(payload)

@@ -613,7 +613,7 @@ async def step_by_bucket(
             await ctx.send(ctx.rank, stage.tag("group", k), made[-1][1])
     keep_within_budget(ctx, stage, state, params, before)
     if made:
-        join = partial(stage.trainer.joined, made)
+        join = partial(stage.trainer.join_slices, made)
         moment = "model", stage.index, before.version
         state.moments, state.params = ctx.compute_once(team.ranks, moment, join)
     if ctx.rank == ctx.members.lead_rank:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import EncodeContext, layer_at
+from ashl.compression.contract import EncodeContext, layer_name
 from ashl.compression.error_metrics import measure_compression_error, payload_sizes
 from ashl.compression.wrappers import Layerwise
 from ashl.device import numbers, to_host
@@ -347,7 +347,7 @@ def not_finite(ctx: RankContext, stage: StageConfig, state: WorkerState, x: Vect
     """Return True if an update is not finite, and report the first such layer."""
     if isinstance(x, SizeOnly) or all_finite(x):
         return False
-    layer = layer_at(stage.layout, int(to_host(torch.isfinite(x)).int().argmin()))
+    layer = layer_name(stage.layout, int(to_host(torch.isfinite(x)).int().argmin()))
     ctx.emit(NotFinite(ctx.rank, f"layer {layer} of the update of worker {ctx.rank}", state.round))
     return True
 

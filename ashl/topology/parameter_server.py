@@ -1502,7 +1502,7 @@ def finish_if_complete(stage: StageConfig, state: ServerState) -> bool:
     if not state.counted or len(state.made) < len(stage.buckets):
         return False
     in_order = sorted(state.made, key=lambda number: stage.buckets[number].start)
-    state.moments, state.params = stage.trainer.joined([state.made[k] for k in in_order])
+    state.moments, state.params = stage.trainer.join_slices([state.made[k] for k in in_order])
     state.made, state.counted = {}, 0
     return True
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ashl.compression.contract import EncodeContext, Layer
-from ashl.compression.kernels import largest
+from ashl.compression.kernels import largest_indices
 from ashl.compression.wrappers import codec_for_layers
 from ashl.learn.allocator import keep_pages
 from tests.benchmarks.table import ratio, show
@@ -64,7 +64,7 @@ def selection(x: torch.Tensor) -> list[list[str]]:
         k = round(share * d)
         torchs, ours, copy = turns(
             lambda k=k: torch.topk(torch.abs(x, out=buffer), k, sorted=False),
-            lambda k=k: largest(x, k),
+            lambda k=k: largest_indices(x, k),
             lambda: buffer.copy_(x),
         )
         rows.append(

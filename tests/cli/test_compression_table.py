@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ashl.compression.contract import Collective, Layer
-from ashl.compression.wrappers import innermost, wrap_codec
+from ashl.compression.wrappers import inner_codec, wrap_codec
 from ashl.config.catalog import catalog
 from ashl.errors import UsageError
 from ashl.planning.capabilities import check_choice
@@ -52,7 +52,7 @@ def allowed(name: str, topology: str, sync: str, **fields: Any) -> bool:
 def way(name: str) -> str:
     """Return the form of an all-reduce with this codec."""
     codec = wrap_codec(conf_option("compression", name), LAYOUT)
-    if isinstance(innermost(codec), Collective):
+    if isinstance(inner_codec(codec), Collective):
         return "own protocol"
     return "summed" if codec.traits.linear else "gathered"
 

@@ -5,7 +5,7 @@ workers are one.
 import pytest
 import torch
 
-from ashl.optimizer.bcd import flat, padded, weights_of
+from ashl.optimizer.bcd import append_ones, flatten_layers, weights_of
 from ashl.planning.instantiate import assemble_job
 from tests.conf_option import conf_option
 from tests.support import planned, simulated
@@ -30,7 +30,7 @@ def test_every_block_is_where_the_objective_is_least() -> None:
     """
     rule = conf_option("optimizer", "bcd", gamma=0.5, rho=0.7, ridge=1e-9)
     trainer = assemble_job(planned(*SMALL, "model.hidden=[5,4]"), "cpu").stages[0].trainer
-    params, moments = trainer.learner.init(), rule.shaped(trainer.learner.layers)
+    params, moments = trainer.learner.init(), rule.init_for_layers(trainer.learner.layers)
     inputs, targets = (x.double() for x in trainer.learner.samples(trainer.batches[0].shard[:60]))
     _, blocks, means = rule.sweep(params, moments, None, inputs, targets)
     _, blocks, means = rule.sweep(params, moments, blocks, inputs, targets)
@@ -60,10 +60,10 @@ def test_every_block_is_where_the_objective_is_least() -> None:
             assert rule.objective(shaken, blocks, inputs, targets) > rule.objective(
                 new, blocks, inputs, targets
             )
-    assert torch.equal(flat(new), after)
-    residual = blocks.sums[1] - new[1] @ padded(blocks.outputs[0])
+    assert torch.equal(flatten_layers(new), after)
+    residual = blocks.sums[1] - new[1] @ append_ones(blocks.outputs[0])
     torch.testing.assert_close(
-        residual @ padded(blocks.outputs[0]).T, torch.zeros(4, 6).double(), rtol=0, atol=1e-5
+        residual @ append_ones(blocks.outputs[0]).T, torch.zeros(4, 6).double(), rtol=0, atol=1e-5
     )
 
 
@@ -74,6 +74,6 @@ def test_activated_sums_against_a_grid() -> None:
     )
     grid = torch.linspace(-4, 4, 8001)[:, None, None]
     cost = 2.0 * (outputs - grid.relu()) ** 2 + 0.5 * (grid - sums) ** 2
-    found = rule.activated(outputs, sums)
+    found = rule.minimize_sums(outputs, sums)
     least = 2.0 * (outputs - found.relu()) ** 2 + 0.5 * (found - sums) ** 2
     assert (least <= cost.min(0).values + 1e-5).all()

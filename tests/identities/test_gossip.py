@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ashl.compression.contract import EncodeContext
-from ashl.compression.modulo import CODE, nearest, payload_nbytes, residues
+from ashl.compression.modulo import CODE, decode_near, encode_residues, payload_nbytes
 from ashl.compression.payload import PayloadError, read_payload, write_payload
 from ashl.sync.hop import mix_by_age as hop_mean
 from ashl.sync.relay_sum import relay_sum, tree
@@ -111,18 +111,18 @@ def test_residues_are_read_by_who_is_near_and_by_nobody_else():
     near = x + 0.9 * torch.sin(torch.arange(1000))
     sums = torch.zeros(1000)
     for number in range(400):
-        parts = residues(x, 0.25, 4, EncodeContext(round=number))
-        found = nearest(parts, near)
+        parts = encode_residues(x, 0.25, 4, EncodeContext(round=number))
+        found = decode_near(parts, near)
         assert found is not None
         assert float((found - x).abs().max()) <= 0.2501
         sums += found
     assert float((sums / 400 - x).abs().max()) < 0.05, "of the mean nothing is lost"
-    assert nearest(parts, near + 4) is None
-    assert nearest(parts, torch.full((1000,), torch.nan)) is None
+    assert decode_near(parts, near + 4) is None
+    assert decode_near(parts, torch.full((1000,), torch.nan)) is None
     body = write_payload(CODE, 1000, parts)
     assert body.nbytes == payload_nbytes(1000, 4)
     with pytest.raises(PayloadError, match="expected 900 residues"):
-        nearest(read_payload(body, CODE, 1000), near[:900])
+        decode_near(read_payload(body, CODE, 1000), near[:900])
 
 
 @pytest.mark.parametrize("mode", KEEPING)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import Collective, EncodeContext, Layer
-from ashl.compression.kernels import largest
+from ashl.compression.kernels import largest_indices
 from ashl.compression.wrappers import wrap_codec
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.planning.predict import NO_LIMITS
@@ -120,6 +120,6 @@ def weighted(vectors: list[Tensor], weights: list[float]) -> Tensor:
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    y, places = torch.zeros_like(x), largest(x, k)
+    y, places = torch.zeros_like(x), largest_indices(x, k)
     y[places] = x[places]
     return y

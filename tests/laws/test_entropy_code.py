@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ashl.compression.coding import (
     fold,
     level_bytes,
-    omega,
+    omega_codewords,
     read_entropy,
     read_omega,
     write_entropy,
@@ -138,7 +138,7 @@ def test_the_omega_code() -> None:
         15: "1111110",
         16: "10100100000",
     }
-    codes, lengths = omega(np.array(list(words)))
+    codes, lengths = omega_codewords(np.array(list(words)))
     found = zip(codes.tolist(), lengths.tolist(), strict=True)
     assert [f"{code:0{length}b}" for code, length in found] == [*words.values()]
     numbers = np.random.default_rng(0).integers(

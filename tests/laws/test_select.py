@@ -18,7 +18,7 @@ from ashl.compression.coding import (
     read_indices,
     write_indices,
 )
-from ashl.compression.kernels import SAMPLE, SMALL, largest
+from ashl.compression.kernels import SAMPLE, SMALL, largest_indices
 from ashl.compression.payload import as_bytes
 
 LONG = SMALL + 12_345  # long enough to be sampled
@@ -37,7 +37,7 @@ VECTORS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 def check(x: np.ndarray, k: int) -> None:
     before = x.tobytes()
-    places = largest(torch.from_numpy(x), k).numpy()
+    places = largest_indices(torch.from_numpy(x), k).numpy()
     assert x.tobytes() == before
     assert places.shape == (k,)
     assert k < 2 or bool((np.diff(places) > 0).all())
@@ -73,9 +73,9 @@ def test_a_sample_that_misleads(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.random.default_rng(0).standard_normal(LONG).astype(np.float32)
     stride = next(s for s in range(LONG // SAMPLE, LONG) if np.gcd(s, 210) == 1)
     x[stride // 2 :: stride] += 1000
-    sampled, calls, choose = len(x[stride // 2 :: stride]), [], kernels._choose
+    sampled, calls, choose = len(x[stride // 2 :: stride]), [], kernels._choose_largest
     monkeypatch.setattr(
-        kernels, "_choose", lambda keys, k: (calls.append(len(keys)), choose(keys, k))[1]
+        kernels, "_choose_largest", lambda keys, k: (calls.append(len(keys)), choose(keys, k))[1]
     )
     check(x, sampled + 100)
     assert calls == [LONG]

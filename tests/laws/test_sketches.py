@@ -32,7 +32,7 @@ def test_sketches_add_up() -> None:
     option = codec("fetch_sgd")
     bodies = [option.encode(None, v, EncodeContext(seed=7))[1] for v in (x, y, x + y)]
     one, other, both = (option.summand(body) for body in bodies)
-    assert bits(option.summed(bodies[0], one + other)) == bits(bodies[2])
+    assert bits(option.with_summand(bodies[0], one + other)) == bits(bodies[2])
     assert one.nbytes == option.summed_bytes(None, d)
     assert torch.equal(one + other, both)
 

@@ -118,14 +118,14 @@ def test_the_sum_of_bodies_is_the_body_of_the_sum(option: Any, ratio: float) -> 
     ]
     bodies = [option.encode(None, x, context)[1] for x, context in zip(xs, turns, strict=True)]
     total = torch.stack([option.summand(body) for body in bodies]).sum(0)
-    whole = decoded(option, option.summed(bodies[0], total), 1001)
+    whole = decoded(option, option.with_summand(bodies[0], total), 1001)
     assert option.traits.linear
     assert torch.allclose(
         whole, torch.stack([decoded(option, body, 1001) for body in bodies]).sum(0), rtol=1e-6
     )
     assert torch.equal(
         option.summand(bodies[0]),
-        option.summand(option.summed(bodies[1], option.summand(bodies[0]))),
+        option.summand(option.with_summand(bodies[1], option.summand(bodies[0]))),
     )
 
 
@@ -270,7 +270,7 @@ def test_sparse_loco_takes_from_every_chunk() -> None:
     x = torch.arange(1, 11, dtype=torch.float32)
     option = codec("sparse_loco", values="fp32", chunk=4, ratio=0.5)
     assert sent(option, x).tolist() == [0, 0, 3, 4, 0, 0, 7, 8, 0, 10]
-    assert codec("sparse_loco", chunk=10, ratio=0.3).kept(None, 25) == 3 + 3 + 2, (
+    assert codec("sparse_loco", chunk=10, ratio=0.3).num_selected(None, 25) == 3 + 3 + 2, (
         "of the last five 1.5, rounded up"
     )
     assert (

@@ -16,7 +16,7 @@ from ashl.compression.wrappers import (
     Velocity,
     codec_for_layers,
     convert_sender,
-    innermost,
+    inner_codec,
     kept_state,
     with_steps,
     wrap_codec,
@@ -221,7 +221,7 @@ def test_everything_at_once_and_what_is_handed_over() -> None:
     fields = {"clip_norm": 1e9, "critical_ratio": 0.2, "warmup_epochs": 2, "per_layer": True}
     codec = wrap_codec(conf_option("compression", "topk", **fields), LAYOUT)
     assert isinstance(codec.steps[0], Clipping)
-    assert isinstance(innermost(codec), Layerwise)
+    assert isinstance(inner_codec(codec), Layerwise)
     sender, total = None, torch.zeros(D)
     for k, x in enumerate(updates(5)):
         sender, body = codec.encode(sender, x, EncodeContext(0.05, round=k, epoch=k / 2))

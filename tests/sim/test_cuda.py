@@ -12,7 +12,7 @@ from torch import Tensor
 from ashl.errors import UsageError
 from ashl.learn.graphs import OFTEN
 from ashl.learn.learner import Learner
-from ashl.learn.staging import filled, in_host
+from ashl.learn.staging import fill_buffer, in_host
 from tests.conf_option import conf_option
 from tests.support import planned, run
 
@@ -129,6 +129,6 @@ def test_vectors_leave_and_come_beside_what_is_computed() -> None:
     assert in_host(last).tolist() == [1.0] * 4096
     body = torch.arange(10**6, dtype=torch.uint8)
     for _ in range(5):
-        came = filled(10**6, "cuda:0", lambda flat: flat.copy_(body))
+        came = fill_buffer(10**6, "cuda:0", lambda flat: flat.copy_(body))
         assert came.is_cuda
         assert torch.equal((came + 0).cpu(), body)

@@ -14,7 +14,7 @@ from ashl.aggregate.weighted import Push
 from ashl.data.quadratic import optimum
 from ashl.planning.instantiate import assemble_job
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.size_only import halves, joined
+from ashl.size_only import join_vectors, split_vectors
 from ashl.stage.contract import StageConfig
 from ashl.stage.members import members_of
 from ashl.sync.asylpg import Epoch
@@ -35,8 +35,10 @@ class Averaged(Alone):
         for rank in members:
             self.workers[rank].moments = self.moments
             moved = self.update(rank)
-            bodies.append(joined(moved, self.workers[rank].moments[0] - mean) * (1 / len(members)))
-        moved, turned = halves(sum_in_rank_order(bodies))
+            bodies.append(
+                join_vectors(moved, self.workers[rank].moments[0] - mean) * (1 / len(members))
+            )
+        moved, turned = split_vectors(sum_in_rank_order(bodies))
         self.moments = (mean + turned,)
         self.outer, self.params = self.stage.outer.step(self.outer, self.params, moved, 1.0)
         self.samples += sum(members_of(self.stage).planned.samples[rank] for rank in members)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ashl.compression.contract import Layer
 from ashl.compression.payload import HEADER
-from ashl.compression.wrappers import Layerwise, WrappedCodec, innermost, wrap_codec
+from ashl.compression.wrappers import Layerwise, WrappedCodec, inner_codec, wrap_codec
 from ashl.config.construct import construct
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.overlap.none import Serial
@@ -48,7 +48,7 @@ SPEC = {
 def by_groups(stage: StageConfig) -> StageConfig:
     """The stage without overlap, its codec applied to each of its messages by itself."""
     codec = Layerwise(
-        innermost(stage.codec), tuple(part.stop - part.start for part in reversed(stage.buckets))
+        inner_codec(stage.codec), tuple(part.stop - part.start for part in reversed(stage.buckets))
     )
     if isinstance(stage.codec, WrappedCodec):
         codec = replace(stage.codec, codec=codec)

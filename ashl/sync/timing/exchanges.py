@@ -61,7 +61,7 @@ def empty_payload(stage: StageConfig, nbytes: int) -> Any:
 
 @lru_cache(maxsize=4)  # allocated once, because a run allocates before it sends
 def make_payload(trainer: AnyTrainer, nbytes: int) -> Any:
-    return trainer.blank(nbytes / trainer.dense_bytes)
+    return trainer.make_placeholder(nbytes / trainer.dense_bytes)
 
 
 async def time_exchange(
