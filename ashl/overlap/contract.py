@@ -54,7 +54,7 @@ class Overlap(Contract, group="overlap", strict=True):
         return needs
 
     @property
-    def timed(self) -> bool:
+    def needs_costs(self) -> bool:
         """True if the plan follows from costs, which then have to be known."""
         return False
 

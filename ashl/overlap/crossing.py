@@ -38,14 +38,16 @@ class Crossing(Overlap, contract=True):
         if self.plan == "bytes":
             return plan_by_bytes(timeline, (CAPS[1], CAPS[1]))
         if self.plan == "tuned":
-            return min(candidate_plans(timeline), key=lambda plan: self.whole_ns(timeline, plan))
+            return min(
+                candidate_plans(timeline), key=lambda plan: self.unsliced_step_ns(timeline, plan)
+            )
         return one_message_each(timeline)
 
     def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
         merged = merge_buckets(timeline.groups, self.messages(timeline))
         return [bucket._replace(halves=self.reduce_scatter_all_gather) for bucket in merged]
 
-    def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
+    def unsliced_step_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
         """Return the time of a step in the long run with these messages, none of them in slices."""
         raise NotImplementedError
 
@@ -59,7 +61,7 @@ class TwoWay(Crossing, contract=True):
     plan: Literal["layers", "bytes", "tuned"] | Counts
 
     @property
-    def timed(self) -> bool:
+    def needs_costs(self) -> bool:
         return self.plan == "tuned"
 
     def up_ns(self, timeline: StepTimeline, nbytes: int) -> int:
@@ -67,9 +69,9 @@ class TwoWay(Crossing, contract=True):
         raise NotImplementedError
 
     def step_ns(self, timeline: StepTimeline) -> int:
-        return self.whole_ns(timeline, self.messages(timeline))
+        return self.unsliced_step_ns(timeline, self.messages(timeline))
 
-    def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
+    def unsliced_step_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
         return step_with_pulls_ns(timeline, messages, partial(self.up_ns, timeline))
 
     def with_plan(self, timeline: StepTimeline) -> TwoWay:

@@ -59,7 +59,7 @@ class Layerwise(Overlap):
     max_ratio: Ratio
 
     @property
-    def timed(self) -> bool:
+    def needs_costs(self) -> bool:
         return self.plan in ("greedy", "optimal") or self.ratio == "adaptive"
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class Merged(Overlap):
     plan: Literal["greedy", "optimal", "bytes"] | Counts
 
     @property
-    def timed(self) -> bool:
+    def needs_costs(self) -> bool:
         return self.plan in ("greedy", "optimal")
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ def fastest_plan(timeline: StepTimeline, messages: int | None = None) -> tuple[i
     """
     n = len(timeline.ready_ns)
     # True if a message that begins later may end earlier, as it slows computing down by less
-    waits = timeline.lost * timeline.slowed > 1
+    waits = timeline.pace_reduction * timeline.collective_slowdown > 1
     counted = messages is not None
     count = messages or 0
     # the front of the first j groups in k messages, by (j, k); k = 0: in any number
@@ -136,7 +136,7 @@ def fastest_plan(timeline: StepTimeline, messages: int | None = None) -> tuple[i
         found = list[Ending]()
         for i in range(j):
             for place, own in enumerate(fronts.get((i, k - counted), ())):
-                end, done = timeline.after(own.end, own.done, j, costs[i, j])
+                end, done = timeline.end_message(own.end, own.done, j, costs[i, j])
                 found.append(Ending(end, -done if waits else end - done, i, place, done))
         front = fronts[j, k] = list[Ending]()
         for own in sorted(found):

@@ -66,7 +66,7 @@ class Priority(Crossing):
         return super().needs | {"merges_of_slices": ""}
 
     @property
-    def timed(self) -> bool:
+    def needs_costs(self) -> bool:
         return self.plan == "tuned" or "auto" in (self.slice, self.credit)
 
     def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
@@ -85,12 +85,12 @@ class Priority(Crossing):
         assert self.credit != "auto"
         messages = self.messages(timeline)
         return timeline.period_ns(
-            done_ns(timeline, messages, 4 * self.slice, self.credit), messages
+            arrival_ns(timeline, messages, 4 * self.slice, self.credit), messages
         )
 
-    def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
+    def unsliced_step_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
         return timeline.period_ns(
-            done_ns(timeline, messages, longest_message(timeline, messages), 1), messages
+            arrival_ns(timeline, messages, longest_message(timeline, messages), 1), messages
         )
 
     def with_plan(self, timeline: StepTimeline) -> Priority:
@@ -138,7 +138,7 @@ def longest_message(timeline: StepTimeline, messages: Sequence[int]) -> int:
     )
 
 
-def done_ns(
+def arrival_ns(
     timeline: StepTimeline, messages: Sequence[int], slice_bytes: int, credit: int
 ) -> list[int]:
     """Return the time at which each message has arrived, in a step that begins at 0 ns.

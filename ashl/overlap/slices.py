@@ -42,7 +42,7 @@ class Slices(Overlap):
     slice: Count | Literal["auto"]
 
     @property
-    def timed(self) -> bool:
+    def needs_costs(self) -> bool:
         return self.slice == "auto"
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:

@@ -62,14 +62,14 @@ class Streaming(Fragmented):
 
     def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
         one = Bucket(0, timeline.groups[0].stop, every=self.fragments, delay=self.delay)
-        fragments = balanced(timeline.groups, self.fragments)
+        fragments = balance_fragments(timeline.groups, self.fragments)
         return [one._replace(runs=tuple(runs), offset=k) for k, runs in enumerate(fragments)]
 
     def mix(self, own: Any, landed: Any, sent: Any) -> Any:
         return own * self.alpha + landed * (1 - self.alpha) if self.alpha else landed
 
 
-def balanced(groups: Sequence[Bucket], count: int) -> list[list[tuple[int, int]]]:
+def balance_fragments(groups: Sequence[Bucket], count: int) -> list[list[tuple[int, int]]]:
     """Return the layer groups as `count` fragments of nearly equal size, each as runs of elements.
 
     Groups are assigned in descending size, each to the fragment with the fewest elements. If all

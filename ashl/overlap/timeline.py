@@ -9,11 +9,11 @@ it is ready and the message before has ended, and takes c(bytes). So a step ends
 ended, it reaches group k at N_k and waits until the sum of k arrives, at D_k. In the long run a
 step then takes max_k (D_k − N_k).
 
-Contention: while a sum is in flight during the backward pass, computing loses a fraction `lost` of
-its speed and the sum takes `slowed` times as long. So R_k is later by the time that earlier sums
-took from it. `ashl.sync.timing.beside` measures both, with sums of the whole model; without a
-measurement they are 0 and 1. The slowdown of a next forward pass is not modelled, nor any
-contention at a server.
+Contention: while a sum is in flight during the backward pass, computing loses a fraction
+`pace_reduction` of its speed and the sum takes `collective_slowdown` times as long. So R_k is later
+by the time that earlier sums took from it. `ashl.sync.timing.contention` measures both, with sums
+of the whole model; without a measurement they are 0 and 1. The slowdown of a next forward pass is
+not modelled, nor any contention at a server.
 
 Costs of messages: a step whose gradient leaves in M > 1 messages takes `split_ns` + M·`part_ns`
 longer, spread evenly over the step. Each sum except the last takes `start_ns` longer. Causes are
@@ -79,8 +79,10 @@ class StepTimeline:
     half_ns: Callable[[int], int] = lambda nbytes: 0
     needed_ns: tuple[int, ...] = ()  # N_k, on the slowest worker
     answer_ns: int = 0  # time of a server's reply with the whole model
-    lost: float = 0.0  # fraction of its speed that computing loses while a sum is in flight
-    slowed: float = 1.0  # factor on the time of a sum during computing
+    pace_reduction: float = (
+        0.0  # fraction of its speed that computing loses while a sum is in flight
+    )
+    collective_slowdown: float = 1.0  # factor on the time of a sum during computing
     split_ns: float = 0.0  # extra time of a step with several messages
     part_ns: float = 0.0  # extra time of a step for each of several messages
     start_ns: float = 0.0  # extra time of each sum except the last
@@ -88,9 +90,9 @@ class StepTimeline:
     groups: tuple[Bucket, ...] = ()  # the layer groups, if buckets are planned
 
     @property
-    def slows(self) -> bool:
+    def has_contention(self) -> bool:
         """True if sums and computing slow each other down, or messages cost extra time."""
-        return self.lost > 0 or self.slowed > 1 or self.in_parts
+        return self.pace_reduction > 0 or self.collective_slowdown > 1 or self.in_parts
 
     @property
     def in_parts(self) -> bool:
@@ -127,13 +129,13 @@ class StepTimeline:
         first = 0
         for k, count in enumerate(messages):
             last = first + count
-            end, done = timeline.after(
+            end, done = timeline.end_message(
                 end, done, last, self.cost(first, last, shares[k] if shares else None)
             )
             first = last
         return round(end)
 
-    def after(self, end: float, done: float, last: int, cost: float) -> tuple[float, float]:
+    def end_message(self, end: float, done: float, last: int, cost: float) -> tuple[float, float]:
         """Return (time at which a message ends, computing done by then), both in ns.
 
         Args: the message before ended at `end`, with `done` computed by then; this one holds the
@@ -144,9 +146,10 @@ class StepTimeline:
         if done < ready:
             end = end + ready - done
             done = ready
+        pace, slowdown = 1 - self.pace_reduction, self.collective_slowdown
         # time during which the message and backward overlap
-        both = min(self.slowed * cost, (self.ready_ns[-1] - done) / (1 - self.lost))
-        return end + cost + both * (1 - 1 / self.slowed), done + (1 - self.lost) * both
+        both = min(slowdown * cost, (self.ready_ns[-1] - done) / pace)
+        return end + cost + both * (1 - 1 / slowdown), done + pace * both
 
     def period_ns(self, done_ns: Sequence[int], messages: Sequence[int]) -> int:
         """Return the time of a step in the long run whose messages end at `done_ns`, under the next

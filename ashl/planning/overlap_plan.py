@@ -103,7 +103,7 @@ def check_timing(
 
     Raises: UsageError.
     """
-    if not overlap.timed:
+    if not overlap.needs_costs:
         return
     if timeline is None:
         raise UsageError(
@@ -127,13 +127,13 @@ def describe_step_times(
     count = len(buckets)
     what = "a step, its push and its pull" if topology.has_server else "a step and its all-reduce"
     sent = f"{count} message{'s' * (count > 1)}"
-    least = "at least " * (chosen.overlaps_next_forward and timeline.slows)
+    least = "at least " * (chosen.overlaps_next_forward and timeline.has_contention)
     text = f"{what} take {least}{chosen.step_ns(timeline) / 1e6:.4g} ms in {sent}"
     densities = [f"{100 * bucket.ratio:.3g}" for bucket in buckets if bucket.ratio is not None]
     if densities:
         text += f", with densities of {', '.join(densities)} %"
-    if timeline.lost or timeline.slowed > 1:
-        slower = f"{100 * timeline.lost:.2g} % slower"
+    if timeline.pace_reduction or timeline.collective_slowdown > 1:
+        slower = f"{100 * timeline.pace_reduction:.2g} % slower"
         text += f"; during an all-reduce a worker computes {slower}, as measured"
     if timeline.in_parts:
         more = (

@@ -120,8 +120,8 @@ def make_group_timeline(
     if (contention := contention_of(speed.cluster)) is not None:
         timeline = replace(
             timeline,
-            lost=contention.pace_reduction,
-            slowed=contention.collective_slowdown,
+            pace_reduction=contention.pace_reduction,
+            collective_slowdown=contention.collective_slowdown,
             reached=tuple(group.ready for group in groups),
         )
         if (more := contention.parts) is not None:
@@ -143,8 +143,8 @@ def make_group_timeline(
             half_ns=down_ns,
             needed_ns=tuple(needed - latency_ns for needed in timeline.needed_ns),
             answer_ns=latency_ns + down_ns(4 * d),
-            lost=0.0,
-            slowed=1.0,
+            pace_reduction=0.0,
+            collective_slowdown=1.0,
             split_ns=0.0,
             part_ns=0.0,
             start_ns=0.0,
@@ -182,8 +182,8 @@ def compress_timeline(
         timeline.ready_ns,
         timeline.nbytes,
         lambda _: latency_ns,
-        lost=timeline.lost,
-        slowed=timeline.slowed,
+        pace_reduction=timeline.pace_reduction,
+        collective_slowdown=timeline.collective_slowdown,
         split_ns=timeline.split_ns,
         part_ns=timeline.part_ns,
         start_ns=timeline.start_ns,

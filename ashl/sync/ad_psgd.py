@@ -47,11 +47,11 @@ class ADPSGD(PairRule):
         """Return the neighbours that this worker may ask: the passive ones of an active worker,
         else none.
         """
-        return partners_in(graph)[rank]
+        return passive_neighbours(graph)[rank]
 
 
 @lru_cache(maxsize=16)
-def partners_in(graph: MemberGraph) -> Sources:
+def passive_neighbours(graph: MemberGraph) -> Sources:
     """Return the passive neighbours of each active worker of a graph, by rank."""
     return graph.sources_by_rank(choose_partners(graph.places, len(graph.ranks)))
 

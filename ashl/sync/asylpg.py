@@ -76,7 +76,7 @@ class Epoch:
 
     anchor: Any  # x̃
     owing: set[int]  # workers whose next push is a full gradient at x̃
-    left: int  # steps until the end of the epoch
+    remaining_steps: int  # steps until the end of the epoch
     gradient: Any = None
     samples: int = 0  # samples behind `gradient`
     sent: set[int] = field(default_factory=set)  # workers whose full gradient is in `gradient`
@@ -87,7 +87,9 @@ class Epoch:
         """Return True if waiting workers may proceed: all together before and after the full
         gradients, one by one between.
         """
-        return len(progress.waiting) == progress.num_present or (not self.gathers and self.left > 0)
+        return len(progress.waiting) == progress.num_present or (
+            not self.gathers and self.remaining_steps > 0
+        )
 
     def add_gradient(self, worker: int, gradient: Any, samples: int) -> bool:
         """Add a full gradient; return False if one of this worker is already in the mean."""
@@ -105,7 +107,7 @@ class Epoch:
             self.gradient = self.gradient * (1 / self.samples)
         return True
 
-    def settle(self) -> None:
+    def finish_gathering(self) -> None:
         """Turn the sum of full gradients into their mean once no worker owes one."""
         if self.gathers and self.samples and not self.owing:
             self.gathers, self.gradient = False, self.gradient * (1 / self.samples)
@@ -181,7 +183,7 @@ class Snapshots(Updates):
             )
             state.params = shrink(x, lr * self.rule.l1)
             progress.merge()
-            epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)
+            epoch.done, epoch.remaining_steps = epoch.done + 1, max(0, epoch.remaining_steps - 1)
         elif epoch.add_gradient(worker, message.payload, int(samples)):
             progress.commit(worker, int(steps), int(samples))
         else:
@@ -195,8 +197,8 @@ class Snapshots(Updates):
         workers wait.
         """
         epoch, progress = state.rule_state, state.progress
-        epoch.settle()
-        if not epoch.left and 0 < len(progress.waiting) == progress.num_present:
+        epoch.finish_gathering()
+        if not epoch.remaining_steps and 0 < len(progress.waiting) == progress.num_present:
             state.rule_state = self.open_epoch(stage, state)
 
     def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:

@@ -108,13 +108,13 @@ class Edges(Heard):
     own: dict[int, Any]  # its own models by iteration; −1 is the initial one
     matched: dict[int, int]  # neighbour → the last iteration that is in the dual
 
-    def behind(self, k: int) -> list[int]:
+    def iterations_behind(self, k: int) -> list[int]:
         """Return by how many iterations each neighbour's newest model is behind the one that
         iteration k requires.
         """
         return [k - (not self.lower[j]) - max(versions) for j, versions in self.models.items()]
 
-    def match(self, rho: float) -> None:
+    def update_dual(self, rho: float) -> None:
         """Add to the dual the pairs of models that both ends of an edge know, then drop models that
         are no longer needed.
 
@@ -160,12 +160,12 @@ class Augmented:
 
 
 @lru_cache(maxsize=16)
-def colours_in(graph: MemberGraph) -> tuple[int, ...]:
+def member_colours(graph: MemberGraph) -> tuple[int, ...]:
     """Return the colour of each rank of a graph."""
-    return graph.by_rank(colours(graph.places, len(graph.ranks)), 0)
+    return graph.by_rank(choose_colours(graph.places, len(graph.ranks)), 0)
 
 
-def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
+def choose_colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
     """Return the colour of each rank: the lowest one that no neighbour of lower rank has."""
     chosen: list[int] = []
     for rank, neighbours in enumerate(sources_of(edges, n)):
@@ -178,7 +178,7 @@ def open_edges(graph: MemberGraph, state: RoamingState, rank: int) -> Edges:
     """Return the state at the start of a stage: the same model on all workers, and duals of
     zero.
     """
-    colour = colours_in(graph)
+    colour = member_colours(graph)
     params = state.params
     neighbours = graph.neighbours[rank]
     return Edges(
@@ -225,8 +225,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
         await await_iteration(ctx, stage, state, rule, last)
         if state.signal != GO:
             break
-        edges.match(rule.rho)
-        late = max([0, *edges.behind(edges.k)])
+        edges.update_dual(rule.rho)
+        late = max([0, *edges.iterations_behind(edges.k)])
         trainer = augment_trainer(trainer_of(stage, state), edges, state.params, rule.rho)
         work = await local_work(ctx, stage, state, trainer)
         await await_answer(ctx, stage, state)
@@ -240,7 +240,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState, rule
         edges.k += 1
         await report_merge(ctx, stage, state, work, late)
     await receive_in_flight(ctx, stage, state)
-    edges.match(rule.rho)
+    edges.update_dual(rule.rho)
     await report_done(ctx, stage, state, dropped)
     while not state.may_leave:
         await receive_model(ctx, stage, state)
@@ -255,5 +255,5 @@ async def await_iteration(
     k = edges.k
     ctx.safe_point(stage.index, state)
     await receive_arrived(ctx, stage, state)
-    while state.signal == GO and (k >= last or not may_iterate(rule, edges.behind(k))):
+    while state.signal == GO and (k >= last or not may_iterate(rule, edges.iterations_behind(k))):
         await receive_model(ctx, stage, state)

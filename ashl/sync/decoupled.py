@@ -44,7 +44,9 @@ from ashl.topology.parameter_server import ServerRule
 ARRIVALS = 64  # pushes whose delays are kept
 
 
-def replaced(values: tuple[float, ...], indices: Iterable[int], value: float) -> tuple[float, ...]:
+def replace_values(
+    values: tuple[float, ...], indices: Iterable[int], value: float
+) -> tuple[float, ...]:
     """Return the values with `value` at these indices."""
     changed = set(indices)
     return tuple(value if index in changed else own for index, own in enumerate(values))
@@ -102,7 +104,7 @@ class Decoupled(ServerRule):
         now = self.without(stage, state, progress, rank)
         if self.grace_mads is None:
             return now
-        return now._replace(released_s=replaced(now.released_s, (rank,), progress.now_s))
+        return now._replace(released_s=replace_values(now.released_s, (rank,), progress.now_s))
 
     def without(
         self, stage: StageConfig, state: Gathered, progress: Progress, rank: int
@@ -145,7 +147,7 @@ class Decoupled(ServerRule):
             progress.version,
             started_s=merged_s,
             last_s=merged_s,
-            released_s=replaced(state.released_s, state.learners, merged_s),
+            released_s=replace_values(state.released_s, state.learners, merged_s),
             delays_s=state.delays_s,
         )
 

@@ -44,7 +44,7 @@ class Sampling(NamedTuple):
 
     matchings: list[list[Edge]]
     peers: tuple[dict[int, int], ...]  # by matching: the partner of each rank
-    chances: np.ndarray  # p, float64 [M]
+    probabilities: np.ndarray  # p, float64 [M]
     alpha: float  # weight of a used edge
 
 
@@ -56,7 +56,7 @@ class Matcha(RoundRule):
     budget: Ratio
 
     def sources(self, graph: MemberGraph, rank: int, k: int) -> tuple[int, ...]:
-        plan = sampling_in(graph, self.budget)
+        plan = member_sampling(graph, self.budget)
         return tuple(
             sorted(
                 plan.peers[m][rank]
@@ -70,7 +70,7 @@ class Matcha(RoundRule):
         return {j: (state.params, ()) for j in self.sources(now.graph, now.rank, now.k)}
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
-        alpha = sampling_in(now.graph, self.budget).alpha
+        alpha = member_sampling(now.graph, self.budget).alpha
         row = {**dict.fromkeys(received, alpha), now.rank: 1 - alpha * len(received)}
         state.params = (
             mix(dict(sorted(row.items())), now.rank, state.params, received)
@@ -81,27 +81,27 @@ class Matcha(RoundRule):
 
 def used_matchings(plan: Sampling, seed: int, k: int) -> list[int]:
     """Return the matchings of round k, the same on all workers."""
-    words = bit_generator(seed, Purpose.PAIRS, 0, k).random_raw(len(plan.chances))
-    return [m for m, word in enumerate(words) if float(word) / 2**64 < plan.chances[m]]
+    words = bit_generator(seed, Purpose.PAIRS, 0, k).random_raw(len(plan.probabilities))
+    return [m for m, word in enumerate(words) if float(word) / 2**64 < plan.probabilities[m]]
 
 
 @lru_cache(maxsize=16)
-def sampling_in(graph: MemberGraph, budget: float) -> Sampling:
+def member_sampling(graph: MemberGraph, budget: float) -> Sampling:
     """Return the matchings of a graph, with partners by rank."""
     ranks = graph.ranks
-    plan = sampling(graph.places, len(ranks), budget)
+    plan = make_sampling(graph.places, len(ranks), budget)
     peers = tuple({ranks[i]: ranks[j] for i, j in met.items()} for met in plan.peers)
     return plan._replace(peers=peers)
 
 
 @lru_cache(maxsize=16)
-def sampling(edges: tuple[Edge, ...], n: int, budget: float) -> Sampling:
+def make_sampling(edges: tuple[Edge, ...], n: int, budget: float) -> Sampling:
     """Return the matchings of the graph, the probability of each, and the weight of a used edge."""
     if not edges:  # a single worker
         return Sampling([], (), np.zeros(0), 0.0)
     matchings = matchings_of(edges, n)
     laplacians = [laplacian(matching, n) for matching in matchings]
-    chances = activation(laplacians, budget)
+    chances = matching_probabilities(laplacians, budget)
     peers = tuple(
         {i: j for a, b in matching for i, j in ((a, b), (b, a))} for matching in matchings
     )
@@ -116,7 +116,7 @@ def laplacian(edges: Sequence[Edge], n: int) -> np.ndarray:
     return dense
 
 
-def activation(laplacians: list[np.ndarray], budget: float) -> np.ndarray:
+def matching_probabilities(laplacians: list[np.ndarray], budget: float) -> np.ndarray:
     """Return p in [0, 1]^M with Σ p = budget·M for which λ_2(Σ p_m·L_m) is largest.
 
     λ_2 is concave in p; with v its eigenvector, the numbers v'·L_m·v are a supergradient.

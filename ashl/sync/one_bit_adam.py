@@ -46,7 +46,7 @@ class OneBitAdam(StepRule):
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, FAULT_TOLERANT, WEIGHTS})
 
     def work(self) -> Callable[[RankContext, StageConfig, WorkerState], Awaitable[Work]]:
-        return momentum
+        return compute_momentum
 
     def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         if isinstance(update, SizeOnly):
@@ -71,7 +71,7 @@ def descend(
     return stepped(kept, momentum, moments[2], lr, moments[0], beta1, beta2, eps)
 
 
-async def momentum(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
+async def compute_momentum(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
     """Return this worker's local work with its momentum β1·m + (1 − β1)·g_i as the payload."""
     work = await local_work(ctx, stage, state)
     if isinstance(work.payload, SizeOnly):

@@ -45,7 +45,7 @@ class PRSGDMomentum(BarrierRule, StepRule):
     local_steps: Count
 
     def work(self) -> Callable[[RankContext, StageConfig, WorkerState], Awaitable[Work]]:
-        return with_momentum
+        return compute_with_momentum
 
     def messages(self) -> WithMomentum:
         return WITH_MOMENTUM
@@ -62,7 +62,7 @@ class WithMomentum(Updates):
     async def make_push(
         self, ctx: RankContext, stage: StageConfig, state: WorkerState
     ) -> tuple[Work, Any, float]:
-        work = await with_momentum(ctx, stage, state)
+        work = await compute_with_momentum(ctx, stage, state)
         return work, stage.aggregate.clip(work.payload), work.loss
 
     async def answer(
@@ -85,7 +85,7 @@ class WithMomentum(Updates):
 WITH_MOMENTUM = WithMomentum()
 
 
-async def with_momentum(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
+async def compute_with_momentum(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
     """Compute local work, with the change of the momentum appended to its payload.
 
     The state keeps the momentum from before the work, from which both averages are taken.

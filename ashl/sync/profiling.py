@@ -17,7 +17,7 @@ With `per_layer_group` the workers also time both passes by layer group, and mes
 sizes. Each worker exchanges them with the server alone; then all workers sum them, timed from the
 arrival of the last worker. `ashl.plan.alpha_beta` fits latency and seconds per byte, with larger
 sizes as long as time permits. `ashl.sync.timing` measures the rest: compute–communication
-contention (`beside`), gradients in several messages (`parts`), and encoding and decoding by the
+contention (`contention`), gradients in several messages (`parts`), and encoding and decoding by the
 chosen codec and by `codecs` (`codecs`).
 
 `stop.seconds` and an interrupt end the stage at once, without a profile.
@@ -54,8 +54,8 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import PlanMade, ProfileMeasured
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.contract import GO, NEXT, STOP, Loop, StageConfig
-from ashl.sync.timing.beside import BESIDE, measure_beside, time_beside
 from ashl.sync.timing.codecs import CODEC, measure_codecs, time_codec
+from ashl.sync.timing.contention import CONTENTION, measure_contention, time_contention
 from ashl.sync.timing.exchanges import (
     DOWN,
     EMPTY,
@@ -63,10 +63,10 @@ from ashl.sync.timing.exchanges import (
     RESULT,
     SUM,
     UP,
-    OverError,
+    RunEndedError,
     collect_answers,
-    instruct,
     repeat_timing,
+    send_order,
     time_apply,
     time_exchange,
     time_sum,
@@ -122,7 +122,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
             if signal in (NEXT, STOP):
                 break
             found, passes = await execute_order(ctx, stage, state, signal, end_ns, *more)
-    except OverError as over:
+    except RunEndedError as over:
         (order,) = over.order
         signal, end_ns, *_ = (int(value) for value in order.meta)
     state.assigned = None if order.payload is None else (stage.index + 1, order.payload)
@@ -138,12 +138,12 @@ async def execute_order(
 ) -> tuple[tuple[float, ...], torch.Tensor | None]:
     """Measure what the server orders. Returns: (seconds, further seconds as a tensor or None).
 
-    Raises: OverError.
+    Raises: RunEndedError.
     """
     if order == SUM:
         return (await time_sum(ctx, stage, value),), None
-    if order == BESIDE:
-        return await time_beside(ctx, stage, state, value, count), None
+    if order == CONTENTION:
+        return await time_contention(ctx, stage, state, value, count), None
     if order == PARTS:
         return (), await time_parts(ctx, stage, state, value)
     if order == CODEC:
@@ -248,7 +248,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
         ctx.emit(ProfileMeasured(ctx.rank, state.profile.to_json()))
         ctx.emit(PlanMade(ctx.rank, stage.index + 1, rows))
         signal = NEXT if stage.following else STOP
-    except OverError:
+    except RunEndedError:
         reason = ctx.stop_reason or "seconds"
     state.progress.end_ns = end_time_ns(stage, ctx.now_ns)
     record_end(ctx, stage, state.progress, reason)
@@ -273,19 +273,19 @@ async def measure_all(
     """Measure everything that a profile holds.
 
     Returns: (worker profiles, seconds of applying a push, bytes per second of the server's NIC,
-    costs of all-reduces, contention of sums and computing, costs of codecs). Raises: OverError.
+    costs of all-reduces, contention of sums and computing, costs of codecs). Raises: RunEndedError.
     """
     members = stage.workers
     times: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in members}
     steps = await collect_answers(ctx, stage, members)
     end_s = ctx.now + REPEATS_S
-    while not all(timed_enough(rows, over=ctx.now >= end_s) for rows in times.values()):
+    while not all(has_enough_repetitions(rows, over=ctx.now >= end_s) for rows in times.values()):
         for rank in members:  # interleaved, so that other load affects all workers equally
-            await instruct(ctx, stage, (rank,), GO)
+            await send_order(ctx, stage, (rank,), GO)
             times[rank].append((await collect_answers(ctx, stage, (rank,)))[rank])
     loaded = []
     for _ in range(REPEATS if len(members) > 1 else 0):
-        await instruct(ctx, stage, members, GO)
+        await send_order(ctx, stage, members, GO)
         loaded.append(await collect_answers(ctx, stage, members))
     workers = []
     noises: dict[str, list[float]] = {"latency_s": [], "compress_s": []}
@@ -294,7 +294,7 @@ async def measure_all(
         workers.append(worker_profile(stage, rank, steps[rank], times[rank], together))
         noises["latency_s"].append(estimate([empty_s for empty_s, *_ in times[rank]]).noise / 2)
         noises["compress_s"].append(steps[rank][COSTS - 1])
-    sums = beside = None
+    sums = contention = None
     if stage.sync.per_layer_group:
         workers = [
             await add_lines(ctx, stage, worker, rank)
@@ -302,12 +302,14 @@ async def measure_all(
         ]
         if len(members) > 1:
             (sums,) = await measure_line(ctx, stage, SUM, members, LINES_S)
-            beside = await measure_beside(ctx, stage, max(row[0] for row in steps.values()), sums)
-            beside = await with_layer_group_costs(ctx, stage, workers, sums, beside)
+            contention = await measure_contention(
+                ctx, stage, max(row[0] for row in steps.values()), sums
+            )
+            contention = await with_layer_group_costs(ctx, stage, workers, sums, contention)
     server_bytes_s = nic_bytes_per_s(workers, stage.trainer.dense_bytes)
     apply_s = await time_apply(ctx, stage, state)
     codecs = await measure_codecs(ctx, stage)
-    return equalize_costs(workers, noises), apply_s, server_bytes_s, sums, beside, codecs
+    return equalize_costs(workers, noises), apply_s, server_bytes_s, sums, contention, codecs
 
 
 async def add_lines(
@@ -328,15 +330,15 @@ async def measure_line(
     """Return the fitted costs of messages by their bytes, one per kind that the workers time.
 
     Of each repetition the shortest time over the workers counts. Sizes are measured in rounds until
-    all intervals are narrow or the time is over, at least two large sizes. Raises: OverError.
+    all intervals are narrow or the time is over, at least two large sizes. Raises: RunEndedError.
     """
     times: dict[int, list[tuple[float, ...]]] = {}
     end_s = ctx.now + budget_s
     sizes = (*SMALL, *LARGE)
-    while not times or (ctx.now < end_s and not all(map(timed_enough, times.values()))):
+    while not times or (ctx.now < end_s and not all(map(has_enough_repetitions, times.values()))):
         for nbytes in sizes:
             start = ctx.now
-            await instruct(ctx, stage, members, what, nbytes)
+            await send_order(ctx, stage, members, what, nbytes)
             found = (await collect_answers(ctx, stage, members)).values()
             kinds = 1 if what == SUM else 2
             times.setdefault(nbytes, []).append(
@@ -353,7 +355,7 @@ async def measure_line(
     ]
 
 
-def timed_enough(rows: Sequence[Sequence[float]], *, over: bool = False) -> bool:
+def has_enough_repetitions(rows: Sequence[Sequence[float]], *, over: bool = False) -> bool:
     """Return True if each kind of exchange has a narrow interval or the largest number of
     repetitions; if the time is over, the smallest number is enough.
     """

@@ -64,7 +64,7 @@ class RelaySum(RoundRule):
         return Relay(state.params, {})
 
     def sources(self, graph: MemberGraph, rank: int, k: int) -> tuple[int, ...]:
-        return tree_in(graph)[rank]
+        return member_tree(graph)[rank]
 
     async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
         state.params = state.params + delta
@@ -98,12 +98,12 @@ def relay_sum(own: Vector, received: Mapping[int, Relayed], but: int | None = No
 
 
 @lru_cache(maxsize=16)
-def tree_in(graph: MemberGraph) -> Sources:
+def member_tree(graph: MemberGraph) -> Sources:
     """Return the neighbours of each rank on the tree of a graph."""
-    return graph.sources_by_rank(tree(graph.places, len(graph.ranks)))
+    return graph.sources_by_rank(spanning_tree(graph.places, len(graph.ranks)))
 
 
-def tree(edges: tuple[Edge, ...], n: int) -> Sources:
+def spanning_tree(edges: tuple[Edge, ...], n: int) -> Sources:
     """Return the neighbours of each rank on the breadth-first search tree from rank 0."""
     sources = sources_of(edges, n)
     depth = depths(sources)

@@ -67,10 +67,10 @@ class ZeroOneAdam(StepRule):
         return super().needs | {"adam": ""}
 
     def work(self) -> Callable[[RankContext, StageConfig, WorkerState], Awaitable[Work]]:
-        return momenta
+        return compute_momenta
 
     def sums_whole(self, stage: StageConfig, progress: Progress) -> bool:
-        at, gap = merges(stage, progress), 1
+        at, gap = stage_merges(stage, progress), 1
         if at >= self.freeze_step:
             return False
         while at >= self.update_scaler * gap:
@@ -81,10 +81,10 @@ class ZeroOneAdam(StepRule):
     def in_round(
         self, stage: StageConfig, state: None, progress: Progress
     ) -> tuple[WorkerPlan, ...]:
-        steps = self._steps_at(merges(stage, progress) - self.freeze_step)
+        steps = self._frozen_local_steps(stage_merges(stage, progress) - self.freeze_step)
         return with_local_steps(stage.plan.workers, repeat(steps))
 
-    def _steps_at(self, merges: int) -> int:
+    def _frozen_local_steps(self, merges: int) -> int:
         """Return H after `merges` merges with a frozen variance."""
         steps = 1
         while steps < self.local_step_clipper:
@@ -105,12 +105,12 @@ class ZeroOneAdam(StepRule):
         return (count, update / steps, second), state.outer_state, params
 
 
-def merges(stage: StageConfig, progress: Progress) -> int:
+def stage_merges(stage: StageConfig, progress: Progress) -> int:
     """Return the merges of this stage so far."""
     return (progress.total_commits - progress.started.commits) // stage.num_workers
 
 
-async def momenta(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
+async def compute_momenta(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:
     """Compute a gradient for a whole step, else the sum of the momenta of H steps."""
     assert isinstance(state, PeerState)
     start, lr = ctx.now, stage.trainer.rate(state.samples)
@@ -119,7 +119,7 @@ async def momenta(ctx: RankContext, stage: StageConfig, state: WorkerState) -> W
     whole = stage.sync.sums_whole(stage, state.progress)
     for last in range(1 - state.local_steps, 1):
         batch = (ctx.rank, *next_batch(state))
-        work = partial(momentum, stage, trainer, params, moments, whole, bool(last), batch, lr)
+        work = partial(compute_step, stage, trainer, params, moments, whole, bool(last), batch, lr)
         loss, params, moments, payload = await ctx.compute(work, work=state.batch)
         losses.append(loss)
         total = payload if total is None else total + payload
@@ -128,7 +128,7 @@ async def momenta(ctx: RankContext, stage: StageConfig, state: WorkerState) -> W
     return Work(total, loss, steps, steps * state.batch, (ctx.now - start) / steps, state.version)
 
 
-def momentum(
+def compute_step(
     stage: StageConfig,
     trainer: Any,
     params: Any,

@@ -82,5 +82,5 @@ def test_neighbours_have_different_colours(n: int, data: st.DataObject) -> None:
     edges = {edge(*pair) for pair in data.draw(st.lists(pairs))} | {
         edge(*pair) for pair in pairwise(range(n))
     }
-    colours = d_admm.colours(tuple(sorted(edges)), n)
+    colours = d_admm.choose_colours(tuple(sorted(edges)), n)
     assert all(colours[i] != colours[j] for i, j in edges)

@@ -7,7 +7,7 @@ from ashl.compression.contract import EncodeContext
 from ashl.compression.modulo import CODE, decode_near, encode_residues, payload_nbytes
 from ashl.compression.payload import PayloadError, read_payload, write_payload
 from ashl.sync.hop import mix_by_age as hop_mean
-from ashl.sync.relay_sum import relay_sum, tree
+from ashl.sync.relay_sum import relay_sum, spanning_tree
 from ashl.topology.graph import depths, edges_of
 from tests.conf_option import conf_option
 from tests.still import gossip, mixed, spread, start_of
@@ -155,7 +155,7 @@ def test_push_sum_conserves_its_mass(graph, overlap):
 @pytest.mark.parametrize("graph", ["ring", "star", "torus"])
 def test_what_is_relayed_is_the_sum_of_all_after_the_trees_diameter(graph):
     n = 8
-    near = tree(edges_of(graph, 1, n, 0), n)
+    near = spanning_tree(edges_of(graph, 1, n, 0), n)
     assert sum(map(len, near)) == 2 * (n - 1)
     width = 2 * max(depths(near))  # at least the diameter
     heard = [{} for _ in range(n)]

@@ -128,7 +128,7 @@ def test_the_variance_is_learned_ever_less_often():
         progress.total_commits = k
         whole += [k] if rule.sums_whole(stage, progress) else []
     assert whole == [0, 1, 3, 5, 9, 13]
-    assert [rule._steps_at(k) for k in (-5, 0, 7, 8, 11, 12, 13, 14, 99)] == [
+    assert [rule._frozen_local_steps(k) for k in (-5, 0, 7, 8, 11, 12, 13, 14, 99)] == [
         1,
         1,
         1,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ashl.overlap.crossing import step_with_pulls_ns
 from ashl.overlap.dear import DeAR
 from ashl.overlap.merged import plan_optimally
-from ashl.overlap.priority import Priority, done_ns
+from ashl.overlap.priority import Priority, arrival_ns
 from ashl.overlap.slices import Slices
 from ashl.overlap.timeline import StepTimeline
 
@@ -38,7 +38,9 @@ def chain(drawn: list[tuple[int, int, int]], latency: int = 0, scale: int = 1) -
 
 
 def priority(of: StepTimeline, slices: int = 1, credit: int = 1) -> int:
-    return of.period_ns(done_ns(of, (1,) * len(of.nbytes), slices, credit), (1,) * len(of.nbytes))
+    return of.period_ns(
+        arrival_ns(of, (1,) * len(of.nbytes), slices, credit), (1,) * len(of.nbytes)
+    )
 
 
 def dear(of: StepTimeline) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ashl.errors import UsageError
-from ashl.sync.matcha import edge_weight, laplacian, sampling
+from ashl.sync.matcha import edge_weight, laplacian, make_sampling
 from ashl.topology.graph import (
     NAMES,
     depths,
@@ -161,7 +161,7 @@ def test_a_graph_is_split_into_as_few_matchings_as_can_be(graph: str, n: int, co
     """Six workers who all meet each other took 7, one after the other into the first that
     would do.
     """
-    assert len(sampling(edges_of(graph, 2, n, 0), n, 0.5).matchings) == count
+    assert len(make_sampling(edges_of(graph, 2, n, 0), n, 0.5).matchings) == count
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -182,14 +182,14 @@ def test_a_split_is_one_and_never_far_from_the_fewest(seed: int) -> None:
 )
 def test_matcha_samples_within_its_budget_and_mixes_on_average(graph: str, n: int) -> None:
     edges = edges_of(graph, 4, n, 1)
-    plan = sampling(edges, n, 0.5)
+    plan = make_sampling(edges, n, 0.5)
     assert sorted(one for matching in plan.matchings for one in matching) == list(edges)
     assert all(
         len({end for one in matching for end in one}) == 2 * len(matching)
         for matching in plan.matchings
     )
-    assert plan.chances.sum() == pytest.approx(0.5 * len(plan.matchings), abs=1e-6)
-    assert ((plan.chances >= 0) & (plan.chances <= 1)).all()
+    assert plan.probabilities.sum() == pytest.approx(0.5 * len(plan.matchings), abs=1e-6)
+    assert ((plan.probabilities >= 0) & (plan.probabilities <= 1)).all()
     laplacians = [laplacian(matching, n) for matching in plan.matchings]
 
     def connectivity(chances: np.ndarray) -> float:
@@ -197,20 +197,22 @@ def test_matcha_samples_within_its_budget_and_mixes_on_average(graph: str, n: in
             1
         ]
 
-    assert connectivity(plan.chances) >= connectivity(np.full(len(laplacians), 0.5)) - 1e-12
+    assert connectivity(plan.probabilities) >= connectivity(np.full(len(laplacians), 0.5)) - 1e-12
     expected = np.zeros((n, n))  # E[W'W], by going through all draws
     for drawn in product([0, 1], repeat=len(laplacians)):
-        chance = np.prod([p if b else 1 - p for p, b in zip(plan.chances, drawn, strict=True)])
+        chance = np.prod(
+            [p if b else 1 - p for p, b in zip(plan.probabilities, drawn, strict=True)]
+        )
         w = np.eye(n) - plan.alpha * sum(b * one for b, one in zip(drawn, laplacians, strict=True))
         np.testing.assert_allclose(w.sum(0), 1)
         expected += chance * w.T @ w
     contraction = np.linalg.eigvalsh(expected - 1 / n)[-1]
     assert contraction < 1
     for other in (0.9 * plan.alpha, 1.1 * plan.alpha):
-        assert edge_weight(laplacians, plan.chances, n) == pytest.approx(plan.alpha)
-        mean = sum(p * one for p, one in zip(plan.chances, laplacians, strict=True))
+        assert edge_weight(laplacians, plan.probabilities, n) == pytest.approx(plan.alpha)
+        mean = sum(p * one for p, one in zip(plan.probabilities, laplacians, strict=True))
         spread = mean @ mean + 2 * sum(
-            p * (1 - p) * one for p, one in zip(plan.chances, laplacians, strict=True)
+            p * (1 - p) * one for p, one in zip(plan.probabilities, laplacians, strict=True)
         )
         there = np.linalg.eigvalsh(np.eye(n) - 2 * other * mean + other**2 * spread - 1 / n)[-1]
         assert there >= contraction - 1e-9

@@ -26,9 +26,9 @@ class Counted(StepTimeline):
 
     weighed: ClassVar[list[int]] = []
 
-    def after(self, end: float, done: float, last: int, cost: float) -> tuple[float, float]:
+    def end_message(self, end: float, done: float, last: int, cost: float) -> tuple[float, float]:
         self.weighed.append(last)
-        return super().after(end, done, last, cost)
+        return super().end_message(end, done, last, cost)
 
 
 costs = st.integers(0, 20)
@@ -82,7 +82,11 @@ def test_many_groups_are_planned_at_once(slower) -> None:
     sizes = [1000 * (1 + 37 * k % 101) for k in range(48)]
     ready = tuple(accumulate(100_000 + 1009 * (k * k % 97) for k in range(48)))
     many = Counted(
-        ready, tuple(sizes), lambda size: 20_000 + 2 * size, lost=slower[0], slowed=slower[1]
+        ready,
+        tuple(sizes),
+        lambda size: 20_000 + 2 * size,
+        pace_reduction=slower[0],
+        collective_slowdown=slower[1],
     )
     Counted.weighed.clear()
     assert len(plan_optimally(many)) > 1
@@ -101,12 +105,14 @@ def test_the_more_sums_and_computing_slow_each_other_down_the_longer_a_step(
         1000 * forward, [(1000 * backward, 1000 * size) for backward, size in drawn], 1000 * latency
     )
     least, most = (
-        replace(plain, lost=pick(some[0], more[0]), slowed=pick(some[1], more[1]))
+        replace(
+            plain, pace_reduction=pick(some[0], more[0]), collective_slowdown=pick(some[1], more[1])
+        )
         for pick in (min, max)
     )
     assert plain.end_ns(messages) <= least.end_ns(messages) <= most.end_ns(messages)
     serial = plain.ready_ns[-1] + sum(plain.cost_ns(size) for size in grouped(plain, messages))
-    assert most.end_ns(messages) <= serial * (1 + most.lost * most.slowed)
+    assert most.end_ns(messages) <= serial * (1 + most.pace_reduction * most.collective_slowdown)
 
 
 def grouped(of: StepTimeline, messages: tuple[int, ...]) -> list[int]:
@@ -204,7 +210,9 @@ def test_optimal_is_the_best_of_all_plans_where_parts_cost_something(
     forward, drawn, latency, slower, more
 ) -> None:
     """One message has none of this cost."""
-    plain = replace(chain(forward, drawn, latency), lost=slower[0], slowed=slower[1])
+    plain = replace(
+        chain(forward, drawn, latency), pace_reduction=slower[0], collective_slowdown=slower[1]
+    )
     dear, n = split(plain, more), len(drawn)
     assert dear.end_ns(plan_optimally(dear)) == min(map(dear.end_ns, every_plan(n)))
     assert dear.end_ns((n,)) == plain.end_ns((n,))

@@ -205,10 +205,10 @@ def test_a_full_gradient_is_over_all_who_have_sent_theirs() -> None:
     epoch = Epoch(None, {0, 1, 2}, 5)
     assert epoch.add_gradient(0, 1.0, 10)
     assert epoch.add_gradient(1, 4.0, 20)
-    epoch.settle()
+    epoch.finish_gathering()
     assert epoch.gathers
     epoch.owing.discard(2)
-    epoch.settle()
+    epoch.finish_gathering()
     assert (epoch.gathers, epoch.gradient) == (False, gradients((1.0, 10), (4.0, 20))), "it is lost"
     epoch.owing |= {0, 2}
     assert epoch.add_gradient(2, 7.0, 30)

@@ -19,7 +19,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.contract import StageConfig
-from ashl.sync.timing.exchanges import BOTH, collect_answers, instruct, time_exchange, time_step
+from ashl.sync.timing.exchanges import BOTH, collect_answers, send_order, time_exchange, time_step
 from ashl.topology.local_work import WorkerState
 
 CODEC = -7  # an order, with the index of the codec in `StageConfig.timed_codecs`
@@ -32,7 +32,7 @@ async def time_codec(
 ) -> torch.Tensor:
     """Return (seconds of an encoding, seconds of a decoding) of the k-th codec at this worker.
 
-    Raises: OverError.
+    Raises: RunEndedError.
     """
     _, link = stage.timed_codecs[k]
     batch = stage.worker(ctx.rank).batch
@@ -61,11 +61,11 @@ async def time_codec(
 async def measure_codecs(ctx: RankContext, stage: StageConfig) -> tuple[CodecCost, ...]:
     """Return the costs of all codecs to be timed; all workers time each one at the same time.
 
-    Raises: OverError.
+    Raises: RunEndedError.
     """
     costs = []
     for k, (name, _) in enumerate(stage.timed_codecs):
-        await instruct(ctx, stage, stage.workers, CODEC, k)
+        await send_order(ctx, stage, stage.workers, CODEC, k)
         found = await collect_answers(ctx, stage, stage.workers)
         encode_s = tuple(found[rank][0] for rank in stage.workers)
         decode_s = statistics.median(found[rank][1] for rank in stage.workers)

@@ -25,7 +25,7 @@ LINK, SUM = -1, -2
 WARM_UP_APPLIES = 3  # applied pushes before the one that is timed
 
 
-class OverError(Exception):
+class RunEndedError(Exception):
     """The run ends before all is measured; a worker has received this signal in `order`."""
 
     def __init__(self, *order: Message) -> None:
@@ -69,18 +69,18 @@ async def time_exchange(
 ) -> float:
     """Return the seconds until a payload has arrived and its receipt has returned.
 
-    Args: `nbytes` defaults to those of the dense model. Raises: OverError.
+    Args: `nbytes` defaults to those of the dense model. Raises: RunEndedError.
     """
     nbytes = stage.trainer.dense_bytes if nbytes is None else nbytes
     payload, start = empty_payload(stage, nbytes) if what in (UP, BOTH) else None, ctx.now
     await ctx.send(stage.server, stage.tag("ask"), payload, (what, nbytes))
     answer = await ctx.recv(stage.tag("answer"), stage.tag("order"))
     if answer.tag == stage.tag("order"):
-        raise OverError(answer)
+        raise RunEndedError(answer)
     return ctx.now - start
 
 
-async def instruct(
+async def send_order(
     ctx: RankContext,
     stage: StageConfig,
     members: Sequence[int],
@@ -96,12 +96,15 @@ async def instruct(
 async def collect_answers(
     ctx: RankContext, stage: StageConfig, members: Sequence[int]
 ) -> dict[int, tuple[float, ...]]:
-    """Return the answers of these workers; meanwhile answer their exchanges. Raises: OverError."""
+    """Return the answers of these workers; meanwhile answer their exchanges.
+
+    Raises: RunEndedError.
+    """
     found: dict[int, tuple[float, ...]] = {}
     while len(found) < len(members):
         message = await ctx.recv(stage.tag("ask"), before_s=stage.stop_criteria.deadline_s)
         if message is None or ctx.stop_reason:
-            raise OverError
+            raise RunEndedError
         what, *values = message.meta
         if what == RESULT:
             found[message.src] = (

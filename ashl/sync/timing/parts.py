@@ -29,7 +29,7 @@ from ashl.plan.profile import WorkerProfile, ready_shares
 from ashl.runtime.effects import Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.contract import StageConfig
-from ashl.sync.timing.exchanges import collect_answers, instruct, time_sum
+from ashl.sync.timing.exchanges import collect_answers, send_order, time_sum
 from ashl.topology.local_work import WorkerState
 
 PARTS = -13  # an order, with the number of the repetition
@@ -99,7 +99,7 @@ async def with_layer_group_costs(
 ) -> ContentionCosts | None:
     """Measure the extra costs at the server and add them to the known contention.
 
-    Returns: None if nothing costs anything. Raises: OverError.
+    Returns: None if nothing costs anything. Raises: RunEndedError.
     """
     groups, end_s, rows = len(stage.layer_groups), ctx.now + MOST_S, list[tuple[float, ...]]()
     if groups < 2:
@@ -107,7 +107,7 @@ async def with_layer_group_costs(
     while len(rows) < ROUNDS[0] or (
         len(rows) < ROUNDS[1] and ctx.now < end_s and not all_narrow(rows)
     ):
-        await instruct(ctx, stage, stage.workers, PARTS, len(rows))
+        await send_order(ctx, stage, stage.workers, PARTS, len(rows))
         found = (await collect_answers(ctx, stage, stage.workers)).values()
         steps_s = map(statistics.fmean, zip(*(own[:3] for own in found), strict=True))
         rows.append(
@@ -125,7 +125,10 @@ async def with_layer_group_costs(
     )
     timeline = StepTimeline((), (NUMBER,) * groups, lambda nbytes: round(line.seconds(nbytes) * NS))
     timeline = replace(
-        timeline, lost=known.pace_reduction, slowed=known.collective_slowdown, start_ns=sum_s * NS
+        timeline,
+        pace_reduction=known.pace_reduction,
+        collective_slowdown=known.collective_slowdown,
+        start_ns=sum_s * NS,
     )
     shares = ready_shares(workers)
     more = zip(*(extra_seconds(row, timeline, shares) for row in rows), strict=True)

@@ -22,17 +22,17 @@ from ashl.cluster.spec import ContentionCosts
 from ashl.plan.alpha_beta import AlphaBeta
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.contract import StageConfig
-from ashl.sync.timing.exchanges import collect_answers, empty_payload, instruct, time_step
+from ashl.sync.timing.exchanges import collect_answers, empty_payload, send_order, time_step
 from ashl.topology.local_work import WorkerState
 
-BESIDE = -12  # an order, with the bytes and the number of sums
+CONTENTION = -12  # an order, with the bytes and the number of sums
 ROUNDS = 3  # largest number of repetitions
 LEAST_S = 0.05  # shortest time of the sums, and of the steps, in seconds
 STEPS, SUMS = 4, 4  # smallest number of each
 MOST_S = 20.0  # seconds after which no further repetition begins
 
 
-async def time_beside(
+async def time_contention(
     ctx: RankContext, stage: StageConfig, state: WorkerState, nbytes: int, count: int
 ) -> tuple[float, ...]:
     """Return the seconds of a sum alone, of a step alone, of a sum during steps, and of a step
@@ -68,12 +68,12 @@ async def time_beside(
     return alone_s, step_s, await ctx.join(task), statistics.fmean(times[:-1] or times or [step_s])
 
 
-async def measure_beside(
+async def measure_contention(
     ctx: RankContext, stage: StageConfig, step_s: float, line: AlphaBeta
 ) -> ContentionCosts | None:
     """Measure the contention at the server, with the workers. Returns: None if there is none.
 
-    Args: `step_s` is the longest step of a worker, `line` the costs of sums. Raises: OverError.
+    Args: `step_s` is the longest step of a worker, `line` the costs of sums. Raises: RunEndedError.
     """
     dense = stage.trainer.dense_bytes
     count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))
@@ -81,12 +81,13 @@ async def measure_beside(
     slowed: list[float] = []
     end_s = ctx.now + MOST_S
     while not lost or (len(lost) < ROUNDS and ctx.now < end_s):
-        await instruct(ctx, stage, stage.workers, BESIDE, dense, count)
-        found = (await collect_answers(ctx, stage, stage.workers)).values()
-        sum_s, step_s, both_s, beside_s = map(statistics.fmean, zip(*found, strict=True))
-        lost.append(1 - step_s / max(step_s, beside_s))
+        await send_order(ctx, stage, stage.workers, CONTENTION, dense, count)
+        answers = (await collect_answers(ctx, stage, stage.workers)).values()
+        sum_s, step_s, both_s, slowed_step_s = map(statistics.fmean, zip(*answers, strict=True))
+        lost.append(1 - step_s / max(step_s, slowed_step_s))
         slowed.append(max(both_s, sum_s) / sum_s if sum_s else 1.0)
-    beside = ContentionCosts(
+    found = ContentionCosts(
         pace_reduction=statistics.median(lost), collective_slowdown=statistics.median(slowed)
     )
-    return beside if beside.pace_reduction > 1e-6 or beside.collective_slowdown > 1 + 1e-6 else None
+    slows = found.pace_reduction > 1e-6 or found.collective_slowdown > 1 + 1e-6
+    return found if slows else None
