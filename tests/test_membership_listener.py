@@ -80,7 +80,7 @@ def test_a_joining_worker_begins_its_first_epoch_once() -> None:
     """It numbers its checkpoints as the other members of the epoch do."""
     numbers: list[int] = []
     writer = SimpleNamespace(every_s=1.0, save=lambda *given: numbers.append(given[-1]))
-    kernel = kernel_of(Quiet(), meet=lambda *_: None, checkpoint_writer=writer)
+    kernel = kernel_of(Quiet(), make_group=lambda *_: None, checkpoint_writer=writer)
     listener = MembershipListener(kernel, 0, 1, [], cast("Any", Store()), regroups=True)
     update = ControlUpdate(epoch=Epoch(2, (0,), (1,)))
     begun: list[int] = []
@@ -102,7 +102,7 @@ def test_a_joining_worker_begins_its_first_epoch_once() -> None:
 
 def test_a_pause_does_not_hide_the_round_before() -> None:
     """Members that have missed the last merge before the pause go back to that round with all."""
-    ctx = kernel_of(Quiet(), meet=lambda *_: None).ctx
+    ctx = kernel_of(Quiet(), make_group=lambda *_: None).ctx
     for version in range(3):
         ctx.safe_point(0, WorkerState(None, None, version=version))
     after = WorkerState(None, None, version=3)
