@@ -276,11 +276,6 @@ class PeerState(WorkerState):
         self.steps = progress.steps
         self.samples = progress.samples
 
-    def set_round(self, planned: Assignments, rank: int) -> None:
-        """Set the H and the batch of the next round."""
-        self.local_steps = cap_local_steps(planned, rank, self.rest)
-        self.batch = planned.workers[rank].batch
-
 
 class Merged(NamedTuple):
     """Result of a merge, identical on all ranks."""
@@ -320,9 +315,11 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     """
     state.begin(ctx, stage)
     planned, exchanged = plan_first_round(ctx, stage, state)
-    team = None
+    is_lead = ctx.rank == ctx.members.lead_rank
+    whole, team = Part(stage, state), None
     while True:
-        state.set_round(planned, ctx.rank)
+        state.local_steps = cap_local_steps(planned, ctx.rank, state.rest)
+        state.batch = planned.workers[ctx.rank].batch
         if state.coming is None:  # no bucket of the model is in flight
             mark_round(ctx, stage, state)
         if stage.delayed_overlap is not None and state.pending is None:
@@ -331,37 +328,27 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
             so_far = state.steps, state.samples
             state.rest = remaining_rounds(stage, ctx.members, planned, so_far, ahead=1)
             continue
-        part = part_of(stage, state, state.version)
+        part = part_of(whole, state.version)
         if team is None or team.stage is not part.stage or team.work is not exchanged:
             team = group_of(ctx, stage, part, exchanged)
-        team.begin(0.0, signal_to_send(ctx, stage, state))
+        team.begin(0.0, signal_to_send(ctx, stage, state) if is_lead else 0)
         done = await exchange(team, stage, state, part)
         ahead = merge(team, stage, state, part, done)
-        planned, exchanged, reason = ahead.planned, ahead.exchanged, reason_of(ahead, state)
+        planned, exchanged, reason = ahead.planned, ahead.exchanged, ahead.reason
         state.last = reason == "next" and stage.following and done.begun is not None
         ends = reason not in (None, CHECKPOINT) and not state.last
         if ends:
             await end_together(ctx, stage, state, done)
-        record_merge(ctx, stage, state, done)
-        if reason is not None and ends:
+        record_merge(ctx, stage, state, done, is_lead)
+        if ends:
             return end(ctx, stage, state, reason)
         if stage.delayed_overlap is not None:
             await finish_piece(ctx, stage, state, done.remaining, done.begun, (part, done.work))
         if reason == CHECKPOINT and not is_truncated(state.rest):
             await receive_model(ctx, stage, state)
             return end(ctx, stage, state, reason)
-        state.signal = reason_to_send(ctx, stage, state)
-
-
-def reason_of(ahead: Ahead, state: PeerState) -> str | None:
-    """Return why the stage ends or pauses with this merge, or None."""
-    return "next" if state.last and ahead.reason in (None, CHECKPOINT) else ahead.reason
-
-
-def reason_to_send(ctx: RankContext, stage: StageConfig, state: PeerState) -> str | None:
-    """Return the lead rank's reason to end the stage or to pause, None elsewhere."""
-    is_lead = ctx.rank == ctx.members.lead_rank
-    return local_stop(ctx, stage, state.progress) if is_lead else None
+        if is_lead:
+            state.signal = local_stop(ctx, stage, state.progress)
 
 
 def plan_round(
@@ -408,15 +395,17 @@ async def end_together(
         await ctx.all_reduce(torch.zeros(1), ctx.members.ranks, piggybacked=1)
 
 
-def record_merge(ctx: RankContext, stage: StageConfig, state: PeerState, done: Exchanged) -> None:
-    """Record a worker's round, and evaluate the model if that is due."""
+def record_merge(
+    ctx: RankContext, stage: StageConfig, state: PeerState, done: Exchanged, is_lead: bool
+) -> None:
+    """Record a worker's round; the lead rank evaluates the model if that is due."""
     work, late = done.work, state.in_time is not None
     if work.steps:
         ctx.record_round(
             stage.index, state.round, work.steps, done.staleness, dropped=late, loss=work.loss
         )
         state.round += 1
-    if ctx.rank == ctx.members.lead_rank and not done.sums:
+    if is_lead and not done.sums:
         evaluate_if_due(ctx, stage, state)
 
 
@@ -427,9 +416,7 @@ def evaluate_if_due(ctx: RankContext, stage: StageConfig, state: PeerState) -> N
 
 
 def signal_to_send(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
-    """Return the number to piggyback: reason and `due` at the lead rank, 0 elsewhere."""
-    if ctx.rank != ctx.members.lead_rank:
-        return 0
+    """Return the number that the lead rank piggybacks: its reason to end or pause, and `due`."""
     due = stage.sync.due(state.rule_state, ctx.now)
     return REASONS.index(state.signal) + len(REASONS) * due
 
@@ -649,14 +636,15 @@ def merge(
     """Merge what all workers have exchanged, and plan the next round."""
     ctx, before = team.ctx, state.progress
     moment = "merge", stage.index, state.version
-    compute = partial(
-        merge_and_plan, team, stage, state, part, done, team.loss, team.signal, ctx.now_ns
-    )
+    compute = partial(merge_and_plan, team, stage, state, part, done)
     result, ahead = ctx.compute_once(team.ranks, moment, compute)
     keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
     state.apply_merge(result)
-    state.pending, state.pending_rest, state.before_work, state.idle = None, state.rest, None, ()
-    state.rest, state.rule_state = ahead.rest, ahead.rule_state
+    state.pending = state.before_work = None
+    state.pending_rest = state.rest
+    state.rest = ahead.rest
+    state.rule_state = ahead.rule_state
+    state.idle = ()
     if done.sums:
         position = {"step": state.step, "drawn": state.drawn, "round": state.round + 1}
         stepping = step_by_bucket(team, stage, state, before, done.sums, position)
@@ -665,25 +653,18 @@ def merge(
 
 
 def merge_and_plan(
-    team: ProcessGroup,
-    stage: StageConfig,
-    state: PeerState,
-    part: Part,
-    done: Exchanged,
-    mean_loss: float,
-    signal: float,
-    now_ns: int,
+    team: ProcessGroup, stage: StageConfig, state: PeerState, part: Part, done: Exchanged
 ) -> tuple[Merged, Ahead]:
     """Merge a round's work, and plan a later round; `state` is not changed.
 
     With delayed exchanges the plan is for the round after the one in flight.
     """
-    members = team.ctx.members
-    progress = count_merge(team.work, state.progress, mean_loss, done.staleness)
+    members, now_ns = team.ctx.members, team.ctx.now_ns
+    progress = count_merge(team.work, state.progress, team.loss, done.staleness)
     result = compute_merge(part.stage, part.state, done.update, progress)
     params, outer_state = with_part(stage, state, part, result.params, result.outer_state)
     result = result._replace(params=params, outer_state=outer_state)
-    rule, (due, reason) = stage.sync, divmod(int(signal), len(REASONS))
+    rule, (due, number) = stage.sync, divmod(int(team.signal), len(REASONS))
     report = RoundReport(bool(due), now_ns / 1e9, done.step_s)
     rule_state = rule.observe_round(stage, state.rule_state, progress, report)
     planned, is_delayed = (
@@ -694,9 +675,10 @@ def merge_and_plan(
     rest = remaining_rounds(stage, members, planned, done_so_far, int(is_delayed))
     # with delayed exchanges, the next one merges the work that is computed now
     exchanged = truncate_round(stage, members, planned, state.rest if is_delayed else rest)
-    over = stage.stop_criteria.end_reason(progress)
-    ahead = Ahead(over or REASONS[reason], rest, planned, exchanged, rule_state, now_ns)
-    return result, ahead
+    reason = stage.stop_criteria.end_reason(progress) or REASONS[number]
+    if state.last and reason in (None, CHECKPOINT):
+        reason = "next"
+    return result, Ahead(reason, rest, planned, exchanged, rule_state, now_ns)
 
 
 def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: Progress) -> Merged:
@@ -831,6 +813,8 @@ def continue_with(
         state.codec_state = CodecState(gradients=state.codec_state.gradients)
     members = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
     state.idle = standing.idle
+    if ctx.rank != members.lead_rank:
+        state.signal = None
     if state.pending is not None and not state.pending.steps:
         state.pending = None
     if ctx.rank in state.idle:

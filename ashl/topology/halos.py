@@ -76,10 +76,10 @@ from ashl.topology.parameter_server import (
     ServerRule,
     ServerState,
     admit_all,
-    apply_merge,
     check_min_workers,
     finish_stage,
     join,
+    merge_buffered,
     on_membership,
     on_push,
     record_join,
@@ -315,7 +315,7 @@ async def close_region(ctx: RankContext, stage: StageConfig, state: RegionState)
     """
     before = state.progress.samples
     if state.signal == NEXT and state.buffer:
-        await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+        await merge_buffered(ctx, stage, state)
     state.samples += state.progress.samples - before
     await push_to_global(ctx, stage, state, last=True)
     message = await ctx.recv(stage.tag("end"), src=stage.server)

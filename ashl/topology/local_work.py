@@ -447,13 +447,11 @@ async def estimate_gradient(
         work = partial(trainer.spread_gradient, params, rank, step, span, stage.codec.parts)
         loss, gradient, state.squares = await ctx.compute(work, work=state.batch)
         return loss, gradient, state.batch
-    planned = stage.worker(rank).batch
-    if stage.keeps_batch and state.batch > planned:
+    if stage.keeps_batch and state.batch > (planned := stage.worker(rank).batch):
         sizes = split_batch(state.batch, planned)
         return *await sum_minibatches(ctx, stage, state, step, span.start, sizes), state.batch
-    loss, gradient = await ctx.compute(
-        partial(trainer.gradient, params, rank, step, span), state.batch
-    )
+    work = partial(trainer.gradient, params, rank, step, span)
+    loss, gradient = await ctx.compute(work, state.batch)
     return numbers([loss])[0], gradient, state.batch
 
 
@@ -519,10 +517,11 @@ class Part(NamedTuple):
         return values if self.fragment is None else self.fragment.insert(whole, values)
 
 
-def part_of(stage: StageConfig, state: Any, version: int) -> Part:
-    """Return the part of the model that the merge after `version` concerns."""
+def part_of(whole: Part, version: int) -> Part:
+    """Return the part of the whole model that the merge after `version` concerns."""
+    stage, state = whole.stage, whole.state
     if not stage.fragments:
-        return Part(stage, state)
+        return whole
     k, fragment = version % len(stage.fragments), fragment_at(stage, version)
     state.fragment_codec_states = state.fragment_codec_states or tuple(
         CodecState() for _ in stage.fragments

@@ -247,7 +247,7 @@ class Updates:
         """
         if not changed:
             return None
-        part = part_of(stage, state, state.progress.version - 1)
+        part = part_of(Part(stage, state), state.progress.version - 1)
         model = part.state.params
         if stage.topology.pull_ratio is None:
             return model
@@ -507,6 +507,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
     pull = stage.tag("pull", state.incarnation)
     server = stage.topology.server_of(stage, ctx.rank)
     answer = ctx.recv(pull)
+    whole = Part(stage, state)
     while signal in (GO, LAST):
         is_due = not stage.overlaps_next_forward
         if state.coming is None or await settle_model(ctx, stage, state, is_due):
@@ -514,7 +515,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         if stage.delayed_overlap is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
             state.plan_round(stage, ctx.members, ctx.rank, ahead=1)
-        part = part_of(stage, state, state.version)
+        part = part_of(whole, state.version)
         work, payload, loss = await messages.make_push(ctx, part.stage, part.state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await ctx.send(server, push, payload, meta)
@@ -572,7 +573,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
     state.enter(stage, ctx.now)
     buckets = {stage.tag("bucket"): on_bucket} if stage.merges_buckets else {}
     incoming = (push, *buckets, PEER_FAILED, JOIN)
-    handlers = {push: on_push, **buckets, CLOSE: merge_buffered}
+    handlers = {push: on_push, **buckets, CLOSE: on_close}
     deadline_s = stage.stop_criteria.deadline_s
     endless = ctx.recv(*incoming) if math.isinf(deadline_s) else None
     await admit_all(ctx, stage, state)
@@ -631,7 +632,7 @@ async def pause(ctx: RankContext, stage: StageConfig, state: ServerState) -> boo
     if len(progress.waiting) < progress.num_present:
         return False
     if state.buffer and not may_all_proceed(stage, state):
-        await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+        await merge_buffered(ctx, stage, state)
     await drain_buckets(ctx, stage, state)
     await admit_newcomers(ctx, stage, state)
     if len(progress.waiting) < progress.num_present:
@@ -703,12 +704,19 @@ async def receive_more(
     return Message(ctx.rank, CLOSE, None, (), int(ctx.now_ns)) if due else message
 
 
-async def merge_buffered(
+async def on_close(
     ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
 ) -> bool:
-    """Merge the buffered pushes, even without a quorum. Returns: True."""
-    await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+    """Merge the buffered pushes at the time `closes_s` of the sync mode. Returns: True."""
+    await merge_buffered(ctx, stage, state)
     return True
+
+
+async def merge_buffered(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
+    """Merge the buffered pushes, even without a quorum."""
+    part = part_of(Part(stage, state), state.progress.version)
+    merge = partial(apply_merge, stage, state, part, None)
+    await ctx.compute(merge, part.stage.push_share, "apply")
 
 
 async def merge_push(
@@ -718,13 +726,13 @@ async def merge_push(
 
     Returns: True if the model changed.
     """
-    part = part_of(stage, state, state.progress.version)
+    part = part_of(Part(stage, state), state.progress.version)
     payload = part.stage.pipeline.receive_payload(
         part.state.codec_state, message.src, message.payload
     )
     push = push_of(ctx, state, message, payload)
-    work = part.stage.push_share
-    update = await ctx.compute(partial(apply_merge, stage, state, push), work, "apply")
+    merge = partial(apply_merge, stage, state, part, push)
+    update = await ctx.compute(merge, part.stage.push_share, "apply")
     observe_push(ctx, stage, state, push)
     return update is not None
 
@@ -734,8 +742,8 @@ def push_of(ctx: RankContext, state: ServerState, message: Message, payload: Any
     steps, samples, loss, version, step_s, pull_s = message.meta
     staleness = state.progress.version - int(version)
     push_s = ctx.now - message.start_ns / 1e9
-    costs = step_s, push_s, pull_s
-    return Push(message.src, payload, int(steps), int(samples), staleness, loss, *costs)
+    counts = int(steps), int(samples), staleness
+    return Push(message.src, payload, *counts, loss, step_s, push_s, pull_s)
 
 
 def observe_push(ctx: RankContext, stage: StageConfig, state: ServerState, push: Push) -> None:
@@ -746,11 +754,12 @@ def observe_push(ctx: RankContext, stage: StageConfig, state: ServerState, push:
         replan(ctx, stage, state, push, stage.planner)
 
 
-def apply_merge(stage: StageConfig, state: ServerState, push: Push | None) -> Any:
+def apply_merge(stage: StageConfig, state: ServerState, part: Part, push: Push | None) -> Any:
     """Buffer a push, and merge the buffer once it holds a quorum.
 
     Update rule: one outer step on Σ_i c_i·Δ_i, or one optimizer step on Σ_i c_i·g_i
-    Args: push: the new push; None: merge the buffered pushes, even without a quorum.
+    Args: part: the part of the model that the merge concerns; push: the new push; None: merge the
+    buffered pushes, even without a quorum.
     Returns: the merged update; None if the quorum is not reached.
     """
     progress = state.progress
@@ -762,7 +771,6 @@ def apply_merge(stage: StageConfig, state: ServerState, push: Push | None) -> An
     if len(members) > 1:
         members.sort(key=attrgetter("worker"))
     weights = merge_weights(stage, state.work, members)
-    part = part_of(stage, state, progress.version)
     if stage.pipeline.traits.reduces:
         payloads = [member.payload for member in members]
         update: Any = part.stage.pipeline.reduce(part.state.codec_state, payloads, weights)
@@ -998,7 +1006,7 @@ async def remove_failed(
         return await merge_without(ctx, stage, state, rank)
     if not state.buffer or len(state.buffer) < state.quorum:
         return False
-    await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+    await merge_buffered(ctx, stage, state)
     return True
 
 
@@ -1126,7 +1134,7 @@ async def drain_pushes(ctx: RankContext, stage: StageConfig, state: ServerState)
     if len(state.progress.waiting) < state.progress.num_present:
         return False
     if state.buffer:
-        await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+        await merge_buffered(ctx, stage, state)
     return True
 
 

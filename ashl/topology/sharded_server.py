@@ -87,13 +87,13 @@ from ashl.topology.parameter_server import (
     admit,
     admit_all,
     admit_newcomers,
-    apply_merge,
     ask_to_join,
     enter_running_stage,
     finish_stage,
     follow,
     is_last_round,
     may_all_proceed,
+    merge_buffered,
     on_membership,
     on_push,
     parse_reply,
@@ -489,9 +489,7 @@ async def merge_rest(ctx: RankContext, stage: StageConfig, state: ServerState) -
     """
     waits = state.signal == PAUSE and not may_all_proceed(stage, state)
     if state.buffer and (state.signal == NEXT or waits):
-        await ctx.compute(
-            partial(apply_merge, stage, state, None), work=stage.push_share, kind="apply"
-        )
+        await merge_buffered(ctx, stage, state)
 
 
 def has_caught_up(state: ShardState) -> bool:
