@@ -566,6 +566,8 @@ def apply_reply(
 async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> int:
     """Run the server: merge and answer until the stage ends, then answer every worker once more.
 
+    If several servers hold a shard of the model each, this is the first one: it alone decides, and
+    tells the others when a version is evaluated and when the stage ends.
     Before another stage begins, the server waits for the pushes in flight and merges them. At the
     end of the run it drops them. Returns: the final signal, NEXT or STOP.
     """
@@ -588,7 +590,7 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
         handle = handlers.get(message.tag, on_membership)
         changed = await handle(ctx, stage, state, message)
         if changed and stage.stop_criteria.begin_due_evaluation(state, ctx.now):
-            ctx.snapshot(state.params, counts=progress.report())
+            await evaluate(ctx, stage, state)
         decide(ctx, stage, state)
         if state.newcomers:
             await admit_newcomers(ctx, stage, state)
@@ -604,21 +606,61 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
             await reply_to_all(ctx, stage, state, rule.may_proceed(state.rule_state, progress))
     await drain_buckets(ctx, stage, state)
     await ctx.discard(*buckets)  # parts of pushes that will not be merged
-    await finish_stage(ctx, stage, state, state.signal)
+    end_ns = end_time_ns(stage, ctx.now_ns)
+    await tell_servers(ctx, stage, progress.version, state.signal, end_ns)
+    await finish_stage(ctx, stage, state, state.signal, end_ns)
     record_end(ctx, stage, progress, state.reason)
     return state.signal
+
+
+async def evaluate(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
+    """Emit the model for an evaluation; other servers emit their shards of the same version."""
+    version, is_whole = state.progress.version, stage.topology.servers == 1
+    await tell_servers(ctx, stage, version, GO)
+    ctx.snapshot(state.params, tick=None if is_whole else version, counts=state.progress.report())
+
+
+async def tell_servers(ctx: RankContext, stage: StageConfig, *meta: int) -> None:
+    """Tell the other servers of the model, if there are any, what the first one has decided.
+
+    (version, GO): this version is evaluated. (version, signal, time in ns): the stage has ended.
+    """
+    for k in range(1, stage.topology.servers):
+        await ctx.send(ctx.rank + k, stage.tag("first"), None, meta)
 
 
 async def reply_to_all(
     ctx: RankContext, stage: StageConfig, state: ServerState, ranks: Iterable[int], signal: int = GO
 ) -> None:
     """Let these waiting workers proceed on the present model, or pause."""
+    ranks = sorted(ranks)
+    if stage.topology.servers > 1:
+        place = ctx.rank - stage.server
+        ranks = answer_order(ranks, place, stage.topology.servers, stage.answer_block)
     if not stage.overlaps_next_forward or stage.merges_buckets:
-        for rank in sorted(ranks):
+        for rank in ranks:
             await reply(ctx, stage, state, rank, signal)
         return
-    changed = [rank for rank in sorted(ranks) if await reply(ctx, stage, state, rank, signal)]
+    changed = [rank for rank in ranks if await reply(ctx, stage, state, rank, signal)]
     await send_remaining_buckets(ctx, stage, changed, state.params)
+
+
+def answer_order(ranks: Sequence[int], place: int, servers: int, block: int) -> list[int]:
+    """Return the order in which the server at this position answers these workers.
+
+    The order goes block by block, and within a block every server begins with another worker. A
+    worker proceeds once it has all shards. If all servers answer it at once, its own NIC receives
+    one shard after the other. In that time the servers can answer a whole block
+    (`StageConfig.answer_block`). No worker of the block has its last shard later than in rank
+    order. In larger blocks the first workers would wait for the last. A block of 1 gives rank
+    order.
+    """
+    order = list[int]()
+    for start in range(0, len(ranks), block):
+        own = ranks[start : start + block]
+        shift = place * len(own) // servers
+        order += [*own[shift:], *own[:shift]]
+    return order
 
 
 async def pause(ctx: RankContext, stage: StageConfig, state: ServerState) -> bool:
@@ -640,6 +682,7 @@ async def pause(ctx: RankContext, stage: StageConfig, state: ServerState) -> boo
     if is_last_round(stage, state):
         state.signal, state.reason = GO, None
         return False
+    await tell_servers(ctx, stage, progress.version, PAUSE, end_time_ns(stage, ctx.now_ns))
     await reply_to_all(ctx, stage, state, progress.waiting, PAUSE)
     return True
 
@@ -1155,17 +1198,15 @@ async def flush_pending(ctx: RankContext, stage: StageConfig, state: ServerState
 
 
 async def finish_stage(
-    ctx: RankContext, stage: StageConfig, state: ServerState, signal: int, end_ns: int | None = None
+    ctx: RankContext, stage: StageConfig, state: ServerState, signal: int, end_ns: int
 ) -> None:
     """Tell every worker that the stage has ended, and drop pushes that are not merged.
 
     Waiting workers are answered at once, the others once their push arrives. At NEXT each waiting
     worker receives the model.
-    Args: signal: NEXT or STOP; end_ns: end time of the stage (ns), None for now.
+    Args: signal: NEXT or STOP; end_ns: end time of the stage (ns).
     """
     progress = state.progress
-    if end_ns is None:
-        end_ns = end_time_ns(stage, ctx.now_ns)
     progress.end_ns = end_ns
     applied = (progress.version, progress.steps, progress.samples)
     unmerged = {push.worker for push in state.buffer}

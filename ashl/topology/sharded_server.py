@@ -44,7 +44,7 @@ from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, option
-from ashl.runtime.effects import JOIN, PEER_FAILED, Message, Tag
+from ashl.runtime.effects import PEER_FAILED, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate
 from ashl.stage.compression_pipeline import CodecState, Payload
@@ -65,10 +65,7 @@ from ashl.stage.contract import (
 )
 from ashl.stage.progress import Progress
 from ashl.topology.ending import (
-    decide,
-    end_time_ns,
     leave_stage,
-    record_end,
 )
 from ashl.topology.local_work import (
     Work,
@@ -85,21 +82,18 @@ from ashl.topology.parameter_server import (
     ServerRule,
     ServerState,
     admit,
-    admit_all,
-    admit_newcomers,
     ask_to_join,
     enter_running_stage,
     finish_stage,
     follow,
-    is_last_round,
     may_all_proceed,
     merge_buffered,
     on_membership,
     on_push,
     parse_reply,
     record_exchange,
-    reply,
     reply_to_all,
+    server,
 )
 
 
@@ -250,14 +244,6 @@ def all_servers(stage: StageConfig) -> tuple[int, ...]:
     return tuple(range(stage.server, stage.server + stage.topology.servers))
 
 
-def signal_tag(stage: StageConfig) -> Tag:
-    """Return the tag of the first server's messages to the others.
-
-    (version, GO): this version is evaluated. (version, signal, time in ns): the stage has ended.
-    """
-    return stage.tag("first")
-
-
 async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> int:
     """Run a worker: compute on the model pulled last, push its shards, wait for all answers.
 
@@ -322,13 +308,13 @@ async def receive_answers(
     servers = all_servers(stage)
     answers = [await ctx.recv(pull, src=servers[0])]
     if not is_final(answers[0]):
-        answers += [await ctx.recv(pull, src=server) for server in servers[1:]]
+        answers += [await ctx.recv(pull, src=rank) for rank in servers[1:]]
     found = {answer.src: answer for answer in answers}
     finals = {answer.src: answer for answer in answers if is_final(answer)}
     if not finals:
         return answers, []
-    for server in [server for server in found if server not in finals]:
-        await ctx.send(server, stage.tag("push"), None, LEAVING)
+    for rank in [rank for rank in found if rank not in finals]:
+        await ctx.send(rank, stage.tag("push"), None, LEAVING)
     while len(finals) < len(servers):
         answer = await ctx.recv(pull)
         found.setdefault(answer.src, answer)
@@ -336,7 +322,7 @@ async def receive_answers(
             finals[answer.src] = answer
         else:
             await ctx.send(answer.src, stage.tag("push"), None, LEAVING)
-    return [found[server] for server in servers], [finals[server] for server in servers]
+    return [found[rank] for rank in servers], [finals[rank] for rank in servers]
 
 
 def is_final(answer: Message) -> bool:
@@ -394,102 +380,9 @@ def restore_shards(
             part.pipeline.restore_dropped(codec_state, payload)
 
 
-async def answer(
-    ctx: RankContext, stage: StageConfig, state: ServerState, without: Sequence[int] = ()
-) -> None:
-    """Release the workers that may proceed, except those in `without`."""
-    ranks = sorted(set(stage.sync.may_proceed(state.rule_state, state.progress)) - set(without))
-    for rank in answer_order(
-        ranks, ctx.rank - stage.server, stage.topology.servers, stage.answer_block
-    ):
-        await reply(ctx, stage, state, rank)
-
-
-def answer_order(ranks: Sequence[int], place: int, servers: int, block: int) -> list[int]:
-    """Return the order in which the server at this position answers these workers.
-
-    The order goes block by block, and within a block every server begins with another worker. A
-    worker proceeds once it has all shards. If all servers answer it at once, its own NIC receives
-    one shard after the other. In that time the servers can answer a whole block
-    (`StageConfig.answer_block`). No worker of the block has its last shard later than in rank
-    order. In larger blocks the first workers would wait for the last. A block of 1 gives rank
-    order.
-    """
-    order = list[int]()
-    for start in range(0, len(ranks), block):
-        own = ranks[start : start + block]
-        shift = place * len(own) // servers
-        order += [*own[shift:], *own[:shift]]
-    return order
-
-
 async def run_first(ctx: RankContext, stage: StageConfig, state: ShardState) -> int:
-    """Run the first server: merge, answer, count and decide until the stage ends.
-
-    Returns: the final signal, NEXT or STOP.
-    """
-    progress, push, others = state.progress, stage.tag("push"), all_servers(stage)[1:]
-    stage = enter_shard(ctx, stage, state)
-    await admit_all(ctx, stage, state)
-    while True:
-        ctx.safe_point(stage.index, state)
-        message = await ctx.recv(push, PEER_FAILED, JOIN, before_s=stage.stop_criteria.deadline_s)
-        ctx.time_accounting.fold_if_many()
-        if message is None:
-            state.signal, state.reason = STOP, "seconds"
-            break
-        handle = on_push if message.tag == push else on_membership
-        changed = await handle(ctx, stage, state, message)
-        if changed and stage.stop_criteria.begin_due_evaluation(state, ctx.now):
-            await evaluate_all_shards(ctx, stage, state)
-        decide(ctx, stage, state)
-        if state.newcomers:
-            await admit_newcomers(ctx, stage, state)
-        if may_end(stage, state):
-            break
-        if state.signal == GO:
-            await answer(ctx, stage, state)
-    await merge_rest(ctx, stage, state)
-    end_ns = end_time_ns(stage, ctx.now_ns)
-    for server in others:
-        await ctx.send(server, signal_tag(stage), None, (progress.version, state.signal, end_ns))
-    if state.signal == PAUSE:
-        await reply_to_all(ctx, stage, state, state.progress.waiting, PAUSE)
-        return PAUSE
-    await finish_stage(ctx, stage, state, state.signal, end_ns)
-    record_end(ctx, stage, progress, state.reason)
-    return state.signal
-
-
-def may_end(stage: StageConfig, state: ShardState) -> bool:
-    """Return True if the present signal ends the loop: at STOP at once, else once all workers wait.
-
-    If a stop limit truncates the next round, there is no pause.
-    """
-    if state.signal == STOP or state.signal == GO:
-        return state.signal == STOP
-    if len(state.progress.waiting) < state.progress.num_present:
-        return False
-    if state.signal == PAUSE and is_last_round(stage, state):
-        state.signal = GO
-    return state.signal != GO
-
-
-async def evaluate_all_shards(ctx: RankContext, stage: StageConfig, state: ShardState) -> None:
-    """Let all servers emit their shards of the present version of the first one."""
-    version, others = state.progress.version, all_servers(stage)[1:]
-    for server in others:
-        await ctx.send(server, signal_tag(stage), None, (version, GO))
-    ctx.snapshot(state.params, tick=version if others else None, counts=state.progress.report())
-
-
-async def merge_rest(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
-    """Merge the buffered pushes without a quorum, if another stage follows or a worker waits for
-    them.
-    """
-    waits = state.signal == PAUSE and not may_all_proceed(stage, state)
-    if state.buffer and (state.signal == NEXT or waits):
-        await merge_buffered(ctx, stage, state)
+    """Run the first server as the server of its shard. Returns: the final signal."""
+    return await server(ctx, enter_shard(ctx, stage, state), state)
 
 
 def has_caught_up(state: ShardState) -> bool:
@@ -547,7 +440,7 @@ async def run_other(ctx: RankContext, stage: StageConfig, state: ShardState) -> 
     Returns: the final signal, NEXT or STOP.
     """
     stage = enter_shard(ctx, stage, state)
-    incoming = stage.tag("push"), signal_tag(stage), stage.tag("joined"), PEER_FAILED
+    incoming = stage.tag("push"), stage.tag("first"), stage.tag("joined"), PEER_FAILED
     while not has_caught_up(state):
         ctx.safe_point(stage.index, state)
         message: Message = await ctx.recv(*incoming)
@@ -557,19 +450,21 @@ async def run_other(ctx: RankContext, stage: StageConfig, state: ShardState) -> 
             ctx.snapshot(state.history.get(version, state.params), tick=version)
             state.due.remove(version)
         if state.last is None:
-            await answer(ctx, stage, state, state.leaving)
+            proceeding = stage.sync.may_proceed(state.rule_state, state.progress)
+            await reply_to_all(ctx, stage, state, {*proceeding}.difference(state.leaving))
     # versions that this server never reaches, because it dropped a push that the first one merged
     for version in state.due:
         ctx.snapshot(state.params, tick=version)
     state.due = []
     assert state.last is not None
     version, state.signal, end_ns = state.last
-    await merge_rest(ctx, stage, state)
+    is_blocked = state.signal == PAUSE and not may_all_proceed(stage, state)
+    if state.buffer and (state.signal == NEXT or is_blocked):
+        await merge_buffered(ctx, stage, state)
     if state.signal == PAUSE:
         await reply_to_all(ctx, stage, state, state.progress.waiting, PAUSE)
         return PAUSE
     if state.signal == STOP:
         state.params = state.history.get(version, state.params)
-
     await finish_stage(ctx, stage, state, state.signal, end_ns)
     return state.signal

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ashl.planning.instantiate import assemble_job
-from ashl.topology import sharded_server
+from ashl.topology import parameter_server, sharded_server
 from ashl.topology.parameter_server import on_push
 from ashl.topology.sharded_server import ShardedServer
 from tests.support import planned, simulated
@@ -79,7 +79,8 @@ def test_at_the_end_each_shows_its_piece_as_it_was_after_as_many_merges(monkeypa
         seen[ctx.rank, state.progress.version] = state.params
         return merged
 
-    monkeypatch.setattr(sharded_server, "on_push", noted)
+    for module in (parameter_server, sharded_server):
+        monkeypatch.setattr(module, "on_push", noted)
     links = (
         "cluster.bandwidth_mbit_s=200",
         "cluster.server_bandwidth_mbit_s=null",
@@ -221,7 +222,9 @@ def test_answers_are_never_later_than_in_the_order_of_ranks(
         "model.hidden=[48,48,48,48,48,48,48]",
     )
     turns = several(*chosen, *more.split(), "runtime.gradients=false")
-    monkeypatch.setattr(sharded_server, "answer_order", lambda ranks, place, servers, block: ranks)
+    monkeypatch.setattr(
+        parameter_server, "answer_order", lambda ranks, place, servers, block: ranks
+    )
     plain = several(*chosen, *more.split(), "runtime.gradients=false")
     assert turns.time_ns <= plain.time_ns
     if port == 20 and not more:
