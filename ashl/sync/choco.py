@@ -32,7 +32,7 @@ from ashl.errors import UsageError
 from ashl.option import Count, Positive, option
 from ashl.size_only import Vector
 from ashl.stage.contract import CODEC, FAULT_TOLERANT, StageConfig
-from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix_models
 from ashl.topology.graph import Round
 from ashl.topology.local_work import context_of, report_health
 
@@ -95,7 +95,7 @@ class Choco(RoundRule):
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         own, before, sent = state.rule_state
         if before is None:
-            after = mix(now.row, now.rank, own, received)
+            after = mix_models(now.row, now.rank, own, received)
         else:
             payloads = [
                 (sent if j == now.rank else received[j].payload, weight)

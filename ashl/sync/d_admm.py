@@ -56,7 +56,7 @@ from ashl.topology.coordinator import (
     report_merge,
 )
 from ashl.topology.gossip import (
-    Heard,
+    NeighbourModels,
     RoamingRule,
     graph_of,
     receive_arrived,
@@ -100,7 +100,7 @@ def may_iterate(rule: DADMM, behind: Sequence[int]) -> bool:
 
 
 @dataclass(kw_only=True)
-class Edges(Heard):
+class Edges(NeighbourModels):
     """A worker's state of its edges."""
 
     dual: Any  # γ_p

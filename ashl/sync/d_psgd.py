@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from ashl.option import Count, option
 from ashl.size_only import Vector
-from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix_models
 
 
 @option
@@ -45,6 +45,6 @@ class DPSGD(RoundRule):
         return {rank: (state.params, ()) for rank in now.targets}
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
-        state.params = mix(now.row, now.rank, state.params, received)
+        state.params = mix_models(now.row, now.rank, state.params, received)
         if self.early:
             state.params = state.params + delta

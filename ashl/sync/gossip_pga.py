@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from ashl.option import Count, option
 from ashl.size_only import Vector
-from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix_models
 
 
 @option
@@ -45,7 +45,7 @@ class GossipPGA(RoundRule):
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
         if not self._all_meet(now.k):
-            state.params = mix(now.row, now.rank, state.params, received)
+            state.params = mix_models(now.row, now.rank, state.params, received)
 
     def _all_meet(self, k: int) -> bool:
         return self.period is not None and (k + 1) % self.period == 0

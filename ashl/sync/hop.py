@@ -45,7 +45,7 @@ from ashl.topology.coordinator import (
     report_merge,
 )
 from ashl.topology.gossip import (
-    Heard,
+    NeighbourModels,
     RoamingRule,
     graph_of,
     receive_arrived,
@@ -60,7 +60,7 @@ Sent = dict[int, Any]  # iteration → model, of one neighbour; ascending
 
 
 @dataclass
-class Models(Heard):
+class Models(NeighbourModels):
     """A worker's state."""
 
     sent_at: int = -1  # the latest iteration whose model was sent

@@ -31,7 +31,7 @@ import numpy as np
 from ashl.data.rng import Purpose, bit_generator
 from ashl.option import Count, Ratio, option
 from ashl.size_only import Vector
-from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix
+from ashl.topology.gossip import GossipRound, Outgoing, Received, RoundRule, RoundState, mix_models
 from ashl.topology.graph import Edge, MemberGraph, matchings_of
 
 ASCENT = 300  # steps of the search for p
@@ -73,7 +73,7 @@ class Matcha(RoundRule):
         alpha = member_sampling(now.graph, self.budget).alpha
         row = {**dict.fromkeys(received, alpha), now.rank: 1 - alpha * len(received)}
         state.params = (
-            mix(dict(sorted(row.items())), now.rank, state.params, received)
+            mix_models(dict(sorted(row.items())), now.rank, state.params, received)
             if received
             else state.params
         )

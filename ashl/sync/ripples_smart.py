@@ -30,9 +30,9 @@ from ashl.topology.group_generator import (
     Groups,
     GroupSize,
     Ranks,
-    machines,
     shuffle,
     split_evenly,
+    workers_by_node,
 )
 
 
@@ -47,7 +47,7 @@ class RipplesSmart(GroupRule):
     def draw(self, state: Groups, asker: int) -> list[Ranks]:
         fewest = state.requests[asker] - self.threshold + 1  # requests: the slowdown filter
         workers = shuffle(state, state.free(fewest))
-        teams = machines(state.nodes, workers)
+        teams = workers_by_node(state.nodes, workers)
         if not self.inter_intra or len(teams) == 1:
             return split_evenly(workers, self.group_size)
         heads = tuple(sorted(team[0] for team in teams))

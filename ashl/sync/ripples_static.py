@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.topology.group_generator import GroupRule, Groups, Ranks, machines
+from ashl.topology.group_generator import GroupRule, Groups, Ranks, workers_by_node
 
 PHASES = 4
 
@@ -59,7 +59,7 @@ def phase(nodes: Sequence[int], k: int) -> list[Ranks]:
     """Return the groups of phase k, a partition of all workers; `nodes` has the node of each
     worker.
     """
-    teams = machines(nodes, range(len(nodes)))
+    teams = workers_by_node(nodes, range(len(nodes)))
     if k % 2:
         return [tuple(team) for team in teams]
     heads, groups = [], []

@@ -64,9 +64,9 @@ class SGP(RoundRule):
         return {j: (payloads[shares[j]], (w * shares[j],)) for j in now.targets}
 
     def merge(self, now: GossipRound, state: RoundState, delta: Vector, received: Received) -> None:
-        self.settle(state, received)
+        self.merge_in_flight(state, received)
 
-    def settle(self, state: RoundState, received: Mapping[int, Message]) -> None:
+    def merge_in_flight(self, state: RoundState, received: Mapping[int, Message]) -> None:
         """Add messages to the worker's part: those of a round, or those in flight at the end of a
         stage.
         """

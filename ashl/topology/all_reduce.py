@@ -255,7 +255,7 @@ class PeerState(WorkerState):
         """Enter a stage, unless the state is that of a pause within it."""
         if self.entered == stage.index:
             return
-        opened = partial(begin_step, self.progress, ctx.now)
+        opened = partial(begin_stage, self.progress, ctx.now)
         self.progress = ctx.compute_once(ctx.members.ranks, ("begin", stage.index), opened)
         if stage.resets_outer_momentum:
             self.outer_state = None
@@ -298,7 +298,7 @@ class Ahead(NamedTuple):
     seen_ns: int = 0
 
 
-def begin_step(progress: Progress, now_s: float) -> Progress:
+def begin_stage(progress: Progress, now_s: float) -> Progress:
     """Return a copy of the progress in which a stage begins at this time."""
     progress = progress.copy()
     progress.begin(now_s)
@@ -493,7 +493,7 @@ async def exchange(
 async def exchange_by_bucket(team: ProcessGroup, stage: StageConfig, state: PeerState) -> Exchanged:
     """Compute one gradient and sum its buckets while backward continues."""
     ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready_segments]
-    coding = BucketEncoder.of(team, stage, state, state.version) if stage.pipelines else None
+    coding = BucketEncoder.prepare(team, stage, state, state.version) if stage.pipelines else None
     posting = ctx.spawn(sum_as_ready(team, stage, coding, tags[:-1]))
     encoding = None if coding is None else coding.encoding
     loss, _ = await compute_by_bucket(ctx, stage, state, encoding)
@@ -762,14 +762,14 @@ async def reform(
             await send_state(ctx, rank, epoch, state.params, known)
     elif ctx.rank in standing.behind:
         model, known = await receive_state(ctx, stages[0], standing.donor, epoch)
-        index = take_over(ctx, stages, state, model, known, epoch, is_new=saved is None)
+        index = adopt_donor_state(ctx, stages, state, model, known, epoch, is_new=saved is None)
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
     if index < len(stages):
-        continue_with(ctx, stages[index], state, epoch, standing)
+        enter_epoch(ctx, stages[index], state, epoch, standing)
         if state.before_work is not None and not suits_members(ctx, stages[index], state, epoch):
             state = state.before_work.copy_to_restart()
-            continue_with(ctx, stages[index], state, epoch, standing)
+            enter_epoch(ctx, stages[index], state, epoch, standing)
     else:
         ctx.time_accounting.close(state.progress.end_ns)
     return index, state
@@ -797,7 +797,7 @@ def go_back(ctx: RankContext, state: PeerState) -> PeerState:
     return before
 
 
-def continue_with(
+def enter_epoch(
     ctx: RankContext, stage: StageConfig, state: PeerState, epoch: Epoch, standing: Standing
 ) -> None:
     """Set the state for a stage with the members of this epoch."""
@@ -865,7 +865,7 @@ def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) ->
     )
 
 
-def take_over(
+def adopt_donor_state(
     ctx: RankContext,
     stages: Sequence[StageConfig],
     state: PeerState,

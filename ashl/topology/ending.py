@@ -136,7 +136,7 @@ def take_override(present: int, decided: int) -> bool:
     return decided == STOP or present == GO or (present == PAUSE and decided == NEXT)
 
 
-def decide(ctx: RankContext, stage: StageConfig, state: Any) -> None:
+def update_signal(ctx: RankContext, stage: StageConfig, state: Any) -> None:
     """Set a coordinator's signal and its reason."""
     signal, reason = stop_decision(ctx, stage, state.progress)
     if take_override(state.signal, signal):

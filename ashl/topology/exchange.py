@@ -35,8 +35,8 @@ from ashl.topology.local_work import (
     WorkerState,
     all_finite,
     context_of,
-    not_finite,
     report_health,
+    report_not_finite,
 )
 
 
@@ -57,7 +57,7 @@ async def exchange_update(
     ctx = team.ctx
     if stage.pipeline.traits.lossless or stage.sync.sums_whole(stage, progress):
         return await team.all_reduce(x, team.weight)
-    if not isinstance(x, SizeOnly) and not_finite(ctx, stage, state, x):
+    if not isinstance(x, SizeOnly) and report_not_finite(ctx, stage, state, x):
         x, team.loss = torch.zeros_like(x), math.nan
     return await exchange_compressed(team, stage, state, tick, x)
 
@@ -142,11 +142,11 @@ class BucketEncoder:
     codec_states: list[CodecState]  # by bucket
     contexts: list[EncodeContext]
     vectors: dict[int, Vector] = field(default_factory=dict)  # gradient by bucket
-    bodies: dict[int, Payload] = field(default_factory=dict)  # payload by bucket
+    payloads: dict[int, Payload] = field(default_factory=dict)  # payload by bucket
     finite: bool = True
 
     @classmethod
-    def of(
+    def prepare(
         cls, team: ProcessGroup, stage: StageConfig, state: WorkerState, version: int
     ) -> BucketEncoder:
         """Prepare the encoding, before the gradient is computed."""
@@ -183,8 +183,8 @@ class BucketEncoder:
             x, self.finite = torch.zeros_like(x), False
         if pipeline.traits.linear:
             x = x * self.team.weight
-        self.bodies[k] = pipeline.encode(self.codec_states[k], x, self.contexts[k])
-        return self.bodies[k]
+        self.payloads[k] = pipeline.encode(self.codec_states[k], x, self.contexts[k])
+        return self.payloads[k]
 
     def finish_encoding(self) -> bool:
         """Store the residual and report the compression error, once all buckets are encoded.
@@ -194,17 +194,17 @@ class BucketEncoder:
         ctx, stage, state = self.team.ctx, self.stage, self.state
         every = stage.compression_stats_every
         state.codec_state.sender = join_states(
-            [codec_states.sender for codec_states in reversed(self.codec_states)]
+            [codec_state.sender for codec_state in reversed(self.codec_states)]
         )
         if isinstance(self.vectors[0], SizeOnly):
             return True
         if not self.finite:
-            not_finite(ctx, stage, state, join_slices(self.vectors))
+            report_not_finite(ctx, stage, state, join_slices(self.vectors))
         elif every is not None and not (state.round % every and self.version % every):
             x = join_slices(self.vectors)
             weight = self.team.weight if stage.pipeline.traits.linear else 1.0
             sent = [
-                (pipeline, self.codec_states[k], self.bodies[k])
+                (pipeline, self.codec_states[k], self.payloads[k])
                 for k, pipeline in enumerate(stage.pipelines)
             ]
             report_health(ctx, stage, state, x * weight, sent[::-1])
@@ -224,15 +224,15 @@ class BucketEncoder:
             return SizeOnly(4 * stage.pipeline.d)
         if team.not_finite:
             return torch.zeros_like(join_slices(self.vectors))
-        return await team.compute(partial(self.sum, results))
+        return await team.compute(partial(self.decode_sums, results))
 
-    def sum(self, results: Sequence[Any]) -> Vector:
+    def decode_sums(self, results: Sequence[Any]) -> Vector:
         sums = {}
         for k, (pipeline, codec_state) in enumerate(
             zip(self.stage.pipelines, self.codec_states, strict=True)
         ):
             if pipeline.traits.linear:
-                sums[k] = pipeline.decode_sum(codec_state, self.bodies[k], results[k])
+                sums[k] = pipeline.decode_sum(codec_state, self.payloads[k], results[k])
             else:
                 sums[k] = pipeline.merge(
                     codec_state, results[k], self.team.weights, self.team.ranks

@@ -128,7 +128,9 @@ def numbers_of(message: Message) -> tuple[float, ...]:
     return message.meta[len(GossipHeader._fields) :]
 
 
-def mix(row: Mapping[int, float], rank: int, own: Any, received: Mapping[int, Message]) -> Any:
+def mix_models(
+    row: Mapping[int, float], rank: int, own: Any, received: Mapping[int, Message]
+) -> Any:
     """Return Σ_j w_ij·x_j, summed in rank order into a new vector.
 
     If all rows are equal, so are the results on all ranks, bit for bit.
@@ -205,7 +207,7 @@ class RoundRule(GossipRule, contract=True):
         """Merge the messages of round k − lag and the local progress Δ into the model."""
         raise NotImplementedError
 
-    def settle(self, state: RoundState, received: Received) -> None:
+    def merge_in_flight(self, state: RoundState, received: Received) -> None:
         """Merge messages that are in flight at the end of a stage, if messages may be late."""
 
     def mass(self, state: Any) -> float:
@@ -230,7 +232,7 @@ class RoamingRule(GossipRule, contract=True):
 
 
 @dataclass
-class Heard:
+class NeighbourModels:
     """State of an asynchronous worker that counts iterations: its neighbours' models that may still
     be used.
     """
@@ -245,7 +247,7 @@ class Heard:
 
 async def send_model(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
     """Send the model of the present iteration to all neighbours."""
-    heard: Heard = state.rule_state
+    heard: NeighbourModels = state.rule_state
     for peer in heard.models:
         await ctx.send(peer, stage.tag("model"), state.params, (heard.k,))
     heard.sent += 1
@@ -259,7 +261,7 @@ async def receive_model(
     Returns: False if no message arrived before `before_s` (run time in seconds).
     """
     message = await ctx.recv(stage.tag("model"), stage.tag("signal"), before_s=before_s)
-    heard: Heard = state.rule_state
+    heard: NeighbourModels = state.rule_state
     if message is None:
         return False
     if message.tag == stage.tag("signal"):
@@ -280,7 +282,7 @@ async def receive_arrived(ctx: RankContext, stage: StageConfig, state: RoamingSt
 
 async def receive_in_flight(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
     """Receive all models that the neighbours have sent."""
-    heard: Heard = state.rule_state
+    heard: NeighbourModels = state.rule_state
     for peer in heard.models:
         await ctx.send(peer, stage.tag("model"), None, (heard.sent,))
     while heard.announced != heard.received:
@@ -443,10 +445,10 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
         k, params = state.k, state.params
         now = GossipRound(ctx, stage, graph, k)
         if rule.early:
-            await send(ctx, stage, state, await rule.outgoing(now, state, None))
+            await send_models(ctx, stage, state, await rule.outgoing(now, state, None))
         work = await kept_work(ctx, stage, state)
         if not rule.early:
-            await send(ctx, stage, state, await rule.outgoing(now, state, work.payload))
+            await send_models(ctx, stage, state, await rule.outgoing(now, state, work.payload))
         received = await receive_models(ctx, stage, graph, state, k - rule.lag)
         rule.merge(now, state, work.payload, received)
         state.pending, state.before_work, state.idle = None, None, ()
@@ -456,7 +458,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
         state.plan_round(stage, members, rank)
         asked = state.header.snapshot_after == k  # read before rank 0 asks for the next snapshot
         if rank == members.lead_rank:
-            look_ahead(ctx, stage, graph, state, k)
+            decide_ahead(ctx, stage, graph, state, k)
         due = stage.limits.eval_every_s is None and stage.stop_criteria.begin_due_evaluation(
             state, ctx.now
         )
@@ -505,7 +507,7 @@ async def end_signal(
         state.early = in_flight
         return PAUSE
     for received in in_flight.values():
-        stage.sync.settle(state, received)
+        stage.sync.merge_in_flight(state, received)
     now = torch.tensor([ctx.now_ns])
     moment = await ctx.all_reduce(now, ctx.members.ranks, "max", piggybacked=1)
     return end_piggybacked(ctx, stage, state, reason, int(moment))
@@ -522,7 +524,9 @@ def stop_reason(stage: StageConfig, state: RoundState) -> str | None:
     return DECISIONS[int(state.header.decision)]
 
 
-async def send(ctx: RankContext, stage: StageConfig, state: RoundState, messages: Outgoing) -> None:
+async def send_models(
+    ctx: RankContext, stage: StageConfig, state: RoundState, messages: Outgoing
+) -> None:
     """Send the messages of this round with the header."""
     for rank, (payload, numbers) in messages.items():
         await ctx.send(rank, stage.tag("gossip", state.k), payload, (*state.header, *numbers))
@@ -575,15 +579,15 @@ def count_round(stage: StageConfig, state: RoundState, members: Members, work: A
     else:
         progress.advance(work.total_steps, work.total_samples, len(members.ranks))
         progress.version += 1
-    count_as(state, progress)
+    copy_counts(state, progress)
 
 
-def count_as(state: RoundState, progress: RunProgress) -> None:
+def copy_counts(state: RoundState, progress: RunProgress) -> None:
     """Set the copies of the counts that local work reads."""
     state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
 
 
-def look_ahead(
+def decide_ahead(
     ctx: RankContext, stage: StageConfig, graph: MemberGraph, state: RoundState, k: int
 ) -> None:
     """Decide at rank 0 what every rank has to know, and compute the round after which it holds."""
@@ -680,7 +684,7 @@ async def reform_rounds(
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)
     correct_counts(ctx, stages[index], state, counts, epoch)
-    continue_with(ctx, stages[index], state, epoch, standing)
+    enter_epoch(ctx, stages[index], state, epoch, standing)
     if decision:  # all members know it, so it holds after this round
         state.header = NO_HEADER._replace(decision=decision, last=state.k)
     return index, state
@@ -737,13 +741,13 @@ def with_counts(
     return progress
 
 
-def continue_with(
+def enter_epoch(
     ctx: RankContext, stage: StageConfig, state: RoundState, epoch: Epoch, standing: Standing
 ) -> None:
     """Set the state for a stage with the members of this epoch."""
     is_new = ctx.rank in standing.joined
     before = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
-    count_as(state, state.progress)
+    copy_counts(state, state.progress)
     state.plan_round(stage, before, ctx.rank)
     steps = truncate_round(stage, before, before.planned, state.rest).steps
     assert isinstance(state.progress, Progress)

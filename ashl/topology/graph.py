@@ -176,7 +176,7 @@ def sources_of(edges: Iterable[Edge], n: int) -> Sources:
 
 
 @lru_cache(maxsize=64)
-def named(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
+def build_named_graph(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
     """Return the sources of every rank by round, for a graph with a name."""
     hops = [1 << t for t in range(max(n - 1, 1).bit_length()) if 1 << t < n]
     if graph == "exponential":
@@ -247,12 +247,12 @@ def rounds_of(graph: str, weights: str, degree: int, n: int, seed: int) -> tuple
     Args: weights: "metropolis", or "columns" for push-sum.
     Raises: UsageError if the graph is not connected.
     """
-    return _rounds_of(graph, weights, degree, n, seed, stamp(graph))
+    return _rounds_of(graph, weights, degree, n, seed, file_time_ns(graph))
 
 
 @lru_cache(maxsize=64)
 def _rounds_of(
-    graph: str, weights: str, degree: int, n: int, seed: int, stamp: int
+    graph: str, weights: str, degree: int, n: int, seed: int, time_ns: int
 ) -> tuple[Round, ...]:
     by_round = sources_by_round(graph, n, degree, seed)
     near = tuple(tuple(j for sources in by_round for j in sources[i]) for i in range(n))
@@ -266,16 +266,16 @@ def _rounds_of(
 
 def sources_by_round(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
     """Return the sources of every rank by round, for a graph with a name or in a file."""
-    return named(graph, n, degree, seed) if graph in NAMES else (read_file(graph, n),)
+    return build_named_graph(graph, n, degree, seed) if graph in NAMES else (read_file(graph, n),)
 
 
 def edges_of(graph: str, degree: int, n: int, seed: int) -> tuple[Edge, ...]:
     """Return the edges of all rounds, without their direction."""
-    return _edges_of(graph, degree, n, seed, stamp(graph))
+    return _edges_of(graph, degree, n, seed, file_time_ns(graph))
 
 
 @lru_cache(maxsize=64)
-def _edges_of(graph: str, degree: int, n: int, seed: int, stamp: int) -> tuple[Edge, ...]:
+def _edges_of(graph: str, degree: int, n: int, seed: int, time_ns: int) -> tuple[Edge, ...]:
     edges = set[Edge]()
     for sources in sources_by_round(graph, n, degree, seed):
         for i, neighbours in enumerate(sources):
@@ -283,7 +283,7 @@ def _edges_of(graph: str, degree: int, n: int, seed: int, stamp: int) -> tuple[E
     return tuple(sorted(edges))
 
 
-def stamp(graph: str) -> int:
+def file_time_ns(graph: str) -> int:
     """Return the time of a file's last change, so that caches of its content expire; 0 without a
     file.
     """
@@ -344,37 +344,37 @@ def matchings_of(edges: Sequence[Edge], n: int) -> list[list[Edge]]:
     most = max(map(len, sources_of(edges, n)), default=0)
     for k in range(ORDERS):
         order = permutation(len(edges), 0, Purpose.GRAPH, 0, k).tolist() if k else range(len(edges))
-        if (found := coloured([edges[e] for e in order], n, most)) is not None:
+        if (found := colour_edges([edges[e] for e in order], n, most)) is not None:
             return found
-    found = coloured(edges, n, most + 1)
+    found = colour_edges(edges, n, most + 1)
     assert found is not None, "Vizing's theorem"
     return found
 
 
-def coloured(edges: Iterable[Edge], n: int, count: int) -> list[list[Edge]] | None:
+def colour_edges(edges: Iterable[Edge], n: int, count: int) -> list[list[Edge]] | None:
     """Colour edges with `count` colours so that edges of one rank differ.
 
     Returns: the edges by colour; None if an edge found no colour, which cannot happen for Δ + 1.
     """
     at: list[dict[int, int]] = [{} for _ in range(n)]  # by rank: {colour: rank at the other end}
     for hub, first in edges:
-        mine = free(at[hub], at[hub], count)
-        fan, spare = [first], [free(at[first], at[hub], count)]
+        mine = first_free_colour(at[hub], at[hub], count)
+        fan, spare = [first], [first_free_colour(at[first], at[hub], count)]
         while (other := at[hub].get(spare[-1], first)) not in fan and len(at[other]) < count:
             fan.append(other)
-            spare.append(free(at[other], at[hub], count))
+            spare.append(first_free_colour(at[other], at[hub], count))
         # the last colour suffices if the fan is maximal
         for colour in spare:
-            swap(at, hub, colour, mine)
+            swap_colours(at, hub, colour, mine)
             before = {other: c for c, other in at[hub].items()}
             ends = (
                 k
                 for k, other in enumerate(fan)
-                if colour not in at[other] and turns(at, fan[: k + 1], before)
+                if colour not in at[other] and can_shift_colours(at, fan[: k + 1], before)
             )
             if (end := next(ends, None)) is not None:
                 break
-            swap(at, hub, mine, colour)
+            swap_colours(at, hub, mine, colour)
         else:
             return None
         # each edge of the fan takes the colour of the next one
@@ -385,18 +385,20 @@ def coloured(edges: Iterable[Edge], n: int, count: int) -> list[list[Edge]] | No
     return [[(i, at[i][c]) for i in range(n) if at[i].get(c, -1) > i] for c in range(count)]
 
 
-def free(mine: Mapping[int, int], other: Mapping[int, int], count: int) -> int:
+def first_free_colour(mine: Mapping[int, int], other: Mapping[int, int], count: int) -> int:
     """Return the first colour that is free at both ranks, else the first that is free at `mine`."""
     colours = [colour for colour in range(count) if colour not in mine]
     return next((colour for colour in colours if colour not in other), colours[0])
 
 
-def turns(at: Sequence[Mapping[int, int]], fan: Sequence[int], colours: Mapping[int, int]) -> bool:
+def can_shift_colours(
+    at: Sequence[Mapping[int, int]], fan: Sequence[int], colours: Mapping[int, int]
+) -> bool:
     """Return True if the colour of each edge of a fan is free at the end of the edge before."""
     return all(colours[other] not in at[one] for one, other in pairwise(fan))
 
 
-def swap(at: Sequence[dict[int, int]], start: int, first: int, second: int) -> None:
+def swap_colours(at: Sequence[dict[int, int]], start: int, first: int, second: int) -> None:
     """Exchange two colours along the path of edges with these colours, from `start` with the
     first.
     """

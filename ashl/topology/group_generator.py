@@ -59,7 +59,7 @@ class GroupRule(Rule, contract=True):
         return []
 
 
-def machines(nodes: Sequence[int], workers: Iterable[int]) -> list[list[int]]:
+def workers_by_node(nodes: Sequence[int], workers: Iterable[int]) -> list[list[int]]:
     """Return these workers by node, in the order of nodes, and in the given order within each."""
     teams: dict[int, list[int]] = {}
     for worker in workers:
@@ -143,12 +143,12 @@ def request(state: Groups, rule: GroupRule, worker: int) -> list[Group]:
     assert worker not in state.waiting
     empty = not state.buffers[worker]
     if empty:
-        _engage(state, worker)
+        _mark_busy(state, worker)
     state.requests[worker] += 1
     state.waiting[worker] = state.asks
     state.asks += 1
     if empty:
-        _release(state, worker)
+        _mark_free(state, worker)
     else:
         _wait_for_group(state, worker)
     return _start_groups(state, rule, [worker])
@@ -160,7 +160,7 @@ def complete_group(state: Groups, rule: GroupRule, group: Group) -> list[Group]:
         buffer = state.buffers[worker]
         del buffer[0]
         if not buffer:
-            _release(state, worker)
+            _mark_free(state, worker)
         elif worker in state.waiting:
             _wait_for_group(state, worker)
     return _start_groups(state, rule, group.members)
@@ -203,7 +203,7 @@ def _start_groups(state: Groups, rule: GroupRule, touched: Iterable[int]) -> lis
     for worker in tuple(touched):
         if worker in state._idle and not state.closed:
             groups = rule.draw(state, worker)
-            _make(state, groups, rule.ordered)
+            _append_groups(state, groups, rule.ordered)
             touched += [member for group in groups for member in group]
     started: list[Group] = []
     for worker in touched:
@@ -217,7 +217,7 @@ def _start_groups(state: Groups, rule: GroupRule, touched: Iterable[int]) -> lis
     return started
 
 
-def _make(state: Groups, groups: Sequence[Ranks], ordered: bool) -> None:
+def _append_groups(state: Groups, groups: Sequence[Ranks], ordered: bool) -> None:
     """Append these groups to their members' buffers."""
     if not groups:
         return
@@ -239,19 +239,19 @@ def _make(state: Groups, groups: Sequence[Ranks], ordered: bool) -> None:
             first = not state.buffers[worker]
             state.buffers[worker].append(group)
             if first:
-                _engage(state, worker)
+                _mark_busy(state, worker)
                 if worker in state.waiting:
                     _wait_for_group(state, worker)
 
 
-def _release(state: Groups, worker: int) -> None:
+def _mark_free(state: Groups, worker: int) -> None:
     """Record that the buffer of a worker is empty."""
     state._free.setdefault(state.requests[worker], set()).add(worker)
     if worker in state.waiting:
         state._idle.add(worker)
 
 
-def _engage(state: Groups, worker: int) -> None:
+def _mark_busy(state: Groups, worker: int) -> None:
     """Record that the buffer of a worker is no longer empty."""
     same_count = state._free[state.requests[worker]]
     same_count.remove(worker)

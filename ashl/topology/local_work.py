@@ -183,7 +183,7 @@ async def local_work(
     while ctx.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
         step, span = next_batch(state)
         if kind == "accumulated":
-            work = partial(accumulate, trainer, grads, params, ctx.rank, step, lr, span)
+            work = partial(accumulate_gradient, trainer, grads, params, ctx.rank, step, lr, span)
             loss, grads = await ctx.compute(work, state.batch)
         else:
             work = partial(trainer.local_step, local, state.moments, ctx.rank, step, lr, span)
@@ -279,7 +279,7 @@ async def encode_update(
     x = stage.aggregate.clip(work.payload)
     if stage.pipeline.traits.lossless:
         return x, work.loss
-    if not_finite(ctx, stage, state, x):
+    if report_not_finite(ctx, stage, state, x):
         return x, math.nan
     encode = partial(
         stage.pipeline.encode,
@@ -343,7 +343,7 @@ def context_of(stage: StageConfig, rank: int, state: WorkerState, version: int) 
     )
 
 
-def not_finite(ctx: RankContext, stage: StageConfig, state: WorkerState, x: Vector) -> bool:
+def report_not_finite(ctx: RankContext, stage: StageConfig, state: WorkerState, x: Vector) -> bool:
     """Return True if an update is not finite, and report the first such layer."""
     if isinstance(x, SizeOnly) or all_finite(x):
         return False
@@ -361,7 +361,7 @@ def all_finite(x: Tensor) -> bool:
     return math.isfinite(numbers([x.sum()])[0]) or bool(to_host(torch.isfinite(x).all()))
 
 
-def accumulate(
+def accumulate_gradient(
     trainer: Any, total: Any, params: Any, rank: int, step: int, lr: float, span: range
 ) -> tuple[Any, Any]:
     """Return (loss, total + lr·gradient); a total of None counts as zero."""
@@ -522,7 +522,7 @@ def part_of(whole: Part, version: int) -> Part:
     stage, state = whole.stage, whole.state
     if not stage.fragments:
         return whole
-    k, fragment = version % len(stage.fragments), fragment_at(stage, version)
+    k, fragment = version % len(stage.fragments), choose_fragment(stage, version)
     state.fragment_codec_states = state.fragment_codec_states or tuple(
         CodecState() for _ in stage.fragments
     )
@@ -543,7 +543,7 @@ def with_part(
     return part.fragment.insert(state.params, params), tuple(outers)
 
 
-def fragment_at(stage: StageConfig, version: int) -> Fragment:
+def choose_fragment(stage: StageConfig, version: int) -> Fragment:
     """Return the fragment of the merge that follows this version."""
     fragment = stage.fragments[version % len(stage.fragments)]
     if stage.overlap.share is None:
@@ -605,7 +605,7 @@ async def finish_piece(
     assert work is not None
     work = at_round_boundary(ctx, stage, state, work)
     if stage.fragments:
-        work = work._replace(payload=fragment_at(stage, state.version).extract(work.payload))
+        work = work._replace(payload=choose_fragment(stage, state.version).extract(work.payload))
     state.pending = work
 
 
@@ -626,14 +626,14 @@ def at_round_boundary(ctx: RankContext, stage: StageConfig, state: WorkerState, 
     if stage.delayed_overlap is None or stage.sync.exchange != "difference":
         return work
 
-    def ahead() -> Any:
+    def step_ahead() -> Any:
         own = stage.aggregate.clip(work.payload) * ctx.members.planned.weights[ctx.rank]
         rate = stage.trainer.rate(state.samples)
         state.own_moments, model = stage.outer.step(state.own_moments, state.params, own, rate)
         return model
 
     body, state.start = stage.delayed_overlap.at_boundary(
-        state.params, start_of(state), work.payload, ahead
+        state.params, start_of(state), work.payload, step_ahead
     )
     return work._replace(payload=body)
 
@@ -668,7 +668,7 @@ async def compute_by_bucket(
     in_flight = state.coming is not None
     arrived = dict[int, Any]()  # a model may use its parameters in another order than it has them
 
-    def bring(take: Callable[[int], Any], k: int) -> Any:
+    def take_segment(take: Callable[[int], Any], k: int) -> Any:
         arrived[k] = take(k)
         return arrived[k]
 
@@ -677,7 +677,7 @@ async def compute_by_bucket(
     ) -> float:
         model = state.params
         if take is not None:
-            model = Pieces(stage.slices[::-1], partial(bring, take))
+            model = Pieces(stage.slices[::-1], partial(take_segment, take))
         return trainer.gradient_in_parts(model, ctx.rank, step, span, stage.slices, emit)
 
     needs = stage.needed_segments if in_flight else ()

@@ -60,21 +60,21 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoamingState) -> i
     """
     rule = stage.sync
     state.enter(stage, ctx.members, ctx.rank)
-    answering = ctx.spawn(answer(ctx, stage, state))
+    answering = ctx.spawn(answer_requests(ctx, stage, state))
     peers, dropped = rule.peers(graph_of(stage, ctx.members.ranks), ctx.rank), 0
     while state.signal == GO:
         ctx.safe_point(stage.index, state, before_work=state.keeps_steps)
         version, sent = state.version, state.params
         if rule.overlap:
-            await ask(ctx, stage, state, peers)
+            await send_request(ctx, stage, state, peers)
         work = await kept_work(ctx, stage, state)
         state.pending = None
         await await_answer(ctx, stage, state)
         staleness = state.version - version
         if not rule.overlap and state.signal != STOP:
             sent = state.params
-            await ask(ctx, stage, state, peers)
-        await meet(ctx, stage, state, sent)
+            await send_request(ctx, stage, state, peers)
+        await merge_answer(ctx, stage, state, sent)
         if state.signal == STOP:  # the run ends, so this piece of work is dropped
             dropped = work.steps
             break
@@ -95,7 +95,7 @@ def draw_partner(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | 
     )
 
 
-async def ask(
+async def send_request(
     ctx: RankContext, stage: StageConfig, state: RoamingState, peers: tuple[int, ...]
 ) -> None:
     """Ask one of these peers to average."""
@@ -105,22 +105,24 @@ async def ask(
         await ctx.send(state.asked, stage.tag("ask"), payload)
 
 
-async def meet(ctx: RankContext, stage: StageConfig, state: RoamingState, sent: Vector) -> None:
+async def merge_answer(
+    ctx: RankContext, stage: StageConfig, state: RoamingState, sent: Vector
+) -> None:
     """Merge the answer of the worker that was asked, if one was."""
     if state.asked is None:
         return
     message = await ctx.recv(stage.tag("answer"), src=state.asked)
     state.asked = None
-    merge(stage.sync, state, message.payload, sent)
+    merge_model(stage.sync, state, message.payload, sent)
 
 
-def merge(rule: PairRule, state: RoamingState, payload: Any, sent: Vector) -> None:
+def merge_model(rule: PairRule, state: RoamingState, payload: Any, sent: Vector) -> None:
     """Update the model: x ← x + (y − x')/2."""
     state.params = state.params + (rule.decode_model(state, payload, sent) - sent) * 0.5
     state.version += 1
 
 
-async def answer(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
+async def answer_requests(ctx: RankContext, stage: StageConfig, state: RoamingState) -> None:
     """Answer the requests of other workers and handle signals, until all workers are done."""
     asked, signal, rule = stage.tag("ask"), stage.tag("signal"), stage.sync
     while True:
@@ -131,4 +133,4 @@ async def answer(ctx: RankContext, stage: StageConfig, state: RoamingState) -> N
         else:
             payload = rule.encode_model(stage, state, ctx.rank, False)
             await ctx.send(message.src, stage.tag("answer"), payload)
-            merge(rule, state, message.payload, state.params)
+            merge_model(rule, state, message.payload, state.params)

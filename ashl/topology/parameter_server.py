@@ -83,11 +83,11 @@ from ashl.stage.members import (
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
 from ashl.topology.ending import (
-    decide,
     drop_reason,
     end_time_ns,
     leave_stage,
     record_end,
+    update_signal,
 )
 from ashl.topology.local_work import (
     AT_ONCE_S,
@@ -185,7 +185,7 @@ def field_types(of: type[NamedTuple]) -> tuple[type[float], ...]:
     return tuple(get_type_hints(of).values())
 
 
-def follow(state: WorkerState, header: Pull | Admission) -> None:
+def adopt_reply(state: WorkerState, header: Pull | Admission) -> None:
     """Take over the counts and the assignment of a server's reply."""
     state.version = header.version
     state.steps = header.steps
@@ -510,7 +510,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
     whole = Part(stage, state)
     while signal in (GO, LAST):
         is_due = not stage.overlaps_next_forward
-        if state.coming is None or await settle_model(ctx, stage, state, is_due):
+        if state.coming is None or await receive_model_if_due(ctx, stage, state, is_due):
             ctx.safe_point(stage.index, state)
         if stage.delayed_overlap is not None and state.pending is None:
             await finish_piece(ctx, stage, state, state.local_steps)
@@ -534,7 +534,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
             apply_reply(stage, state, part, signal, message.payload)
         seen = message.payload is not None and (begun is None or ctx.now - asked > AT_ONCE_S)
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
-        follow(state, reply)
+        adopt_reply(state, reply)
         state.last = signal == LAST
         if signal in (NEXT, STOP):
             await cancel_exchange(ctx, stage, state)
@@ -546,7 +546,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
             applied = (part, work) if message.payload is not None else None
             await finish_piece(ctx, stage, state, remaining, begun, applied)
             state.local_steps = after
-    await settle_model(ctx, stage, state, signal == PAUSE)
+    await receive_model_if_due(ctx, stage, state, signal == PAUSE)
     return signal
 
 
@@ -591,12 +591,12 @@ async def server(ctx: RankContext, stage: StageConfig, state: ServerState) -> in
         changed = await handle(ctx, stage, state, message)
         if changed and stage.stop_criteria.begin_due_evaluation(state, ctx.now):
             await evaluate(ctx, stage, state)
-        decide(ctx, stage, state)
+        update_signal(ctx, stage, state)
         if state.newcomers:
             await admit_newcomers(ctx, stage, state)
         if state.signal == STOP or (state.signal == NEXT and await drain_pushes(ctx, stage, state)):
             break
-        if state.signal == PAUSE and await pause(ctx, stage, state):
+        if state.signal == PAUSE and await pause_if_all_wait(ctx, stage, state):
             return PAUSE
         if state.signal != GO:
             continue
@@ -663,7 +663,7 @@ def answer_order(ranks: Sequence[int], place: int, servers: int, block: int) -> 
     return order
 
 
-async def pause(ctx: RankContext, stage: StageConfig, state: ServerState) -> bool:
+async def pause_if_all_wait(ctx: RankContext, stage: StageConfig, state: ServerState) -> bool:
     """Let all workers pause once each of them waits, so that nothing is in flight.
 
     A worker may wait for a merge that no push completes any more; then the buffer is merged. If a
@@ -1159,7 +1159,7 @@ async def enter_running_stage(
     state.enter(stage, members_of(stage), ctx.rank)
     if payload is not None:
         stage.messages.apply_admission(state, payload)
-    follow(state, admission)
+    adopt_reply(state, admission)
     state.round, state.step = admission.rounds, admission.done
     state.drawn = state.step * state.batch
     return stage.index, state
@@ -1349,7 +1349,7 @@ async def pass_on_segment(
         await ctx.send(ctx.rank, stage.tag("group", k), segment)
 
 
-async def settle_model(
+async def receive_model_if_due(
     ctx: RankContext, stage: StageConfig, state: WorkerState, is_due: bool
 ) -> bool:
     """Receive the model now if that is due; otherwise the next forward pass waits for each segment.

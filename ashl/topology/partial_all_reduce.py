@@ -43,10 +43,10 @@ from ashl.stage.progress import Progress
 from ashl.topology import group_generator as generator
 from ashl.topology.coordinator import CoordinatorState, ReplicaState, gather_members, rejoin_members
 from ashl.topology.ending import (
-    decide,
     end_time_ns,
     leave_stage,
     record_end,
+    update_signal,
 )
 from ashl.topology.group_generator import Group, GroupRule, Groups
 from ashl.topology.local_work import Work, kept_work
@@ -177,7 +177,7 @@ class GroupReply(NamedTuple):
     end_ns: float  # end of the stage, without members
 
 
-HEAD = len(GroupReply._fields)
+REPLY_FIELDS = len(GroupReply._fields)
 
 
 async def worker(ctx: RankContext, stage: StageConfig, state: Replica) -> int:
@@ -191,7 +191,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: Replica) -> int:
     while signal == GO:
         ctx.safe_point(stage.index, state, before_work=state.pending is None)
         work = await kept_work(ctx, stage, state)
-        reply, members = await meet(ctx, stage, state, work)
+        reply, members = await average_with_groups(ctx, stage, state, work)
         signal = int(reply.signal)
         state.pending, state.has_asked = (work, True) if signal == PAUSE else (None, False)
         if signal == PAUSE:
@@ -211,7 +211,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: Replica) -> int:
     return signal
 
 
-async def meet(
+async def average_with_groups(
     ctx: RankContext, stage: StageConfig, state: Replica, work: Work
 ) -> tuple[GroupReply, Ranks]:
     """Ask for a group and average in it.
@@ -226,8 +226,8 @@ async def meet(
             await ctx.send(stage.lead_rank, stage.tag("ask"), meta=meta)
         state.has_asked = False
         message = await ctx.recv(stage.tag("group"), src=stage.lead_rank)
-        reply = GroupReply(*message.meta[:HEAD])
-        members = tuple(map(int, message.meta[HEAD:]))
+        reply = GroupReply(*message.meta[:REPLY_FIELDS])
+        members = tuple(map(int, message.meta[REPLY_FIELDS:]))
         if reply.signal == PAUSE:
             return reply, members
         if reply.signal == STOP:
@@ -282,18 +282,18 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: GroupCoordina
             state.signal, state.reason = STOP, "seconds"
             break
         on_report(ctx, stage, state, message)
-        decide(ctx, stage, state)
+        update_signal(ctx, stage, state)
         if state.signal not in (GO, PAUSE):
             ahead = message  # judged, but not handled yet
             break
         await on_message(ctx, stage, state, message)
-        decide(ctx, stage, state)
+        update_signal(ctx, stage, state)
         if state.signal == PAUSE and len(state.asked) == progress.num_present and not state.running:
             await release_workers(ctx, stage, state, sorted(state.asked))
             return PAUSE
     if state.signal == STOP:
         ctx.safe_point(stage.index, state)
-    await drain(ctx, stage, state, ahead)
+    await drain_groups(ctx, stage, state, ahead)
     state.count_dropped()
     record_end(ctx, stage, progress, state.reason)
     if state.signal == STOP:
@@ -316,7 +316,7 @@ def on_report(
             message.src, progress.fastest - progress.clocks[message.src], message.meta[2]
         )
     else:
-        count(ctx, stage, state, int(message.meta[0]))
+        count_group(ctx, stage, state, int(message.meta[0]))
 
 
 async def on_message(
@@ -350,14 +350,14 @@ async def begin_groups(
     for group in started:  # the list grows in the loop
         work = [state.asked.pop(member) for member in group.members]
         state.running[group.id] = (group, [] if state.signal == STOP else work)
-        await begin(ctx, stage, state, group, work)
+        await begin_group(ctx, stage, state, group, work)
         if len(group.members) == 1:  # a group of one is done at once
-            count(ctx, stage, state, group.id)
+            count_group(ctx, stage, state, group.id)
             del state.running[group.id]
             started += generator.complete_group(state.groups, rule, group)
 
 
-async def begin(
+async def begin_group(
     ctx: RankContext,
     stage: StageConfig,
     state: GroupCoordinatorState,
@@ -388,16 +388,18 @@ async def begin(
         await ctx.send(member, stage.tag("group"), None, (*reply, *group.members))
 
 
-def count(ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, number: int) -> None:
+def count_group(
+    ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, number: int
+) -> None:
     """Count the work of a group, which is part of its members' models now."""
     group, work = state.running[number]
     if not work:  # counted already, or dropped
         return
     state.running[number] = (group, [])
-    commit(ctx, stage, state, group.members, work)
+    count_average(ctx, stage, state, group.members, work)
 
 
-def commit(
+def count_average(
     ctx: RankContext,
     stage: StageConfig,
     state: GroupCoordinatorState,
@@ -418,7 +420,7 @@ def commit(
         ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.failed)
 
 
-async def drain(
+async def drain_groups(
     ctx: RankContext, stage: StageConfig, state: GroupCoordinatorState, message: Message | None
 ) -> None:
     """End a stage: complete the groups that wait in buffers, and release all other workers.
@@ -468,7 +470,7 @@ async def release_expected(
         return idle
     for worker in idle:
         if (work := state.asked.pop(worker))[0]:
-            commit(ctx, stage, state, (worker,), [work])
+            count_average(ctx, stage, state, (worker,), [work])
             state.last[worker] = OWN - worker
     return idle
 

@@ -234,7 +234,7 @@ def rescale_rounds(
     progress = redistribute_counts(stage, before.progress, now_s)
     for own in workers:
         for received in own.early.values():
-            rule.settle(own, received)
+            rule.merge_in_flight(own, received)
     mean = mean_of_models(
         [own.params for own in workers], [rule.mass(own.rule_state) for own in workers]
     )

@@ -72,8 +72,8 @@ from ashl.topology.local_work import (
     WorkerState,
     context_of,
     local_work,
-    not_finite,
     report_health,
+    report_not_finite,
 )
 from ashl.topology.parameter_server import (
     PULL_FIELDS,
@@ -82,10 +82,10 @@ from ashl.topology.parameter_server import (
     ServerRule,
     ServerState,
     admit,
+    adopt_reply,
     ask_to_join,
     enter_running_stage,
     finish_stage,
-    follow,
     may_all_proceed,
     merge_buffered,
     on_membership,
@@ -282,7 +282,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
             state.params = concatenate(
                 [held.extract(state.params) if m.payload is None else m.payload for m, held in both]
             )
-        follow(state, reply)
+        adopt_reply(state, reply)
         state.versions = [one.version for one in replies]
         state.away = tuple(map(int, answers[0].meta[PULL_FIELDS:]))
         state.version = min(state.versions)
@@ -339,7 +339,7 @@ async def make_pushes(
     shards = [held.extract(x) for held in stage.fragments]
     if stage.pipeline.traits.lossless:
         return work, shards, work.loss
-    if not_finite(ctx, stage, state, x):
+    if report_not_finite(ctx, stage, state, x):
         return work, shards, math.nan
     payloads = await ctx.compute(
         partial(encode_shards, stage, state, ctx.rank, shards), work=1, kind="compress"
