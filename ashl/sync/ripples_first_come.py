@@ -29,5 +29,5 @@ class RipplesFirstCome(GroupRule):
     group_size: GroupSize
 
     def draw(self, state: Groups, asker: int) -> list[Ranks]:
-        idle, size = state.idle, min(self.group_size, state.present)
+        idle, size = state.idle_workers, min(self.group_size, state.num_present)
         return [] if len(idle) < size else [tuple(sorted(idle[:size]))]

@@ -32,6 +32,10 @@ class RipplesRandom(GroupRule):
 
     def draw(self, state: Groups, asker: int) -> list[Ranks]:
         others = draw_subset(
-            state.num_workers - 1, self.group_size - 1, state.seed, Purpose.GROUPS, step=state.draws
+            state.num_workers - 1,
+            self.group_size - 1,
+            state.seed,
+            Purpose.GROUPS,
+            step=state.num_draws,
         )
         return [tuple(sorted([asker, *(other + (other >= asker) for other in others)]))]

@@ -46,7 +46,7 @@ class RipplesSmart(GroupRule):
 
     def draw(self, state: Groups, asker: int) -> list[Ranks]:
         fewest = state.requests[asker] - self.threshold + 1  # requests: the slowdown filter
-        workers = shuffle(state, state.free(fewest))
+        workers = shuffle(state, state.workers_without_group(fewest))
         teams = workers_by_node(state.nodes, workers)
         if not self.inter_intra or len(teams) == 1:
             return split_evenly(workers, self.group_size)

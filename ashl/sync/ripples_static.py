@@ -47,7 +47,7 @@ class RipplesStatic(GroupRule):
     ordered: ClassVar[bool] = True
 
     def draw(self, state: Groups, asker: int) -> list[Ranks]:
-        return phase(state.nodes, state.draws % PHASES)
+        return phase(state.nodes, state.num_draws % PHASES)
 
     def groups(self, nodes: Sequence[int]) -> list[Ranks]:
         """Return every group of the schedule with more than one member."""

@@ -84,12 +84,12 @@ class Groups:
     requests: list[int]  # requests of each worker so far
     # by worker whose group has not begun: position of its request in the order of all requests
     waiting: dict[int, int] = field(default_factory=dict)
-    made: int = 0  # groups so far
-    draws: int = 0
+    num_groups: int = 0  # groups made so far
+    num_draws: int = 0  # draws that made a group
     # groups that shared a worker with an unfinished group of another draw
     conflicts: int = 0
     closed: bool = False  # if True, no groups are drawn; those in the buffers still run
-    asks: int = 0  # requests of all workers so far
+    num_requests: int = 0  # of all workers so far
     failed: set[int] = field(default_factory=set)  # failed workers, which are in no group
     # workers with an empty buffer, by their number of requests
     _free: dict[int, set[int]] = field(default_factory=dict)
@@ -102,16 +102,16 @@ class Groups:
         return len(self.nodes)
 
     @property
-    def present(self) -> int:
-        """Number of workers that have not failed."""
+    def num_present(self) -> int:
+        """Return the number of workers that have not failed."""
         return len(self.nodes) - len(self.failed)
 
     @property
-    def idle(self) -> list[int]:
-        """Workers that have asked and have no group, in the order of asking."""
+    def idle_workers(self) -> list[int]:
+        """Return the workers that have asked and have no group, in the order of asking."""
         return sorted(self._idle, key=lambda worker: self.waiting[worker])
 
-    def free(self, requests: int) -> list[int]:
+    def workers_without_group(self, requests: int) -> list[int]:
         """Return the workers without a group and with at least so many requests, in rank order."""
         return sorted(
             worker
@@ -145,8 +145,8 @@ def request(state: Groups, rule: GroupRule, worker: int) -> list[Group]:
     if empty:
         _mark_busy(state, worker)
     state.requests[worker] += 1
-    state.waiting[worker] = state.asks
-    state.asks += 1
+    state.waiting[worker] = state.num_requests
+    state.num_requests += 1
     if empty:
         _mark_free(state, worker)
     else:
@@ -173,7 +173,7 @@ def close(state: Groups) -> None:
 
 def release_idle(state: Groups) -> list[int]:
     """Remove the requests of workers with an empty buffer, once closed. Returns: these workers."""
-    idle = state.idle
+    idle = state.idle_workers
     for worker in idle:
         del state.waiting[worker]
     state._idle.clear()
@@ -193,7 +193,7 @@ def split_evenly(workers: Sequence[int], size: int) -> list[Ranks]:
 
 def shuffle(state: Groups, workers: Sequence[int]) -> list[int]:
     """Return the workers in random order; each draw has random numbers of its own."""
-    order = permutation(len(workers), state.seed, Purpose.GROUPS, step=state.draws)
+    order = permutation(len(workers), state.seed, Purpose.GROUPS, step=state.num_draws)
     return [workers[i] for i in order.tolist()]
 
 
@@ -221,7 +221,7 @@ def _append_groups(state: Groups, groups: Sequence[Ranks], ordered: bool) -> Non
     """Append these groups to their members' buffers."""
     if not groups:
         return
-    state.draws += 1
+    state.num_draws += 1
     if state.failed:
         present = [
             tuple(member for member in members if member not in state.failed) for members in groups
@@ -232,8 +232,8 @@ def _append_groups(state: Groups, groups: Sequence[Ranks], ordered: bool) -> Non
             any(state.buffers[worker] for worker in members) for members in groups
         )
     for members in groups:
-        group = Group(state.made, members)
-        state.made += 1
+        group = Group(state.num_groups, members)
+        state.num_groups += 1
         state._missing[group.id] = len(members)
         for worker in members:
             first = not state.buffers[worker]

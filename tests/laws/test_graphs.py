@@ -11,12 +11,12 @@ from ashl.errors import UsageError
 from ashl.sync.matcha import edge_weight, laplacian, make_sampling
 from ashl.topology.graph import (
     NAMES,
+    build_named_graph,
     depths,
     edges_of,
     matching,
     matchings_of,
     matrix,
-    named,
     rounds_of,
     sources_of,
 )
@@ -96,9 +96,9 @@ def test_random_regular(n: int, degree: int) -> None:
 
 
 def test_a_torus_has_four_neighbours() -> None:
-    assert {len(each) for each in named("torus", 12, 1, 0)[0]} == {4}
-    assert named("torus", 12, 1, 0)[0][0] == (1, 3, 4, 8)
-    assert named("torus", 7, 1, 0) == named("ring", 7, 1, 0)
+    assert {len(each) for each in build_named_graph("torus", 12, 1, 0)[0]} == {4}
+    assert build_named_graph("torus", 12, 1, 0)[0][0] == (1, 3, 4, 8)
+    assert build_named_graph("torus", 7, 1, 0) == build_named_graph("ring", 7, 1, 0)
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])

@@ -21,7 +21,7 @@ from ashl.option import option
 from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.sync.ripples_static import phase
 from ashl.topology import group_generator as gg
-from ashl.topology.group_generator import GroupRule, machines
+from ashl.topology.group_generator import GroupRule, workers_by_node
 from tests.conf_option import conf_option
 
 RULES = ("random", "smart", "static", "first_come")
@@ -86,11 +86,11 @@ class Played:
         state, everyone = self.state, range(self.state.num_workers)
         empty = [worker for worker in everyone if not state.buffers[worker]]
         for least in range(max(state.requests) + 2):
-            assert state.free(least) == [
+            assert state.workers_without_group(least) == [
                 worker for worker in empty if state.requests[worker] >= least
             ]
         asked = sorted(state.waiting, key=lambda worker: state.waiting[worker])
-        assert state.idle == [worker for worker in asked if worker in empty]
+        assert state.idle_workers == [worker for worker in asked if worker in empty]
         begun = {group.id for group in self.running}
         pending = {
             group.id: group for buffer in state.buffers for group in buffer if group.id not in begun
@@ -128,7 +128,7 @@ def test_whoever_asks_whenever_groups_are_atomic_in_order_and_drained(
     played = play(seed, scheduler)
     assert not played.running
     assert not any(played.state.buffers)
-    assert sorted(group.id for group in played.started) == list(range(played.state.made)), (
+    assert sorted(group.id for group in played.started) == list(range(played.state.num_groups)), (
         "each group ran, once"
     )
     for worker in range(played.state.num_workers):
@@ -143,18 +143,18 @@ def test_whoever_asks_whenever_groups_are_atomic_in_order_and_drained(
 def test_a_conflict_is_a_group_that_meets_one_of_another_draw() -> None:
     rule, state = rule_of("random", group_size=3), gg.open_groups([0] * 3, 0)
     assert gg.request(state, rule, 0) == []
-    assert (state.made, state.conflicts) == (1, 0)
+    assert (state.num_groups, state.conflicts) == (1, 0)
     assert gg.request(state, rule, 1) == []
     assert gg.request(state, rule, 2) == [gg.Group(0, (0, 1, 2))]
     assert gg.request(state, rule, 0) == [], "before the group has said that it is done"
-    assert state.made == 1
+    assert state.num_groups == 1
     assert gg.complete_group(state, rule, gg.Group(0, (0, 1, 2))) == []
-    assert state.made == 2, "who asked too early is served now"
+    assert state.num_groups == 2, "who asked too early is served now"
     pairs = rule_of("random", group_size=2)
     state = gg.open_groups([0] * 3, 0)
     for worker in range(3):
         gg.request(state, pairs, worker)
-    assert state.conflicts == state.made - 1, "two pairs of three workers share one"
+    assert state.conflicts == state.num_groups - 1, "two pairs of three workers share one"
 
 
 # --- what the schedulers promise
@@ -221,7 +221,7 @@ def test_the_chosen_are_the_first_of_a_permutation(length: int, count: int, step
 def test_random_groups_are_uniform() -> None:
     """Each of the 10 pairs that may join worker 2, about as often."""
     rule, state = rule_of("random", group_size=3), gg.open_groups([0] * 6, 7)
-    seen = Counter(rule.draw(replace(state, draws=draw), 2)[0] for draw in range(2000))
+    seen = Counter(rule.draw(replace(state, num_draws=draw), 2)[0] for draw in range(2000))
     assert len(seen) == 10
     assert all(2 in group and 140 < count < 260 for group, count in seen.items())
 
@@ -235,7 +235,7 @@ def standing(nodes: list[int], seed: int, requests: list[int], busy: set[int]) -
             gg.complete_group(state, alone, group)
         if worker in busy:
             gg.request(state, alone, worker)
-    state.draws = 0
+    state.num_draws = 0
     return state
 
 
@@ -282,7 +282,7 @@ def test_a_division_in_two_rounds(nodes: list[int], seed: int) -> None:
     """
     rule, n = rule_of("smart", inter_intra=True), len(nodes)
     groups = rule.draw(gg.open_groups(nodes, seed), 0)
-    teams = machines(nodes, range(n))
+    teams = workers_by_node(nodes, range(n))
     if len(teams) == 1:
         assert groups == gg.split_evenly(gg.shuffle(gg.open_groups(nodes, seed), range(n)), 3)
         return
