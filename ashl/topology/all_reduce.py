@@ -263,6 +263,7 @@ class PeerState(WorkerState):
         self.rule_state = stage.sync.begin(stage, self.progress)
 
     def apply_merge(self, result: Merged) -> None:
+        """Take over the model, the moments and the counts of a merge."""
         self.params = result.params
         self.outer_state = result.outer_state
         self.adopt_progress(result.progress)
@@ -667,10 +668,8 @@ def merge_and_plan(
     rule, (due, number) = stage.sync, divmod(int(team.signal), len(REASONS))
     report = RoundReport(bool(due), now_ns / 1e9, done.step_s)
     rule_state = rule.observe_round(stage, state.rule_state, progress, report)
-    planned, is_delayed = (
-        plan_round(stage, members, rule_state, progress),
-        stage.delayed_overlap is not None,
-    )
+    planned = plan_round(stage, members, rule_state, progress)
+    is_delayed = stage.delayed_overlap is not None
     done_so_far = progress.steps, progress.samples
     rest = remaining_rounds(stage, members, planned, done_so_far, int(is_delayed))
     # with delayed exchanges, the next one merges the work that is computed now

@@ -122,7 +122,8 @@ class CoordinatorState:
 
     def end_pass(self) -> None:
         """Reset what belongs to one pass of a loop, before this state is saved."""
-        self.signal, self.reason = GO, None
+        self.signal = GO
+        self.reason = None
 
     def drop(self, worker: int, steps: int) -> None:
         """Drop reported work of a worker, because the stage has ended."""
@@ -171,7 +172,10 @@ class RoamingState(ReplicaState):
         super().enter(stage, members, rank)
 
     def end_pass(self) -> None:
-        self.signal, self.reported, self.may_leave, self.asked = GO, False, False, None
+        self.signal = GO
+        self.reported = False
+        self.may_leave = False
+        self.asked = None
 
 
 async def coordinator(ctx: RankContext, stage: StageConfig, state: CoordinatorState) -> int:
@@ -258,7 +262,8 @@ def apply_signal(ctx: RankContext, state: RoamingState, message: Message) -> boo
     if signal.signal == SNAPSHOT:
         ctx.snapshot(state.params, tick=int(signal.tick))
     elif signal.signal == BYE:
-        state.end_ns, state.may_leave = int(signal.end_ns), True
+        state.end_ns = int(signal.end_ns)
+        state.may_leave = True
     else:
         state.signal = int(signal.signal)
     return state.may_leave
@@ -283,7 +288,8 @@ async def await_answer(ctx: RankContext, stage: StageConfig, state: RoamingState
     """Wait for the answer to the last report, if it has not arrived."""
     if state.reported:
         message = await ctx.recv(stage.tag("go"), src=stage.server)
-        state.samples, state.reported = int(message.meta[0]), False
+        state.samples = int(message.meta[0])
+        state.reported = False
 
 
 async def report_done(

@@ -227,6 +227,7 @@ class BucketEncoder:
         return await team.compute(partial(self.decode_sums, results))
 
     def decode_sums(self, results: Sequence[Any]) -> Vector:
+        """Decode the result of each bucket, and return the sum of the whole gradient."""
         sums = {}
         for k, (pipeline, codec_state) in enumerate(
             zip(self.stage.pipelines, self.codec_states, strict=True)

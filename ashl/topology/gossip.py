@@ -417,12 +417,15 @@ class RoundState(WorkerState):
 
     def begin_epoch(self, stage: StageConfig, rank: int) -> None:
         """Begin at round k, without messages in flight."""
-        self.first, self.header, self.early = self.k, NO_HEADER, {}
+        self.first = self.k
+        self.header = NO_HEADER
+        self.early = {}
         self.rule_state = stage.sync.begin(stage, self, rank)
 
     def copy_to_restart(self) -> Self:
         before = super().copy_to_restart()
-        before.progress, before.early = self.progress.copy(), dict(self.early)
+        before.progress = self.progress.copy()
+        before.early = dict(self.early)
         return before
 
 
@@ -451,7 +454,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
             await send_models(ctx, stage, state, await rule.outgoing(now, state, work.payload))
         received = await receive_models(ctx, stage, graph, state, k - rule.lag)
         rule.merge(now, state, work.payload, received)
-        state.pending, state.before_work, state.idle = None, None, ()
+        state.pending = state.before_work = None
+        state.idle = ()
         merge_headers(state, rank, [work.loss] if work.steps else [], received)
         late = keep_within_budget(ctx, stage, state, params)
         count_round(stage, state, members, counted)
@@ -463,15 +467,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
             state, ctx.now
         )
         if (due or asked) and not late:
-            counts = (
-                state.progress.report()
-                if rank == members.lead_rank and isinstance(state.progress, Progress)
-                else None
-            )
-            progress = state.progress
-            ctx.snapshot(
-                state.params, tick=progress.version, counts=counts, without=progress.failed
-            )
+            emit_model(ctx, state)
         signal = await end_signal(ctx, stage, graph, state)
         if work.steps:
             ctx.record_round(
@@ -481,6 +477,14 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
         state.k += signal in (GO, PAUSE)
         if signal != GO:
             return signal
+
+
+def emit_model(ctx: RankContext, state: RoundState) -> None:
+    """Emit this rank's model for an evaluation, at the lead rank together with the counts."""
+    progress, counts = state.progress, None
+    if ctx.rank == ctx.members.lead_rank and isinstance(progress, Progress):
+        counts = progress.report()
+    ctx.snapshot(state.params, tick=progress.version, counts=counts, without=progress.failed)
 
 
 def work_of_all(stage: StageConfig, members: Members, state: RoundState) -> Assignments:

@@ -131,7 +131,9 @@ def open_groups(nodes: Sequence[int], seed: int) -> Groups:
 def reopen(state: Groups) -> None:
     """Reset the generator for another stage: no requests, but the numbers of groups continue."""
     n = state.num_workers
-    state.buffers, state.requests, state.closed = [[] for _ in range(n)], [0] * n, False
+    state.buffers = [[] for _ in range(n)]
+    state.requests = [0] * n
+    state.closed = False
     state.waiting = {}
     state._idle = set()
     state._missing = {}

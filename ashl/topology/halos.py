@@ -233,7 +233,9 @@ async def region_server(ctx: RankContext, stage: StageConfig, state: RegionState
     progress = state.progress
     if state.entered != stage.index:
         state.enter(stage, ctx.now)
-        state.sent, state.away, state.merges = state.params, False, progress.version
+        state.sent = state.params
+        state.away = False
+        state.merges = progress.version
     pause, is_ready = stage.tag("pause"), False
     incoming = stage.tag("push"), signal_tag(stage), pause, PEER_FAILED, JOIN
     await admit_all(ctx, stage, state)
@@ -301,7 +303,9 @@ def mix_global_model(stage: StageConfig, state: RegionState, message: Message) -
     """Mix the global model into that of a region, and take over the global counts."""
     topology, progress = stage.topology, state.progress
     state.params = state.params * (1 - topology.mixing) + message.payload * topology.mixing
-    state.sent, state.away, state.merges = state.params, False, progress.version
+    state.sent = state.params
+    state.away = False
+    state.merges = progress.version
     _, global_steps, global_samples = map(int, message.meta)
     # the region's own work since its last push is not part of the global counts
     progress.steps = global_steps + sum(progress.steps_by) - state.behind[0]
@@ -338,7 +342,9 @@ async def push_to_global(
     payload = None if last and state.signal == STOP else state.params - state.sent
     mean_loss = total / max(1, pushes)
     meta = (last, mean_loss, pushes, progress.latest, state.samples, progress.max_lead)
-    state.sent, state.away, state.losses = state.params, True, (0.0, 0)
+    state.sent = state.params
+    state.away = True
+    state.losses = (0.0, 0)
     state.behind = sum(progress.steps_by), state.samples
     await ctx.send(stage.server, stage.tag("update"), payload, meta)
     await ctx.send(stage.server, stage.tag("counts"), region_counts(progress))
@@ -488,10 +494,9 @@ async def end_regions(
             (state.signal, end_ns, progress.steps, progress.samples),
         )
     for place, rank in enumerate(regions):
-        counts = (
-            (await ctx.recv(stage.tag("counts"), src=rank)).payload.view(len(REPORTED), -1).tolist()
-        )
-        found = dict(zip(REPORTED, counts, strict=True))
+        counts = (await ctx.recv(stage.tag("counts"), src=rank)).payload
+        rows = counts.view(len(REPORTED), -1).tolist()
+        found = dict(zip(REPORTED, rows, strict=True))
         for member in stage.topology.members(stage.nodes)[place]:
             beyond = found["steps_by"][member] - progress.steps_by[member]
             progress.dropped_by[member] = found["dropped_by"][member] + beyond

@@ -148,7 +148,9 @@ class GroupCoordinatorState(CoordinatorState):
     def reopen(self, failed: set[int], origins: Mapping[int, int]) -> None:
         self.groups.failed = failed
         generator.reopen(self.groups)
-        self.asked, self.running, self.held = {}, {}, []
+        self.asked = {}
+        self.running = {}
+        self.held = []
         self.last = [origins.get(rank, OWN - rank) for rank in range(len(self.last))]
 
     def enter(self, stage: StageConfig, now_s: float) -> None:
@@ -158,7 +160,10 @@ class GroupCoordinatorState(CoordinatorState):
         self.progress.begin(now_s)
         if self.entered is not None:
             generator.reopen(self.groups)
-        self.entered, self.signal, self.asked, self.running = stage.index, GO, {}, {}
+        self.entered = stage.index
+        self.signal = GO
+        self.asked = {}
+        self.running = {}
 
 
 class GroupReply(NamedTuple):
@@ -193,9 +198,12 @@ async def worker(ctx: RankContext, stage: StageConfig, state: Replica) -> int:
         work = await kept_work(ctx, stage, state)
         reply, members = await average_with_groups(ctx, stage, state, work)
         signal = int(reply.signal)
-        state.pending, state.has_asked = (work, True) if signal == PAUSE else (None, False)
         if signal == PAUSE:
+            state.pending = work
+            state.has_asked = True
             return signal
+        state.pending = None
+        state.has_asked = False
         if signal != GO:
             leave_stage(ctx, stage, signal, int(reply.end_ns))
         ctx.record_round(
