@@ -107,7 +107,7 @@ class CoordinatorState:
         """Return the steps that this worker has reported and that are not counted yet."""
         return 0
 
-    def reopen(self, failed: set[int], origins: Mapping[int, int]) -> None:
+    def begin_epoch(self, failed: set[int], origins: Mapping[int, int]) -> None:
         """Prepare for an epoch in which the workers in `failed` are no members.
 
         Args: origins: of each member's model, see `Member.origin`.
@@ -347,7 +347,7 @@ async def gather_members(
             rank: int((member if member.has_model else found.get(donor, member)).origin)
             for rank, member in found.items()
         }
-        state.reopen({*everyone}.difference(found), origins)
+        state.begin_epoch({*everyone}.difference(found), origins)
     else:
         ctx.time_accounting.close(progress.end_ns)
     joining = [rank for rank in found if not found[rank].has_model]

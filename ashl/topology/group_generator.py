@@ -124,11 +124,11 @@ class Groups:
 def open_groups(nodes: Sequence[int], seed: int) -> Groups:
     """Return the generator's state before the first request."""
     state = Groups(tuple(nodes), seed, buffers=[], requests=[])
-    reopen(state)
+    reset_groups(state)
     return state
 
 
-def reopen(state: Groups) -> None:
+def reset_groups(state: Groups) -> None:
     """Reset the generator for another stage: no requests, but the numbers of groups continue."""
     n = state.num_workers
     state.buffers = [[] for _ in range(n)]
@@ -140,7 +140,7 @@ def reopen(state: Groups) -> None:
     state._free = {0: set(range(n)) - state.failed}
 
 
-def request(state: Groups, rule: GroupRule, worker: int) -> list[Group]:
+def add_request(state: Groups, rule: GroupRule, worker: int) -> list[Group]:
     """Handle the request of a worker. Returns: the groups that begin now."""
     assert worker not in state.waiting
     empty = not state.buffers[worker]
@@ -168,7 +168,7 @@ def complete_group(state: Groups, rule: GroupRule, group: Group) -> list[Group]:
     return _start_groups(state, rule, group.members)
 
 
-def close(state: Groups) -> None:
+def close_groups(state: Groups) -> None:
     """Draw no more groups."""
     state.closed = True
 

@@ -145,9 +145,9 @@ class GroupCoordinatorState(CoordinatorState):
             work |= dict(zip(group.members, each, strict=False))
         return work[worker][0] if worker in work else 0
 
-    def reopen(self, failed: set[int], origins: Mapping[int, int]) -> None:
+    def begin_epoch(self, failed: set[int], origins: Mapping[int, int]) -> None:
         self.groups.failed = failed
-        generator.reopen(self.groups)
+        generator.reset_groups(self.groups)
         self.asked = {}
         self.running = {}
         self.held = []
@@ -159,7 +159,7 @@ class GroupCoordinatorState(CoordinatorState):
             return
         self.progress.begin(now_s)
         if self.entered is not None:
-            generator.reopen(self.groups)
+            generator.reset_groups(self.groups)
         self.entered = stage.index
         self.signal = GO
         self.asked = {}
@@ -337,7 +337,7 @@ async def on_message(
         started = generator.complete_group(state.groups, rule, group)
     else:
         state.asked[message.src] = (int(message.meta[0]), int(message.meta[1]))
-        started = generator.request(state.groups, rule, message.src)
+        started = generator.add_request(state.groups, rule, message.src)
     if state.signal == PAUSE:
         state.held += started
     else:
@@ -444,7 +444,7 @@ async def drain_groups(
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
         for worker, (steps, _) in state.asked.items():
             state.drop(worker, steps)
-    generator.close(state.groups)
+    generator.close_groups(state.groups)
     await begin_held(ctx, stage, state)
     released = {*await release_expected(ctx, stage, state)}
     while len(released | progress.failed) < stage.num_workers:

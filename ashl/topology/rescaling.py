@@ -38,7 +38,7 @@ from ashl.topology import all_reduce
 from ashl.topology.all_reduce import PeerState
 from ashl.topology.coordinator import CoordinatorState, RoamingState
 from ashl.topology.gossip import RoundState
-from ashl.topology.group_generator import reopen
+from ashl.topology.group_generator import reset_groups
 from ashl.topology.halos import REPORTED, GlobalServerState, RegionState
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerRule, ServerState, assignment_of
@@ -269,7 +269,7 @@ def rescale_replicas(
     coordinator = CoordinatorState(progress, before.evaluated, before.ticks, entered=stage.index)
     if isinstance(before, GroupCoordinatorState):
         groups = replace(before.groups, nodes=stage.topology.nodes(stage), failed=set())
-        reopen(groups)
+        reset_groups(groups)
         coordinator = GroupCoordinatorState(
             progress,
             before.evaluated,

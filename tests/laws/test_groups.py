@@ -73,7 +73,7 @@ class Played:
         assert moves, f"nobody can go on: {self.state}"
         kind, what = rng.choice(moves)
         if kind == "ask":
-            self.take(gg.request(self.state, self.rule, what))
+            self.take(gg.add_request(self.state, self.rule, what))
         else:
             self.running.remove(what)
             self.take(gg.complete_group(self.state, self.rule, what))
@@ -111,7 +111,7 @@ def play(seed: int, scheduler: str, steps: int = 60) -> Played:
     played = Played(drawn_rule(rng, scheduler, n), gg.open_groups(nodes, seed))
     for _ in range(steps):
         played.step(rng)
-    gg.close(played.state)
+    gg.close_groups(played.state)
     for _ in range(10_000):
         played.left += gg.release_idle(played.state)
         if len(played.left) == n:
@@ -142,18 +142,18 @@ def test_whoever_asks_whenever_groups_are_atomic_in_order_and_drained(
 
 def test_a_conflict_is_a_group_that_meets_one_of_another_draw() -> None:
     rule, state = rule_of("random", group_size=3), gg.open_groups([0] * 3, 0)
-    assert gg.request(state, rule, 0) == []
+    assert gg.add_request(state, rule, 0) == []
     assert (state.num_groups, state.conflicts) == (1, 0)
-    assert gg.request(state, rule, 1) == []
-    assert gg.request(state, rule, 2) == [gg.Group(0, (0, 1, 2))]
-    assert gg.request(state, rule, 0) == [], "before the group has said that it is done"
+    assert gg.add_request(state, rule, 1) == []
+    assert gg.add_request(state, rule, 2) == [gg.Group(0, (0, 1, 2))]
+    assert gg.add_request(state, rule, 0) == [], "before the group has said that it is done"
     assert state.num_groups == 1
     assert gg.complete_group(state, rule, gg.Group(0, (0, 1, 2))) == []
     assert state.num_groups == 2, "who asked too early is served now"
     pairs = rule_of("random", group_size=2)
     state = gg.open_groups([0] * 3, 0)
     for worker in range(3):
-        gg.request(state, pairs, worker)
+        gg.add_request(state, pairs, worker)
     assert state.conflicts == state.num_groups - 1, "two pairs of three workers share one"
 
 
@@ -231,10 +231,10 @@ def standing(nodes: list[int], seed: int, requests: list[int], busy: set[int]) -
     state, alone = gg.open_groups(nodes, seed), Alone(group_size=None, local_steps=1)
     for worker, times in enumerate(requests):
         for _ in range(times):
-            (group,) = gg.request(state, alone, worker)
+            (group,) = gg.add_request(state, alone, worker)
             gg.complete_group(state, alone, group)
         if worker in busy:
-            gg.request(state, alone, worker)
+            gg.add_request(state, alone, worker)
     state.num_draws = 0
     return state
 
@@ -313,5 +313,5 @@ def test_a_division_of_all_mixes_as_enumerated() -> None:
 def test_first_come_groups_close_with_k() -> None:
     rule, state = rule_of("first_come", group_size=3), gg.open_groups([0] * 5, 0)
     for worker in (4, 1):
-        assert gg.request(state, rule, worker) == []
-    assert [group.members for group in gg.request(state, rule, 2)] == [(1, 2, 4)]
+        assert gg.add_request(state, rule, worker) == []
+    assert [group.members for group in gg.add_request(state, rule, 2)] == [(1, 2, 4)]
