@@ -55,7 +55,7 @@ class Overlap(Contract, group="overlap", strict=True):
 
     @property
     def needs_costs(self) -> bool:
-        """True if the plan follows from costs, which then have to be known."""
+        """Return True if the plan follows from costs, which then have to be known."""
         return False
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:

@@ -91,12 +91,12 @@ class StepTimeline:
 
     @property
     def has_contention(self) -> bool:
-        """True if sums and computing slow each other down, or messages cost extra time."""
+        """Return True if sums and computing slow each other down, or messages cost extra time."""
         return self.pace_reduction > 0 or self.collective_slowdown > 1 or self.in_parts
 
     @property
     def in_parts(self) -> bool:
-        """True if a gradient in several messages costs extra time."""
+        """Return True if a gradient in several messages costs extra time."""
         return self.split_ns > 0 or self.part_ns > 0 or self.start_ns > 0
 
     def split(self, messages: int) -> Self:

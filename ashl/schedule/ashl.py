@@ -56,7 +56,7 @@ class ASHL(Schedule):
 
     @property
     def low_enough(self) -> dict[str, float]:
-        """The condition that ends a stage once the loss is low."""
+        """Return the condition that ends a stage once the loss is low."""
         return {"evaluated_loss" if self.loss == "evaluated" else "loss": self.loss_switch}
 
 

@@ -58,10 +58,7 @@ class RunProgress:
     diverged: str | None = None
     started: ProgressMark = RUN_START  # begin of this stage
     # lowest running loss of this stage, and the number of commits by then
-    best: tuple[float, int] = (
-        math.inf,
-        0,
-    )
+    best: tuple[float, int] = (math.inf, 0)
     end_ns: int = 0  # ns: end of the last stage
     now_s: float = 0.0  # seconds: time at which queries are evaluated
     # failed workers: no merge waits for them, and no bound counts them

@@ -82,7 +82,7 @@ class ADSP(ServerRule):
 
     @property
     def interval_s(self) -> float:
-        """Seconds of the first local work, before an exchange is measured."""
+        """Return the seconds of the first local work, before an exchange is measured."""
         return max(self.floor_s, self.gamma_s / self.commits)
 
     def begin(self, stage: StageConfig, progress: Progress) -> Search:

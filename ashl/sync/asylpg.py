@@ -193,7 +193,7 @@ class Snapshots(Updates):
         return stepped
 
     def renew(self, stage: StageConfig, state: ServerState) -> None:
-        """Settle the mean of full gradients, and begin a new epoch once all steps are done and all
+        """Complete the mean of full gradients, and begin a new epoch once all steps are done and all
         workers wait.
         """
         epoch, progress = state.rule_state, state.progress

@@ -56,7 +56,7 @@ class Choco(RoundRule):
 
     @property
     def suspect(self) -> str:
-        """A further possible cause, for the error message of a run that diverges."""
+        """Return a further possible cause, for the error message of a run that diverges."""
         return (
             f", perhaps because sync.gamma={self.gamma:g} is too large for this compression; take a"
             " smaller one"

@@ -36,7 +36,7 @@ class DPSGD(RoundRule):
 
     @property
     def early(self) -> bool:
-        """True if models leave before the local steps."""
+        """Return True if models leave before the local steps."""
         return self.order == "awc"
 
     async def outgoing(self, now: GossipRound, state: RoundState, delta: Any) -> Outgoing:
