@@ -30,12 +30,12 @@ def to_host(x: Tensor) -> Tensor:
     return x.detach().to(HOST)
 
 
-def at_home(x: Tensor) -> bool:
+def is_on_host(x: Tensor) -> bool:
     """Return True if the tensor is in host memory."""
     return x.device == HERE
 
 
-def numbers(scalars: Sequence[Tensor | float]) -> list[float]:
+def read_scalars(scalars: Sequence[Tensor | float]) -> list[float]:
     """Return the values of scalars with one read; all of them are on one device, or none is a
     tensor.
     """

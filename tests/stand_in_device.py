@@ -124,7 +124,7 @@ class Guard(TorchFunctionMode):
                 return args[0].inner
         if there and func in READS:
             doors_or_torch = (
-                doors.numbers,
+                doors.read_scalars,
                 doors.to_host,
                 BatchNorm2d.forward,
             )  # counts batches while it is evaluated

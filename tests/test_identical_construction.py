@@ -19,7 +19,7 @@ import ashl
 from ashl.data.plain import PlainDataset
 from ashl.errors import AshlError
 from ashl.learn.fingerprint import fingerprint, first_difference
-from ashl.learn.learner import Learner, chunks
+from ashl.learn.learner import Learner, split_indices
 from ashl.learn.making import load_data
 
 COUNT = 60
@@ -134,7 +134,7 @@ def test_samples_that_differ_by_rounding_are_the_same_and_all_else_is_not() -> N
 @pytest.mark.parametrize("most", [2, 3, 7])
 @pytest.mark.parametrize("count", range(2, 16))
 def test_no_batch_of_an_evaluation_has_one_sample(most: int, count: int) -> None:
-    parts = [*chunks(np.arange(count), most)]
+    parts = [*split_indices(np.arange(count), most)]
     assert np.array_equal(np.concatenate(parts), np.arange(count))
     assert all(2 <= len(part) <= most + 1 for part in parts)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ashl.data.dataset import Data, Split
-from ashl.device import numbers
+from ashl.device import read_scalars
 from ashl.errors import UsageError
 from ashl.learn import graphs
 from ashl.learn.learner import Learner
@@ -123,7 +123,7 @@ def test_a_replayed_step_has_the_bits_of_one_without_graphs(model: str, cuda: Cu
         kept.append((expected, graphed.gradient(params, batch, step % 2, step)))
         params = params - 0.1 * expected[1]
     for (loss, gradient), (same_loss, same) in kept:
-        assert numbers([loss]) == numbers([same_loss])
+        assert read_scalars([loss]) == read_scalars([same_loss])
         assert torch.equal(gradient, same)
     assert cuda.log == ["side waits for here", "warm-up", "here waits for side", "capture"]
     assert [graph.replayed for graph in cuda.made] == [

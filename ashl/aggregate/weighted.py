@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ashl.device import numbers
+from ashl.device import read_scalars
 from ashl.option import Contract, Count, Positive, option
 from ashl.plan.plan import WorkerPlan
 from ashl.runtime.sums import sum_in_rank_order
@@ -72,5 +72,5 @@ class Weighted(Contract, group="aggregate", strict=True):
         """Return a worker's update, shortened to the norm `clip_norm` if it is longer."""
         if self.clip_norm is None or isinstance(payload, SizeOnly):
             return payload
-        (length,) = numbers([torch.linalg.vector_norm(payload, dtype=torch.float64)])
+        (length,) = read_scalars([torch.linalg.vector_norm(payload, dtype=torch.float64)])
         return payload if length <= self.clip_norm else payload * (self.clip_norm / length)

@@ -53,7 +53,7 @@ from ashl.compression.kernels import (
     flip_signs,
     pack_signs,
     packed_bytes,
-    row_reach,
+    row_maxima,
     silence_warnings,
     to_device_of,
     where_true,
@@ -174,7 +174,7 @@ class AdaComp(Codec):
 @silence_warnings()
 def select_outstanding(whole: Array, g: Array) -> tuple[Array, Array]:
     """Return (True for elements to send [n, length], largest |G| of each bin) for bins of G."""
-    largest = row_reach(whole)
+    largest = row_maxima(whole)
     outstanding = abs(whole + g) >= largest
     outstanding &= whole != 0
     if isinstance(whole, Tensor) or not (largest < math.inf).all():

@@ -53,7 +53,7 @@ from ashl.compression.kernels import (
 )
 from ashl.compression.payload import EMPTY, PayloadError, tensor_of_bytes, typed_part
 from ashl.data.counter_rng import CounterRng
-from ashl.device import at_home, numbers, to_host
+from ashl.device import is_on_host, read_scalars, to_host
 
 # --- indices: k ascending indices below d
 #
@@ -173,14 +173,14 @@ def _write_golomb(indices: Tensor, d: int) -> Tensor:
     gaps >>= b
     gaps += 1
     ends = gaps.cumsum(0)
-    unary = _bitmap(as_tensor(ends - 1), int(numbers([ends[-1]])[0]))
+    unary = _bitmap(as_tensor(ends - 1), int(read_scalars([ends[-1]])[0]))
     return torch.cat([to_device_of(unary, torch.tensor([b], dtype=torch.uint8)), *low, unary])
 
 
 def _read_golomb(buffer: Tensor, k: int, d: int) -> Tensor:
     if not k:
         return EMPTY
-    b = int(numbers([buffer[0]])[0]) if len(buffer) else -1
+    b = int(read_scalars([buffer[0]])[0]) if len(buffer) else -1
     if b != low_bits(k, d) or len(buffer) < (first := 1 + packed_bytes(k, b)):
         raise PayloadError(
             f"received {k} golomb indices below {d} with {b} low bits in {len(buffer)} bytes"
@@ -287,7 +287,7 @@ def write_values(
     code: ValueCode, values: Tensor, words: Callable[[], CounterRng]
 ) -> tuple[Tensor, Tensor]:
     """Return (values, scales) as parts of a payload; `words` draws the random words of natural."""
-    if code in BY_HOST and not at_home(values):
+    if code in BY_HOST and not is_on_host(values):
         coded, scales = write_values(code, to_host(values), words)
         return to_device_of(values, coded), scales
     if code == "fp32":
@@ -308,7 +308,7 @@ def write_values(
 
 def read_values(code: ValueCode, values: Tensor, scales: Tensor, k: int) -> Tensor:
     """Decode k values to float32.   Raises: PayloadError if the sizes are wrong."""
-    if code in BY_HOST and not at_home(values):
+    if code in BY_HOST and not is_on_host(values):
         return to_device_of(values, read_values(code, to_host(values), to_host(scales), k))
     scales = typed_part(scales, torch.float32, _num_scales(code, k), "scales")
     if code == "fp32":

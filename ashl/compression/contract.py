@@ -86,14 +86,14 @@ def slices(sizes: Sequence[int]) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def layer_name(layout: Layout, place: int) -> str:
+def layer_name(layout: Layout, index: int) -> str:
     """Return the name of the layer that contains an element of the flat vector."""
     end = 0
     for layer in layout:
         end += layer.size
-        if place < end:
+        if index < end:
             return layer.name
-    raise IndexError(place)
+    raise IndexError(index)
 
 
 class Traits(NamedTuple):

@@ -70,7 +70,7 @@ from ashl.compression.kernels import (
 )
 from ashl.compression.payload import HEADER, Parts, PayloadError, as_bytes, typed_part
 from ashl.compression.sparse import DENSE, SPARSE
-from ashl.device import at_home, to_host
+from ashl.device import is_on_host, to_host
 from ashl.option import option
 
 SIDE = 64  # most rows and columns of a block
@@ -124,7 +124,7 @@ class Grid(NamedTuple):
     def strips(self, like: Tensor) -> Iterator[slice]:
         """Return slices of the rows of blocks that fit the cache; one slice on a device."""
         down, across = self.block_counts
-        step = max(1, BLOCK // (across * self.size)) if at_home(like) else down
+        step = max(1, BLOCK // (across * self.size)) if is_on_host(like) else down
         return (slice(first, min(first + step, down)) for first in range(0, down, step))
 
     def forward(self, x: Tensor, top: float, strip: slice) -> Tensor:

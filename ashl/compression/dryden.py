@@ -42,7 +42,7 @@ from ashl.compression.kernels import (
     as_tensor,
     blocks,
     count_true,
-    ends_of,
+    extremes_of,
     largest_indices,
     look_up,
     negatives,
@@ -55,7 +55,7 @@ from ashl.compression.kernels import (
 )
 from ashl.compression.payload import EMPTY, HEADER, Parts, PayloadError, typed_part
 from ashl.compression.sparse import DENSE, SPARSE
-from ashl.device import at_home, numbers, to_host
+from ashl.device import is_on_host, read_scalars, to_host
 from ashl.option import Count, option
 
 LevelsRule = Literal["mean", "lloyd"]
@@ -77,7 +77,9 @@ class Dryden(WithDensity):
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         share = self.ratio if context.ratio is None else context.ratio
-        if math.isnan(numbers([ends_of(x).sum()])[0]):  # all NaNs positive: one side has them
+        if math.isnan(
+            read_scalars([extremes_of(x).sum()])[0]
+        ):  # all NaNs positive: one side has them
             x = torch.where(x.isnan(), math.nan, x)
         array = as_native(x)
         not_above = sum(count_true(array[where] <= 0) for where in blocks(array))
@@ -119,7 +121,7 @@ class Dryden(WithDensity):
         if form == DENSE and k == d and not (len(parts.scales) or len(parts.indices)):
             values = typed_part(parts.values, torch.float32, d, "values")
             return Elements(slice(None), values)
-        if not at_home(parts.values):  # few elements: the host decodes
+        if not is_on_host(parts.values):  # few elements: the host decodes
             few = Parts(k, *(to_host(part) for part in parts[1:4]), form)
             indices, values = self.unpack(few, d)
             return Elements(to_device_of(parts.values, indices), to_device_of(parts.values, values))

@@ -9,7 +9,7 @@ through host memory in blocks that stay in the cache; on a device, a block is th
 Bits are equal because the kernels use only integers, shifts, comparisons, and float operations that
 are rounded one by one. They avoid division by a number, which torch replaces on CUDA by
 multiplication with the reciprocal, and fused multiply-add. Sums are made in NumPy's order. Only
-`row_lengths` and `multiply_matrices` may differ between devices, in the last bits.
+`row_norms` and `multiply_matrices` may differ between devices, in the last bits.
 """
 
 import math
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ashl.data.counter_rng import CounterRng
-from ashl.device import HERE, at_home, numbers, to_device, to_host
+from ashl.device import HERE, is_on_host, read_scalars, to_device, to_host
 
 # --- arrays in host memory, tensors on a device
 
@@ -66,7 +66,7 @@ def bits_as(x: Array, dtype: torch.dtype) -> Array:
 
 
 def allocate(like: Array, *shape: int, dtype: torch.dtype = torch.float32) -> Array:
-    """Return new memory beside `like`."""
+    """Return new memory on the device of `like`; an array if `like` is one."""
     if isinstance(like, Tensor):
         return torch.empty(shape, dtype=dtype, device=str(like.device))
     return np.empty(shape, TYPES[dtype])
@@ -74,7 +74,7 @@ def allocate(like: Array, *shape: int, dtype: torch.dtype = torch.float32) -> Ar
 
 def blocks(x: Array, size: int = BLOCK) -> Iterator[slice]:
     """Return consecutive slices of x that fit the cache; one slice on a device."""
-    step = max(1, len(x)) if isinstance(x, Tensor) and not at_home(x) else size
+    step = max(1, len(x)) if isinstance(x, Tensor) and not is_on_host(x) else size
     return (slice(start, min(start + step, len(x))) for start in range(0, len(x), step))
 
 
@@ -104,7 +104,7 @@ def pad_to(x: Array, multiple: int) -> Array:
 
 
 def concatenate(pieces: Sequence[Array], like: Tensor) -> Tensor:
-    """Return the pieces as one tensor; an empty one of bytes beside `like` if there are none."""
+    """Return the pieces as one tensor; without pieces, one of 0 bytes on the device of `like`."""
     if not pieces:
         return like.new_empty(0, dtype=torch.uint8)
     if len(pieces) == 1 or isinstance(pieces[0], Tensor):
@@ -119,14 +119,14 @@ def to_device_of(like: Tensor, x: Tensor) -> Tensor:
 
 def look_up(table: Tensor, indices: Tensor) -> Tensor:
     """Return the entries of a short host table at these indices, on the device of the indices."""
-    if at_home(indices):
+    if is_on_host(indices):
         return torch.from_numpy(table.numpy().take(indices.numpy()))
     return to_device_of(indices, table)[indices.int()]
 
 
 def is_true(condition: Array) -> bool:
     """Return the value of a condition of one element."""
-    return bool(numbers([condition])[0])
+    return bool(read_scalars([condition])[0])
 
 
 def shift_down(words: Array, bits: int) -> Array:
@@ -141,7 +141,7 @@ def shift_down(words: Array, bits: int) -> Array:
 def divide(x: Array, number: float) -> Array:
     """Return x/number, rounded once per element."""
     if isinstance(x, Tensor):
-        return x / (number if at_home(x) else torch.full_like(x, number))
+        return x / (number if is_on_host(x) else torch.full_like(x, number))
     return x / np.float32(number)
 
 
@@ -344,7 +344,7 @@ def unpack_truths(stream: Array, count: int) -> Array:
 
 def pack_signs(x: Tensor) -> Tensor:
     """Return the sign bits of x, uint8 [⌈d/8⌉]; 1 is negative, also for −0 and negative NaNs."""
-    if not at_home(x):
+    if not is_on_host(x):
         return pack_truths(x.view(torch.int32) < 0)
     array = x.numpy()
     pieces = [np.packbits(np.signbit(array[where]), bitorder="little") for where in blocks(array)]
@@ -406,8 +406,8 @@ def largest_indices(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
     without the exact selection.
     """
     bits = as_native(x.view(torch.int32))
-    sample = order(bits[_spread_out(len(x))], None)
-    rank = _sure_rank(len(sample), k, len(x))
+    sample = order(bits[_sample_slice(len(x))], None)
+    rank = _bound_rank(len(sample), k, len(x))
     if rank is not None:
         # In a sparse vector, all elements reach 0.
         bound = _kth_largest(sample, rank).clip(min=1)
@@ -438,7 +438,7 @@ def estimate_threshold(x: Tensor, k: int) -> float:
 
     NaN if the bound falls on a NaN.
     """
-    sample = magnitudes(as_native(to_host(x[_spread_out(len(x))]).view(torch.int32)))
+    sample = magnitudes(as_native(to_host(x[_sample_slice(len(x))]).view(torch.int32)))
     rank = min(len(sample), max(1, round(k * len(sample) / len(x))))
     return float(_kth_largest(sample, rank).view(np.float32)[0])
 
@@ -466,7 +466,7 @@ def _largest_columns(keys: Array, k: int) -> Array:
     return chosen.nonzero()[:, 1].view(-1, k)
 
 
-def _spread_out(d: int) -> slice:
+def _sample_slice(d: int) -> slice:
     """Return a slice of d elements that is spread over all of them; all elements if d is small."""
     stride = max(1, d // SAMPLE)
     # A stride with a factor 2, 3, 5 or 7, as layers' shapes have, would give a one-sided sample.
@@ -475,7 +475,7 @@ def _spread_out(d: int) -> slice:
     return slice(stride // 2, None, stride)
 
 
-def _sure_rank(size: int, k: int, d: int) -> int | None:
+def _bound_rank(size: int, k: int, d: int) -> int | None:
     """Return the rank of a bound in the sample that very likely more than k of d elements reach.
 
     None if so many elements would reach it that it saves nothing.
@@ -719,7 +719,7 @@ def block_sums(x: Tensor, of: Callable[[Any], Any] = abs) -> list[float]:
     `of` is a function of tensors and of arrays. The host adds the incomplete last block, and each
     block whose sum overflows float32, that one in float64.
     """
-    sums = _sums_of_arrays(x.numpy(), of) if at_home(x) else _sums_of_tensors(of(x))
+    sums = _sums_of_arrays(x.numpy(), of) if is_on_host(x) else _sums_of_tensors(of(x))
     for i, total in enumerate(sums):
         if not math.isfinite(total):
             block = to_host(x[i * BLOCK : (i + 1) * BLOCK]).numpy()
@@ -754,7 +754,7 @@ def count_negative(x: Tensor) -> int:
 def count_true(condition: Array) -> int:
     """Return the number of elements that are true."""
     if isinstance(condition, Tensor):
-        return int(numbers([condition.sum()])[0])
+        return int(read_scalars([condition.sum()])[0])
     return int(np.count_nonzero(condition))
 
 
@@ -763,18 +763,18 @@ def mean_magnitude(x: Tensor) -> Tensor:
     return torch.tensor([sum(block_sums(x)) / max(1, len(x))])
 
 
-def ends_of(x: Tensor) -> Tensor:
+def extremes_of(x: Tensor) -> Tensor:
     """Return the least and the largest element, float32 [2]; NaN if an element is NaN."""
     return torch.stack(torch.aminmax(x)) + 0.0  # turns −0 into 0
 
 
 def largest_magnitude(x: Tensor) -> float:
     """Return max |x_j|; NaN if an element is NaN."""
-    return numbers([ends_of(x).abs().amax()])[0]
+    return read_scalars([extremes_of(x).abs().amax()])[0]
 
 
 @silence_warnings()
-def row_lengths(rows: Array) -> Array:
+def row_norms(rows: Array) -> Array:
     """Return ‖·‖₂ of each row [n, m], float32 [n, 1]; finite rows are limited to the largest
     float32.
 
@@ -804,7 +804,7 @@ def limit_finite(squares: Tensor) -> Tensor:
     return torch.where(torch.isfinite(squares), squares.clamp(max=most), squares)
 
 
-def row_reach(rows: Array) -> Array:
+def row_maxima(rows: Array) -> Array:
     """Return the largest magnitude of each row [n, m], as [n, 1]."""
     largest = abs(rows).amax(1) if isinstance(rows, Tensor) else abs(rows).max(1)
     return largest[:, None]
@@ -843,7 +843,7 @@ def to_integers(values: Tensor, bits: int) -> tuple[Array, Array]:
     The whole numbers are float64 with `bits` bits, counted from the highest bit of the row's
     largest magnitude. The unit is [n, 1].
     """
-    shift = bits - torch.frexp(as_tensor(row_reach(as_native(values)))).exponent
+    shift = bits - torch.frexp(as_tensor(row_maxima(as_native(values)))).exponent
     return as_native(values.double().mul_(power_of_two(shift)).round_()), as_native(
         power_of_two(-shift)
     )

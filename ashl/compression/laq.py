@@ -65,7 +65,7 @@ from ashl.compression.payload import (
     typed_part,
     write_payload,
 )
-from ashl.device import numbers, to_host
+from ashl.device import read_scalars, to_host
 from ashl.option import Count, NonNegative, Number, option
 
 LEVELS, WHOLE = 0, 1  # forms of a payload: levels of δ, or g as float32
@@ -141,7 +141,7 @@ class LAQ(Codec):
             return Parts(d, g, form=WHOLE)
         old, new = as_native(sent), as_native(g)
         with silence_warnings():
-            reaches = numbers([abs(new[w] - old[w]).max() for w in blocks(new)])
+            reaches = read_scalars([abs(new[w] - old[w]).max() for w in blocks(new)])
         reach = math.nan if any(map(math.isnan, reaches)) else max(reaches)
         if not math.isfinite(reach):
             stream = g.new_zeros(packed_bytes(d, self.bits), dtype=torch.uint8)
@@ -199,7 +199,7 @@ def squared_distance(x: Array, y: Array) -> float:
         for where in blocks(x):
             apart = x[where] - y[where]
             if isinstance(apart, Tensor):
-                total += numbers([apart.double() @ apart.double()])[0]
+                total += read_scalars([apart.double() @ apart.double()])[0]
             else:
                 wide = apart.astype(np.float64)
                 total += float(np.einsum("i,i->", wide, wide))

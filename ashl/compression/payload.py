@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.kernels import to_device_of, view_as
-from ashl.device import at_home, to_host
+from ashl.device import is_on_host, to_host
 from ashl.errors import AshlError, UsageError
 
 HEADER = struct.Struct("<BBBBIIII")
@@ -125,7 +125,7 @@ def read_payload(payload: Any, code: int, d: int) -> Parts:
 
 def header_of(payload: Tensor) -> tuple[int, ...]:
     """Return the numbers of a payload's header, read by the host."""
-    head = payload if at_home(payload) else to_host(payload[: HEADER.size])
+    head = payload if is_on_host(payload) else to_host(payload[: HEADER.size])
     return HEADER.unpack_from(head.numpy().data)
 
 

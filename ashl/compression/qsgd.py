@@ -34,8 +34,8 @@ from ashl.compression.kernels import (
     divide,
     round_levels,
     rounding_noise,
-    row_lengths,
-    row_reach,
+    row_maxima,
+    row_norms,
     scale_levels,
 )
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
@@ -64,7 +64,7 @@ class QSGD(Wrappable):
         norms = allocate(as_native(x), -(-d // row), 1)
 
         def to_levels(where: slice, rows: Array) -> Array:
-            length = row_lengths(rows) if self.norm == "l2" else row_reach(rows)
+            length = row_norms(rows) if self.norm == "l2" else row_maxima(rows)
             norms[where] = length
             y = scale_levels(rows, length, s * noise.unit)
             return round_levels(y, noise, where.start * row, s)

@@ -61,7 +61,7 @@ from ashl.compression.kernels import (
     as_native,
     as_tensor,
     blocks,
-    ends_of,
+    extremes_of,
     multiply_matrices,
     pack,
     pad_to,
@@ -72,7 +72,7 @@ from ashl.compression.kernels import (
     unpack,
 )
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
-from ashl.device import numbers, to_host
+from ashl.device import read_scalars, to_host
 from ashl.option import Positive, option
 
 WIDTHS = (2, 4, 8, 16)  # bits of a sum of ternary numbers
@@ -143,12 +143,12 @@ class TernGrad(Wrappable):
 
     def top(self, x: Tensor) -> Tensor:
         """Return m, float32 [1]."""
-        top = ends_of(x).abs().amax(0, keepdim=True)
-        if self.clip_sigmas is None or not 0 < (most := numbers([top[0]])[0]) < float("inf"):
+        top = extremes_of(x).abs().amax(0, keepdim=True)
+        if self.clip_sigmas is None or not 0 < (most := read_scalars([top[0]])[0]) < float("inf"):
             return top
         array, unit = as_native(x), as_native(top)
         parts = (array[where] / unit for where in blocks(array))
-        squares = sum(numbers([multiply_matrices(part, part)])[0] for part in parts)
+        squares = sum(read_scalars([multiply_matrices(part, part)])[0] for part in parts)
         sigma = most * (squares / len(x)) ** 0.5
         return to_device_of(x, torch.tensor([min(most, self.clip_sigmas * sigma)]))
 

@@ -30,7 +30,7 @@ from ashl.compression.kernels import (
     as_native,
     as_tensor,
     divide,
-    ends_of,
+    extremes_of,
     round_levels,
     rounding_noise,
     scale_levels,
@@ -58,7 +58,7 @@ class StochasticUniform(Wrappable):
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         d, top, row = len(x), self.levels - 1, min(ROW, len(x))
-        ends = as_native(ends_of(x)[None])
+        ends = as_native(extremes_of(x)[None])
         noise = rounding_noise(x, context.words(), top)
 
         def to_levels(where: slice, rows: Array) -> Array:

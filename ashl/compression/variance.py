@@ -56,7 +56,7 @@ from ashl.compression.kernels import (
 )
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part, write_payload
 from ashl.compression.wrappers import rescale
-from ashl.device import numbers, to_host
+from ashl.device import read_scalars, to_host
 from ashl.errors import UsageError
 from ashl.option import Count, Fraction, Number, option
 
@@ -156,7 +156,7 @@ def round_to_power(x: Array) -> tuple[float, Array, Array]:
     e is the exponent of M / |C(x)|: above 7 if x is too small, and 0 if x is not finite.
     """
     length, signs = abs(x), convert(bits_as(x, torch.int32) < 0, torch.int64)
-    top = numbers([length.max()])[0] if len(x) else 0.0
+    top = read_scalars([length.max()])[0] if len(x) else 0.0
     zero = convert(length == 0, torch.int64)
     if not math.isfinite(top) or not top:
         return top, signs, zero * (SMALLEST + 1)

@@ -39,7 +39,7 @@ from ashl.compression.payload import (
     typed_part,
     write_payload,
 )
-from ashl.device import numbers, to_host
+from ashl.device import read_scalars, to_host
 from ashl.errors import UsageError
 
 CHANGE = 0.5  # η of Accordion
@@ -99,7 +99,7 @@ class Sender(NamedTuple):
     @property
     def error(self) -> Tensor | None:
         """The residual that a step keeps, None if there is none."""
-        kept = kept_state(self)
+        kept = find_residual(self)
         return None if kept is None else kept.error
 
 
@@ -244,7 +244,7 @@ def codec_for_layers(option: Codec, layout: Layout) -> Codec:
     return Layerwise(codec, tuple(layer.size for layer in layout)) if codec.per_layer else codec
 
 
-def kept_state(sender: State) -> State:
+def find_residual(sender: State) -> State:
     """Return the residual or velocity in a sender's state; None if there is none."""
     states = (*sender.steps, sender.inner) if isinstance(sender, Sender) else (sender,)
     return next((state for state in states if isinstance(state, Residual | Velocity)), None)
@@ -255,7 +255,7 @@ def convert_sender(sender: State, codec: Codec) -> State:
 
     It has the residual or the velocity, if that codec can use it; else it is None.
     """
-    kept = kept_state(sender)
+    kept = find_residual(sender)
     return None if kept is None else codec.import_state(kept)
 
 
@@ -268,7 +268,7 @@ def slice_state(state: State, start: int, stop: int) -> State:
     if isinstance(state, Tensor):
         return state[start:stop]
     if isinstance(state, tuple):
-        return like_tuple(state, (slice_state(field, start, stop) for field in state))
+        return rebuild_tuple(state, (slice_state(field, start, stop) for field in state))
     return state
 
 
@@ -278,11 +278,11 @@ def join_states(states: Sequence[State]) -> State:
     if isinstance(first, Tensor):
         return torch.cat(list(states))
     if isinstance(first, tuple):
-        return like_tuple(first, map(join_states, zip(*states, strict=True)))
+        return rebuild_tuple(first, map(join_states, zip(*states, strict=True)))
     return first
 
 
-def like_tuple(state: tuple, fields: Iterator[State]) -> tuple:
+def rebuild_tuple(state: tuple, fields: Iterator[State]) -> tuple:
     """Return a tuple of the type of `state` with these fields."""
     return type(state)(*fields) if hasattr(state, "_fields") else tuple(fields)
 
@@ -549,7 +549,7 @@ class Clipping(Step):
 
 
 def vector_norm(x: Tensor) -> float:
-    return numbers([torch.linalg.vector_norm(x, dtype=torch.float64)])[0]
+    return read_scalars([torch.linalg.vector_norm(x, dtype=torch.float64)])[0]
 
 
 # --- layers

@@ -29,7 +29,7 @@ def keep_pages() -> None:
 
 
 @contextmanager
-def collecting_seldom() -> Generator[None]:
+def reduce_collections() -> Generator[None]:
     """Make Python look for cyclic garbage less often inside, and only among new objects.
 
     Older objects are mostly torch's modules. Events make no cyclic garbage. With a thousand

@@ -63,6 +63,7 @@ def first_difference(own: Fingerprint, other: Fingerprint) -> str | None:
 
 
 def is_equal(own: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return True if two fingerprints agree, sums up to rounding."""
     if len(own) != 4 or len(other) != 4 or own[0] != other[0]:
         return list(own) == list(other)
     bound = ROUNDING * own[1]

@@ -30,7 +30,7 @@ from ashl.config.faults import Guard, hint_for, is_out_of_memory
 from ashl.data.augment import crop_flip, draw_crops
 from ashl.data.dataset import Data, Split
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
-from ashl.device import HOST, allow_tf32, numbers, seed_generators, to_device, to_host
+from ashl.device import HOST, allow_tf32, read_scalars, seed_generators, to_device, to_host
 from ashl.errors import OwnFaultError, UsageError
 from ashl.learn.allocator import keep_pages
 from ashl.learn.fingerprint import fingerprint, fingerprint_of_data
@@ -106,14 +106,17 @@ class Learner:
         self._of_data, self._of_forward = (source,), (model, source)
         self._of_loss, self._of_backward = (judge, model, source), (model, judge, source)
         self._here = Replica(self._build, device, graphs)  # for the try-out
-        self._train, self._test = on_device(data.train, device), on_device(data.test, device)
+        self._train, self._test = move_split(data.train, device), move_split(data.test, device)
         # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches, with equal
         # results.
         self._channels_last = any(
             isinstance(module, nn.Conv2d) for module in self._here.module.modules()
         )
         self._train = self._train.channels_last(RESIDENT) if self._channels_last else self._train
-        self._counts = counts_of(task, data.train, "train"), counts_of(task, data.test, "test")
+        self._counts = (
+            count_targets(task, data.train, "train"),
+            count_targets(task, data.test, "test"),
+        )
         self.counts = None if self._counts[0] is None else self._counts[0].numpy()
         first = copy_parameters(self._here.module)
         drew, self._width, carried = self._try_out()
@@ -390,7 +393,7 @@ class Learner:
         for k in range(len(holds)):
             if left[k]:  # some of its tensors take no part in the loss
                 hand_out_part(k, dict(enumerate(gradients)))
-        value = numbers([loss.detach()])[0]
+        value = read_scalars([loss.detach()])[0]
         self._leave(worker)
         return value
 
@@ -758,7 +761,7 @@ class Learner:
         losses, total, judged = 0.0, 0.0, judged and self._task.metric != ""
         counts = self._counts[split is self._test]
         sums: Tensor | float = 0.0
-        for part in chunks(indices, self._chunk()):
+        for part in split_indices(indices, self._chunk()):
             inputs, targets = self._batch(split, part)
             with Guard(self._of_forward, EVALUATING):
                 outputs = self._forward(inputs)
@@ -766,7 +769,7 @@ class Learner:
             count = len(targets) if counts is None else float(counts[torch.from_numpy(part)].sum())
             if count:
                 with Guard(self._of_loss, EVALUATING):
-                    losses += numbers([self._task.loss(outputs, targets)])[0] * count
+                    losses += read_scalars([self._task.loss(outputs, targets)])[0] * count
             total += count
             if judged:
                 with Guard(self._of_loss, EVALUATING):
@@ -811,7 +814,7 @@ def dotted_name(made: Any) -> str:
     return f"{made.__module__}.{made.__qualname__}"
 
 
-def counts_of(task: Task, split: Split, half: str) -> Tensor | None:
+def count_targets(task: Task, split: Split, half: str) -> Tensor | None:
     """Return how many targets of each sample count, float64 [n]; None if all samples count equally.
 
     Raises: UsageError if no target of the half counts.
@@ -828,7 +831,7 @@ def counts_of(task: Task, split: Split, half: str) -> Tensor | None:
     return None if bool((counts == counts[0]).all()) else counts
 
 
-def chunks(indices: np.ndarray, most: int) -> Iterator[np.ndarray]:
+def split_indices(indices: np.ndarray, most: int) -> Iterator[np.ndarray]:
     """Divide indices into parts of `most`, of which the last may be shorter.
 
     No part has one sample, unless there is only one in all, because a norm over the batch refuses
@@ -862,7 +865,7 @@ def find_written(
     )
 
 
-def on_device(split: Split, device: str) -> Split:
+def move_split(split: Split, device: str) -> Split:
     """Return the split with its samples on the device, if they have at most `RESIDENT` bytes."""
     if device == HOST or not isinstance(split.inputs, Tensor) or split.inputs.nbytes > RESIDENT:
         return split

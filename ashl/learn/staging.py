@@ -23,7 +23,7 @@ def side_stream(device: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def in_host(x: Tensor) -> Tensor:
+def copy_to_host(x: Tensor) -> Tensor:
     """Return x in host memory, itself if it is there; it may only be read."""
     if not x.is_cuda:
         return to_host(x)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ashl.config.faults import Guard
 from ashl.data.batches import Batches
 from ashl.data.partition import redistribute_shards
-from ashl.device import HOST, at_home, numbers, to_device
+from ashl.device import HOST, is_on_host, read_scalars, to_device
 from ashl.learn.learner import Learner, dotted_name, place_of
 from ashl.learn.pieces import Pieces
 from ashl.optimizer.absent import add_gradients, has_absent, is_absent, restore_absent
@@ -229,7 +229,7 @@ class Trainer:
             sizes.append(self._count_targets(part))
             total.add_(grad, alpha=sizes[-1] / whole)
         mean = 0.0
-        for loss, size in zip(numbers(losses), sizes, strict=True):
+        for loss, size in zip(read_scalars(losses), sizes, strict=True):
             mean += loss * size / whole
         return mean, total
 
@@ -272,7 +272,7 @@ class Trainer:
             total += grad
             squares.addcmul_(grad, grad)
         mean = 0.0
-        for loss, share in zip(numbers(losses), shares, strict=True):
+        for loss, share in zip(read_scalars(losses), shares, strict=True):
             mean += loss * share
         return mean, total, squares
 
@@ -288,7 +288,7 @@ class Trainer:
         """Make one optimizer step on one minibatch, and return loss, moments and parameters.
 
         An optimizer with statistics uses the whole shard. The loss is still on the device
-        (`numbers` reads it), so that steps follow each other without waiting.
+        (`read_scalars` reads it), so that steps follow each other without waiting.
         """
         if self.statistics:
             loss, _, statistics = self.sweep(params, moments, None, worker)
@@ -341,9 +341,9 @@ class Trainer:
         A vector on an accelerator is not read if all gradients computed in this process were
         complete, because a read would wait for the device.
         """
-        if at_home(grad):
+        if is_on_host(grad):
             return not has_absent(grad, starts)
-        return bool(self.learner.complete) or not numbers([is_absent(grad).any()])[0]
+        return bool(self.learner.complete) or not read_scalars([is_absent(grad).any()])[0]
 
     def apply_slice(
         self,

@@ -60,7 +60,7 @@ def to_vector(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def is_absent(gradient: Tensor) -> Tensor:
-    """Return which elements of this vector have no gradient, bool [d]."""
+    """Return True for each element of this vector without a gradient, bool [d]."""
     return gradient.view(torch.int32) == ABSENT
 
 

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ashl.device import numbers, to_host
+from ashl.device import read_scalars, to_host
 from ashl.optimizer.contract import Layers, Moments, Optimizer
 from ashl.option import Positive, option
 
@@ -142,7 +142,7 @@ class BCD(Optimizer):
             total += self.gamma * (above - weight @ append_ones(below)).square().sum()
         for output, above in zip(outputs, sums, strict=False):
             total += self.rho * (output - above.relu()).square().sum()
-        return numbers([total])[0] / 2 / inputs.shape[1]
+        return read_scalars([total])[0] / 2 / inputs.shape[1]
 
 
 def forward(weights: list[Tensor], inputs: Tensor) -> Blocks:

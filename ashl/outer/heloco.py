@@ -31,7 +31,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.device import numbers
+from ashl.device import read_scalars
 from ashl.option import Fraction, NonNegative, Number, option
 from ashl.outer.contract import Layers, Moments
 from ashl.outer.mla import MLA
@@ -65,7 +65,7 @@ class HeLoCo(MLA):
 
     def _correct(self, update: Tensor, momentum: Tensor) -> Tensor:
         norms = [torch.linalg.vector_norm(x) for x in (update, momentum)]
-        length, pace, along = numbers([*norms, torch.dot(update, momentum)])
+        length, pace, along = read_scalars([*norms, torch.dot(update, momentum)])
         if not length * pace > 0:  # no direction: a norm is zero or not a number
             return update
         cosine = along / (length * pace)
@@ -77,4 +77,4 @@ class HeLoCo(MLA):
             return torch.add(update, momentum, alpha=-less * cosine * length / pace)
         turned = min(self.rotate_gain * (1 - cosine) * share, 1.0)
         mixed = torch.add(update * ((1 - turned) / length), momentum, alpha=turned / pace)
-        return mixed * (length / numbers([torch.linalg.vector_norm(mixed)])[0])
+        return mixed * (length / read_scalars([torch.linalg.vector_norm(mixed)])[0])

@@ -38,7 +38,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from ashl.device import numbers
+from ashl.device import read_scalars
 from ashl.optimizer.schedule import Decay
 from ashl.option import Count, option
 from ashl.planner.assignment import Assignment
@@ -84,7 +84,7 @@ class Goodput(Online):
             now = replace(last, worker=worker, direction=direction, batch=batch)
         if last is not None and last.worker != worker:
             wide = direction.to(torch.float64)
-            length, along = numbers([wide @ wide, wide @ last.direction.to(torch.float64)])
+            length, along = read_scalars([wide @ wide, wide @ last.direction.to(torch.float64)])
             spread = batch * count_independent_gradients(steps, self.momentum) * (length - along)
             weight = max(self.smoothing, 1 / (last.pairs + 1))
             now = replace(

@@ -28,7 +28,7 @@ from torch import Tensor
 from ashl.errors import AshlError
 from ashl.launch.job import EXIT_EVICTED
 from ashl.learn.learner import Learner
-from ashl.learn.staging import in_host
+from ashl.learn.staging import copy_to_host
 from ashl.run.authenticated_store import StoreClient, StoreServer
 from ashl.run.membership_listener import exit_process
 from ashl.runtime.plain_state import encode, to_plain
@@ -400,7 +400,7 @@ class Reporter:
     def _report_content(self, record: Record, content: Any) -> None:
         """Report what belongs to a record in pieces, the last one with the record."""
         if isinstance(content, Tensor):
-            here = in_host(content.to(torch.float32)).contiguous()
+            here = copy_to_host(content.to(torch.float32)).contiguous()
             return self._report_bytes(record, memoryview(here.numpy()).cast("B"))
         if isinstance(record, ModuleState):
             content = encode(to_plain(content))

@@ -31,7 +31,7 @@ from ashl.config.construct import report_own_faults
 from ashl.config.cores import usable_cores
 from ashl.config.signals import INTERRUPTS, handle_signals
 from ashl.data.dataset import Data
-from ashl.device import HOST, claim_generators, numbers
+from ashl.device import HOST, claim_generators, read_scalars
 from ashl.errors import AshlError
 from ashl.learn.fingerprint import Fingerprint, first_difference
 from ashl.learn.trainer import Trainer
@@ -528,7 +528,7 @@ def step_here_s(plan: Plan, parts: Parts, data: Data) -> float:
     params, moments = trainer.init()
     times = [time.perf_counter()]
     for step in range(5):
-        numbers([trainer.local_step(params, moments, 0, step, 0.0)[0]])
+        read_scalars([trainer.local_step(params, moments, 0, step, 0.0)[0]])
         times.append(time.perf_counter())
     return median(after - before for before, after in pairwise(times))
 
@@ -550,4 +550,4 @@ def warm_up(trainer: Trainer, rank: int) -> None:
     """
     params, moments = trainer.init()
     for step in range(3):
-        numbers([trainer.local_step(params, moments, rank, step, 0.0)[0]])
+        read_scalars([trainer.local_step(params, moments, rank, step, 0.0)[0]])

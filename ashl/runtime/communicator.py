@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ashl.device import to_device
 from ashl.errors import AshlError
-from ashl.learn.staging import in_host
+from ashl.learn.staging import copy_to_host
 from ashl.runtime import collectives
 from ashl.runtime.collective_queue import Collective, choose_committed
 from ashl.runtime.collectives import Hierarchy, Subset
@@ -289,7 +289,7 @@ class Communicator:
         number = pending.number + (self._epoch << 32)
         tensor = pending.effect.tensor
         # process groups of gloo transport host memory only
-        here = tensor if self._synchronize is not None else in_host(tensor)
+        here = tensor if self._synchronize is not None else copy_to_host(tensor)
         value, traffic, begin, cost = self._transfer(pending.effect, here, number, asked_ns)
         if self._synchronize is not None:
             self._synchronize()

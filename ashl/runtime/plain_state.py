@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ashl.device import HOST, at_home, to_device, to_host
+from ashl.device import HOST, is_on_host, to_device, to_host
 
 PLAIN = (type(None), bool, int, float, str)
 KIND, NAME, ITEMS, TENSOR, SHAPE = "kind", "name", "items", "tensor", "shape"
@@ -69,7 +69,7 @@ def to_plain(value: Any) -> Any:
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
-        return value if at_home(value) else {KIND: ON_DEVICE, ITEMS: to_host(value)}
+        return value if is_on_host(value) else {KIND: ON_DEVICE, ITEMS: to_host(value)}
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):

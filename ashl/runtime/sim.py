@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from ashl.cluster.network import ExchangeNetwork, NicNetwork
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
-from ashl.learn.allocator import collecting_seldom
+from ashl.learn.allocator import reduce_collections
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import Collective, CollectiveQueue, CollectiveQueues
 from ashl.runtime.effects import (
@@ -190,7 +190,7 @@ class Sim:
         else:
             begin(self, main)
         try:
-            with collecting_seldom():
+            with reduce_collections():
                 self._process_events(tick)
             self._check_end()
         finally:

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from ashl.device import HOST, to_device
 from ashl.errors import AshlError
-from ashl.learn.staging import fill_buffer, in_host
+from ashl.learn.staging import copy_to_host, fill_buffer
 from ashl.runtime import framing
 from ashl.runtime.effects import Message, PeerFailedError, Tag
 
@@ -340,7 +340,9 @@ class HostPayloads:
 
     def send(self, connection: PeerConnection, payload: Tensor) -> None:
         """Send a payload of uint8 whose header has left."""
-        connection.group.send([in_host(payload)], connection.group_rank, framing.PAYLOADS).wait()
+        connection.group.send(
+            [copy_to_host(payload)], connection.group_rank, framing.PAYLOADS
+        ).wait()
 
     def recv(self, connection: PeerConnection, nbytes: int, device: str) -> Tensor:
         """Receive a payload of uint8 on `device`, after its header."""

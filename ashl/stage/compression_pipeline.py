@@ -46,7 +46,7 @@ from ashl.compression.wrappers import (
     codec_input,
     convert_sender,
     inner_codec,
-    like_tuple,
+    rebuild_tuple,
     sender_after,
 )
 from ashl.device import HOST, to_device, to_host
@@ -163,7 +163,7 @@ class CompressionPipeline:
         if isinstance(state, Tensor):
             return self.move_to_codec(self.codec, state)
         if isinstance(state, tuple):
-            return like_tuple(state, map(self._move_state, state))
+            return rebuild_tuple(state, map(self._move_state, state))
         return state
 
     # --- pushes

@@ -47,7 +47,7 @@ import torch
 from ashl.compression.contract import EncodeContext, as_float32
 from ashl.compression.grid import MOST, WHOLE, Grid, quantize_to_grid, read_grid
 from ashl.compression.payload import HEADER, Parts, read_payload, write_payload
-from ashl.device import numbers, to_host
+from ashl.device import read_scalars, to_host
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
@@ -193,8 +193,8 @@ class Snapshots(Updates):
         return stepped
 
     def renew(self, stage: StageConfig, state: ServerState) -> None:
-        """Complete the mean of full gradients, and begin a new epoch once all steps are done and all
-        workers wait.
+        """Complete the mean of full gradients, and begin a new epoch once all steps are done and
+        all workers wait.
         """
         epoch, progress = state.rule_state, state.progress
         epoch.finish_gathering()
@@ -269,7 +269,7 @@ def bits_of(x: Any, anchor: Any, mu: float | None) -> int | None:
     """Return the fewest bits for which E‖Q(x) − x‖² ≤ μ·‖x − x̃‖²; None if more than 16 are
     needed.
     """
-    apart, top = numbers([torch.linalg.vector_norm(x.double() - anchor), x.abs().max()])
+    apart, top = read_scalars([torch.linalg.vector_norm(x.double() - anchor), x.abs().max()])
     if mu is None or not apart or not math.isfinite(top):
         return None
     steps = top * math.sqrt(x.numel() / mu) / (2 * apart)

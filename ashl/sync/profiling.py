@@ -43,7 +43,7 @@ import torch
 from ashl.cluster.spec import ContentionCosts
 from ashl.cluster.speed import LEVELS
 from ashl.compression.contract import EncodeContext
-from ashl.device import numbers
+from ashl.device import read_scalars
 from ashl.option import Natural, option
 from ashl.overlap.timeline import end_shares
 from ashl.plan.alpha_beta import LARGE, SMALL, AlphaBeta, fit_line
@@ -182,7 +182,7 @@ async def time_steps(
         start = ctx.now
         args = (state.params, state.moments, ctx.rank, state.step + count, 0.0)
         # reading the loss waits until a device has finished the step
-        await ctx.compute(lambda: numbers([trainer.local_step(*args)[0]]), work=batch)
+        await ctx.compute(lambda: read_scalars([trainer.local_step(*args)[0]]), work=batch)
         count += 1
         return ctx.now - start
 

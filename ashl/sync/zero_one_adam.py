@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.device import numbers
+from ashl.device import read_scalars
 from ashl.option import Count, option
 from ashl.plan.plan import WorkerPlan
 from ashl.runtime.rank_context import RankContext
@@ -124,7 +124,7 @@ async def compute_momenta(ctx: RankContext, stage: StageConfig, state: WorkerSta
         losses.append(loss)
         total = payload if total is None else total + payload
     steps = len(losses)
-    loss = sum(numbers(losses)) / steps
+    loss = sum(read_scalars(losses)) / steps
     return Work(total, loss, steps, steps * state.batch, (ctx.now - start) / steps, state.version)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ashl.compression.contract import EncodeContext, layer_name
 from ashl.compression.error_metrics import measure_compression_error, payload_sizes
 from ashl.compression.wrappers import Layerwise
-from ashl.device import numbers, to_host
+from ashl.device import read_scalars, to_host
 from ashl.learn.pieces import Pieces
 from ashl.overlap.contract import overlapped_steps
 from ashl.plan.assignments import Assignments, Members
@@ -197,7 +197,7 @@ async def local_work(
     state.begun = None
     spent_s = before_s + (ctx.now - start)
     total, payload = 0.0, local - params if grads is None else grads
-    for loss in numbers(losses):
+    for loss in read_scalars(losses):
         total += loss
     if trainer.weighs and kind == "difference" and WEIGHTS in stage.topology.supports:
         share = share_of(ctx, trainer, range(state.step - steps, state.step))
@@ -358,7 +358,7 @@ def all_finite(x: Tensor) -> bool:
     One pass suffices if the sum is finite. A sum of finite numbers may be infinite, so only an
     infinite sum needs a second pass.
     """
-    return math.isfinite(numbers([x.sum()])[0]) or bool(to_host(torch.isfinite(x).all()))
+    return math.isfinite(read_scalars([x.sum()])[0]) or bool(to_host(torch.isfinite(x).all()))
 
 
 def accumulate_gradient(
@@ -452,7 +452,7 @@ async def estimate_gradient(
         return *await sum_minibatches(ctx, stage, state, step, span.start, sizes), state.batch
     work = partial(trainer.gradient, params, rank, step, span)
     loss, gradient = await ctx.compute(work, state.batch)
-    return numbers([loss])[0], gradient, state.batch
+    return read_scalars([loss])[0], gradient, state.batch
 
 
 def split_batch(batch: int, planned: int) -> list[int]:
@@ -477,7 +477,7 @@ async def sum_minibatches(
         total = gradient if total is None else total + gradient
         losses.append(loss)
         first += size
-    loss = sum(size * own for size, own in zip(sizes, numbers(losses), strict=True))
+    loss = sum(size * own for size, own in zip(sizes, read_scalars(losses), strict=True))
     return loss / state.batch, total
 
 
@@ -498,7 +498,7 @@ async def reduce_variance(ctx: RankContext, stage: StageConfig, state: Any) -> t
     gradient_of = trainer_of(stage, state).reduced_gradient
     work = partial(gradient_of, state.params, state.anchor.params, ctx.rank, step, span)
     loss, gradient = await ctx.compute(work, work=2 * state.batch)
-    return numbers([loss])[0], gradient
+    return read_scalars([loss])[0], gradient
 
 
 # The part of the model that an exchange concerns

@@ -12,7 +12,7 @@ from torch import Tensor
 from ashl.errors import UsageError
 from ashl.learn.graphs import OFTEN
 from ashl.learn.learner import Learner
-from ashl.learn.staging import fill_buffer, in_host
+from ashl.learn.staging import copy_to_host, fill_buffer
 from tests.conf_option import conf_option
 from tests.support import planned, run
 
@@ -126,7 +126,7 @@ def test_vectors_leave_and_come_beside_what_is_computed() -> None:
     last = x[0].clone()
     for _ in range(20):
         x = x @ x  # goes on while the vector leaves
-    assert in_host(last).tolist() == [1.0] * 4096
+    assert copy_to_host(last).tolist() == [1.0] * 4096
     body = torch.arange(10**6, dtype=torch.uint8)
     for _ in range(5):
         came = fill_buffer(10**6, "cuda:0", lambda flat: flat.copy_(body))

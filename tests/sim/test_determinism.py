@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ashl.cli.app import main
-from ashl.learn.allocator import collecting_seldom
+from ashl.learn.allocator import reduce_collections
 from ashl.runtime.rank_context import RankContext
 from ashl.tracking import jsonl
 from tests.kernels import in_virtual_time
@@ -89,7 +89,7 @@ def test_an_await_inside_a_torch_context_is_an_error_and_garbage_is_sought_as_be
     before, seen = gc.get_threshold(), []
 
     async def main(ctx: RankContext) -> None:
-        with collecting_seldom():
+        with reduce_collections():
             seen.append(gc.get_freeze_count() > 0)
         seen.append(gc.get_freeze_count() > 0)
         with torch.no_grad():

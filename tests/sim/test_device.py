@@ -8,7 +8,7 @@ import torch
 from conf_option import conf_option
 
 from ashl.data.dataset import Data, Split
-from ashl.device import numbers, to_device, to_host
+from ashl.device import read_scalars, to_device, to_host
 from ashl.learn.learner import Learner
 from tests.golden.runs import RUNS
 from tests.sim import test_checkpoint as checkpoints
@@ -90,7 +90,7 @@ def test_pixels(model: str) -> None:
     with guarded():
         there = Learner(*args, seed=0, device=DEVICE)
         loss, gradient = there.gradient(there.init(), batch, 1, 2)
-        assert numbers([loss]) == numbers([expected[0]])
+        assert read_scalars([loss]) == read_scalars([expected[0]])
         assert torch.equal(to_host(gradient), expected[1])
         assert there.evaluate(there.init()) == at
 
@@ -117,5 +117,5 @@ def test_a_large_model_is_copied_for_a_step_only_where_that_is_captured(
         monkeypatch.setattr(There, "__torch_dispatch__", classmethod(listening))
         loss, gradient = there.gradient(params, batch, 0, 0)
         assert copied.count(there.num_params) == int(graphs)
-        assert numbers([loss]) == numbers([here.gradient(here.init(), batch, 0, 0)[0]])
+        assert read_scalars([loss]) == read_scalars([here.gradient(here.init(), batch, 0, 0)[0]])
         assert torch.equal(to_host(gradient), here.gradient(here.init(), batch, 0, 0)[1])

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ashl.aggregate.weighted import Push
-from ashl.device import numbers
+from ashl.device import read_scalars
 from ashl.learn.trainer import AnyTrainer
 from ashl.plan.confidence import is_narrow
 from ashl.runtime.effects import Message
@@ -137,6 +137,6 @@ def time_step(
 ) -> list[float]:
     """Compute the k-th local step and return its loss; the model does not change."""
     span = range(k * batch, (k + 1) * batch)
-    return numbers(
+    return read_scalars(
         [stage.trainer.local_step(state.params, state.moments, ctx.rank, k, 0.0, span)[0]]
     )

@@ -21,7 +21,7 @@ import torch
 
 from ashl.cluster.spec import ContentionCosts, MessageCosts
 from ashl.cluster.speed import NS
-from ashl.device import numbers
+from ashl.device import read_scalars
 from ashl.overlap.timeline import StepTimeline, merge_buckets
 from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.confidence import estimate
@@ -66,7 +66,7 @@ async def step_with_sums(
     what = state.params, ctx.rank, number, range(number * batch, (number + 1) * batch)
     found = list[float]()
     if len(plan) == 1:
-        await ctx.compute(lambda: numbers([stage.trainer.gradient(*what)[0]]), work=batch)
+        await ctx.compute(lambda: read_scalars([stage.trainer.gradient(*what)[0]]), work=batch)
     else:
         ready = tuple((part.ready, stage.tag("timed", k)) for k, part in enumerate(parts))
         *tags, last = (tag for _, tag in ready)
