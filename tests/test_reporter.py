@@ -22,7 +22,7 @@ from ashl.run.authenticated_store import (
     StoreServer,
     new_secret,
 )
-from ashl.run.control_channel import MAX_PENDING, Content, ControlChannel, Reporter
+from ashl.run.control_channel import MAX_PENDING_MODELS, Content, ControlChannel, Reporter
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import (
     Alive,
@@ -91,14 +91,14 @@ def test_a_model_travels_in_pieces(channel, reporter, monkeypatch) -> None:
 
 
 def test_what_the_monitor_cannot_keep_up_with_is_spared(channel, reporter) -> None:
-    for tick in range(4 * MAX_PENDING):
+    for tick in range(4 * MAX_PENDING_MODELS):
         reporter.snapshot(Snapshot(3, 0, tick), torch.zeros(D))
         if tick % 2:
             reporter._flush()
     reporter.snapshot(Snapshot(3, 0, final=True), torch.ones(D))
     reporter.close()
     said = [record for record, _ in received(channel) if isinstance(record, Snapshot)]
-    assert [record.tick for record in said] == [*range(MAX_PENDING), None], (
+    assert [record.tick for record in said] == [*range(MAX_PENDING_MODELS), None], (
         "the last one always comes"
     )
 

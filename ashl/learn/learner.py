@@ -126,8 +126,8 @@ class Learner:
         self._here = Replica(self._build, device, graphs, copies)
         own = not made.__module__.startswith("ashl.")
         self.carrier = Carrier(carried, self._build, self._here.apart) if own else None
-        # Another thread asks for the state of the worker here, and finds it in `shown`.
-        self.wants_state, self.shown = False, None
+        # The reporter's thread requests a copy of the worker's state. The next step makes it.
+        self.copy_requested, self.copied_state = False, None
         self._captures = graphs and not drew and not carried and self.counts is None
         # A user's own code may draw in some steps only, which one try does not show.
         self._draws = drew or not all(
@@ -244,13 +244,13 @@ class Learner:
             self.carrier.find_new_keys(here.module)
 
     def _leave(self, worker: int) -> None:
-        """Note what the module has changed in a step of this worker, and show its state to a
-        thread that asked.
+        """Note what the module has changed in a step of this worker, and copy its state if another
+        thread has requested that.
         """
         if self.carrier is not None:
             self.carrier.find_new_keys(self._here.module)
-            if self.wants_state:
-                self.shown, self.wants_state = self.worker_state(worker), False
+            if self.copy_requested:
+                self.copied_state, self.copy_requested = self.worker_state(worker), False
 
     def gradient(
         self, params: Tensor, indices: np.ndarray, worker: int, step: int, share: float = 1.0

@@ -1,18 +1,21 @@
 """Messages between the controller and the ranks of a run, through the job's store.
 
-Each rank reports to the controller five times a second (`Reporter`): its heartbeat, its records,
-and the models and states that belong to them. The answer to a report is the controller's present
+Each rank reports to the controller five times a second (`Reporter`): its heartbeat, the records
+queued since its last report, and their contents. The answer to a report is the controller's present
 control update: the request to stop, which workers failed or rejoined, and how the run ended. The
 store serves each rank by a thread of its own (`ControlChannel`), so an evaluation in the main
 thread of the controller delays no answer.
 
-A model, a module's state or a part of a checkpoint travels in pieces ahead of its record, each in
-a report of its own. So the rank sends heartbeats meanwhile.
+The content of a record is a model, the state of a worker's module, or a part of a checkpoint. It
+travels in pieces ahead of its record, each in a report of its own. So the rank sends heartbeats
+meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 import traceback
@@ -30,7 +33,6 @@ from ashl.launch.job import EXIT_EVICTED
 from ashl.learn.learner import Learner
 from ashl.learn.staging import copy_to_host
 from ashl.run.authenticated_store import StoreClient, StoreServer
-from ashl.run.membership_listener import exit_process
 from ashl.runtime.plain_state import encode, to_plain
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter
 from ashl.runtime.records import (
@@ -55,16 +57,19 @@ from ashl.size_only import Vector
 
 POLL_S = 0.03  # seconds between two passes of the controller's loop
 EVERY_S = 0.2  # seconds between two reports of a rank
-FINAL_SIGNAL_S = 1.5  # seconds that the controller waits for ranks of a failed run to read its end
-# The same for a run that did not fail; after Ctrl-C, for the ranks to exit in order.
+# Seconds that the controller waits until all ranks have read how the run ended. It holds for a run
+# that failed, and for one whose ranks did not exit in time after an interrupt.
+FINAL_SIGNAL_S = 1.5
+# The same for any other run. The controller also waits for this long until the ranks have exited
+# after Ctrl-C, and until it can answer a join request.
 PATIENCE_S = 5.0
 CHUNK = 1_000_000  # characters of records in a report
 PIECE = 4_000_000  # bytes of a model or state in a report
-# Models of a rank that the controller has not used yet. Beyond that, the rank drops all except the
-# last one.
-MAX_PENDING = 8
-STATES = 2  # states of a worker's module that are in flight at a time
-Content = Tensor | bytes  # what travels ahead of a record
+# Models of a rank that are queued, in flight or received, and that the controller has not used yet.
+# At this number the rank drops new models, except the final one.
+MAX_PENDING_MODELS = 8
+MAX_PENDING_STATES = 2  # the same bound for states of a worker's module
+Content = Tensor | bytes  # the content of a record
 MAX_TICK_S = 0.5  # a process with more seconds between two ticks was stopped in between
 
 logger = logging.getLogger(__name__)
@@ -74,13 +79,16 @@ class AwakeTime:
     """Measures the seconds for which this process was not stopped, from tick to tick."""
 
     def __init__(self) -> None:
-        self.resumed_s = 0.0  # seconds passed at the end of the latest stop
+        self.resumed_s = 0.0  # value of `passed_s` when the latest stop ended
         self._last_s = time.monotonic()
         self._passed_s = 0.0
         self._lock = threading.Lock()
 
     def passed_s(self) -> float:
-        """Return the seconds up to now, which is a tick."""
+        """Return the seconds without stops up to now; this call is a tick.
+
+        A stop counts as `MAX_TICK_S`.
+        """
         with self._lock:
             now_s = time.monotonic()
             if now_s - self._last_s > MAX_TICK_S:
@@ -117,11 +125,11 @@ class ControlChannel:
         self.incarnations = dict.fromkeys(range(num_ranks), 0)
         self.absent: set[int] = set()  # failed ranks for which no process is rejoining
         self.control_update = ControlUpdate()
-        # join requests: a worker, or None for any, with the future of the answer
+        # join requests: a worker, or None for any, with the future of the answer in JSON
         self.join_requests: deque[tuple[int | None, Future[str]]] = deque()
         self._sizes = dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {})
         self._inbox: deque[tuple[Record, Content | None, tuple[int, int]]] = deque()
-        # by sender, a rank and its incarnation: pieces of the next content
+        # by sender, which is (rank, incarnation): received pieces of the next content
         self._pieces = defaultdict[tuple[int, int], bytearray](bytearray)
         # by sender: contents that the controller has used, by kind of record
         self._used = defaultdict[tuple[int, int], Counter[str]](Counter)
@@ -208,9 +216,9 @@ class ControlChannel:
         return self.control_update._replace(taken=dict(self._used[sender])).dumps()
 
     def _content_of(self, record: Record, sender: tuple[int, int]) -> Content | None:
-        """Return what has arrived ahead of a record, if anything has: float32 [d], or bytes.
+        """Return the content of a record: float32 [d] of a model, else bytes; None if it has none.
 
-        Raises: AshlError if it has another size than announced or expected.
+        Raises: AshlError if the content has another size than announced or expected.
         """
         if not isinstance(record, Snapshot | ModuleState | CheckpointPartSaved):
             return None
@@ -229,20 +237,34 @@ class ControlChannel:
         return torch.frombuffer(content, dtype=torch.float32)
 
     def _note_end_seen(self, rank: int, incarnation: int) -> None:
+        """Note that a rank knows how the run ended."""
         if incarnation == self.incarnations.get(rank):
             self._end_seen.add(rank)
 
     def _note_closed(self) -> None:
+        """Note that a connection was closed, in its thread: the rank's process has ended."""
         if sender := self._senders.pop(threading.get_ident(), None):
             self._closed.add(sender)
 
     def _receive_join(self, worker: int | None) -> str | None:
-        """Wait for the answer to a join request; None if there is none in time."""
+        """Return the answer to a join request; None if there is none after `PATIENCE_S`."""
         answer = Future[str]()
         self.join_requests.append((worker, answer))
         with suppress(TimeoutError):
             return answer.result(PATIENCE_S)
         return None
+
+
+def exit_process(end: End) -> NoReturn:
+    """End this process without destructors, which would wait for threads that may be blocked
+    forever.
+    """
+    with suppress(OSError, ValueError):  # the disk may be full, or the terminal closed
+        if end.why:
+            sys.stderr.write(f"ashl: {end.why}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(end.code)
 
 
 def describe_fields(record: Record) -> str:
@@ -270,20 +292,22 @@ class Reporter:
         self.scores: dict[str, float | None] | None = None  # results of the latest evaluation
         self.end: End | None = None  # how the run ended, once it has
         self.control_update = ControlUpdate()  # the latest one
-        # the reporter's thread runs it for each control update
+        # the reporter's thread passes it each control update
         self.on_update: Callable[[ControlUpdate], None] = lambda update: None
-        self.rounds = rounds
+        self.rounds = rounds  # which rounds this rank records
         # called if the run continues without this rank
         self.on_evicted: Callable[[End], NoReturn] = exit_process
         self.checkpoint_writer: RankCheckpointWriter | None = None
+        # replaced by the kernel's heartbeat before this rank trains
         self.make_heartbeat: Callable[[], Record] = lambda: Alive(rank)
-        self.learner: Learner | None = None  # its module's state is sent if set
+        # set at a worker: the states of this learner's module are reported
+        self.learner: Learner | None = None
         self._rank = rank
         self._incarnation = incarnation
         self._store = store
         self._broken = False  # True if records cannot be sent any more
         self._outbox: deque[tuple[Record, Any]] = deque()  # each with its content or None
-        self._posted: Counter[str] = Counter()  # records with a content, by kind
+        self._queued: Counter[str] = Counter()  # contents queued so far, by kind of record
         self._lock = threading.Lock()
         self._flush_lock = threading.Lock()
         self._closed = threading.Event()
@@ -291,7 +315,10 @@ class Reporter:
         self._thread.start()
 
     def emit(self, record: Record, content: Any = None) -> None:
-        """Report a record, with a vector, bytes or a module's state that belongs to it."""
+        """Queue a record for the next report.
+
+        Args: content, a vector, bytes or a module's state; None if the record has none.
+        """
         if isinstance(
             record,
             StageEnd | StageBoundary | Replan | PlanMade | CheckpointPartSaved,
@@ -302,34 +329,38 @@ class Reporter:
         self._outbox.append((record, content))
 
     def snapshot(self, record: Snapshot, vector: Vector | None) -> None:
-        """Report a model; it is dropped if the controller has not used `MAX_PENDING` of this rank
-        yet, and it is not the last one.
+        """Queue a model, or the counts that belong to one, for the next report.
+
+        Args: vector, None or a size for counts alone, and in a run without gradients.
+        Limits: a model other than the final one is dropped if `MAX_PENDING_MODELS` of this rank are
+        pending.
         """
         if not isinstance(vector, Tensor):
             return self._outbox.append((record, None))
         kind = type(record).__name__
         with self._lock:
-            if record.final or self._has_room(kind, MAX_PENDING):
-                self._posted[kind] += 1
+            if record.final or self._has_room(kind, MAX_PENDING_MODELS):
+                self._queued[kind] += 1
                 self._outbox.append((record, vector))
 
-    def show_last_state(self, state: Any) -> None:
-        """Report the final state of this worker's module: the values that forward passes change. No
-        earlier state is reported after it.
+    def queue_final_state(self, state: Any) -> None:
+        """Queue the final state of this worker's module: the values that forward passes change. No
+        earlier state is queued after it.
         """
         with self._flush_lock:
             self.learner = None
             self._outbox.append((ModuleState(self._rank, 0, last=True), state))
 
     def close(self) -> None:
-        """Report all queued records, and stop the thread."""
+        """Stop the reporter's thread, then report all records that are still queued."""
         self._closed.set()
         self._thread.join()
         self._try_flush()
 
     def await_run_end(self, limit_s: float = float("inf")) -> End | None:
-        """Return how the run ended, once the controller says so; None after `limit_s` or if the
-        store fails. Call it after `close`.
+        """Wait until the run ends with code 0; return None after `limit_s` or if the store fails.
+
+        If the run ends with another code, this process ends (`_report`). Call it after `close`.
         """
         until_s = time.monotonic() + limit_s
         with suppress(RuntimeError):  # the store ended with the process that served it
@@ -339,28 +370,31 @@ class Reporter:
         return self.end
 
     def _has_room(self, kind: str, most: int) -> bool:
-        """Return True if the controller has used all but `most` of the posted contents."""
-        return self._posted[kind] - (self.control_update.taken or {}).get(kind, 0) < most
+        """Return True if fewer than `most` contents of this kind of record are pending: queued by
+        this rank, and not used yet by the controller.
+        """
+        return self._queued[kind] - (self.control_update.taken or {}).get(kind, 0) < most
 
-    def _post_state(self) -> None:
-        """Post the module's state if fewer than `STATES` are in flight, and request the next one
-        from the learner.
+    def _queue_state(self) -> None:
+        """Queue the module's state that the learner has copied, and request the next copy.
+
+        The copy is dropped if `MAX_PENDING_STATES` are pending.
         """
         if self.learner is None:
             return
         kind = ModuleState.__name__
-        if self.learner.shown is not None and self._has_room(kind, STATES):
-            self._posted[kind] += 1
-            self._outbox.append((ModuleState(self._rank, 0), self.learner.shown))
-        self.learner.shown = None
-        self.learner.wants_state = True
+        if self.learner.copied_state is not None and self._has_room(kind, MAX_PENDING_STATES):
+            self._queued[kind] += 1
+            self._outbox.append((ModuleState(self._rank, 0), self.learner.copied_state))
+        self.learner.copied_state = None
+        self.learner.copy_requested = True
 
     def _run(self) -> None:
         while not self._closed.wait(EVERY_S):
             self._try_flush()
 
     def _try_flush(self) -> None:
-        """Report a heartbeat and all queued records; after an error, no more of them."""
+        """Report a heartbeat and all queued records; after an error, send empty reports only."""
         try:
             self._report([]) if self._broken else self._flush()
         except Exception as error:
@@ -382,7 +416,7 @@ class Reporter:
     def _flush(self) -> None:
         """Report a heartbeat and all queued records."""
         with self._flush_lock:
-            self._post_state()
+            self._queue_state()
             lines = [dumps(self.make_heartbeat())]
             size = 0
             while self._outbox:
@@ -398,7 +432,7 @@ class Reporter:
             self._report(lines)
 
     def _report_content(self, record: Record, content: Any) -> None:
-        """Report what belongs to a record in pieces, the last one with the record."""
+        """Report the content of a record in pieces, the last piece with the record."""
         if isinstance(content, Tensor):
             here = copy_to_host(content.to(torch.float32)).contiguous()
             return self._report_bytes(record, memoryview(here.numpy()).cast("B"))
@@ -407,7 +441,7 @@ class Reporter:
         return self._report_bytes(record, memoryview(content))
 
     def _report_bytes(self, record: Any, content: memoryview) -> None:
-        last = max(0, content.nbytes - 1) // PIECE * PIECE  # begin of the last piece
+        last = max(0, content.nbytes - 1) // PIECE * PIECE  # offset of the last piece
         for start in range(0, last, PIECE):
             self._report([dumps(self.make_heartbeat())], content[start : start + PIECE])
         self._report([dumps(record._replace(nbytes=content.nbytes))], content[last:])
@@ -415,7 +449,7 @@ class Reporter:
     def _report(self, lines: list[str], piece: bytes | memoryview = b"") -> None:
         """Send a report, and apply the control update that answers it.
 
-        If the run has failed or this rank is evicted, this process ends here.
+        If the run ended with another code than 0, or this rank is evicted, this process ends here.
         """
         while True:
             answer = self._store.call(

@@ -42,7 +42,7 @@ from ashl.run.authenticated_store import (
     secret_file,
     shared_secret,
 )
-from ashl.run.control_channel import PATIENCE_S, POLL_S
+from ashl.run.control_channel import PATIENCE_S, POLL_S, exit_process
 from ashl.run.handshake import (
     ERRORS,
     Hello,
@@ -57,7 +57,6 @@ from ashl.run.handshake import (
 )
 from ashl.run.join import Place, parse_place, request_place
 from ashl.run.launch import Lead
-from ashl.run.membership_listener import exit_process
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.records import End
 from ashl.runtime.transport import first_line

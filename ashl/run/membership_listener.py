@@ -5,16 +5,12 @@ it disconnects failed peers and connects rejoining ones.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
-from typing import NoReturn
 
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.records import ControlUpdate, End
+from ashl.runtime.records import ControlUpdate
 from ashl.runtime.rendezvous import admit_worker
 
 logger = logging.getLogger(__name__)
@@ -103,15 +99,3 @@ class MembershipListener:
         if rank in self.failed_ranks:  # it has failed again in the meantime
             self._kernel.mark_peer_failed(rank, "the run continues without it")
         logger.info("worker %d rejoined as incarnation %d; is connected to it", rank, incarnation)
-
-
-def exit_process(end: End) -> NoReturn:
-    """End this process without destructors, which would wait for threads that may be blocked
-    forever.
-    """
-    with suppress(OSError, ValueError):  # the disk may be full, or the terminal closed
-        if end.why:
-            sys.stderr.write(f"ashl: {end.why}\n")
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(end.code)

@@ -44,9 +44,9 @@ from ashl.planning.instantiate import Parts, assemble_job, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import StoreAddress, StoreClient
 from ashl.run.checkpoints import RestorePoint, await_restore_point, first_epoch
-from ashl.run.control_channel import Reporter
+from ashl.run.control_channel import Reporter, exit_process
 from ashl.run.interface import Interface, use_interface
-from ashl.run.membership_listener import MembershipListener, exit_process
+from ashl.run.membership_listener import MembershipListener
 from ashl.run.process_setup import (
     EXIT_DECLARED_FAILURE,
     LOG_LEVEL,
@@ -332,7 +332,7 @@ def train_rank(
     with claim_generators(learner.device):
         kernel.run(play)
     if is_worker and learner.carries:
-        reporter.show_last_state(learner.worker_state(settings.rank))
+        reporter.queue_final_state(learner.worker_state(settings.rank))
     reporter.emit(kernel.throttle.report())
     answers = stage.elastic or settings.rank == stage.server
     leave_together(settings, plan, store, kernel, listener, answers)
