@@ -203,6 +203,8 @@ def _usage_message(error: TyperUsageError, args: Sequence[str]) -> str:
         return f"There is no option {option}" + (
             f"; did you mean --{near.replace('_', '-')}?" if near else hint
         )
+    if command in COMMANDS:
+        hint = f"; `ashl {command} --help` shows what there is."
     return text + hint
 
 

@@ -62,7 +62,9 @@ def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
     cannot be typed.
     """
     if config_dir is not None and not config_dir.is_dir():
-        raise UsageError(f"--config-dir {config_dir}: there is no such folder.")
+        raise UsageError(
+            f"--config-dir {config_dir}: there is no such folder; name an existing one"
+        )
     found: dict[str, dict[str, Path]] = {}
     for group in defaults():
         options = {file.stem: file for file in (CONF / group).glob("[!_]*.yaml")}

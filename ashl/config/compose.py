@@ -414,7 +414,8 @@ def parse_override(text: str, known: Catalog) -> Override:
     except HydraException as error:
         twice = shlex.quote(f'{key}="{value}"')
         raise UsageError(
-            f"{text} cannot be read: its brackets do not match, a value is missing beside a comma,"
+            f"{text} cannot be read: its brackets do not match, a value is missing beside a comma"
+            " or in brackets,"
             f" or it has special characters; write a list as '{key}=[1,2]', or quote the value"
             f" twice, as in {twice}."
         ) from error
@@ -483,10 +484,18 @@ def _unknown_key_error(
             f" {', '.join(having)}."
         )
         return UnusedKeyError(text, key)
+    named = {
+        f"{group}.{parameter.key}": option
+        for option, file in known.get(group, {}).items()
+        for parameter in parameters(file)
+    }
     keys = [k for k in _keys(reference) if not k.endswith("_target_")]
     same = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
     near = nearest_name(key, same) or next(iter(same), "") or nearest_name(key, keys)
-    fix = f"did you mean {near}?" if near else "`ashl list` shows what there is."
+    if not near and (other := nearest_name(key, named)):
+        fix = f"did you mean {other}, a key of {group}={named[other]}?"
+    else:
+        fix = f"did you mean {near}?" if near else "`ashl list` shows what there is."
     return UsageError(f"{source}There is no key {key}; {fix}")
 
 

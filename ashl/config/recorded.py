@@ -59,4 +59,6 @@ def read_yaml(run_dir: Path, name: str) -> Any:
     try:
         return yaml.load((run_dir / name).read_text(encoding="utf-8"), SafeLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UsageError(f"{run_dir}: there is no run whose {name} can be read.") from error
+        raise UsageError(
+            f"{run_dir}: there is no run whose {name} can be read; name the folder of a run"
+        ) from error

@@ -77,6 +77,8 @@ def test_help_loads_nothing_heavy() -> None:
         ("train --quite", "There is no option --quite; did you mean --quiet?"),
         ("export --figures sw", "no option --figures; `ashl export --help` shows what there is."),
         ("launch --on foo -- train", "unknown engine; take one of ssh, slurm, "),
+        ("sweep --search 0", "; `ashl sweep --help` shows what there is."),
+        ("sweep seed=choice()", "or in brackets"),
         ("sweep sync=bsp,", "a value is missing beside a comma"),
         ("train cluster.compute=[1,2", "do not match"),
         ("train cluster.compute=3 runtime=sim", "for example 'cluster.compute=[3]'"),

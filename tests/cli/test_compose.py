@@ -146,6 +146,7 @@ def test_the_environment_names_the_data_root(monkeypatch) -> None:
         ("sync=", "There is no sync ''; `ashl list sync` shows what"),
         ("snyc=ssp", "There is no key snyc; did you mean sync?"),
         ("sync.stalenes=3", "There is no key sync.stalenes; did you mean sync.staleness?"),
+        ("sync=bsp sync.stalness=3", "did you mean sync.staleness, a key of sync="),
         ("optmizer.lr=3", "There is no key optmizer.lr; did you mean optimizer.lr?"),
         ("choices.model=mlp", "There is no key choices.model; did you mean model?"),
         ("lr=3", "There is no key lr; did you mean optimizer.lr?"),
