@@ -1,8 +1,10 @@
-"""The controller of a real run: start the ranks of this node, supervise all, and publish the end.
+"""The controller of a run on processes: start the ranks of this node, supervise all ranks, and
+publish how the run ended.
 
-`run_controller` begins with a `Lead`: with all ranks on this machine (`lead_here`), or with the
-rank of process 0 of another launcher's job (`ashl.run.job`). `rank_processes` starts ranks by
-Python's fork server, and leaves no process behind.
+`run_controller` receives a `Lead`: the store of the run, and the ranks that it starts on this node.
+These are all ranks (`lead_here`), or the rank of process 0 in another launcher's job
+(`ashl.run.job`). `rank_processes` starts ranks by Python's fork server, and kills all that are
+alive at the end.
 """
 
 import logging
@@ -65,6 +67,7 @@ def check_local(plan: Plan, runtime: Any) -> None:
             f"{len(devices)} workers on {len(set(devices))} GPUs, and runtime.share_gpu is false;"
             " take as many workers as there are GPUs, or runtime.share_gpu=true"
         )
+    # raises UsageError if runtime.backend=nccl and ranks share a GPU
     have_own_gpus([*map(gpu_index, devices)], runtime)
 
 
@@ -79,15 +82,15 @@ class Lead(NamedTuple):
     store: StoreServer
     at: StoreAddress
     rank_settings: tuple[RankSettings, ...]
-    # called when the ranks of other processes may begin, with the fingerprint of the controller's
-    # model and data
+    # tells other processes that their ranks may begin; it passes them the fingerprint of the
+    # controller's model and data
     announce: Callable[[Fingerprint], None] = lambda fingerprint: None
     job: JobMembership | None = None  # the job of another launcher
     notes: tuple[str, ...] = ()  # about the placement of ranks, for the user
 
 
 def lead_here(plan: Plan, runtime: Any, rounds: Rounds, checkpoint_s: float | None) -> Lead:
-    """Serve the store of a run whose ranks are all on this machine."""
+    """Start the store of a run whose ranks are all on this machine; return it with the ranks."""
     devices = devices_of(plan, runtime)
     settings = RankSettings(
         0,
@@ -114,11 +117,11 @@ def run_controller(
 
     However the run ends, every process of the job is notified.
     Args: saved, the checkpoint to resume from, or None.
-    Returns: how well the declared pace was kept; None if the run was interrupted and a rank did not
-    exit in time.
+    Returns: by how much the processes were slower than declared (`pacing_summary`); None if the run
+    was interrupted and a rank did not exit in time.
     Raises: AshlError that names the failed rank.
     """
-    runtime = monitor.job.parts.runtime
+    parts = monitor.job.parts
     logger.info(
         "starts a run of %d workers and %d ranks, %d of them on node %s; heartbeat timeout %g s,"
         " checkpoints: %s",
@@ -126,39 +129,24 @@ def run_controller(
         plan.num_ranks,
         len(lead.rank_settings),
         platform.node(),
-        runtime.heartbeat_timeout_s,
+        parts.runtime.heartbeat_timeout_s,
         f"every {checkpoint_manager.every_s:g} s" if checkpoint_manager.every_s else "none",
     )
-    monitor.states_travel = True
+    monitor.receives_worker_states = True
     fingerprint = monitor.job.learner.fingerprint()
     rank_settings = [
         settings._replace(run_dir=run_dir, fingerprint=fingerprint)
         for settings in lead.rank_settings
     ]
-    store, at = lead.store, lead.at
-    totals = {rank: outage.totals for rank, outage in monitor.current_outages.items()}
-    publish_restore_points(store, saved, plan.num_ranks, totals)
-    stage = monitor.job.stages[0]
-    cluster = monitor.job.parts.cluster
-    if isinstance(cluster, Cluster) and cluster.bandwidth_mbit_s is not None:
-        links = make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-        store.handlers["nics"] = Nics(links).call
-    channel = ControlChannel(store, plan.num_ranks, plan.num_params, shard_sizes(stage))
-    number, absent = (0, ()) if saved is None else (saved.number, saved.absent)
-    epoch = first_epoch(number, absent, plan.num_workers)
-    channel.control_update = channel.control_update._replace(epoch=epoch)
-    for rank in absent:
-        assert saved is not None
-        monitor.emit(WorkerRejoined(rank, saved.time_ns))
-    end = End(130)
+    channel = open_channel(plan, monitor, lead.store, saved)
+    end = End(130)  # the end after an interrupt; replaced below after any other end
     processes = dict[int, BaseProcess]()
     try:
         with (
-            publish_join_endpoint(run_dir, at),
-            rank_processes(plan, rank_settings, at) as (processes, start),
+            publish_join_endpoint(run_dir, lead.at),
+            rank_processes(plan, rank_settings, lead.at) as (processes, start),
         ):
             lead.announce(fingerprint)
-            parts = monitor.job.parts
             liveness = LivenessMonitor(
                 plan,
                 monitor,
@@ -172,13 +160,7 @@ def run_controller(
             pace = supervise(liveness, run_dir, checkpoint_manager)
         if pace is not None:
             end = End(0)
-        stages = monitor.run_state.stages
-        reason = (
-            "interrupted"
-            if pace is None
-            else (stages[-1].reason if stages else None) or "all stages are complete"
-        )
-        logger.info("the run ends: %s", reason)
+        logger.info("the run ends: %s", describe_end(monitor, interrupted=pace is None))
         return pace
     except Exception as error:
         end = End(1, to_one_line(str(error)))
@@ -188,14 +170,47 @@ def run_controller(
         channel.close(end, processes)
 
 
+def describe_end(monitor: Monitor, *, interrupted: bool) -> str:
+    """Return the reason why a run without a failure ended."""
+    stages = monitor.run_state.stages
+    if interrupted:
+        return "interrupted"
+    return (stages[-1].reason if stages else None) or "all stages are complete"
+
+
+def open_channel(
+    plan: Plan, monitor: Monitor, store: StoreServer, saved: Checkpoint | None
+) -> ControlChannel:
+    """Publish in the store what the ranks need at their start, and return the control channel.
+
+    A worker that had failed at the checkpoint takes part again from there on.
+    Args: saved, the checkpoint to resume from, or None.
+    """
+    totals = {worker: outage.totals for worker, outage in monitor.current_outages.items()}
+    publish_restore_points(store, saved, plan.num_ranks, totals)
+    stage = monitor.job.stages[0]
+    cluster = monitor.job.parts.cluster
+    if isinstance(cluster, Cluster) and cluster.bandwidth_mbit_s is not None:
+        links = make_network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
+        store.handlers["nics"] = Nics(links).call
+    channel = ControlChannel(store, plan.num_ranks, plan.num_params, shard_sizes(stage))
+    number, absent = (0, ()) if saved is None else (saved.number, saved.absent)
+    epoch = first_epoch(number, absent, plan.num_workers)
+    channel.control_update = channel.control_update._replace(epoch=epoch)
+    for rank in absent:
+        assert saved is not None
+        monitor.emit(WorkerRejoined(rank, saved.time_ns))
+    return channel
+
+
 @contextmanager
 def rank_processes(
     plan: Plan, rank_settings: Sequence[RankSettings], at: StoreAddress
 ) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int, Heartbeat | None], None]]]:
     """Start processes for these ranks, and kill all that are alive when the context ends.
 
-    Yields: the processes by rank, and a function that starts an incarnation of a rank with the
-    totals of earlier ones.
+    Yields: the latest process of each rank, and a function that starts the next process of a rank.
+    That function takes the rank, the incarnation, and the totals of earlier incarnations.
     """
     context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
     by_rank = {settings.rank: settings for settings in rank_settings}
@@ -234,11 +249,11 @@ def start_fork_server(*preload: str) -> None:
 
     Ctrl-C in the terminal reaches every process, as do SIGTERM of a queue and SIGHUP of a terminal
     that closes. The fork server would end at them, and the exit codes of the ranks would be
-    unknown. So it inherits them blocked; `run_rank_in_child` ignores them.
+    unknown. So it inherits these signals blocked, and the ranks ignore them (`run_rank_in_child`).
 
     Python's fork server looks for modules in the working directory first. That may be a checkout,
     while this process uses the installed package, or the reverse. So the server gets the path of
-    this process, as the processes that it makes do.
+    this process, as its children do.
     Raises: AshlError if no process can be started.
     """
     path = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -252,8 +267,8 @@ def start_fork_server(*preload: str) -> None:
         shorten_socket_paths()
         try:
             forkserver.ensure_running()
-        # this process was forked from one with a fork server, which is not a child of this one
         except ChildProcessError:
+            # the fork server is a child of the process that this one was forked from
             forkserver._forkserver.__init__()
             forkserver.set_forkserver_preload([*preload])
             forkserver.ensure_running()

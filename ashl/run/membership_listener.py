@@ -1,5 +1,8 @@
-"""A rank's view of which peers are members: it applies the controller's control updates, that is,
-it disconnects failed peers and connects rejoining ones.
+"""Membership at a rank: apply the controller's control updates to its connections.
+
+Peers are the ranks that this rank exchanges messages with. In a run whose workers regroup, a
+failure or a rejoin begins a new epoch with connections of its own. In any other run that tolerates
+failures, the rank disconnects failed peers, and connects a rejoining one by a group of two.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ class MembershipListener:
         regroups: bool = False,
         is_worker: bool = True,
     ) -> None:
-        """Args: incarnation, of this rank; regroups, True if a failure or a rejoin begins a new
-        epoch.
+        """Set up the listener; no peer has failed.
+
+        Args: incarnation, of this rank; peers, ranks that this rank exchanges messages with;
+        regroups, True if a failure or a rejoin begins a new epoch.
         """
         self._kernel = kernel
         self._rank = rank
@@ -40,7 +45,8 @@ class MembershipListener:
         self._is_worker = is_worker
         # the latest incarnation of each peer that this rank has connected or is connecting
         self._incarnations = dict.fromkeys(peers, 0)
-        self._failed: dict[int, int] = {}  # the latest failed incarnation of each failed peer
+        # the latest failed incarnation of each failed worker, also of those that are no peers
+        self._failed: dict[int, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -54,10 +60,11 @@ class MembershipListener:
             }
 
     def on_membership(self, update: ControlUpdate) -> None:
-        """Begin a new epoch; or disconnect newly failed peers, and connect a peer that is ready to
-        rejoin.
+        """Begin a new epoch if the run regroups; otherwise disconnect newly failed peers, and
+        connect peers that are ready to rejoin.
 
-        Does nothing before the kernel has connections: the controller repeats its updates.
+        Without epochs it does nothing before the kernel has connections. The controller repeats
+        its updates, so nothing is missed, and each change is applied once.
         """
         if self._regroups:
             return self._on_epoch(update)
@@ -84,16 +91,20 @@ class MembershipListener:
                 ).start()
 
     def _on_epoch(self, update: ControlUpdate) -> None:
-        """Begin the epoch of this update, if this incarnation is a member."""
+        """Begin the epoch of this update, unless this rank is a worker and this incarnation is no
+        member. The kernel ignores an epoch that it knows already.
+        """
         with self._lock:
             self._failed = dict(update.failed)
         epoch = update.epoch
-        known = dict(zip(epoch.workers, epoch.incarnations, strict=True))
-        if not self._is_worker or known.get(self._rank) == self._incarnation:
+        members = dict(zip(epoch.workers, epoch.incarnations, strict=True))
+        if not self._is_worker or members.get(self._rank) == self._incarnation:
             self._kernel.begin_epoch(epoch)
 
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
-        """Connect to a rejoining worker, in a thread of its own."""
+        """Connect to a rejoining worker, in a thread of its own: it blocks until the worker is
+        there.
+        """
         group = admit_worker(self._store, self._rank, rank, incarnation, self._kernel.now_ns)
         self._kernel.connect_peer(rank, incarnation, group)
         if rank in self.failed_ranks:  # it has failed again in the meantime

@@ -153,9 +153,11 @@ class Monitor:
         self.final: Counts | None = None  # counts of the last model
         self.not_finite: str | None = None  # what was not finite before any loss was
         self.sha256: str | None = None  # hash of the last model
-        # True if workers send their modules' states, the final one after their last model
-        self.states_travel = False
-        self._waiting: EvaluatedModel | None = None  # the last model, until those states are there
+        # True if the workers' module states arrive as records, the final one after the last model;
+        # in virtual time the learner has them
+        self.receives_worker_states = False
+        # the last model, until the final module states are there
+        self._waiting: EvaluatedModel | None = None
         self._started_s = time.monotonic()
         self._state_host_s: float | None = None  # host seconds in the latest `state`
 
@@ -301,7 +303,7 @@ class Monitor:
 
         Call it after the last record.
         """
-        self.states_travel = False
+        self.receives_worker_states = False
         if (whole := self._waiting) is not None:
             self._waiting = None
             self.evaluate(whole)
@@ -318,7 +320,7 @@ class Monitor:
             self.final = counts
         if not isinstance(params, Tensor):
             return  # a run without gradients has nothing to evaluate
-        if record.final and self.states_travel and self.job.learner.carries:
+        if record.final and self.receives_worker_states and self.job.learner.carries:
             self._waiting = whole
             return
         if record.final:
