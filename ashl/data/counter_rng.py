@@ -39,7 +39,9 @@ class CounterRng(NamedTuple):
         In host memory NumPy makes them, in half of torch's time.
         """
         if like.device != HOST:
-            return _mixed(torch.arange(start, start + count, device=str(like.device)), self.key)
+            return _mix_tensor(
+                torch.arange(start, start + count, device=str(like.device)), self.key
+            )
         return torch.from_numpy(self.host_words(start, count))
 
     def host_words(self, start: int, count: int) -> np.ndarray:
@@ -48,7 +50,7 @@ class CounterRng(NamedTuple):
         for begin in range(0, count, PIECE):
             piece = words[begin : begin + PIECE]
             first = np.uint64((self.key + (start + begin) * GAMMA) % WORD)
-            _mix(np.add(_steps()[: piece.size], first, out=piece), spare[: piece.size])
+            _mix_array(np.add(_steps()[: piece.size], first, out=piece), spare[: piece.size])
         return words.view(np.int64)
 
 
@@ -64,7 +66,7 @@ def _steps() -> np.ndarray:
     return np.arange(PIECE, dtype=np.uint64) * np.uint64(GAMMA)
 
 
-def _mix(words: np.ndarray, spare: np.ndarray) -> None:
+def _mix_array(words: np.ndarray, spare: np.ndarray) -> None:
     """Apply the rounds to `words`, in place; `spare` is memory of the same size."""
     rounds, last = WORDS
     for shift, factor in rounds:
@@ -73,20 +75,20 @@ def _mix(words: np.ndarray, spare: np.ndarray) -> None:
     words ^= np.right_shift(words, last, out=spare)
 
 
-def _mixed(places: Tensor, key: int) -> Tensor:
+def _mix_tensor(places: Tensor, key: int) -> Tensor:
     """Return the words of int64 indices; their products wrap to the same bits as those of
     uint64.
     """
-    words = places * _signed(GAMMA) + _signed(key)
+    words = places * _to_signed(GAMMA) + _to_signed(key)
     for shift, factor in ROUNDS:
-        words = (words ^ _shifted(words, shift)) * _signed(factor)
-    return words ^ _shifted(words, LAST)
+        words = (words ^ _shift_right(words, shift)) * _to_signed(factor)
+    return words ^ _shift_right(words, LAST)
 
 
-def _shifted(words: Tensor, bits: int) -> Tensor:
+def _shift_right(words: Tensor, bits: int) -> Tensor:
     """Shift to the right, with zeros entering on the left."""
     return words >> bits & (1 << 64 - bits) - 1
 
 
-def _signed(word: int) -> int:
+def _to_signed(word: int) -> int:
     return word - WORD if word >= WORD // 2 else word

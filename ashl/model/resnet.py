@@ -15,7 +15,7 @@ WIDE = (64, 128, 256, 512)  # channels of the four stages of ResNet-18
 GROUPS, CHANNELS = 32, 4  # most groups of GroupNorm, and least channels in one
 
 
-def normed(norm: Norm, channels: int) -> nn.Module:
+def norm_layer(norm: Norm, channels: int) -> nn.Module:
     """Return BatchNorm, or GroupNorm, which normalises each sample alone.
 
     Source: Wu and He, "Group normalization", ECCV 2018.
@@ -39,13 +39,13 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.norm1 = normed(norm, outputs)
+        self.norm1 = norm_layer(norm, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = normed(norm, outputs)
+        self.norm2 = norm_layer(norm, outputs)
         self.stride, self.widening, self.shortcut = stride, outputs - inputs, None
         if projected and self.widening:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), normed(norm, outputs)
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm_layer(norm, outputs)
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def make_network(
     """
     layers: list[nn.Module] = [
         nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
-        normed(norm, widths[0]),
+        norm_layer(norm, widths[0]),
         nn.ReLU(),
     ]
     before = widths[0]
