@@ -87,6 +87,7 @@ def test_an_error_says_whether_it_is_a_consequence_and_of_whose_end() -> None:
 def test_how_a_process_has_ended() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(-40) == "was killed by signal 40", "Python has no name for it"
 
 
 def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, list[Any]]:

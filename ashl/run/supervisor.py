@@ -503,9 +503,17 @@ def describe_exit(code: int) -> str:
         return DECLARED
     if code == EXIT_EVICTED:
         return "missed heartbeats for too long; the run continues without it"
-    return (
-        f"{KILLED_BY} {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    )
+    return f"{KILLED_BY} {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal. Python names no real-time signals between the first and the
+    last.
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def find_culprit(
@@ -600,6 +608,8 @@ def answer_join_requests(liveness: LivenessMonitor) -> None:
     """
     while liveness.channel.join_requests:
         worker, future = liveness.channel.join_requests.popleft()
+        if not future.set_running_or_notify_cancel():  # the process waits no longer
+            continue
         place = join_refusal(liveness, worker)
         if place is None:
             free = liveness.failed.keys() - liveness.rejoining.keys()
