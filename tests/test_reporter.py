@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,13 +26,16 @@ from ashl.run.authenticated_store import (
 )
 from ashl.run.control_channel import MAX_PENDING_MODELS, Content, ControlChannel, Reporter
 from ashl.run.rank import RankSettings, run_rank
+from ashl.run.supervisor import answer_join_requests
 from ashl.runtime.records import (
     Alive,
+    ControlUpdate,
     End,
     ProcessExited,
     RankError,
     Record,
     Snapshot,
+    WorkerRejoined,
     dumps,
 )
 from tests.disturbed import wait_for
@@ -248,3 +253,38 @@ def test_a_full_disk_under_a_ranks_log(store, channel, tmp_path, monkeypatch) ->
     assert run_rank(settings, plan.to_json(), store).code == 1
     errors = [record for record, _ in received(channel) if isinstance(record, RankError)]
     assert errors == [RankError(1, "ZeroDivisionError: division by zero", consequence=False)]
+
+
+def test_records_of_an_earlier_incarnation_are_dropped(store, channel) -> None:
+    """A worker may end right after its report; its next incarnation has not rejoined by that."""
+    store.call("report", 1, 1, dumps(WorkerRejoined(1, 0)), b"")
+    channel.incarnations[1] = 2
+    assert received(channel) == []
+    store.call("report", 1, 2, dumps(WorkerRejoined(1, 5)), b"")
+    assert received(channel) == [(WorkerRejoined(1, 5), None)]
+
+
+def test_a_join_request_is_withdrawn_when_its_process_waits_no_longer(
+    store, channel, monkeypatch
+) -> None:
+    """The controller may evaluate meanwhile. The place went to no process, and stayed taken until
+    the heartbeat timeout.
+    """
+    monkeypatch.setattr("ashl.run.control_channel.PATIENCE_S", 0.05)
+    assert store.call("join", None) is None
+    assert len(channel.join_requests) == 1
+    answer_join_requests(cast("Any", SimpleNamespace(channel=channel)))
+    assert not channel.join_requests
+
+
+def test_the_end_of_the_run_is_known_when_the_store_ends_right_after_it(monkeypatch) -> None:
+    class Ending:
+        def call(self, name: str, *args: object) -> str:
+            if name == "end_seen":
+                raise RuntimeError("the job's store has ended")
+            return ControlUpdate(end=End(0)).dumps()
+
+    monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 1000.0)
+    made = Reporter(cast("Any", Ending()), 3, rounds="all")
+    made.close()
+    assert made.await_run_end() == End(0)

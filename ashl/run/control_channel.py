@@ -160,12 +160,15 @@ class ControlChannel:
 
     def receive_records(self) -> Iterator[tuple[Record, Content | None]]:
         """Yield the received records, each with the model, update, module state or part of a
-        checkpoint that belongs to it.
+        checkpoint that belongs to it. Records of earlier incarnations are dropped.
 
         Raises: AshlError if a record is invalid.
         """
         while self._inbox:
             record, content, sender = self._inbox.popleft()
+            # another process has taken the sender's place since this record arrived
+            if sender[1] < self.incarnations[sender[0]]:
+                continue
             if content is not None:
                 self._used[sender][type(record).__name__] += 1
             yield record, content
@@ -247,12 +250,16 @@ class ControlChannel:
             self._closed.add(sender)
 
     def _receive_join(self, worker: int | None) -> str | None:
-        """Return the answer to a join request; None if there is none after `PATIENCE_S`."""
+        """Return the answer to a join request. If there is none after `PATIENCE_S`, withdraw the
+        request and return None.
+        """
         answer = Future[str]()
         self.join_requests.append((worker, answer))
-        with suppress(TimeoutError):
+        try:
             return answer.result(PATIENCE_S)
-        return None
+        except TimeoutError:
+            # it is too late to withdraw a request that the controller is answering
+            return None if answer.cancel() else answer.result()
 
 
 def exit_process(end: End) -> NoReturn:
@@ -467,13 +474,14 @@ class Reporter:
         self.on_update(update)
         if update.end is None:
             return
-        if self.end is None:
+        is_new, self.end = self.end is None, update.end
+        if is_new:
             logger.info(
                 "the run has ended with code %d: %s",
                 update.end.code,
                 update.end.why or "as planned",
             )
-            self._store.call("end_seen", self._rank, self._incarnation)
-        self.end = update.end
+            with suppress(RuntimeError):  # the store may have ended since its answer
+                self._store.call("end_seen", self._rank, self._incarnation)
         if self.end.code:
             (self.on_evicted if self.end.code == EXIT_EVICTED else exit_process)(self.end)
