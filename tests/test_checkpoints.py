@@ -20,7 +20,14 @@ from ashl.run.monitor import MonitorState, Outage
 from ashl.run.train import find_restarted_run
 from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import ITEMS, KIND, decode, encode, to_plain
-from ashl.runtime.rank_checkpoint import PAUSES, folder_of, list_checkpoints, part_of, write
+from ashl.runtime.rank_checkpoint import (
+    PAUSES,
+    RankCheckpointWriter,
+    folder_of,
+    list_checkpoints,
+    part_of,
+    write,
+)
 from ashl.runtime.records import CheckpointPartSaved
 from ashl.tracking import jsonl
 
@@ -384,3 +391,20 @@ def test_the_lowest_worker_takes_the_place_of_a_failed_lead_rank(tmp_path: Path)
     checkpoint_manager.complete_checkpoints({0}, Home())
     found = checkpoints.find_newest(tmp_path, "run")
     assert (found.lead_ns, found.time_ns) == (3 * SECOND + 1, 3 * SECOND + 2)
+
+
+def test_a_rank_reports_any_error_for_which_it_cannot_write_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller awaited the part, and the run took no checkpoint without a word."""
+
+    def run_out_of_memory(document: object) -> bytes:
+        raise MemoryError("cannot allocate the content of the file")
+
+    monkeypatch.setattr("ashl.runtime.rank_checkpoint.encode", run_out_of_memory)
+    reported: list[CheckpointPartSaved] = []
+    writer = RankCheckpointWriter(1, tmp_path, lambda part, _: reported.append(part), 1.0)
+    writer._write({}, CheckpointPartSaved(1, 4, 0))
+    assert reported == [
+        CheckpointPartSaved(1, 4, 0, error="cannot allocate the content of the file")
+    ]

@@ -70,7 +70,7 @@ class RankCheckpointWriter:
         ctx.time_accounting.attribute_until("wait", time_ns)
         part = CheckpointPartSaved(self._rank, number, time_ns)
         document = to_plain(capture_rank(ctx, save, speed))
-        # not a daemon, so the process ends after it
+        # Python waits for it at the end, but `os._exit` does not: then this part is lost
         self._thread = threading.Thread(
             target=self._write, args=(document, part), name="checkpoint-writer"
         )
@@ -83,7 +83,7 @@ class RankCheckpointWriter:
                 return self._emit(part, content)
             path = part_of(folder_of(self._run_dir, part.number), self._rank)
             self._emit(part._replace(sha256=write(path, content)), None)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # the controller would await this part forever
             self._emit(part._replace(error=first_line(error)), None)
 
 
