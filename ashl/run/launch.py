@@ -3,8 +3,11 @@ publish how the run ended.
 
 `run_controller` receives a `Lead`: the store of the run, and the ranks that it starts on this node.
 These are all ranks (`lead_here`), or the rank of process 0 in another launcher's job
-(`ashl.run.job`). `rank_processes` starts ranks by Python's fork server, and kills all that are
-alive at the end.
+(`ashl.run.job`). `rank_processes` starts ranks by Python's fork server, or by `spawn` once this
+process has initialised CUDA. It kills all that are alive at the end.
+
+All functions run in the controller's main thread. The threads of the store serve the ranks
+meanwhile (`ashl.run.control_channel`).
 """
 
 import logging
@@ -207,7 +210,8 @@ def open_channel(
 def rank_processes(
     plan: Plan, rank_settings: Sequence[RankSettings], at: StoreAddress
 ) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int, Heartbeat | None], None]]]:
-    """Start processes for these ranks, and kill all that are alive when the context ends.
+    """Start processes for these ranks. When the context ends, kill all that are alive, and wait for
+    their end.
 
     Yields: the latest process of each rank, and a function that starts the next process of a rank.
     That function takes the rank, the incarnation, and the totals of earlier incarnations.
@@ -223,7 +227,8 @@ def rank_processes(
             target=run_rank_in_child, args=(settings, plan.to_json(), at), name=f"rank{rank}"
         )
         all_processes.append(process)
-        with allow_children():
+        # a process made by `spawn` would end at Ctrl-C before it ignores it
+        with allow_children(), block_interrupts():
             process.start()
         logger.info(
             "started rank %d, incarnation %d, as process %s", rank, incarnation, process.pid
@@ -231,7 +236,8 @@ def rank_processes(
         processes[rank] = process
 
     try:
-        start_fork_server("torch", "ashl.run.rank")
+        if context.get_start_method() == "forkserver":
+            start_fork_server("torch", "ashl.run.rank")
         for rank in by_rank:
             start(rank, 0)
         yield processes, start
@@ -258,20 +264,18 @@ def start_fork_server(*preload: str) -> None:
     """
     path = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     own = {name: os.environ.get(name) for name in path}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
-        resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
-        os.environ |= path
-        forkserver.set_forkserver_preload([*preload])
-        shorten_socket_paths()
-        try:
-            forkserver.ensure_running()
-        except ChildProcessError:
-            # the fork server is a child of the process that this one was forked from
-            forkserver._forkserver.__init__()
+        with block_interrupts():
+            os.environ |= path
             forkserver.set_forkserver_preload([*preload])
-            forkserver.ensure_running()
+            shorten_socket_paths()
+            try:
+                forkserver.ensure_running()
+            except ChildProcessError:
+                # the fork server is a child of the process that this one was forked from
+                forkserver._forkserver.__init__()
+                forkserver.set_forkserver_preload([*preload])
+                forkserver.ensure_running()
     except OSError as error:
         raise AshlError(
             f"no process can be started: {error.strerror or error} (temporary files go to"
@@ -279,12 +283,25 @@ def start_fork_server(*preload: str) -> None:
             " TMPDIR=/tmp"
         ) from error
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for name, value in own.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def block_interrupts() -> Generator[None]:
+    """Block the signals of `INTERRUPTS` in this thread, and in processes that it starts, until the
+    context ends.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    try:
+        resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM if it was not running
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def shorten_socket_paths() -> None:
