@@ -183,7 +183,7 @@ def test_adacomm_stretches_under_a_falling_rate_only():
         conf_option("sync", "adacomm", local_steps=8, every_s=1.0),
         iter([0.1, 0.1, 0.1, 0.1, 0.025, 0.1]),
     )
-    progress = SimpleNamespace(now_s=0.0, waiting=[0], present=1, loss=1.0, samples=0)
+    progress = SimpleNamespace(now_s=0.0, waiting=[0], num_present=1, loss=1.0, samples=0)
     stage = SimpleNamespace(
         num_workers=1, trainer=SimpleNamespace(rate=lambda samples: next(rates))
     )
