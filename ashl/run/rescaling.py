@@ -2,9 +2,11 @@
 
 Rule: the newest valid checkpoint of the run (the origin) becomes checkpoint 0 of the new run.
 `ashl.topology.rescaling` converts its states to those of the new ranks. From there on the run is
-resumed as any other. Evaluations are copied. Times and bytes of the old
-workers are divided equally among the new ones, so that totals are those of the whole run. The
-origin's folder is not changed.
+resumed as any other. Evaluations are copied. The origin's folder is not changed.
+
+The steps and bytes of the old workers are divided equally among the new ones, rounded down. So
+their sums remain those of the whole run. The time by class of each new worker is the mean of the
+old workers' times. Servers and coordinators divide theirs likewise.
 """
 
 from pathlib import Path
@@ -29,7 +31,7 @@ from ashl.topology.rescaling import rescale_states
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
 
-RESUMED = "resumed"  # configuration key: the folder of the origin
+RESUMED = "resumed"  # configuration key that holds the folder of the origin
 
 
 class Origin(NamedTuple):
@@ -38,11 +40,11 @@ class Origin(NamedTuple):
     run_dir: Path
     saved: Checkpoint
     plan: Plan
-    stage: int
+    stage: int  # index of the stage in which the checkpoint was taken
     state: Any  # state of the rank that counts progress: the lead rank, or a worker in its place
-    time_ns: int  # run time
+    time_ns: int  # run time of the checkpoint
     ranks: dict[int, SavedRank]  # without failed workers
-    own: Any  # mean of the workers' module states
+    mean_module_state: Any  # mean of the workers' module states; None if no module has any
 
     @property
     def note(self) -> str:
@@ -62,11 +64,13 @@ def rescales(config: dict[str, Any], run_dir: Path | None) -> bool:
 
 
 def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
-    """Return the origin for this plan.
+    """Read the newest checkpoint of a run, to resume it with the number of workers of this plan.
 
-    Raises: UsageError if the run cannot be resumed with another number of workers; AshlError while
+    Args: identity, the hash that the checkpoint's configuration must have (`train.identity`).
+    Raises: UsageError if the run cannot be resumed with this number of workers; AshlError while
     another process writes its records.
     """
+    # raises AshlError if another process holds a lock
     with writing(run_dir, begins=True), jsonl.hold_lock(run_dir / METRICS):
         pass
     saved = checkpoints.find_newest(run_dir, identity)
@@ -81,12 +85,13 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     device = job.stages[0].trainer.device
     with_part = sorted({*range(before.num_ranks)}.difference(saved.absent))
     found = rank_checkpoint.read_ranks(saved.folder, with_part, packages, device)
+    # in virtual time the file of all ranks has absent ones, too
     ranks = {rank: part for rank, part in found.items() if part.stage != ABSENT}
     lead = ranks.get(before.lead_rank, ranks[min(ranks)])
     state = lead.state
     workers = [ranks[rank] for rank in ranks if rank < before.num_workers]
     known = [rank.module_state for rank in workers if rank.module_state is not None]
-    own = mean_of(known) if known else None
+    mean_module_state = mean_of(known) if known else None
     cluster = job.parts.cluster
     if state.assigned is not None and not (
         isinstance(cluster, Cluster) and not cluster.missing_costs()
@@ -96,7 +101,9 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
             " are none of others; start a new run from its weights, which measures them:"
             f" run.start_from={run_dir}"
         )
-    return Origin(run_dir, saved, before, lead.stage, state, saved.time_ns, ranks, own)
+    return Origin(
+        run_dir, saved, before, lead.stage, state, saved.time_ns, ranks, mean_module_state
+    )
 
 
 def begin_rescaled_run(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Checkpoint:
@@ -126,15 +133,18 @@ def write_first_checkpoint(
     files = dict[str, str]()
     for rank, state in enumerate(states):
         is_worker = rank < plan.num_workers
-        peers = [saved for old, saved in origin.ranks.items() if (old < old_workers) == is_worker]
+        # workers divide the counters of workers, and other ranks those of other ranks
+        contexts = [
+            saved.context for old, saved in origin.ranks.items() if (old < old_workers) == is_worker
+        ]
         shares = plan.num_workers if is_worker else len(states) - plan.num_workers
-        contexts = [peer.context for peer in peers]
-        context = share_of_contexts(contexts, rank % len(peers), shares, time_ns)
-        drawn = (
+        context = share_of_contexts(contexts, rank % len(contexts), shares, time_ns)
+        # a worker that the origin had continues its own sequence of random jitter
+        jitter_draws = (
             origin.ranks[rank].jitter_draws if rank < old_workers and rank in origin.ranks else 0
         )
-        own = origin.own if is_worker else None
-        made = SavedRank(origin.stage, state, context, time_ns, drawn, own)
+        module_state = origin.mean_module_state if is_worker else None
+        made = SavedRank(origin.stage, state, context, time_ns, jitter_draws, module_state)
         path = rank_checkpoint.part_of(folder, rank)
         files[path.name] = rank_checkpoint.write(path, encode(to_plain(made)))
     about = {
@@ -183,25 +193,29 @@ def restore_monitor(origin: Origin, plan: Plan, monitor: Monitor) -> None:
 def share_of_contexts(
     contexts: list[dict[str, Any]], first: int, shares: int, time_ns: int
 ) -> dict[str, Any]:
-    """Return a rank context with an equal share of what old contexts have counted.
+    """Return a rank context with an equal share of the steps and bytes of old contexts.
 
-    Args: first, the old context that the other fields are copied from; shares, the number of new
-    ranks among which the counters are divided.
+    Its times are the means of theirs.
+
+    Args: first, index of the old context that the other fields are copied from; shares, the number
+    of new ranks among which steps and bytes are divided; time_ns, run time up to which the old
+    contexts' time is attributed.
     """
     accounts = [TimeAccounting() for _ in contexts]
     for account, context in zip(accounts, contexts, strict=True):
         for name, value in context["time_accounting"].items():
             setattr(account, name, value)
     sent = [account.bytes_so_far() for account in accounts]
-    own = TimeAccounting()
-    own.totals = mean([account.totals_until(time_ns) for account in accounts])
-    own.bytes_up, own.bytes_down = (sum(nbytes) // shares for nbytes in zip(*sent, strict=True))
-    own.collective_ns = sum(account.collective_ns for account in accounts) // len(contexts)
-    own.set_start(sum(own.totals.values()))  # the remainder of the divisions counts as waiting
+    share = TimeAccounting()
+    share.totals = mean([account.totals_until(time_ns) for account in accounts])
+    share.bytes_up, share.bytes_down = (sum(nbytes) // shares for nbytes in zip(*sent, strict=True))
+    share.collective_ns = sum(account.collective_ns for account in accounts) // len(contexts)
+    # the remainder of the divisions counts as waiting
+    share.set_start(sum(share.totals.values()))
     return {
         **contexts[first],
         "steps": sum(context["steps"] for context in contexts) // shares,
-        "time_accounting": {name: getattr(own, name) for name in own.__slots__},
+        "time_accounting": {name: getattr(share, name) for name in share.__slots__},
     }
 
 

@@ -1,12 +1,13 @@
 """Write and read the ranks' parts of a checkpoint.
 
-At a pause nothing is in flight between the ranks (`ashl.topology.ending`), so the states of all
-ranks are the whole run. In virtual time one file holds all of them. On processes each rank writes
-a part of its own in a thread, or uploads it, and continues at once; the controller
+At a pause for a checkpoint nothing is in flight between the ranks (`ashl.topology.ending`). So the
+saved ranks, together with the monitor's state, are the whole run. In virtual time one file holds
+all ranks. On processes each rank saves a part of its own in a thread, and continues at once: it
+writes the part, or sends it to the controller if it does not share the run folder. The controller
 (`ashl.run.checkpoints`) completes the checkpoint once it knows the hashes of all parts.
 
-Numbers: pause k of epoch e is e·`PAUSES` + k. All members of an epoch agree on k, and a later
-epoch has greater numbers. A resumed run continues with these numbers.
+Numbers: the checkpoint of pause k in epoch e has the number e·`PAUSES` + k. All members of an epoch
+agree on k, and a later epoch has greater numbers. A resumed run continues with these numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ashl.runtime.transport import first_line
 MANIFEST = "manifest.json"
 RANKS = "ranks.safetensors"  # file of all ranks, in virtual time
 ABSENT = -1  # stage of a rank that has failed, or that waits to be admitted
-PAUSES = 10**6  # numbers of pauses that each epoch has
+PAUSES = 10**6  # checkpoint numbers that each epoch has
 
 
 def next_due_ns(now_ns: int, every_s: float | None) -> float:
@@ -53,7 +54,8 @@ class RankCheckpointWriter:
         """Set up the writer.
 
         Args: run_dir, None if this process does not share the run folder with the controller, which
-        then writes the part; emit, reports a part, with its bytes if the controller writes it.
+        then writes the part; emit, reports a part, with its bytes if the controller writes it;
+        every_s, run time between two checkpoints, None = no checkpoints.
         """
         self._rank = rank
         self._run_dir = run_dir
@@ -62,21 +64,27 @@ class RankCheckpointWriter:
         self.every_s = every_s
 
     def save(self, ctx: RankContext, save: Save, speed: Speed | None, number: int) -> None:
-        """Save this rank at a pause, after its part of the checkpoint before is written."""
+        """Save this rank at a pause. It copies the rank's state, and a thread writes it.
+
+        It first waits until the part of the previous checkpoint is written.
+        """
         if self._thread is not None:
             self._thread.join()
-        # Rounds recorded so far end before this moment, and all later ones do not.
+        # Resume removes the rounds that end after the checkpoint's time. So this time is later than
+        # the end of every round that is recorded already.
         time_ns = max(ctx.now_ns, ctx.time_accounting.cursor + 2)
         ctx.time_accounting.attribute_until("wait", time_ns)
         part = CheckpointPartSaved(self._rank, number, time_ns)
         document = to_plain(capture_rank(ctx, save, speed))
-        # Python waits for it at the end, but `os._exit` does not: then this part is lost
+        # Not a daemon thread, so Python waits for it at exit. `os._exit` does not wait: then this
+        # part of the checkpoint is missing.
         self._thread = threading.Thread(
             target=self._write, args=(document, part), name="checkpoint-writer"
         )
         self._thread.start()
 
     def _write(self, document: Any, part: CheckpointPartSaved) -> None:
+        """Write or send a part, and report it or the error."""
         try:
             content = encode(document)
             if self._run_dir is None:
@@ -116,18 +124,22 @@ def part_of(folder: Path, rank: int) -> Path:
 
 
 class SavedRank(NamedTuple):
-    """A saved rank."""
+    """All that a rank needs to continue from a checkpoint."""
 
-    stage: int
+    stage: int  # index of its stage, or ABSENT
     state: Any  # the algorithm's own state
     context: dict[str, Any]  # counters of its context
-    time_ns: int
-    jitter_draws: int = 0
+    time_ns: int  # run time at which it was saved
+    jitter_draws: int = 0  # random numbers that its declared step times have used
     module_state: Any = None  # all that forward passes change beside the parameters
 
 
 def capture_rank(ctx: RankContext, save: Save | None, speed: Speed | None) -> SavedRank:
-    """Return a rank as it is now, None = an absent one."""
+    """Return the present state of a rank, for a checkpoint.
+
+    Args: save, the algorithm's state, None for an absent rank; speed, the declared step times, None
+    without.
+    """
     save = save or Save(ABSENT, None)
     drawn = speed.count_draws(ctx.rank) if speed else 0
     return SavedRank(
@@ -138,8 +150,10 @@ def capture_rank(ctx: RankContext, save: Save | None, speed: Speed | None) -> Sa
 def read_ranks(
     folder: Path, present: Sequence[int], packages: tuple[str, ...], device: str
 ) -> dict[int, SavedRank]:
-    """Return the ranks of a checkpoint that are present in it. States may be of classes of these
-    packages.
+    """Read the ranks of a checkpoint: those of `present` from their parts, or all from the one file
+    of a run in virtual time.
+
+    Args: packages, the packages whose classes a state may contain.
     """
     if (folder / RANKS).exists():
         return dict(enumerate(decode((folder / RANKS).read_bytes(), packages, device)))
@@ -168,7 +182,10 @@ def restore_rank(
     speed: Speed | None,
     worker_states: WorkerStates | None,
 ) -> None:
-    """Set a fresh context to a saved rank, at this run time."""
+    """Set a fresh context to a saved rank; the run resumes at `time_ns`.
+
+    The time from the rank's save to `time_ns` counts as waiting.
+    """
     for name, value in known.context["time_accounting"].items():
         setattr(ctx.time_accounting, name, value)
     for name in CONTEXT_FIELDS:

@@ -1,10 +1,16 @@
-"""Connect the processes of a run: all in one group at the start, and all members of each later
-epoch; without epochs, a joining worker by a group of two with each of its servers.
+"""Rendezvous: make the process groups that connect the processes of a run.
 
-gloo makes a group with all members at once, and a failed member breaks only its own pairs. So each
-incarnation of a joining worker has groups of its own, and no message of an earlier incarnation can
-arrive through them. Before it makes the group, the server announces itself in the job's store. The
-worker polls for that, because gloo's own wait cannot be interrupted.
+At the start all ranks make one group. In a run whose workers regroup, the members of each later
+epoch make a group. In any other run that tolerates failures, a joining worker makes a group of two
+with each of its servers.
+
+gloo makes a group with all members at once, and a failed member breaks only its own connections. So
+each incarnation of a joining worker has groups of its own, and no message of an earlier incarnation
+can arrive through them. Before a server makes the group of two, it announces itself in the job's
+store. The joining worker polls for that, because gloo's own wait cannot be interrupted.
+
+The run's clock counts nanoseconds from the run's zero. A process keeps this zero as a value of its
+own monotonic clock, which processes of one node share.
 """
 
 import os
@@ -26,7 +32,7 @@ from ashl.runtime.records import ControlUpdate
 from ashl.runtime.transport import NO_TIMEOUT
 
 SERVER, JOINER = 0, 1  # ranks in a group of two: the server, and the joining worker
-POLL_S = 0.02
+POLL_S = 0.02  # seconds between two reads of the job's store
 NOTICE_S = 10.0  # longest time from a failure to the next epoch without the failed member
 CHECK_S = 0.2  # seconds between two checks whether a wait can still end
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, new at each boot of the machine
@@ -35,11 +41,9 @@ _all: dist.ProcessGroup | None = None  # the group of all ranks, see `init_proce
 
 
 def init_process_groups(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
-    """Initialise torch.distributed with all ranks, and make a group of all beside torch's default
-    group.
+    """Initialise torch.distributed with all ranks, and make a second group of all ranks (`world`).
 
-    Messages between workers and sums are a tenth faster by a group of its own (four processes on
-    two cores, torch 2.13).
+    Messages and collectives use the second group, because torch's default group is slower.
     """
     global _all  # global, as torch's default group is
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=NO_TIMEOUT)
@@ -47,18 +51,18 @@ def init_process_groups(backend: str, store: dist.Store, rank: int, ranks: int) 
 
 
 def world() -> dist.ProcessGroup:
-    """Return the group of all ranks that were there at the start."""
+    """Return the group of all ranks for messages and collectives, made at the start of the run."""
     group = _all or dist.group.WORLD
     assert group is not None
     return group
 
 
 def synchronize_clocks() -> int:
-    """Wait for all ranks and return the zero of the run's clock, in this process's monotonic
-    nanoseconds.
+    """Wait for all ranks in a barrier, and return the zero of the run's clock, in this process's
+    monotonic nanoseconds.
 
-    Ranks on the node of rank 0 share its monotonic clock and therefore its zero; the zero of other
-    ranks is the end of their barrier.
+    Ranks on the node of rank 0 share its monotonic clock and therefore its zero: the end of the
+    barrier at rank 0. The zero of other ranks is the end of the barrier at these ranks.
     """
     dist.all_reduce(torch.zeros(1))  # a barrier on gloo; `dist.barrier` would use NCCL if available
     own = time.monotonic_ns()
@@ -93,20 +97,28 @@ def clock_id() -> int:
 
 
 def describe_clock(now_ns: int) -> str:
-    """Return the run's clock, which shows `now_ns`, as text for other processes."""
+    """Return the run's clock as text for other processes: its zero, the present run time `now_ns`,
+    and the monotonic clock that the zero belongs to.
+    """
     return f"{time.monotonic_ns() - now_ns} {now_ns} {clock_id()}"
 
 
 def parse_zero(clock: bytes) -> int:
     """Return the zero of the run's clock in this process's monotonic nanoseconds, from the text of
     `describe_clock`.
+
+    A process with another monotonic clock counts from the run time in the text. So its clock is
+    late by the time for which the text was in flight.
     """
     zero, now, clock_of = map(int, clock.split())
     return zero if clock_of == clock_id() else time.monotonic_ns() - now
 
 
 def make_group(name: str, store: dist.Store, place: int, size: int = 2) -> dist.ProcessGroup:
-    """Make the group of this name and size; return it once all members are there."""
+    """Make a process group on gloo; return it once all members are there.
+
+    Args: name, the same at all members and used once; place, the rank in the group.
+    """
     return cast(
         "dist.ProcessGroup",
         dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, size, NO_TIMEOUT),
@@ -114,7 +126,9 @@ def make_group(name: str, store: dist.Store, place: int, size: int = 2) -> dist.
 
 
 def clock_key(epoch: int) -> str:
-    """Return the key by which a member tells joining workers the run's clock."""
+    """Return the key of the job's store at which members publish the run's clock to joining
+    workers.
+    """
     return f"epoch/{epoch}/clock"
 
 
@@ -168,7 +182,9 @@ def join_epoch(
 
 def call_unless_over(call: Callable[[], T], is_over: Callable[[], bool]) -> T | None:
     """Return `call()`, or None once `is_over()` is true: gloo waits forever for a failed process.
-    Raises the error of `call`.
+
+    The call runs in a thread. After None this thread remains, blocked in the call.
+    Raises: the error of `call`.
     """
     outcome = Future[T]()
 
@@ -197,14 +213,21 @@ def await_key(store: dist.Store, key: str, is_over: Callable[[], bool]) -> bytes
 
 
 def pair_key(server: int, worker: int, incarnation: int) -> str:
+    """Return the name of the group of a server and a joining worker.
+
+    It is also the key of the job's store at which the server announces itself, with the run's clock
+    as the value.
+    """
     return f"pair/{server}/{worker}/{incarnation}"
 
 
 def admit_worker(
     store: dist.Store, server: int, worker: int, incarnation: int, now_ns: int
 ) -> dist.ProcessGroup:
-    """Make the group of a server with a joining worker; wait for the worker. `now_ns` is the run
-    time.
+    """Make the group of a server with a joining worker; called at the server.
+
+    It blocks until the worker is there: forever if the worker fails meanwhile.
+    Args: now_ns, run time.
     """
     name = pair_key(server, worker, incarnation)
     store.set(name, describe_clock(now_ns))
@@ -218,7 +241,7 @@ def join_servers(
     incarnation: int,
     is_over: Callable[[], bool],
 ) -> tuple[dict[int, dist.ProcessGroup], int] | None:
-    """Connect a joining worker to its servers once they admit it.
+    """Connect a joining worker to its servers, one after the other; called at the worker.
 
     Returns: (group with each server, zero of the run's clock in this process's monotonic
     nanoseconds); None if the run ends before.
