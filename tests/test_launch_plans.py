@@ -70,8 +70,8 @@ def test_nonsense_in_a_hostfile(text: str, said: str, tmp_path: Path) -> None:
 def test_a_hostfile_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name, why in (
-        ("none", "No such file"),
-        (".", "Is a directory"),
+        ("none", "no such file"),
+        (".", "is a directory"),
         ("binary", "it is no text"),
     ):
         with pytest.raises(UsageError, match=why):

@@ -161,8 +161,10 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"--hosts {path}: it cannot be read ({why})") from error
+        why = str(error.strerror).lower() if isinstance(error, OSError) else "it is no text"
+        raise UsageError(
+            f"--hosts {path}: it cannot be read ({why}); name a file with one host per line"
+        ) from error
     found: dict[str, tuple[int, Machine]] = {}
     for number, line in enumerate(lines, 1):
         if not (text := line.partition("#")[0].strip()):

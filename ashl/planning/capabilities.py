@@ -235,7 +235,7 @@ EXCHANGE = ("sync", "topology")
 
 CAPABILITIES: dict[str, Capability] = {
     "loop": Capability(
-        "a loop for this kind of sync mode",
+        "support for this sync mode",
         ("topology",),
         lambda c: isinstance(c.sync, c.topology.policy_type),
     ),

@@ -209,10 +209,10 @@ def make_grid(
         assert first is not None
         if len(wanted) == 1:
             raise first
-        raise UsageError(f"no point of this grid can be run; the first: {first}")
+        raise UsageError(f"no setting of this sweep can be run; the first: {first}")
     for key in unused.keys() - used - reasons.keys():
         raise UsageError(
-            f"no option that this grid chooses has the key {key}; `ashl list` shows what there is"
+            f"no option that this sweep chooses has the key {key}; `ashl list` shows what there is"
         )
     return Grid(axes, tuple(settings.values()), tuple(skipped), unused, merged, reasons)
 

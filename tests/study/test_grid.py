@@ -73,7 +73,7 @@ def test_what_cannot_be_combined_is_skipped_with_its_reason() -> None:
     assert len(found.settings) == 3
     (skipped,) = found.skipped
     assert skipped.overrides[-2:] == ("sync=asp", "topology=all_reduce")
-    assert "needs a loop" in skipped.reason
+    assert "needs support for this sync mode" in skipped.reason
     with pytest.raises(UsageError, match=r"sync=asp topology=all_reduce: .*needs a loop"):
         grid("sync=bsp,asp", "topology=parameter_server,all_reduce", strict=True)
 
@@ -122,7 +122,7 @@ def test_a_preset_may_bring_lines_of_settings(
         (("optimizer.lrr=0.1,0.2",), "did you mean optimizer.lr"),
         (
             ("sync.staleness=1,2", "sync=bsp"),
-            "sync=bsp has no key staleness|no option that this grid chooses has",
+            "sync=bsp has no key staleness|no option that this sweep chooses has",
         ),
         (("optimizer.lr=interval(0,1)",), "--search 20"),
         (("seed=range(0,1000)", "optimizer.lr=range(0,1000)"), "1,000,000 points"),
@@ -132,7 +132,7 @@ def test_a_preset_may_bring_lines_of_settings(
             "stands for more than 10,000 values; give fewer, or a larger step",
         ),
         (("sync=glob(zz*)",), "matches nothing"),
-        (("sync=asp,ssp", "topology=all_reduce"), "no point of this grid can be run"),
+        (("sync=asp,ssp", "topology=all_reduce"), "no setting of this sweep can be run"),
         (("seed=",), "seed"),
     ],
 )
