@@ -1,13 +1,15 @@
 """The controller's supervision of a real run: liveness, failures, restarts, and how the run ends.
 
 `supervise` is the loop of the controller. It reads records from the control channel, detects
-failures, restarts workers, answers join requests, takes checkpoints, and decides whether the run
-ends. `LivenessMonitor` is its knowledge of each rank, which is running, failed, rejoining or
+failures, restarts workers, answers join requests, completes checkpoints, and decides whether the
+run ends. `LivenessMonitor` is its knowledge of each rank, which is running, failed, rejoining or
 exited. `unexpected_exits` only lists processes that ended: `detect_failures` decides which of them
 the run tolerates, and `supervise` ends the run for the others after `SETTLE_S`.
 
-A process that ends is noticed by its exit code, or on another node by its closed connection to the
-controller. A rank that misses heartbeats is *silent*.
+The controller notices the end of a process by its exit code, or on another node by its closed
+connection. A rank whose reports have stopped is *silent*. After the heartbeat timeout the
+controller evicts a silent worker if the run can continue without it. Otherwise the run ends
+(`check_liveness`).
 """
 
 from __future__ import annotations
@@ -77,8 +79,9 @@ SETTLE_S = 1.0  # after the first failure: time for the others' records, which m
 # A rank sends five heartbeats a second. One that is silent for longer may be the cause of errors
 # of others.
 QUIET_S = 0.7
-# The run ends after this silence of ranks that it cannot do without, or after the heartbeat timeout
-# if that is longer: an overloaded node must not end a run that tolerates failures.
+# A run that tolerates failures ends after this silence of a rank that it cannot do without. If the
+# heartbeat timeout is longer, it ends after that: an overloaded node must not end it. Any other run
+# ends after the heartbeat timeout.
 FATAL_SILENCE_S = 10.0
 
 
@@ -102,7 +105,7 @@ class LivenessMonitor:
     survives_failure: bool
     regroups: bool = False  # a failure or a rejoin begins a new epoch
     exited: set[int] = field(default_factory=set)
-    # workers without which the run continues, with the cause
+    # failed workers without which the run continues, also rejoining ones, with the cause
     failed: dict[int, str] = field(default_factory=dict)
     last_failure_s: float = 0.0  # the channel's awake seconds at the latest worker failure
     # controller time at which an unexpected exit was noticed
@@ -111,13 +114,13 @@ class LivenessMonitor:
     rejoining: dict[int, bool] = field(default_factory=dict)
     # evicted workers whose process the controller killed
     killed_as_silent: set[int] = field(default_factory=set)
-    # restarts of a killed worker, up to runtime.max_restarts
+    # restarts of each killed worker, up to runtime.max_restarts; evicted ones do not count
     restarts: Counter[int] = field(default_factory=Counter)
-    # controller time of the run's zero, by the heartbeat with the least delay
+    # controller time of the zero of the run's clock, by the heartbeat with the least delay
     clock_zero_ns: int | None = None
     errors: list[RankError] = field(default_factory=list)
-    pace: list[PacingStats] = field(default_factory=list)
-    # controller time of the first sign of a failure that ends the run
+    pacing: list[PacingStats] = field(default_factory=list)  # by how much ranks were too slow
+    # controller time of the first sign of a failure that the run may not tolerate
     failure_seen_s: float | None = None
     interrupted_s: float | None = None  # controller time of the user's request to stop
 
@@ -136,7 +139,7 @@ class LivenessMonitor:
             case StopAsked():
                 self.monitor.stop_reason = self.monitor.stop_reason or record.reason
             case PacingStats():
-                self.pace.append(record)
+                self.pacing.append(record)
             case Snapshot():
                 assert not isinstance(content, bytes)
                 self.monitor.snapshot(record, content)
@@ -161,6 +164,7 @@ class LivenessMonitor:
                 del self.rejoining[rank], self.failed[rank]
                 self.publish_membership()
                 self.monitor.emit(record)
+            # the user has interrupted a process that had joined, which is no child of this one
             case WorkerFailed(rank, why=cause) if rank not in self.processes:
                 self.continue_without(rank, cause)
             case RankError(rank) if rank in self.failed:
@@ -200,13 +204,13 @@ class LivenessMonitor:
                 found[rank] = describe_exit(code)
         return found
 
-    def detect_failures(self, timeout_s: float, late: Sequence[int], read_s: float) -> None:
+    def detect_failures(self, timeout_s: float, silent: Sequence[int], read_s: float) -> None:
         """Continue without workers that were killed, failed as declared, or miss heartbeats while
         others do not.
 
         Does nothing before the run has begun. A failure counts once all records that the worker had
         sent are read.
-        Args: late, ranks without a heartbeat for `timeout_s`; read_s, controller time up to which
+        Args: silent, ranks without a report for `timeout_s`; read_s, controller time up to which
         records are read.
         """
         if not self.survives_failure or not any(
@@ -216,8 +220,8 @@ class LivenessMonitor:
         self.detect_exits(read_s)
         self.abandon_silent_rejoins(timeout_s)
         same_cause = {*self.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))}
-        if late and self.can_continue_without(same_cause):
-            for rank in late:
+        if silent and self.can_continue_without(same_cause):
+            for rank in silent:
                 self.evict_silent(rank, timeout_s)
 
     def detect_exits(self, read_s: float) -> None:
@@ -364,7 +368,7 @@ class LivenessMonitor:
         self.channel.control_update = update
 
     def next_epoch(self, epoch: Epoch) -> Epoch:
-        """Return the present epoch, or the next one if its members are others."""
+        """Return the present epoch if its members are unchanged, else the next one."""
         incarnations = self.channel.incarnations
         workers = tuple(
             rank
@@ -378,10 +382,10 @@ class LivenessMonitor:
         return Epoch(epoch.number + 1, workers, members)
 
     def silent_ranks(self, for_s: float) -> list[int]:
-        """Return the ranks without a report for longer than `for_s`, longest first."""
-        present = self.channel.last_heard_s.keys() - self.exited - self.failed.keys()
-        late = [rank for rank in present if self.channel.silent_s(rank) > for_s]
-        return sorted(late, key=self.channel.silent_s, reverse=True)
+        """Return the running ranks without a report for longer than `for_s`, longest first."""
+        running = self.channel.last_heard_s.keys() - self.exited - self.failed.keys()
+        silent = [rank for rank in running if self.channel.silent_s(rank) > for_s]
+        return sorted(silent, key=self.channel.silent_s, reverse=True)
 
 
 def supervise(
@@ -404,8 +408,7 @@ def supervise(
         now_s = time.monotonic()  # the records that were received before are applied next
         read_records(liveness, checkpoint_manager)
         publish_stop(liveness, now_s)
-        late = liveness.silent_ranks(timeout_s)
-        liveness.detect_failures(timeout_s, late, now_s)
+        liveness.detect_failures(timeout_s, liveness.silent_ranks(timeout_s), now_s)
         checkpoint_manager.complete_checkpoints(liveness.failed, liveness.monitor)
         if not channel.control_update.stop_reason and liveness.monitor.final is None:
             liveness.restart_workers(runtime.max_restarts)
@@ -427,7 +430,7 @@ def supervise(
     for rank, process in liveness.processes.items():
         if rank not in liveness.failed:
             process.join(PATIENCE_S)
-    return pacing_summary(liveness.pace, plan.num_workers)
+    return pacing_summary(liveness.pacing, plan.num_workers)
 
 
 def read_records(liveness: LivenessMonitor, checkpoint_manager: CheckpointManager) -> None:
@@ -552,20 +555,21 @@ def rank_name(liveness: LivenessMonitor, rank: int) -> str:
     )
 
 
-def is_cut_off(liveness: LivenessMonitor, late: set[int]) -> bool:
-    """Return True if all ranks on several other nodes are silent, and those on this node are not.
+def is_cut_off(liveness: LivenessMonitor, silent: set[int]) -> bool:
+    """Return True if the network of the controller's node seems to be down: there are several other
+    nodes, all running ranks on them are silent, and no rank on this node is.
 
     Without a rank on this node nothing tells a cut network from silent ranks: returns False.
     """
     here = {*liveness.processes}
     if not here:
         return False
-    elsewhere = {place.host for rank, place in liveness.monitor.hosts.items() if rank not in here}
-    away = liveness.exited.union(liveness.failed)
+    other_hosts = {place.host for rank, place in liveness.monitor.hosts.items() if rank not in here}
+    ended = liveness.exited.union(liveness.failed)
     return (
-        len(elsewhere) > 1
-        and not here & late
-        and here | away | late == {*range(liveness.plan.num_ranks)}
+        len(other_hosts) > 1
+        and not here & silent
+        and here | ended | silent == {*range(liveness.plan.num_ranks)}
     )
 
 
@@ -580,15 +584,15 @@ def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
     if liveness.silent_ranks(fatal_s):
         for_so_long = f"for {fatal_s:g} s{source}"
         # with the ranks that became silent at about the same time
-        late = liveness.silent_ranks(fatal_s - min(SAME_CAUSE_S, fatal_s / 2))
-        if is_cut_off(liveness, {*late}):
+        silent = liveness.silent_ranks(fatal_s - min(SAME_CAUSE_S, fatal_s / 2))
+        if is_cut_off(liveness, {*silent}):
             own_host = liveness.monitor.hosts[min(liveness.processes)].host
             raise AshlError(
                 f"no heartbeat from any other node {for_so_long}; has {own_host}, "
                 "the controller's node, lost its network?"
             )
-        names = ", ".join(rank_name(liveness, rank) for rank in sorted(late))
-        raise AshlError(f"{names} sent no heartbeat {for_so_long} and is late; the run ends here")
+        names = ", ".join(rank_name(liveness, rank) for rank in sorted(silent))
+        raise AshlError(f"{names} sent no heartbeat {for_so_long}; the run ends here")
     running = {*range(liveness.plan.num_ranks)} - liveness.failed.keys()
     beats = [liveness.monitor.heartbeats.get(rank) for rank in sorted(running)]
     stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
@@ -675,9 +679,9 @@ def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
 
     `workers` has one row per worker: by how much its steps and transfers took longer, as a fraction
     of their declared time. The time of encoding is often declared as zero, so its lateness is a
-    fraction of all declared time, as is the total. Pushes that a server received count for the
-    worker that sent them, transfers between servers for no worker. The other keys hold the largest
-    value of any worker.
+    fraction of all declared time, as is the total. A push that a server received counts for the
+    worker that sent it. A transfer between servers counts for no worker. The other keys hold the
+    largest value of any worker.
     """
     lateness = {kind: [ON_TIME] * num_workers for kind in ("steps", "transfers", "encodings")}
     for report in reports:
@@ -708,8 +712,10 @@ def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
 
 
 def add_lateness(*rows: Lateness) -> Lateness:
+    """Return the sum of several counts of lateness, field by field."""
     return Lateness(*map(sum, zip(*rows, strict=True)))
 
 
 def fraction(part: float, whole: float) -> float:
+    """Return part / whole; 0 if `whole` is 0."""
     return part / whole if whole else 0.0
