@@ -74,7 +74,7 @@ def test_what_cannot_be_combined_is_skipped_with_its_reason() -> None:
     (skipped,) = found.skipped
     assert skipped.overrides[-2:] == ("sync=asp", "topology=all_reduce")
     assert "needs support for this sync mode" in skipped.reason
-    with pytest.raises(UsageError, match=r"sync=asp topology=all_reduce: .*needs a loop"):
+    with pytest.raises(UsageError, match=r"sync=asp topology=all_reduce: .*needs support"):
         grid("sync=bsp,asp", "topology=parameter_server,all_reduce", strict=True)
 
 
