@@ -87,27 +87,30 @@ def run(
     diverged, and KeyboardInterrupt if it was interrupted; the records are complete by then.
     """
     log_level()
-    config, job = detect_job(config)
-    with jobs.sharing_error(job):
+    config, membership = detect_job(config)
+    with jobs.sharing_error(membership):
         tracking = construct(config["tracking"], "tracking", config["allow_targets"])
         plan, parts, data = prepare_plan(
-            config, job.world_size if job else None, overrides, strict=strict and resume is None
+            config,
+            membership.world_size if membership else None,
+            overrides,
+            strict=strict and resume is None,
         )
-    if job is not None and job.rank != 0:
-        return RunOutcome(jobs.run_as_rank(plan, parts, config, job))
-    lead = None if job is None else jobs.lead_job(plan, parts, config, job)
+    if membership is not None and membership.rank != 0:
+        return RunOutcome(jobs.run_as_rank(plan, parts, config, membership))
+    lead = None if membership is None else jobs.lead_job(plan, parts, config, membership)
     if lead is not None:
         plan = replace(plan, notes=(*plan.notes, *lead.notes))
     elif parts.runtime.name == "local":
         launch.check_local(plan, parts.runtime)
     torch.set_num_threads(parts.runtime.threads)
-    with jobs.sharing_error(job, lead and lead.store):
+    with jobs.sharing_error(membership, lead and lead.store):
         device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
-        whole = assemble_job(plan, device, parts, data)
+        job = assemble_job(plan, device, parts, data)
         if resume is not None:
             close_killed(resume)
         resume, origin, plan = resolve_resume(
-            find_restarted_run(config, job) or resume, config, plan, whole
+            find_restarted_run(config, membership) or resume, config, plan, job
         )
         saved, sizes = (None, None) if resume is None else load_checkpoint(resume, config, plan)
         run_dir = resume or make_run_folder(config, plan)
@@ -121,7 +124,7 @@ def run(
     )
     monitor = Monitor(
         plan,
-        whole,
+        job,
         recorder,
         progress,
         rounds=tracking.events,
@@ -134,15 +137,11 @@ def run(
         status, reason = run_status(monitor, failure)
         summary = summarise(monitor, parts.runtime.name, status, reason, pace)
         close_records(monitor, summary, failure)
-        shown, unlogged = copier.finish(TRACKING_S) if copier else (None, None)
+        copy_place, copy_warning = copier.finish(TRACKING_S) if copier else (None, None)
     if not silent:
-        print_outcome(console, summary, run_dir, {copier.title: shown} if copier else {})
-        # a run in virtual time would fail again
-        is_resumable = status == "interrupted" or (status == "failed" and not is_virtual(config))
-        if is_resumable and list_checkpoints(run_dir):
-            line = f"resume with `{resume_command(run_dir, config)}`"
-            console.print(line, soft_wrap=True, markup=False)
-    warn(unlogged)
+        print_outcome(console, summary, run_dir, {copier.title: copy_place} if copier else {})
+        print_resume_command(console, run_dir, config, status)
+    warn(copy_warning)
     return return_outcome(monitor, summary, failure)
 
 
@@ -162,7 +161,7 @@ def return_outcome(
             f"the run diverged: {summary['exit_reason']}; lower optimizer.lr, for example. Its"
             f" records are in {run_dir}"
         )
-    # also an interrupt after the last step ends the command, which may run more
+    # An interrupt after the last step ends the command, too: a sweep must not begin its next run.
     if monitor.stop_reason == "interrupted" or status == "interrupted":
         lacks = status == "interrupted" and not list_checkpoints(run_dir)
         without = ", without a checkpoint to resume from" if lacks else ""
@@ -197,6 +196,17 @@ def run_to_end(
         monitor.progress.close()
 
 
+def print_resume_command(
+    console: Console, run_dir: Path, config: Mapping[str, Any], status: str
+) -> None:
+    """Print the command that resumes a run of this status, if it can be resumed."""
+    # a failed run in virtual time would fail again in the same way
+    is_resumable = status == "interrupted" or (status == "failed" and not is_virtual(config))
+    if is_resumable and list_checkpoints(run_dir):
+        line = f"resume with `{resume_command(run_dir, config)}`"
+        console.print(line, soft_wrap=True, markup=False)
+
+
 def resume_command(run_dir: Path, config: Mapping[str, Any]) -> str:
     """Return the command that resumes an unfinished run from its checkpoint."""
     packages = (
@@ -212,14 +222,14 @@ def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | 
     virtual time there is no job.
     """
     kind = config["runtime"].get("_target_", "").rsplit(".", 1)[-1]
-    job = read_membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
-    if job and kind == "LocalRuntime":
+    membership = read_membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
+    if membership and kind == "LocalRuntime":
         config = {
             **config,
             "choices": {**config["choices"], "runtime": "torchrun"},
             "runtime": {**config["runtime"], "_target_": "ashl.runtime.runtimes.TorchrunRuntime"},
         }
-    return config, job
+    return config, membership
 
 
 def run_kernel(
@@ -235,7 +245,7 @@ def run_kernel(
         simulate(plan, monitor.job, monitor, saving, saved)
         return None
     run_dir = monitor.recorder.run_dir
-    # several ranks send the parts of one model, or one rank sends it whole
+    # the rank by whose clock evaluations count; None if several ranks send the parts of one model
     lead_rank = None if monitor.run_state.parts is not None else plan.lead_rank
     checkpoint_manager = CheckpointManager(
         run_dir, plan.num_ranks, saving.every_s, saving.identity, lead_rank
@@ -247,11 +257,12 @@ def run_kernel(
         if saved is not None:
             monitor.resume_from(checkpoints.read_monitor_state(saved, plan.limits))
         runtime = monitor.job.parts.runtime
-        lead_here = lead or launch.lead_here(plan, runtime, monitor.rounds, saving.every_s)
-        # the store of a job serves late processes until process 0 ends
-        with nullcontext() if lead else closing(lead_here.store):
+        run_lead = lead or launch.lead_here(plan, runtime, monitor.rounds, saving.every_s)
+        # Other processes of a job may still read from the store, so it stays open until process 0
+        # ends.
+        with nullcontext() if lead else closing(run_lead.store):
             pace = launch.run_controller(
-                plan, run_dir, monitor, lead_here, checkpoint_manager, saved
+                plan, run_dir, monitor, run_lead, checkpoint_manager, saved
             )
     warn(checkpoint_manager.warning)
     return pace
@@ -299,7 +310,7 @@ def load_checkpoint(
     """
     saved = checkpoints.find_newest(run_dir, identity(config))
     before = checkpoints.plan_of(saved).num_workers
-    # only if the size of a job, and not the configuration, decided the number of workers
+    # A configured number of workers is part of the identity. So only the size of a job can differ.
     if before != plan.num_workers:
         n = plan.num_workers
         raise UsageError(
@@ -310,12 +321,12 @@ def load_checkpoint(
     return saved, checkpoints.truncate_records(run_dir, saved)
 
 
-def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> Path | None:
+def find_restarted_run(config: Mapping[str, Any], membership: JobMembership | None) -> Path | None:
     """Return the run folder of an unfinished run whose processes torchrun has restarted, or None.
 
     Limits: `run.dir` must be set and hold a checkpoint.
     """
-    if job is None or job.attempt == "0" or not config["run"]["dir"]:
+    if membership is None or membership.attempt == "0" or not config["run"]["dir"]:
         return None
     run_dir = Path(config["run"]["dir"]).expanduser()
     if (
@@ -347,7 +358,7 @@ def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
     """Return the run's status and the reason why it ended."""
     if failure is not None:
         return "failed", str(failure)
-    if monitor.final is None:  # no final model: at the second interrupt the ranks were not awaited
+    if monitor.final is None:  # after an interrupt, not all ranks had exited when the run ended
         return "interrupted", monitor.stop_reason or "interrupted"
     reason = monitor.run_state.stages[-1].reason or ""
     if monitor.final.diverged:
@@ -358,8 +369,9 @@ def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
 class DryRun(NamedTuple):
     """The plan of a run, and the longest time that this machine needs for it.
 
-    `host_s` is the seconds for a run in virtual time, else None. `leads` is False in a process of
-    a job that does not print.
+    `epoch_samples` is the number of training samples. `host_s` is the seconds for a run in virtual
+    time, else None. `leads` is False in the processes of a job that print nothing: all except
+    process 0.
     """
 
     plan: Plan
@@ -380,16 +392,16 @@ class DryRun(NamedTuple):
 
 
 def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> DryRun:
-    """Compose, check, plan and estimate a run without running it.
+    """Check, plan and estimate a run without running it.
 
     Args: processes, the number of processes that a job will have; None = without a job.
     """
-    config, job = detect_job(config)
+    config, membership = detect_job(config)
     plan, parts, data = prepare_plan(
-        config, job.world_size if job else processes, overrides, strict=True
+        config, membership.world_size if membership else processes, overrides, strict=True
     )
     construct(config["tracking"], "tracking", config["allow_targets"])
-    leads = job is None or job.rank == 0
+    leads = membership is None or membership.rank == 0
     host_s = None
     if leads and is_virtual(config):
         host_s = host_here_s(PreparedPlan(plan, parts, data))
@@ -397,6 +409,7 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
 
 
 def is_virtual(config: Mapping[str, Any]) -> bool:
+    """Return True if this configuration runs in virtual time."""
     return config["runtime"]["_target_"].endswith("SimRuntime")
 
 
