@@ -104,6 +104,10 @@ class ControlChannel:
     Silence is measured in the seconds for which this process was not stopped, for example by
     Ctrl-Z: the ranks may have been stopped with it. Each report of a rank and each pass of the
     controller's loop is a tick of this time.
+
+    Threads: the controller's main thread calls the public methods. The thread of each connection
+    runs the handlers: it fills the inbox and the join requests, and reads the control update and
+    the incarnations. Single operations on deques, dicts and sets need no lock.
     """
 
     def __init__(
@@ -286,6 +290,10 @@ def describe_fields(record: Record) -> str:
 class Reporter:
     """A rank's end: reports its heartbeats, records and models, and applies the control updates of
     the controller.
+
+    Threads: any thread queues records. A thread of the reporter sends them until `close`, the
+    thread that calls `close` sends the rest. A report blocks until the store answers, at most for
+    the limit of `StoreClient.limit_answers`; then this process ends.
     """
 
     def __init__(
@@ -315,8 +323,8 @@ class Reporter:
         self._broken = False  # True if records cannot be sent any more
         self._outbox: deque[tuple[Record, Any]] = deque()  # each with its content or None
         self._queued: Counter[str] = Counter()  # contents queued so far, by kind of record
-        self._lock = threading.Lock()
-        self._flush_lock = threading.Lock()
+        self._lock = threading.Lock()  # orders the threads that queue models
+        self._flush_lock = threading.Lock()  # held while records are sent
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="reporter")
         self._thread.start()

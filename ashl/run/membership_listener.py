@@ -104,6 +104,8 @@ class MembershipListener:
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
         """Connect to a rejoining worker, in a thread of its own: it blocks until the worker is
         there.
+
+        Limits: if the worker ends before, the thread waits until this process ends.
         """
         group = admit_worker(self._store, self._rank, rank, incarnation, self._kernel.now_ns)
         self._kernel.connect_peer(rank, incarnation, group)

@@ -69,6 +69,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     Args: identity, the hash that the checkpoint's configuration must have (`train.identity`).
     Raises: UsageError if the run cannot be resumed with this number of workers; AshlError while
     another process writes its records.
+    Limits: a process that resumes the run in its own folder right after this check is not noticed.
     """
     # raises AshlError if another process holds a lock
     with writing(run_dir, begins=True), jsonl.hold_lock(run_dir / METRICS):

@@ -10,6 +10,10 @@ The controller notices the end of a process by its exit code, or on another node
 connection. A rank whose reports have stopped is *silent*. After the heartbeat timeout the
 controller evicts a silent worker if the run can continue without it. Otherwise the run ends
 (`check_liveness`).
+
+All of this runs in the controller's main thread. Only the channel has other threads: they receive
+reports and join requests at any moment. So a pass of the loop reads all records first. The end of
+a process counts as a failure in a later pass than the one that noticed it.
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ from ashl.runtime.records import (
 logger = logging.getLogger(__name__)
 
 DISCONNECTED = "disconnected"
-KILLED_BY = "was killed by"  # the cause of a failure begins so, followed by the signal's name
+KILLED_BY = "was killed by"  # the cause of a failure begins so; the name of a signal follows
 DECLARED = "failed, as cluster.events says"
 SAME_CAUSE_S = 1.0  # silences that began within this many seconds have one cause
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause

@@ -84,7 +84,8 @@ def run(
     silent, show no outcome either; command, what the user typed, for the records (empty in a
     sweep); strict, reject overrides that have no effect (a resumed run accepts them).
     Raises: UsageError and DataMissingError before the run begins. AshlError if the run failed or
-    diverged, and KeyboardInterrupt if it was interrupted; the records are complete by then.
+    diverged, and KeyboardInterrupt if it was interrupted; the records are complete by then, unless
+    another interrupt arrived while they were written.
     """
     log_level()
     config, membership = detect_job(config)

@@ -9,6 +9,11 @@ posted. In a paced run they exchange when their NICs are free, too; both take on
 A communicator serves one epoch. If a member fails, gloo raises an error at members connected to the
 failed one, and others would wait forever. So waiting members check from time to time whether
 another epoch has begun. Then, or after an error, the collective ends with `CollectiveBrokenError`.
+In a run without epochs the error of gloo is raised, and a member may wait forever: the controller
+ends such a run.
+
+Threads: the main thread posts, and a group's thread removes collectives. Groups are independent of
+each other. Threads of an earlier epoch are daemons that nothing ends.
 """
 
 from __future__ import annotations
@@ -87,7 +92,11 @@ class CollectiveTiming(NamedTuple):
 
 
 class LocalQueue:
-    """This rank's part of the collective queue of a group."""
+    """This rank's part of the collective queue of a group.
+
+    One thread at a time carries out its collectives: the main thread in `run_inline`, else the
+    group's thread. After an error the queue is not used any more.
+    """
 
     def __init__(
         self,
@@ -102,7 +111,8 @@ class LocalQueue:
         self.committed: list[Pending] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._inline = self._closing = False
+        self._inline = False  # True while the main thread carries out a collective
+        self._closing = False
         self._error: Exception | None = None
 
     def run_inline(self, effect: Collective, main: bool) -> Outcome:
@@ -172,10 +182,9 @@ class LocalQueue:
                 self._changed.wait_for(lambda: (self.pending and not self._inline) or self._closing)
                 if not self.pending:
                     return
-            # a peer failed: no collective of this group will end
             try:
                 pending, outcome = self._carry_out(self)
-            except Exception as error:
+            except Exception as error:  # a member failed: no collective of this group will end
                 self._error = error
                 self.pending[0].done(error)
                 return

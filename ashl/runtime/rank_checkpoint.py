@@ -64,9 +64,10 @@ class RankCheckpointWriter:
         self.every_s = every_s
 
     def save(self, ctx: RankContext, save: Save, speed: Speed | None, number: int) -> None:
-        """Save this rank at a pause. It copies the rank's state, and a thread writes it.
+        """Save this rank at a pause: capture its state, and write it in a thread.
 
-        It first waits until the part of the previous checkpoint is written.
+        It first waits until the part of the previous checkpoint is written. The thread shares the
+        tensors in the host's memory with the state: no step changes a tensor in place.
         """
         if self._thread is not None:
             self._thread.join()

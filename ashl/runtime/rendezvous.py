@@ -11,6 +11,9 @@ store. The joining worker polls for that, because gloo's own wait cannot be inte
 
 The run's clock counts nanoseconds from the run's zero. A process keeps this zero as a value of its
 own monotonic clock, which processes of one node share.
+
+All process groups have a timeout that never expires (`NO_TIMEOUT`): the controller notices failures
+and ends the run, or begins the next epoch.
 """
 
 import os

@@ -13,15 +13,18 @@ The global server steps on that difference with delayed Nesterov momentum
 (`outer=delayed_nesterov`): x = γ·Δ; at each merge v ← v + x; at every N-th merge first m ← β·m + Σx
 of the last N, then v ← v + x + β·m. Its answer is v, and the region mixes: w ← (1 − α)·w + α·v. The
 region continues meanwhile. As in the released code, pushes that it merges while its difference is
-in flight stay in its own model only. At the end of a stage they are sent, too.
+in flight stay in its own model only. At the end of a stage they are sent, too. K is `updates`, α is
+`mixing`, γ is `lr`, β is `beta`, and N is `buffer`.
 
 Model, counts, targets and limits are those of the global server. A push counts once its region has
 sent it to the global server, and staleness is counted in merges of the region. A stage ends when
-the last region has been notified. Pushes that arrive after the global server's signal are dropped.
+the last region has been notified. Before another stage the global server merges the rest of every
+region. At the end of the run it drops the steps that the regions have not sent.
 
-Processes: rank n is the global server. The servers of the regions are the ranks from n + 1 on, in
-the order of their numbers in `cluster.node`. In virtual time the server of a region is on its node
-and shares that node's NIC. A region sends a whole difference and a few numbers per worker.
+Processes: with n workers, rank n is the global server. The servers of the regions are the ranks
+from n + 1 on, in the order of their numbers in `cluster.node`. In virtual time the server of a
+region is on its node and shares that node's NIC. A region sends a whole difference and a few
+numbers per worker.
 
 Limit: with one region there is no global server, and the run equals the parameter server, bit for
 bit, outer momentum included.
