@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ashl.compression.contract import EncodeContext
-from ashl.data.counter_rng import CHUNK, CounterRng
+from ashl.data.counter_rng import PIECE, CounterRng
 from ashl.device import to_device, to_host
 from tests.stand_in_device import DEVICE, guarded
 
@@ -29,7 +29,7 @@ def test_they_are_splitmix64() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "count"), [(0, 0), (0, 1), (3, CHUNK), (CHUNK - 1, 2 * CHUNK + 3), (2**40, 5)]
+    ("start", "count"), [(0, 0), (0, 1), (3, PIECE), (PIECE - 1, 2 * PIECE + 3), (2**40, 5)]
 )
 def test_of_the_host_and_of_a_device(start: int, count: int) -> None:
     for key in (0, 7, 2**63 + 5, 2**64 - 1):
