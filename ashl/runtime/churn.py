@@ -1,8 +1,9 @@
 """Inject faults into a simulation: workers fail and rejoin, or the server fails.
 
 A worker that fails loses its state, the messages in flight to it, and the messages that it sent and
-that have not arrived. NICs still receive those messages. The failure is noticed `detect_s` later,
-or when the worker rejoins, if that is sooner: a failure is always seen before the next incarnation.
+that have not arrived. NICs still receive those messages. The failure is noticed
+`cluster.failure_detection_s` later, or when the worker rejoins, if that is sooner: a failure is
+always seen before the next incarnation.
 
 With a topology that regroups (`Topology.regroups`), a noticed failure or a rejoin begins a new
 epoch: every rank continues from its last safe point with the members of the epoch
