@@ -204,8 +204,8 @@ def test_a_rule_may_ask_twice(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_tally_answers_as_counting_does(seed: int) -> None:
-    """The answers `behind`, `within`, `slowest` and `fastest` match their definitions in any order
-    of events.
+    """The answers about waiting workers, and `slowest` and `fastest`, match their definitions in any
+    order of events.
     """
     rng = random.Random(seed)
     n = rng.randint(1, 6)
