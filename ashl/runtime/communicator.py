@@ -1,13 +1,15 @@
-"""Collectives of one rank on real processes: its local queues, one for each process group.
+"""Collectives of one rank on real processes: its local queues, one for each group of ranks.
 
 A collective runs inline, in the calling thread, while no other task of the rank could run
-meanwhile; otherwise it runs on a thread of its process group. The rule of
-`ashl.runtime.collective_queue` holds in both cases, so each member knows what the others have
-posted before. If a key above 0 leaves a choice, members exchange how many collectives they have
-posted. In a paced run they exchange when their NICs are free, too; both take one hop together.
+meanwhile. Otherwise it runs on a thread of its group. The rule of `ashl.runtime.collective_queue`
+holds in both cases: members post in the same order, and of the collectives that all members have
+posted the lowest key runs first. If the oldest pending collective has key 0, it is the next one.
+Otherwise members exchange how many collectives they have posted, unless some are committed already.
+In a paced run (declared costs) they exchange before every collective, and the same exchange tells
+them when all their NICs are free.
 
 A communicator serves one epoch. If a member fails, gloo raises an error at members connected to the
-failed one, and others would wait forever. So waiting members check from time to time whether
+failed one, and others would wait forever. So waiting members check every `CHECK_S` seconds whether
 another epoch has begun. Then, or after an error, the collective ends with `CollectiveBrokenError`.
 In a run without epochs the error of gloo is raised, and a member may wait forever: the controller
 ends such a run.
@@ -42,13 +44,13 @@ from ashl.runtime.sums import PHASES_OF_A_SUM
 from ashl.runtime.throttle import Throttle
 
 WAITS_PER_EXCHANGE = 64  # unpaced collectives whose waiting times are exchanged together
-LINGER_S = 30.0  # seconds that a rank that has ended waits for its posted collectives
+LINGER_S = 30.0  # longest wait in seconds, at the end of a rank, for its posted collectives
 CHECK = timedelta(seconds=CHECK_S)  # time between two checks for another epoch
 Ranks = tuple[int, ...]
 
 
 class CollectiveBrokenError(Exception):
-    """A member of this group has failed, or another epoch has begun."""
+    """Raised if a member of this group has failed, or another epoch has begun."""
 
     def __init__(self, group: Ranks) -> None:
         super().__init__(f"a collective of the ranks {list(group)} is broken")
@@ -59,36 +61,33 @@ class Outcome(NamedTuple):
     """The result of a collective: its value, its begin and end on the rank's clock, and the bytes
     that the rank sent and received.
 
-    `waited_ns`: for earlier collectives whose waiting time has become known now, how long each
-    waited for its last member.
+    `waited_ns` holds, for each earlier collective whose waiting time has become known now, how long
+    it waited for its last member.
     """
 
     value: Any
     begin_ns: int
     end_ns: int
-    traffic: tuple[int, int]
+    traffic: tuple[int, int]  # (bytes sent, bytes received)
     waited_ns: list[int]
 
 
 class Pending(NamedTuple):
-    """A collective that this rank has posted, the n-th of its group. The group's thread calls
-    `done` with the outcome or the error.
-    """
+    """A collective that this rank has posted and that has not ended."""
 
-    number: int
+    number: int  # its place in the order of posting in the group, from 0
     effect: Collective
-    main: bool
+    main: bool  # True if the rank's main task has posted it
+    # the group's thread calls it with the outcome or the error
     done: Callable[[Outcome | Exception], None]
 
 
 class CollectiveTiming(NamedTuple):
-    """Begin and end of an unpaced collective of all ranks; `main` is True if it took the main
-    task's time.
-    """
+    """Begin and end of an unpaced collective of all ranks, on the rank's clock."""
 
     begin_ns: int
     end_ns: int
-    main: bool
+    main: bool  # True if the rank's main task has posted it
 
 
 class LocalQueue:
@@ -104,10 +103,10 @@ class LocalQueue:
         carry_out: Callable[[LocalQueue], tuple[Pending, Outcome]],
     ) -> None:
         self.group = group
-        self._carry_out = carry_out
-        self.posted = 0
+        self._carry_out = carry_out  # carries out the next collective of a queue
+        self.posted = 0  # collectives that this rank has posted
         self.pending: list[Pending] = []  # in the order of posting
-        # pending ones that are next, in the same order on all members
+        # pending collectives that run next, in the same order on all members
         self.committed: list[Pending] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -138,8 +137,9 @@ class LocalQueue:
             self._thread.start()
 
     def commit(self, common: int) -> None:
-        """Commit the collectives that may be committed, if all members have posted the first
-        `common` ones.
+        """Commit collectives by key and credit (`choose_committed`).
+
+        Args: common, the number of collectives that all members have posted.
         """
         numbers = {pending.number for pending in self.committed}
         ready = [p for p in self.pending if p.number < common and p.number not in numbers]
@@ -173,10 +173,12 @@ class LocalQueue:
     def _append(
         self, effect: Collective, main: bool, done: Callable[[Outcome | Exception], None]
     ) -> None:
+        """Post a collective: give it the next number of the group."""
         self.pending.append(Pending(self.posted, effect, main, done))
         self.posted += 1
 
     def _loop(self) -> None:
+        """Carry out collectives in the group's thread until the queue closes or one fails."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: (self.pending and not self._inline) or self._closing)
@@ -184,7 +186,8 @@ class LocalQueue:
                     return
             try:
                 pending, outcome = self._carry_out(self)
-            except Exception as error:  # a member failed: no collective of this group will end
+            except Exception as error:
+                # a member failed: no later collective of this group can end
                 self._error = error
                 self.pending[0].done(error)
                 return
@@ -209,15 +212,17 @@ class Communicator:
         routes: collectives.Routes | None = None,
         is_over: Callable[[], bool] | None = None,
     ) -> None:
-        """Set up the collectives of a rank. `groups` are the process groups that the plan lists; a
-        sum over another part of the ranks works without one.
+        """Set up the collectives of a rank.
 
-        The groups transport tensors in the host's memory. With `synchronize` they transport tensors
-        on the device, too, and it waits until a transfer is done. With a `hierarchy` sums over all
-        workers go by nodes, unless `exact` is set. `members` are all ranks of this epoch; None =
-        those that torch.distributed was initialised with. `routes` are the process groups by which
-        sums without a group of their own reach each member. With `is_over`, which returns True once
-        another epoch has begun, collectives can break.
+        Args: groups, the process groups that the plan lists; a sum over other ranks works without
+        one. exact, True for sums with the same bits on every run. throttle, the declared costs.
+        clock_ns, returns the run time. max_bytes, the most bytes that a member of an all-gather may
+        send. synchronize, waits until a transfer of a device is done; None if the groups transport
+        tensors in the host's memory only. hierarchy, the nodes by which sums over all workers go,
+        unless `exact` is set. members, all ranks of this epoch; None = those that torch.distributed
+        was initialised with. epoch, its number. routes, the process groups by which sums without a
+        process group reach each member. is_over, returns True once another epoch has begun; None if
+        the run does not tolerate failures.
         """
         self._rank = rank
         self._exact = exact
@@ -232,8 +237,10 @@ class Communicator:
         self._queues: dict[Ranks, LocalQueue] = {}
         self._routes = routes or {}
         self._all = tuple(range(dist.get_world_size())) if members is None else members
-        self._tags: dict[int, Ranks] = {}  # by number: groups without a process group
-        self._starts: list[CollectiveTiming] = []
+        # by number, which the tags of their messages follow from: groups without a process group
+        self._subsets: dict[int, Ranks] = {}
+        # recent unpaced collectives whose waiting times are not known yet
+        self._timings: list[CollectiveTiming] = []
 
     def local_queue(self, effect: Collective) -> LocalQueue:
         """Return this rank's queue of the group of a collective."""
@@ -246,14 +253,16 @@ class Communicator:
         return queue
 
     def close(self) -> list[int]:
-        """End all queues; return in ns how long recent collectives waited, if not returned before.
+        """End all queues, and wait up to `LINGER_S` for their collectives.
+
+        Returns: the waiting times in ns of recent collectives that no outcome has reported.
         Raises: AshlError if this rank posted a collective that not all members have posted.
         """
         until_s = time.monotonic() + LINGER_S
         if stuck := [words for queue in self._queues.values() if (words := queue.close(until_s))]:
             raise AshlError(
-                f"rank {self._rank} has ended and still {stuck[0]}, which not all of them"
-                " have posted"
+                f"rank {self._rank} has ended and still {stuck[0]}, which not all of these"
+                " ranks have posted"
             )
         try:
             return self._measure_waiting()
@@ -264,7 +273,8 @@ class Communicator:
 
     def keep_alive(self) -> None:
         """Keep the process groups of this epoch from being deleted, even at the end of the process.
-        On deletion gloo waits for a sum that was aborted, forever if a member hangs.
+
+        On deletion gloo waits for a collective that was aborted, forever if a member hangs.
         """
         groups = [*self._groups.values(), *(group for group, _ in self._routes.values())]
         if dist.is_initialized():
@@ -294,35 +304,37 @@ class Communicator:
             queue.commit(common)
         if queue.committed:
             pending = queue.committed[0]
-        asked_ns = max(self._clock(), free_ns)
-        number = pending.number + (self._epoch << 32)
+        earliest_ns = max(self._clock(), free_ns)
+        number = pending.number + (self._epoch << 32)  # unique over all epochs
         tensor = pending.effect.tensor
         # process groups of gloo transport host memory only
-        here = tensor if self._synchronize is not None else copy_to_host(tensor)
-        value, traffic, begin, cost = self._transfer(pending.effect, here, number, asked_ns)
+        sent = tensor if self._synchronize is not None else copy_to_host(tensor)
+        value, traffic, begin, cost = self._transfer(pending.effect, sent, number, earliest_ns)
         if self._synchronize is not None:
             self._synchronize()
         elif isinstance(value, torch.Tensor):
             value = to_device(value, str(tensor.device))
         end_ns = self._clock()
-        if cost is not None:
+        if cost is not None:  # end when the declared cost has passed
             self._throttle.transfers[self._rank].add(cost, end_ns - begin)
             if end_ns < begin + cost:
                 time.sleep((begin + cost - end_ns) / 1e9)
                 end_ns = begin + cost
         waited = []
         if not paced and g == len(self._all) > 1:
-            self._starts.append(CollectiveTiming(begin, end_ns, pending.main))
-            waited = self._measure_waiting() if len(self._starts) == WAITS_PER_EXCHANGE else []
+            self._timings.append(CollectiveTiming(begin, end_ns, pending.main))
+            waited = self._measure_waiting() if len(self._timings) == WAITS_PER_EXCHANGE else []
         queue.remove(pending)
         return pending, Outcome(value, begin, end_ns, traffic, waited)
 
     def _agree_on_order(self, queue: LocalQueue, free_ns: int) -> tuple[int, int]:
-        """Return (how many collectives all members have posted, when the NICs of all are free). All
-        clocks were started together.
+        """Exchange the number of posted collectives and the time at which the NIC is free.
+
+        Returns: (number of collectives that all members have posted, run time in ns at which the
+        NICs of all members are free). The members' clocks show the same run time.
         """
         group = queue.group
-        numbers = torch.tensor([-queue.posted, free_ns])
+        numbers = torch.tensor([-queue.posted, free_ns])  # the maximum of −n gives the minimum of n
         if self._without_process_group(group):
             numbers = self._subset(group).maximum(numbers)
         else:
@@ -359,9 +371,9 @@ class Communicator:
             raise RuntimeError("another epoch has begun")
 
     def _transfer(
-        self, effect: Collective, tensor: torch.Tensor, number: int, asked_ns: int
+        self, effect: Collective, tensor: torch.Tensor, number: int, earliest_ns: int
     ) -> tuple[Any, tuple[int, int], int, int | None]:
-        """Carry out a collective.
+        """Carry out a collective, from `earliest_ns` of the run's clock on at the earliest.
 
         Returns: (value in the memory of the transport, (bytes sent, bytes received), begin in ns,
         declared cost in ns or None).
@@ -372,7 +384,7 @@ class Communicator:
         if isinstance(effect, AllReduce) and effect.op not in PHASES_OF_A_SUM:
             nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
             begin, cost = self._throttle.schedule_collective(
-                group, number, nbytes, asked_ns, gathers=False
+                group, number, nbytes, earliest_ns, gathers=False
             )
             value = self._sum(effect, tensor, pg, is_subset)
             return value, self._traffic(group, nbytes), begin, cost
@@ -389,7 +401,7 @@ class Communicator:
             total = g * (longest - effect.piggybacked)  # known only after the lengths are gathered
         moved = total * (g - 1) // g
         begin, cost = self._throttle.schedule_collective(
-            group, number, total, asked_ns, gathers=True
+            group, number, total, earliest_ns, gathers=True
         )
         return value, (moved, moved), begin, cost
 
@@ -421,8 +433,8 @@ class Communicator:
         return all(members in self._groups for members in hierarchy.groups)
 
     def _traffic(self, group: Ranks, nbytes: int) -> tuple[int, int]:
-        """Return the bytes that this rank sends and receives in a sum, by the cost model if there
-        is one.
+        """Return (bytes sent, bytes received) by this rank in a sum, by the cost model if there is
+        one.
         """
         network, g = self._throttle.network, len(group)
         if network is not None and network.all_reduce_costs is not None and g > 1:
@@ -435,7 +447,7 @@ class Communicator:
         return flat, flat
 
     def _without_process_group(self, group: Ranks) -> bool:
-        """Return True if no process group exists for these ranks."""
+        """Return True if no process group exists for these ranks. All ranks always have one."""
         return len(group) != len(self._all) and group not in self._groups
 
     def _subset(self, group: Ranks) -> Subset:
@@ -443,9 +455,9 @@ class Communicator:
         number.
         """
         number = zlib.crc32(repr(group).encode()) % collectives.MAX_GROUPS
-        if self._tags.setdefault(number, group) != group:
+        if self._subsets.setdefault(number, group) != group:
             raise AshlError(
-                f"the groups {group} and {self._tags[number]} cannot be told apart; list one of"
+                f"the groups {group} and {self._subsets[number]} cannot be told apart; list one of"
                 " them in the plan"
             )
         run = None if self._is_over is None else self._run_in_epoch
@@ -458,13 +470,13 @@ class Communicator:
         No member knows during a collective who is the last. Therefore all members compare their
         begins after every `WAITS_PER_EXCHANGE` collectives.
         """
-        starts, self._starts = self._starts, []
-        if not starts:
+        timings, self._timings = self._timings, []
+        if not timings:
             return []
-        begun = torch.tensor([start.begin_ns for start in starts])
-        last = self._all_reduce_max(begun, self._all)
+        begins = torch.tensor([timing.begin_ns for timing in timings])
+        last_begins = self._all_reduce_max(begins, self._all)
         return [
-            max(0, min(latest, start.end_ns) - start.begin_ns)
-            for start, latest in zip(starts, last.tolist(), strict=True)
-            if start.main
+            max(0, min(last_ns, timing.end_ns) - timing.begin_ns)
+            for timing, last_ns in zip(timings, last_begins.tolist(), strict=True)
+            if timing.main
         ]
