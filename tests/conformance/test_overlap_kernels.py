@@ -158,7 +158,7 @@ def test_a_send_queues_behind_a_collective():
     assert came == pytest.approx(0.12 + 0.01 + 0.1)
     (summed,), (_, came) = results(on_processes(play.a_send_beside_a_collective, PORTS, 2))
     assert summed >= 0.12
-    assert came >= summed + 0.1
+    assert came >= summed + 0.1 - 0.005, "by the clocks of two ranks, which started together"
 
 
 def test_a_collective_queues_behind_a_send():
