@@ -1,37 +1,38 @@
-"""HALoS: a server in every region, near its workers, and a global server; momentum at both.
+"""HALoS: a server in every region, near its workers, and a global server, each with momentum.
 
 Use when: links inside a region are much faster than those between regions.
 Avoid when: there is one region, or the sync mode needs a barrier.
 Alternatives: `parameter_server`; `all_reduce` with `algorithm=hierarchical`.
 
 Rule: the server of a region merges the pushes of its workers as they arrive, as a parameter server
-does. `aggregate` weighs within the region, `outer` takes the step. It answers with its own model w.
-After K merges since its last mixing it sends the change of w to the global server, unless an
-earlier difference is still in flight.
+does: `aggregate` weighs them, and `outer` takes the step. It answers with its own model w. Once it
+has made K merges since its last mixing, it sends the difference Δ to the global server. Δ is the
+change of w since the last mixing. It sends none while an earlier difference is in flight.
 
-The global server steps on that difference with delayed Nesterov momentum
-(`outer=delayed_nesterov`): x = γ·Δ; at each merge v ← v + x; at every N-th merge first m ← β·m + Σx
-of the last N, then v ← v + x + β·m. Its answer is v, and the region mixes: w ← (1 − α)·w + α·v. The
-region continues meanwhile. As in the released code, pushes that it merges while its difference is
-in flight stay in its own model only. At the end of a stage they are sent, too. K is `updates`, α is
-`mixing`, γ is `lr`, β is `beta`, and N is `buffer`.
+The global server steps on Δ with delayed Nesterov momentum (`outer=delayed_nesterov`): x = γ·Δ; at
+each merge v ← v + x; at every N-th merge first m ← β·m + Σx of the last N, then v ← v + x + β·m.
+Its answer is v, and the region mixes: w ← (1 − α)·w + α·v. The region continues meanwhile. As in
+the released code, pushes that it merges while its difference is in flight stay in its own model
+only. At the end of a stage they are sent, too. K is `updates`, α is `mixing`, γ is `lr`, β is
+`beta`, and N is `buffer`.
 
 Model, counts, targets and limits are those of the global server. A push counts once its region has
 sent it to the global server, and staleness is counted in merges of the region. A stage ends when
-the last region has been notified. Before another stage the global server merges the rest of every
-region. At the end of the run it drops the steps that the regions have not sent.
+the global server has the last push of every region. Before another stage it merges the rest of
+every region. At the end of the run it drops the steps that it has not merged.
 
 Processes: with n workers, rank n is the global server. The servers of the regions are the ranks
-from n + 1 on, in the order of their numbers in `cluster.node`. In virtual time the server of a
-region is on its node and shares that node's NIC. A region sends a whole difference and a few
-numbers per worker.
+from n + 1 on, in the order of their numbers in `cluster.node` or `regions`. In virtual time the
+server of a region is on its node and shares that node's NIC. A region sends a whole difference and
+a few numbers per worker.
 
 Limit: with one region there is no global server, and the run equals the parameter server, bit for
 bit, outer momentum included.
 Source: Kim et al., "HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for
 Geo-Distributed Large Language Model Training", ICML 2025. Rule and defaults are those of the
-released code (utnslab/halos): α = 0.25, K = 32; globally γ = 0.15, β = 0.5, N = 2; in a region 0.2,
-0.9 and 16; H by speed. The paper's own pseudocode could not be read.
+released code (utnslab/halos): α = 0.25, K = 32; at the global server γ = 0.15, β = 0.5, N = 2; in a
+region γ = 0.2, β = 0.9, N = 16; local steps H by speed. The paper's own pseudocode could not be
+read.
 """
 
 import math
@@ -103,12 +104,12 @@ class Halos(Topology):
     policy_type: ClassVar[type[Rule]] = ServerRule
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER, FAULT_TOLERANT})
     has_server: ClassVar[bool] = True
-    regions: tuple[Natural, ...] | None
-    updates: Count
-    mixing: Fraction
-    lr: Rate
-    beta: Decay
-    buffer: Count
+    regions: tuple[Natural, ...] | None  # the region of each worker; None = by cluster.node
+    updates: Count  # K
+    mixing: Fraction  # α
+    lr: Rate  # γ
+    beta: Decay  # β
+    buffer: Count  # N
 
     @property
     def needs(self) -> dict[str, str]:
@@ -149,7 +150,9 @@ class Halos(Topology):
             )
 
     def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
-        """Return the server of a worker's region, and the global server, which counts workers."""
+        """Return the ranks that this rank is connected to. A worker is connected to its region's
+        server, and to the global server, which counts the workers that have not failed.
+        """
         regions = self.members(stage.nodes)
         if len(regions) == 1:
             return stage.workers if rank == stage.server else (stage.server,)
@@ -166,10 +169,13 @@ class Halos(Topology):
 
     def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
         """Return the time (ns) of a push to the region's server and a pull, without contention."""
-        near = self.server_of(stage, rank)
-        up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.pipeline.d)
-        return network.transfer_ns(rank, near, up) + network.transfer_ns(
-            near, rank, stage.pipeline.pull_bytes(None)
+        region = self.server_of(stage, rank)
+        push_bytes = stage.codec.encoded_nbytes(
+            stage.worker(rank).compression_ratio, stage.pipeline.d
+        )
+        pull_bytes = stage.pipeline.pull_bytes(None)
+        return network.transfer_ns(rank, region, push_bytes) + network.transfer_ns(
+            region, rank, pull_bytes
         )
 
     def begin(self, ctx: RankContext, stage: StageConfig) -> WorkerState | ServerState:
@@ -196,19 +202,23 @@ class Halos(Topology):
 class RegionState(ServerState):
     """State of the server of a region, complete for a checkpoint."""
 
-    sent: Any = None  # the model at the last mixing or push, from which the next difference counts
-    away: bool = False  # True while a difference is in flight
-    merges: int = 0  # version at the last mixing
+    # its model at the last mixing or push to the global server; the next difference is the change
+    # since then
+    sent: Any = None
+    away: bool = False  # True while a difference is in flight, until the answer has arrived
+    merges: int = 0  # its number of merges at the last mixing
     samples: int = 0  # merged samples of its own workers
-    behind: tuple[int, int] = (0, 0)  # its own steps and samples at its last push
-    losses: tuple[float, int] = (0.0, 0)  # sum and number of the losses since its last push
+    # its workers' (steps, samples) at its last push, which the global counts include
+    behind: tuple[int, int] = (0, 0)
+    # (sum, number) of its workers' losses since its last push
+    losses: tuple[float, int] = (0.0, 0)
 
 
 @dataclass
 class GlobalServerState(ServerState):
     """State of the global server, complete for a checkpoint.
 
-    `flush_requested` holds the servers of regions that have closed.
+    `flush_requested` holds the servers of regions whose last push of the stage has arrived.
     """
 
     samples: dict[int, int] = field(default_factory=dict)  # samples pushed by each region's server
@@ -269,7 +279,7 @@ async def region_server(ctx: RankContext, stage: StageConfig, state: RegionState
 async def merge_in_region(
     ctx: RankContext, stage: StageConfig, state: RegionState, message: Message
 ) -> None:
-    """Merge a push of a worker of the region."""
+    """Merge a push of a worker of the region, and count its samples and loss."""
     before, (total, pushes) = state.progress.samples, state.losses
     await on_push(ctx, stage, state, message)
     state.samples += state.progress.samples - before
@@ -277,7 +287,9 @@ async def merge_in_region(
 
 
 async def answer_in_region(ctx: RankContext, stage: StageConfig, state: RegionState) -> None:
-    """Push to the global server if that is due, and answer the workers that may proceed."""
+    """Push to the global server if K merges are made, or the region has diverged; then answer the
+    workers that may proceed.
+    """
     topology, progress = stage.topology, state.progress
     is_due = progress.version - state.merges >= topology.updates and not state.away
     if is_due or progress.diverged:
@@ -289,7 +301,10 @@ async def answer_in_region(ctx: RankContext, stage: StageConfig, state: RegionSt
 async def handle_message(
     ctx: RankContext, stage: StageConfig, state: RegionState, message: Message | None
 ) -> None:
-    """Handle a message at the server of a region; None at the end of the budget."""
+    """Handle a message at the server of a region.
+
+    Args: message, None at the end of the time budget.
+    """
     if message is None:
         state.signal = STOP
     elif message.tag == stage.tag("push"):
@@ -303,7 +318,7 @@ async def handle_message(
 
 
 def mix_global_model(stage: StageConfig, state: RegionState, message: Message) -> None:
-    """Mix the global model into that of a region, and take over the global counts."""
+    """Mix the global model into that of a region, and adopt the global counts."""
     topology, progress = stage.topology, state.progress
     state.params = state.params * (1 - topology.mixing) + message.payload * topology.mixing
     state.sent = state.params
@@ -392,7 +407,10 @@ async def global_server(ctx: RankContext, stage: StageConfig, state: GlobalServe
 async def merge_region_update(
     ctx: RankContext, stage: StageConfig, state: GlobalServerState, message: Message
 ) -> None:
-    """Merge a region's difference, count it, decide for all, and answer that region."""
+    """Merge a region's difference, adopt its counts, decide for all regions, and answer it.
+
+    A difference that arrives after the signal STOP is dropped.
+    """
     progress = state.progress
     counts = (await ctx.recv(stage.tag("counts"), src=message.src)).payload
     last, loss, pushes, latest, samples, lead = message.meta
@@ -439,8 +457,10 @@ async def change_signal(
 def count_member(
     ctx: RankContext, stage: StageConfig, state: GlobalServerState, message: Message
 ) -> None:
-    """Count a worker that has failed or rejoins; the server of its region continues without it, or
-    admits it. Raises AshlError if too few workers remain.
+    """Count a worker that has failed or rejoins at the global server. The server of its region
+    continues without it, or admits it.
+
+    Raises: AshlError if too few workers remain.
     """
     rank, progress = message.src, state.progress
     if message.tag == JOIN:
@@ -467,7 +487,11 @@ def adopt_counts(
     counts: Sequence[Sequence[int]],
     samples: int,
 ) -> None:
-    """Take over a region's counts by worker, which are part of the global model now."""
+    """Adopt a region's counts by worker: their work is part of the global model now.
+
+    Args: src, the rank of the region's server; counts, a row for each name of `REPORTED`; samples,
+    those that the region has merged so far.
+    """
     progress = state.progress
     members = stage.topology.members(stage.nodes)[src - stage.server - 1]
     commits, steps = sum(progress.commits), sum(progress.steps_by)
