@@ -16,10 +16,10 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pandas import DataFrame, notna
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from rich.console import Console
 
 from ashl.config.catalog import CONF, load_yaml
@@ -82,7 +82,7 @@ class PublishedTable:
     settings: tuple[str, ...]
     # bytes of one exchanged model; None = exchange_s is declared
     model_bytes: Positive | None = None
-    points: tuple[PublishedPoint, ...]
+    points: Annotated[tuple[PublishedPoint, ...], Field(min_length=1)]
 
 
 class RoundObserver:

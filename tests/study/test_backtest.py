@@ -87,6 +87,13 @@ def test_a_file_without_a_needed_field_is_refused(
     assert f"{file}: {named}: field required" in capsys.readouterr().err
 
 
+def test_a_file_without_points_is_refused(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "one.yaml"
+    file.write_text(ONE.partition("points:")[0] + "points: []\n")
+    assert main(["backtest", str(file)]) == 2
+    assert f"{file}: points: " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_aims_are_met_on_the_shipped_files(tables: dict[str, PublishedTable]) -> None:
     points = backtest.predict(tables.values())
