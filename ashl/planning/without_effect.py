@@ -187,8 +187,8 @@ def nodes_matter(context: EffectContext) -> bool:
 
 def groups_by_node(own: StageParts) -> bool:
     """Return True if workers form groups by node."""
-    partial = isinstance(own.topology, PartialAllReduce)
-    return partial and not isinstance(own.sync, RipplesFirstCome | RipplesRandom)
+    by_group = isinstance(own.topology, PartialAllReduce)
+    return by_group and not isinstance(own.sync, RipplesFirstCome | RipplesRandom)
 
 
 def has_declared_exchange(context: EffectContext) -> bool:
