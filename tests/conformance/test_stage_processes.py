@@ -161,7 +161,7 @@ def test_a_rise_of_the_loss_begins_a_decay_stage(tmp_path: Path) -> None:
 def test_a_stage_boundary_and_a_budget_leave_no_hang(tmp_path) -> None:
     """Two stages of a mode in which nobody waits, ended by the clock."""
     (tmp_path / "plan.json").write_text(of_two(("sync=asp", "overlap=delayed"), {}, 1).to_json())
-    chosen = ("sync=asp", "overlap=delayed", "stop.seconds=0.4", f"plan={tmp_path / 'plan.json'}")
+    chosen = ("sync=asp", "overlap=delayed", "stop.seconds=1", f"plan={tmp_path / 'plan.json'}")
     summary = real(tmp_path / "run", *COMMON[:-1], "stop.steps=9999", *chosen)
     assert summary["status"] == "finished"
     assert [stage["exit_reason"] for stage in summary["stages"]] == ["commits", "seconds"]
