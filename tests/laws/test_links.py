@@ -66,14 +66,15 @@ class Misspelt(Codec):
 
 
 @option
-class AllReduceCosts(Linear):
-    """Says it in another word."""
+class MisspeltSum(Linear):
+    """Misspells a hook of a base class of its own kind."""
 
-    summd: ClassVar[Any] = None
+    with_sumand: ClassVar[Any] = None
 
 
 @pytest.mark.parametrize(
-    ("cls", "why"), [(Misspelt, "did you mean 'traits'"), (AllReduceCosts, "did you mean 'summed'")]
+    ("cls", "why"),
+    [(Misspelt, "did you mean 'traits'"), (MisspeltSum, "did you mean 'with_summand'")],
 )
 def test_a_misspelt_hook_is_an_error(cls: type[Codec], why: str) -> None:
     with pytest.raises(UsageError, match=why):
