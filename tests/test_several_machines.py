@@ -23,6 +23,7 @@ from ashl.run.handshake import (
     Hello,
     assign_ranks,
     check_gpus,
+    check_hello,
     check_profile,
     first_difference,
     gather_hellos,
@@ -415,6 +416,17 @@ def test_what_machines_may_have_each_its_own() -> None:
         "dataset.batch_size=8",
         "dataset.batch_size=4",
     )
+
+
+def test_the_order_of_keys_is_no_difference() -> None:
+    plan = planned("cluster=homogeneous", "sync=asp", "runtime=local").to_json()
+    first, second = (
+        settings_in_common({"run": {"checkpoint_s": None}, "model": {"sizes": sizes}}, plan)
+        for sizes in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    )
+    assert first != second
+    assert first_difference(first, second) is None
+    check_hello(JOB[1]._replace(settings=first), JOB[0]._replace(settings=second))
 
 
 def test_a_master_that_does_not_answer() -> None:

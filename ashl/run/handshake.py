@@ -139,8 +139,10 @@ def check_hello(hello: Hello, first: Hello) -> None:
                 f"{who} has {name} {own} and rank 0 on {first.host} has {name} {other}; install the"
                 " same on both"
             )
-    if hello.settings != first.settings:
-        own, other = first_difference(hello.settings, first.settings)
+    if hello.settings == first.settings:
+        return
+    if (found := first_difference(hello.settings, first.settings)) is not None:
+        own, other = found
         raise UsageError(
             f"{who} has {own} and rank 0 on {first.host} has {other}; give every process the same"
             " overrides"
@@ -170,14 +172,16 @@ def without_machine_settings(value: Any) -> Any:
     return value
 
 
-def first_difference(own: str, other: str) -> tuple[str, str]:
+def first_difference(own: str, other: str) -> tuple[str, str] | None:
     """Return the first setting in which two texts of `settings_in_common` differ, with its value in
-    each.
+    each; None if only the order of keys differs.
 
     Order: chosen options, then their parameters, then the plan, which follows from both.
     """
     ours, theirs = json.loads(own), json.loads(other)
-    key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+    key = next((key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)), None)
+    if key is None:
+        return None
     values = (f"{key}={setting_text(settings.get(key))}" for settings in (ours, theirs))
     first, second = (to_one_line(text[:200]) for text in values)
     return first, second
