@@ -202,7 +202,8 @@ def remove_inferior(
         equal = by_config.setdefault(config_hash(own.config), own)
         if equal is not own:
             leave_out(own, f"with the typed overrides it equals {equal.name}.")
-    fastest = dict[str, Candidate]()  # of each group that makes the same updates
+    # the fastest candidate of each group of candidates that make the same updates
+    fastest = dict[str, Candidate]()
     for own in by_config.values():
         group = own.rule.same or own.name
         fastest[group] = max(fastest.get(group, own), own, key=lambda c: c.rate)

@@ -180,7 +180,7 @@ def read_study(paths: Sequence[Path]) -> Study:
     paths = [folder for path in paths for folder in find_folders(path)]
     for path in paths:
         children: list[Child] = [(path, "", {}, "")]
-        reasons: dict[str, str] = {}  # of settings that a race dropped, by hash
+        reasons: dict[str, str] = {}  # why a race dropped a setting, by the hash of the setting
         if (path / SWEEP).exists():
             try:
                 sweep, children, reasons, skipped_points = read_sweep(path)

@@ -149,8 +149,8 @@ class RankContext:
         self.time_accounting = TimeAccounting()
         self.counter: Counter | None = None  # at the lead rank only
         self.steps = 0
-        self.staleness: int | None = None  # of the last round, in merges
-        self.loss: float | None = None  # of the last round
+        self.staleness: int | None = None  # staleness of the last round, in merges
+        self.loss: float | None = None  # training loss of the last round
         self.measures: dict[str, Measured] = {}
         self.incarnation = 0  # number of earlier failures of this rank
         # True if a failure of a worker begins another epoch, see `ashl.stage.program`

@@ -141,7 +141,8 @@ def verdict_by_target(curves: Mapping[str, CurvesBySeed], name: str, seeds: int)
     one has not.
     """
     own = curves[name]
-    reached = list[float]()  # of each other setting that did with all these seeds: the latest time
+    # latest time to the target of each other setting that reached it with all these seeds
+    reached = list[float]()
     for other, runs in curves.items():
         times = [runs[seed].reached_s or math.inf for seed in own if seed in runs]
         if other != name and len(times) == len(own) and max(times) < math.inf:

@@ -8,8 +8,8 @@ from torch import Tensor
 from ashl.errors import UsageError
 from ashl.option import Contract
 
-# Names of no metric of a task, in lower case: values that every run records under test/, and titles
-# of columns and of facts in tables and in the outcome.
+# Names that a metric of a task must not have, in lower case. Every run records values with some of
+# them under test/; the others are titles of columns and facts in tables and in the outcome.
 TAKEN_NAMES = {
     *("loss", "acc", "accuracy", "best", "consensus distance"),
     *("setting", "where", "between", "reached", "seeds", "against", "pace lost"),

@@ -89,7 +89,7 @@ class Groups:
     # groups that shared a worker with an unfinished group of another draw
     conflicts: int = 0
     closed: bool = False  # if True, no groups are drawn; those in the buffers still run
-    num_requests: int = 0  # of all workers so far
+    num_requests: int = 0  # number of requests of all workers so far
     failed: set[int] = field(default_factory=set)  # failed workers, which are in no group
     # workers with an empty buffer, by their number of requests
     _free: dict[int, set[int]] = field(default_factory=dict)

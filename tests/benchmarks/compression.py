@@ -35,7 +35,7 @@ AIMS = {
     "natural": 5,
     "topk": 15,
 }  # encodings on a device, in copies
-PLACE = "ashl.compression.kernels.is_on_host"  # what tells arrays from tensors
+PLACE = "ashl.compression.kernels.is_on_host"  # function that decides between NumPy and torch
 
 
 def turns(*tasks: Callable[[], object]) -> list[list[float]]:
