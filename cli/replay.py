@@ -7,7 +7,7 @@ import typer
 
 from .answer import Answer, Json
 from .table import console
-from .train import ConfigDir, ConfigFile, Debug, show_starting, with_file
+from .train import ConfigDir, Debug, show_starting
 from .typed import typed_command
 
 
@@ -16,13 +16,8 @@ def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a real run.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="Changed settings, for example sync=ssp.",
-            callback=with_file,
-        ),
+        typer.Argument(metavar="KEY=VALUE", help="Changed settings, for example sync=ssp."),
     ] = None,
-    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     json: Json = False,

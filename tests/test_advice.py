@@ -27,11 +27,10 @@ from ashl.advice.candidates import (
 from ashl.advice.contest import TunedCandidate, front_runners, rank_tuned, steadier_rate
 from ashl.advice.leave_out import Racer, leave_out_of, without_worker, workers_to_consider
 from ashl.advice.rules import RULES, Rule, Situation
-from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
+from ashl.advice.scale import RATES, START_S, Load, Scale, load_of, scale_of
 from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
 from ashl.errors import UsageError
-from ashl.run.host_time import START_S
 from ashl.study import sweep
 from ashl.study.jobs import Job
 from ashl.study.race import LearningCurve

@@ -17,7 +17,6 @@ from ashl.config.recorded import CONFIG, read_yaml, typed_settings
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
-from ashl.tracking.killed import close_killed
 
 SWEEP, SUMMARY, REPORT = "sweep.json", "summary.json", "report.html"
 COMMAND = "command.txt"  # the typed command, quoted for a shell
@@ -267,9 +266,7 @@ def read_run(
     """Return the run of a folder. Raises BrokenRecordError."""
     if not folder.is_dir():
         raise BrokenRecordError("has not run")
-    if not (folder / SUMMARY).exists() and not (
-        (folder / CONFIG).exists() and close_killed(folder)
-    ):
+    if not (folder / SUMMARY).exists():
         known = (folder / CONFIG).exists()
         raise BrokenRecordError(
             "no summary.json: it has not ended" if known else "is no run folder"

@@ -27,14 +27,13 @@ from ashl.config.signals import handle_signals
 from ashl.errors import AshlError, UsageError, unwritable_path_error
 from ashl.launch.environment import JobMembership, read_membership
 from ashl.plan.plan import Plan
-from ashl.planning.compile_plan import PreparedPlan, prepare_plan
+from ashl.planning.compile_plan import prepare_plan
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import Job, assemble_job
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
-from ashl.run.host_time import host_here_s
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import log_level, logging_to
 from ashl.run.rescaling import Origin
@@ -42,10 +41,9 @@ from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
-from ashl.tracking.console import Progress, print_outcome, seconds
+from ashl.tracking.console import Progress, print_outcome
 from ashl.tracking.copying import Copier, params_of, tracker_maker
 from ashl.tracking.forecast import print_forecast, print_notes
-from ashl.tracking.killed import close_killed
 from ashl.tracking.option import TITLES, Tracking
 from ashl.tracking.recorder import SUMMARY, Recorder
 from ashl.tracking.tracker import TrackedRun
@@ -108,8 +106,6 @@ def run(
     with jobs.sharing_error(membership, lead and lead.store):
         device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
         job = assemble_job(plan, device, parts, data)
-        if resume is not None:
-            close_killed(resume)
         resume, origin, plan = resolve_resume(
             find_restarted_run(config, membership) or resume, config, plan, job
         )
@@ -368,28 +364,23 @@ def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
 
 
 class DryRun(NamedTuple):
-    """The plan of a run, and the longest time that this machine needs for it.
+    """The plan of a run.
 
-    `epoch_samples` is the number of training samples. `host_s` is the seconds for a run in virtual
-    time, else None. `leads` is False in the processes of a job that print nothing: all except
-    process 0.
+    `epoch_samples` is the number of training samples. `leads` is False in the processes of a job
+    that print nothing: all except process 0.
     """
 
     plan: Plan
     epoch_samples: int
-    host_s: float | None
     leads: bool
 
     def show(self) -> None:
         """Print the stages with their predicted times."""
-        console = Console(highlight=False)
-        print_forecast(console, self.plan, self.epoch_samples)
-        if self.host_s is not None:
-            console.print(f"on this machine about {seconds(self.host_s)} at most")
+        print_forecast(Console(highlight=False), self.plan, self.epoch_samples)
 
     def document(self) -> dict[str, Any]:
-        """Return the plan as in plan.json, and the seconds on this machine."""
-        return {"plan": json.loads(self.plan.to_json()), "host_s": self.host_s}
+        """Return the plan as in plan.json."""
+        return {"plan": json.loads(self.plan.to_json())}
 
 
 def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> DryRun:
@@ -398,15 +389,11 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
     Args: processes, the number of processes that a job will have; None = without a job.
     """
     config, membership = detect_job(config)
-    plan, parts, data = prepare_plan(
+    plan, _, data = prepare_plan(
         config, membership.world_size if membership else processes, overrides, strict=True
     )
     construct(config["tracking"], "tracking", config["allow_targets"])
-    leads = membership is None or membership.rank == 0
-    host_s = None
-    if leads and is_virtual(config):
-        host_s = host_here_s(PreparedPlan(plan, parts, data))
-    return DryRun(plan, len(data.train), host_s, leads)
+    return DryRun(plan, len(data.train), membership is None or membership.rank == 0)
 
 
 def is_virtual(config: Mapping[str, Any]) -> bool:

@@ -153,9 +153,6 @@ def test_a_killed_parent_leaves_no_orphans(workplace) -> None:
     assert list(jsonl.read(run / "events.jsonl")), "what was recorded stays readable"
     assert not (run / "summary.json").exists()
     assert main(["compare", str(run)]) == 2, "no run came to an end"
-    summary = jsonl.read_json(run / "summary.json")
-    assert summary["status"] == "interrupted"
-    assert summary["exit_reason"].startswith("its process was killed")
 
 
 FRAGILE = """

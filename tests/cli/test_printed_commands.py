@@ -197,7 +197,7 @@ def test_a_command_line_is_written_as_it_was_understood(name: str, place: Path) 
     command, words, mute = (
         group.commands[name],
         [],
-        ("debug", "quiet", "json", "cfg", "dry_run", "help", "config_file"),
+        ("debug", "quiet", "json", "cfg", "dry_run", "help"),
     )
     for parameter in command.params:
         if parameter.param_type_name == "option" and parameter.name not in mute:

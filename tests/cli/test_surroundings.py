@@ -18,12 +18,10 @@ from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.config.signals import handle_signals
 from ashl.launch.environment import ENGINES, clear_launcher_env
-from ashl.report.records import is_summary
 from ashl.run import process_setup
 from ashl.run.monitor import Monitor
-from ashl.tracking import jsonl, ui
+from ashl.tracking import jsonl
 from ashl.tracking.console import Progress
-from ashl.tracking.killed import close_killed
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,46 +208,6 @@ def test_what_is_left_over_of_a_job(monkeypatch) -> None:
 
 
 # --- runs that are killed or interrupted
-
-
-def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workplace, capsys) -> None:
-    sim = [
-        "runtime=sim",
-        "sync=bsp",
-        "stop.steps=80",
-        "tracking=none",
-        "eval.every_commits=5",
-        "run.dir=run",
-    ]
-    assert main(["train", "-q", *sim]) == 0
-    run = workplace / "run"
-    whole = jsonl.read_json(run / "summary.json")
-    (run / "summary.json").unlink()
-    with open(run / "metrics.jsonl", "rb") as file:
-        jsonl.lock(file)
-        assert not close_killed(run), "it goes on"
-    assert main(["train", "--resume", "run"]) == 2, "there is no checkpoint"
-    closed = jsonl.read_json(run / "summary.json")
-    assert is_summary(closed)
-    same = [key for key in closed if closed[key] == whole.get(key)]
-    assert {
-        "name",
-        "seed",
-        "time_s",
-        "time_kind",
-        "num_workers",
-        "steps",
-        "samples",
-        "wait_share",
-    } <= {*same}
-    assert closed["status"] == "interrupted"
-    assert closed["best"]["test_accuracy"] == whole["best"]["test_accuracy"]
-    (run / "summary.json").unlink()
-    assert "/runs/" in ui.link_of(workplace, "http://here", run), "its copy in MLflow ends"
-    assert jsonl.read_json(run / "summary.json") == closed
-    jsonl.write_json(run / "summary.json", whole)
-    assert main(["compare", "run", "--out", "/proc/report.html"]) == 2
-    assert "name another place with --out FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
