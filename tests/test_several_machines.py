@@ -29,7 +29,6 @@ from ashl.run.handshake import (
     gather_hellos,
     hello_key,
     parse_hello,
-    server_note,
     settings_in_common,
 )
 from ashl.run.interface import Interface
@@ -272,9 +271,6 @@ def test_two_workers_on_one_gpu() -> None:
 # ------------------------------------------------------------------------------------
 
 
-PLAN = planned("cluster=homogeneous", "cluster.compute=[1,1,1]", "sync=asp", "runtime=local")
-
-
 def test_a_profile_of_other_hosts_is_refused() -> None:
     known = profile_of_declared_costs(
         conf_option("cluster", "homogeneous", compute=[1] * 3), "mlp", 1000, 8
@@ -293,8 +289,6 @@ def test_a_profile_of_other_hosts_is_refused() -> None:
         check_profile(measured_on("c", "b.lan", "a"), JOB, (0, 2, 3, 1), "FILE")
     for elsewhere in (measured_on("x", "y", "z"), measured_on(None, None, None), None):
         check_profile(elsewhere, JOB, (0, 2, 3, 1), "FILE")
-    (note,) = server_note(PLAN, "a")
-    assert note == "the job is 3 workers and a server; the server runs on host a"
 
 
 # --- the handshake

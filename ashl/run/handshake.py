@@ -20,12 +20,10 @@ from ashl import __version__
 from ashl.config.flat import flat_config, flat_items, setting_text
 from ashl.errors import AshlError, DataMissingError, UsageError, to_one_line
 from ashl.launch.environment import JobMembership
-from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
 from ashl.planning.compatibility import pluralize
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.control_channel import POLL_S
-from ashl.run.rank import role_name
 from ashl.runtime.records import Text, parse_json, validate
 from ashl.runtime.rendezvous import network_id
 
@@ -281,16 +279,3 @@ def check_gpus(hellos: Sequence[Hello], workers: Sequence[int], share: bool) -> 
                 " each process a GPU of its own by LOCAL_RANK, or set runtime.share_gpu=true or"
                 " runtime.device=cpu"
             )
-
-
-def server_note(plan: Plan, host: str) -> tuple[str, ...]:
-    """Return a note about the number of workers and the host of the server or coordinator; none if
-    the plan has no such rank.
-    """
-    if plan.num_ranks == plan.num_workers:
-        return ()
-    role = role_name(plan, plan.num_workers).partition(" (")[0].removeprefix("the ")
-    return (
-        f"the job is {pluralize(plan.num_workers, 'worker', 'workers')} and a {role}; the {role}"
-        f" runs on host {host}",
-    )

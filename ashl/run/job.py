@@ -52,7 +52,6 @@ from ashl.run.handshake import (
     gather_hellos,
     hello_key,
     make_hello,
-    server_note,
     settings_in_common,
 )
 from ashl.run.join import Place, parse_place, request_place
@@ -70,8 +69,6 @@ def describe_process(
     Raises: UsageError, in all processes of the job, if this one cannot run the plan.
     """
     with sharing_error(job):
-        if interface.is_loopback(job.host):
-            interface.check_loopback(f"MASTER_ADDR={job.host}")
         chosen = interface.find_configured(parts.runtime.interface) or interface.find_route(
             job.host, job.port
         )
@@ -105,7 +102,6 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         processes = assign_ranks(hellos, plan.num_workers, plan.num_ranks, hosts)
         path = config["profile"]
         check_profile(path and read_profile(path), hellos, processes, str(path))
-        notes = server_note(plan, hellos[processes[-1]].host)
         check_gpus(hellos, processes[: plan.num_workers], bool(parts.runtime.share_gpu))
         gpus = [
             peer.gpu and (peer.machine, peer.gpu)
@@ -137,7 +133,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
 
     # one rank of the plan is in this process's child, so that evaluation does not delay it
     settings = by_process[0].settings_here(own.device, chosen)
-    return Lead(store, address_of(job, store.port), (settings,), answer_hellos, job, notes)
+    return Lead(store, address_of(job, store.port), (settings,), answer_hellos, job)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ from ashl.run.checkpoints import (
 )
 from ashl.run.control_channel import ControlChannel
 from ashl.run.evaluation import shard_sizes
-from ashl.run.interface import check_loopback, choose_interface, find_configured
+from ashl.run.interface import choose_interface, find_configured
 from ashl.run.join import publish_join_endpoint
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, run_rank_in_child
@@ -55,14 +55,9 @@ from ashl.runtime.throttle import Nics
 
 logger = logging.getLogger(__name__)
 
-SHORT_FOLDER = "/tmp"
-# The path of a socket has at most 107 bytes; the names of multiprocessing take 32 of them.
-SOCKET_FOLDER_BYTES = 70
-
 
 def check_local(plan: Plan, runtime: Any) -> None:
     """Raise UsageError if the ranks cannot run on this machine as configured."""
-    check_loopback("runtime=local")
     find_configured(runtime.interface)
     devices = devices_of(plan, runtime)[: plan.num_workers]
     if runtime.share_gpu is False and HOST not in devices and len(set(devices)) < len(devices):
@@ -89,7 +84,6 @@ class Lead(NamedTuple):
     # controller's model and data
     announce: Callable[[Fingerprint], None] = lambda fingerprint: None
     job: JobMembership | None = None  # the job of another launcher
-    notes: tuple[str, ...] = ()  # about the placement of ranks, for the user
 
 
 def lead_here(plan: Plan, runtime: Any, rounds: Rounds, checkpoint_s: float | None) -> Lead:
@@ -228,7 +222,7 @@ def rank_processes(
         )
         all_processes.append(process)
         # a process made by `spawn` would end at Ctrl-C before it ignores it
-        with allow_children(), block_interrupts():
+        with block_interrupts():
             process.start()
         logger.info(
             "started rank %d, incarnation %d, as process %s", rank, incarnation, process.pid
@@ -268,14 +262,7 @@ def start_fork_server(*preload: str) -> None:
         with block_interrupts():
             os.environ |= path
             forkserver.set_forkserver_preload([*preload])
-            shorten_socket_paths()
-            try:
-                forkserver.ensure_running()
-            except ChildProcessError:
-                # the fork server is a child of the process that this one was forked from
-                forkserver._forkserver.__init__()
-                forkserver.set_forkserver_preload([*preload])
-                forkserver.ensure_running()
+            forkserver.ensure_running()
     except OSError as error:
         raise AshlError(
             f"no process can be started: {error.strerror or error} (temporary files go to"
@@ -302,28 +289,3 @@ def block_interrupts() -> Generator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def shorten_socket_paths() -> None:
-    """Make multiprocessing place its sockets under /tmp if TMPDIR is too long for their paths."""
-    own = tempfile.gettempdir()
-    if len(os.fsencode(own)) > SOCKET_FOLDER_BYTES:
-        tempfile.tempdir = SHORT_FOLDER
-        try:
-            util.get_temp_dir()  # multiprocessing keeps this folder, and deletes it at the end
-        finally:
-            tempfile.tempdir = own
-
-
-@contextmanager
-def allow_children() -> Generator[None]:
-    """Let this process start others, even if it is a daemonic process of multiprocessing.
-
-    They end with it (`ashl.run.process_setup.die_with_parent`).
-    """
-    process = mp.current_process()
-    daemonic, process.daemon = process.daemon, False
-    try:
-        yield
-    finally:
-        process.daemon = daemonic

@@ -16,7 +16,6 @@ from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import prepare_plan
 from ashl.planning.instantiate import declared_profile
 from ashl.planning.layer_group_costs import with_layer_group_costs
-from ashl.run.rank import step_here_s
 from ashl.run.train import detect_job, is_virtual, make_run_folder, run
 from ashl.tracking.forecast import print_forecast, print_profile
 from ashl.tracking.recorder import Recorder
@@ -83,17 +82,11 @@ def profile(
                 " stop.seconds"
             )
         found = read_profile(str(run_dir / "profile.json"))
-    plan, parts, data = prepare_plan(config, world_size(config), overrides, found)
+    plan, _, data = prepare_plan(config, world_size(config), overrides, found)
     run_dir.joinpath("plan.json").write_text(plan.to_json(), encoding="utf-8")
     if not quiet:
         console = Console(highlight=False)
         print_profile(console, found)
-        if parts.runtime.name == "sim" and parts.runtime.gradients:
-            declared, here = 1e3 * parts.cluster.step_s, 1e3 * step_here_s(plan, parts, data)
-            console.print(
-                f"a step at factor 1 takes {declared:.3g} ms as declared, {here:.3g} ms on this"
-                " machine"
-            )
         print_forecast(console, plan, len(data.train), found)
         console.print(f"run folder  {run_dir}", soft_wrap=True, markup=False)
         from_plan = command_with(command, overrides, "plan", run_dir)

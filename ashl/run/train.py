@@ -98,9 +98,7 @@ def run(
     if membership is not None and membership.rank != 0:
         return RunOutcome(jobs.run_as_rank(plan, parts, config, membership))
     lead = None if membership is None else jobs.lead_job(plan, parts, config, membership)
-    if lead is not None:
-        plan = replace(plan, notes=(*plan.notes, *lead.notes))
-    elif parts.runtime.name == "local":
+    if lead is None and parts.runtime.name == "local":
         launch.check_local(plan, parts.runtime)
     torch.set_num_threads(parts.runtime.threads)
     with jobs.sharing_error(membership, lead and lead.store):

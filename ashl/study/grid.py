@@ -156,7 +156,6 @@ def make_grid(
     compose: Callable[[Sequence[str]], dict[str, Any]],
     *,
     strict: bool = False,
-    progress: Callable[[int, int], None] = lambda done, size: None,
     processes: Processes = lambda config: None,
 ) -> Grid:
     """Compose and plan every point; a point that cannot run is skipped with its reason.
@@ -177,8 +176,7 @@ def make_grid(
     reasons: dict[str, str] = {}
     first: UsageError | None = None
     merged = 0
-    for number, (point, label) in enumerate(wanted.items()):
-        progress(number, len(wanted))
+    for point, label in wanted.items():
         try:
             kept, config, plan = check_point(point, compose, plans, processes, reasons)
         except UsageError as error:

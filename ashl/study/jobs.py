@@ -35,7 +35,7 @@ from ashl.launch.environment import clear_launcher_env
 from ashl.launch.job import Launch, job_size
 from ashl.launch.ssh import LOST, UNREACHED, command
 from ashl.launch.start import start
-from ashl.run.launch import allow_children, start_fork_server
+from ashl.run.launch import start_fork_server
 from ashl.run.process_setup import die_with_parent, redirect
 from ashl.run.supervisor import KILLED_BY, signal_name
 from ashl.run.train import is_virtual, run
@@ -189,8 +189,7 @@ class LocalProcess:
         context: Any = mp.get_context("forkserver")
         start_fork_server("ashl.study.jobs")
         self.process: BaseProcess = context.Process(target=run_as_process, args=(job, run))
-        with allow_children():
-            self.process.start()
+        self.process.start()
         self.sentinel = self.process.sentinel
 
     def is_running(self) -> bool:

@@ -47,7 +47,6 @@ from ashl.study.race import CurveReader, Race
 from ashl.tracking import jsonl
 from ashl.tracking.console import plain_table, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
-from ashl.tracking.counting import Counting
 from ashl.tracking.option import TITLES
 from ashl.tracking.sweep_progress import SweepProgress, progress_of
 from ashl.tracking.tracker import TrackedRun
@@ -280,14 +279,12 @@ def compose_grid(
     """Compose and check all settings of the grid, for the hosts of `ashl launch` if there are
     any.
     """
-    with Counting("composing settings") as counting:
-        return make_grid(
-            grid_lines(typed, config_dir),
-            partial(compose, config_dir=config_dir),
-            strict=strict,
-            progress=counting.update,
-            processes=partial(real_job_size, launch=where),
-        )
+    return make_grid(
+        grid_lines(typed, config_dir),
+        partial(compose, config_dir=config_dir),
+        strict=strict,
+        processes=partial(real_job_size, launch=where),
+    )
 
 
 @contextmanager

@@ -212,12 +212,12 @@ def test_a_command_line_is_written_as_it_was_understood(name: str, place: Path) 
 
 def test_a_line_of_launch_keeps_its_hosts(place: Path) -> None:
     group: Any = typer.main.get_command(app)
-    words = ["--hosts", "my hosts", "--restarts", "2", "--", "train", "x=1"]
+    words = ["--hosts", "my hosts", "--", "train", "x=1"]
     outer = group.commands["launch"].make_context("launch", words)
     inner = group.commands["train"].make_context(
         "train", ["--config-dir", OWN, "x=1"], parent=outer
     )
-    start = "ashl launch --hosts 'my hosts' --restarts 2 -- "
+    start = "ashl launch --hosts 'my hosts' -- "
     assert str(typed_command(inner)) == f"{start}train --config-dir 'my options' x=1"
     assert (
         typed_command(inner).follow_up("train", "y=a b")

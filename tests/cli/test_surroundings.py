@@ -1,6 +1,4 @@
-"""Where a command runs: closed streams, terminals that show ASCII only or close, long TMPDIR, no
-loopback, daemons.
-"""
+"""Where a command runs: terminals that show ASCII only, killed, interrupted and stopped runs."""
 
 import io
 import os
@@ -18,7 +16,6 @@ from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.config.signals import handle_signals
 from ashl.launch.environment import ENGINES, clear_launcher_env
-from ashl.run import process_setup
 from ashl.run.monitor import Monitor
 from ashl.tracking import jsonl
 from ashl.tracking.console import Progress
@@ -62,140 +59,6 @@ def test_pages_of_list_in_ascii(options: int | None, monkeypatch) -> None:
     assert len(pages) > (25 if options else 150)
     for page in pages:
         assert in_ascii(monkeypatch, "list", *page).strip()
-
-
-def test_a_terminal_that_closes_is_written_to_in_vain() -> None:
-    """Where it is not the one that sends SIGHUP, as after `disown`."""
-    ours, theirs = os.openpty()
-    with open(theirs, "w") as stream:
-        usable = process_setup.replace_stream(stream)
-        usable.write("seen\n")
-        usable.flush()
-        assert os.read(ours, 100) == b"seen\r\n"
-        os.close(ours)
-        usable.write("unseen\n")
-        usable.flush()
-        usable.detach()
-
-
-SIM = ["train", *REAL, "runtime=sim", "run.dir=run"]
-
-
-@pytest.mark.parametrize(
-    ("command", "unbuffered"),
-    [
-        (["list"], "1"),
-        (SIM, ""),
-        pytest.param(["list"], "", marks=pytest.mark.slow),
-        pytest.param(SIM, "1", marks=pytest.mark.slow),
-        pytest.param([*SIM, "runtime=local"], "", marks=pytest.mark.slow),
-    ],
-)
-def test_a_command_ends_in_order_when_its_reader_has_closed(command, unbuffered, tmp_path) -> None:
-    """The reader closes the pipe early, like `ashl train | head -1`."""
-    ours, theirs = os.pipe()
-    os.close(ours)
-    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(
-        [*ASHL, *command],
-        cwd=tmp_path,
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-        env=env,
-        timeout=PATIENCE_S,
-    )
-    os.close(theirs)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert [jsonl.read_json(file)["status"] for file in tmp_path.glob("run/summary.json")] == [
-        "finished"
-    ] * (command[0] == "train")
-
-
-# --- real processes
-
-
-@pytest.mark.parametrize("sink", ["none", pytest.param("mlflow", marks=pytest.mark.slow)])
-def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tmpdir(
-    sink, tmp_path
-) -> None:
-    place, long = tmp_path / "o'brien's \"runs\"", tmp_path / ("x" * 90)
-    place.mkdir()
-    long.mkdir()
-    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
-    command = [
-        *closed,
-        *ASHL,
-        "train",
-        "-q",
-        *REAL,
-        f"tracking={sink}",
-        "runtime.heartbeat_timeout_s=30",
-    ]
-    assert (
-        subprocess.run(
-            command, cwd=place, timeout=PATIENCE_S, env=os.environ | {"TMPDIR": str(long)}
-        ).returncode
-        == 0
-    )
-    (summary,) = place.glob("runs/*/*/summary.json")
-    assert jsonl.read_json(summary)["status"] == "finished"
-    assert (place / "runs/mlflow.db").exists() == (sink == "mlflow")
-    assert not list(long.iterdir())
-
-
-DAEMON = f"""
-import multiprocessing as mp, sys
-import ashl
-
-def train(name):
-    run = ashl.train("run.dir=" + name, *{REAL!r})
-    sys.exit(0 if run.summary["status"] == "finished" else 1)
-
-if __name__ == "__main__":
-    ashl.train("run.dir=first", *{REAL!r}, *sys.argv[1:])
-    child = mp.get_context("fork").Process(target=train, args=("second",), daemon=True)
-    child.start()
-    child.join()
-    sys.exit(child.exitcode)
-"""
-
-
-@pytest.mark.parametrize("runtime", ["sim", pytest.param("local", marks=pytest.mark.slow)])
-def test_a_daemonic_process_forked_from_one_that_has_trained(runtime, tmp_path) -> None:
-    (tmp_path / "daemon.py").write_text(DAEMON)
-    done = subprocess.run(
-        [sys.executable, "daemon.py", f"runtime={runtime}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "first/summary.json").exists()
-    assert (tmp_path / "second/summary.json").exists()
-
-
-JOB = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-
-
-@pytest.mark.parametrize(
-    "job", [{}, pytest.param(JOB, marks=pytest.mark.slow)], ids=["alone", "job"]
-)
-def test_without_loopback(job, tmp_path) -> None:
-    apart = ["unshare", "-n" if os.geteuid() == 0 else "-rn"]
-    probe = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
-    if probe.returncode:
-        pytest.skip(f"NOT TRIED: no network namespace can be made here: {probe.stderr.strip()}")
-    command = [*apart, *ASHL, "train", "-q", *REAL, "runtime.heartbeat_timeout_s=10"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=30, env=os.environ | job
-    )
-    by = "MASTER_ADDR=localhost" if job else "runtime=local"
-    assert done.stderr == (
-        f"ashl: {by}: processes on this machine do not reach each other over loopback, 127.0.0.1 "
-        "(Network is unreachable); bring it up with `ip link set lo up`, or take runtime=sim\n"
-    )
-    assert done.returncode == 2
 
 
 def test_what_is_left_over_of_a_job(monkeypatch) -> None:

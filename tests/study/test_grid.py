@@ -107,7 +107,7 @@ def test_a_preset_may_bring_lines_of_settings(
     assert {setting.label for setting in found.settings} == {"", "ASHL, as printed"}
     assert {setting.axes.get("sync") for setting in found.settings if setting.label} == {None}
     folder, command = tmp_path / "study", command_line("sweep", [])
-    show_forecast(found, folder, forecast_of(found, [], folder, 1, command))
+    show_forecast(found, folder, forecast_of(found, [], folder, command))
     assert "ASHL, as printed: optimizer.lr=0.3 seed=0 schedule=ashl" in " ".join(
         capsys.readouterr().out.split()
     )
