@@ -75,7 +75,6 @@ FOLDERS = {"dataset": "data"}  # a group whose code lies in a folder of another 
 PRESETS = ("experiment", "debug")
 STANDS_IN = {  # for classes of plain torch
     "ashl.data.plain.PlainDataset",
-    "ashl.optimizer.plain.PlainOptimizer",
     "ashl.task.plain.PlainTask",
 }  # for classes of plain torch; users own their files
 

@@ -19,7 +19,6 @@ from ashl.learn.learner import Learner, dotted_name, place_of
 from ashl.learn.pieces import Pieces
 from ashl.optimizer.absent import add_gradients, has_absent, is_absent, restore_absent
 from ashl.optimizer.contract import Optimizer
-from ashl.optimizer.plain import PlainOptimizer
 from ashl.size_only import SizeOnly
 
 Moments = tuple[Any, ...]
@@ -50,8 +49,7 @@ class Trainer:
             in_rounds,
         )
         self.batches = deal(shares)
-        made = optimizer.make if isinstance(optimizer, PlainOptimizer) else type(optimizer)
-        self._of_step = (("optimizer", dotted_name(made)),)
+        self._of_step = (("optimizer", dotted_name(type(optimizer))),)
         # The mean density of the latest steps, with the steps and weights to which it belongs.
         self._last: tuple[Any, float] = (None, 1.0)
         # the last trainers of `redistribute`, by failed workers: all workers of a simulation ask

@@ -24,7 +24,6 @@ from ashl.learn.making import load_data
 from ashl.learn.trainer import AnyTrainer, SizeOnlyTrainer, Trainer
 from ashl.model.plain import plain_model
 from ashl.optimizer.contract import Optimizer
-from ashl.optimizer.plain import plain_optimizer
 from ashl.optimizer.schedule import with_horizon
 from ashl.outer.average import Average
 from ashl.outer.contract import Outer
@@ -50,7 +49,6 @@ from ashl.topology.sharded_server import ShardedServer
 PLAIN: dict[str, Plain] = {
     "model": plain_model,
     "dataset": plain_dataset,
-    "optimizer": plain_optimizer,
     "task": plain_task,
 }
 

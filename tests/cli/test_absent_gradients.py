@@ -144,8 +144,7 @@ def place(workplace: Path):
             "run.start_from=start.pt",
             "cluster=homogeneous",
         ]
-        rate = [] if "optimizer=mine" in overrides else RATE
-        code = main(["train", "-q", *own, "run.dir=out", *fixed, *rate, *overrides])
+        code = main(["train", "-q", *own, "run.dir=out", *fixed, *RATE, *overrides])
         return torch.load("out/final.pt") if not code else {"code": code}
 
     yield train
