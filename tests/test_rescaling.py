@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from ashl.cli.app import main
+from ashl.config.catalog import catalog
 from ashl.config.recorded import config_of
 from ashl.run import rescaling
 from ashl.run.checkpoints import find_newest
 from ashl.run.train import identity
 from ashl.topology.halos import RegionState
 from ashl.topology.rescaling import rescale_states
-from tests.every_key import BESIDE
 from tests.run_folders import adds_up
+from tests.support_matrix import SYNC_SETTINGS
 
 SHORT = ("cluster=homogeneous", "tracking=none", "tracking.events=all", "model.hidden=[8]", "-q")
 HALF = ("runtime=sim", *SHORT, "run.dir=four", "run.checkpoint_s=0.1", "cluster.num_workers=4")
@@ -199,14 +200,10 @@ def test_workers_at_their_own_pace(mode: str, workplace: Path) -> None:
 
 def modes_of_sync() -> dict[str, str]:
     """Return for each sync mode the settings of its run, on its own topology."""
-    words = {key: text.split() for key, text in BESIDE.items() if key.startswith("sync=")}
-    skipped = ("cluster", "stop.", "optimizer.schedule")
     return {
-        key.removeprefix("sync="): " ".join(
-            [key, *(word for word in text if not word.startswith(skipped))]
-        )
-        for key, text in words.items()
-        if key not in ("sync=profiling", "sync=one_bit_adam")
+        name: f"sync={name} {SYNC_SETTINGS.get(name, '')}"
+        for name in catalog()["sync"]
+        if name not in ("profiling", "one_bit_adam")
     }
 
 

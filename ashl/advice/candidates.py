@@ -178,10 +178,8 @@ def dropped_notes(candidates: Sequence[Candidate]) -> list[str]:
     notes = []
     for text, by_name in found.items():
         where = "every candidate" if len(by_name) == len(candidates) else ", ".join(by_name)
-        reason = next(iter(by_name.values())).removeprefix(f"{text}: no effect here, ")
-        notes.append(
-            f"{text} was removed from {where}: {reason.removesuffix('; otherwise remove it')}."
-        )
+        reason = next(iter(by_name.values())).removeprefix(f"{text}: ")
+        notes.append(f"{text} was removed from {where}: {reason}.")
     return notes
 
 

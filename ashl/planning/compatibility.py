@@ -54,6 +54,7 @@ OWN_CODES = range(128, 256)
 # gradient estimators that compute on minibatches, not on the whole shard
 MINIBATCH_ESTIMATORS = ("minibatch", "moments")
 MEMBERSHIP_KINDS = {FAIL, "rejoin", "churn"}  # faults that change the set of running workers
+LINK_SPEEDS = ("bandwidth_mbit_s", "latency_s", "server_bandwidth_mbit_s")
 TOLERANT_INSTEAD = (
     "take topology=all_reduce or topology=parameter_server with sync=bsp, or restart from"
     " checkpoints with run.checkpoint_s and --resume"
@@ -115,6 +116,23 @@ def check_costs(parts: Mapping[str, Any]) -> None:
             f"cluster.{missing[0]}: not declared, and runtime=sim needs it (a missing cost is"
             " not zero); set a value, or measure with runtime=local"
         )
+
+
+def check_links(cluster: Spec, overrides: Sequence[str]) -> None:
+    """Refuse typed speeds of links that a declared `cluster.exchange_s` replaces.
+
+    Raises: NoEffectError.
+    """
+    for override in overrides:
+        name = key_of(override).removeprefix("cluster.")
+        declared = cluster.get("exchange_s") is not None and cluster.get(name) is not None
+        if declared and name in LINK_SPEEDS:
+            raise NoEffectError(
+                f"{override}: no effect, cluster.exchange_s replaces the links; set"
+                " cluster.exchange_s=null with cluster.bandwidth_mbit_s and cluster.latency_s, or"
+                " remove it",
+                f"cluster.{name}",
+            )
 
 
 def check_stages(parts: Parts, plan: Plan) -> None:

@@ -32,6 +32,7 @@ from ashl.planning.compatibility import (
     check_compression,
     check_costs,
     check_faults,
+    check_links,
     check_plan_overrides,
     check_stages,
     check_sync_overrides,
@@ -63,7 +64,6 @@ from ashl.planning.overlap_plan import plan_overlap
 from ashl.planning.predict import predict_stage
 from ashl.planning.reduction_algorithm import note_reduction_times
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
-from ashl.planning.without_effect import EffectContext, check_effects
 from ashl.schedule.choices import Choices
 from ashl.stage.contract import extra_ranks
 from ashl.task.contract import renaming_note
@@ -87,11 +87,9 @@ def compile_plan(
     world_size: int | None = None,
     overrides: Sequence[str] = (),
     profile: Profile | None = None,
-    *,
-    strict: bool = False,
 ) -> Plan:
     """Return only the plan of `prepare_plan`."""
-    return prepare_plan(config, world_size, overrides, profile, strict=strict).plan
+    return prepare_plan(config, world_size, overrides, profile).plan
 
 
 def prepare_plan(
@@ -99,21 +97,18 @@ def prepare_plan(
     world_size: int | None = None,
     overrides: Sequence[str] = (),
     profile: Profile | None = None,
-    *,
-    strict: bool = False,
 ) -> PreparedPlan:
     """Check every choice and every combination, and resolve them into a plan.
 
     Args: `world_size` is the number of processes of this process's job, or None. `overrides` are
-    the settings that the user typed; with `strict`, a typed value without an effect is refused.
-    `profile` is a profile that was just measured.
+    the settings that the user typed. `profile` is a profile that was just measured.
     The order of precedence is plan=FILE, `profile`, profile=FILE, cluster.*.
     Raises: UsageError and DataMissingError. A plan that is returned has passed all checks.
     """
     settings = settings_of(config)
     with report_own_faults(settings.allow_targets):
         config = {**config, "cluster": with_trace_events(config["cluster"])}
-        return _prepare_plan(config, settings, world_size, overrides, profile, strict)
+        return _prepare_plan(config, settings, world_size, overrides, profile)
 
 
 def _prepare_plan(
@@ -122,10 +117,8 @@ def _prepare_plan(
     world_size: int | None,
     overrides: Sequence[str],
     profile: Profile | None,
-    strict: bool,
 ) -> PreparedPlan:
     options = OptionFactory(settings.allow_targets)
-    typed = config
     parts = {group: options.get_option(group, config[group]) for group in GROUPS}
     cluster = draw_compute_factors(config["cluster"], settings.seed)
     parts["cluster"] = options.get_option("cluster", cluster)
@@ -138,6 +131,7 @@ def _prepare_plan(
         parts["sync"] = None
     choice = run_choice(parts, config["choices"])
     check_choice(choice)
+    check_links(config["cluster"], overrides)
     check_costs(parts)
     num_workers = count_workers(parts, world_size)
     check_worker_count(parts["sync"], parts["topology"], num_workers, settings.seed)
@@ -207,9 +201,6 @@ def _prepare_plan(
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
     plan = add_prediction(plan, resolved, cost_cluster, deal, len(data.train), batch)
     plan = replace(plan, notes=plan.notes + note_dense_pulls(plan, resolved))
-    if strict:
-        given = EffectContext(typed, plan, resolved, parts["schedule"], replaced is not None, data)
-        check_effects(given, overrides)
     return PreparedPlan(plan, resolved, data)
 
 

@@ -74,13 +74,12 @@ def run(
     silent: bool = False,
     resume: Path | None = None,
     command: str = "",
-    strict: bool = True,
 ) -> RunOutcome:
     """Compile the plan, run it and write its records.
 
     Args: resume, the folder of a run to resume from its checkpoint; quiet, show no progress;
     silent, show no outcome either; command, what the user typed, for the records (empty in a
-    sweep); strict, reject overrides that have no effect (a resumed run accepts them).
+    sweep).
     Raises: UsageError and DataMissingError before the run begins. AshlError if the run failed or
     diverged, and KeyboardInterrupt if it was interrupted; the records are complete by then, unless
     another interrupt arrived while they were written.
@@ -90,10 +89,7 @@ def run(
     with jobs.sharing_error(membership):
         tracking = construct(config["tracking"], "tracking", config["allow_targets"])
         plan, parts, data = prepare_plan(
-            config,
-            membership.world_size if membership else None,
-            overrides,
-            strict=strict and resume is None,
+            config, membership.world_size if membership else None, overrides
         )
     if membership is not None and membership.rank != 0:
         return RunOutcome(jobs.run_as_rank(plan, parts, config, membership))
@@ -388,7 +384,7 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
     """
     config, membership = detect_job(config)
     plan, _, data = prepare_plan(
-        config, membership.world_size if membership else processes, overrides, strict=True
+        config, membership.world_size if membership else processes, overrides
     )
     construct(config["tracking"], "tracking", config["allow_targets"])
     return DryRun(plan, len(data.train), membership is None or membership.rank == 0)

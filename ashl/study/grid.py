@@ -281,7 +281,7 @@ def plan_point(
     point.
     """
     try:
-        return compile_plan(config, processes(config), point, strict=True)
+        return compile_plan(config, processes(config), point)
     except DataMissingError:
         raise
     except UsageError as error:

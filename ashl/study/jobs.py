@@ -121,7 +121,7 @@ def run_all(
 def run_here(job: Job) -> int:
     """Run the job in this process and return its exit code."""
     resume = job.folder if job.resume else None
-    ran = run(job.config, list(job.overrides), quiet=True, silent=True, resume=resume, strict=False)
+    ran = run(job.config, list(job.overrides), quiet=True, silent=True, resume=resume)
     return ran.code
 
 

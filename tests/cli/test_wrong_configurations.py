@@ -117,7 +117,6 @@ COMPRESSIONS = {
     "compression=topk compression.critical_ratio=1e-7": "critical_ratio=1e-07: sends less than",
     "compression=topk compression.critical_ratio=0.01": "is less than compression.ratio=0.05",
     "compression=topk topology.pull_ratio=1e-7 sync=bsp": "pull_ratio=1e-07: sends less than one",
-    "compression=none topology.pull_ratio=0.1": "no effect here, it needs a compression",
     "compression=qsgd compression.error_feedback=true": "set compression.error_feedback=",
     "compression=qsgd compression.momentum=0.9 optimizer.momentum=0": "compression.momentum=null",
     "compression=sign compression.vote=majority sync=bsp": "compression.error_feedback=false",

@@ -150,6 +150,14 @@ def test_the_number_of_workers_is_an_axis() -> None:
     ]
 
 
+def test_a_key_without_effect_is_left_out_and_equal_settings_are_merged() -> None:
+    found = grid("sync=bsp", "cluster.bandwidth_mbit_s=1,1000", "seed=0,1")
+    assert len(found.settings) == found.merged == 2
+    assert found.unused == {"cluster.bandwidth_mbit_s": 4}
+    assert "cluster.exchange_s=null" in found.reasons["cluster.bandwidth_mbit_s"]
+    assert all("cluster.bandwidth_mbit_s" not in setting.axes for setting in found.settings)
+
+
 def test_each_seed_draws_its_own_cluster_and_its_own_prediction() -> None:
     found = grid("sync=bsp", "cluster=random", "seed=0,1")
     assert found.settings[0].predicted_s != found.settings[1].predicted_s
