@@ -180,10 +180,13 @@ def _isolate_caller() -> Generator[None]:
     """
     import torch
 
+    from ashl.run.process_setup import standard_streams
+
     main, threads = sys.modules["__main__"], torch.get_num_threads()
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        yield
+        with standard_streams():
+            yield
     finally:
         sys.modules["__main__"] = main
         torch.set_num_threads(threads)

@@ -20,7 +20,7 @@ from ashl import __version__
 from ashl.config.catalog import CONF, defaults, nearest_name, parameters, suggestion_text
 from ashl.config.override import command_text
 from ashl.errors import AshlError, InterruptError, UsageError, to_one_line
-from ashl.run.process_setup import replace_unknown_letters
+from ashl.run.process_setup import standard_streams
 
 from .advise import advise
 from .answer import print_error, run_and_print
@@ -146,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     # else matplotlib prints two paragraphs if the home folder is read-only
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    replace_unknown_letters()
-    return _report_errors([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
+    with standard_streams():
+        return _report_errors([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
 
 
 def _report_errors(args: list[str]) -> int:

@@ -1,5 +1,11 @@
-"""Set up a process: its standard streams, its log and its exit code."""
+"""Set up a process: its standard streams, its log and its exit code.
 
+A daemon or a cron job may start with closed descriptors: then the next file that is opened takes
+number 1 and receives what is printed. A terminal may show ASCII only, or close while the process
+continues.
+"""
+
+import errno
 import io
 import logging
 import multiprocessing as mp
@@ -10,6 +16,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any, TextIO
 
 from ashl.errors import UsageError
 
@@ -18,13 +25,79 @@ EXIT_ORPHANED = 75  # its parent has ended
 EXIT_DECLARED_FAILURE = 77  # a worker that fails as cluster.events declares
 LOG_LEVEL = "ASHL_LOG"  # the environment variable that sets how much is logged
 LEVELS = ("debug", "info", "warning", "error")
+REPLACE = "replace"  # error handler of a stream: `?` for a letter that its encoding lacks
 
 
-def replace_unknown_letters() -> None:
-    """Make the standard streams print `?` for a letter that their encoding lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # no notebook's stream, and not None
-            stream.reconfigure(errors="replace")
+class Output(io.FileIO):
+    """A descriptor that survives the end of its reader, if it is a terminal or a pipe.
+
+    The terminal may close, or the reader may end (`| head`). Then the descriptor becomes /dev/null
+    at the first write that fails, and the command continues.
+    """
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return super().write(data)
+
+
+def open_descriptors() -> None:
+    """Open those of the descriptors 0 to 2 that are closed on /dev/null, for child processes,
+    too.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, number)
+            if opened != number:
+                os.close(opened)
+            os.set_inheritable(number, True)
+
+
+def replace_stream(stream: TextIO | None) -> TextIO:
+    """Replace a stream by one that accepts any text, also once its reader has ended."""
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
+    if not isinstance(stream, io.TextIOWrapper):  # a notebook's, or a test's
+        return stream
+    stream.flush()
+    buffer = stream.buffer
+    if not isinstance(buffer, io.BufferedWriter | io.FileIO):  # FileIO by `python -u`
+        stream.reconfigure(errors=REPLACE)
+        return stream
+    raw = Output(stream.fileno(), "wb", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw) if isinstance(buffer, io.BufferedWriter) else raw,
+        stream.encoding,
+        REPLACE,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+@contextmanager
+def standard_streams() -> Generator[None]:
+    """Replace the standard streams by ones that accept any text, until the context ends."""
+    open_descriptors()
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(replace_stream, before)
+    try:
+        yield
+    finally:
+        for stream, own in zip(before, (sys.stdout, sys.stderr), strict=True):
+            if stream is None:
+                own.close()
+            elif not own.closed:
+                own.flush()
+        sys.stdout, sys.stderr = before
 
 
 def redirect(path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Where a command runs: terminals that show ASCII only, killed, interrupted and stopped runs."""
+"""Where a command runs: closed streams, terminals that close or show ASCII only; killed, interrupted
+and stopped runs.
+"""
 
 import io
 import os
@@ -16,6 +18,7 @@ from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.config.signals import handle_signals
 from ashl.launch.environment import ENGINES, clear_launcher_env
+from ashl.run import process_setup
 from ashl.run.monitor import Monitor
 from ashl.tracking import jsonl
 from ashl.tracking.console import Progress
@@ -59,6 +62,76 @@ def test_pages_of_list_in_ascii(options: int | None, monkeypatch) -> None:
     assert len(pages) > (25 if options else 150)
     for page in pages:
         assert in_ascii(monkeypatch, "list", *page).strip()
+
+
+def test_a_terminal_that_closes_is_written_to_in_vain() -> None:
+    """Where it is not the one that sends SIGHUP, as after `disown`."""
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as stream:
+        usable = process_setup.replace_stream(stream)
+        usable.write("seen\n")
+        usable.flush()
+        assert os.read(ours, 100) == b"seen\r\n"
+        os.close(ours)
+        usable.write("unseen\n")
+        usable.flush()
+        usable.detach()
+
+
+SIM = ["train", *REAL, "runtime=sim", "run.dir=run"]
+
+
+@pytest.mark.parametrize(
+    ("command", "unbuffered"),
+    [
+        (["list"], "1"),
+        (SIM, ""),
+        pytest.param(["list"], "", marks=pytest.mark.slow),
+        pytest.param(SIM, "1", marks=pytest.mark.slow),
+        pytest.param([*SIM, "runtime=local"], "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_ends_in_order_when_its_reader_has_closed(command, unbuffered, tmp_path) -> None:
+    """The reader closes the pipe early, like `ashl train | head -1`."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [*ASHL, *command],
+        cwd=tmp_path,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=env,
+        timeout=PATIENCE_S,
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert [jsonl.read_json(file)["status"] for file in tmp_path.glob("run/summary.json")] == [
+        "finished"
+    ] * (command[0] == "train")
+
+
+# --- real processes
+
+
+@pytest.mark.parametrize("sink", ["none", pytest.param("mlflow", marks=pytest.mark.slow)])
+def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe(sink, tmp_path) -> None:
+    place = tmp_path / "o'brien's \"runs\""
+    place.mkdir()
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    command = [
+        *closed,
+        *ASHL,
+        "train",
+        "-q",
+        *REAL,
+        f"tracking={sink}",
+        "runtime.heartbeat_timeout_s=30",
+    ]
+    assert subprocess.run(command, cwd=place, timeout=PATIENCE_S).returncode == 0
+    (summary,) = place.glob("runs/*/*/summary.json")
+    assert jsonl.read_json(summary)["status"] == "finished"
+    assert (place / "runs/mlflow.db").exists() == (sink == "mlflow")
 
 
 def test_what_is_left_over_of_a_job(monkeypatch) -> None:
