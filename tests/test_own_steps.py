@@ -1,6 +1,4 @@
-"""Steps of models and data sets as users write them: what is drawn, and what torch's optimizers
-would make of it.
-"""
+"""Steps of models and data sets as users write them: what is drawn."""
 
 import random
 
@@ -14,7 +12,6 @@ from ashl.data.dataset import Data
 from ashl.data.plain import split_of
 from ashl.device import HOST, claim_generators, generator_states, seed_generators
 from ashl.learn.learner import Learner
-from ashl.optimizer.absent import has_absent, restore_absent
 
 SOME = np.arange(16)
 DRAWS = {
@@ -113,17 +110,6 @@ def test_only_models_of_ashl_that_do_not_draw_are_computed_by_several_threads() 
     assert Learner(conf_option("model", "mlp"), digits, task_of(digits), seed=0).threadsafe
     flat = Own(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     assert not Learner(flat, digits, task_of(digits), seed=0).threadsafe
-
-
-def test_a_single_minus_zero_is_a_gradient() -> None:
-    """A tiny product may round to it; a tensor is without a gradient where it is −0.0
-    throughout.
-    """
-    starts, gradient = np.array([0, 3]), torch.tensor([-0.0, 1, -0.0, -0.0, -0.0])
-    before, after = torch.zeros(5), torch.ones(5)
-    assert has_absent(gradient, starts)
-    assert restore_absent(gradient, starts, [before], [after])[0].tolist() == [1, 1, 1, 0, 0]
-    assert not has_absent(torch.tensor([1, -0.0, 1, 1, -0.0]), starts)
 
 
 def test_a_run_restores_the_generators_that_it_claims() -> None:

@@ -431,21 +431,6 @@ def size_only_trainer(plan: Plan, parts: Parts, epoch_samples: int) -> SizeOnlyT
     return SizeOnlyTrainer(plan.num_params, epoch_samples, plan.num_workers, statistics)
 
 
-def check_writes(learner: Learner, sync: Rule) -> None:
-    """Refuse a model whose forward pass writes into parameters where workers do not exchange
-    models.
-
-    Raises: UsageError.
-    """
-    if learner.writes and sync.exchange != "difference":
-        raise UsageError(
-            f"{type(sync).__name__} exchanges gradients, and the model's forward pass writes into"
-            f" {', '.join(learner.writes[:3])} (as max_norm does), which they do not carry; take"
-            " sync.exchange=difference, a sync mode that exchanges models, for example"
-            " sync=local_sgd, or a model that does not write"
-        )
-
-
 def assemble_job(
     plan: Plan, device: str, parts: Parts | None = None, data: Data | None = None
 ) -> Job:
@@ -481,8 +466,7 @@ def assemble_job(
 
     trainers = []
     for stage, own in zip(plan.stages, parts.stages, strict=True):
-        check_writes(learner, own.sync)
         optimizer = with_horizon(own.optimizer, plan.limits.epochs).for_layers(learner.layers)
         shares = [worker.data_share for worker in stage.workers]
-        trainers.append(Trainer(learner, optimizer, batches, shares, own.sync.in_rounds))
+        trainers.append(Trainer(learner, optimizer, batches, shares))
     return Job(parts, data, learner, bind_stages(plan, parts, trainers, deal))

@@ -187,13 +187,11 @@ class Monitor:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint saves of the monitor."""
         self._state_host_s = self.host_s
-        constants = self.job.learner.constants()
-        known = {
+        return {
             "plan": self.plan.to_json(),
             "host_s": self._state_host_s,
             "run_state": self.run_state,
         }
-        return known | {"constants": constants}
 
     def resume_from(self, state: dict[str, Any]) -> None:
         """Restore what a checkpoint saved. Stop limits and runtime stay those of this process."""
@@ -206,7 +204,6 @@ class Monitor:
         if state["host_s"] != self._state_host_s:
             self._started_s -= state["host_s"]
         self.run_state = state["run_state"]
-        self.job.learner.set_constants(state["constants"])
         if self.run_state.best is not None:
             # best.pt may hold a model of later than the checkpoint
             self.save(BEST, self.run_state.best, self.run_state.best_state)

@@ -115,8 +115,8 @@ class Rule(Contract, group="sync", strict=True):
         """
         if self.exchange == "difference":
             return None, *stage.outer.step(state.outer_state, state.params, update, lr)
-        exact, place = stage.pipeline.traits.lossless, f"at merge {state.progress.version}"
-        moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact, place)
+        place = f"at merge {state.progress.version}"
+        moments, params = stage.trainer.apply(state.params, state.moments, update, lr, place)
         return moments, state.outer_state, params
 
     def sums_whole(self, stage: StageConfig, progress: Progress) -> bool:

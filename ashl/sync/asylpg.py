@@ -177,9 +177,8 @@ class Snapshots(Updates):
             progress.commit(worker, int(steps), int(samples))
             zeta = stage.pipeline.decode(state.codec_state, worker, message.payload)
             lr = stage.trainer.rate(progress.samples)
-            exact = stage.pipeline.traits.lossless
             state.moments, x = stage.trainer.apply(
-                state.params, state.moments, zeta + epoch.gradient, lr, exact
+                state.params, state.moments, zeta + epoch.gradient, lr
             )
             state.params = shrink(x, lr * self.rule.l1)
             progress.merge()

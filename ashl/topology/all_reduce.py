@@ -589,13 +589,13 @@ async def step_by_bucket(
     Returns: True if there is a new model, False after divergence.
     """
     ctx, params, moments, made = team.ctx, state.params, state.moments, list[Any]()
-    rate, exact = stage.trainer.rate(before.samples), stage.pipeline.traits.lossless
+    rate = stage.trainer.rate(before.samples)
     for k in reversed(range(len(stage.segments))):
         start, stop = stage.slices[k]
         total = concatenate([await ctx.join(task) for task in sums[k]])
         if not state.progress.diverged:
             x = slice_vector(total, 0, stop - start)
-            step = partial(stage.trainer.apply_slice, params, moments, start, stop, x, rate, exact)
+            step = partial(stage.trainer.apply_slice, params, moments, start, stop, x, rate)
             moment = "group", stage.index, before.version, k
             made.append(ctx.compute_once(team.ranks, moment, step))
             await ctx.send(ctx.rank, stage.tag("group", k), made[-1][1])

@@ -30,7 +30,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import CompressionReport, NotFinite
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline, Payload
-from ashl.stage.contract import WEIGHTS, StageConfig
+from ashl.stage.contract import StageConfig
 from ashl.stage.fragment import Fragment
 from ashl.stage.members import Remaining, cap_local_steps, remaining_rounds
 
@@ -199,20 +199,17 @@ async def local_work(
     total, payload = 0.0, local - params if grads is None else grads
     for loss in read_scalars(losses):
         total += loss
-    if trainer.weighs and kind == "difference" and WEIGHTS in stage.topology.supports:
-        share = share_of(ctx, trainer, range(state.step - steps, state.step))
-        payload, total = payload * share, total * share
     return Work(payload, total / steps, steps, steps * state.batch, spent_s / steps, version)
 
 
 def keeps_work(stage: StageConfig) -> bool:
     """Return True if an epoch between local work and its exchange need not repeat the work.
 
-    It must if the exchange begins before the work ends, and if the work has the data or the weights
-    of other members in it.
+    It must if the exchange begins before the work ends, and if the work has the data of other
+    members in it.
     """
     in_order = not stage.buckets and stage.delayed_overlap is None
-    return in_order and not stage.reshards and not stage.trainer.weighs
+    return in_order and not stage.reshards
 
 
 def mark_round(ctx: RankContext, stage: StageConfig, state: WorkerState) -> None:
@@ -259,13 +256,6 @@ def unmerged_steps(state: WorkerState) -> int:
     """Return the steps of a worker that no model contains: of finished or begun work."""
     work = state.pending or state.begun
     return 0 if work is None else work.steps
-
-
-def share_of(ctx: RankContext, trainer: Any, steps: range) -> float:
-    """Return the weight of this worker's samples relative to the others', see `Trainer.share`."""
-    planned = ctx.members.planned
-    same_steps = len({planned.steps[rank] for rank in ctx.members.ranks}) == 1
-    return trainer.share(ctx.rank, steps if same_steps else range(0), planned.weights)
 
 
 async def encode_update(

@@ -1487,13 +1487,13 @@ def merge_bucket(stage: StageConfig, state: ServerState, number: int) -> None:
     weights = merge_weights(stage, state.work, members)
     scale = stage.sync.lr_scale(state.rule_state)
     lr = stage.trainer.rate(state.progress.samples - state.counted) * scale
-    bucket, exact = stage.buckets[number], stage.pipeline.traits.lossless
+    bucket = stage.buckets[number]
     if members:
         update = stage.aggregate.fold(members, weights)
     else:
         update = slice_vector(state.params, bucket.start, bucket.stop) * 0.0
     state.made[number] = stage.trainer.apply_slice(
-        state.params, state.moments, bucket.start, bucket.stop, update, lr, exact
+        state.params, state.moments, bucket.start, bucket.stop, update, lr
     )
 
 
