@@ -27,7 +27,6 @@ LOCAL = "localhost"
 SECRET = "ASHL_JOB_SECRET"  # environment variable with the secret of a job
 PORTS = range(12000, 32000)  # below the ports that Linux assigns itself
 RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
-EXIT_EVICTED = 78  # exit code of a worker that missed heartbeats: the run continues without it
 
 
 class Machine(NamedTuple):
