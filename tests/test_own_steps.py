@@ -10,7 +10,7 @@ from torch import nn
 
 from ashl.data.dataset import Data
 from ashl.data.plain import split_of
-from ashl.device import HOST, claim_generators, generator_states, seed_generators
+from ashl.device import HOST, claim_generators, seed_generators
 from ashl.learn.learner import Learner
 
 SOME = np.arange(16)
@@ -124,6 +124,9 @@ def test_a_run_restores_the_generators_that_it_claims() -> None:
             with seed_generators(4, HOST):
                 inner = draw()
             return [first, inner, draw()]
+
+    def generator_states() -> tuple:
+        return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
 
     random.gauss(0, 1)
     alone, before = draw_seeded(), generator_states()
