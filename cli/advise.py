@@ -61,7 +61,7 @@ def advise(
             dry_run=dry_run,
             quiet=quiet,
         )
-    following = str(typed_command(ctx)) if found.result is None else found.result.record["command"]
+    following = found.next or str(typed_command(ctx))
     return Answer(found.document(), lambda: found.show(console()), following)
 
 

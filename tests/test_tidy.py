@@ -104,6 +104,7 @@ HOMES = {
         "ashl/run/",
         "ashl/watch/",
         "ashl/study/jobs.py",
+        "ashl/advice/",
     ),  # the experiment's clock, host seconds
     "datetime": ("ashl/runtime/", "ashl/tracking/", "ashl/run/"),
     "random": ("ashl/device.py",),

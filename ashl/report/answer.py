@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
 
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
@@ -20,22 +19,6 @@ class Answer:
 
     headline: str
     sentences: tuple[str, ...]
-
-
-class TextTable(NamedTuple):
-    """A table of text."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-class CommandAnswer(NamedTuple):
-    """A command's own answer, labelled lines and tables, shown with the leaderboard."""
-
-    answer: Answer
-    lines: tuple[tuple[str, str], ...] = ()
-    tables: tuple[TextTable, ...] = ()
 
 
 def answer_of(board: Leaderboard) -> Answer:

@@ -541,17 +541,6 @@ def step_here_s(plan: Plan, parts: Parts, data: Data) -> float:
     return median(after - before for before, after in pairwise(times))
 
 
-def evaluation_here(plan: Plan, parts: Parts, data: Data) -> tuple[float, float]:
-    """Return the seconds of one evaluation of the initial model in this process, and its training
-    loss.
-    """
-    learner = assemble_job(plan, device_of(parts.runtime), parts, data).learner
-    loss = learner.evaluate(learner.init())["train_loss"]  # allocates memory, so it is not timed
-    began_s = time.perf_counter()
-    learner.evaluate(learner.init())
-    return time.perf_counter() - began_s, loss or 0.0
-
-
 def warm_up(trainer: Trainer, rank: int) -> None:
     """Compute three steps: the first of a process allocates memory and plans kernels, which takes
     longer than a step.
