@@ -234,14 +234,8 @@ def print_outcome(
         if value:
             grid.add_row(Text(label, style="dim"), Text(value))
     console.print(grid)
-    idle = summary.get("stages_not_begun") or ()
-    if len(summary.get("stages") or ()) + len(idle) > 1:
+    if len(summary.get("stages") or ()) > 1:
         console.print(stage_table(summary))
-    if idle:
-        console.print(
-            Text(stages.explain_missing_stages(idle), style="yellow"),
-            soft_wrap=not console.is_terminal,
-        )
     if summary.get("workers"):
         console.print(worker_table(console, summary))
     for label, value in {"run folder": str(run_dir), **shown}.items():
@@ -335,8 +329,7 @@ def describe_pace(stats: Mapping[str, Any]) -> str:
     """Describe how much longer than declared parts of a paced run took; "" if they kept pace."""
     if stats.get("slower_by", 0.0) <= SLOWER:
         return ""
-    parts = {kind: stats[f"{kind}_slower_by"] for kind in ("steps", "transfers", "encodings")}
-    late = ", ".join(f"{kind} {percent(slower)}" for kind, slower in parts.items() if slower)
+    late = percent(stats["slower_by"])
     return f"{late} longer than declared: this machine is too slow for this cluster"
 
 
