@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from ashl.config.construct import Maker, bind_arguments
-from ashl.config.faults import hint_for, is_out_of_memory, located_error_text
+from ashl.config.faults import is_out_of_memory, located_error_text
 from ashl.data.dataset import Data, Dataset, Split
 from ashl.errors import AshlError, OwnFaultError, UsageError
 from ashl.option import known_fields, option
@@ -167,7 +167,7 @@ def item_of(half: Any, number: int, name: str) -> Any:
         if is_out_of_memory(error):
             raise
         raise OwnFaultError(
-            f"dataset {name}", f"item {number}", located_error_text(error), hint_for(error)
+            f"dataset {name}", f"item {number}", located_error_text(error)
         ) from error
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise UsageError(

@@ -26,7 +26,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
-from ashl.config.faults import Guard, hint_for, is_out_of_memory
+from ashl.config.faults import Guard, is_out_of_memory
 from ashl.data.augment import crop_flip, draw_crops
 from ashl.data.dataset import Data, Split
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
@@ -595,8 +595,8 @@ class Learner:
                     raise
                 shape, said = "x".join(map(str, self._data.sample_shape)), str(error).split("\n")[0]
                 raise UsageError(
-                    f"Model {self._name} cannot take samples of shape {shape} ({said}); "
-                    f"{hint_for(error) or 'take another'}."
+                    f"Model {self._name} cannot take samples of shape {shape} ({said}); take"
+                    " another."
                 ) from error
 
     def _forward(self, inputs: Tensor) -> Tensor:

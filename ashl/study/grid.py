@@ -240,9 +240,8 @@ def check_point(
     point: tuple[str, ...],
     compose: Callable[[Sequence[str]], dict[str, Any]],
     plans: dict[str, Plan | UsageError],
-    processes: Processes = lambda config: None,
-    reasons: dict[str, str] | None = None,
-    drops: type[UnusedKeyError] = UnusedKeyError,
+    processes: Processes,
+    reasons: dict[str, str],
 ) -> tuple[tuple[str, ...], dict[str, Any], Plan]:
     """Return a point without the keys that have no effect in it, its configuration and its plan.
 
@@ -250,8 +249,7 @@ def check_point(
     also draws the cluster, each is checked.
 
     Args: plans is the cache of plans by configuration; reasons receives, by key, why a key of the
-    chosen option has no effect; drops is UnusedKeyError to remove also keys that the chosen option
-    lacks, and NoEffectError to refuse them.
+    chosen option has no effect.
     """
     while True:
         try:
@@ -267,9 +265,9 @@ def check_point(
             return point, config, plan
         except UnusedKeyError as error:
             rest = tuple(single for single in point if key_of(single) != error.key)
-            if len(rest) == len(point) or not isinstance(error, drops):
+            if len(rest) == len(point):
                 raise
-            if isinstance(error, NoEffectError) and reasons is not None:
+            if isinstance(error, NoEffectError):
                 reasons.setdefault(error.key, str(error))
             point = rest
 
