@@ -11,7 +11,6 @@ from ashl.errors import UsageError
 from tests.conf_option import values
 
 TEXTS = (
-    "cluster.trace",
     "dataset.path",
     "dataset.root",
     "model.name",

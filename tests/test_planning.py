@@ -240,38 +240,3 @@ def test_unpaced_ranks_beyond_the_cores_are_noted_once(monkeypatch) -> None:
         ["cluster=mixed", "runtime=sim"],
     ):
         assert not [note for note in planned(*of, *other).notes if "share" in note], other
-
-
-def test_ringleader_says_that_a_round_has_n_whole_steps() -> None:
-    of = ["runtime=sim", "schedule=single"]
-    (note,) = [note for note in planned(*of, "sync=ringleader").notes if "whole steps" in note]
-    assert "sync=ringleader takes 4 whole steps in a round" in note
-    assert not [note for note in planned(*of, "sync=asp").notes if "whole steps" in note]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "fix"),
-    [
-        ("sync=bsp compression=topk", "topology.pull_ratio=0.1"),
-        ("sync=asp compression=qsgd", None),  # a pull cannot go by this codec
-        ("schedule=ashl", "topology.pull_ratio=0.1"),
-        ("schedule=ashl_plus", None),  # it brings the ratio of pulls
-        ("sync=bsp", None),
-        ("sync=bsp compression=topk topology=all_reduce", None),
-        ("sync=bsp compression=topk compression.ratio=0.9", None),  # pushes are as long as without
-        ("schedule=ashl compression=none", None),
-    ],
-)
-def test_dense_pulls_beside_compressed_pushes_are_said(overrides: str, fix: str | None) -> None:
-    def said(*more: str) -> list[str]:
-        return [
-            note
-            for note in planned(*overrides.split(), *more).notes
-            if "topology.pull_ratio" in note
-        ]
-
-    notes = said()
-    assert len(notes) == (fix is not None)
-    if fix is not None:
-        assert fix in notes[0]
-        assert not said(fix)

@@ -17,7 +17,6 @@ from ashl.option import Count, Duration, Natural, NonNegative, Positive, Span, o
 
 TICK_S = 1e-9  # resolution of the experiment's clock, seconds
 MBIT_BYTES = 125_000  # bytes of 1 Mbit
-FAST_GBIT_S = 10.0  # Gbit/s that few links between nodes exceed
 Rate = Annotated[Positive, Field(ge=1e-6)]  # Mbit/s
 Factor = Annotated[Positive, Field(le=1e9)]  # slowdown factor
 
@@ -87,7 +86,6 @@ class Cluster:
     events: tuple[Event, ...]
     churn: Churn | None
     failure_detection_s: Duration | None
-    trace: str | None = None  # path of a trace; planning converts it to events
 
     def __post_init__(self) -> None:
         n = len(self.compute)
@@ -243,27 +241,9 @@ def check_events(events: Sequence[Event], n: int) -> None:
             running[event.worker] = event.rejoin
 
 
-def note_implied_bandwidth(cluster: object, dense_bytes: int) -> list[str]:
-    """Return a note if `exchange_s` implies a bandwidth that few links have.
-
-    The declared `exchange_s` holds for a model of any size.
-    """
-    if type(cluster) is not Cluster or not cluster.exchange_s:  # a measured cluster needs no note
-        return []
-    exchange_s = cluster.exchange_s * min(cluster.links)
-    if (gbit_s := 8e-9 * dense_bytes / exchange_s) <= FAST_GBIT_S:
-        return []
-    return [
-        f"cluster.exchange_s={cluster.exchange_s:g} holds for a model of any size:"
-        f" {dense_bytes / 1e6:.3g} MB each way in {1e3 * exchange_s:g} ms are {gbit_s:.3g} Gbit/s,"
-        f" and few links have more than {FAST_GBIT_S:g}; declare a longer one, or"
-        " cluster.exchange_s=null with cluster.bandwidth_mbit_s and cluster.latency_s"
-    ]
-
-
 @option
-class AllReduceLine:
-    """Measured cost of an all-reduce over all workers: latency, and seconds per byte."""
+class AlphaBeta:
+    """Measured cost of a link in one direction, or of an all-reduce over all workers."""
 
     latency_s: Duration
     s_per_byte: Duration
@@ -301,9 +281,8 @@ class Measured(Cluster):
     up_bytes_s: tuple[Positive | None, ...]  # null = no cost per byte
     down_bytes_s: tuple[Positive | None, ...]
     server_bytes_s: Positive | None  # bytes/s of the server's NIC; null = never the bottleneck
-    all_reduce: (
-        AllReduceLine | None
-    )  # measured all-reduce of all workers; null = computed from the links
+    # measured all-reduce of all workers; null = computed from the links
+    all_reduce: AlphaBeta | None
     contention: ContentionCosts | None = None  # with collectives; null = none
     steps: tuple[tuple[Positive, ...], ...] = ()
     # seconds of a pull beyond its bytes; empty = equal to `latencies`

@@ -15,10 +15,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ashl.cluster.spec import Cluster, ContentionCosts, Measured
+from ashl.cluster.spec import AlphaBeta, Cluster, ContentionCosts, Measured
 from ashl.cluster.speed import LEVELS
 from ashl.errors import UsageError
-from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.checks import FILE, Count, Name, Rate, Seconds, read_json
 from ashl.plan.plan import Spec
 

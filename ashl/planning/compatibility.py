@@ -18,7 +18,6 @@ from ashl.compression.contract import (
     Layout,
     Linear,
     Reduces,
-    Wrappable,
     size_of,
 )
 from ashl.compression.wrappers import inner_codec, wrap_codec
@@ -30,16 +29,14 @@ from ashl.overlap.contract import Delayed
 from ashl.plan.plan import TARGETS, Limits, Plan, Spec, StagePlan
 from ashl.planning.capabilities import (
     Choice,
-    can_encode_pulls,
     capabilities_of,
     check_choice,
-    has_plain_messages,
     is_adam,
 )
 from ashl.planning.device import device_of, uses_nccl
 from ashl.planning.instantiate import Parts, StageParts, layout_of
 from ashl.planning.settings import STAGE_GROUPS
-from ashl.stage.contract import FAULT_TOLERANT, PULLS, Rule, Topology, extra_ranks
+from ashl.stage.contract import FAULT_TOLERANT, Rule, Topology, extra_ranks
 from ashl.sync.profiling import Profiling
 from ashl.task.contract import ACCURACY, Task
 from ashl.topology.all_reduce import AllReduce
@@ -392,19 +389,17 @@ def check_compression(
     parts: Mapping[str, Any],
     choices: Mapping[str, str],
     layout: Layout,
-    num_workers: int,
-) -> list[str]:
+) -> None:
     """Check the values of the codec for this model.
 
     Args: `layout` has the name and shape of each layer of the model.
-    Returns: notes on the codec, one sentence each.
     Raises: UsageError.
     """
     option, topology, d = parts["compression"], parts["topology"], size_of(layout)
     name = f"compression={choices['compression']}"
     codec = wrap_codec(option, layout)
     if codec.traits.lossless:
-        return []
+        return
     check_codec_roles(name, inner_codec(codec))
     shares = {
         "compression.ratio": option.ratio,
@@ -423,7 +418,6 @@ def check_compression(
             f" change fast is less than compression.ratio={option.ratio:g}, the density otherwise;"
             " exchange the two values"
         )
-    return note_compression(name, option, codec, parts, d, num_workers)
 
 
 def check_codec_roles(name: str, codec: Codec) -> None:
@@ -451,91 +445,6 @@ def check_codec_roles(name: str, codec: Codec) -> None:
             f"{name}: its wire code is {codec.code}, which is reserved; give {type(codec).__name__}"
             f" a `code: ClassVar[int]` from {OWN_CODES[0]} to {OWN_CODES[-1]}"
         )
-
-
-def note_dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
-    """Return a note on `topology.pull_ratio` where pushes are compressed and pulls could be."""
-    d = plan.num_params
-    for stage, own in zip(plan.stages, parts.stages, strict=True):
-        topology, codec, sync = own.topology, own.compression, own.sync
-        plain = isinstance(sync, ServerRule) and has_plain_messages(sync)
-        if (
-            not plain
-            or codec.traits.lossless
-            or PULLS not in topology.supports
-            or topology.pull_ratio is not None
-        ):
-            continue
-        sent = max(worker.message_bytes or 0 for worker in stage.workers)
-        if sent < 4 * d and can_encode_pulls(codec):
-            return (
-                (
-                    f"pushes are compressed and pulls are not ({4 * d / 1e6:.3g} MB each);"
-                    " topology.pull_ratio=0.1 also compresses pulls"
-                ),
-            )
-    return ()
-
-
-def note_compression(
-    name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: int, num_workers: int
-) -> list[str]:
-    """Return notes on a codec that is accepted, one sentence each."""
-    topology, ratio, notes = parts["topology"], option.ratio, list[str]()
-    if is_biased_without_residual(option):
-        takes_feedback = codec.traits.contraction or codec.traits.drains
-        without = (
-            " without compression.error_feedback=true"
-            if takes_feedback
-            else ", which does not support error feedback,"
-        )
-        notes.append(
-            f"{name}{without} is biased: elements are lost, and training may stop improving"
-        )
-    if codec.traits.full_gradient and codec.estimator == "minibatch":
-        notes.append(
-            f"{name} with compression.estimator=minibatch sees gradient noise as change: it skips"
-            " hardly any push"
-        )
-    if (
-        topology.has_server
-        and not codec.traits.variable
-        and codec.encoded_nbytes(ratio, d) >= 4 * d
-    ):
-        notes.append(
-            f"{name} saves no bytes here: {codec.encoded_nbytes(ratio, d) / 1e6:.3g} MB a push, as"
-            " much as without compression"
-        )
-    if not topology.has_server and not codec.traits.linear:
-        notes += note_gathered_payloads(name, codec, ratio, d, num_workers)
-    return notes
-
-
-def is_biased_without_residual(option: Codec) -> bool:
-    """Return True if a codec is biased and no residual keeps the elements that it leaves out."""
-    residual = (
-        not isinstance(option, Wrappable) or option.error_feedback or option.momentum is not None
-    )
-    biased = option.decodes_alone and not option.traits.unbiased and not option.traits.reduces
-    return biased and not residual
-
-
-def note_gathered_payloads(
-    name: str, codec: Codec, ratio: float | None, d: int, num_workers: int
-) -> list[str]:
-    """Return a note if gathered payloads are at least as many bytes as a dense ring all-reduce."""
-    if isinstance(inner_codec(codec), Collective):
-        return []
-    gathered = codec.encoded_nbytes(ratio, d) * (num_workers - 1)
-    ring = 2 * (num_workers - 1) / num_workers * 4 * d
-    if gathered < ring:
-        return []
-    most = "up to " if codec.traits.variable else ""
-    return [
-        f"{name} cannot be summed in encoded form, so its payloads are gathered:"
-        f" {most}{gathered / 1e6:.3g} MB a round; all-reduce without compression moves"
-        f" {ring / 1e6:.3g} MB"
-    ]
 
 
 def has_failure_protocol(own: StageParts) -> bool:

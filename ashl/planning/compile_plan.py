@@ -11,9 +11,8 @@ from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from ashl.cluster.spec import Cluster, ProfileCluster, note_implied_bandwidth
-from ashl.cluster.trace import with_trace_events
-from ashl.compression.contract import Codec, Layout, size_of
+from ashl.cluster.spec import Cluster, ProfileCluster
+from ashl.compression.contract import Layout, size_of
 from ashl.config.construct import report_own_faults
 from ashl.config.cores import usable_cores
 from ashl.config.override import key_of
@@ -39,7 +38,6 @@ from ashl.planning.compatibility import (
     check_targets,
     check_worker_count,
     count_workers,
-    note_dense_pulls,
 )
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import (
@@ -62,7 +60,7 @@ from ashl.planning.instantiate import (
 )
 from ashl.planning.overlap_plan import plan_overlap
 from ashl.planning.predict import predict_stage
-from ashl.planning.reduction_algorithm import note_reduction_times
+from ashl.planning.reduction_algorithm import check_algorithm
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
 from ashl.schedule.choices import Choices
 from ashl.stage.contract import extra_ranks
@@ -107,7 +105,6 @@ def prepare_plan(
     """
     settings = settings_of(config)
     with report_own_faults(settings.allow_targets):
-        config = {**config, "cluster": with_trace_events(config["cluster"])}
         return _prepare_plan(config, settings, world_size, overrides, profile)
 
 
@@ -143,7 +140,7 @@ def _prepare_plan(
     learner = make_learner(parts, data, settings)
     num_params, layout = learner.num_params, layout_of(learner.layers)
     check_choice(replace(choice, num_workers=num_workers, layout=layout))
-    found = check_compression(parts, config["choices"], layout, num_workers)
+    check_compression(parts, config["choices"], layout)
     batch = parts["dataset"].batch_size
     if known is not None:
         known.check(num_workers, config["choices"]["model"], num_params, batch)
@@ -172,10 +169,7 @@ def _prepare_plan(
         notes=(
             *data.notes,
             *renaming_note(parts["task"].metric),
-            *found,
-            *note_implied_bandwidth(parts["cluster"], 4 * num_params),
-            *note_profile(known, parts["compression"], replaced, config["choices"]),
-            *note_whole_steps(parts["sync"], num_workers, config["choices"]),
+            *((TAKES_COSTS,) if replaced and config["choices"]["cluster"] != "profile" else ()),
             *note_shared_cores(parts["cluster"], parts["runtime"], num_ranks),
         ),
         start_from=learner.start,
@@ -185,6 +179,7 @@ def _prepare_plan(
     if settings.plan is not None:
         plan = take_stages_of_plan_file(settings.plan, plan, config, overrides)
     resolved = resolve_plan(plan, options, settings.plan)
+    check_algorithm(resolved, plan)
     check_faults(resolved, plan.stages)
     cost_cluster = choose_prediction_cluster(
         parts["cluster"], known, replaced, codec_class(config), options
@@ -200,7 +195,6 @@ def _prepare_plan(
     deal = make_dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
     plan = add_prediction(plan, resolved, cost_cluster, deal, len(data.train), batch)
-    plan = replace(plan, notes=plan.notes + note_dense_pulls(plan, resolved))
     return PreparedPlan(plan, resolved, data)
 
 
@@ -255,13 +249,12 @@ def resolve_plan(plan: Plan, options: OptionFactory, path: str | None) -> Parts:
 
 
 def draw_compute_factors(cluster: Mapping[str, Any], seed: int) -> Spec:
-    """Return the cluster's spec with the events of its trace and with random compute factors.
+    """Return the cluster's spec with random compute factors.
 
     The factors of the first workers do not depend on the number of workers.
     """
-    cluster = with_trace_events(cluster)
     if not (spread := cluster.get("compute_spread")):
-        return cluster
+        return dict(cluster)
     normal = stream(seed, Purpose.SPEED).standard_normal(len(cluster["compute"])).tolist()
     compute = [
         factor * math.exp(spread * z) for factor, z in zip(cluster["compute"], normal, strict=True)
@@ -330,10 +323,7 @@ def add_prediction(
 ) -> Plan:
     """Return the plan with the prediction of each stage, if the cluster or the profile declares all
     costs.
-
-    Raises: UsageError if the topology does not support the algorithm of all-reduces.
     """
-    plan = replace(plan, notes=plan.notes + note_reduction_times(plan, parts, cluster))
     if not isinstance(cluster, Cluster) or cluster.missing_costs():
         return plan
     size_only = size_only_trainer(plan, parts, epoch_samples)
@@ -417,35 +407,6 @@ def declares_profile(cluster: Cluster, known: Profile) -> bool:
 def codec_class(config: Mapping[str, Any]) -> str:
     """Return the dotted name of the codec's class, which identifies its costs in a profile."""
     return config["compression"]["_target_"]
-
-
-def note_profile(
-    known: Profile | None, codec: Codec, replaced: Spec | None, choices: Mapping[str, str]
-) -> list[str]:
-    """Return notes on the use of a profile and on costs that it has not timed."""
-    notes = [TAKES_COSTS] if replaced and choices["cluster"] != "profile" else []
-    own = f"{type(codec).__module__}.{type(codec).__name__}"
-    if (
-        known is not None
-        and known.codecs
-        and not codec.traits.lossless
-        and known.codec(own) is None
-    ):
-        notes.append(
-            f"the profile has not timed {choices['compression']}: the encoding time of its own"
-            " codec is used"
-        )
-    return notes
-
-
-def note_whole_steps(sync: Any, num_workers: int, choices: Mapping[str, str]) -> list[str]:
-    """Return a note on a sync mode whose round moves the model n times as far as a round of BSP."""
-    if sync is None or not sync.whole_steps or num_workers == 1:
-        return []
-    return [
-        f"sync={choices['sync']} takes {num_workers} whole steps in a round, and BSP and ASP take"
-        f" one at aggregate.scale=1; optimizer.lr may need to be {num_workers} times smaller"
-    ]
 
 
 def note_shared_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:

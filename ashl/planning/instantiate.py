@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ashl.aggregate.weighted import Weighted
-from ashl.cluster.spec import Cluster, ContentionCosts
+from ashl.cluster.spec import AlphaBeta, Cluster, ContentionCosts
 from ashl.compression.contract import Codec, Layer, Layout, selected_count, size_of
 from ashl.compression.wrappers import wrap_codec
 from ashl.config.construct import Plain, construct
@@ -29,7 +29,6 @@ from ashl.outer.average import Average
 from ashl.outer.contract import Outer
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.timeline import Bucket, buckets_of_tensors, untimed_timeline
-from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA

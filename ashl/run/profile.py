@@ -9,13 +9,11 @@ from rich.console import Console
 
 from ashl.config.override import CommandLine, command_line, key_of
 from ashl.errors import AshlError, UsageError
-from ashl.learn.learner import Learner
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan, Spec
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import prepare_plan
 from ashl.planning.instantiate import declared_profile
-from ashl.planning.layer_group_costs import with_layer_group_costs
 from ashl.run.train import detect_job, is_virtual, make_run_folder, run
 from ashl.tracking.forecast import print_forecast, print_profile
 from ashl.tracking.recorder import Recorder
@@ -59,9 +57,6 @@ def profile(
             parts.cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch
         )
         assert found is not None
-        known = read_profile(config["profile"]) if config["profile"] else None
-        learner = Learner(parts.model, data, parts.task, seed=plan.seed)
-        found = with_layer_group_costs(found, plan, learner, parts.cluster, known)
         run_dir = make_run_folder({**config, "name": "profile"}, plan)
         recorder = Recorder(run_dir, "none")
         recorder.document("profile.json", found.to_json())

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from ashl.aggregate.weighted import Weighted
-from ashl.cluster.spec import ContentionCosts
+from ashl.cluster.spec import AlphaBeta, ContentionCosts
 from ashl.compression.contract import Codec, Estimator, Keeps, Layout
 from ashl.learn.trainer import AnyTrainer
 from ashl.option import Contract, Count, Duration
@@ -21,7 +21,7 @@ from ashl.outer.contract import Outer
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.none import Serial
 from ashl.overlap.timeline import Bucket, untimed_timeline
-from ashl.plan.alpha_beta import LARGE, AlphaBeta
+from ashl.plan.alpha_beta import LARGE
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.plan.profile import CodecCost, Profile, WorkerProfile
 from ashl.planner.assignment import Planner
@@ -60,8 +60,6 @@ class Rule(Contract, group="sync", strict=True):
     averages: ClassVar[bool] = False
     # H, steps between two exchanges; "plan" = as planned, by worker
     local_steps: ClassVar[Count | Literal["plan"]] = 1
-    # True: each of a round's n merges steps as far as one merge of BSP
-    whole_steps: ClassVar[bool] = False
     # True: synchronous rounds; the last one may be truncated
     in_rounds: ClassVar[bool] = False
     # seconds of the first local work, if time counts instead of H

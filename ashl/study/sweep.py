@@ -18,11 +18,9 @@ from rich.console import Console
 from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.config.cores import usable_cores
-from ashl.config.flat import flat_config
 from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError, unwritable_path_error
 from ashl.launch.job import Launch
-from ashl.planning import uncontended_link_note
 from ashl.report import tables
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
@@ -401,8 +399,6 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
     if grid.merged:
         same = "points with the same configuration as another point"
         lines.append(f"{same}, run once: {grid.merged}")
-    configs = (flat_config(setting.config) for setting in grid.settings)
-    lines += [f"note: {note}" for note in uncontended_link_note.note_comparison(configs)]
     for skipped in grid.skipped[:MAX_ROWS]:
         lines.append(f"skipped: {' '.join(skipped.overrides)}: {skipped.reason}")
     if len(grid.skipped) > MAX_ROWS:

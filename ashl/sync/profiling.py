@@ -40,13 +40,13 @@ from typing import Any
 
 import torch
 
-from ashl.cluster.spec import ContentionCosts
+from ashl.cluster.spec import AlphaBeta, ContentionCosts
 from ashl.cluster.speed import LEVELS
 from ashl.compression.contract import EncodeContext
 from ashl.device import read_scalars
 from ashl.option import Natural, option
 from ashl.overlap.timeline import end_shares
-from ashl.plan.alpha_beta import LARGE, SMALL, AlphaBeta, fit_line
+from ashl.plan.alpha_beta import LARGE, SMALL, fit_line
 from ashl.plan.confidence import equalize_costs, estimate, is_narrow, quantiles, trimmed_deviation
 from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import TICK_S, CodecCost, WorkerProfile

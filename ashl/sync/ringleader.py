@@ -99,7 +99,6 @@ class Ringleader(ServerRule):
 
     own_messages: ClassVar[bool] = True
     exchange: ClassVar[str] = "gradient"
-    whole_steps: ClassVar[bool] = True
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, FAULT_TOLERANT})
 
     def begin(self, stage: StageConfig, progress: Progress) -> Table:

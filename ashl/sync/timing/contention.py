@@ -21,8 +21,7 @@ import math
 import statistics
 from functools import partial
 
-from ashl.cluster.spec import ContentionCosts
-from ashl.plan.alpha_beta import AlphaBeta
+from ashl.cluster.spec import AlphaBeta, ContentionCosts
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.contract import StageConfig
 from ashl.sync.timing.exchanges import collect_answers, empty_payload, send_order, time_step
