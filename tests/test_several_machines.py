@@ -7,7 +7,6 @@ import time
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,6 @@ from ashl.cluster.spec import RealCluster
 from ashl.config.compose import compose
 from ashl.errors import AshlError, DataMissingError, UsageError
 from ashl.launch.environment import JobMembership, first_host, read_membership
-from ashl.plan.declared_costs import profile_of_declared_costs
-from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import parts_of
 from ashl.run import interface
@@ -30,7 +27,6 @@ from ashl.run.handshake import (
     PlaceRequests,
     assign_ranks,
     check_gpus,
-    check_profile,
     make_hello,
     request_place,
     settings_in_common,
@@ -39,7 +35,6 @@ from ashl.run.interface import Interface
 from ashl.run.job import sharing_error
 from ashl.run.rank import RankSettings
 from ashl.run.supervisor import answer_requests
-from tests.conf_option import conf_option
 from tests.support import planned
 
 TORCHRUN = {
@@ -66,7 +61,6 @@ KUBEFLOW = {
     "PET_NNODES": "2",
     "PET_MASTER_ADDR": "job-0.job",
     "PET_MASTER_PORT": "29400",
-    "PET_NPROC_PER_NODE": "1",
 }
 POD = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-0.job"}
 
@@ -115,10 +109,6 @@ def test_what_starters_say(env: dict[str, str], found: JobMembership | None) -> 
         ),
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
         (MPICH, "PMI_RANK is set, and nothing says where the process of rank 0 is"),
-        (
-            KUBEFLOW | {"PET_NPROC_PER_NODE": "2"},
-            "this pod has several ranks; start them by torchrun",
-        ),
         (KUBEFLOW | {"PET_NNODES": "1:4"}, "PET_NNODES='1:4' in the environment"),
         (POD | {"MASTER_ADDR": ""}, "nothing says where the process of rank 0 is; set MASTER_ADDR"),
         (POD | {"ASHL_RANK_OFFSET": "3"}, "JOB_COMPLETION_INDEX: rank 4, but WORLD_SIZE=4"),
@@ -267,30 +257,6 @@ def test_two_workers_on_one_gpu() -> None:
         UsageError, match=r"ranks 0 and 3 on a both take its GPU 0; .* runtime.share_gpu=true"
     ):
         check_gpus(job, (0, 1, 2, 3), share=False)
-
-
-# --- what a profile says of places
-# ------------------------------------------------------------------------------------
-
-
-def test_a_profile_of_other_hosts_is_refused() -> None:
-    known = profile_of_declared_costs(
-        conf_option("cluster", "homogeneous", compute=[1] * 3), "mlp", 1000, 8
-    )
-
-    def measured_on(*hosts: str | None) -> Profile:
-        pairs = zip(known.workers, hosts, strict=True)
-        return replace(known, workers=tuple(replace(own, host=host) for own, host in pairs))
-
-    check_profile(measured_on("c", "b.lan", "a"), JOB, (3, 2, 0, 1), "FILE")
-    said = (
-        r"profile=FILE has measured worker 0 on c, and here it is on a; set"
-        r" cluster.hosts=\[c,b.lan,a\], or run"
-    )
-    with pytest.raises(UsageError, match=said):
-        check_profile(measured_on("c", "b.lan", "a"), JOB, (0, 2, 3, 1), "FILE")
-    for elsewhere in (measured_on("x", "y", "z"), measured_on(None, None, None), None):
-        check_profile(elsewhere, JOB, (0, 2, 3, 1), "FILE")
 
 
 PLAN = planned("cluster=homogeneous", "cluster.compute=[1,1,1]", "sync=asp", "runtime=local")

@@ -23,7 +23,6 @@ import torch
 from ashl import __version__
 from ashl.config.flat import flat_config, flat_items, setting_text
 from ashl.errors import AshlError, DataMissingError, UsageError, to_one_line
-from ashl.plan.profile import Profile
 from ashl.planning.compatibility import pluralize
 from ashl.run.authenticated_store import AuthenticatedStore, StoreServer
 from ashl.run.control_channel import PATIENCE_S, POLL_S
@@ -284,25 +283,6 @@ def find_processes(hellos: Sequence[Hello], name: str) -> list[int]:
             f"cluster.hosts names {name}, and no process of the job is there; there are: {there}"
         )
     return chosen
-
-
-def check_profile(
-    profile: Profile | None, hellos: Sequence[Hello], processes: Sequence[int], path: str
-) -> None:
-    """Raise UsageError if a worker is on another host than where the profile measured it, and that
-    host is in the job: the profile would predict another machine's costs.
-    """
-    if profile is None:
-        return
-    there = {peer.host for peer in hellos}
-    measured = ",".join(str(worker.host) for worker in profile.workers)
-    for rank, worker in enumerate(profile.workers):
-        host = hellos[processes[rank]].host
-        if worker.host in there and worker.host != host:
-            raise UsageError(
-                f"profile={path} has measured worker {rank} on {worker.host}, and here it is on"
-                f" {host}; set cluster.hosts=[{measured}], or run `ashl profile` again"
-            )
 
 
 def check_gpus(hellos: Sequence[Hello], workers: Sequence[int], share: bool) -> None:

@@ -27,7 +27,6 @@ from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, to_one_line
 from ashl.launch.environment import JobMembership, resolve
 from ashl.launch.job import SECRET
-from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
 from ashl.planning.instantiate import Parts
@@ -48,7 +47,6 @@ from ashl.run.handshake import (
     PlaceRequests,
     assign_ranks,
     check_gpus,
-    check_profile,
     make_hello,
     request_place,
     settings_in_common,
@@ -97,8 +95,6 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         hellos = requests.gather(job.world_size, timeout_s)
         hosts = getattr(parts.cluster, "hosts", None) or ()
         processes = assign_ranks(hellos, plan.num_workers, plan.num_ranks, hosts)
-        path = config["profile"]
-        check_profile(path and read_profile(path), hellos, processes, str(path))
         check_gpus(hellos, processes[: plan.num_workers], bool(parts.runtime.share_gpu))
         gpus = [
             peer.gpu and (peer.machine, peer.gpu)

@@ -3,8 +3,8 @@ publish how the run ended.
 
 `run_controller` receives a `Lead`: the store of the run, and the ranks that it starts on this node.
 These are all ranks (`lead_here`), or the rank of process 0 in another launcher's job
-(`ashl.run.job`). `rank_processes` starts ranks by Python's fork server, or by `spawn` once this
-process has initialised CUDA. It kills all that are alive at the end.
+(`ashl.run.job`). `rank_processes` starts ranks by Python's fork server, which is a process without
+CUDA. It kills all that are alive at the end.
 
 All functions run in the controller's main thread. The threads of the store serve the ranks
 meanwhile (`ashl.run.control_channel`).
@@ -23,8 +23,6 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster
@@ -160,7 +158,9 @@ def run_controller(
             pace = supervise(liveness, run_dir, checkpoint_manager)
         if pace is not None:
             end = End(0)
-        logger.info("the run ends: %s", describe_end(monitor, interrupted=pace is None))
+        stages = monitor.run_state.stages
+        reason = (stages[-1].reason if stages else None) or "all stages are complete"
+        logger.info("the run ends: %s", "interrupted" if pace is None else reason)
         return pace
     except Exception as error:
         end = End(1, to_one_line(str(error)))
@@ -168,14 +168,6 @@ def run_controller(
         raise
     finally:
         channel.close(end, processes)
-
-
-def describe_end(monitor: Monitor, *, interrupted: bool) -> str:
-    """Return the reason why a run without a failure ended."""
-    stages = monitor.run_state.stages
-    if interrupted:
-        return "interrupted"
-    return (stages[-1].reason if stages else None) or "all stages are complete"
 
 
 def open_channel(
@@ -214,7 +206,7 @@ def rank_processes(
     Yields: the latest process of each rank, and a function that starts the next process of a rank.
     That function takes the rank, the incarnation, and the totals of earlier incarnations.
     """
-    context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
+    context = mp.get_context("forkserver")
     by_rank = {settings.rank: settings for settings in rank_settings}
     processes: dict[int, BaseProcess] = {}
     all_processes: list[BaseProcess] = []
@@ -225,17 +217,14 @@ def rank_processes(
             target=run_rank_in_child, args=(settings, plan.to_json(), at), name=f"rank{rank}"
         )
         all_processes.append(process)
-        # a process made by `spawn` would end at Ctrl-C before it ignores it
-        with block_interrupts():
-            process.start()
+        process.start()
         logger.info(
             "started rank %d, incarnation %d, as process %s", rank, incarnation, process.pid
         )
         processes[rank] = process
 
     try:
-        if context.get_start_method() == "forkserver":
-            start_fork_server("torch", "ashl.run.rank")
+        start_fork_server("torch", "ashl.run.rank")
         for rank in by_rank:
             start(rank, 0)
         yield processes, start

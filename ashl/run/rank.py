@@ -20,18 +20,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ashl.config.construct import report_own_faults
-from ashl.config.cores import usable_cores
 from ashl.config.signals import INTERRUPTS, handle_signals
-from ashl.data.dataset import Data
 from ashl.device import HOST, claim_generators, read_scalars
 from ashl.errors import AshlError
 from ashl.learn.fingerprint import Fingerprint, first_difference
@@ -40,7 +36,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.compatibility import (
     survives_failure,
 )
-from ashl.planning.device import device_of, use_device, uses_nccl
+from ashl.planning.device import use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble_job, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import StoreAddress, StoreClient
@@ -278,8 +274,7 @@ def train_rank(
     """Build and connect this rank, train, and exit together with the other ranks."""
     parts = parts_of(plan)
     is_worker = settings.rank < plan.num_workers
-    cores = usable_cores()
-    reporter.emit(Placed(settings.rank, platform.node(), use_device(settings.device), cores))
+    reporter.emit(Placed(settings.rank, platform.node(), use_device(settings.device)))
     torch.set_num_threads(parts.runtime.threads)
     stages = build_stages(settings, plan, parts)
     use_interface(settings.interface)
@@ -522,20 +517,6 @@ def process_groups(
     listed = {group for stage in stages for group in stage.topology.groups(stage)}
     listed |= set(hierarchy.groups) if hierarchy else set()
     return {group: dist.new_group(list(group), timeout=NO_TIMEOUT) for group in sorted(listed)}
-
-
-def step_here_s(plan: Plan, parts: Parts, data: Data) -> float:
-    """Return the seconds of a local step of worker 0 in this process: the median of five."""
-    torch.set_num_threads(parts.runtime.threads)
-    trainer = assemble_job(plan, device_of(parts.runtime), parts, data).stages[0].trainer
-    assert isinstance(trainer, Trainer)
-    warm_up(trainer, 0)
-    params, moments = trainer.init()
-    times = [time.perf_counter()]
-    for step in range(5):
-        read_scalars([trainer.local_step(params, moments, 0, step, 0.0)[0]])
-        times.append(time.perf_counter())
-    return median(after - before for before, after in pairwise(times))
 
 
 def warm_up(trainer: Trainer, rank: int) -> None:

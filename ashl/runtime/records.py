@@ -167,7 +167,6 @@ class Placed(NamedTuple):
     rank: int
     host: Text
     device: Text
-    cores: int  # cores that it may use there
 
 
 class CompressionReport(NamedTuple):
