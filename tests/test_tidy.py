@@ -63,7 +63,6 @@ SHARED_BY_CODECS = {
     "coding",
     "contract",
     "count_sketch",
-    "error_metrics",
     "guarantees",
     "kernels",
     "modulo",

@@ -130,22 +130,15 @@ class CompressionStats:
             "relative_error": [
                 row.relative_error for row in rows if row.relative_error is not None
             ],
-            "residual": [row.residual for row in rows if row.residual is not None],
-            "cosine": [row.cosine for row in rows if row.cosine is not None],
             "bits": [32 * fmean(row.nbytes for row in rows) / self.dense_bytes] if rows else [],
         }
         return {f"compress/{name}": fmean(values) for name, values in columns.items() if values}
 
     def report(self) -> dict[str, Any] | None:
-        """Return the compression metrics of the summary, with the bytes of a message by their use;
-        None without a report.
-        """
+        """Return the compression metrics of the summary; None without a report."""
         if not self.latest:
             return None
-        rows = list(self.latest.values())
-        names = ("headers", "scales", "values", "indices")
         return {
             **{key.removeprefix("compress/"): value for key, value in self.metrics().items()},
-            "bytes": {name: fmean(row.split[i] for row in rows) for i, name in enumerate(names)},
             "warning": self.warning,
         }

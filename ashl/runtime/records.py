@@ -170,15 +170,16 @@ class Placed(NamedTuple):
 
 
 class CompressionReport(NamedTuple):
-    """Compression metrics of one message, see `ashl.compression.error_metrics`."""
+    """Compression metrics of one message.
+
+    `relative_error` is ‖p − C(p)‖²/‖p‖², with p the encoded vector and C(p) the decoded one; None
+    if a payload alone does not determine C(p), or if p = 0.
+    """
 
     rank: int
     round: int
     time_ns: int
     relative_error: float | None
-    residual: float | None
-    cosine: float | None
-    split: tuple[int, int, int, int]  # bytes of headers, scales, values and indices
     nbytes: int
     unbiased: bool
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import EncodeContext, layer_name
-from ashl.compression.error_metrics import measure_compression_error, payload_sizes
-from ashl.compression.wrappers import Layerwise
+from ashl.compression.wrappers import vector_norm
 from ashl.device import read_scalars, to_host
 from ashl.learn.pieces import Pieces
 from ashl.overlap.contract import overlapped_steps
@@ -294,23 +293,21 @@ def report_health(
     every, codec = stage.compression_stats_every, stage.pipeline.inner_codec
     if every is None or state.round % every or isinstance(x, SizeOnly):
         return
-    pieces = [
-        (pipeline.inner_codec, pipeline.d, to_host(payload))
-        for pipeline, _, payload in sent
-        if isinstance(payload, Tensor)
-    ]
-    if codec.traits.reduces or not (codec.decodes_alone or isinstance(codec, Layerwise)):
-        # such payloads cannot be decoded one by one, so report their sizes only
-        found = payload_sizes([payload for _, _, payload in pieces])
-    else:
-        residuals = [
-            rest
-            for pipeline, codec_state, _ in sent
-            if (rest := pipeline.residual(codec_state)) is not None
-        ]
-        back = torch.cat([to_host(rest) for rest in residuals]) if residuals else None
-        found = measure_compression_error(pieces, back, to_host(x))
-    ctx.emit(CompressionReport(ctx.rank, state.round, ctx.now_ns, **found))
+    payloads = [to_host(payload) for _, _, payload in sent if isinstance(payload, Tensor)]
+    relative_error = None
+    if codec.decodes_alone and not codec.traits.reduces:
+        pieces = zip(sent, payloads, strict=True)
+        decoded = torch.cat(
+            [own.inner_codec.decode(None, payload, own.d)[1] for (own, _, _), payload in pieces]
+        )
+        kept = [getattr(codec_state.sender, "error", None) for _, codec_state, _ in sent]
+        rests = [to_host(rest) for rest in kept if rest is not None]
+        error = torch.cat(rests) if rests else to_host(x) - decoded
+        encoded_norm = vector_norm(decoded + error)
+        relative_error = (vector_norm(error) / encoded_norm) ** 2 if encoded_norm else None
+    nbytes = sum(payload.nbytes for payload in payloads)
+    unbiased = codec.traits.unbiased
+    ctx.emit(CompressionReport(ctx.rank, state.round, ctx.now_ns, relative_error, nbytes, unbiased))
 
 
 def context_of(stage: StageConfig, rank: int, state: WorkerState, version: int) -> EncodeContext:

@@ -335,9 +335,10 @@ def describe_pace(stats: Mapping[str, Any]) -> str:
 
 def describe_messages(stats: Mapping[str, Any]) -> str:
     """Describe the compression of the last messages that the workers reported."""
-    names = [name for name in ("relative_error", "cosine") if stats.get(name) is not None]
     parts = [f"{number(stats['bits'])} bits per element"] if stats else []
-    return ", ".join(parts + [f"{name.replace('_', ' ')} {number(stats[name])}" for name in names])
+    if stats.get("relative_error") is not None:
+        parts.append(f"relative error {number(stats['relative_error'])}")
+    return ", ".join(parts)
 
 
 def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:

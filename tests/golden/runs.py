@@ -289,11 +289,6 @@ def codecs() -> dict[str, Row]:
         "topk-layers-int4": Row(
             f"{ring} compression=topk compression.per_layer=true compression.values=int4"
         ),
-        "topk-golomb-natural": Row(
-            f"{bsp} compression=topk compression.indices=golomb compression.values=natural",
-            by_bits=True,
-            twin=True,
-        ),
         "topk-both-ways": Row(
             f"{asp} compression=topk compression.ratio=0.1 topology.pull_ratio=0.1 {PORTS}"
         ),

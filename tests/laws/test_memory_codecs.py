@@ -2,21 +2,17 @@
 those of every codec.
 """
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from ashl.compression.atomo import draw_components, find_slope
 from ashl.compression.contract import EncodeContext, Layer
 from ashl.compression.dryden import learn_centroids
 from ashl.compression.payload import PayloadError
-from ashl.compression.wrappers import WrappedCodec, wrap_codec
-from ashl.size_only import SizeOnly
-from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
+from ashl.compression.wrappers import wrap_codec
 from tests.laws.codecs import bits, codec, decoded, length, vector
 from tests.support import simulated
 
@@ -239,31 +235,6 @@ def test_diana_is_unbiased_whatever_was_learned() -> None:
     ]
     found = torch.stack(draws).double()
     assert ((found.mean(0) - x).abs() <= 5.5 * found.std(0) / 2000**0.5 + 0.02).all()
-
-
-@pytest.mark.parametrize(
-    ("norm", "omega"), [("l2", math.sqrt(64) / 1), ("max", (1 + math.sqrt(64)) / 2)]
-)
-def test_alpha_is_that_of_the_quantizer(norm: str, omega: float) -> None:
-    diana = codec("diana", norm=norm, bucket=64)
-    assert diana.bound(None, 1000) <= omega
-    sender, body = diana.encode(None, vector("normal", 1000))
-    m = diana.decode(None, body, 1000)[1]
-    assert torch.equal(sender.h, m * (1 / (1 + diana.bound(None, 1000))))
-
-
-def test_diana_without_content() -> None:
-    diana = codec("diana")
-    link, ends = CompressionPipeline(diana, 100), CodecState()
-    body = link.encode(ends, SizeOnly(400), EncodeContext())
-    assert body == SizeOnly(diana.encoded_nbytes(None, 100))
-    link.restore_dropped(ends, body)
-    assert link.decode(ends, 0, body) == SizeOnly(400)
-    assert ends == CodecState()
-    x: Tensor = vector("normal", 100)
-    x[3] = math.nan
-    assert not diana.decode(None, diana.encode(None, x)[1], 100)[1].isfinite().all()
-    assert not isinstance(wrap_codec(diana, ()), WrappedCodec)
 
 
 @pytest.mark.parametrize("name", ["ef21", "ef21-sign", "ef21-natural", "whole"])
