@@ -185,7 +185,6 @@ class RoundRule(GossipRule, contract=True):
     in_rounds: ClassVar[bool] = True
     early: ClassVar[bool] = False  # if True, models are sent before the local work
     lag: ClassVar[int] = 0  # rounds by which messages may be late
-    suspect: ClassVar[str] = ""  # another likely cause, for the message of a run that diverges
 
     def begin(self, stage: StageConfig, state: RoundState, rank: int) -> Any:
         """Return the mode's state at the start of a stage, or of an epoch in it."""
@@ -571,11 +570,10 @@ def decide_ahead(
     """Decide at rank 0 what every rank has to know, and compute the round after which it holds."""
     progress, header = state.progress, state.header
     if header.not_finite:
-        why = (
+        progress.diverged = (
             f"the loss of worker {int(header.not_finite) - 1} became not finite near step"
             f" {progress.steps}"
         )
-        progress.diverged = why + stage.sync.suspect
     reason = "diverged" if progress.diverged else local_stop(ctx, stage, progress)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
     snapshot = timed and stage.stop_criteria.begin_due_evaluation(state, ctx.now)

@@ -17,7 +17,6 @@ from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import join_vectors, split_vectors
 from ashl.stage.contract import StageConfig
 from ashl.stage.members import members_of
-from ashl.sync.asylpg import Epoch
 from ashl.sync.easgd import EASGD
 from ashl.sync.ringleader import Ringleader, Table
 from ashl.topology.local_work import WorkerState
@@ -192,32 +191,6 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
 
 
 # --- snapshots
-# --------------------------------------------------------------------------------------------------
-
-
-def gradients(*parts: tuple[float, int]) -> float:
-    return sum(gradient * samples for gradient, samples in parts) / sum(
-        samples for _, samples in parts
-    )
-
-
-def test_a_full_gradient_is_over_all_who_have_sent_theirs() -> None:
-    epoch = Epoch(None, {0, 1, 2}, 5)
-    assert epoch.add_gradient(0, 1.0, 10)
-    assert epoch.add_gradient(1, 4.0, 20)
-    epoch.finish_gathering()
-    assert epoch.gathers
-    epoch.owing.discard(2)
-    epoch.finish_gathering()
-    assert (epoch.gathers, epoch.gradient) == (False, gradients((1.0, 10), (4.0, 20))), "it is lost"
-    epoch.owing |= {0, 2}
-    assert epoch.add_gradient(2, 7.0, 30)
-    assert epoch.gradient == pytest.approx(gradients((1.0, 10), (4.0, 20), (7.0, 30))), (
-        "... and comes back"
-    )
-    before = epoch.gradient
-    assert not epoch.add_gradient(0, 1.0, 10), "who had sent it before"
-    assert (epoch.gradient, epoch.owing) == (before, set())
 
 
 @pytest.mark.slow
