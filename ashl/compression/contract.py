@@ -386,13 +386,6 @@ def with_layout(option: C, layout: Layout) -> C:
     return shaped
 
 
-class Keeps(NamedTuple):
-    """Optimizer-like state that survives a stage boundary."""
-
-    residual: bool = True
-    momentum: bool = True
-
-
 class Reduces(Codec, contract=True):
     """Codec with `traits.reduces`: the result of a merge is not Σ weight · decoded payload."""
 
@@ -405,10 +398,11 @@ class Reduces(Codec, contract=True):
         """
         raise NotImplementedError
 
-    def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
+    def convert_memory(self, memory: State, worth: float, keeps_momentum: bool) -> State:
         """Return the memory with which a stage begins, made from the memory of the previous stage.
 
-        Args: worth is the value of one unit of the previous stage in units of this stage.
+        Args: worth is the value of one unit of the previous stage in units of this stage;
+        keeps_momentum, False if the optimizer's momentum starts from zero.
         Returns: None if this stage cannot use the memory.
         """
         return None

@@ -42,7 +42,6 @@ from ashl.compression.contract import (
     CodecInput,
     Collective,
     Elements,
-    Keeps,
     Outcome,
     Reduces,
     State,
@@ -195,8 +194,8 @@ class GTopK(TopK, Reduces, Collective):
         x[indices], total[indices] = total[indices], 0.0
         return (total if self.error_feedback or self.momentum is not None else None), x
 
-    def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
-        return memory * worth if keeps.residual and isinstance(memory, Tensor) else None
+    def convert_memory(self, memory: State, worth: float, keeps_momentum: bool) -> State:
+        return memory * worth if isinstance(memory, Tensor) else None
 
 
 def tree_neighbours(rank: int, n: int) -> tuple[int | None, tuple[int, ...]]:

@@ -18,8 +18,6 @@ SCHEMA = 1
 ENDS = ("loss", "evaluated_loss", "accuracy", "rises", "plateau", "epochs", "commits", "seconds")
 Until = Annotated[str, one_of(*ENDS)]
 # at the boundary to a stage
-Kept = Annotated[str, one_of("momentum", "residual")]
-Handover = Annotated[str, one_of("keep", "reset", "drop")]
 Spec = dict[str, Any]  # `_target_` and its parameters
 SERIAL: Spec = {"_target_": "ashl.overlap.none.Serial"}
 
@@ -54,8 +52,6 @@ class StagePlan:
     optimizer: Spec
     until: dict[Until, float]  # rule → bound, see Stage.reached; empty = until the run's stop rule
     workers: tuple[WorkerPlan, ...]
-    # at the boundary to this stage: momentum (keep or reset), residual (keep or drop)
-    handover: dict[Kept, Handover] = field(default_factory=dict)
     h_preset: Count | None = None  # the slowest worker's H, if H is planned
     r_preset: Share | None = None  # preset density, if densities are planned; null = the codec's
     predicted_steps_per_s: float | None = None

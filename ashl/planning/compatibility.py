@@ -34,7 +34,7 @@ from ashl.planning.capabilities import (
     is_adam,
 )
 from ashl.planning.device import device_of, uses_nccl
-from ashl.planning.instantiate import Parts, StageParts, layout_of
+from ashl.planning.instantiate import Parts, StageParts, keeps_moments, layout_of
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.stage.contract import FAULT_TOLERANT, Rule, Topology, extra_ranks
 from ashl.sync.profiling import Profiling
@@ -154,14 +154,12 @@ def check_stages(parts: Parts, plan: Plan) -> None:
         check_stage_end(stage, parts)
         check_choice(stage_choice(plan, stage, own, parts), stage.name)
     for before, stage, own in zip((None, *parts.stages), stages, parts.stages, strict=False):
-        continues = before is not None and stage.handover.get("momentum") != "reset"
-        if own.sync.after_adam and not (before and continues and is_adam(own.optimizer)):
+        continues = before is not None and keeps_moments(before, own)
+        if own.sync.after_adam and not (continues and is_adam(own.optimizer)):
             raise UsageError(
                 f"stage {stage.name}: sync={option_name(own.sync)} needs the moments of a stage"
                 " with Adam; take schedule=one_bit_adam optimizer=adam"
             )
-        if before is not None and continues:
-            check_momentum_handover(stage.name, before, own)
     check_order(parts, stages)
 
 
@@ -243,26 +241,6 @@ def check_stage_end(stage: StagePlan, parts: Parts) -> None:
 def option_name(option: Any) -> str:
     """Return an option's name as a user types it: the name of its file."""
     return type(option).__module__.rpartition(".")[2]
-
-
-def check_momentum_handover(stage: str, before: StageParts, own: StageParts) -> None:
-    """Refuse to keep momentum that the next stage's optimizer cannot use.
-
-    The optimizer needs the same number of moments as the one before. Without a server, the moments
-    must be identical on all workers.
-    Raises: UsageError.
-    """
-    held, wanted = (len(parts.optimizer.init(1)) for parts in (before, own))
-    identical = not wanted or before.sync.exchange == "gradient" or own.sync.exchange != "gradient"
-    if held == wanted and (identical or own.topology.has_server):
-        return
-    why = "it differs between workers after local steps, and this stage needs the same on all"
-    if held != wanted:
-        why = f"this optimizer has {wanted} moments and the one before {held}"
-    raise UsageError(
-        f"stage {stage}: cannot keep the momentum of the stage before, {why}; take"
-        " schedule.momentum=reset (in a plan file handover.momentum)"
-    )
 
 
 def check_one_topology(stages: Sequence[StagePlan]) -> None:

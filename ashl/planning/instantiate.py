@@ -142,6 +142,16 @@ def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> P
     return profile_of_declared_costs(cluster, model, num_params, batch)
 
 
+def keeps_moments(before: StageParts, own: StageParts) -> bool:
+    """Return True if a stage's optimizer can use the moments of the stage before.
+
+    It needs the same number of moments. Without a server, moments must be identical on all workers.
+    """
+    held, wanted = (len(parts.optimizer.init(1)) for parts in (before, own))
+    identical = not wanted or before.sync.exchange == "gradient" or own.sync.exchange != "gradient"
+    return held == wanted and (identical or own.topology.has_server)
+
+
 def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
     """Return a plan's layers in the form that codecs use."""
     return tuple(Layer(*layer) for layer in layers)
@@ -330,6 +340,7 @@ def bind_stages(
                 epoch_samples=trainer.epoch_samples,
                 following=index + 1 < len(plan.stages),
                 new_outer=index > 0 and stage.outer != plan.stages[index - 1].outer,
+                resets_momentum=index > 0 and not keeps_moments(parts.stages[index - 1], own),
                 planner=planner_for(own.overlap, parts.planner),
                 profile=known,
                 compression_stats_every=plan.compression_stats_every,

@@ -34,7 +34,6 @@ from ashl.compression.contract import (
     Codec,
     Collective,
     EncodeContext,
-    Keeps,
     Linear,
     Reduces,
     State,
@@ -133,7 +132,7 @@ class CompressionPipeline:
         )
 
     def carry_over(
-        self, state: CodecState, keeps: Keeps, gradients: bool, rate: float
+        self, state: CodecState, gradients: bool, rate: float, keeps_momentum: bool
     ) -> CodecState:
         """Return the codec state for a stage that begins with this pipeline, at learning rate
         `rate`.
@@ -150,10 +149,8 @@ class CompressionPipeline:
                 if gradients
                 else -rate
             )
-            memory = self.inner_codec.convert_memory(state.memory, keeps, factor)
-        sender = (
-            self._move_state(convert_sender(state.sender, self.codec)) if keeps.residual else None
-        )
+            memory = self.inner_codec.convert_memory(state.memory, factor, keeps_momentum)
+        sender = self._move_state(convert_sender(state.sender, self.codec))
         return CodecState(sender, memory=memory, gradients=gradients, held=state.held)
 
     def _move_state(self, state: State) -> State:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import AlphaBeta, ContentionCosts
-from ashl.compression.contract import Codec, Estimator, Keeps, Layout
+from ashl.compression.contract import Codec, Estimator, Layout
 from ashl.learn.trainer import AnyTrainer
 from ashl.option import Contract, Count, Duration
 from ashl.outer.contract import Outer
@@ -263,6 +263,8 @@ class StageConfig:
 
     following: bool = False  # True if another stage follows
     new_outer: bool = False  # True if the stage before had another outer optimizer
+    # True if its optimizer cannot use the moments of the stage before, so momentum starts from zero
+    resets_momentum: bool = False
     planner: Planner | None = None
     profile: Profile | None = None  # declared capabilities of the workers
     layout: Layout = ()  # layers of the model
@@ -431,21 +433,12 @@ class StageConfig:
         """Return the ranks of all workers, failed ones included."""
         return tuple(range(self.num_workers))
 
-    @property
-    def resets_momentum(self) -> bool:
-        """Return True if momentum starts from zero instead of being transferred from the stage
-        before.
-        """
-        return self.index > 0 and self.plan.handover.get("momentum") == "reset"
-
     def carry_over_codec_state(self, codec_state: CodecState, samples: int) -> CodecState:
         """Return the codec state of a rank that enters this stage after `samples` applied
         samples.
         """
-        keeps = Keeps(self.plan.handover.get("residual") != "drop", not self.resets_momentum)
-        return self.pipeline.carry_over(
-            codec_state, keeps, self.sync.exchange != "difference", self.trainer.rate(samples)
-        )
+        gradients, rate = self.sync.exchange != "difference", self.trainer.rate(samples)
+        return self.pipeline.carry_over(codec_state, gradients, rate, not self.resets_momentum)
 
     @property
     def resets_outer_momentum(self) -> bool:

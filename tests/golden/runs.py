@@ -405,11 +405,6 @@ def stages() -> dict[str, Row]:
             by_bits=True,
         ),
         "ashl-reversed": Row(f"schedule=ashl_reversed {soon}", by_bits=True),
-        "ashl-reversed-reset": Row(
-            f"schedule=ashl_reversed schedule.momentum=reset schedule.residual=drop {soon}",
-            by_bits=True,
-            twin=True,
-        ),
         "sync-first": Row(
             f"schedule=sync_first schedule.warmup_epochs=0.5 {soon} stop.steps=220", by_bits=True
         ),
@@ -489,11 +484,6 @@ def learning() -> dict[str, Row]:
         ),
         "outer-yogi": Row(
             f"{TIMED} sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform outer=yogi"
-        ),
-        "outer-border": Row(
-            "schedule=post_local schedule.switch_epochs=1 schedule.momentum=reset outer=nesterov"
-            " stop.steps=120",
-            twin=True,
         ),
         "delayed-nesterov": Row(
             f"{late} aggregate=uniform outer=delayed_nesterov outer.buffer=2 optimizer.momentum=0"

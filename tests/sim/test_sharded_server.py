@@ -44,10 +44,7 @@ S_NS = 4 * (64 * 16 + 16 + 16 * 10 + 10) * 400  # of the model at 20 Mbit/s
             "sync=local_sgd compression=topk compression.per_layer=true topology.servers=4"
             " topology.partition_by=layers"
         ),
-        (
-            "schedule=post_local schedule.switch_epochs=0.2 schedule.momentum=reset"
-            " optimizer.momentum=0.9"
-        ),
+        ("schedule=post_local schedule.switch_epochs=0.2 optimizer.momentum=0.9"),
     ],
 )
 def test_several_servers_are_one(mode) -> None:

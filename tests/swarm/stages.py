@@ -121,10 +121,6 @@ def drawn(seed: int) -> tuple[Cluster, list[StageConfig]]:
         stage = bound(rng, sync, topology, n, limits)
         rule = rng.choice(["commits", "seconds", "epochs", "plateau"])
         until = {rule: rng.uniform(0, 3)}
-        handover = {
-            "momentum": rng.choice(["keep", "reset"]),
-            "residual": rng.choice(["keep", "drop"]),
-        }
         compressed = (
             isinstance(topology, ParameterServer) and rng.random() < 0.3 and plain(stage.sync)
         )
@@ -132,7 +128,7 @@ def drawn(seed: int) -> tuple[Cluster, list[StageConfig]]:
             replace(
                 stage,
                 index=index,
-                plan=replace(stage.plan, until=until, handover=handover if index else {}),
+                plan=replace(stage.plan, until=until),
                 codec=wrap_codec(codec, ()) if compressed else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
                 overlap=random.Random(f"{seed} {index}").choice(
