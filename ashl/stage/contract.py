@@ -263,7 +263,7 @@ class StageConfig:
 
     following: bool = False  # True if another stage follows
     new_outer: bool = False  # True if the stage before had another outer optimizer
-    # True if its optimizer cannot use the moments of the stage before, so momentum starts from zero
+    # True if it cannot use the moments of the stage before, and momentum starts from zero
     resets_momentum: bool = False
     planner: Planner | None = None
     profile: Profile | None = None  # declared capabilities of the workers

@@ -89,7 +89,7 @@ from ashl.topology.epochs import (
     with_members,
 )
 from ashl.topology.graph import (
-    ANY_SIZE,
+    Graph,
     MemberGraph,
     Round,
     depths,
@@ -293,7 +293,7 @@ class Gossip(Topology):
     # models travel whole, and no server adds up updates
     supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
     replicas: ClassVar[bool] = True
-    graph: str
+    graph: Graph
     degree: Count
 
     def check(self, sync: Rule, num_workers: int, seed: int) -> None:
@@ -307,7 +307,7 @@ class Gossip(Topology):
 
     @property
     def has_fixed_size(self) -> bool:
-        return self.graph not in ANY_SIZE
+        return self.graph == "random_regular"
 
     def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         """Return the neighbours of all rounds, and the coordinator."""

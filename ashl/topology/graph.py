@@ -9,7 +9,6 @@ is a tuple of rounds that repeat; a static graph has one round. With n ranks:
     one_peer_exponential          one of these hops per round, in turn; if n is a power of two,
                                   every model is the mean after log2 n rounds.
     random_regular                every rank has `degree` neighbours, drawn from the seed
-    a file                        a line `i j` is an edge
 
 Weights: metropolis has w_ij = 1/(1 + max(d_i, d_j)), and the diagonal makes rows add up to 1.
 Push-sum has 1/(1 + out-degree of j); its columns add up to 1 on every graph. Weights 1/(1 + d_i)
@@ -25,8 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import isqrt
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -157,9 +155,15 @@ UNDIRECTED: dict[str, Callable[[int], set[Edge]]] = {
     "complete": complete,
     "torus": torus,
 }
-# graphs that exist for every number of workers
-ANY_SIZE = (*UNDIRECTED, "exponential", "one_peer_exponential")
-NAMES = (*UNDIRECTED, "exponential", "one_peer_exponential", "random_regular")
+Graph = Literal[
+    "ring",
+    "star",
+    "complete",
+    "torus",
+    "exponential",
+    "one_peer_exponential",
+    "random_regular",  # the only one that does not exist for every number of workers
+]
 
 
 def edge(i: int, j: int) -> Edge:
@@ -176,8 +180,8 @@ def sources_of(edges: Iterable[Edge], n: int) -> Sources:
 
 
 @lru_cache(maxsize=64)
-def build_named_graph(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
-    """Return the sources of every rank by round, for a graph with a name."""
+def build_graph(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
+    """Return the sources of every rank by round."""
     hops = [1 << t for t in range(max(n - 1, 1).bit_length()) if 1 << t < n]
     if graph == "exponential":
         return (tuple(tuple(sorted((i - hop) % n for hop in hops)) for i in range(n)),)
@@ -217,55 +221,20 @@ def round_of(rows: Sequence[dict[int, float]]) -> Round:
     return Round(tuple(rows), tuple(map(tuple, targets)), sources)
 
 
-def read_file(path: str, n: int) -> Sources:
-    """Read a graph from a file of edges. Raises: UsageError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        known = ", ".join(NAMES)
-        raise UsageError(
-            f"topology.graph={path} is neither a file that can be read nor one of {known}"
-        ) from error
-    edges: set[Edge] = set()
-    for number, line in enumerate(text.splitlines(), 1):
-        fields = line.partition("#")[0].split()
-        if not fields:
-            continue
-        ends = [int(field) for field in fields if field.isdecimal() and int(field) < n]
-        if len(ends) != 2 or len(fields) != 2:
-            raise UsageError(
-                f"{path}, line {number}: expected two ranks from 0 to {n - 1}, not {line.strip()!r}"
-            )
-        if ends[0] != ends[1]:
-            edges.add(edge(*ends))
-    return sources_of(edges, n)
-
-
 def rounds_of(graph: str, weights: str, degree: int, n: int, seed: int) -> tuple[Round, ...]:
     """Return the graph with its weights, by round.
 
     Args: weights: "metropolis", or "columns" for push-sum.
-    Raises: UsageError if the graph is not connected.
+    Raises: UsageError if the graph does not exist for so many workers.
     """
-    by_round = sources_by_round(graph, n, degree, seed)
-    near = tuple(tuple(j for sources in by_round for j in sources[i]) for i in range(n))
-    if min(depths(near)) < 0:
-        raise UsageError(
-            f"topology.graph={graph} is not connected: some workers never receive from others; give"
-            " it more edges"
-        )
+    by_round = build_graph(graph, n, degree, seed)
     return tuple(round_of(rows_of(sources, weights)) for sources in by_round)
-
-
-def sources_by_round(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
-    """Return the sources of every rank by round, for a graph with a name or in a file."""
-    return build_named_graph(graph, n, degree, seed) if graph in NAMES else (read_file(graph, n),)
 
 
 def edges_of(graph: str, degree: int, n: int, seed: int) -> tuple[Edge, ...]:
     """Return the edges of all rounds, without their direction."""
     edges = set[Edge]()
-    for sources in sources_by_round(graph, n, degree, seed):
+    for sources in build_graph(graph, n, degree, seed):
         for i, neighbours in enumerate(sources):
             edges |= {edge(i, j) for j in neighbours}
     return tuple(sorted(edges))
