@@ -20,7 +20,7 @@ from ashl.sync.bsp import BSP
 from ashl.sync.rennala import Rennala
 from ashl.topology.parameter_server import ParameterServer
 from tests.conf_option import values
-from tests.support import planned
+from tests.support import planned, simulated
 
 
 def overrides(*more: str) -> list[str]:
@@ -104,11 +104,6 @@ def given(folder: Path, *lines: str) -> str:
             ("topology=gossip sync=d_psgd", "topology=gossip sync=ad_psgd"),
             "some stages need a coordinator",
         ),
-        ((LOCAL, f"{LOCAL} sync=bsp"), "stage bsp: cannot keep .* differs between workers"),
-        (
-            ("sync=bsp optimizer.momentum=0", "sync=bsp optimizer.momentum=0.9"),
-            "stage bsp: cannot keep .* has 1 moments",
-        ),
     ],
 )
 def test_stages_that_no_rank_can_go_through_are_refused(
@@ -116,6 +111,21 @@ def test_stages_that_no_rank_can_go_through_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         planned(*overrides(*lines[0].split(), given(tmp_path, *lines)))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (LOCAL, f"{LOCAL} sync=bsp"),
+        ("sync=bsp optimizer.momentum=0", "sync=bsp optimizer.momentum=0.9"),
+    ],
+)
+def test_momentum_that_a_stage_cannot_use_starts_from_zero(
+    lines: tuple[str, ...], tmp_path: Path
+) -> None:
+    ran = simulated(*overrides(*lines[0].split(), given(tmp_path, *lines)), "stop.steps=200")
+    assert [own.resets_momentum for own in assemble_job(ran.plan, "cpu").stages] == [False, True]
+    assert len(ran.of("StageEnd")) == 2
 
 
 @pytest.mark.parametrize(
