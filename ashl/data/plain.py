@@ -18,7 +18,6 @@ from ashl.data.dataset import Data, Dataset, Split
 from ashl.errors import AshlError, OwnFaultError, UsageError
 from ashl.option import known_fields, option
 
-MAX_NAMES = 5  # most classes in a note
 MAX_TOKENS = 10**7  # most words of a vocabulary
 
 
@@ -59,11 +58,10 @@ class PlainDataset(Dataset):
         name = self.make.__name__
         train, test = (split_of(half, name) for half in halves)
         inputs, targets = train.batch(np.zeros(1, np.int64))
-        notes: tuple[str, ...] = ()
         if targets.is_floating_point():
             outputs = math.prod(targets.shape[1:])
         elif targets.ndim == 1:
-            outputs, notes = count_classes([train.targets, test.targets], name)
+            outputs = count_classes([train.targets, test.targets], name)
         else:  # tokens: as many as there are words in targets and inputs
             known = [half.targets for half in (train, test)]
             known += [
@@ -78,9 +76,7 @@ class PlainDataset(Dataset):
                     f" {MAX_TOKENS - 1}"
                 )
         shape, source = tuple(inputs.shape[1:]), f"{self.make.__module__}.{name}"
-        return Data(
-            train, test, sample_shape=shape, num_classes=outputs, source=source, notes=notes
-        )
+        return Data(train, test, sample_shape=shape, num_classes=outputs, source=source)
 
 
 def plain_dataset(part: Maker, keys: Mapping[str, Any]) -> PlainDataset | None:
@@ -108,31 +104,23 @@ class Items:
         return stack_parts(items, f"{self._name}'s inputs")
 
 
-def count_classes(halves: Sequence[Tensor], name: str) -> tuple[int, tuple[str, ...]]:
-    """Return how many outputs these classes need, and a note about numbers without a sample.
+def count_classes(halves: Sequence[Tensor], name: str) -> int:
+    """Return how many outputs these classes need.
 
     Raises: UsageError if fewer than half of the numbers are classes: each unused one would cost
     memory and learn nothing.
     """
     present = [int(value) for value in torch.unique(torch.cat(list(halves))) if value >= 0]
-    outputs = max(present, default=-1) + 1
-    missing = outputs - len(present)
-    if outputs <= 0:
+    if not present:
         raise UsageError(f"dataset: {name} has no class; number classes from 0 on")
-    if missing > len(present):
+    outputs = present[-1] + 1
+    if outputs > 2 * len(present):
         raise UsageError(
             f"dataset: the classes of {name} are {len(present)} numbers from {present[0]} to"
             f" {present[-1]}; number them from 0 to {len(present) - 1}, as torch.unique(targets,"
             " return_inverse=True)[1] does"
         )
-    if not missing:
-        return outputs, ()
-    here = set(present)
-    absent = [number for number in range(outputs) if number not in here]
-    named = ", ".join(map(str, absent[:MAX_NAMES])) + (", ..." if len(absent) > MAX_NAMES else "")
-    return outputs, (
-        f"no sample of {name} is of class {named}; the model has {outputs} outputs all the same",
-    )
+    return outputs
 
 
 def split_of(half: Any, name: str) -> Split:

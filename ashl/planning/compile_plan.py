@@ -64,7 +64,6 @@ from ashl.planning.reduction_algorithm import check_algorithm
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
 from ashl.schedule.choices import Choices
 from ashl.stage.contract import extra_ranks
-from ashl.task.contract import renaming_note
 
 TAKES_COSTS = (
     "virtual time takes its costs from profile=FILE; of cluster.* only the number of workers has an"
@@ -167,8 +166,6 @@ def _prepare_plan(
         limits=limits,
         stages=tuple(stages),
         notes=(
-            *data.notes,
-            *renaming_note(parts["task"].metric),
             *((TAKES_COSTS,) if replaced and config["choices"]["cluster"] != "profile" else ()),
             *note_shared_cores(parts["cluster"], parts["runtime"], num_ranks),
         ),

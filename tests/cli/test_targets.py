@@ -200,10 +200,9 @@ def test_classes_that_cannot_be_learned_are_refused(dataset, overrides, said, pl
     assert said in found
 
 
-def test_a_number_without_a_sample_is_noted(place, capsys, workplace) -> None:
+def test_a_number_without_a_sample_has_an_output(place) -> None:
     place("points", "Points\nclasses: [0, 1, 2]", "sync=bsp", "stop.steps=4")
     assert torch.load("out/final.pt")["weight"].shape == (3, 2)
-    assert "no sample of Points is of class 1" in (workplace / "out/plan.json").read_text()
 
 
 def test_whole_numbers_as_inputs_are_no_classes(place) -> None:
