@@ -7,7 +7,7 @@ from statistics import median
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
 from ashl.report.sensitivity import find_winners, winners_text
-from ashl.report.statistics import LEVEL, MAX_SEEDS, Effect, Spread, seeds_needed
+from ashl.report.statistics import LEVEL, Effect, Spread
 from ashl.tracking.console import percent, seconds
 
 MAX_ENVIRONMENTS, MAX_NAMED = 8, 6
@@ -173,7 +173,7 @@ def describe_doubt(board: Leaderboard) -> tuple[str, ...]:
         test = "paired t test" if found.low is not None else "log-rank test"
         result = f"p = {found.p_value:.2g}" if found.is_better else "the second is better by means"
         why = f"{begin} the difference may be chance ({test}, {result})."
-        need = _describe_seeds(board, found)
+        need = "For certainty, run both with more common seeds."
     else:
         apart = seconds(board.resolution_s)
         why = f"{begin} they differ by less than the distance between two evaluations, {apart}."
@@ -181,20 +181,6 @@ def describe_doubt(board: Leaderboard) -> tuple[str, ...]:
     if found.low is None:
         need = "For certainty, allow longer runs, more seeds, or a lower target (--target)."
     return why, need
-
-
-def _describe_seeds(board: Leaderboard, found: Effect) -> str:
-    """Return how many seeds would separate the first two."""
-    first, second = board.ranked_rows[:2]
-    needed = seeds_needed(found, math.comb(len(board.ranked_rows), 2))
-    if needed is None:
-        return f"More than {MAX_SEEDS} seeds would be needed to separate them: use either."
-    close = board.is_too_close(second)
-    often = " and more frequent evaluations (eval.every_s)" if close else ""
-    return (
-        f"Certainty would need about {needed} seeds (now {first.spread.count}){often}, if the"
-        " spread stays the same."
-    )
 
 
 def _describe_missed_target(board: Leaderboard) -> tuple[str, ...]:
