@@ -169,13 +169,3 @@ def test_a_record_of_another_s_runs_no_code(workplace: Path) -> None:
     with pytest.raises(UsageError, match="outside of ashl; allow it"):
         ashl.load(run.folder).model()
     assert not Path("was_here").exists()
-
-
-def test_a_notebook_shows_a_table(workplace: Path) -> None:
-    run = ashl.train(sync="bsp", runtime="sim", tracking="none", name="a<b", **{"stop.steps": 8})
-    shown = run._repr_html_()
-    assert "<th>a&lt;b: " in shown
-    assert "<td>finished</td>" in shown
-    shown = ashl.load("runs")._repr_html_()
-    assert shown.count("<tr") == 2
-    assert "<td>a&lt;b</td>" in shown
