@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ashl.compression.contract import (
     ENCODE_CONTEXT,
@@ -260,26 +261,17 @@ def slice_state(state: State, start: int, stop: int) -> State:
     Steps keep vectors element by element, and numbers that are equal for all parts. So the states
     of the parts of a vector, joined, equal the state that one message of all of it would leave.
     """
-    if isinstance(state, Tensor):
-        return state[start:stop]
-    if isinstance(state, tuple):
-        return rebuild_tuple(state, (slice_state(field, start, stop) for field in state))
-    return state
+    return tree_map_only(Tensor, lambda x: x[start:stop], state)
 
 
 def join_states(states: Sequence[State]) -> State:
     """Return the state of the whole vector from the states of its parts, in order."""
-    first = states[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(states))
-    if isinstance(first, tuple):
-        return rebuild_tuple(first, map(join_states, zip(*states, strict=True)))
-    return first
+    return tree_map(lambda *parts: join_parts(parts), *states)
 
 
-def rebuild_tuple(state: tuple, fields: Iterator[State]) -> tuple:
-    """Return a tuple of the type of `state` with these fields."""
-    return type(state)(*fields) if hasattr(state, "_fields") else tuple(fields)
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Return vectors as one; of equal numbers the first."""
+    return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else parts[0]
 
 
 # --- error feedback

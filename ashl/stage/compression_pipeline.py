@@ -24,11 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ashl.compression.contract import (
     Codec,
@@ -43,7 +44,6 @@ from ashl.compression.contract import (
 from ashl.compression.wrappers import (
     convert_sender,
     inner_codec,
-    rebuild_tuple,
     run_protocol,
 )
 from ashl.device import HOST, to_device, to_host
@@ -155,11 +155,7 @@ class CompressionPipeline:
 
     def _move_state(self, state: State) -> State:
         """Move the state of another codec to the device of this one."""
-        if isinstance(state, Tensor):
-            return self.move_to_codec(self.codec, state)
-        if isinstance(state, tuple):
-            return rebuild_tuple(state, map(self._move_state, state))
-        return state
+        return tree_map_only(Tensor, partial(self.move_to_codec, self.codec), state)
 
     # --- pushes
 

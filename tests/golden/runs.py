@@ -311,9 +311,7 @@ def codecs() -> dict[str, Row]:
         "adacomp": Row(f"{bsp} compression=adacomp", by_bits=True),
         "sbc": Row(f"{asp} compression=sbc", by_bits=True, twin=True),
         "stc": Row(f"{ring} compression=stc", by_bits=True),
-        "dryden-lloyd": Row(
-            f"{bsp} compression=dryden compression.levels=lloyd", by_bits=True, twin=True
-        ),
+        "dryden": Row(f"{bsp} compression=dryden runtime.gradients=false"),
         "strom": Row(f"{bsp} compression=strom compression.threshold=0.05", by_bits=True),
         "variance": Row(f"{ring} compression=variance", by_bits=True),
         "block-coordinate": Row(f"{ring} compression=block_coordinate compression.blocks=4"),

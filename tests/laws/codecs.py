@@ -33,7 +33,6 @@ ROWS: dict[str, Any] = {
     "atomo": codec("atomo"),
     "atomo-singular": codec("atomo", atoms="singular"),
     "dryden": codec("dryden", indices="bitmap"),
-    "dryden-lloyd": codec("dryden", levels="lloyd"),
     "qsgd-elias": codec("qsgd", entropy="elias"),
     "uniform-pco": codec("uniform", entropy="pco"),
     # sparsifiers

@@ -10,7 +10,6 @@ import torch
 
 from ashl.compression.atomo import draw_components, find_slope
 from ashl.compression.contract import EncodeContext, Layer
-from ashl.compression.dryden import learn_centroids
 from ashl.compression.payload import PayloadError
 from ashl.compression.wrappers import wrap_codec
 from tests.laws.codecs import bits, codec, decoded, length, vector
@@ -64,31 +63,6 @@ def test_a_share_of_each_side_becomes_its_mean() -> None:
         got = decoded(dryden, dryden.encode(None, one_sided)[1], 10)
         assert int(got.count_nonzero()) == 3
         assert (got * one_sided >= 0).all()
-
-
-def test_learned_levels_fit_better() -> None:
-    """One level of Lloyd's is the mean; more of them lose less, as little as the best for two
-    points.
-    """
-    values = np.abs(np.random.default_rng(0).standard_normal(5000)) + 1
-    assert learn_centroids("lloyd", values, 1) == pytest.approx(learn_centroids("mean", values, 9))
-    assert learn_centroids("lloyd", np.array([5.0, 1.0, 1.0, 5.0]), 2).tolist() == [1, 5]
-    x, losses = vector("heavy", 5000), []
-    for fields in ({"levels": "mean"}, *({"levels": "lloyd", "num_levels": n} for n in (2, 4, 16))):
-        dryden = codec("dryden", ratio=0.05, **fields)
-        got = decoded(dryden, dryden.encode(None, x)[1], 5000)
-        losses.append(length((x - got)[got != 0]))
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.05 * losses[0]
-
-
-def test_levels_of_a_sample_enlarge_nothing() -> None:
-    """Every fourth element is large, and so is every one that levels are learned from."""
-    d, dryden = 2**16, codec("dryden", ratio=1.0, levels="lloyd", num_levels=2)
-    x = torch.full((d,), 0.01)
-    x[::4] = 1.0
-    got = decoded(dryden, dryden.encode(None, x)[1], d)
-    assert length(x - got) <= dryden.bound(None, d) * length(x)
 
 
 # --- ATOMO
