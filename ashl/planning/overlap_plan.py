@@ -96,7 +96,7 @@ def plan_buckets(
     stage = replace(stage, overlap={"_target_": stage.overlap["_target_"], **keys})
     if timeline is None:
         return stage, []
-    return stage, [describe_step_times(timeline, planned, own.topology, cost_cluster)]
+    return stage, [describe_step_times(timeline, planned, own.topology)]
 
 
 def check_timing(
@@ -122,28 +122,13 @@ def check_timing(
         )
 
 
-def describe_step_times(
-    timeline: StepTimeline, chosen: Overlap, topology: Topology, cluster: Cluster
-) -> str:
+def describe_step_times(timeline: StepTimeline, chosen: Overlap, topology: Topology) -> str:
     """Return a note on the duration of a step and its exchange."""
-    buckets = chosen.plan_buckets(timeline)
-    count = len(buckets)
+    count = len(chosen.plan_buckets(timeline))
     what = "a step, its push and its pull" if topology.has_server else "a step and its all-reduce"
     sent = f"{count} message{'s' * (count > 1)}"
     least = "at least " * (chosen.overlaps_next_forward and timeline.has_contention)
-    text = f"{what} take {least}{chosen.step_ns(timeline) / 1e6:.4g} ms in {sent}"
-    densities = [f"{100 * bucket.ratio:.3g}" for bucket in buckets if bucket.ratio is not None]
-    if densities:
-        text += f", with densities of {', '.join(densities)} %"
-    if timeline.pace_reduction or timeline.collective_slowdown > 1:
-        slower = f"{100 * timeline.pace_reduction:.2g} % slower"
-        text += f"; during an all-reduce a worker computes {slower}, as measured"
-    if cluster.exchange_s is not None:
-        text += (
-            "; cluster.exchange_s has no latency, so merging gains nothing: set bandwidth and"
-            " latency to compare"
-        )
-    return text
+    return f"{what} take {least}{chosen.step_ns(timeline) / 1e6:.4g} ms in {sent}"
 
 
 def check_fragments(plan: Plan, stage: StagePlan, overlap: Delayed) -> None:

@@ -143,7 +143,6 @@ def test_virtual_time_has_what_sums_and_computing_cost_each_other(
         *RING, *TIMED, f"overlap={overlap}".split()[0], *overlap.split()[1:], *OF_PROFILE
     )
     (note,) = [note for note in plan.notes if "a step and its all-reduce" in note]
-    assert "computes 40 % slower, as measured" in note
     said = note.partition(" take ")[2]
     cycle_ms = 3e3 / plan.stages[0].predicted_steps_per_s
     if overlap == "priority":
