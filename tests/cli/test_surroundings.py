@@ -9,19 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.config.signals import handle_signals
 from ashl.launch.environment import ENGINES, clear_launcher_env
 from ashl.run import process_setup
-from ashl.run.monitor import Monitor
 from ashl.tracking import jsonl
-from ashl.tracking.console import Progress
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,20 +160,6 @@ def test_an_interrupted_run_with_checkpoints_prints_how_to_resume(
     out = capsys.readouterr().out
     assert jsonl.read_json(workplace / "it's/summary.json")["status"] == "interrupted"
     assert ("resume with `ashl train --resume 'it'\"'\"'s'`" in out) == checkpoints
-
-
-def test_a_failure_is_a_line_when_it_happens_in_a_pipe_too() -> None:
-    out = io.StringIO()
-    progress = Progress(Console(file=out), name="run")
-    told = SimpleNamespace(read_heartbeats=None, progress=progress)
-    Monitor.show_line(
-        told, "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it"
-    )
-    Monitor.show_line(SimpleNamespace(read_heartbeats=list, progress=progress), "in virtual time")
-    assert (
-        out.getvalue()
-        == "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it\n"
-    )
 
 
 # --- signals, and jobs that are stopped
