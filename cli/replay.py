@@ -19,7 +19,6 @@ def replay(
         typer.Argument(metavar="KEY=VALUE", help="Changed settings, for example sync=ssp."),
     ] = None,
     config_dir: ConfigDir = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> Answer:
@@ -28,7 +27,7 @@ def replay(
 
     Shows the run, its replay with the same settings, and the replay with the changed ones.
     """
-    with show_starting(quiet):
+    with show_starting(json):
         from ashl.study.replay import replay as run_replay
 
     found = run_replay(run, overrides or [], config_dir)
@@ -37,6 +36,4 @@ def replay(
     if not overrides:
         following = line.follow_up("replay", run, "sync=asp")
     document = {"folder": str(found.folder), **found.record}
-    if quiet and not json:
-        return Answer(document)
     return Answer(document, lambda: found.show(console()), following)

@@ -48,9 +48,6 @@ def sweep(
         int | None,
         typer.Option(min=1, help="Runs at a time; default: all cores in virtual time, else 1."),
     ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail if a combination cannot be run.")
-    ] = False,
     race: Annotated[
         bool, typer.Option("--race", help="Stop settings early that are clearly behind.")
     ] = False,
@@ -87,7 +84,6 @@ def sweep(
     typed, of_launcher = split_launcher_settings(overrides or [], launcher)
     of_grids = {
         "--race": race,
-        "--strict": strict,
         "--cfg": cfg,
         "--dry-run": dry_run,
         "--baseline": baseline,
@@ -111,7 +107,7 @@ def sweep(
                 typed, config_dir, search, line, slots=jobs, make_pool=make_pool, **shown
             )
         return answer_of(found)
-    grid = study.compose_grid(typed, config_dir, strict, ctx.obj)
+    grid = study.compose_grid(typed, config_dir, ctx.obj)
     if cfg:
         configs = [without_unused(setting.config) for setting in grid.settings]
         return Answer({"settings": configs}, show=partial(show_configurations, grid))

@@ -271,16 +271,13 @@ def conclude(
     return SweepOutcome(folder, known, board, command.follow_up("train", *own))
 
 
-def compose_grid(
-    typed: Sequence[str], config_dir: Path | None, strict: bool, where: Launch | None
-) -> Grid:
+def compose_grid(typed: Sequence[str], config_dir: Path | None, where: Launch | None) -> Grid:
     """Compose and check all settings of the grid, for the hosts of `ashl launch` if there are
     any.
     """
     return make_grid(
         grid_lines(typed, config_dir),
         partial(compose, config_dir=config_dir),
-        strict=strict,
         processes=partial(real_job_size, launch=where),
     )
 
