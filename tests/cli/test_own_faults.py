@@ -208,7 +208,7 @@ FAULTS = {  # what is the user's own: exit code and words of the sentence
     "task=LateVector": (1, "own_faults.", "failed, not ashl, worker "),
     "task=BadScores": (1, "task own_faults.BadScores failed, not ashl, in an evaluation: AssertionError: never hits ("),
     "task=BadValue": (1, "task own_faults.BadValue failed, not ashl, in an evaluation: KeyError: 'top' ("),
-    "optimizer=BadSteps": (1, "optimizer own_faults.BadSteps failed, not ashl, at merge ", "too steep ("),
+    "optimizer=BadSteps\ndefaults: [sgd]": (1, "optimizer own_faults.BadSteps failed, not ashl, at merge ", "too steep ("),
 }  # fmt: skip
 ON_PROCESSES = ("dataset=Blobs\nbad: 100", "task=BadScores")
 
