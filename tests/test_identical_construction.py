@@ -50,6 +50,24 @@ class OwnSplit(Dataset):
         return X[self.order[number]], self.order[number] % 3
 
 
+class OwnSamples(Dataset):
+    """Draws its samples."""
+
+    def __init__(self, train: bool, kind: str) -> None:
+        draw: dict[str, Callable[[], Any]] = {
+            "torch": lambda: torch.randn(4),
+            "numpy": lambda: torch.from_numpy(np.random.randn(4)),
+            "random": lambda: torch.tensor([random.gauss(0, 1) for _ in range(4)]),
+        }
+        self.items = [(draw[kind](), number % 3) for number in range(40 if train else 20)]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return self.items[number]
+
+
 def pair(kind: str) -> Any:
     if kind == "torch":
         return tuple(random_split([(x, 1) for x in X], [40, 20]))  # type: ignore[arg-type]
@@ -82,7 +100,7 @@ def rows(half: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "random"])
-@pytest.mark.parametrize("make", [OwnSplit, pair])
+@pytest.mark.parametrize("make", [OwnSplit, OwnSamples, pair])
 def test_a_data_set_that_draws_is_a_function_of_the_seed_and_its_halves_are_disjoint(
     make: Any, kind: str
 ) -> None:
