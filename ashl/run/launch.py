@@ -249,6 +249,11 @@ def start_fork_server(*preload: str) -> None:
     this process, as its children do.
     Raises: AshlError if no process can be started.
     """
+    if mp.current_process().daemon:
+        raise AshlError(
+            "no process can be started: this one is a daemonic process of multiprocessing, which"
+            " must not start others; make it with daemon=False"
+        )
     path = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     own = {name: os.environ.get(name) for name in path}
     try:

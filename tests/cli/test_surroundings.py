@@ -9,14 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.config.signals import handle_signals
+from ashl.errors import AshlError
 from ashl.launch.environment import ENGINES, clear_launcher_env
-from ashl.run import process_setup
+from ashl.run import launch, process_setup
 from ashl.tracking import jsonl
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
 
@@ -128,6 +130,12 @@ def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe(sink, tmp_pat
     (summary,) = place.glob("runs/*/*/summary.json")
     assert jsonl.read_json(summary)["status"] == "finished"
     assert (place / "runs/mlflow.db").exists() == (sink == "mlflow")
+
+
+def test_a_daemonic_process_starts_no_ranks(monkeypatch) -> None:
+    monkeypatch.setattr(launch.mp, "current_process", lambda: SimpleNamespace(daemon=True))
+    with pytest.raises(AshlError, match="make it with daemon=False"):
+        launch.start_fork_server()
 
 
 def test_what_is_left_over_of_a_job(monkeypatch) -> None:
