@@ -121,6 +121,9 @@ class Learner:
         # The first replica has changed its state during the try-out.
         self._here = Replica(self._build, device, graphs)
         self.carrier = Carrier(self._here.module, carried) if carried else None
+        # Of a user's own module with buffers that the try-out has not changed: see `_leave`.
+        own = not made.__module__.startswith("ashl.")
+        self._marks = self._mark_buffers() if own and not carried else ()
         # The reporter's thread requests a copy of the worker's state. The next step makes it.
         self.copy_requested, self.copied_state = False, None
         self._captures = graphs and not drew and not carried and self.counts is None
@@ -217,10 +220,27 @@ class Learner:
             here.eval()
             yield
 
+    def _mark_buffers(self) -> tuple[tuple[int, int], ...]:
+        """Return identities and numbers of writes of the buffers that training may change."""
+        here = self._here
+        apart = here.apart
+        return tuple(
+            (id(value), value._version)
+            for name, value in here.module.named_buffers()
+            if name.rpartition(".")[0] not in apart
+        )
+
     def _leave(self, worker: int) -> None:
         """Copy the module's state after a step of this worker if another thread has requested
         that.
+
+        Raises: UsageError if the step is the first that changes a buffer: it would be in no file.
         """
+        if self._marks and self._marks != self._mark_buffers():
+            raise UsageError(
+                f"Model {self._name} changes a buffer in training, and did not when it was tried"
+                " out; let its first forward pass change the buffer too, for example by adding 0."
+            )
         if self.carrier is not None and self.copy_requested:
             self.copied_state, self.copy_requested = self.worker_state(worker), False
 

@@ -88,6 +88,17 @@ class EvalPair(Net):
         return self.a(x) if self.training else (self.a(x), x)
 
 
+class LateBuffer(Net):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def of(self, x):
+        if self.calls > 9:
+            self.mean += 1
+        return self.a(x) + self.mean
+
+
 class Raises(Net):
     def of(self, x):
         if self.calls > 9:
@@ -200,6 +211,7 @@ FAULTS = {  # what is the user's own: exit code and words of the sentence
     "model=Crowded": (2, "Model Crowded cannot take samples of shape 4"),
     "model=Raises": (1, "model own_faults.Raises failed, not ashl, worker ", "step ", "KeyError: 'hidden' ("),
     "model=InPlace": (1, "model own_faults.InPlace failed, not ashl, worker ", "step "),
+    "model=LateBuffer": (1, "Model LateBuffer changes a buffer in training"),
     "model=Hungry": (1, "worker ", "step ", "there is not enough memory; take a smaller dataset.batch_size"),
     "dataset=Blobs\nbad: 100\nearly: true": (2, "dataset Blobs failed, not ashl, item 100: OSError: the disk "),
     "dataset=Blobs\nbad: 100": (1, "dataset Blobs failed, not ashl, item 100, worker ", "step ", "the disk is gone ("),
