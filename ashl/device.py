@@ -124,6 +124,19 @@ def seed_all(generators: Sequence[torch.Generator], seed: int) -> None:
     random.seed(seed)
 
 
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of the generators of torch (on the CPU), numpy and Python, for a
+    comparison.
+    """
+    _, words, position, *_ = NUMPY.get_state(legacy=True)
+    return (
+        torch.default_generator.get_state().numpy().tobytes(),
+        words.tobytes(),
+        position,
+        random.getstate(),
+    )
+
+
 def generator_of(device: str) -> torch.Generator:
     """Return torch's own generator of a device: layers draw from no other."""
     place = torch.device(device)

@@ -93,11 +93,11 @@ class InterruptError(AshlError):
 class OwnFaultError(AshlError):
     """A part of the user's own failed (model, task, data set or optimizer), and no code of ashl."""
 
-    def __init__(self, part: str, place: str, reason: str) -> None:
+    def __init__(self, part: str, place: str, reason: str, hint: str) -> None:
         """`place` is the item, or the worker and the step."""
-        super().__init__(part, place, reason)
-        self.part, self.place, self.reason = part, place, reason
+        super().__init__(part, place, reason, hint)
+        self.part, self.place, self.reason, self.hint = part, place, reason, hint
 
     def __str__(self) -> str:
-        place = f", {self.place}" if self.place else ""
-        return f"{self.part} failed, not ashl{place}: {self.reason}"
+        place, hint = f", {self.place}" if self.place else "", f"; {self.hint}" if self.hint else ""
+        return f"{self.part} failed, not ashl{place}: {self.reason}{hint}"

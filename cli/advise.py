@@ -8,13 +8,14 @@ import typer
 from .answer import Answer, Json
 from .sweep import handle_interrupts
 from .table import console
-from .train import ConfigDir, Debug, DryRun, Overrides, Quiet, show_starting
+from .train import ConfigDir, ConfigFile, Debug, DryRun, Overrides, Quiet, show_starting
 from .typed import typed_command
 
 
 def advise(
     ctx: typer.Context,
     overrides: Overrides = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     target: Annotated[
         float | None, typer.Option(help="Judge by the time to this accuracy, for example 0.9.")
@@ -61,7 +62,7 @@ def advise(
             dry_run=dry_run,
             quiet=quiet,
         )
-    following = found.next or str(typed_command(ctx))
+    following = str(typed_command(ctx)) if found.result is None else found.result.record["command"]
     return Answer(found.document(), lambda: found.show(console()), following)
 
 

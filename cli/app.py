@@ -6,6 +6,7 @@ No heavy library is imported before a command runs, so that `ashl --help` answer
 import errno
 import logging
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ashl import __version__
-from ashl.config.catalog import suggestion_text
+from ashl.config.catalog import CONF, defaults, nearest_name, parameters, suggestion_text
 from ashl.config.override import command_text
 from ashl.errors import AshlError, InterruptError, UsageError, to_one_line
 from ashl.run.process_setup import standard_streams
@@ -44,9 +45,16 @@ from .watch import watch
 class TyperUsageError(Protocol):
     """The interface of Typer's usage errors, which have no public class in some of its versions."""
 
-    ctx: Any
-
     def format_message(self) -> str: ...
+
+
+@runtime_checkable
+class UnknownOptionError(TyperUsageError, Protocol):
+    """Typer's error about an unknown option."""
+
+    ctx: typer.Context
+    option_name: str
+    possibilities: Sequence[str] | None
 
 
 def plain_flags(params: list[Any]) -> list[Any]:
@@ -182,13 +190,32 @@ def _usage_message(error: TyperUsageError, args: Sequence[str]) -> str:
     hint = "; `ashl --help` shows what there is."
     if text.startswith("No such command"):
         return f"There is no command {command}{suggestion_text(command, COMMANDS, hint)}"
-    if text.startswith("No such option") and "overrides" in (
-        p.name for p in error.ctx.command.params
-    ):
-        return f"{text}; settings are written without dashes, as in seed=1."
+    if isinstance(error, UnknownOptionError) and text.startswith("No such option"):
+        option = error.option_name
+        key = option.lstrip("-").replace("-", "_")
+        if any(parameter.name == "overrides" for parameter in error.ctx.command.params):
+            hint = f"; settings are written without dashes, as in {_as_setting(option, key, args)}."
+        else:
+            hint = f"; `ashl {command} --help` shows what there is."
+        known = {*defaults(), *(parameter.key for parameter in parameters(CONF / "config.yaml"))}
+        names = () if {key, key.partition(".")[0]} & known else error.possibilities or ()
+        near = nearest_name(key, {name.lstrip("-").replace("-", "_") for name in names})
+        return f"There is no option {option}" + (
+            f"; did you mean --{near.replace('_', '-')}?" if near else hint
+        )
     if command in COMMANDS:
         hint = f"; `ashl {command} --help` shows what there is."
     return text + hint
+
+
+def _as_setting(option: str, key: str, args: Sequence[str]) -> str:
+    """Return KEY=VALUE for a setting that was typed as an option, quoted for a shell."""
+    word = next((word for word in args if word.partition("=")[0] == option), option)
+    _, equals, value = word.partition("=")
+    if not equals and word in args:
+        value = next(iter(args[args.index(word) + 1 :]), "")
+        value = "" if value.startswith("-") or "=" in value else value
+    return shlex.quote(f"{key}={value or defaults().get(key, 1)}")
 
 
 def _error_sentence(error: Exception) -> str:

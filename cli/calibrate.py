@@ -9,13 +9,14 @@ from ashl.config.override import key_of
 from .answer import Answer, Json
 from .sweep import handle_interrupts
 from .table import console
-from .train import ConfigDir, Debug, DryRun, Overrides, Quiet, show_starting
+from .train import ConfigDir, ConfigFile, Debug, DryRun, Overrides, Quiet, show_starting
 from .typed import typed_command
 
 
 def calibrate(
     ctx: typer.Context,
     overrides: Overrides = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=1e7, help="Time of each run.")

@@ -75,6 +75,12 @@ def launch(
             metavar="NAME", help="Copy this variable, beside ASHL_*, NCCL_*, GLOO_* and OMP_*."
         ),
     ] = None,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Start a killed rank again, N times; its worker rejoins."
+        ),
+    ] = 0,
     dry_run: DryRun = False,
     json: Json = False,
     debug: Debug = False,
@@ -130,7 +136,13 @@ def launch(
         },
         options=tuple(option or ()),
         ssh=split_ssh(ssh),
+        restarts=restarts,
     )
+    if restarts and on in ("torchrun", "kubernetes"):
+        raise UsageError(
+            f"--restarts {restarts}: {on} restarts processes itself; take --option=--max-restarts=N"
+            " of torchrun, or the backoffLimit of the manifest"
+        )
     if name == "sweep":
         for refused in [text for text in ("launcher", "search", "jobs") if params.get(text)]:
             raise UsageError(

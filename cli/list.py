@@ -28,7 +28,7 @@ from ashl.config.catalog import (
 from ashl.config.override import command_text
 
 from .answer import Answer, Json
-from .table import console, show_rows
+from .table import show_rows, wrap_text
 from .train import ConfigDir, Debug
 
 # families of sync modes, in the order of the list
@@ -195,9 +195,7 @@ def _card_text(file: Path, group: str) -> str:
 def _show_card(group: str, option: str, file: Path) -> None:
     name = target(file)
     if name:
-        text = f"{group}={option}\n\n{_card_text(file, group)}"
-        # A line of a paragraph joins the one before, unless it has a title of its own.
-        console().print(re.sub(r"(?<=\S)\n(?=\S)(?![A-Z][a-z ]*:)", " ", text), markup=False)
+        print(wrap_text(f"{group}={option}\n\n{_card_text(file, group)}"))
         rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]
         if rows:
             show_rows("\nParameters and their defaults", rows)

@@ -10,6 +10,7 @@ from .answer import Answer, Json
 from .train import (
     Cfg,
     ConfigDir,
+    ConfigFile,
     Debug,
     DryRun,
     Overrides,
@@ -23,6 +24,7 @@ from .typed import typed_command
 def profile(
     ctx: typer.Context,
     overrides: Overrides = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = False,
     dry_run: DryRun = False,

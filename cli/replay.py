@@ -7,7 +7,7 @@ import typer
 
 from .answer import Answer, Json
 from .table import console
-from .train import ConfigDir, Debug, show_starting
+from .train import ConfigDir, ConfigFile, Debug, show_starting, with_file
 from .typed import typed_command
 
 
@@ -16,9 +16,15 @@ def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a real run.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Changed settings, for example sync=ssp."),
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Changed settings, for example sync=ssp.",
+            callback=with_file,
+        ),
     ] = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> Answer:
@@ -27,7 +33,7 @@ def replay(
 
     Shows the run, its replay with the same settings, and the replay with the changed ones.
     """
-    with show_starting(json):
+    with show_starting(quiet):
         from ashl.study.replay import replay as run_replay
 
     found = run_replay(run, overrides or [], config_dir)
@@ -36,4 +42,6 @@ def replay(
     if not overrides:
         following = line.follow_up("replay", run, "sync=asp")
     document = {"folder": str(found.folder), **found.record}
+    if quiet and not json:
+        return Answer(document)
     return Answer(document, lambda: found.show(console()), following)

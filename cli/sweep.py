@@ -17,6 +17,7 @@ from ashl.errors import UsageError
 from .answer import Answer, Json
 from .train import (
     ConfigDir,
+    ConfigFile,
     Debug,
     DryRun,
     Overrides,
@@ -28,6 +29,7 @@ from .train import (
 from .typed import typed_command as typed_line
 
 if TYPE_CHECKING:
+    from ashl.launch.job import Launch
     from ashl.study.grid import Grid
     from ashl.study.jobs import Pool
     from ashl.study.sweep import SweepOutcome
@@ -39,6 +41,7 @@ SHELL = 128  # exit code of a command that a signal has ended, minus the signal'
 def sweep(
     ctx: typer.Context,
     overrides: Overrides = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     cfg: Annotated[
         bool, typer.Option("--cfg", help="Print every run's resolved configuration and stop.")
@@ -48,6 +51,9 @@ def sweep(
         int | None,
         typer.Option(min=1, help="Runs at a time; default: all cores in virtual time, else 1."),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail if a combination cannot be run.")
+    ] = False,
     race: Annotated[
         bool, typer.Option("--race", help="Stop settings early that are clearly behind.")
     ] = False,
@@ -84,6 +90,7 @@ def sweep(
     typed, of_launcher = split_launcher_settings(overrides or [], launcher)
     of_grids = {
         "--race": race,
+        "--strict": strict,
         "--cfg": cfg,
         "--dry-run": dry_run,
         "--baseline": baseline,
@@ -107,14 +114,14 @@ def sweep(
                 typed, config_dir, search, line, slots=jobs, make_pool=make_pool, **shown
             )
         return answer_of(found)
-    grid = study.compose_grid(typed, config_dir, ctx.obj)
+    grid = compose_grid(typed, config_dir, strict, ctx.obj)
     if cfg:
         configs = [without_unused(setting.config) for setting in grid.settings]
         return Answer({"settings": configs}, show=partial(show_configurations, grid))
     first = grid.settings[0].config
     folder = study.folder_of([setting.hash for setting in grid.settings], first)
     if dry_run:
-        forecast = study.forecast_of(grid, typed, folder, line)
+        forecast = study.forecast_of(grid, typed, folder, jobs, line)
         return Answer(forecast, partial(study.show_forecast, grid, folder, forecast), str(line))
     with handle_interrupts():
         pool = partial(make_pool, folder)
@@ -186,6 +193,27 @@ def pool_of_launcher(
     if launcher is None:
         return local_pool(slots)
     return queue_pool(folder, launcher, of_launcher, jobs, slots)
+
+
+def compose_grid(
+    typed: list[str], config_dir: Path | None, strict: bool, where: "Launch | None"
+) -> "Grid":
+    """Compose and check all settings of the grid, for the hosts of `ashl launch` if there are
+    any.
+    """
+    from ashl.config.compose import compose
+    from ashl.study.grid import grid_lines, make_grid
+    from ashl.study.jobs import real_job_size
+    from ashl.study.sweep import Counting
+
+    with Counting("composing settings") as counting:
+        return make_grid(
+            grid_lines(typed, config_dir),
+            lambda point: compose(point, config_dir),
+            strict=strict,
+            progress=counting.update,
+            processes=partial(real_job_size, launch=where),
+        )
 
 
 @contextmanager

@@ -10,13 +10,21 @@ import typer
 
 from ashl.config.catalog import CONFIG_DIR
 from ashl.config.override import command_text, key_of
+from ashl.config.settings_file import with_settings
 from ashl.errors import UsageError
 
 from .answer import Answer, Json
-from .typed import typed_command
+from .typed import CONFIG_FILE, typed_command
 
 if TYPE_CHECKING:
     from ashl.run.train import DryRun as Planned
+
+
+def with_file(ctx: typer.Context, overrides: list[str] | None) -> list[str] | None:
+    """Return the typed settings after those of `--config FILE`, which count as typed, too."""
+    if ctx.resilient_parsing:  # a completion
+        return overrides
+    return with_settings(ctx.params.get(CONFIG_FILE), overrides or [])
 
 
 Overrides = Annotated[
@@ -24,6 +32,16 @@ Overrides = Annotated[
     typer.Argument(
         metavar="KEY=VALUE",
         help="Settings, for example sync=bsp optimizer.lr=0.05.",
+        callback=with_file,
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        help="A YAML file of KEY: VALUE; typed settings override it.",
     ),
 ]
 ConfigDir = Annotated[
@@ -53,6 +71,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 def train(
     ctx: typer.Context,
     overrides: Overrides = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = False,
     dry_run: DryRun = False,

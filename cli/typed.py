@@ -10,7 +10,7 @@ from ashl.config.override import CommandLine
 
 # options without an effect on results
 WITHOUT_EFFECT_ON_RESULTS = ("debug", "quiet", "json", "cfg", "dry_run")
-CONFIG_DIR = "config_dir"
+CONFIG_DIR, CONFIG_FILE = "config_dir", "config_file"
 # environment variable of the ranks: the typed `ashl launch`, up to the command that they run
 TYPED_LAUNCH = "ASHL_LAUNCHED"
 
@@ -33,14 +33,17 @@ def launch_words(ctx: Any) -> list[str]:
 
 
 def option_words(ctx: Any) -> list[str]:
-    """Return the given options, except --config-dir, which is a field of `CommandLine`."""
+    """Return the given options, except --config-dir and --config.
+
+    `CommandLine` has the folder of --config-dir; the settings of --config are among the arguments.
+    """
     words: list[str] = []
     for parameter in ctx.command.params:
         name, value = parameter.name, ctx.params.get(parameter.name or "")
         if (
             name is None
             or parameter.param_type_name != "option"
-            or name in (*WITHOUT_EFFECT_ON_RESULTS, CONFIG_DIR)
+            or name in (*WITHOUT_EFFECT_ON_RESULTS, CONFIG_DIR, CONFIG_FILE)
             or not is_typed(ctx, name)
         ):
             continue

@@ -5,6 +5,7 @@ plain forward pass.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import torch
@@ -153,6 +154,22 @@ class Counting(Net):
         return super().forward(x) / (1 + 0.1 * self.count)
 
 
+class CountingInPython(Net):
+    """A counter in plain attributes, which also counts in evaluation mode."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.calls, self.scale = 0, 1.0
+        self.history: deque[float] = deque(maxlen=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.training:
+            self.scale *= 0.99
+            self.history.append(float(x.detach().mean()))
+        return super().forward(x) * self.scale + sum(self.history)
+
+
 class Late(Net):
     """A buffer that nothing changes in the first steps."""
 
@@ -197,17 +214,26 @@ class Groups(Net):
 
 
 class Padded(nn.Module):
-    """Words with sparse gradients and a padding word: its vector stays zero."""
+    """Words with a padding word; its vector stays zero."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.words, self.head = (
-            nn.Embedding(TOKENS, WIDTH, padding_idx=0, sparse=True),
+            nn.Embedding(TOKENS, WIDTH, padding_idx=0),
             nn.Linear(WIDTH, num_classes),
         )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.words(x.abs().mul(3).long().clamp(max=TOKENS - 1)).mean(1))
+
+
+class LazyBuffer(Net):
+    """A buffer that the first batch makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "shift"):
+            self.register_buffer("shift", x.detach().mean(0))
+        return super().forward(x - self.shift)
 
 
 class Teacher(Net):
@@ -225,6 +251,32 @@ class Teacher(Net):
                 ):
                     its.lerp_(mine, 0.1)
         return self.head((self.body(x) + self.teacher(x)).relu())
+
+
+class Remembering(Net):
+    """A value of the last batch, as a plain tensor."""
+
+    memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        if self.training:
+            h = h if self.memory is None else h + 0.1 * self.memory
+            self.memory = h.detach().mean(0)
+        return self.head(h.relu())
+
+
+class Cached(Net):
+    """A mask that is made once, in a dictionary."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.masks: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.masks:
+            self.masks[len(x)] = torch.linspace(0, 1, WIDTH)
+        return self.head((self.body(x) * self.masks[len(x)]).relu())
 
 
 MODELS = [one for one in (*Net.__subclasses__(), Padded) if one.__module__ == __name__]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-BASES = {"dataset": "defaults: [_own]\n"}
+BASES = {"dataset": "defaults: [_own]\n", "optimizer": "defaults: [sgd]\n"}
 
 
 def choose_own(module: str, **targets: str) -> list[str]:

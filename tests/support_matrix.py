@@ -25,45 +25,8 @@ from ashl.planning.compatibility import (
     check_max_restarts,
 )
 from ashl.planning.instantiate import OptionFactory, Parts
+from tests.every_key import BESIDE, LINKS, NODES
 
-LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.001"
-NODES = f"{LINKS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=200"
-PLAIN = "optimizer.momentum=0 optimizer.weight_decay=0"
-GOSSIP = "topology=gossip"
-# settings of a run with each sync mode that does not run by its name alone
-SYNC_SETTINGS = {
-    "ad_psgd": GOSSIP,
-    "adacomm": "sync.every_s=0.3",
-    "adsp": "aggregate=uniform sync.gamma_s=0.3 sync.search_s=2",
-    "adsp_ashlrepo": "aggregate=uniform sync.gamma_s=0.3 sync.search_s=2",
-    "async_local_sgd": "sync.local_steps=2",
-    "asylpg": f"compression=grid {PLAIN}",
-    "choco": f"{GOSSIP} compression=topk optimizer.momentum=0",
-    "cr_psgd_catalyst": "sync.growth=1.5 sync.budget=600",
-    "d_admm": f"{GOSSIP} optimizer.momentum=0",
-    "d_psgd": GOSSIP,
-    "decoupled": "sync.local_steps=2",
-    "dssp": "sync.s_low=1 sync.s_high=6",
-    "gossip_pga": f"{GOSSIP} sync.period=4",
-    "hop": f"{GOSSIP} sync.max_lead=4 topology.graph=complete",
-    "matcha": f"{GOSSIP} topology.graph=complete",
-    "noloco": f"{GOSSIP} sync.local_steps=6 topology.graph=complete",
-    "relay_sum": f"{GOSSIP} topology.graph=star",
-    "ringmaster": "sync.max_staleness=3",
-    "sgp": f"{GOSSIP} topology.graph=one_peer_exponential",
-    "shl": "schedule.h_preset=[2]",
-    "spy": PLAIN,
-    "swarm": GOSSIP,
-    "zero_one_adam": (
-        "topology=all_reduce compression=one_bit optimizer=adam sync.freeze_step=8"
-        " sync.update_scaler=3 sync.local_step_scaler=4 sync.local_step_clipper=4"
-    ),
-    **{
-        name: "topology=partial_all_reduce"
-        for name in catalog()["sync"]
-        if name.startswith("ripples")
-    },
-}
 BASE = (
     "runtime=sim",
     "tracking=none",
@@ -75,7 +38,7 @@ NEEDS = {
     "halos": f"{NODES} topology.updates=4",
     "partial_all_reduce": NODES,
 }  # what a topology needs
-MODE_NEEDS = {"ahl": "schedule.h_preset=[2]"}  # beside `SYNC_SETTINGS`
+MODE_NEEDS = {"ahl": "schedule.h_preset=[2]"}  # beside what `tests.every_key` has
 NOT_MODES = {"profiling"}  # what `ashl profile` runs
 PULLS = ("compression=topk", "topology.pull_ratio=0.1")
 COLUMNS = (
@@ -128,8 +91,8 @@ def extras(sync: str, topology: str) -> list[tuple[str, ...]]:
     """
     needed = [
         word
-        for word in MODE_NEEDS.get(sync, SYNC_SETTINGS.get(sync, "")).split()
-        if not word.startswith("topology=")
+        for word in MODE_NEEDS.get(sync, BESIDE.get(f"sync={sync}", "")).split()
+        if not word.startswith(("topology=", "cluster"))
     ]
     needed = [word for word in needed if topology == "gossip" or not word.startswith("topology.")]
     return [(), tuple(needed)] if needed else [()]

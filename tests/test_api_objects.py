@@ -1,4 +1,6 @@
-"""Objects and keywords passed to `ashl.train`: a model, data and a loss of plain torch."""
+"""Objects and keywords passed to `ashl.train`: a model, data, a loss and an optimizer of plain
+torch.
+"""
 
 import functools
 import json
@@ -31,6 +33,19 @@ class Net(nn.Module):
 
 def loss(outputs, targets):
     return 2 * nn.functional.cross_entropy(outputs, targets)
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.01, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 1 - group["beta"])
+                p.sub_(momentum.sign(), alpha=group["lr"])
 
 
 class Crash(Net):
@@ -86,7 +101,7 @@ def test_keywords_are_settings(workplace: Path, keywords: dict, overrides: list[
 
 
 def test_objects_of_a_cell_train_in_virtual_time(workplace: Path, cell: ModuleType) -> None:
-    run = ashl.train(model=cell.Net, dataset=DATA, loss=cell.loss, **FEW)
+    run = ashl.train(model=cell.Net, dataset=DATA, loss=cell.loss, optimizer=cell.Lion, **FEW)
     assert (run["steps"], run["status"], run["metric"]) == (40, "finished", "accuracy")
     assert (run["name"], run.plan["allow_targets"]) == ("asp-Net-dataset", ["python_session"])
     model = run.model("best")
@@ -144,7 +159,9 @@ def test_processes_are_refused_what_they_cannot_import(workplace: Path, cell: Mo
         ({"model": 3}, "model is int; give a torch.nn.Module"),
         ({"dataset": DATA[0]}, r"dataset is TensorDataset; give a pair \(train, test\)"),
         ({"loss": "mse"}, "is no loss; give a function or a module, or an option"),
+        ({"optimizer": 0.1}, "optimizer is float; give the name of an option, or a class"),
         ({"model": functools.partial(nn.Linear, 2, 2)}, "name the arguments of functools.partial"),
+        ({"optimizer": torch.optim.LBFGS}, "argument: 'closure'"),
         ({"sync": nn.ReLU()}, "sync=ReLU: a setting is a text"),
     ],
 )
@@ -169,3 +186,13 @@ def test_a_record_of_another_s_runs_no_code(workplace: Path) -> None:
     with pytest.raises(UsageError, match="outside of ashl; allow it"):
         ashl.load(run.folder).model()
     assert not Path("was_here").exists()
+
+
+def test_a_notebook_shows_a_table(workplace: Path) -> None:
+    run = ashl.train(sync="bsp", runtime="sim", tracking="none", name="a<b", **{"stop.steps": 8})
+    shown = run._repr_html_()
+    assert "<th>a&lt;b: " in shown
+    assert "<td>finished</td>" in shown
+    shown = ashl.load("runs")._repr_html_()
+    assert shown.count("<tr") == 2
+    assert "<td>a&lt;b</td>" in shown

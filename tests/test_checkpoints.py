@@ -12,13 +12,14 @@ from ashl.errors import AshlError, UsageError
 from ashl.launch.environment import JobMembership
 from ashl.planning.predict import NO_LIMITS
 from ashl.run import checkpoints
+from ashl.run.authenticated_store import StoreServer, new_secret
 from ashl.run.checkpoints import PROCESSES, CheckpointManager
 from ashl.run.evaluation import Evaluation
 from ashl.run.metrics import CompressionStats
 from ashl.run.monitor import MonitorState, Outage
 from ashl.run.train import find_restarted_run
 from ashl.runtime.effects import Epoch
-from ashl.runtime.plain_state import decode, encode
+from ashl.runtime.plain_state import ITEMS, KIND, decode, encode, to_plain
 from ashl.runtime.rank_checkpoint import (
     PAUSES,
     RankCheckpointWriter,
@@ -62,24 +63,30 @@ def made(checkpoint_manager: CheckpointManager, number: int, home: Home, **other
 
 def save(checkpoint_manager: CheckpointManager, number: int, rank: int, **other: object) -> None:
     """A rank saves its part of a checkpoint."""
-    content = encode({"rank": rank})
+    content = encode({KIND: "dict", ITEMS: [("rank", rank)]})
     digest = write(part_of(folder_of(checkpoint_manager.run_dir, number), rank), content)
     part = CheckpointPartSaved(rank, number, 3 * SECOND + rank, digest, **other)
     checkpoint_manager.add_part(part)
 
 
-def test_the_controller_writes_parts_that_ranks_send(
+def test_the_controller_writes_parts_that_ranks_send_and_publishes_restore_points(
     tmp_path: Path,
 ) -> None:
-    document = encode({"state": torch.arange(1_500_000.0)})
+    store = StoreServer(new_secret())
+    document = encode(to_plain({"state": torch.arange(1_500_000.0)}))
     checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
     checkpoint_manager.add_part(CheckpointPartSaved(0, 4, 3 * SECOND), document)
     checkpoint_manager.complete_checkpoints((), Home())
     saved = checkpoints.find_newest(tmp_path, "run")
-    point = checkpoints.restore_point_of(saved, 0, None)
+    checkpoints.publish_restore_points(store, saved, 1, {})
+    point = checkpoints.await_restore_point(store, 0, over=lambda: False)
     assert point == (3 * SECOND, 5, (), document)
     assert torch.equal(decode(point.content)["state"], torch.arange(1_500_000.0))
-    assert checkpoints.restore_point_of(None, 0, None) == (0, 0, (), b"")
+    checkpoints.publish_restore_points(store, None, 1, {})
+    assert checkpoints.await_restore_point(store, 0, over=lambda: False) == (0, 0, (), b"")
+    assert checkpoints.await_restore_point(store, 2, over=lambda: True) is None, (
+        "the run is over before it has begun"
+    )
 
 
 @pytest.fixture
@@ -100,7 +107,7 @@ def test_equal_sets_have_equal_bytes() -> None:
     second |= {8}
     second |= {0}
     assert list(first) != list(second)
-    assert encode(first) == encode(second)
+    assert encode(to_plain(first)) == encode(to_plain(second))
 
 
 def test_the_newest_whole_one_counts(kept: Path) -> None:
@@ -320,8 +327,11 @@ def test_no_part_is_awaited_of_a_failed_worker(tmp_path: Path) -> None:
     assert (found.number, found.absent) == (PAUSES + 4, [1])
     assert found.saved_ns(2) == 3 * SECOND + 2
     assert found.lead_ns == found.time_ns == 3 * SECOND + 2
+    store = StoreServer(new_secret())
+    checkpoints.publish_restore_points(store, found, 3, {1: None})
     for rank in range(3):
-        point = checkpoints.restore_point_of(found, rank, None)
+        point = checkpoints.await_restore_point(store, rank, over=lambda: False)
+        assert point is not None
         assert point[:3] == (found.time_ns, PAUSES + 5, (1,))
         assert (decode(point.content) is None) == (rank == 1)
         assert checkpoints.first_epoch(point.number, point.absent, 3).number == 2
@@ -391,7 +401,7 @@ def test_a_rank_reports_any_error_for_which_it_cannot_write_its_part(
     def run_out_of_memory(document: object) -> bytes:
         raise MemoryError("cannot allocate the content of the file")
 
-    monkeypatch.setattr("ashl.runtime.rank_checkpoint.encode_tensors", run_out_of_memory)
+    monkeypatch.setattr("ashl.runtime.rank_checkpoint.encode", run_out_of_memory)
     reported: list[CheckpointPartSaved] = []
     writer = RankCheckpointWriter(1, tmp_path, lambda part, _: reported.append(part), 1.0)
     writer._write({}, CheckpointPartSaved(1, 4, 0))

@@ -1,6 +1,8 @@
 """Commands and scripts of `ashl launch` before it starts a process, by engine."""
 
+import os
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,10 +186,12 @@ def test_commands_of_mpirun() -> None:
         f" -x ASHL_JOB_SECRET -x MASTER_ADDR -x MASTER_PORT --tag-output {command}"
     )
     words = mpirun.command(launch, mpirun.MPICH)
+    guard = words[words.index("sh") + 2]
+    assert guard.endswith("[ $code -gt 128 ] && exit 0; exit $code"), "Hydra would end all"
     assert " ".join(words) == (
         "mpirun -n 4 -wdir /w -hosts a:2,me@b.example.org:1,c:1 -genvlist"
         " PATH,HOME,ASHL_JOB_SECRET,MASTER_ADDR,MASTER_PORT --tag-output"
-        f" sh -c {mpirun.HIDE_KILL} ashl {command}"
+        f" sh -c {guard} ashl {command}"
     )
     assert mpirun.environment(launch)["MASTER_ADDR"] == "a"
     assert mpirun.flavor_of("mpirun (Open MPI) 4.1.4") == mpirun.OPEN_MPI
@@ -237,7 +241,7 @@ def test_bundles_of_ray() -> None:
         {"CPU": 1.0, "fast": 1.0},
         {"CPU": 1.0, "node:10.0.0.2": 0.001},
     ]
-    compile(ray.script(job("ray", 2, ())), "job.py", "exec")
+    compile(ray.script(job("ray", 2, (), restarts=3)), "job.py", "exec")
 
 
 def test_what_is_understood() -> None:
@@ -271,3 +275,38 @@ def test_how_many_it_takes() -> None:
     assert size(two, machines=()) == 3
     with pytest.raises(UsageError, match="nothing gives the number of processes"):
         size(config, machines=())
+
+
+@pytest.mark.parametrize(
+    ("rank", "ends", "starts", "code"),
+    [
+        (1, ["kill -9 $$", "exit 78", "exit 0"], 3, 0),
+        (1, ["kill -9 $$", "kill -9 $$", "kill -9 $$"], 3, 137),  # no restart remains
+        (1, ["exit 1"], 1, 1),  # an error of the run
+        (0, ["kill -9 $$"], 1, 137),  # it serves the job's store
+    ],
+)
+def test_a_killed_rank_is_started_again(
+    rank: int, ends: list[str], starts: int, code: int, tmp_path: Path
+) -> None:
+    for number, text in enumerate(ends):
+        (tmp_path / f"end{number}").write_text(text)
+    command = ["sh", "-c", "echo >> starts; . ./end$(($(wc -l < starts) - 1))"]
+    words = replace(job("ssh", 2, ()), restarts=2).guard_command(command)
+    found = subprocess.run(
+        words, cwd=tmp_path, env=os.environ | {"RANK": str(rank)}, stderr=subprocess.PIPE
+    )
+    assert found.returncode == code
+    assert (tmp_path / "starts").read_text() == starts * "\n"
+    assert found.stderr.count(b"is started again") == starts - 1
+
+
+def test_a_signal_ends_a_guarded_rank() -> None:
+    """The rank ends in order, and is not started again."""
+    rank = ["sh", "-c", "trap 'exit 130' TERM; echo begun; while :; do sleep 0.05; done"]
+    words = replace(job("ssh", 2, ()), restarts=2).guard_command(rank)
+    with subprocess.Popen(words, env=os.environ | {"RANK": "1"}, stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None
+        shell.stdout.readline()
+        shell.terminate()
+        assert shell.wait(10) == 130

@@ -14,7 +14,7 @@ from ashl.run.membership_listener import MembershipListener
 from ashl.run.rank import restore
 from ashl.runtime import rendezvous
 from ashl.runtime.effects import PEER_FAILED, Epoch, Message
-from ashl.runtime.plain_state import encode
+from ashl.runtime.plain_state import encode, to_plain
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import PAUSES
 from ashl.runtime.records import ControlUpdate
@@ -87,7 +87,7 @@ def test_a_joining_worker_begins_its_first_epoch_once() -> None:
 
     async def main(ctx: Any, saved: Any, epoch: Epoch) -> None:
         begun.append(epoch.number)
-        listener.on_membership(update)  # every answer repeats it
+        listener.on_membership(ControlUpdate.loads(update.dumps()))  # every answer repeats it
         await ctx.sleep(0.0)
         for _ in range(2):
             await ctx.save(0, None)
@@ -116,7 +116,7 @@ def test_a_pause_does_not_hide_the_round_before() -> None:
 
 def test_a_worker_without_a_part_and_without_a_heartbeat_was_down_until_the_checkpoint() -> None:
     kernel, plan = kernel_of(Quiet()), cast("Any", SimpleNamespace(allow_targets=()))
-    point = RestorePoint(3_000_000_000, 7, (0,), encode(None))
+    point = RestorePoint(3_000_000_000, 7, (0,), encode(to_plain(None)))
     assert restore(kernel, point, plan, "cpu") is None
     totals = kernel.ctx.time_accounting.totals
     assert totals["down"] == sum(totals.values()) == 3_000_000_000

@@ -1,4 +1,6 @@
-"""Steps of models and data sets as users write them: what is drawn."""
+"""Steps of models and data sets as users write them: what is drawn, and what torch's optimizers
+would make of it.
+"""
 
 import random
 
@@ -10,8 +12,9 @@ from torch import nn
 
 from ashl.data.dataset import Data
 from ashl.data.plain import split_of
-from ashl.device import HOST, claim_generators, seed_generators
+from ashl.device import HOST, claim_generators, generator_states, seed_generators
 from ashl.learn.learner import Learner
+from ashl.optimizer.absent import has_absent, restore_absent
 
 SOME = np.arange(16)
 DRAWS = {
@@ -112,6 +115,17 @@ def test_only_models_of_ashl_that_do_not_draw_are_computed_by_several_threads() 
     assert not Learner(flat, digits, task_of(digits), seed=0).threadsafe
 
 
+def test_a_single_minus_zero_is_a_gradient() -> None:
+    """A tiny product may round to it; a tensor is without a gradient where it is −0.0
+    throughout.
+    """
+    starts, gradient = np.array([0, 3]), torch.tensor([-0.0, 1, -0.0, -0.0, -0.0])
+    before, after = torch.zeros(5), torch.ones(5)
+    assert has_absent(gradient, starts)
+    assert restore_absent(gradient, starts, [before], [after])[0].tolist() == [1, 1, 1, 0, 0]
+    assert not has_absent(torch.tensor([1, -0.0, 1, 1, -0.0]), starts)
+
+
 def test_a_run_restores_the_generators_that_it_claims() -> None:
     """Within, each seeded piece draws the same as without a claim, also around another one."""
 
@@ -124,9 +138,6 @@ def test_a_run_restores_the_generators_that_it_claims() -> None:
             with seed_generators(4, HOST):
                 inner = draw()
             return [first, inner, draw()]
-
-    def generator_states() -> tuple:
-        return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
 
     random.gauss(0, 1)
     alone, before = draw_seeded(), generator_states()

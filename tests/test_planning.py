@@ -20,7 +20,7 @@ from ashl.sync.bsp import BSP
 from ashl.sync.rennala import Rennala
 from ashl.topology.parameter_server import ParameterServer
 from tests.conf_option import values
-from tests.support import planned, simulated
+from tests.support import planned
 
 
 def overrides(*more: str) -> list[str]:
@@ -104,6 +104,11 @@ def given(folder: Path, *lines: str) -> str:
             ("topology=gossip sync=d_psgd", "topology=gossip sync=ad_psgd"),
             "some stages need a coordinator",
         ),
+        ((LOCAL, f"{LOCAL} sync=bsp"), "stage bsp: cannot keep .* differs between workers"),
+        (
+            ("sync=bsp optimizer.momentum=0", "sync=bsp optimizer.momentum=0.9"),
+            "stage bsp: cannot keep .* has 1 moments",
+        ),
     ],
 )
 def test_stages_that_no_rank_can_go_through_are_refused(
@@ -111,21 +116,6 @@ def test_stages_that_no_rank_can_go_through_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         planned(*overrides(*lines[0].split(), given(tmp_path, *lines)))
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        (LOCAL, f"{LOCAL} sync=bsp"),
-        ("sync=bsp optimizer.momentum=0", "sync=bsp optimizer.momentum=0.9"),
-    ],
-)
-def test_momentum_that_a_stage_cannot_use_starts_from_zero(
-    lines: tuple[str, ...], tmp_path: Path
-) -> None:
-    ran = simulated(*overrides(*lines[0].split(), given(tmp_path, *lines)), "stop.steps=200")
-    assert [own.resets_momentum for own in assemble_job(ran.plan, "cpu").stages] == [False, True]
-    assert len(ran.of("StageEnd")) == 2
 
 
 @pytest.mark.parametrize(
@@ -250,3 +240,38 @@ def test_unpaced_ranks_beyond_the_cores_are_noted_once(monkeypatch) -> None:
         ["cluster=mixed", "runtime=sim"],
     ):
         assert not [note for note in planned(*of, *other).notes if "share" in note], other
+
+
+def test_ringleader_says_that_a_round_has_n_whole_steps() -> None:
+    of = ["runtime=sim", "schedule=single"]
+    (note,) = [note for note in planned(*of, "sync=ringleader").notes if "whole steps" in note]
+    assert "sync=ringleader takes 4 whole steps in a round" in note
+    assert not [note for note in planned(*of, "sync=asp").notes if "whole steps" in note]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        ("sync=bsp compression=topk", "topology.pull_ratio=0.1"),
+        ("sync=asp compression=qsgd", None),  # a pull cannot go by this codec
+        ("schedule=ashl", "topology.pull_ratio=0.1"),
+        ("schedule=ashl_plus", None),  # it brings the ratio of pulls
+        ("sync=bsp", None),
+        ("sync=bsp compression=topk topology=all_reduce", None),
+        ("sync=bsp compression=topk compression.ratio=0.9", None),  # pushes are as long as without
+        ("schedule=ashl compression=none", None),
+    ],
+)
+def test_dense_pulls_beside_compressed_pushes_are_said(overrides: str, fix: str | None) -> None:
+    def said(*more: str) -> list[str]:
+        return [
+            note
+            for note in planned(*overrides.split(), *more).notes
+            if "topology.pull_ratio" in note
+        ]
+
+    notes = said()
+    assert len(notes) == (fix is not None)
+    if fix is not None:
+        assert fix in notes[0]
+        assert not said(fix)

@@ -17,7 +17,12 @@ def check_signals(*_: object) -> None:
     sys.exit(0 if signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= INTERRUPTS else 1)
 
 
-def test_an_interrupt_does_not_end_a_rank_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_an_interrupt_does_not_end_a_rank_that_is_starting(
+    has_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another way than the fork server, which blocks these signals, makes them with CUDA."""
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: has_cuda)
     monkeypatch.setattr(launch, "run_rank_in_child", check_signals)
     plan = planned("cluster=homogeneous", "sync=asp", "runtime=local")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -19,7 +19,7 @@ from ashl.report.answer import answer_of
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import read_study
-from ashl.report.statistics import adjust_p_values, effect, logrank_p_value, spread
+from ashl.report.statistics import adjust_p_values, effect, logrank_p_value, seeds_needed, spread
 from ashl.report.tables import print_leaderboard
 from tests.run_folders import lines, write_run, write_sweep
 
@@ -118,7 +118,10 @@ def test_a_paired_effect_is_students() -> None:
     assert found.p_value == pytest.approx(known.pvalue)
     ends = map(math.exp, known.confidence_interval(0.95))
     assert (found.low, found.high) == pytest.approx(tuple(ends))
+    assert found.probability == pytest.approx(1 - known.pvalue / 2)
     assert not found.is_better_with_confidence
+    assert seeds_needed(found) == 7  # t(6) = 2.447: 2.447 / sqrt(7) < 1; t(5) = 2.571 is too large
+    assert seeds_needed(found, tests=6) == 11
 
 
 def test_without_every_number_there_is_no_interval_but_a_logrank_test() -> None:
@@ -192,6 +195,7 @@ def test_the_answer_in_words(tmp_path) -> None:
     assert "Indistinguishable from the best: bsp." in said.sentences
     chance = "the difference may be chance (paired t test, p = 0.23)."
     assert f"The first two are not separated: {chance}" in said.sentences
+    assert any("about 7 seeds (now 3)" in sentence for sentence in said.sentences)
 
 
 def test_a_clear_winner_is_called_one(tmp_path) -> None:
@@ -386,7 +390,7 @@ def test_rank_and_sentence_go_by_the_same_number(tmp_path) -> None:
 def test_runs_that_lost_their_pace_are_no_equals(tmp_path) -> None:
     folder = sweep(tmp_path, bsp=(4.0, 4.1), ssp=(3.0, 3.2), asp=(2.0, 2.1))
     for file in sorted(folder.glob("*/summary.json"))[-2:]:
-        pace = {"slower_by": 0.31}
+        pace = {"slower_by": 0.31, "steps_slower_by": 0.31, "transfers_slower_by": 0.0}
         file.write_text(
             json.dumps(json.loads(file.read_text()) | {"pace": pace, "time_kind": "wall"})
         )
@@ -436,6 +440,21 @@ def test_kinds_of_time_are_never_mixed_silently(tmp_path) -> None:
         ("summary.json", "{", "summary.json is broken"),
         ("summary.json", "[]", "summary.json is broken"),
         ("summary.json", '{"status": "finished", "seed": "0"}', "summary.json is broken"),
+        (
+            "summary.json",
+            '{"status": "finished", "seed": 0, "final": [1]}',
+            "summary.json is broken",
+        ),
+        (
+            "summary.json",
+            '{"status": "finished", "seed": 0, "time_s": "1"}',
+            "summary.json is broken",
+        ),
+        (
+            "summary.json",
+            '{"status": "finished", "seed": 0, "workers": [{"wait_s": "1"}]}',
+            "summary.json is broken",
+        ),
         ("summary.json", None, "it has not ended"),
         ("config.yaml", "a: [", "config.yaml is missing or broken"),
         ("config.yaml", "text", "config.yaml is missing or broken"),
@@ -531,7 +550,7 @@ def test_a_narrow_terminal_loses_columns_and_no_names(tmp_path, width: int) -> N
     assert max(map(len, lines)) <= width
     assert any("1  local_sgd" in line or "2  local_sgd" in line for line in lines)
     assert any("baseline" in line and "4.25 s" in line for line in lines)
-    assert ("no room for" in file.getvalue()) == (width < 120)
+    assert ("no room for best" in file.getvalue()) == (width < 200)
 
 
 def test_failed_and_diverged_runs_are_listed_and_diverged_ones_count(tmp_path) -> None:

@@ -14,7 +14,7 @@ from ashl.errors import DataMissingError, UsageError
 from ashl.learn.learner import Learner
 from ashl.report.tables import RARE, USUAL
 from ashl.run.evaluation import Evaluation, best_of
-from ashl.task.contract import TAKEN_NAMES, recorded_name
+from ashl.task.contract import TAKEN_NAMES, recorded_name, renaming_note
 from ashl.task.plain import plain_task
 from tests.support import simulated
 
@@ -193,3 +193,7 @@ def test_a_metric_has_a_name_of_its_own_in_the_records():
     assert {name: recorded_name(name) for name in names} == names
     titles = {title.lower() for title in (*RARE, *USUAL)}
     assert {title for title in titles if "/" not in title} <= TAKEN_NAMES  # "/" is replaced
+    assert renaming_note("mae") == ()
+    assert renaming_note("loss") == (
+        "the metric 'loss' is recorded as 'loss_metric', as test/loss_metric",
+    )

@@ -63,6 +63,7 @@ SHARED_BY_CODECS = {
     "coding",
     "contract",
     "count_sketch",
+    "error_metrics",
     "guarantees",
     "kernels",
     "modulo",
@@ -74,6 +75,7 @@ FOLDERS = {"dataset": "data"}  # a group whose code lies in a folder of another 
 PRESETS = ("experiment", "debug")
 STANDS_IN = {  # for classes of plain torch
     "ashl.data.plain.PlainDataset",
+    "ashl.optimizer.plain.PlainOptimizer",
     "ashl.task.plain.PlainTask",
 }  # for classes of plain torch; users own their files
 
@@ -103,7 +105,6 @@ HOMES = {
         "ashl/run/",
         "ashl/watch/",
         "ashl/study/jobs.py",
-        "ashl/advice/",
     ),  # the experiment's clock, host seconds
     "datetime": ("ashl/runtime/", "ashl/tracking/", "ashl/run/"),
     "random": ("ashl/device.py",),

@@ -13,7 +13,7 @@ from ashl.run.monitor import make_frame
 from ashl.runtime.records import Heartbeat
 from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import console as screen
-from ashl.tracking.console import Frame, Progress, WorkerFrame, print_outcome
+from ashl.tracking.console import Frame, Progress, WorkerFrame, describe_duration, print_outcome
 from ashl.tracking.sweep_progress import describe_end
 from tests.support import planned
 
@@ -148,6 +148,15 @@ def test_a_task_without_accuracy_is_told_by_its_own_metric():
     assert shown == "finished after 10 s, mae 0.141"
 
 
+def test_no_color_is_respected(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with closing(Progress(console, name="demo")) as progress:
+        progress.update(frame(0.0))
+    print_outcome(console, summary(), Path("runs/demo"), SHOWN)
+    assert not re.search(r"\x1b\[[0-9;]*\b(3[0-7]|38|9[0-7])\b[0-9;]*m", text(console))
+
+
 def test_the_outcome_fits_80_columns_but_for_what_is_copied():
     console = pipe()
     print_outcome(console, summary(), Path("runs/demo"), SHOWN)
@@ -226,6 +235,14 @@ def test_how_long_processes_took_to_start_does_not_count(virtual: bool, eta_s: f
         planned("sync=bsp", "stop.seconds=8"), 0, None, [beat], (), 1437, None, None, 10.0, virtual
     )
     assert shown.eta_host_s == eta_s
+
+
+def test_the_time_of_a_run_says_what_it_counts() -> None:
+    times = {"time_s": 1.4, "host_s": 10.4}
+    real = describe_duration({**times, "time_kind": "wall"})
+    assert real == "1.4 s of training, 10.4 s in all with start and evaluations"
+    virtual = describe_duration({**times, "time_kind": "virtual"})
+    assert virtual == "1.4 s of virtual time, computed in 10.4 s"
 
 
 def test_a_line_beside_the_table_breaks_between_words() -> None:

@@ -7,24 +7,23 @@ configuration or its updates equal those of another one. It is also removed if i
 and is predicted to be no faster. Every removed rule keeps its reason.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from ashl.advice.rules import BSP, RULES, Rule, Situation, situation_of
 from ashl.config.compose import compose
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
-from ashl.data.dataset import Data
-from ashl.errors import UsageError
+from ashl.errors import NoEffectError, UsageError
 from ashl.plan.plan import Plan
-from ashl.planning.compile_plan import compile_plan, prepare_plan
-from ashl.planning.device import device_of
-from ashl.planning.instantiate import assemble_job
+from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.report.records import LeftOut
+from ashl.run.rank import evaluation_here
+from ashl.study.grid import check_point
 
 RATE = "optimizer.lr"
 CHOSEN = (
@@ -43,7 +42,8 @@ TYPED = Rule(name="as typed", overrides="", why="what the command line says")
 class Candidate:
     """A rule that applies here, with its configuration for virtual time and its plan.
 
-    `overrides` are the rule's own.
+    `overrides` are the rule's own. `dropped` maps each typed override that has no effect to the
+    reason.
     """
 
     rule: Rule
@@ -51,6 +51,7 @@ class Candidate:
     config: dict[str, Any]
     plan: Plan
     reason: str
+    dropped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -69,21 +70,14 @@ class Candidate:
 class Selection:
     """The candidates of a race, the baseline first and the others by predicted speed, and the rules
     that are left out.
+
+    `host` is a prepared run that is used to time steps on this machine.
     """
 
     candidates: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
-    data: Data
-
-    def samples(self) -> float:
-        """Return the training samples of a whole run, as a mean over the candidates."""
-        epoch, found = len(self.data.train), list[float]()
-        for own in self.candidates:
-            limit_s, batch = own.plan.limits.seconds, own.plan.stages[-1].workers[0].batch
-            timed = None if limit_s is None or not own.rate else limit_s * own.rate
-            counts = (own.plan.num_steps(epoch), timed)
-            found.append(batch * min((float(n) for n in counts if n is not None), default=0.0))
-        return fmean(found)
+    host: PreparedPlan
+    evaluation_s: float  # host seconds of one evaluation
 
 
 def select_candidates(
@@ -95,15 +89,17 @@ def select_candidates(
     """
     progress(0, len(RULES), "this cluster and this machine")
     free = [text for text in typed if key_of(text).partition(".")[0] not in CHOSEN]
-    plain = [prepare_plan(compose((*free, *texts), config_dir), None, texts) for texts in PLAIN]
+    plain = [
+        prepare_plan(with_effect((*free, *texts), config_dir)[1], None, texts) for texts in PLAIN
+    ]
     host = plain[0]
     if not getattr(host.parts.runtime, "gradients", True):
         raise UsageError(
             "runtime.gradients=false: no model is trained, so that no candidate is better;"
             " remove this override"
         )
-    learner = assemble_job(host.plan, device_of(host.parts.runtime), host.parts, host.data).learner
-    found = situation_of(plain, learner.evaluate(learner.init())["train_loss"] or 0.0)
+    evaluation_s, first_loss = evaluation_here(*host)
+    found = situation_of(plain, first_loss)
     chosen = any(key_of(text).partition(".")[0] in CHOSEN for text in typed)
     rules = (*RULES, TYPED) if chosen else RULES
     taken, left_out = list[Candidate](), list[LeftOut]()
@@ -121,7 +117,7 @@ def select_candidates(
             f"nothing is left to compare: {only} with {' '.join(typed)}{why}; remove some of"
             " these overrides, or use `ashl sweep`"
         )
-    return Selection(tuple(taken), (*left_out, *worse), host.data)
+    return Selection(tuple(taken), (*left_out, *worse), host, evaluation_s)
 
 
 def candidate_from(
@@ -150,9 +146,43 @@ def candidate_from(
             "the command line names a sync mode, and this schedule names that of each stage."
         )
     own = tuple(text for text in own if text not in typed)
-    config = compose((*typed, *own), config_dir)
-    plan = compile_plan(config, None, typed)
-    return Candidate(rule, own, config, plan, rule.reason(s))
+    reasons = dict[str, str]()
+    point, config, plan = with_effect((*typed, *own), config_dir, reasons)
+    dropped = {text: reasons[key_of(text)] for text in typed if text not in point}
+    return Candidate(
+        rule, tuple(text for text in own if text in point), config, plan, rule.reason(s), dropped
+    )
+
+
+def with_effect(
+    overrides: tuple[str, ...], config_dir: Path | None, reasons: dict[str, str] | None = None
+) -> tuple[tuple[str, ...], dict[str, Any], Plan]:
+    """Return the overrides without those that have no effect, the configuration and its plan.
+
+    Args: reasons receives, by key, why an override has no effect.
+    Raises: UsageError for everything else, and so for a key that the chosen option lacks.
+    """
+    return check_point(
+        overrides, partial(compose, config_dir=config_dir), {}, reasons=reasons, drops=NoEffectError
+    )
+
+
+def dropped_notes(candidates: Sequence[Candidate]) -> list[str]:
+    """Return a sentence for each typed override that has no effect in some candidates, with their
+    names.
+    """
+    found = dict[str, dict[str, str]]()
+    for own in candidates:
+        for text, reason in own.dropped.items():
+            found.setdefault(text, {})[own.name] = reason
+    notes = []
+    for text, by_name in found.items():
+        where = "every candidate" if len(by_name) == len(candidates) else ", ".join(by_name)
+        reason = next(iter(by_name.values())).removeprefix(f"{text}: no effect here, ")
+        notes.append(
+            f"{text} was removed from {where}: {reason.removesuffix('; otherwise remove it')}."
+        )
+    return notes
 
 
 def remove_inferior(

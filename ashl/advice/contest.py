@@ -1,16 +1,16 @@
 """Run the race: tune learning rates with one seed, then compare the best candidates over several
 seeds.
 
-Data flow: `tune_rates` returns each candidate at its best learning rate; `run_rounds` runs the best
-candidates with seeds of their own, and gives the first two more seeds until they are separated or
-the budget ends. `time_on_cluster` runs racers again on a cluster without one of its workers.
+Data flow: `tune_rates` returns each candidate at its best learning rate; `with_reachable_target`
+sets the target that all can reach if none was typed; `run_rounds` runs the best candidates with
+seeds of their own, and gives the first two more seeds until they are separated or the budget ends.
+`time_on_cluster` runs racers again on a cluster without one of its workers.
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,27 +18,29 @@ from rich.console import Console
 
 from ashl.advice.candidates import RATE, Candidate, Selection
 from ashl.advice.leave_out import Racer, Spec
+from ashl.advice.scale import SEEDS, Scale
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
 from ashl.config.workers import LISTS
 from ashl.errors import UsageError
+from ashl.plan.plan import TARGETS
 from ashl.report.leaderboard import Leaderboard, rank
+from ashl.report.measure import Target
 from ashl.report.records import LeftOut, read_study
 from ashl.study.grid import Grid, Setting, Skipped, label
 from ashl.study.jobs import clear_remains, has_ended, local_pool
 from ashl.study.race import CurveReader, LearningCurve, Race
 from ashl.study.sweep import SWEEP, begin_record, run_missing
 from ashl.tracking import jsonl
+from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
 # folders, inside the study, of the sweep that chose the learning rates and of the runs without a
 # worker
 TUNING, WITHOUT = "tuning", "without"
-RATES = (1.0, 0.5, 2.0)  # multiples of the configured learning rate
 # Candidates that try the other learning rates, and candidates that go on to the seeds, the baseline
 # not counted: at least this many, and this share of all candidates.
 RATED, FRONT = (4, 1 / 3), (3, 1 / 5)
-SEEDS = 3  # runs of each candidate after the tuning; an answer needs them of the first two
 # Seeds per candidate. The counts after the first are for the first two candidates alone, until they
 # are separated.
 ROUNDS = (SEEDS, 5, 8)
@@ -52,52 +54,54 @@ class TunedCandidate(NamedTuple):
     curve: LearningCurve | None  # None if it has not begun
 
 
-@dataclass(frozen=True)
-class RaceContext:
-    """The folder, the command and the means of a race.
-
-    `rates` are the multiples of the configured learning rate that candidates try. `every_s` is the
-    experiment seconds between two evaluations; None = as configured.
-    """
+class RaceContext(NamedTuple):
+    """The folder, the command and the means of a race."""
 
     folder: Path
     command: CommandLine
     fixed: Sequence[str]  # overrides of all runs
     slots: int
-    budget_s: float
-    rates: Sequence[float]
-    every_s: float | None
+    deadline: Deadline
     console: Console
     quiet: bool
-    began_s: float  # on the clock of `time.monotonic`
-
-    @property
-    def spent_s(self) -> float:
-        return time.monotonic() - self.began_s
-
-    def is_over(self) -> bool:
-        """Return True once less than a twentieth of the budget remains, or less than 3 s."""
-        return self.budget_s - self.spent_s < max(3.0, self.budget_s / 20)
 
 
 def setting_of(
-    own: Candidate, context: RaceContext, rate: float, seed: int, axes: Sequence[str]
+    own: Candidate, context: RaceContext, scale: Scale, rate: float, seed: int, axes: Sequence[str]
 ) -> Setting:
     """Return one run of a candidate; those of its rate and its seed that are in `axes` become part
     of its name.
     """
+    config, limits = own.config, dict(own.config["stop"])
     texts = {RATE: f"{rate:g}", "seed": str(seed)}
-    config = {**own.config, "seed": seed, "optimizer": {**own.config["optimizer"], "lr": rate}}
-    if context.every_s is not None:
-        texts["eval.every_s"] = f"{context.every_s:g}"
-        config["eval"] = {**config["eval"], "every_s": context.every_s}
-    typed = [text for text in (*context.fixed, *own.overrides) if key_of(text) not in texts]
+    changes = {"seed": seed, "optimizer": {**config["optimizer"], "lr": rate}}
+    if scale.every_s is not None:
+        texts["eval.every_s"] = f"{scale.every_s:g}"
+        changes["eval"] = {**config["eval"], "every_s": scale.every_s}
+    if scale.length < 1:
+        bounds = {
+            key: limits[key] * scale.length
+            for key in ("epochs", "seconds")
+            if limits[key] is not None
+        }
+        if limits["steps"] is not None:
+            bounds["steps"] = math.ceil(limits["steps"] * scale.length)
+        limits |= bounds or {"epochs": config["dataset"]["epochs"] * scale.length}
+    if scale.target is not None:
+        limits["target_accuracy"] = scale.target
+    changed = {key: value for key, value in limits.items() if value != config["stop"][key]}
+    texts |= {
+        f"stop.{key}": "null" if value is None else f"{value:g}" for key, value in changed.items()
+    }
+    kept = (*(text for text in context.fixed if text not in own.dropped), *own.overrides)
+    typed = [text for text in kept if key_of(text) not in texts]
+    config = {**config, **changes, "stop": limits}
     return Setting(
         hash=config_hash(config),
         overrides=(*typed, *(f"{key}={value}" for key, value in texts.items())),
         axes={key: texts[key] for key in axes},
         config=config,
-        predicted_s=own.plan.predicted_s,
+        predicted_s=None if own.plan.predicted_s is None else own.plan.predicted_s * scale.length,
         label=own.name,
     )
 
@@ -128,12 +132,12 @@ def run_grid(
     folder.mkdir(parents=True, exist_ok=True)
     record = begin_record(grid, context.fixed, folder, keep_dropped=True, command=context.command)
     waiting = [setting for setting in grid.settings if is_missing(folder, setting, record)]
-    if not waiting or context.spent_s >= until_s:
+    if not waiting or context.deadline.spent_s >= until_s:
         return
     progress = SweepProgress(context.console, len(waiting), quiet=context.quiet, phase=phase)
     protected = label(grid.settings[0], without="seed") if seeds == 1 else ""
     race = Race(grid.settings, folder, record["dropped"], protected, progress.print_line, seeds)
-    pool, must_stop = local_pool(context.slots), lambda: context.spent_s >= until_s
+    pool, must_stop = local_pool(context.slots), lambda: context.deadline.spent_s >= until_s
     run_missing(grid, record, folder, waiting, pool, progress, to_tracker, race, must_stop)
     for setting in waiting:
         if is_missing(folder, setting, record):
@@ -148,7 +152,25 @@ def is_missing(folder: Path, setting: Setting, record: Mapping[str, Any]) -> boo
     return not dropped and not has_ended(folder / setting.hash)
 
 
-def tune_rates(selection: Selection, context: RaceContext, until_s: float) -> list[TunedCandidate]:
+def with_reachable_target(selection: Selection, scale: Scale, context: RaceContext) -> Scale:
+    """Return the size of the race after the tuning.
+
+    If no target was typed, the target is the best accuracy that all candidates reached in the
+    tuning.
+    """
+    limits = selection.candidates[0].config["stop"]
+    own = any(limits.get(target) is not None for target in TARGETS)
+    if own or scale.target is not None or len(scale.rates) == 1:
+        return scale
+    with suppress(UsageError):  # no run has ended
+        found = rank(read_study([context.folder / TUNING])).target
+        return replace(scale, target=found[0] if found else None)
+    return scale
+
+
+def tune_rates(
+    selection: Selection, scale: Scale, context: RaceContext, until_s: float
+) -> list[TunedCandidate]:
     """Return each candidate at its best learning rate, the best candidate first.
 
     All candidates try the first rate. The baseline and the best candidates try the other rates.
@@ -156,13 +178,13 @@ def tune_rates(selection: Selection, context: RaceContext, until_s: float) -> li
     With a single rate, nothing is run.
     """
     base, folder = selection.candidates[0], context.folder / TUNING
-    seed = base.config["seed"]
-    rates = {own: rates_of(own, context.rates) for own in selection.candidates}
+    seed, scale = base.config["seed"], replace(scale, target=None)
+    rates = {own: rates_of(own, scale) for own in selection.candidates}
     runs = {
-        own: [setting_of(own, context, rate, seed, (RATE,)) for rate in rates[own]]
+        own: [setting_of(own, context, scale, rate, seed, (RATE,)) for rate in rates[own]]
         for own in selection.candidates
     }
-    if len(context.rates) == 1:
+    if len(scale.rates) == 1:
         return [TunedCandidate(own, rates[own][0], None) for own in selection.candidates]
     order = [runs[own][0] for own in selection.candidates]
     run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=2)
@@ -181,14 +203,14 @@ def tune_rates(selection: Selection, context: RaceContext, until_s: float) -> li
 
     near = [own.candidate for own in rank_candidates(1)][: count_of(RATED, selection)]
     several = dict.fromkeys((base, *near))
-    order += [runs[own][k] for k in range(1, len(context.rates)) for own in several]
+    order += [runs[own][k] for k in range(1, len(scale.rates)) for own in several]
     run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=2)
     found = rank_candidates()
     other_seed = seed + 1 + ROUNDS[-1]  # one that the race does not use
     again = dict[Candidate, list[tuple[TunedCandidate, Setting]]]()
     for own in front_runners(found, base, count_of(FRONT, selection)):
         again[own.candidate] = [
-            (two, setting_of(two.candidate, context, two.rate, other_seed, (RATE,)))
+            (two, setting_of(two.candidate, context, scale, two.rate, other_seed, (RATE,)))
             for two in rank_rates(own.candidate)[:2]
         ]
     order += [run for pairs in again.values() for _, run in pairs]
@@ -222,9 +244,9 @@ def count_of(bounds: tuple[int, float], selection: Selection) -> int:
     return max(least, math.ceil(len(selection.candidates) * share))
 
 
-def rates_of(own: Candidate, factors: Sequence[float]) -> list[float]:
+def rates_of(own: Candidate, scale: Scale) -> list[float]:
     """Return the learning rates that a candidate tries."""
-    return [float(f"{own.config['optimizer']['lr'] * factor:.6g}") for factor in factors]
+    return [float(f"{own.config['optimizer']['lr'] * factor:.6g}") for factor in scale.rates]
 
 
 def rank_tuned(tries: Sequence[TunedCandidate]) -> list[TunedCandidate]:
@@ -263,31 +285,46 @@ def front_runners(
     )[:count]
 
 
+def race_grid(
+    selection: Selection,
+    tries: Sequence[TunedCandidate],
+    scale: Scale,
+    context: RaceContext,
+    counts: Mapping[str, int],
+) -> Grid:
+    """Return the grid of the best candidates over several seeds.
+
+    The number of seeds is `counts` by name, and else that of the first round.
+    """
+    base, settings = selection.candidates[0], list[Setting]()
+    for own in front_runners(tries, base, count_of(FRONT, selection)):
+        for k in range(counts.get(own.candidate.name, ROUNDS[0])):
+            seed = base.config["seed"] + 1 + k
+            settings.append(setting_of(own.candidate, context, scale, own.rate, seed, ("seed",)))
+    return grid_of(settings, selection.left_out)
+
+
 def run_rounds(
     selection: Selection,
     tries: Sequence[TunedCandidate],
+    scale: Scale,
     context: RaceContext,
     until_s: float,
     to_tracker: Callable[[Setting], None],
-) -> Leaderboard | None:
+) -> tuple[Leaderboard | None, Target | None]:
     """Race the best candidates over several seeds; the first two get more until they are separated
     or the budget is used up.
 
-    Returns: the leaderboard of the last round, or of the tuning if that compares more settings;
-    None if no run ended.
+    Returns: the leaderboard of the last round, or of the tuning if no run of the rounds ended, or
+    None if no run ended at all; and the requested target if no setting reached it.
     """
-    base = selection.candidates[0]
-    counts = dict[str, int]()  # seeds by name of candidate, if not those of the first round
+    counts = dict[str, int]()
     for further in (*ROUNDS[1:], 0):
-        began_s = context.spent_s
-        settings = [
-            setting_of(own.candidate, context, own.rate, base.config["seed"] + 1 + k, ("seed",))
-            for own in front_runners(tries, base, count_of(FRONT, selection))
-            for k in range(counts.get(own.candidate.name, ROUNDS[0]))
-        ]
-        grid, phase = grid_of(settings, selection.left_out), "further seeds" if counts else "race"
+        began_s = context.deadline.spent_s
+        grid = race_grid(selection, tries, scale, context, counts)
+        phase = "further seeds" if counts else "race"
         run_grid(grid, context.folder, context, until_s, phase, to_tracker)
-        now_s, found = context.spent_s, rank_outcome(context)
+        now_s, (found, unreached) = context.deadline.spent_s, rank_outcome(context)
         second = found.effect_over_second if found else None
         if (
             found is None
@@ -297,21 +334,11 @@ def run_rounds(
         ):
             break
         counts |= {row.runs[0].label: further for row in found.ranked_rows[:2]}
-    return found
-
-
-def rank_outcome(context: RaceContext) -> Leaderboard | None:
-    """Return the leaderboard of the last round, or of the tuning if that compares more settings."""
-    boards = list[Leaderboard]()
-    for folder in (context.folder, context.folder / TUNING):
-        with suppress(UsageError):  # no run has ended
-            boards.append(rank(read_study([folder])))
-    several = (board for board in boards if len(board.ranked_rows) > 1)
-    return next(several, boards[-1] if boards else None)
+    return found, unreached
 
 
 def time_on_cluster(
-    racers: Sequence[Racer], cluster: Spec, context: RaceContext, until_s: float
+    racers: Sequence[Racer], cluster: Spec, scale: Scale, context: RaceContext, until_s: float
 ) -> float | None:
     """Run racers on another cluster, with their rates and seeds.
 
@@ -321,10 +348,12 @@ def time_on_cluster(
     changed = {f"cluster.{key}": cluster[key] for key in (*lists, "num_workers")}
     fixed = [text for text in context.fixed if key_of(text) not in changed]
     typed = [f"{key}={value}".replace(" ", "") for key, value in changed.items()]
-    there, settings = replace(context, folder=folder, fixed=(*fixed, *typed)), list[Setting]()
+    there, settings = context._replace(folder=folder, fixed=(*fixed, *typed)), list[Setting]()
     for racer in racers:
         own = replace(racer.candidate, config={**racer.candidate.config, "cluster": cluster})
-        settings += [setting_of(own, there, racer.rate, seed, ("seed",)) for seed in racer.seeds]
+        settings += [
+            setting_of(own, there, scale, racer.rate, seed, ("seed",)) for seed in racer.seeds
+        ]
     run_grid(grid_of(settings, ()), folder, there, until_s, "without a worker", seeds=2)
     record = jsonl.read_json(folder / SWEEP)
     if record is None or any(is_missing(folder, setting, record) for setting in settings):
@@ -332,3 +361,21 @@ def time_on_cluster(
     with suppress(UsageError):
         return rank(read_study([folder])).ranked_rows[0].spread.middle
     return None
+
+
+def rank_outcome(context: RaceContext) -> tuple[Leaderboard | None, Target | None]:
+    """Return the leaderboard of the last round, or of the tuning if that compares more settings.
+
+    It ranks by the requested target if a setting has reached it. Else it ranks by a target that all
+    settings reached, and returns the requested target, too.
+    """
+    outcomes = list[tuple[Leaderboard, Target | None]]()
+    for folder in (context.folder, context.folder / TUNING):
+        with suppress(UsageError):
+            found, target = rank(read_study([folder])), None
+            if found.target is not None and not math.isfinite(found.ranked_rows[0].spread.middle):
+                target = found.target
+                found = rank(read_study([folder]), own_target=False)
+            outcomes.append((found, target))
+    several = (outcome for outcome in outcomes if len(outcome[0].ranked_rows) > 1)
+    return next(several, outcomes[-1] if outcomes else (None, None))

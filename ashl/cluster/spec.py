@@ -17,6 +17,7 @@ from ashl.option import Count, Duration, Natural, NonNegative, Positive, Span, o
 
 TICK_S = 1e-9  # resolution of the experiment's clock, seconds
 MBIT_BYTES = 125_000  # bytes of 1 Mbit
+FAST_GBIT_S = 10.0  # Gbit/s that few links between nodes exceed
 Rate = Annotated[Positive, Field(ge=1e-6)]  # Mbit/s
 Factor = Annotated[Positive, Field(le=1e9)]  # slowdown factor
 
@@ -86,6 +87,7 @@ class Cluster:
     events: tuple[Event, ...]
     churn: Churn | None
     failure_detection_s: Duration | None
+    trace: str | None = None  # path of a trace; planning converts it to events
 
     def __post_init__(self) -> None:
         n = len(self.compute)
@@ -241,15 +243,42 @@ def check_events(events: Sequence[Event], n: int) -> None:
             running[event.worker] = event.rejoin
 
 
+def note_implied_bandwidth(cluster: object, dense_bytes: int) -> list[str]:
+    """Return a note if `exchange_s` implies a bandwidth that few links have.
+
+    The declared `exchange_s` holds for a model of any size.
+    """
+    if type(cluster) is not Cluster or not cluster.exchange_s:  # a measured cluster needs no note
+        return []
+    exchange_s = cluster.exchange_s * min(cluster.links)
+    if (gbit_s := 8e-9 * dense_bytes / exchange_s) <= FAST_GBIT_S:
+        return []
+    return [
+        f"cluster.exchange_s={cluster.exchange_s:g} holds for a model of any size:"
+        f" {dense_bytes / 1e6:.3g} MB each way in {1e3 * exchange_s:g} ms are {gbit_s:.3g} Gbit/s,"
+        f" and few links have more than {FAST_GBIT_S:g}; declare a longer one, or"
+        " cluster.exchange_s=null with cluster.bandwidth_mbit_s and cluster.latency_s"
+    ]
+
+
 @option
-class AlphaBeta:
-    """Measured cost of a link in one direction, or of an all-reduce over all workers."""
+class AllReduceLine:
+    """Measured cost of an all-reduce over all workers: latency, and seconds per byte."""
 
     latency_s: Duration
     s_per_byte: Duration
 
     def seconds(self, nbytes: float) -> float:
         return self.latency_s + self.s_per_byte * nbytes
+
+
+@option
+class MessageCosts:
+    """Extra cost of a gradient that is sent in several messages."""
+
+    step_s: Duration  # extra seconds of a step, evenly spread over it
+    part_s: Duration  # extra seconds of a step per message
+    sum_s: Duration  # extra seconds of each all-reduce, except that of the last message
 
 
 @option
@@ -261,8 +290,7 @@ class ContentionCosts:
     pace_reduction: Annotated[NonNegative, Field(lt=1)]  # fraction of its pace that computing loses
     # factor by which the collective takes longer
     collective_slowdown: Annotated[Positive, Field(ge=1)]
-    # extra seconds of each all-reduce of a gradient, except that of the last message
-    start_s: Duration = 0.0
+    parts: MessageCosts | None = None  # extra cost of several messages; null = none
 
 
 @option
@@ -281,8 +309,9 @@ class Measured(Cluster):
     up_bytes_s: tuple[Positive | None, ...]  # null = no cost per byte
     down_bytes_s: tuple[Positive | None, ...]
     server_bytes_s: Positive | None  # bytes/s of the server's NIC; null = never the bottleneck
-    # measured all-reduce of all workers; null = computed from the links
-    all_reduce: AlphaBeta | None
+    all_reduce: (
+        AllReduceLine | None
+    )  # measured all-reduce of all workers; null = computed from the links
     contention: ContentionCosts | None = None  # with collectives; null = none
     steps: tuple[tuple[Positive, ...], ...] = ()
     # seconds of a pull beyond its bytes; empty = equal to `latencies`

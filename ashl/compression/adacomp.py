@@ -102,6 +102,9 @@ class AdaComp(Codec):
     def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
         return sender._replace(error=restore_error(self, sender.error, payload))
 
+    def residual(self, sender: Residual | None) -> Tensor | None:
+        return sender and sender.error
+
     def import_state(self, kept: State) -> State:
         return kept if isinstance(kept, Residual) else None
 

@@ -76,7 +76,7 @@ class Atomo(WithDensity):
         d, rng = len(x), context.stream()
         if self.atoms == "entries":
             drawn = draw_components(x, self.num_selected(context.ratio, d), rng)
-            return self.format.pack_elements(drawn, d)
+            return self.format.pack_elements(drawn, d, context)
         counts, pieces = [], []
         for start, rows, columns in self.matrices(d):
             # The last matrix may exceed the rest of the vector, which is padded with zeros.

@@ -31,6 +31,7 @@ from ashl.compression.kernels import (
     flip_signs,
     is_true,
     mean_magnitude,
+    natural_bytes,
     pack,
     pack_native,
     pack_signs,
@@ -38,6 +39,7 @@ from ashl.compression.kernels import (
     pack_truths,
     packed_bytes,
     pad_to,
+    read_natural,
     round_ternary,
     rows_of,
     ternary_nbytes,
@@ -47,8 +49,10 @@ from ashl.compression.kernels import (
     unpack_truths,
     view_as,
     where_true,
+    write_natural,
 )
 from ashl.compression.payload import EMPTY, PayloadError, tensor_of_bytes, typed_part
+from ashl.data.counter_rng import CounterRng
 from ashl.device import is_on_host, read_scalars, to_host
 
 # --- indices: k ascending indices below d
@@ -241,23 +245,29 @@ def random_words(rng: np.random.Generator, count: int) -> np.ndarray:
 
 # --- values of selected elements: k numbers, float32 before and after
 #
-# fp32: unchanged. bf16: the nearest 16-bit number with the range of float32. int8, int4: the
-# nearest of 255 or 15 levels between plus and minus the largest magnitude of each 1024 values.
-# int2: a sign, and whether the magnitude exceeds the mean of 1024 values. Either group decodes to
-# the mean of its magnitudes. mean: a sign, 1 bit; all magnitudes decode to their mean.
+# fp32: unchanged. fp16: half precision of the values divided by the largest magnitude, which avoids
+# overflow and underflow to 0. bf16: the nearest 16-bit number with the range of float32. natural: a
+# sign and a random power of two, 9 bits. int8, int4: the nearest of 255 or 15 levels between plus
+# and minus the largest magnitude of each 1024 values. int2: a sign, and whether the magnitude
+# exceeds the mean of 1024 values. Either group decodes to the mean of its magnitudes. mean: a sign,
+# 1 bit; all magnitudes decode to their mean.
 #
 # Source: mean as in Sattler et al., STC, 2019; 2 bits for chunks of selected values as in Sarfi et
-# al., SparseLoCo, 2025.
+# al., SparseLoCo, 2025; natural: Horváth et al., 2019.
 
-ValueCode = Literal["fp32", "bf16", "int8", "int4", "int2", "mean"]
-WIDTHS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "int2": 2, "mean": 1}
+ValueCode = Literal["fp32", "fp16", "bf16", "natural", "int8", "int4", "int2", "mean"]
+WIDTHS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "int2": 2, "mean": 1}
+OMEGA = 1 / 8  # bound of `natural`
 CHUNK = 1024  # values that share a scale, with int8, int4 and int2
 # Codes that run on the host also for values on a device: the values are few.
 BY_HOST: Sequence[ValueCode] = ("int8", "int4", "int2")
+VALUES = 1  # name of the random stream of values; indices have another one
 
 
 def value_bytes(code: ValueCode, k: int) -> int:
     """Return the size in bytes of k values and their scales."""
+    if code == "natural":
+        return natural_bytes(k)
     return packed_bytes(k, WIDTHS[code]) + 4 * _num_scales(code, k)
 
 
@@ -270,18 +280,25 @@ def value_bound(code: ValueCode, k: int) -> float:
     if code in ("int2", "mean"):
         # The mean of k magnitudes keeps at least 1/k of the sum of their squares.
         return 1 - 1 / max(1, min(k, CHUNK) if code == "int2" else k)
-    return 0.0 if code == "fp32" else 2.0**-16
+    return {"fp32": 0.0, "fp16": 2.0**-20, "bf16": 2.0**-16, "natural": OMEGA}[code]
 
 
-def write_values(code: ValueCode, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (values, scales) as parts of a payload."""
+def write_values(
+    code: ValueCode, values: Tensor, words: Callable[[], CounterRng]
+) -> tuple[Tensor, Tensor]:
+    """Return (values, scales) as parts of a payload; `words` draws the random words of natural."""
     if code in BY_HOST and not is_on_host(values):
-        coded, scales = write_values(code, to_host(values))
+        coded, scales = write_values(code, to_host(values), words)
         return to_device_of(values, coded), scales
     if code == "fp32":
         return values, EMPTY
     if code == "bf16":
         return values.to(torch.bfloat16), EMPTY
+    if code == "fp16":
+        scale = values.abs().amax(0, keepdim=True) if len(values) else values.new_zeros(1)
+        return (values / torch.where(scale == 0, 1.0, scale)).to(torch.float16), scale
+    if code == "natural":
+        return write_natural(values, words()), EMPTY
     if code == "mean":
         return pack_signs(values), mean_magnitude(values)[: len(values)]
     write = _two_levels if code == "int2" else _even_levels
@@ -298,7 +315,11 @@ def read_values(code: ValueCode, values: Tensor, scales: Tensor, k: int) -> Tens
         return typed_part(values, torch.float32, k, "values")
     if code == "bf16":
         return typed_part(values, torch.bfloat16, k, "values").float()
+    if code == "fp16":
+        return typed_part(values, torch.float16, k, "values").float() * scales
     typed_part(values, torch.uint8, value_bytes(code, k) - scales.nbytes, "values")
+    if code == "natural":
+        return read_natural(values, k)
     if code == "mean":
         return flip_signs(values, scales, k)
     numbers = pad_to(as_tensor(unpack(values, WIDTHS[code], k)), CHUNK).view(-1, CHUNK)
@@ -314,7 +335,7 @@ def read_values(code: ValueCode, values: Tensor, scales: Tensor, k: int) -> Tens
 def _num_scales(code: ValueCode, k: int) -> int:
     """Return the number of float32 scales of k values."""
     chunks = -(-k // CHUNK)
-    counts = {"int8": chunks, "int4": chunks, "int2": 2 * chunks, "mean": min(1, k)}
+    counts = {"fp16": 1, "int8": chunks, "int4": chunks, "int2": 2 * chunks, "mean": min(1, k)}
     return counts.get(code, 0)
 
 
@@ -469,7 +490,7 @@ def unfold(levels: np.ndarray) -> np.ndarray:
 # arXiv:2502.06112, 2025.
 
 EntropyCode = Literal["none", "elias", "pco"]
-PLAIN, CODED = 0, 1  # first byte of a code: as with `none`, or coded
+PLAIN, CODED, CONSTANT = 0, 1, 2  # first byte of a code: as with `none`, coded, one level only
 PCODEC: Any = pcodec  # has no stubs
 # Levels are independent of each other and have no common divisor, so pcodec only bins them.
 PCO = PCODEC.ChunkConfig(
@@ -483,6 +504,8 @@ def write_entropy(code: EntropyCode, levels: np.ndarray, num_levels: int) -> Ten
     """Encode unsigned integers below num_levels as uint8, by elias or pco."""
     plain = pack(torch.from_numpy(levels), index_width(num_levels))
     if levels.size:
+        if (levels == levels[0]).all():
+            return torch.cat([torch.tensor([CONSTANT], dtype=torch.uint8), _words(int(levels[0]))])
         coded = _write_elias(levels) if code == "elias" else _write_pco(levels)
         if len(coded) < len(plain):
             return torch.cat([torch.tensor([CODED], dtype=torch.uint8), coded])
@@ -495,6 +518,11 @@ def read_entropy(code: EntropyCode, buffer: Tensor, count: int, num_levels: int)
     if form == [CODED] and count:
         read = _read_elias if code == "elias" else _read_pco
         return check_levels(read(buffer.numpy(), count, num_levels), num_levels)
+    if form == [CONSTANT]:
+        level = int.from_bytes(
+            typed_part(buffer, torch.uint8, 4, "levels").numpy().tobytes(), "little"
+        )
+        return check_levels(np.full(count, level, np.uint32), num_levels)
     if form != [PLAIN] or len(buffer) != packed_bytes(count, width):
         raise PayloadError(
             f"expected a {code} code of {count} levels below {num_levels}; received form {form} and"

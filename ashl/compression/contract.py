@@ -273,17 +273,16 @@ class Codec(Contract, group="compression"):
 
         Raises: PayloadError if the payload is malformed or has another number of elements.
         """
-        found = self.content(payload, d)
+        found = self._content(payload, d)
         return receiver, found.to_dense(d) if isinstance(found, Elements) else found
 
-    def content(self, payload: Tensor, d: int) -> Tensor | Elements:
-        """Return the decoded vector, or some of its elements, of a codec that `decodes_alone`."""
+    def _content(self, payload: Tensor, d: int) -> Tensor | Elements:
         with silence_warnings():
             return self.unpack(read_payload(payload, self.code, d), d)
 
     @property
     def decodes_alone(self) -> bool:
-        """True if a payload alone determines the decoded vector."""
+        """True if a payload alone determines the decoded vector, by `unpack`."""
         return type(self).decode is Codec.decode
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
@@ -291,9 +290,14 @@ class Codec(Contract, group="compression"):
         raise NotImplementedError
 
     def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
-        """Add scale · x to `out` in place, x being the content of the payload."""
+        """Add scale · x to `out` in place, x being the decoded payload; requires stateless
+        decoding.
+        """
         d = len(out)
-        found = self.content(payload, d)
+        if not self.decodes_alone:
+            out.add_(self.decode(None, payload, d)[1], alpha=scale)
+            return
+        found = self._content(payload, d)
         if isinstance(found, Elements) and out.dtype == torch.float32:
             with silence_warnings():
                 as_native(out)[as_native(found.indices)] += as_native(found.values) * float(scale)
@@ -310,6 +314,12 @@ class Codec(Contract, group="compression"):
     def restore_dropped(self, sender: State, payload: Tensor) -> State:
         """Return the sender's state after its last message was dropped in transit."""
         return sender
+
+    def residual(self, sender: State) -> Tensor | None:
+        """Return the part of earlier vectors that the sender has not sent yet; None if there is
+        none.
+        """
+        return None
 
     def import_state(self, kept: State) -> State:
         """Return a sender's state made from the `Residual` or `Velocity` of another codec.
@@ -350,10 +360,6 @@ class OuterCodec(Codec):
         return self.codec.on_host
 
     @property
-    def decodes_alone(self) -> bool:
-        return self.codec.decodes_alone
-
-    @property
     def ratio(self) -> float | None:
         return self.codec.ratio
 
@@ -366,11 +372,14 @@ class OuterCodec(Codec):
     ) -> tuple[State, Tensor]:
         return self.codec.encode(sender, x, context)
 
-    def content(self, payload: Tensor, d: int) -> Tensor | Elements:
-        return self.codec.content(payload, d)
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        return self.codec.decode(receiver, payload, d)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.codec.encoded_nbytes(ratio, d)
+
+    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
+        self.codec.add(out, payload, scale)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.codec.bound(ratio, d)
@@ -386,6 +395,13 @@ def with_layout(option: C, layout: Layout) -> C:
     return shaped
 
 
+class Keeps(NamedTuple):
+    """Optimizer-like state that survives a stage boundary."""
+
+    residual: bool = True
+    momentum: bool = True
+
+
 class Reduces(Codec, contract=True):
     """Codec with `traits.reduces`: the result of a merge is not Σ weight · decoded payload."""
 
@@ -398,11 +414,10 @@ class Reduces(Codec, contract=True):
         """
         raise NotImplementedError
 
-    def convert_memory(self, memory: State, worth: float, keeps_momentum: bool) -> State:
+    def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
         """Return the memory with which a stage begins, made from the memory of the previous stage.
 
-        Args: worth is the value of one unit of the previous stage in units of this stage;
-        keeps_momentum, False if the optimizer's momentum starts from zero.
+        Args: worth is the value of one unit of the previous stage in units of this stage.
         Returns: None if this stage cannot use the memory.
         """
         return None
@@ -415,8 +430,6 @@ class Linear(Codec, contract=True):
     Source: sums of masked updates as in Konečný et al., "Federated Learning: Strategies for
     Improving Communication Efficiency", 2016.
     """
-
-    unsummed_bytes: ClassVar[int] = 0  # bytes of a payload beside header and values
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -436,7 +449,7 @@ class Linear(Codec, contract=True):
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """Return the size of a summand in bytes."""
-        return self.encoded_nbytes(ratio, d) - HEADER.size - self.unsummed_bytes
+        raise NotImplementedError
 
 
 def values_of(payload: Tensor) -> slice:
@@ -469,8 +482,7 @@ class Team(Protocol):
     """The workers that merge, as a collective protocol sees them.
 
     Members are numbered from 0 in rank order; `place` is the number of a member. An implementation
-    may piggyback other data of the merge on these messages. Messages are tensors, or `SizeOnly` in
-    a run that is only timed.
+    may piggyback other data of the merge on these messages.
     """
 
     @property
@@ -491,15 +503,15 @@ class Team(Protocol):
         """True if a member's update is known to be not finite; the protocol may then stop early."""
         ...
 
-    async def all_reduce(self, x: Any, weight: float = 1.0) -> Tensor:
+    async def all_reduce(self, x: Tensor, weight: float = 1.0) -> Tensor:
         """Return Σ weight · x, added in rank order and identical on all members."""
         ...
 
-    async def all_gather(self, x: Any) -> list[Tensor]:
+    async def all_gather(self, x: Tensor) -> list[Tensor]:
         """Return the bytes of every member, uint8 of any lengths, in rank order."""
         ...
 
-    async def send(self, place: int, name: str, payload: Any, *numbers: float) -> None:
+    async def send(self, place: int, name: str, payload: Tensor, *numbers: float) -> None:
         """Send a payload to one member; the numbers cost no time."""
         ...
 
@@ -518,6 +530,12 @@ class Team(Protocol):
         """
         ...
 
+    def make_placeholder(self, nbytes: int) -> Tensor:
+        """Return a payload without content, of which only the size counts, for
+        `simulate_collective`.
+        """
+        ...
+
 
 class Collective(Codec, contract=True):
     """Codec with a protocol of its own among all workers of an all-reduce."""
@@ -531,7 +549,7 @@ class Collective(Codec, contract=True):
         raise NotImplementedError
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
-        """Send messages of the same sizes as `collective`, as `SizeOnly`."""
+        """Send messages of the same sizes as `collective`, without content."""
         raise NotImplementedError
 
 

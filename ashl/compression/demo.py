@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.coding import (
+    VALUES,
     ValueCode,
     index_width,
     read_values,
@@ -246,7 +247,9 @@ class DeMo(WithDensity):
                 chosen.append(blocks.gather(1, inside).view(-1))
                 found.append(inside.view(-1))
             indices.append(pack(torch.cat(found), index_width(grid.size)))
-        values, scales = write_values(self.values, torch.cat(chosen))
+        values, scales = write_values(
+            self.values, torch.cat(chosen), partial(context.words, VALUES)
+        )
         tops = to_device_of(scales, as_bytes(torch.tensor([top])))
         ratio = self.ratio if context.ratio is None else context.ratio
         share = to_device_of(x, as_bytes(torch.tensor([ratio], dtype=torch.float64)))

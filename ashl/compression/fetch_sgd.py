@@ -32,7 +32,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import State
+from ashl.compression.contract import Keeps, State
 from ashl.compression.count_sketch import CountSketch, cells_of, recover_largest
 from ashl.option import Fraction, option
 
@@ -77,9 +77,9 @@ class FetchSGD(CountSketch):
             momentum[cells] = 0.0
         return Sketches(momentum, error, table.seed), found.to_dense(d)
 
-    def convert_memory(self, memory: State, worth: float, keeps_momentum: bool) -> State:
+    def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
         """Convert M like an optimizer's momentum, and E like a residual."""
         if not isinstance(memory, Sketches):
             return None
         momentum, error, seed = memory
-        return Sketches(momentum * (worth * keeps_momentum), error * worth, seed)
+        return Sketches(momentum * (worth * keeps.momentum), error * (worth * keeps.residual), seed)

@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ashl.compression.coding import OMEGA
 from ashl.compression.contract import EncodeContext, Traits, Wrappable
 from ashl.compression.kernels import natural_bytes, read_natural, write_natural
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
@@ -47,4 +48,4 @@ class NaturalCompression(Wrappable):
         return HEADER.size + natural_bytes(d)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        return 1 / 8
+        return OMEGA

@@ -48,6 +48,15 @@ class Parts(NamedTuple):
     form: int = 0
 
 
+class Split(NamedTuple):
+    """Bytes of a payload by purpose."""
+
+    headers: int
+    scales: int
+    values: int
+    indices: int
+
+
 def write_payload(code: int, d: int, parts: Parts) -> Tensor:
     """Return a new payload, uint8, on the device of the values.
 

@@ -63,7 +63,7 @@ class RandomDropping(Sparsifier):
         if top == 0:
             return Parts(0, x[:0])
         if not math.isfinite(top):
-            return self.format.pack(x, k, lambda: largest_indices(x, k))
+            return self.format.pack(x, k, lambda: largest_indices(x, k), context)
         slope = find_slope(x, top, k)
         if slope == math.inf:
             indices = where_true(as_native(x) != 0)
@@ -73,7 +73,7 @@ class RandomDropping(Sparsifier):
         kept = take_elements(x, indices)
         least = float(np.float32(top) / np.float32(slope))
         kept = torch.copysign(kept.abs().clamp(min=least), kept)
-        return self.format.pack_elements(Elements(indices, kept), d)
+        return self.format.pack_elements(Elements(indices, kept), d, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         k = self.num_selected(ratio, d)

@@ -53,4 +53,4 @@ class RandomK(Seeded):
             drawn = draw_distinct(rng, k, len(x)).astype("int64", copy=False)
             return to_device_of(x, torch.from_numpy(drawn))
 
-        return self.format.pack(x, k, draw)
+        return self.format.pack(x, k, draw, context)

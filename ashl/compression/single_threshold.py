@@ -42,7 +42,7 @@ class SingleThreshold(Sparsifier):
         indices = indices_reaching(x, bound) if bound > 0 and k < len(x) else x[:0]
         if not k <= 2 * len(indices) <= 4 * k:
             indices = largest_indices(x, k)
-        return self.format.pack(x, len(indices), lambda: indices)
+        return self.format.pack(x, len(indices), lambda: indices, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return max_nbytes(self.values, self.indices, min(d, 2 * self.num_selected(ratio, d)), d)

@@ -8,6 +8,7 @@ Source: the separation follows Sattler et al., "Sparse Binary Compression", IJCN
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ashl.compression.coding import (
     SEED_BYTES,
+    VALUES,
     VARIABLE,
     IndexCode,
     ValueCode,
@@ -105,6 +107,7 @@ class SparseFormat(NamedTuple):
         x: Tensor,
         k: int,
         select: Callable[[], Tensor],
+        context: EncodeContext,
         scale: float = 1.0,
     ) -> Parts:
         """Return the parts of a payload with k elements of x, times `scale` unless all are sent.
@@ -117,14 +120,14 @@ class SparseFormat(NamedTuple):
         if not k:
             return Parts(0, x[:0])
         if form == WHOLE:
-            values, scales = write_values(self.values, x)
+            values, scales = write_values(self.values, x, partial(context.words, VALUES))
             return Parts(k, values, EMPTY, scales, form)
         indices = select()
         kept = take_elements(x, indices)
         kept = kept if scale == 1 else kept * scale
-        return self.pack_elements(Elements(indices, kept), d)
+        return self.pack_elements(Elements(indices, kept), d, context)
 
-    def pack_elements(self, elements: Elements, d: int) -> Parts:
+    def pack_elements(self, elements: Elements, d: int, context: EncodeContext) -> Parts:
         """Return the parts of a payload with some of d elements, dense if that is not longer."""
         indices, values = elements
         k = len(indices)
@@ -132,7 +135,7 @@ class SparseFormat(NamedTuple):
             return Parts(d, elements.to_dense(d), form=DENSE)
         if not k:
             return Parts(0, values)
-        values, scales = write_values(self.values, values)
+        values, scales = write_values(self.values, values, partial(context.words, VALUES))
         return Parts(k, values, self.indices.write(indices, d), scales)
 
     def unpack(self, parts: Parts, d: int, may_be_empty: bool = False) -> Elements:
@@ -214,7 +217,9 @@ class Seeded(SparseCodec, Linear):
         """Encode x at indices drawn from a new seed of `rng`, times `scale`."""
         k, d, seed = self.num_selected(context.ratio, len(x)), len(x), new_seed(rng)
         coded = SparseFormat(self.values, Seed(seed))
-        return coded.pack(x, k, lambda: to_device_of(x, indices_of_seed(seed, k, d)), scale)
+        return coded.pack(
+            x, k, lambda: to_device_of(x, indices_of_seed(seed, k, d)), context, scale
+        )
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """Return the size of the summed part of a payload in bytes: its values."""

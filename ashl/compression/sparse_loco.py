@@ -121,7 +121,7 @@ class SparseLoCo(SparseCodec):
             return torch.cat(pieces)
 
         coded = self.format._replace(indices=ChunkIndices(self.chunk, each))
-        return coded.pack(x, k, select)
+        return coded.pack(x, k, select, context)
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.num_selected(ratio, d)

@@ -32,7 +32,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ashl.compression.coding import read_ternary, write_ternary
+from ashl.compression.coding import (
+    EntropyCode,
+    level_bytes,
+    read_levels,
+    read_ternary,
+    write_levels,
+    write_ternary,
+)
 from ashl.compression.contract import (
     Codec,
     CodecInput,
@@ -49,6 +56,8 @@ from ashl.compression.contract import (
     slices,
 )
 from ashl.compression.kernels import (
+    BLOCK,
+    Array,
     as_native,
     as_tensor,
     blocks,
@@ -65,7 +74,6 @@ from ashl.compression.kernels import (
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
 from ashl.device import read_scalars, to_host
 from ashl.option import Positive, option
-from ashl.size_only import SizeOnly
 
 WIDTHS = (2, 4, 8, 16)  # bits of a sum of ternary numbers
 
@@ -79,6 +87,7 @@ class TernGrad(Wrappable):
     per_layer: bool
     clip_sigmas: Positive | None
     shared_scale: bool
+    entropy: EntropyCode
 
     @property
     def needs(self) -> dict[str, str]:
@@ -86,7 +95,7 @@ class TernGrad(Wrappable):
 
     @property
     def traits(self) -> Traits:
-        return Traits(unbiased=self.clip_sigmas is None)
+        return Traits(unbiased=self.clip_sigmas is None, variable=self.entropy != "none")
 
     def for_layout(self, layout: Layout) -> Codec:
         """Return the codec for the layers of a model.
@@ -97,15 +106,32 @@ class TernGrad(Wrappable):
         return SharedScale(self, sizes) if self.shared_scale else self
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        top, noise = self.top(x), rounding_noise(x, context.words(), 1)
-        return Parts(len(x), write_ternary(x, top, noise, self.may_exceed_top), scales=top)
+        d, top, row = len(x), self.top(x), min(BLOCK // 8, len(x))
+        noise = rounding_noise(x, context.words(), 1)
+        if self.entropy == "none":
+            return Parts(d, write_ternary(x, top, noise, self.may_exceed_top), scales=top)
+
+        def to_levels(where: slice, rows: Array) -> Array:
+            return round_ternary(
+                rows.reshape(-1), top, noise, where.start * row, self.may_exceed_top
+            )
+
+        return Parts(d, write_levels(x, row, d, 2, self.entropy, to_levels), scales=top)
 
     def unpack(self, parts: Parts, d: int) -> Tensor:
-        top = typed_part(parts.scales, torch.float32, 1, "scales")
-        return read_ternary(all_values(parts, d), top, d)
+        top, stream = typed_part(parts.scales, torch.float32, 1, "scales"), all_values(parts, d)
+        if self.entropy == "none":
+            return read_ternary(stream, top, d)
+
+        def to_values(_: slice, rows: Array) -> None:
+            rows -= 1
+            rows *= as_native(top)
+
+        return read_levels(stream, min(BLOCK // 8, d), d, 2, self.entropy, to_values)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + 4 + ternary_nbytes(d)
+        stream = ternary_nbytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy)
+        return HEADER.size + 4 + stream
 
     def bound(self, ratio: float | None, d: int) -> float:
         return (d**0.5 - 1) / 2 + (self.clip_sigmas is not None)
@@ -149,8 +175,8 @@ class SharedScale(OuterCodec, Collective):
         return Outcome(await team.compute(partial(self.from_sums, total, tops, team.size)))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
-        await team.all_gather(SizeOnly(4 * len(self.sizes)))
-        await team.all_reduce(SizeOnly(4 * -(-d * sum_width(team.size) // 32)))
+        await team.all_gather(team.make_placeholder(4 * len(self.sizes)))
+        await team.all_reduce(team.make_placeholder(4 * -(-d * sum_width(team.size) // 32)))
 
     def own_scales(self, x: Tensor) -> Tensor:
         """Return m of each part, in host memory."""

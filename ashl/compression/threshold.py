@@ -50,7 +50,7 @@ class Threshold(Wrappable):
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         indices = indices_reaching(x, self.threshold)
-        return self.format.pack(x, len(indices), lambda: indices)
+        return self.format.pack(x, len(indices), lambda: indices, context)
 
     def unpack(self, parts: Parts, d: int) -> Elements:
         return self.format.unpack(parts, d, may_be_empty=True)

@@ -37,4 +37,4 @@ class TopK(Sparsifier):
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         k = self.num_selected(context.ratio, len(x))
-        return self.format.pack(x, k, lambda: largest_indices(x, k))
+        return self.format.pack(x, k, lambda: largest_indices(x, k), context)

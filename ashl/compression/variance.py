@@ -138,6 +138,9 @@ class Variance(Codec):
         table = torch.cat([levels, -levels])
         return Elements(places, look_up(table, words >> PLACE_BITS & 2 * SMALLEST + 1))
 
+    def residual(self, sender: Waiting | None) -> Tensor | None:
+        return sender and sender.error
+
     def restore_dropped(self, sender: Waiting, payload: Tensor) -> Waiting:
         assert sender.error is not None
         assert sender.places is not None

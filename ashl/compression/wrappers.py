@@ -6,30 +6,28 @@ a message, in order: clipping, density schedules, running mean, error feedback o
 correction. `per_layer` encodes each layer separately.
 
 A codec with a protocol of its own (`Collective`) knows only at the end of the protocol which part
-of a vector was sent, see `run_protocol`.
+of a vector was sent. Steps are pure, so they run twice: `codec_input` before the protocol, and
+`sender_after` after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
 
 from ashl.compression.contract import (
     ENCODE_CONTEXT,
     Codec,
     CodecInput,
-    Collective,
     EncodeContext,
     Layout,
+    Outcome,
     OuterCodec,
     State,
-    Team,
     Traits,
     slices,
 )
@@ -152,6 +150,11 @@ class WrappedCodec(OuterCodec):
             self.codec.restore_dropped(sender.inner, payload),
         )
 
+    def residual(self, sender: Sender | None) -> Tensor | None:
+        if sender is None:
+            return None
+        return self.codec.residual(sender.inner) if sender.error is None else sender.error
+
     def import_state(self, kept: State) -> State:
         if any(step.imports is type(kept) for step in self.steps):
             return Sender(
@@ -176,20 +179,21 @@ def inner_codec(codec: Codec) -> Codec:
     return codec.codec if isinstance(codec, WrappedCodec) else codec
 
 
-async def run_protocol(
-    codec: Codec, sender: State, team: Team, x: Tensor, context: EncodeContext
-) -> tuple[State, Tensor]:
-    """Run the protocol of a `Collective` inside its wrappers and return (sender, update)."""
+def codec_input(codec: Codec, sender: State, x: Tensor, context: EncodeContext) -> CodecInput:
+    """Return the input of the innermost codec for a protocol of its own."""
+    if isinstance(codec, WrappedCodec):
+        return codec.prepare_encoding(sender, x, context)[2]
+    return CodecInput(sender, x, context)
+
+
+def sender_after(
+    codec: Codec, sender: State, x: Tensor, context: EncodeContext, outcome: Outcome
+) -> State:
+    """Return the sender's state after a protocol."""
     if not isinstance(codec, WrappedCodec):
-        assert isinstance(codec, Collective)
-        outcome = await codec.collective(team, CodecInput(sender, x, context))
-        return outcome.inner, outcome.update
-    assert isinstance(codec.codec, Collective)
-    states, vectors, source = codec.prepare_encoding(sender, x, context)
-    outcome = await codec.codec.collective(team, source)
-    sent = Sent(None, outcome.sent)
-    finish = partial(codec.finish_encoding, states, vectors, sent, outcome.inner)
-    return await team.compute(finish), outcome.update
+        return outcome.inner
+    states, vectors, _ = codec.prepare_encoding(sender, x, context)
+    return codec.finish_encoding(states, vectors, Sent(None, outcome.sent), outcome.inner)
 
 
 # --- the codec of a link
@@ -261,17 +265,26 @@ def slice_state(state: State, start: int, stop: int) -> State:
     Steps keep vectors element by element, and numbers that are equal for all parts. So the states
     of the parts of a vector, joined, equal the state that one message of all of it would leave.
     """
-    return tree_map_only(Tensor, lambda x: x[start:stop], state)
+    if isinstance(state, Tensor):
+        return state[start:stop]
+    if isinstance(state, tuple):
+        return rebuild_tuple(state, (slice_state(field, start, stop) for field in state))
+    return state
 
 
 def join_states(states: Sequence[State]) -> State:
     """Return the state of the whole vector from the states of its parts, in order."""
-    return tree_map(lambda *parts: join_parts(parts), *states)
+    first = states[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(states))
+    if isinstance(first, tuple):
+        return rebuild_tuple(first, map(join_states, zip(*states, strict=True)))
+    return first
 
 
-def join_parts(parts: Sequence[Any]) -> Any:
-    """Return vectors as one; of equal numbers the first."""
-    return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else parts[0]
+def rebuild_tuple(state: tuple, fields: Iterator[State]) -> tuple:
+    """Return a tuple of the type of `state` with these fields."""
+    return type(state)(*fields) if hasattr(state, "_fields") else tuple(fields)
 
 
 # --- error feedback
@@ -572,15 +585,22 @@ class Layerwise(OuterCodec):
         parts = Parts(len(x), torch.cat(payloads), scales=lengths)
         return sender, write_payload(self.code, len(x), parts)
 
-    def content(self, payload: Tensor, d: int) -> Tensor:
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
         pieces = [
             self.codec.decode(None, piece, part.stop - part.start)[1]
             for part, piece in self._pieces(payload, d)
         ]
-        return torch.cat(pieces)
+        return receiver, torch.cat(pieces)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + sum(4 + self.codec.encoded_nbytes(ratio, size) for size in self.sizes)
+
+    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
+        pieces = list(self._pieces(payload, len(out)))
+        for part, piece in pieces:  # decode all layers first: an error must leave `out` unchanged
+            self.codec.decode(None, piece, part.stop - part.start)
+        for part, piece in pieces:
+            self.codec.add(out[part], piece, scale)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return max(self.codec.bound(ratio, size) for size in self.sizes)

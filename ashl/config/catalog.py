@@ -26,6 +26,7 @@ from yaml.constructor import ConstructorError
 from ashl.errors import UsageError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+MERGE = "tag:yaml.org,2002:merge"  # YAML's tag of `<<`
 RECURSIVE = "found unconstructable recursive node"  # PyYAML's message
 CONFIG_DIR = "ASHL_CONFIG_DIR"  # environment variable for --config-dir
 # words that Hydra or YAML read as a number, a truth value or null
@@ -245,16 +246,37 @@ class CheckedLoader(yaml.SafeLoader):
         self.deep_construct = True  # a recursive node is an error then
         return super().construct_document(node)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = set[str]()
-        for key, _ in node.value:
-            if str(key.value) in names:
-                raise ConstructorError(
-                    problem=f"{key.value} is twice in one mapping; write it once",
-                    problem_mark=key.start_mark,
-                )
-            names.add(str(key.value))
-        return super().construct_mapping(node, deep)
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge the mappings that `<<` names; a key of the mapping's own replaces a merged one.
+
+        Versions of PyYAML differ in which of two merged values they use.
+        Raises: ConstructorError for a key that is written twice, or that two merged mappings have.
+        """
+        written = [pair for pair in node.value if pair[0].tag != MERGE]
+        merged = []
+        for key, value in node.value:
+            if key.tag != MERGE:
+                continue
+            for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(part, yaml.MappingNode) or part is node:
+                    raise ConstructorError(
+                        problem="`<<` merges other mappings only", problem_mark=key.start_mark
+                    )
+                self.flatten_mapping(part)
+                merged += part.value
+        for pairs, mark in ((written, None), (merged, node.start_mark)):
+            names = set[str]()
+            for key, _ in pairs:
+                if str(key.value) in names:
+                    raise ConstructorError(
+                        problem=f"{key.value} is twice in one mapping, directly or through `<<`;"
+                        " write it once",
+                        problem_mark=mark or key.start_mark,
+                    )
+                names.add(str(key.value))
+        node.value = list(
+            {str(key.value): (key, value) for key, value in merged + written}.values()
+        )
 
 
 def load_yaml(file: Path) -> dict:

@@ -28,8 +28,10 @@ from ashl.config.catalog import (
     Catalog,
     catalog,
     check_keys,
+    load_yaml,
     nearest_name,
     parameters,
+    parents,
     unknown_name_error,
 )
 from ashl.config.construct import import_target
@@ -38,6 +40,13 @@ from ashl.config.override import command_line, key_of
 from ashl.config.workers import resize_cluster
 from ashl.errors import UnusedKeyError, UsageError
 
+LINKS = (
+    "bandwidth_mbit_s",
+    "latency_s",
+    "server_bandwidth_mbit_s",
+    "intra_node_bandwidth_mbit_s",
+    "intra_node_latency_s",
+)
 CHOOSERS = ("dataset", "schedule")  # groups whose options may choose options of other groups
 MAX_VALUES = 10_000  # maximum number of values of one key in a sweep
 
@@ -98,10 +107,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
         plain = _to_dict(config, resolve=True)
     _check_allowed(plain, named, source)
     _check_groups(plain, choices, known)
-    written = {key.removeprefix("cluster.") for key in keys if key.startswith("cluster.")}
-    cluster = plain["cluster"]
-    changed = {key for key, value in cluster.items() if before and value != before.get(key)}
-    plain["cluster"] = resize_cluster(cluster, (written, changed))
+    plain["cluster"] = _resize_cluster(plain["cluster"], before, keys, choices, known, config_dir)
     mute = "sync" if _names_sync(plain) else None
     return {
         "choices": {group: choices[group] for group in known if group in choices and group != mute},
@@ -133,6 +139,28 @@ def _check_groups(plain: Mapping, choices: Mapping[str, str], known: Catalog) ->
                 f"{known[group][option]} must hold keys and values, for example `_target_:"
                 " mypackage.MyClass`"
             )
+
+
+def _resize_cluster(
+    cluster: dict,
+    before: Mapping | None,
+    keys: Sequence[str],
+    choices: Mapping[str, str],
+    known: Catalog,
+    config_dir: Path | None,
+) -> dict:
+    """Return the cluster's spec with lists for its number of workers.
+
+    Args: `before` is the cluster without set values, or None if no value was set.
+    Raises: UsageError.
+    """
+    written = {key.removeprefix("cluster.") for key in keys if key.startswith("cluster.")}
+    changed = {key for key, value in cluster.items() if before and value != before.get(key)}
+    if config_dir and "exchange_s" not in written and cluster.get("exchange_s") is not None:
+        _refuse_hidden_links(
+            [known[g][choices[g]] for g in (*PRESETS, "cluster") if choices.get(g)]
+        )
+    return resize_cluster(cluster, (written, changed))
 
 
 def specs_of(
@@ -173,7 +201,7 @@ def _convert_errors(known: Catalog, folder: Path) -> Generator[None]:
         yield
     except (RecursionError, yaml.YAMLError, UnicodeDecodeError) as error:
         for file in chain.from_iterable(options.values() for options in known.values()):
-            check_keys(file)  # raises an error that names the file
+            load_yaml(file)  # raises an error that names the file
         raise UsageError(f"A file in {folder} cannot be read: {message_of(error)}") from error
     except MissingConfigException as error:  # an option that a preset names
         group, _, option = str(error.missing_cfg_file or "").partition("/")
@@ -186,7 +214,7 @@ def _convert_errors(known: Catalog, folder: Path) -> Generator[None]:
         raise UsageError(message_of(error)) from error
     except ValueError as error:  # YAML reads a name in a `defaults` list as a number or a boolean
         for file in chain.from_iterable(options.values() for options in known.values()):
-            check_keys(file)  # raises an error that names the file, for example for a date
+            load_yaml(file)  # raises an error that names the file, for example for a date
         raise UsageError(
             f"A `defaults` list of a file in {folder} names an option that is not text:"
             f" {message_of(error)}"
@@ -410,6 +438,30 @@ def quote_value(text: str) -> str:
 @lru_cache(maxsize=1024)
 def _parse_cached(text: str) -> Override:
     return OverridesParser.create().parse_override(text)
+
+
+def _refuse_hidden_links(files: Sequence[Path]) -> None:
+    """Refuse a file of the user's own that sets links while the file it starts from sets
+    `exchange_s`.
+
+    `exchange_s` replaces the links, so they would have no effect. `files` are those of the chosen
+    presets and of the chosen cluster; the nearest file that sets `exchange_s` decides.
+    Raises: UsageError.
+    """
+    for file in files:
+        said = load_yaml(file)
+        said = said if file.parent.name == "cluster" else said.get("cluster") or {}
+        if "exchange_s" in said:
+            return
+        if file.is_relative_to(CONF):
+            continue
+        if links := [key for key in LINKS if said.get(key) is not None]:
+            raise UsageError(
+                f"{file}: {links[0]} has no effect, exchange_s of the cluster that this file starts"
+                " from replaces the links; add the line `exchange_s: null`"
+            )
+        if file.parent.name == "cluster":
+            _refuse_hidden_links(list(parents(file)))
 
 
 def _unknown_key_error(

@@ -28,7 +28,7 @@ REQUIRED_ATTRIBUTES = {  # attributes that a class of a group must have
 }
 BASE_CLASSES = {  # base class that a class of a group must extend
     "task": "ashl.task.contract.Task",
-    "optimizer": "ashl.optimizer.contract.Optimizer",
+    "optimizer": "ashl.optimizer.contract.Optimizer, or torch.optim.Optimizer",
     "topology": "ashl.stage.contract.Topology",
     "sync": "the rule class of its topology, for example ashl.topology.parameter_server.ServerRule",
     "aggregate": "ashl.aggregate.weighted.Weighted",

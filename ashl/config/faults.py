@@ -1,10 +1,12 @@
 """Attribution of exceptions to a part of the user's own, or to ashl.
 
 `Guard` surrounds each call of a model, a loss, a metric, a data set or an optimizer. An exception
-of these becomes one sentence with the part, the worker and the step, and the exception. Exceptions
-of ashl's own parts, and of ashl's own code during the call, are not changed.
+of these becomes one sentence with the part, the worker and the step, the exception and, for common
+faults, the fix. Exceptions of ashl's own parts, and of ashl's own code during the call, are not
+changed.
 """
 
+import re
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +21,41 @@ MACHINERY = ("ashl.runtime.", "ashl.stage.", "ashl.topology.", "ashl.learn.piece
 LIBRARIES = ("site-packages", "dist-packages", "lib/python")
 NO_MEMORY = ("allocate memory", "out of memory", "OutOfMemory", "MemoryError")
 MEMORY_FIX = "there is not enough memory; take a smaller dataset.batch_size, data set or model"
+HINTS = (  # words of an exception, and the fix
+    ("use_reentrant", "pass use_reentrant=False to torch.utils.checkpoint"),
+    (
+        "LazyModule|uninitialized parameter|UninitializedParameter",
+        "give lazy layers their sizes, for example nn.Linear(16, 4) in place of nn.LazyLinear(4)",
+    ),
+    (
+        "does not require grad",
+        (
+            "the loss has no gradient: look for torch.no_grad(), .detach(), .data or .item() in"
+            " forward and loss"
+        ),
+    ),
+    (
+        "more than 1 value per channel",
+        "a norm needs more than one value; take dataset.batch_size=2 or more",
+    ),
+    (
+        "inplace operation",
+        "an operation in place changes what the backward pass needs; write x = x + y, not x += y",
+    ),
+    (
+        "index out of range in self",
+        "an index is beyond an embedding's size; make num_embeddings larger",
+    ),
+    (
+        r"Target -?\d+ is out of bounds",
+        "a target is beyond the model's outputs; give the model more outputs",
+    ),
+    (
+        "only for scalar outputs|only be implicitly created for scalar",
+        "the loss should be one number; take its mean",
+    ),
+    ("|".join(NO_MEMORY), MEMORY_FIX),
+)
 
 
 class Guard:
@@ -57,7 +94,7 @@ class Guard:
         group, name = self.parts[0]
         doing = "" if own == self.parts[0] else f" with {group} {name.removeprefix('ashl.')}"
         raise OwnFaultError(
-            f"{own[0]} {own[1]}{doing}", self.place, located_error_text(error)
+            f"{own[0]} {own[1]}{doing}", self.place, located_error_text(error), hint_for(error)
         ) from error
 
 
@@ -92,6 +129,12 @@ def user_line(error: Exception) -> str:
         if not library and not Path(file).is_relative_to(PACKAGE):
             found = f"{file}, line {line}"
     return found
+
+
+def hint_for(error: BaseException) -> str:
+    """Return the fix of a common fault; "" for any other."""
+    text = error_text(error)
+    return next((hint for words, hint in HINTS if re.search(words, text)), "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

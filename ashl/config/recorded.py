@@ -25,12 +25,21 @@ def config_of(run_dir: Path) -> dict[str, Any]:
     """
     config = read_yaml(run_dir, CONFIG)
     groups = [group for group in catalog() if group not in PRESETS]
-    for key in ("choices", *BESIDE, *groups, "allow_targets"):
-        kind = list if key == "allow_targets" else dict
-        if not isinstance(config, dict) or not isinstance(config.get(key), kind):
-            raise UsageError(
-                f"{run_dir / CONFIG} lacks {key}, or has something else there; name another run."
-            )
+    kinds = {"choices": dict, **dict.fromkeys((*BESIDE, *groups), dict), "allow_targets": list}
+    lacking = [
+        key
+        for key, kind in kinds.items()
+        if not isinstance(config, dict) or type(config.get(key)) is not kind
+    ]
+    # If the schedule sets the sync mode of each stage, the run has no choice of sync.
+    chosen = {} if lacking else {"sync": "", **config["choices"]}
+    lacking += [
+        f"choices.{group}" for group in groups if chosen and not isinstance(chosen.get(group), str)
+    ]
+    if lacking:
+        raise UsageError(
+            f"{run_dir / CONFIG} lacks {lacking[0]}, or has something else there; name another run."
+        )
     return config
 
 

@@ -1,4 +1,5 @@
-"""Objects that a Python session passes to `ashl.train` in place of options: model, data and loss.
+"""Objects that a Python session passes to `ashl.train` in place of options: model, data, loss,
+optimizer.
 
 An object becomes an option file of its group, in a folder that exists during the run. Its arguments
 are keys there, so that the run is composed, checked and recorded as any other. A class or function
@@ -29,7 +30,9 @@ from ashl.config.construct import SESSION
 from ashl.config.override import key_of
 from ashl.errors import UsageError
 
-GROUPS = {"model": "model", "dataset": "dataset", "loss": "task"}  # keyword → group
+# keyword → group
+GROUPS = {"model": "model", "dataset": "dataset", "loss": "task", "optimizer": "optimizer"}
+WITH_OWN_DEFAULTS = ("dataset", "optimizer")  # groups whose options start from `_own`
 SPECIAL = re.compile(r"[<>&#!;%^~|]")  # characters that Hydra reads only in quotes
 # arguments that ashl itself passes
 PASSED_BY_ASHL = ("params", "train", "sample_shape", "num_classes", "self", "outputs", "targets")
@@ -177,7 +180,7 @@ def write_options(
         option = re.sub(r"[^A-Za-z0-9_]", "_", made.name)
         if (CONF / group / f"{option}.yaml").exists() or not is_option_name(option):
             option = f"my_{option}"
-        spec: dict[str, Any] = {"defaults": ["_own"]} if group == "dataset" else {}
+        spec: dict[str, Any] = {"defaults": ["_own"]} if group in WITH_OWN_DEFAULTS else {}
         spec |= {"_target_": f"{home}.{made.name}", **defaults_of(made.part), **made.keys}
         if keyword == "loss":
             if not (CONF / "task" / f"{task}.yaml").exists():
@@ -259,6 +262,7 @@ def wrap_object(keyword: str, value: Any) -> FunctionType:
         "model": "a torch.nn.Module, or a class or function that makes one",
         "dataset": "a pair (train, test), or a class or function that makes it",
         "loss": "a function of outputs and targets, or a module as torch.nn.CrossEntropyLoss()",
+        "optimizer": "the name of an option, or a class as torch.optim.AdamW",
     }
     raise UsageError(f"{keyword} is {type(value).__name__}; give {wanted[keyword]}.")
 

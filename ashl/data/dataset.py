@@ -109,6 +109,7 @@ class Data:
     num_classes: int  # outputs of the model: classes, values or words of the vocabulary
     augment: Literal["none", "crop_flip"] = "none"  # applied to training batches by the learner
     source: str = ""  # dotted name of a user's own maker of plain torch
+    notes: tuple[str, ...] = ()  # notes for the user before the run
 
 
 @option

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from ashl.config.construct import Maker, bind_arguments
-from ashl.config.faults import is_out_of_memory, located_error_text
+from ashl.config.faults import hint_for, is_out_of_memory, located_error_text
 from ashl.data.dataset import Data, Dataset, Split
 from ashl.errors import AshlError, OwnFaultError, UsageError
 from ashl.option import known_fields, option
 
+MAX_NAMES = 5  # most classes in a note
 MAX_TOKENS = 10**7  # most words of a vocabulary
 
 
@@ -58,10 +59,11 @@ class PlainDataset(Dataset):
         name = self.make.__name__
         train, test = (split_of(half, name) for half in halves)
         inputs, targets = train.batch(np.zeros(1, np.int64))
+        notes: tuple[str, ...] = ()
         if targets.is_floating_point():
             outputs = math.prod(targets.shape[1:])
         elif targets.ndim == 1:
-            outputs = count_classes([train.targets, test.targets], name)
+            outputs, notes = count_classes([train.targets, test.targets], name)
         else:  # tokens: as many as there are words in targets and inputs
             known = [half.targets for half in (train, test)]
             known += [
@@ -76,7 +78,9 @@ class PlainDataset(Dataset):
                     f" {MAX_TOKENS - 1}"
                 )
         shape, source = tuple(inputs.shape[1:]), f"{self.make.__module__}.{name}"
-        return Data(train, test, sample_shape=shape, num_classes=outputs, source=source)
+        return Data(
+            train, test, sample_shape=shape, num_classes=outputs, source=source, notes=notes
+        )
 
 
 def plain_dataset(part: Maker, keys: Mapping[str, Any]) -> PlainDataset | None:
@@ -104,23 +108,31 @@ class Items:
         return stack_parts(items, f"{self._name}'s inputs")
 
 
-def count_classes(halves: Sequence[Tensor], name: str) -> int:
-    """Return how many outputs these classes need.
+def count_classes(halves: Sequence[Tensor], name: str) -> tuple[int, tuple[str, ...]]:
+    """Return how many outputs these classes need, and a note about numbers without a sample.
 
     Raises: UsageError if fewer than half of the numbers are classes: each unused one would cost
     memory and learn nothing.
     """
     present = [int(value) for value in torch.unique(torch.cat(list(halves))) if value >= 0]
-    if not present:
+    outputs = max(present, default=-1) + 1
+    missing = outputs - len(present)
+    if outputs <= 0:
         raise UsageError(f"dataset: {name} has no class; number classes from 0 on")
-    outputs = present[-1] + 1
-    if outputs > 2 * len(present):
+    if missing > len(present):
         raise UsageError(
             f"dataset: the classes of {name} are {len(present)} numbers from {present[0]} to"
             f" {present[-1]}; number them from 0 to {len(present) - 1}, as torch.unique(targets,"
             " return_inverse=True)[1] does"
         )
-    return outputs
+    if not missing:
+        return outputs, ()
+    here = set(present)
+    absent = [number for number in range(outputs) if number not in here]
+    named = ", ".join(map(str, absent[:MAX_NAMES])) + (", ..." if len(absent) > MAX_NAMES else "")
+    return outputs, (
+        f"no sample of {name} is of class {named}; the model has {outputs} outputs all the same",
+    )
 
 
 def split_of(half: Any, name: str) -> Split:
@@ -155,7 +167,7 @@ def item_of(half: Any, number: int, name: str) -> Any:
         if is_out_of_memory(error):
             raise
         raise OwnFaultError(
-            f"dataset {name}", f"item {number}", located_error_text(error)
+            f"dataset {name}", f"item {number}", located_error_text(error), hint_for(error)
         ) from error
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise UsageError(

@@ -69,7 +69,11 @@ def render_script(folder: Path, to: str, name: str) -> str:
     plan = read_plan(str(folder / "plan.json"))
     job = assemble_job(plan, HOST)
     if obstacle := find_obstacle(plan, job, to):
-        raise UsageError(f"{folder} cannot be exported with --to {to}: {obstacle}.")
+        able = " and ".join(
+            f"--to {other}" for other in TARGETS if not find_obstacle(plan, job, other)
+        )
+        hint = f"; this run can be exported with {able}" if able else ""
+        raise UsageError(f"{folder} cannot be exported with --to {to}: {obstacle}{hint}.")
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     templates = Environment(
         loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True

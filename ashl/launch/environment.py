@@ -83,6 +83,12 @@ def read_membership(env: Mapping[str, str] | None = None) -> JobMembership | Non
             )
         if size == 1 and engine != TORCHRUN:
             return None
+        ranks_here = env.get("PET_NPROC_PER_NODE", "1")
+        if engine.rank == "PET_NODE_RANK" and ranks_here not in ("1", "auto", "cpu", "gpu"):
+            raise UsageError(
+                f"PET_NPROC_PER_NODE={ranks_here}: this pod has several ranks; start them by"
+                " torchrun, or set it to 1"
+            )
         return JobMembership(
             rank,
             size,

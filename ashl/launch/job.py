@@ -27,6 +27,24 @@ LOCAL = "localhost"
 SECRET = "ASHL_JOB_SECRET"  # environment variable with the secret of a job
 PORTS = range(12000, 32000)  # below the ports that Linux assigns itself
 RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
+EXIT_EVICTED = 78  # exit code of a worker that missed heartbeats: the run continues without it
+GUARD_GRACE_S = 14  # seconds between SIGTERM and SIGKILL to a guarded rank; ssh kills after 15
+# A shell around a rank. It passes a signal on, also one that arrives before the rank's number is
+# known, and starts the rank again if it was killed or evicted. Rank 0 is not started again: it
+# serves the job's store.
+GUARD = (
+    "rank=${{RANK:-${{SLURM_PROCID:-${{OMPI_COMM_WORLD_RANK:-${{PMI_RANK:-0}}}}}}}}; "
+    "n={restarts}; stop=; pid=; told=; "
+    'end() {{ [ -n "$pid" ] && [ -z "$told" ] || return 0; told=1; kill -TERM $pid; '
+    "(sleep {grace_s}; kill -KILL $pid) >/dev/null 2>&1 & }}; "
+    "trap 'stop=1; end' TERM HUP INT; "
+    'while :; do pid=; told=; "$@" & pid=$!; [ -z "$stop" ] || end; wait $pid; code=$?; '
+    "while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done; "
+    '[ -z "$stop" ] && [ "$rank" != 0 ] && [ $n -gt 0 ] || break; '
+    "[ $code -gt 128 ] || [ $code -eq {evicted} ] || break; "
+    'echo "ashl: rank $rank ended with exit code $code and is started again" >&2; '
+    "n=$((n - 1)); done; {after}exit $code"
+)
 
 
 class Machine(NamedTuple):
@@ -75,6 +93,7 @@ class Launch:
     env: Mapping[str, str]  # variables of every rank, with the job's secret
     options: tuple[str, ...] = ()  # options of the engine's own command
     ssh: tuple[str, ...] = ("ssh",)  # command of ssh and the user's options
+    restarts: int = 0  # how often each rank is started again after it was killed
 
     @property
     def slots(self) -> int:
@@ -94,7 +113,18 @@ class Launch:
     @property
     def rank_command(self) -> list[str]:
         """Return the command of one rank."""
-        return [self.python, *RANK, *self.argv]
+        return self.guard_command([self.python, *RANK, *self.argv])
+
+    def guard_command(self, command: list[str], after: str = "") -> list[str]:
+        """Return a command that starts a rank again after it was killed, `restarts` times.
+
+        Args: after, statements of the shell that follow the last end, with its exit code in `code`.
+        """
+        if not self.restarts and not after:
+            return command
+        known = {"restarts": self.restarts, "evicted": EXIT_EVICTED, "grace_s": GUARD_GRACE_S}
+        script = GUARD.format(**known, after=after)
+        return ["sh", "-c", script, "ashl", *command]
 
     @property
     def hosts(self) -> tuple[HostRanks, ...]:

@@ -1,11 +1,11 @@
 """Start by mpirun of Open MPI or of MPICH (Hydra); the ranks do not use MPI."""
 
 from ashl.errors import UsageError
-from ashl.launch.job import Launch, random_port
+from ashl.launch.job import RANK, Launch, random_port
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 # Hydra ends all ranks after one that was killed; its `-disable-auto-cleanup` does so, too.
-HIDE_KILL = 'trap : HUP INT TERM; "$@"; code=$?; [ $code -gt 128 ] && exit 0; exit $code'
+HIDE_KILL = "[ $code -gt 128 ] && exit 0; "
 
 
 def flavor_of(version: str) -> str:
@@ -40,8 +40,9 @@ def command(launch: Launch, flavor: str, program: str = "mpirun") -> list[str]:
         words = [program, "-n", str(launch.size), "-wdir", launch.folder]
         words += ["-hosts", hosts] if shares else []
         words += ["-genvlist", ",".join(["PATH", "HOME", *names])]
-    hidden = [] if flavor == OPEN_MPI else ["sh", "-c", HIDE_KILL, "ashl"]
-    return [*words, *launch.options, *hidden, *launch.rank_command]
+    after = "" if flavor == OPEN_MPI else HIDE_KILL
+    rank = launch.guard_command([launch.python, *RANK, *launch.argv], after)
+    return [*words, *launch.options, *rank]
 
 
 def environment(launch: Launch) -> dict[str, str]:

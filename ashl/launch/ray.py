@@ -17,6 +17,8 @@ COMMAND = {command!r}
 FOLDER = {folder!r}
 PORT = "{port}"
 NAMES = {names!r}  # variables of this process that every rank gets
+# restarts of the actor of each rank but 0, for example after its node has failed
+RESTARTS = {restarts}
 
 
 @ray.remote
@@ -42,6 +44,8 @@ ranks = [
         num_cpus=bundle.get("CPU", 0),
         num_gpus=bundle.get("GPU", 0),
         resources={{name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}},
+        max_restarts=RESTARTS if number else 0,
+        max_task_retries=RESTARTS if number else 0,
         scheduling_strategy=place(group, placement_group_bundle_index=number),
     ).remote()
     for number, bundle in enumerate(BUNDLES)
@@ -87,5 +91,6 @@ def script(launch: Launch) -> str:
         folder=launch.folder,
         port=random_port(),
         names=sorted(launch.env),
+        restarts=launch.restarts,
         strategy=options.get("strategy", "PACK"),
     )

@@ -26,7 +26,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
-from ashl.config.faults import Guard, is_out_of_memory
+from ashl.config.faults import Guard, hint_for, is_out_of_memory
 from ashl.data.augment import crop_flip, draw_crops
 from ashl.data.dataset import Data, Split
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
@@ -37,22 +37,23 @@ from ashl.learn.fingerprint import fingerprint, fingerprint_of_data
 from ashl.learn.making import make_module
 from ashl.learn.module_state import (
     Carrier,
+    Key,
     State,
-    find_written,
-    mark_tensors,
+    copy_value,
+    find_changed,
     named_tensors,
-    set_state,
+    set_values,
     state_of,
 )
 from ashl.learn.pieces import Arriving, Pieces
 from ashl.learn.replica import Replica
 from ashl.model.plain import PlainModel
+from ashl.optimizer.absent import flatten_gradients
 from ashl.task.contract import ACCURACY, Task
 
 EVALUATED = 2000  # most training samples for train_loss
 # Batches, and samples in each, from which BatchNorm's statistics are estimated.
 CALIBRATION = (8, 128)
-MAX_NAMES = 3  # most names of tensors in a message
 RESIDENT = 2**32  # most bytes of samples that are kept on the device
 REENTRANT = "CheckpointFunctionBackward"  # torch's node of a checkpoint with use_reentrant=True
 EVALUATING, TRYING = "in an evaluation", "as it was tried out"
@@ -117,13 +118,14 @@ class Learner:
             count_targets(task, data.test, "test"),
         )
         self.counts = None if self._counts[0] is None else self._counts[0].numpy()
+        first = copy_parameters(self._here.module)
         drew, self._width, carried = self._try_out()
+        self.writes = find_written(first, copy_parameters(self._here.module))
+        copies = bool(self.writes)
         # The first replica has changed its state during the try-out.
-        self._here = Replica(self._build, device, graphs)
-        self.carrier = Carrier(self._here.module, carried) if carried else None
-        # Of a user's own module with buffers that the try-out has not changed: see `_leave`.
+        self._here = Replica(self._build, device, graphs, copies)
         own = not made.__module__.startswith("ashl.")
-        self._marks = self._mark_buffers() if own and not carried else ()
+        self.carrier = Carrier(carried, self._build, self._here.apart) if own else None
         # The reporter's thread requests a copy of the worker's state. The next step makes it.
         self.copy_requested, self.copied_state = False, None
         self._captures = graphs and not drew and not carried and self.counts is None
@@ -131,9 +133,17 @@ class Learner:
         self._draws = drew or not all(
             part.__module__.startswith("ashl.") for part in (made, type(task))
         )
+        # True if a later step may begin to write into its parameters.
+        self._looks = not copies and not made.__module__.startswith("ashl.")
+        self._versions = 0
+        # True if each gradient computed here had an element for each parameter; None before the
+        # first one.
+        self.complete: bool | None = None
         order = permutation(len(data.train), 0, Purpose.SUBSET)
         self._subset = (order if self.counts is None else order[self.counts[order] > 0])[:EVALUATED]
         self.epoch_samples, self.num_params = len(data.train), self._here.num_params
+        # First index of each tensor in a vector of parameters.
+        self.starts = np.array([0, *accumulate(p.numel() for p in self._here.parameters)][:-1])
         self.layers = tuple(
             (name, tuple(p.shape))
             for name, p in self._here.module.named_parameters()
@@ -190,12 +200,12 @@ class Learner:
     def set_worker_state(self, worker: int, state: State | None) -> None:
         """Set the module state of a worker; None is the first one."""
         if self.carrier is not None:
-            self.carrier.set_worker_state(worker, state)
+            self.carrier.set_state(worker, state)
 
     @property
     def carries(self) -> bool:
         """True if forward passes change the module besides its parameters."""
-        return self.carrier is not None
+        return self.carrier is not None and bool(self.carrier.names)
 
     def mean_state(self) -> State:
         """Return the mean over the workers of the state that forward passes have changed."""
@@ -203,6 +213,17 @@ class Learner:
             return {}
         self.carrier.save_worker(self._here.module)
         return self.carrier.mean()
+
+    def constants(self) -> State:
+        """Return frozen parameters and buffers that no forward pass has changed, for a
+        checkpoint.
+        """
+        return {} if self.carrier is None else self.carrier.constants(self._here.module)
+
+    def set_constants(self, state: State) -> None:
+        """Set the frozen parameters and buffers from a checkpoint."""
+        with torch.no_grad():
+            set_values(self._here.module, state)
 
     @contextmanager
     def _evaluation_mode(self, params: Tensor, state: State | None = None) -> Generator[None]:
@@ -214,62 +235,69 @@ class Learner:
         here.set_parameters(params)
         if self.carrier is not None:
             self.carrier.load_mean(here.module)
-            set_state(here.module, state or {})
+            set_values(here.module, state or {})
         with self._seeded_context(Purpose.EVALUATION):
             self._calibrate()
             here.eval()
             yield
-
-    def _mark_buffers(self) -> tuple[tuple[int, int], ...]:
-        """Return identities and numbers of writes of the buffers that training may change."""
-        here = self._here
-        apart = here.apart
-        return tuple(
-            (id(value), value._version)
-            for name, value in here.module.named_buffers()
-            if name.rpartition(".")[0] not in apart
-        )
+        if self.carrier is not None:
+            self.carrier.find_new_keys(here.module)
 
     def _leave(self, worker: int) -> None:
-        """Copy the module's state after a step of this worker if another thread has requested
-        that.
-
-        Raises: UsageError if the step is the first that changes a buffer: it would be in no file.
+        """Note what the module has changed in a step of this worker, and copy its state if another
+        thread has requested that.
         """
-        if self._marks and self._marks != self._mark_buffers():
-            raise UsageError(
-                f"Model {self._name} changes a buffer in training, and did not when it was tried"
-                " out; let its first forward pass change the buffer too, for example by adding 0."
-            )
-        if self.carrier is not None and self.copy_requested:
-            self.copied_state, self.copy_requested = self.worker_state(worker), False
+        if self.carrier is not None:
+            self.carrier.find_new_keys(self._here.module)
+            if self.copy_requested:
+                self.copied_state, self.copy_requested = self.worker_state(worker), False
 
     def gradient(
-        self, params: Tensor, indices: np.ndarray, worker: int, step: int
+        self, params: Tensor, indices: np.ndarray, worker: int, step: int, share: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Return the mean loss over the samples, a scalar, and its gradient at `params`, a new
         float32 [d].
 
-        Both are on the device. Augmentation and dropout are drawn from (seed, worker, step) alone.
-        `params` is only read.
+        Both are on the device and multiplied by `share`. The gradient is −0.0 in parameters without
+        one, see `ashl.optimizer.absent`. Augmentation and dropout are drawn from (seed, worker,
+        step) alone. `params` is only read.
 
         Raises: UsageError if a batch is too small for BatchNorm; OwnFaultError.
         """
+        return self.gradient_found(params, indices, worker, step, share)[:2]
+
+    def gradient_found(
+        self,
+        params: Tensor,
+        indices: np.ndarray,
+        worker: int,
+        step: int,
+        share: float = 1.0,
+        marked: bool = True,
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Return loss and gradient, as `gradient` does, and True if some parameter has none.
+
+        Without `marked`, −0.0 may occur in a complete gradient, too.
+        """
         place, batch = place_of(worker, step), self._training_batch(indices, worker, step)
         with self._seeded_context(Purpose.MODEL, worker, step):
+            if not self._captures:
+                loss = self._batch_loss(params, batch, worker, step, self._share(indices, share))
+                found = self._differentiate(loss, place, marked)
+                self._leave(worker)
+                return found
             self._enter(params, worker)
 
             def differentiate_batch(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-                loss = self._loss(self._forward, inputs, targets, place, indices)
-                with Guard(self._of_backward, place):
-                    gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
-                return loss.detach(), flatten_gradients(gradients, self._here.parameters)
+                return self._differentiate(
+                    self._loss(self._forward, inputs, targets, place), place
+                )[:2]
 
-            if self._captures:
-                return self._here.graphs.run(differentiate_batch, *batch)
-            found = differentiate_batch(*batch)
-            self._leave(worker)
-            return found
+            return *self._here.graphs.run(differentiate_batch, *batch), not self.complete
+
+    def _share(self, indices: np.ndarray, share: float) -> float:
+        """Return the share of a batch; 0 if no target of it counts."""
+        return share if self.counts is None or self.counts[indices].any() else 0.0
 
     def _seeded_context(
         self, purpose: Purpose, worker: int = 0, step: int = 0
@@ -281,6 +309,39 @@ class Learner:
             else nullcontext()
         )
 
+    def _differentiate(
+        self, loss: Tensor, place: str, marked: bool = True
+    ) -> tuple[Tensor, Tensor, bool]:
+        with Guard(self._of_backward, place):
+            gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
+        self._check_writes(place)
+        return loss.detach(), *self._vector(gradients, self._here.parameters, marked)
+
+    def _check_writes(self, place: str) -> None:
+        """Raise UsageError if this step wrote into parameters and none did in the try-out."""
+        if self._looks and self._versions != count_writes(self._here.parameters):
+            raise UsageError(
+                f"{place}: model {self._name} wrote into its own parameters, and did not when it"
+                " was tried out; let each forward pass write, or none"
+            )
+
+    def stepped_from(self, params: Tensor) -> Tensor:
+        """Return the parameters from which the optimizer steps after a gradient at `params`.
+
+        They are `params`, or a new vector if the forward pass wrote into them.
+        """
+        return self._here.copy_parameters() if self.writes else params
+
+    def _vector(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], marked: bool = True
+    ) -> tuple[Tensor, bool]:
+        """Return these gradients as one vector and True if any parameter has none; note the
+        latter.
+        """
+        vector, lacks = flatten_gradients(gradients, parameters, marked)
+        self.complete = not lacks and self.complete is not False
+        return vector, lacks
+
     def gradient_in_parts(
         self,
         params: Tensor | Pieces,
@@ -290,6 +351,7 @@ class Learner:
         parts: Sequence[tuple[int, int]],
         hand_out: Callable[[int, Tensor], None],
         halfway: Callable[[], None] = lambda: None,
+        share: float = 1.0,
     ) -> float:
         """Compute the gradient part by part during the backward pass, and return the loss.
 
@@ -306,7 +368,7 @@ class Learner:
 
         def hand_out_part(k: int, gradients: Mapping[int, Tensor | None]) -> None:
             own = [gradients[i] for i in holds[k]]
-            hand_out(k, flatten_gradients(own, [parameters[i] for i in holds[k]]))
+            hand_out(k, self._vector(own, [parameters[i] for i in holds[k]])[0])
 
         def collect_gradient(i: int, gradient: Tensor) -> None:
             k = part_of[i]
@@ -316,13 +378,7 @@ class Learner:
 
         place, batch = place_of(worker, step), self._training_batch(indices, worker, step)
         with self._seeded_context(Purpose.MODEL, worker, step):
-            self._enter(params, worker)
-            forward = (
-                self._forward
-                if isinstance(params, Tensor)
-                else partial(self._forward_as_pieces_arrive, params, worker, step)
-            )
-            loss = self._loss(forward, *batch, place, indices)
+            loss = self._batch_loss(params, batch, worker, step, self._share(indices, share))
             halfway()
             hooks = [
                 p.register_hook(partial(collect_gradient, i)) for i, p in enumerate(parameters)
@@ -333,6 +389,7 @@ class Learner:
             finally:
                 for hook in hooks:
                     hook.remove()
+        self._check_writes(place)
         for k in range(len(holds)):
             if left[k]:  # some of its tensors take no part in the loss
                 hand_out_part(k, dict(enumerate(gradients)))
@@ -411,6 +468,26 @@ class Learner:
                 work[places[id(max(own, key=Tensor.numel))]] += counted.get(name, 0) - inside
         return tuple(work)
 
+    def _batch_loss(
+        self,
+        params: Tensor | Pieces,
+        batch: tuple[Tensor, Tensor],
+        worker: int,
+        step: int,
+        share: float,
+    ) -> Tensor:
+        """Return the mean loss over a batch at `params` times `share`, ready to be
+        differentiated.
+        """
+        self._enter(params, worker)
+        forward = (
+            self._forward
+            if isinstance(params, Tensor)
+            else partial(self._forward_as_pieces_arrive, params, worker, step)
+        )
+        loss = self._loss(forward, *batch, place_of(worker, step), counted=share != 0)
+        return loss if share in (0, 1) else loss * share
+
     def _training_batch(self, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:
         """Return a batch for training, augmented."""
         inputs, targets = self._batch(self._train, indices, worker, step, place_of(worker, step))
@@ -424,11 +501,14 @@ class Learner:
         worker.
         """
         if self.carrier is not None:
-            self.carrier.load_worker(self._here.module, worker)
+            with torch.no_grad():
+                self.carrier.load_worker(self._here.module, worker)
         if isinstance(params, Tensor):
             self._here.set_parameters(params)
         if not self._here.trains:
             self._here.train()
+        if self._looks:
+            self._versions = count_writes(self._here.parameters)
 
     def _loss(
         self,
@@ -436,7 +516,7 @@ class Learner:
         inputs: Tensor,
         targets: Tensor,
         place: str,
-        indices: np.ndarray,
+        counted: bool = True,
     ) -> Tensor:
         """Return the mean loss of a batch; 0 without a gradient if no target of it counts."""
         try:
@@ -449,7 +529,7 @@ class Learner:
                 f"Model {self._name} normalises over the batch, and the batch of {len(inputs)} of"
                 f" {place} is too small for that; take dataset.batch_size=2 or more."
             ) from error
-        if self.counts is not None and not self.counts[indices].any():
+        if not counted:
             return outputs.new_zeros((), requires_grad=True)  # no parameter takes part in it
         with Guard(self._of_loss, place):
             return self._task.loss(outputs, targets)
@@ -540,12 +620,12 @@ class Learner:
             )
         return module
 
-    def _try_out(self) -> tuple[bool, int, frozenset[str]]:
+    def _try_out(self) -> tuple[bool, int, frozenset[Key]]:
         """Compute a gradient and an evaluation of two samples, to check that module, data and task
         fit.
 
         Returns: True if the module draws random numbers in training; the number of outputs per
-        sample; the names of the tensors that each worker has of its own.
+        sample; the keys of the state that the module changes besides its parameters.
         """
         name, shape = self._name, "x".join(map(str, self._data.sample_shape))
         if not self._here.parameters or any(
@@ -553,7 +633,10 @@ class Learner:
         ):
             raise UsageError(f"Model {name} must have trainable parameters, all of them float32.")
         inputs, targets = self._batch(self._train, np.zeros(2, np.int64))
-        marks = mark_tensors(self._here.module)
+        first = {
+            key: copy_value(value)
+            for key, value in state_of(self._here.module, self._here.apart).items()
+        }
         expected = self._task.output_shape(targets, self._data.num_classes)
         with seed_generators(0, self.device) as generator:
             before = generator.get_state()
@@ -589,19 +672,11 @@ class Learner:
                 f"Model {name} returns {shape_of(evaluated)} in evaluation mode and"
                 f" {shape_of(output)} in training; let its forward return the same in both."
             )
-        written = find_written(marks, self._here.module)
-        learned = {name for name, p in self._here.module.named_parameters() if p.requires_grad}
-        if written & learned:
-            names = ", ".join(sorted(written & learned)[:MAX_NAMES])
-            raise UsageError(
-                f"The forward pass of model {name} writes into parameters ({names}), as max_norm of"
-                " an embedding does; use a parametrization (torch.nn.utils.parametrize) instead."
-            )
-        state = state_of(self._here.module, self._here.apart)
-        buffers = {key for key, value in state.items() if not isinstance(value, nn.Parameter)}
-        changed = written & state.keys()
-        carried = frozenset(changed | buffers if changed else ())
-        return draws, output[0].numel(), carried
+        return (
+            draws,
+            output[0].numel(),
+            find_changed(first, state_of(self._here.module, self._here.apart)),
+        )
 
     def _run_forward(self, inputs: Tensor) -> Any:
         """Return the module's output for these samples. Raises UsageError if it cannot read
@@ -615,8 +690,8 @@ class Learner:
                     raise
                 shape, said = "x".join(map(str, self._data.sample_shape)), str(error).split("\n")[0]
                 raise UsageError(
-                    f"Model {self._name} cannot take samples of shape {shape} ({said}); take"
-                    " another."
+                    f"Model {self._name} cannot take samples of shape {shape} ({said}); "
+                    f"{hint_for(error) or 'take another'}."
                 ) from error
 
     def _forward(self, inputs: Tensor) -> Tensor:
@@ -710,23 +785,6 @@ class Learner:
             return losses / total, float(self._task.value(to_host(sums) / len(indices)))
 
 
-def flatten_gradients(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """Return the gradients of these parameters as one new vector, float32 [d].
-
-    A parameter that takes no part in the loss has the gradient zero.
-    """
-    try:
-        vector = _flatten_dense_tensors(gradients)
-    # For an absent or a sparse gradient: to check each one would take time at every step.
-    except (TypeError, RuntimeError):
-        dense = [
-            torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
-            for gradient, parameter in zip(gradients, parameters, strict=True)
-        ]
-        vector = torch.cat([gradient.flatten() for gradient in dense])
-    return vector.clone() if len(gradients) == 1 else vector
-
-
 def place_of(worker: int, step: int) -> str:
     """Return the place of an exception, for its message."""
     return f"worker {worker}, step {step}"
@@ -784,6 +842,27 @@ def split_indices(indices: np.ndarray, most: int) -> Iterator[np.ndarray]:
         stop = len(indices) if len(indices) - start <= most + 1 else start + most
         yield indices[start:stop]
         start = stop
+
+
+def count_writes(parameters: Sequence[nn.Parameter]) -> int:
+    """Return how often these parameters have been written to, as torch counts."""
+    return sum(p._version for p in parameters)
+
+
+def copy_parameters(module: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    """Return for each trainable parameter how often it has been written to, and a copy."""
+    learned = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    return {name: (p._version, p.detach().clone()) for name, p in learned}
+
+
+def find_written(
+    before: dict[str, tuple[int, Tensor]], after: dict[str, tuple[int, Tensor]]
+) -> tuple[str, ...]:
+    """Return the names of parameters written to between two calls of `copy_parameters`."""
+    pairs = ((name, before[name], after[name]) for name in before if name in after)
+    return tuple(
+        name for name, old, new in pairs if old[0] != new[0] or not torch.equal(old[1], new[1])
+    )
 
 
 def move_split(split: Split, device: str) -> Split:

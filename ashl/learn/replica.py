@@ -23,9 +23,12 @@ class Replica(threading.local):
     exchanged.
     """
 
-    def __init__(self, build: Callable[[], nn.Module], device: str, graphs: bool) -> None:
+    def __init__(
+        self, build: Callable[[], nn.Module], device: str, graphs: bool, copies: bool = False
+    ) -> None:
         """Args: graphs is True if steps will be captured, for which parameters stay in one
-        place.
+        place; copies is True if the model writes into its parameters, so that it gets a copy of
+        each vector.
         """
         self.device, self.graphs = device, Graphs(device)
         self.module = to_device(build(), device)
@@ -51,7 +54,8 @@ class Replica(threading.local):
         self.resident: Tensor | None = None
         # Other models are refused.
         fits = bool(self.parameters) and all(p.dtype == torch.float32 for p in self.parameters)
-        if fits and (self.num_params <= SHORT or graphs):
+        self.copies = copies
+        if fits and (self.num_params <= SHORT or graphs or copies):
             resident = _flatten_dense_tensors([p.detach() for p in self.parameters]).clone()
             self.set_parameters(resident)
             self.resident = resident
@@ -83,10 +87,16 @@ class Replica(threading.local):
         params = to_device(params.detach(), self.device)
         if self.resident is not None:
             self.resident.copy_(params)
-            return
+            if not self.copies:
+                return
+            params = self.resident  # the model may have given a parameter another tensor
         views = _unflatten_dense_tensors(params, self.parameters)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
+
+    def copy_parameters(self) -> Tensor:
+        """Return the parameters after the last forward pass, a new vector."""
+        return _flatten_dense_tensors([p.detach() for p in self.parameters]).clone()
 
 
 def is_estimated(module: _BatchNorm) -> bool:

@@ -14,10 +14,12 @@ from torch import Tensor
 from ashl.config.faults import Guard
 from ashl.data.batches import Batches
 from ashl.data.partition import redistribute_shards
-from ashl.device import HOST, read_scalars, to_device
+from ashl.device import HOST, is_on_host, read_scalars, to_device
 from ashl.learn.learner import Learner, dotted_name, place_of
 from ashl.learn.pieces import Pieces
+from ashl.optimizer.absent import add_gradients, has_absent, is_absent, restore_absent
 from ashl.optimizer.contract import Optimizer
+from ashl.optimizer.plain import PlainOptimizer
 from ashl.size_only import SizeOnly
 
 Moments = tuple[Any, ...]
@@ -36,13 +38,22 @@ class Trainer:
         optimizer: Optimizer,
         deal: Callable[[Sequence[float]], list[Batches]],
         shares: Sequence[float],
+        in_rounds: bool = False,
     ) -> None:
-        """Args: deal returns each worker's batches, given all workers' shares of the data."""
-        self.learner = learner
-        self.optimizer = optimizer
-        self.deal = deal
+        """Args: deal returns each worker's batches, given all workers' shares of the data;
+        in_rounds is True if all workers are at the same step.
+        """
+        self.learner, self.optimizer, self.deal, self.in_rounds = (
+            learner,
+            optimizer,
+            deal,
+            in_rounds,
+        )
         self.batches = deal(shares)
-        self._of_step = (("optimizer", dotted_name(type(optimizer))),)
+        made = optimizer.make if isinstance(optimizer, PlainOptimizer) else type(optimizer)
+        self._of_step = (("optimizer", dotted_name(made)),)
+        # The mean density of the latest steps, with the steps and weights to which it belongs.
+        self._last: tuple[Any, float] = (None, 1.0)
         # the last trainers of `redistribute`, by failed workers: all workers of a simulation ask
         self._redistributed: dict[frozenset[int], Trainer] = {}
         self.epoch_samples = learner.epoch_samples
@@ -51,7 +62,7 @@ class Trainer:
 
     def reshard(self, shares: Sequence[float]) -> Trainer:
         """Return a trainer with other shares of the data."""
-        return Trainer(self.learner, self.optimizer, self.deal, shares)
+        return Trainer(self.learner, self.optimizer, self.deal, shares, self.in_rounds)
 
     def redistribute(self, failed: frozenset[int]) -> Trainer:
         """Return the trainer with which survivors use the samples of failed workers, too."""
@@ -64,7 +75,49 @@ class Trainer:
             other.batches = [
                 own.with_shard(shard) for own, shard in zip(self.batches, shards, strict=True)
             ]
+            other._last = (None, 1.0)
         return known[failed]
+
+    @property
+    def weighs(self) -> bool:
+        """True if some samples have more targets that count than others."""
+        return self.learner.counts is not None
+
+    def share(self, worker: int, steps: range, weights: Sequence[float] | None = None) -> float:
+        """Return the density of targets that count in these minibatches, divided by its mean over
+        all workers.
+
+        A mean loss times its share, weighted by samples, is the mean over all targets that count.
+        In rounds, densities are those of the same steps, else those of the whole shards. Returns 1
+        if all samples count equally.
+
+        Args: weights are those of the workers; None = their batch sizes.
+        """
+        counts = self.learner.counts
+        if counts is None:
+            return 1.0
+
+        steps = steps if self.in_rounds else range(0)
+        own = density(counts, self.batches[worker], steps)
+        asked = (steps, None if weights is None else tuple(weights))
+        if self._last[0] != asked:
+            weighed = (
+                [float(batches.size) for batches in self.batches] if weights is None else weights
+            )
+            each = zip(weighed, self.batches, strict=True)
+            mean = sum(weight * density(counts, batches, steps) for weight, batches in each) / sum(
+                weighed
+            )
+            self._last = asked, mean
+        return own / self._last[1] if self._last[1] else 1.0
+
+    def _share_of(self, worker: int, step: int, span: range | None) -> float:
+        """Return the share of one minibatch; if its size is not the planned one, that of the
+        shard.
+        """
+        size = self.batches[worker].size
+        planned = span is None or span == range(step * size, (step + 1) * size)
+        return self.share(worker, range(step, step + 1) if planned else range(0))
 
     def worker_state(self, worker: int) -> Any:
         """Return the part of the module's state that this worker's forward passes have changed."""
@@ -121,7 +174,9 @@ class Trainer:
         """
         batches = self.batches[worker]
         indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
-        return self.learner.gradient(params, indices, worker, step)
+        return self.learner.gradient(
+            params, indices, worker, step, self._share_of(worker, step, span)
+        )
 
     def gradient_in_parts(
         self,
@@ -137,7 +192,10 @@ class Trainer:
         See `Learner.gradient_in_parts`.
         """
         indices = self.batches[worker].span(span.start, len(span))
-        return self.learner.gradient_in_parts(params, indices, worker, step, parts, hand_out)
+        share = self._share_of(worker, step, span)
+        return self.learner.gradient_in_parts(
+            params, indices, worker, step, parts, hand_out, share=share
+        )
 
     def passes_in_parts(
         self,
@@ -163,10 +221,10 @@ class Trainer:
         `params`.
         """
         shard = self.batches[worker].shard
-        losses, sizes, total = [], [], torch.zeros_like(params)
-        whole = self._count_targets(shard)
+        losses, sizes, total = [], [], torch.full_like(params, -0.0)
+        whole, share = self._count_targets(shard), self.share(worker, range(0))
         for step, part in enumerate(np.array_split(shard, -(-len(shard) // batch))):
-            loss, grad = self.learner.gradient(params, part, worker, step)
+            loss, grad = self.learner.gradient(params, part, worker, step, share)
             losses.append(loss)
             sizes.append(self._count_targets(part))
             total.add_(grad, alpha=sizes[-1] / whole)
@@ -190,7 +248,7 @@ class Trainer:
         The difference corrects the gradient over all samples at `anchor`.
         """
         loss, grad = self.gradient(params, worker, step, span)
-        return loss, grad - self.gradient(anchor, worker, step, span)[1]
+        return loss, add_gradients(grad, -self.gradient(anchor, worker, step, span)[1])
 
     def spread_gradient(
         self, params: Tensor, worker: int, step: int, span: range, parts: int
@@ -199,10 +257,15 @@ class Trainer:
         minibatch.
         """
         indices = self.batches[worker].span(span.start, len(span))
-        losses, shares = [], []
-        total, squares = torch.zeros_like(params), torch.zeros_like(params)
+        losses, shares, total, squares = (
+            [],
+            [],
+            torch.full_like(params, -0.0),
+            torch.zeros_like(params),
+        )
+        share = self._share_of(worker, step, span)
         for part in np.array_split(indices, min(parts, len(indices))):
-            loss, grad = self.learner.gradient(params, part, worker, step)
+            loss, grad = self.learner.gradient(params, part, worker, step, share)
             losses.append(loss)
             shares.append(self._count_targets(part) / self._count_targets(indices))
             grad = grad * shares[-1]
@@ -230,15 +293,57 @@ class Trainer:
         if self.statistics:
             loss, _, statistics = self.sweep(params, moments, None, worker)
             return (loss, *self.optimizer.step(moments, params, statistics, lr))
-        loss, grad = self.gradient(params, worker, step, span)
-        return loss, *self.apply(params, moments, grad, lr, place_of(worker, step))
+        batches = self.batches[worker]
+        indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
+        loss, grad, lacks = self.learner.gradient_found(params, indices, worker, step, marked=False)
+        return (
+            loss,
+            *self.apply(
+                self.stepped_from(params), moments, grad, lr, lacks, place_of(worker, step)
+            ),
+        )
+
+    def stepped_from(self, params: Tensor) -> Tensor:
+        """Return the parameters from which the optimizer steps, see `Learner.stepped_from`."""
+        return self.learner.stepped_from(params)
 
     def apply(
-        self, params: Tensor, moments: Moments, grad: Tensor, lr: float, place: str = "at a merge"
+        self,
+        params: Tensor,
+        moments: Moments,
+        grad: Tensor,
+        lr: float,
+        exact: bool = True,
+        place: str = "at a merge",
+        starts: np.ndarray | None = None,
     ) -> tuple[Moments, Tensor]:
-        """Make the optimizer's step on a gradient or a weighted sum."""
+        """Make the optimizer's step on a gradient or a weighted sum; elements without a gradient
+        stay unchanged.
+
+        Args: exact is True if the gradient was not encoded lossily, so that −0.0 marks these
+        elements; starts has the first index of each tensor, if the vector is not that of the whole
+        model.
+        """
         with Guard(self._of_step, place):
-            return self.optimizer.step(moments, params, grad, lr)
+            after, moved = self.optimizer.step(moments, params, grad, lr)
+        if not exact or self.statistics:
+            return after, moved
+        if starts is None and len(grad) == self.num_params:
+            starts = self.learner.starts
+        if self._none_absent(grad, starts):
+            return after, moved
+        *after, moved = restore_absent(grad, starts, (*moments, params), (*after, moved))
+        return tuple(after), moved
+
+    def _none_absent(self, grad: Tensor, starts: np.ndarray | None) -> bool:
+        """Return True if each element has a gradient.
+
+        A vector on an accelerator is not read if all gradients computed in this process were
+        complete, because a read would wait for the device.
+        """
+        if is_on_host(grad):
+            return not has_absent(grad, starts)
+        return bool(self.learner.complete) or not read_scalars([is_absent(grad).any()])[0]
 
     def apply_slice(
         self,
@@ -248,10 +353,14 @@ class Trainer:
         stop: int,
         grad: Tensor,
         lr: float,
+        exact: bool = True,
     ) -> tuple[Moments, Tensor]:
         """Make the step of the elements [start, stop) alone, with an element-wise optimizer."""
         own = tuple(moment[start:stop] if moment.dim() else moment for moment in moments)
-        return self.apply(params[start:stop], own, grad, lr)
+        begun = self.learner.starts
+        # The slice may begin within a tensor.
+        inside = begun[(begun > start) & (begun < stop)] - start
+        return self.apply(params[start:stop], own, grad, lr, exact, starts=np.array([0, *inside]))
 
     def join_slices(self, slices: Sequence[tuple[Moments, Tensor]]) -> tuple[Moments, Tensor]:
         """Return the moments and the model from consecutive slices."""
@@ -278,6 +387,14 @@ def join_moment(parts: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.expand_as(vector) for part, vector in zip(parts, vectors, strict=True)])
 
 
+def density(counts: np.ndarray, batches: Batches, steps: range) -> float:
+    """Return the targets that count per sample in these minibatches; without steps, in the whole
+    shard.
+    """
+    parts = [batches.indices(step) for step in steps] or [batches.shard]
+    return float(np.mean([counts[part].mean() for part in parts]))
+
+
 class SizeOnlyTrainer:
     """A trainer without computation, for timing thousands of workers; its vectors are sizes only.
 
@@ -286,6 +403,7 @@ class SizeOnlyTrainer:
 
     warmup_samples = 0
     device = HOST
+    weighs = False
 
     def __init__(
         self, num_params: int, epoch_samples: int, num_workers: int = 1, statistics: int = 0
@@ -366,6 +484,12 @@ class SizeOnlyTrainer:
 
     def local_step(self, params: SizeOnly, *_: Any) -> tuple[float, Moments, SizeOnly]:
         return 0.0, (), params
+
+    def stepped_from(self, params: SizeOnly) -> SizeOnly:
+        return params
+
+    def share(self, *_: Any) -> float:
+        return 1.0
 
     def apply(self, params: SizeOnly, *_: Any) -> tuple[Moments, SizeOnly]:
         return (), params

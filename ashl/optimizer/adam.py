@@ -26,7 +26,9 @@ class Adam(Scheduled):
     eps: Positive
 
     def init(self, num_params: int) -> Moments:
-        """Return the number of steps, a scalar, and the two means, zeros [d]."""
+        """Return the number of steps (a scalar; [d] once elements differ in it) and the two
+        means, zeros [d].
+        """
         return torch.zeros((), dtype=torch.int64), torch.zeros(num_params), torch.zeros(num_params)
 
     def step(
@@ -60,9 +62,13 @@ def adam_step(
     eps: float,
 ) -> Tensor:
     """Return w − η·m̂/(√v̂ + ε), new, with the bias of `count` steps removed from both means."""
-    steps = int(count)
-    scale = second.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
-    return torch.addcdiv(params, first, scale, value=-lr / (1 - beta1**steps))
+    if not count.dim():
+        steps = int(count)
+        scale = second.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
+        return torch.addcdiv(params, first, scale, value=-lr / (1 - beta1**steps))
+    steps = count.clamp(min=1).double()  # before the first step, both means are zero
+    scale = second.sqrt().div_((1 - beta2**steps).sqrt().to(second.dtype)).add_(eps)
+    return torch.addcdiv(params, first / (1 - beta1**steps).to(first.dtype), scale, value=-lr)
 
 
 @option

@@ -8,7 +8,7 @@ Alternatives: `priority` with a server; `merged`.
 Rule: a gradient is sent in slices of `slice` parameters as the backward pass computes them, last
 layers first. Once the server has a slice from all workers, it takes the optimizer's step on these
 elements alone, along their weighted sum. Then it sends them to all workers. So pulls travel during
-pushes.
+pushes. With slice=auto the slice size with the shortest step is taken.
 Waiting: the next forward pass waits for all slices.
 Time: with pushes that take u_i from R_i on and pulls that take d_i, a step takes max_{i ≤ j} (R_i +
 u_i + … + u_j + d_j + … + d_m) plus the latencies.
@@ -22,12 +22,13 @@ MLSys 2019, released with slices of 40,000 parameters.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, Literal
 
 from ashl.option import Count, option
 from ashl.overlap.contract import Overlap
 from ashl.overlap.crossing import one_message_each
-from ashl.overlap.priority import cut_into_slices
+from ashl.overlap.priority import candidate_sizes, cut_into_slices
 from ashl.overlap.timeline import Bucket, StepTimeline
 
 
@@ -37,12 +38,18 @@ class Slices(Overlap):
 
     pulls: ClassVar[bool] = True
     by_slice: ClassVar[bool] = True
-    slice: Count
+    untimed: ClassVar[str] = "slice=40000"
+    slice: Count | Literal["auto"]
+
+    @property
+    def needs_costs(self) -> bool:
+        return self.slice == "auto"
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         return one_message_each(timeline)
 
     def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
+        assert self.slice != "auto"
         return [
             part._replace(alone=True)
             for bucket in super().plan_buckets(timeline)
@@ -50,6 +57,7 @@ class Slices(Overlap):
         ]
 
     def step_ns(self, timeline: StepTimeline) -> int:
+        assert self.slice != "auto"
         pushed = back = 0
         for ready, nbytes in zip(timeline.ready_ns, timeline.nbytes, strict=True):
             for start in range(0, nbytes, 4 * self.slice):
@@ -57,3 +65,11 @@ class Slices(Overlap):
                 pushed = max(pushed, ready) + timeline.cost_ns(size)
                 back = max(back, pushed) + timeline.half_ns(size)
         return back + timeline.latency_ns
+
+    def with_plan(self, timeline: StepTimeline) -> Slices:
+        if self.slice != "auto":
+            return self
+        made = [
+            replace(self, slice=n) for n in candidate_sizes(timeline, one_message_each(timeline))
+        ]
+        return min(made, key=lambda one: one.step_ns(timeline))

@@ -10,13 +10,27 @@ as in Shi, Chu and Li, "MG-WFBP", INFOCOM 2019.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
+from typing import ClassVar
 
-from ashl.cluster.spec import AlphaBeta
+from ashl.plan.checks import FILE, Seconds
 
 SMALL = (2**10, 2**12, 2**14)  # bytes of the messages that are timed
 LARGE = (2**20, 2**21, 2**22, 2**23)
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """Cost of a link in one direction, or of an all-reduce over all workers."""
+
+    __pydantic_config__: ClassVar = FILE
+    latency_s: Seconds
+    s_per_byte: Seconds
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency_s + self.s_per_byte * nbytes
 
 
 def fit_line(times: Mapping[int, Sequence[float]]) -> AlphaBeta:
@@ -29,4 +43,4 @@ def fit_line(times: Mapping[int, Sequence[float]]) -> AlphaBeta:
     slopes = [(low[more] - low[less]) / (more - less) for less, more in combinations(large, 2)]
     s_per_byte = max(0.0, median(slopes))
     beyond = [low[nbytes] - s_per_byte * nbytes for nbytes in low if nbytes < LARGE[0]]
-    return AlphaBeta(latency_s=max(0.0, median(beyond)), s_per_byte=s_per_byte)
+    return AlphaBeta(max(0.0, median(beyond)), s_per_byte)

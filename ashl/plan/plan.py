@@ -18,8 +18,13 @@ SCHEMA = 1
 ENDS = ("loss", "evaluated_loss", "accuracy", "rises", "plateau", "epochs", "commits", "seconds")
 Until = Annotated[str, one_of(*ENDS)]
 # at the boundary to a stage
+Kept = Annotated[str, one_of("momentum", "residual")]
+Handover = Annotated[str, one_of("keep", "reset", "drop")]
 Spec = dict[str, Any]  # `_target_` and its parameters
+# defaults of keys that older plan files lack
+AVERAGE: Spec = {"_target_": "ashl.outer.average.Average"}
 SERIAL: Spec = {"_target_": "ashl.overlap.none.Serial"}
+CLASSES: Spec = {"_target_": "ashl.task.classification.Classification"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +36,7 @@ class WorkerPlan:
     batch: Count  # samples per step
     data_share: Share  # n_i / n, the size of the worker's shard over the training set
     compression_ratio: Share  # density of the update; 1 = dense
-    # median seconds of a round without waiting; null = costs not declared
-    predicted_cycle_s: float | None
+    predicted_cycle_s: float | None  # seconds of H steps, push and pull; null = costs not declared
     # upper bound on the bytes of one compressed update; null after the density was replanned
     message_bytes: int | None = None
 
@@ -46,12 +50,14 @@ class StagePlan:
     sync: Spec
     topology: Spec
     aggregate: Spec
-    outer: Spec
+    outer: Spec = field(default_factory=AVERAGE.copy)
     compression: Spec
-    overlap: Spec  # with the layer groups of its messages
+    overlap: Spec = field(default_factory=SERIAL.copy)  # with the layer groups of its messages
     optimizer: Spec
     until: dict[Until, float]  # rule → bound, see Stage.reached; empty = until the run's stop rule
     workers: tuple[WorkerPlan, ...]
+    # at the boundary to this stage: momentum (keep or reset), residual (keep or drop)
+    handover: dict[Kept, Handover] = field(default_factory=dict)
     h_preset: Count | None = None  # the slowest worker's H, if H is planned
     r_preset: Share | None = None  # preset density, if densities are planned; null = the codec's
     predicted_steps_per_s: float | None = None
@@ -130,7 +136,7 @@ class Plan:
     choices: dict[str, str] = field(default_factory=dict)
     model: Spec
     dataset: Spec
-    task: Spec
+    task: Spec = field(default_factory=CLASSES.copy)
     cluster: Spec
     runtime: Spec
     planner: Spec

@@ -18,6 +18,7 @@ from ashl.compression.contract import (
     Layout,
     Linear,
     Reduces,
+    Wrappable,
     size_of,
 )
 from ashl.compression.wrappers import inner_codec, wrap_codec
@@ -29,14 +30,16 @@ from ashl.overlap.contract import Delayed
 from ashl.plan.plan import TARGETS, Limits, Plan, Spec, StagePlan
 from ashl.planning.capabilities import (
     Choice,
+    can_encode_pulls,
     capabilities_of,
     check_choice,
+    has_plain_messages,
     is_adam,
 )
 from ashl.planning.device import device_of, uses_nccl
-from ashl.planning.instantiate import Parts, StageParts, keeps_moments, layout_of
+from ashl.planning.instantiate import Parts, StageParts, layout_of
 from ashl.planning.settings import STAGE_GROUPS
-from ashl.stage.contract import FAULT_TOLERANT, Rule, Topology, extra_ranks
+from ashl.stage.contract import FAULT_TOLERANT, PULLS, Rule, Topology, extra_ranks
 from ashl.sync.profiling import Profiling
 from ashl.task.contract import ACCURACY, Task
 from ashl.topology.all_reduce import AllReduce
@@ -51,7 +54,6 @@ OWN_CODES = range(128, 256)
 # gradient estimators that compute on minibatches, not on the whole shard
 MINIBATCH_ESTIMATORS = ("minibatch", "moments")
 MEMBERSHIP_KINDS = {FAIL, "rejoin", "churn"}  # faults that change the set of running workers
-LINK_SPEEDS = ("bandwidth_mbit_s", "latency_s", "server_bandwidth_mbit_s")
 TOLERANT_INSTEAD = (
     "take topology=all_reduce or topology=parameter_server with sync=bsp, or restart from"
     " checkpoints with run.checkpoint_s and --resume"
@@ -115,23 +117,6 @@ def check_costs(parts: Mapping[str, Any]) -> None:
         )
 
 
-def check_links(cluster: Spec, overrides: Sequence[str]) -> None:
-    """Refuse typed speeds of links that a declared `cluster.exchange_s` replaces.
-
-    Raises: NoEffectError.
-    """
-    for override in overrides:
-        name = key_of(override).removeprefix("cluster.")
-        declared = cluster.get("exchange_s") is not None and cluster.get(name) is not None
-        if declared and name in LINK_SPEEDS:
-            raise NoEffectError(
-                f"{override}: no effect, cluster.exchange_s replaces the links; set"
-                " cluster.exchange_s=null with cluster.bandwidth_mbit_s and cluster.latency_s, or"
-                " remove it",
-                f"cluster.{name}",
-            )
-
-
 def check_stages(parts: Parts, plan: Plan) -> None:
     """Refuse stages whose options do not work together, and stages that cannot follow one another.
 
@@ -154,12 +139,14 @@ def check_stages(parts: Parts, plan: Plan) -> None:
         check_stage_end(stage, parts)
         check_choice(stage_choice(plan, stage, own, parts), stage.name)
     for before, stage, own in zip((None, *parts.stages), stages, parts.stages, strict=False):
-        continues = before is not None and keeps_moments(before, own)
-        if own.sync.after_adam and not (continues and is_adam(own.optimizer)):
+        continues = before is not None and stage.handover.get("momentum") != "reset"
+        if own.sync.after_adam and not (before and continues and is_adam(own.optimizer)):
             raise UsageError(
                 f"stage {stage.name}: sync={option_name(own.sync)} needs the moments of a stage"
                 " with Adam; take schedule=one_bit_adam optimizer=adam"
             )
+        if before is not None and continues:
+            check_momentum_handover(stage.name, before, own)
     check_order(parts, stages)
 
 
@@ -241,6 +228,26 @@ def check_stage_end(stage: StagePlan, parts: Parts) -> None:
 def option_name(option: Any) -> str:
     """Return an option's name as a user types it: the name of its file."""
     return type(option).__module__.rpartition(".")[2]
+
+
+def check_momentum_handover(stage: str, before: StageParts, own: StageParts) -> None:
+    """Refuse to keep momentum that the next stage's optimizer cannot use.
+
+    The optimizer needs the same number of moments as the one before. Without a server, the moments
+    must be identical on all workers.
+    Raises: UsageError.
+    """
+    held, wanted = (len(parts.optimizer.init(1)) for parts in (before, own))
+    identical = not wanted or before.sync.exchange == "gradient" or own.sync.exchange != "gradient"
+    if held == wanted and (identical or own.topology.has_server):
+        return
+    why = "it differs between workers after local steps, and this stage needs the same on all"
+    if held != wanted:
+        why = f"this optimizer has {wanted} moments and the one before {held}"
+    raise UsageError(
+        f"stage {stage}: cannot keep the momentum of the stage before, {why}; take"
+        " schedule.momentum=reset (in a plan file handover.momentum)"
+    )
 
 
 def check_one_topology(stages: Sequence[StagePlan]) -> None:
@@ -367,17 +374,19 @@ def check_compression(
     parts: Mapping[str, Any],
     choices: Mapping[str, str],
     layout: Layout,
-) -> None:
+    num_workers: int,
+) -> list[str]:
     """Check the values of the codec for this model.
 
     Args: `layout` has the name and shape of each layer of the model.
+    Returns: notes on the codec, one sentence each.
     Raises: UsageError.
     """
     option, topology, d = parts["compression"], parts["topology"], size_of(layout)
     name = f"compression={choices['compression']}"
     codec = wrap_codec(option, layout)
     if codec.traits.lossless:
-        return
+        return []
     check_codec_roles(name, inner_codec(codec))
     shares = {
         "compression.ratio": option.ratio,
@@ -396,6 +405,7 @@ def check_compression(
             f" change fast is less than compression.ratio={option.ratio:g}, the density otherwise;"
             " exchange the two values"
         )
+    return note_compression(name, option, codec, parts, d, num_workers)
 
 
 def check_codec_roles(name: str, codec: Codec) -> None:
@@ -423,6 +433,91 @@ def check_codec_roles(name: str, codec: Codec) -> None:
             f"{name}: its wire code is {codec.code}, which is reserved; give {type(codec).__name__}"
             f" a `code: ClassVar[int]` from {OWN_CODES[0]} to {OWN_CODES[-1]}"
         )
+
+
+def note_dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
+    """Return a note on `topology.pull_ratio` where pushes are compressed and pulls could be."""
+    d = plan.num_params
+    for stage, own in zip(plan.stages, parts.stages, strict=True):
+        topology, codec, sync = own.topology, own.compression, own.sync
+        plain = isinstance(sync, ServerRule) and has_plain_messages(sync)
+        if (
+            not plain
+            or codec.traits.lossless
+            or PULLS not in topology.supports
+            or topology.pull_ratio is not None
+        ):
+            continue
+        sent = max(worker.message_bytes or 0 for worker in stage.workers)
+        if sent < 4 * d and can_encode_pulls(codec):
+            return (
+                (
+                    f"pushes are compressed and pulls are not ({4 * d / 1e6:.3g} MB each);"
+                    " topology.pull_ratio=0.1 also compresses pulls"
+                ),
+            )
+    return ()
+
+
+def note_compression(
+    name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: int, num_workers: int
+) -> list[str]:
+    """Return notes on a codec that is accepted, one sentence each."""
+    topology, ratio, notes = parts["topology"], option.ratio, list[str]()
+    if is_biased_without_residual(option):
+        takes_feedback = codec.traits.contraction or codec.traits.drains
+        without = (
+            " without compression.error_feedback=true"
+            if takes_feedback
+            else ", which does not support error feedback,"
+        )
+        notes.append(
+            f"{name}{without} is biased: elements are lost, and training may stop improving"
+        )
+    if codec.traits.full_gradient and codec.estimator == "minibatch":
+        notes.append(
+            f"{name} with compression.estimator=minibatch sees gradient noise as change: it skips"
+            " hardly any push"
+        )
+    if (
+        topology.has_server
+        and not codec.traits.variable
+        and codec.encoded_nbytes(ratio, d) >= 4 * d
+    ):
+        notes.append(
+            f"{name} saves no bytes here: {codec.encoded_nbytes(ratio, d) / 1e6:.3g} MB a push, as"
+            " much as without compression"
+        )
+    if not topology.has_server and not codec.traits.linear:
+        notes += note_gathered_payloads(name, codec, ratio, d, num_workers)
+    return notes
+
+
+def is_biased_without_residual(option: Codec) -> bool:
+    """Return True if a codec is biased and no residual keeps the elements that it leaves out."""
+    residual = (
+        not isinstance(option, Wrappable) or option.error_feedback or option.momentum is not None
+    )
+    biased = option.decodes_alone and not option.traits.unbiased and not option.traits.reduces
+    return biased and not residual
+
+
+def note_gathered_payloads(
+    name: str, codec: Codec, ratio: float | None, d: int, num_workers: int
+) -> list[str]:
+    """Return a note if gathered payloads are at least as many bytes as a dense ring all-reduce."""
+    if isinstance(inner_codec(codec), Collective):
+        return []
+    gathered = codec.encoded_nbytes(ratio, d) * (num_workers - 1)
+    ring = 2 * (num_workers - 1) / num_workers * 4 * d
+    if gathered < ring:
+        return []
+    most = "up to " if codec.traits.variable else ""
+    return [
+        f"{name} cannot be summed in encoded form, so its payloads are gathered:"
+        f" {most}{gathered / 1e6:.3g} MB a round; all-reduce without compression moves"
+        f" {ring / 1e6:.3g} MB"
+    ]
 
 
 def has_failure_protocol(own: StageParts) -> bool:
@@ -605,7 +700,7 @@ def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:
     """
     for stage, own in zip(stages, parts.stages, strict=True):
         estimator = own.sync.estimator or own.compression.estimator
-        whole = isinstance(own.sync, ServerRule) and own.sync.pushes_full_gradients
+        whole = isinstance(own.sync, ServerRule) and own.sync.messages().whole
         if (
             whole
             or estimator not in MINIBATCH_ESTIMATORS

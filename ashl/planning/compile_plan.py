@@ -11,8 +11,9 @@ from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from ashl.cluster.spec import Cluster, ProfileCluster
-from ashl.compression.contract import Layout, size_of
+from ashl.cluster.spec import Cluster, ProfileCluster, note_implied_bandwidth
+from ashl.cluster.trace import with_trace_events
+from ashl.compression.contract import Codec, Layout, size_of
 from ashl.config.construct import report_own_faults
 from ashl.config.cores import usable_cores
 from ashl.config.override import key_of
@@ -31,13 +32,13 @@ from ashl.planning.compatibility import (
     check_compression,
     check_costs,
     check_faults,
-    check_links,
     check_plan_overrides,
     check_stages,
     check_sync_overrides,
     check_targets,
     check_worker_count,
     count_workers,
+    note_dense_pulls,
 )
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import (
@@ -60,10 +61,12 @@ from ashl.planning.instantiate import (
 )
 from ashl.planning.overlap_plan import plan_overlap
 from ashl.planning.predict import predict_stage
-from ashl.planning.reduction_algorithm import check_algorithm
+from ashl.planning.reduction_algorithm import note_reduction_times
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
+from ashl.planning.without_effect import EffectContext, check_effects
 from ashl.schedule.choices import Choices
 from ashl.stage.contract import extra_ranks
+from ashl.task.contract import renaming_note
 
 TAKES_COSTS = (
     "virtual time takes its costs from profile=FILE; of cluster.* only the number of workers has an"
@@ -84,9 +87,11 @@ def compile_plan(
     world_size: int | None = None,
     overrides: Sequence[str] = (),
     profile: Profile | None = None,
+    *,
+    strict: bool = False,
 ) -> Plan:
     """Return only the plan of `prepare_plan`."""
-    return prepare_plan(config, world_size, overrides, profile).plan
+    return prepare_plan(config, world_size, overrides, profile, strict=strict).plan
 
 
 def prepare_plan(
@@ -94,17 +99,21 @@ def prepare_plan(
     world_size: int | None = None,
     overrides: Sequence[str] = (),
     profile: Profile | None = None,
+    *,
+    strict: bool = False,
 ) -> PreparedPlan:
     """Check every choice and every combination, and resolve them into a plan.
 
     Args: `world_size` is the number of processes of this process's job, or None. `overrides` are
-    the settings that the user typed. `profile` is a profile that was just measured.
+    the settings that the user typed; with `strict`, a typed value without an effect is refused.
+    `profile` is a profile that was just measured.
     The order of precedence is plan=FILE, `profile`, profile=FILE, cluster.*.
     Raises: UsageError and DataMissingError. A plan that is returned has passed all checks.
     """
     settings = settings_of(config)
     with report_own_faults(settings.allow_targets):
-        return _prepare_plan(config, settings, world_size, overrides, profile)
+        config = {**config, "cluster": with_trace_events(config["cluster"])}
+        return _prepare_plan(config, settings, world_size, overrides, profile, strict)
 
 
 def _prepare_plan(
@@ -113,8 +122,10 @@ def _prepare_plan(
     world_size: int | None,
     overrides: Sequence[str],
     profile: Profile | None,
+    strict: bool,
 ) -> PreparedPlan:
     options = OptionFactory(settings.allow_targets)
+    typed = config
     parts = {group: options.get_option(group, config[group]) for group in GROUPS}
     cluster = draw_compute_factors(config["cluster"], settings.seed)
     parts["cluster"] = options.get_option("cluster", cluster)
@@ -127,7 +138,6 @@ def _prepare_plan(
         parts["sync"] = None
     choice = run_choice(parts, config["choices"])
     check_choice(choice)
-    check_links(config["cluster"], overrides)
     check_costs(parts)
     num_workers = count_workers(parts, world_size)
     check_worker_count(parts["sync"], parts["topology"], num_workers, settings.seed)
@@ -139,7 +149,7 @@ def _prepare_plan(
     learner = make_learner(parts, data, settings)
     num_params, layout = learner.num_params, layout_of(learner.layers)
     check_choice(replace(choice, num_workers=num_workers, layout=layout))
-    check_compression(parts, config["choices"], layout)
+    found = check_compression(parts, config["choices"], layout, num_workers)
     batch = parts["dataset"].batch_size
     if known is not None:
         known.check(num_workers, config["choices"]["model"], num_params, batch)
@@ -166,7 +176,12 @@ def _prepare_plan(
         limits=limits,
         stages=tuple(stages),
         notes=(
-            *((TAKES_COSTS,) if replaced and config["choices"]["cluster"] != "profile" else ()),
+            *data.notes,
+            *renaming_note(parts["task"].metric),
+            *found,
+            *note_implied_bandwidth(parts["cluster"], 4 * num_params),
+            *note_profile(known, parts["compression"], replaced, config["choices"]),
+            *note_whole_steps(parts["sync"], num_workers, config["choices"]),
             *note_shared_cores(parts["cluster"], parts["runtime"], num_ranks),
         ),
         start_from=learner.start,
@@ -176,7 +191,6 @@ def _prepare_plan(
     if settings.plan is not None:
         plan = take_stages_of_plan_file(settings.plan, plan, config, overrides)
     resolved = resolve_plan(plan, options, settings.plan)
-    check_algorithm(resolved, plan)
     check_faults(resolved, plan.stages)
     cost_cluster = choose_prediction_cluster(
         parts["cluster"], known, replaced, codec_class(config), options
@@ -192,6 +206,10 @@ def _prepare_plan(
     deal = make_dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
     plan = add_prediction(plan, resolved, cost_cluster, deal, len(data.train), batch)
+    plan = replace(plan, notes=plan.notes + note_dense_pulls(plan, resolved))
+    if strict:
+        given = EffectContext(typed, plan, resolved, parts["schedule"], replaced is not None, data)
+        check_effects(given, overrides)
     return PreparedPlan(plan, resolved, data)
 
 
@@ -246,12 +264,13 @@ def resolve_plan(plan: Plan, options: OptionFactory, path: str | None) -> Parts:
 
 
 def draw_compute_factors(cluster: Mapping[str, Any], seed: int) -> Spec:
-    """Return the cluster's spec with random compute factors.
+    """Return the cluster's spec with the events of its trace and with random compute factors.
 
     The factors of the first workers do not depend on the number of workers.
     """
+    cluster = with_trace_events(cluster)
     if not (spread := cluster.get("compute_spread")):
-        return dict(cluster)
+        return cluster
     normal = stream(seed, Purpose.SPEED).standard_normal(len(cluster["compute"])).tolist()
     compute = [
         factor * math.exp(spread * z) for factor, z in zip(cluster["compute"], normal, strict=True)
@@ -320,7 +339,10 @@ def add_prediction(
 ) -> Plan:
     """Return the plan with the prediction of each stage, if the cluster or the profile declares all
     costs.
+
+    Raises: UsageError if the topology does not support the algorithm of all-reduces.
     """
+    plan = replace(plan, notes=plan.notes + note_reduction_times(plan, parts, cluster))
     if not isinstance(cluster, Cluster) or cluster.missing_costs():
         return plan
     size_only = size_only_trainer(plan, parts, epoch_samples)
@@ -365,11 +387,14 @@ def choose_virtual_cluster(
         return None
     if cluster.num_workers not in (None, known.num_workers):
         raise UsageError(known.explain_worker_count(cluster.num_workers))
-    if isinstance(cluster, Cluster) and cluster.events:
-        raise UsageError(
-            "cluster.events: change the declared costs of a cluster, and profile=FILE replaces"
-            " them; remove one of them"
-        )
+    if isinstance(cluster, Cluster):
+        if declares_profile(cluster, known):
+            return None
+        if cluster.events:
+            raise UsageError(
+                "cluster.events: change the declared costs of a cluster, and profile=FILE replaces"
+                " them; remove one of them"
+            )
     if not isinstance(cluster, Cluster) or cluster.churn is None:
         return known.cluster(codec)
     return known.cluster(codec) | {
@@ -389,9 +414,47 @@ def choose_prediction_cluster(
     return options.get_option("cluster", known.cluster(codec))
 
 
+def declares_profile(cluster: Cluster, known: Profile) -> bool:
+    """Return True if the profile has the costs that this cluster declares."""
+    own = declared_profile(cluster, known.model, known.num_params, known.workers[0].batch)
+    return (
+        own is not None
+        and replace(own, device=known.device, source=known.source) == known.without_parts()
+    )
+
+
 def codec_class(config: Mapping[str, Any]) -> str:
     """Return the dotted name of the codec's class, which identifies its costs in a profile."""
     return config["compression"]["_target_"]
+
+
+def note_profile(
+    known: Profile | None, codec: Codec, replaced: Spec | None, choices: Mapping[str, str]
+) -> list[str]:
+    """Return notes on the use of a profile and on costs that it has not timed."""
+    notes = [TAKES_COSTS] if replaced and choices["cluster"] != "profile" else []
+    own = f"{type(codec).__module__}.{type(codec).__name__}"
+    if (
+        known is not None
+        and known.codecs
+        and not codec.traits.lossless
+        and known.codec(own) is None
+    ):
+        notes.append(
+            f"the profile has not timed {choices['compression']}: the encoding time of its own"
+            " codec is used"
+        )
+    return notes
+
+
+def note_whole_steps(sync: Any, num_workers: int, choices: Mapping[str, str]) -> list[str]:
+    """Return a note on a sync mode whose round moves the model n times as far as a round of BSP."""
+    if sync is None or not sync.whole_steps or num_workers == 1:
+        return []
+    return [
+        f"sync={choices['sync']} takes {num_workers} whole steps in a round, and BSP and ASP take"
+        f" one at aggregate.scale=1; optimizer.lr may need to be {num_workers} times smaller"
+    ]
 
 
 def note_shared_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:

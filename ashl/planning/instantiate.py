@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ashl.aggregate.weighted import Weighted
-from ashl.cluster.spec import AlphaBeta, Cluster, ContentionCosts
+from ashl.cluster.spec import Cluster, ContentionCosts
 from ashl.compression.contract import Codec, Layer, Layout, selected_count, size_of
 from ashl.compression.wrappers import wrap_codec
 from ashl.config.construct import Plain, construct
@@ -24,11 +24,13 @@ from ashl.learn.making import load_data
 from ashl.learn.trainer import AnyTrainer, SizeOnlyTrainer, Trainer
 from ashl.model.plain import plain_model
 from ashl.optimizer.contract import Optimizer
+from ashl.optimizer.plain import plain_optimizer
 from ashl.optimizer.schedule import with_horizon
 from ashl.outer.average import Average
 from ashl.outer.contract import Outer
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.timeline import Bucket, buckets_of_tensors, untimed_timeline
+from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA
@@ -48,6 +50,7 @@ from ashl.topology.sharded_server import ShardedServer
 PLAIN: dict[str, Plain] = {
     "model": plain_model,
     "dataset": plain_dataset,
+    "optimizer": plain_optimizer,
     "task": plain_task,
 }
 
@@ -142,14 +145,32 @@ def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> P
     return profile_of_declared_costs(cluster, model, num_params, batch)
 
 
-def keeps_moments(before: StageParts, own: StageParts) -> bool:
-    """Return True if a stage's optimizer can use the moments of the stage before.
+def answer_block(cluster: Any, fragments: Sequence[Fragment]) -> int:
+    """Return the number of workers that several servers can answer at once at full rate.
 
-    It needs the same number of moments. Without a server, moments must be identical on all workers.
+    While one worker receives the fragments of all servers, the servers may send to others. The
+    result is 1 if another order than that of the ranks may cost time: if workers are not declared
+    as equal, so that servers answer at different moments, or if a server's NIC is faster than a
+    worker's.
     """
-    held, wanted = (len(parts.optimizer.init(1)) for parts in (before, own))
-    identical = not wanted or before.sync.exchange == "gradient" or own.sync.exchange != "gradient"
-    return held == wanted and (identical or own.topology.has_server)
+    if (
+        not isinstance(cluster, Cluster)
+        or cluster.exchange_s is not None
+        or cluster.missing_costs()
+        or not fragments
+    ):
+        return 1
+    first, links = cluster.compute[0], cluster.links
+    equal = set(cluster.compute) == {first} and len(set(links)) == 1
+    if not equal or cluster.node is not None or cluster.jitter or cluster.events:
+        return 1
+    ranks = range(len(cluster.compute))
+    worker = {cluster.bytes_s(rank, out=False, inner=False) / links[rank] for rank in ranks}
+    pace = cluster.bytes_s(len(ranks), out=True, inner=False) / max(worker)
+    sizes = [held.size for held in fragments]
+    # 0.01: shards of equal bytes may differ by one element
+    held_at_once = pace * sum(sizes) / max(sizes) + 0.01
+    return max(1, int(held_at_once)) if len(worker) == 1 and pace <= 1 else 1
 
 
 def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
@@ -340,12 +361,12 @@ def bind_stages(
                 epoch_samples=trainer.epoch_samples,
                 following=index + 1 < len(plan.stages),
                 new_outer=index > 0 and stage.outer != plan.stages[index - 1].outer,
-                resets_momentum=index > 0 and not keeps_moments(parts.stages[index - 1], own),
                 planner=planner_for(own.overlap, parts.planner),
                 profile=known,
                 compression_stats_every=plan.compression_stats_every,
                 seed=plan.seed,
                 nodes=parts.cluster.node,
+                answer_block=answer_block(parts.cluster, fragments),
                 min_workers=parts.runtime.min_workers,
                 reshards=parts.runtime.on_worker_failure == "reshard",
                 keeps_batch=parts.runtime.on_worker_failure == "keep_batch",
@@ -412,6 +433,21 @@ def size_only_trainer(plan: Plan, parts: Parts, epoch_samples: int) -> SizeOnlyT
     return SizeOnlyTrainer(plan.num_params, epoch_samples, plan.num_workers, statistics)
 
 
+def check_writes(learner: Learner, sync: Rule) -> None:
+    """Refuse a model whose forward pass writes into parameters where workers do not exchange
+    models.
+
+    Raises: UsageError.
+    """
+    if learner.writes and sync.exchange != "difference":
+        raise UsageError(
+            f"{type(sync).__name__} exchanges gradients, and the model's forward pass writes into"
+            f" {', '.join(learner.writes[:3])} (as max_norm does), which they do not carry; take"
+            " sync.exchange=difference, a sync mode that exchanges models, for example"
+            " sync=local_sgd, or a model that does not write"
+        )
+
+
 def assemble_job(
     plan: Plan, device: str, parts: Parts | None = None, data: Data | None = None
 ) -> Job:
@@ -447,7 +483,8 @@ def assemble_job(
 
     trainers = []
     for stage, own in zip(plan.stages, parts.stages, strict=True):
+        check_writes(learner, own.sync)
         optimizer = with_horizon(own.optimizer, plan.limits.epochs).for_layers(learner.layers)
         shares = [worker.data_share for worker in stage.workers]
-        trainers.append(Trainer(learner, optimizer, batches, shares))
+        trainers.append(Trainer(learner, optimizer, batches, shares, own.sync.in_rounds))
     return Job(parts, data, learner, bind_stages(plan, parts, trainers, deal))

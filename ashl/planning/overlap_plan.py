@@ -20,10 +20,12 @@ from ashl.plan.profile import Profile
 from ashl.planning.instantiate import (
     Parts,
     StageParts,
+    buckets_of,
     layer_groups,
     layout_of,
     link_of,
 )
+from ashl.planning.layer_group_costs import with_measured_readiness
 from ashl.planning.step_timelines import make_timeline
 from ashl.stage.contract import Topology
 
@@ -42,8 +44,16 @@ def plan_overlap(
     ):
         plan = with_measured_readiness(replace(plan, work=plan.work or learner.work()), known)
     for stage, own in zip(plan.stages, parts.stages, strict=True):
-        if isinstance(own.overlap, Delayed) and own.overlap.fragments:
-            check_fragments(plan, stage, own.overlap)
+        if isinstance(own.overlap, Delayed):
+            if own.overlap.fragments:
+                text = describe_fragments(plan, stage, own.overlap)
+            else:
+                text = (
+                    f"overlap={plan.choices['overlap']} changes what is learned: a round takes as"
+                    " long as the longer of its steps and its exchange, and an update is applied"
+                    " one round late"
+                )
+            plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, text))))
     stages = list(plan.stages)
     notes = list(plan.notes)
     for index, own in enumerate(parts.stages):
@@ -51,19 +61,6 @@ def plan_overlap(
             stages[index], text = plan_buckets(plan, plan.stages[index], own, known, cost_cluster)
             notes += text
     return replace(plan, stages=tuple(stages), notes=tuple(dict.fromkeys(notes)))
-
-
-def with_measured_readiness(plan: Plan, known: Profile | None) -> Plan:
-    """Return the plan with the measured moments at which layer groups are ready, if the profile has
-    them.
-
-    Raises: UsageError.
-    """
-    if known is None or known.source == "declared" or not known.group_bytes:
-        return plan
-    if known.group_bytes != untimed_timeline(layer_groups(plan)).nbytes:
-        raise UsageError(known.explain_mismatch("other layer groups than the model has"))
-    return replace(plan, shares=known.shares, needed=known.needed_shares)
 
 
 def plan_buckets(
@@ -96,7 +93,7 @@ def plan_buckets(
     stage = replace(stage, overlap={"_target_": stage.overlap["_target_"], **keys})
     if timeline is None:
         return stage, []
-    return stage, [describe_step_times(timeline, planned, own.topology)]
+    return stage, [describe_step_times(timeline, planned, own.topology, cost_cluster)]
 
 
 def check_timing(
@@ -114,7 +111,7 @@ def check_timing(
             " declare them; take profile=FILE of `ashl profile`, declare cluster.step_s,"
             f" cluster.bandwidth_mbit_s and cluster.latency_s, or take overlap.{overlap.untimed}"
         )
-    if known is not None and known.source == "measured" and not known.group_bytes:
+    if known is not None and not known.group_bytes:
         raise UsageError(
             f"overlap={name}: needs costs by layer group, and a profile that a run has measured for"
             " itself has none; profile again with `ashl profile`, or take"
@@ -122,19 +119,40 @@ def check_timing(
         )
 
 
-def describe_step_times(timeline: StepTimeline, chosen: Overlap, topology: Topology) -> str:
+def describe_step_times(
+    timeline: StepTimeline, chosen: Overlap, topology: Topology, cluster: Cluster
+) -> str:
     """Return a note on the duration of a step and its exchange."""
-    count = len(chosen.plan_buckets(timeline))
+    buckets = chosen.plan_buckets(timeline)
+    count = len(buckets)
     what = "a step, its push and its pull" if topology.has_server else "a step and its all-reduce"
     sent = f"{count} message{'s' * (count > 1)}"
     least = "at least " * (chosen.overlaps_next_forward and timeline.has_contention)
-    return f"{what} take {least}{chosen.step_ns(timeline) / 1e6:.4g} ms in {sent}"
+    text = f"{what} take {least}{chosen.step_ns(timeline) / 1e6:.4g} ms in {sent}"
+    densities = [f"{100 * bucket.ratio:.3g}" for bucket in buckets if bucket.ratio is not None]
+    if densities:
+        text += f", with densities of {', '.join(densities)} %"
+    if timeline.pace_reduction or timeline.collective_slowdown > 1:
+        slower = f"{100 * timeline.pace_reduction:.2g} % slower"
+        text += f"; during an all-reduce a worker computes {slower}, as measured"
+    if timeline.in_parts:
+        more = (
+            f"{timeline.split_ns / 1e6:.3g} + {(timeline.part_ns + timeline.start_ns) / 1e6:.3g}"
+            " for each message"
+        )
+        text += f"; several messages cost {more} ms more, as measured"
+    if cluster.exchange_s is not None:
+        text += (
+            "; cluster.exchange_s has no latency, so merging gains nothing: set bandwidth and"
+            " latency to compare"
+        )
+    return text
 
 
-def check_fragments(plan: Plan, stage: StagePlan, overlap: Delayed) -> None:
-    """Refuse fragments that the plan does not support.
+def describe_fragments(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
+    """Return a note on the size of fragments and on the steps between their exchanges.
 
-    Raises: UsageError.
+    Raises: UsageError if the plan does not support them.
     """
     count, groups, name = overlap.fragments, layer_groups(plan), plan.choices["overlap"]
     if count > len(groups):
@@ -154,3 +172,17 @@ def check_fragments(plan: Plan, stage: StagePlan, overlap: Delayed) -> None:
             f" exchanges after an exchange is applied; take overlap.delay={min(steps) - 1}, or more"
             " sync.local_steps"
         )
+    if overlap.share is not None:
+        return (
+            f"overlap={name} changes what is learned: a random share of {overlap.share:.3g} of the"
+            " elements is averaged during the steps of each round"
+        )
+    sizes = [
+        4e-6 * sum(stop - start for start, stop in bucket.runs)
+        for bucket in buckets_of(plan, overlap)
+    ]
+    every = " to ".join(map(str, sorted({count * h for h in (min(steps), max(steps))})))
+    return (
+        f"overlap={name} changes what is learned: of {count} fragments ({min(sizes):.3g} to"
+        f" {max(sizes):.3g} MB) one is exchanged at a time, each every {every} steps"
+    )

@@ -1,13 +1,15 @@
-"""Algorithm of all-reduces (`topology.algorithm`): its checks."""
+"""Algorithm of all-reduces (`topology.algorithm`): its checks, and a note on its duration."""
 
+from dataclasses import replace
 from typing import Any
 
+from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster, RealCluster
-from ashl.compression.contract import size_of
+from ashl.compression.contract import Layout, size_of
 from ashl.errors import UsageError
-from ashl.plan.plan import Plan
+from ashl.plan.plan import Plan, StagePlan
 from ashl.planning.compatibility import option_name
-from ashl.planning.instantiate import Parts, layout_of, link_of
+from ashl.planning.instantiate import Parts, StageParts, layout_of, link_of
 
 LINKS = {"bandwidth_mbit_s", "latency_s", "intra_node_bandwidth_mbit_s"}
 DROP = "or remove topology.algorithm"
@@ -20,17 +22,16 @@ def nodes_of_workers(cluster: Any) -> tuple[int, ...] | None:
     return cluster.node
 
 
-def check_algorithm(parts: Parts, plan: Plan) -> None:
-    """Refuse an algorithm of all-reduces that a stage does not support.
+def check_stage_algorithm(
+    algorithm: str, stage: StagePlan, own: StageParts, parts: Parts, layout: Layout
+) -> None:
+    """Refuse an algorithm that a stage does not support.
 
     A hierarchy needs nodes, `auto` needs declared costs, and real processes support only a
     hierarchy. Gathered payloads, and all-reduces in two halves, always use a ring.
     Raises: UsageError.
     """
-    algorithm, cluster = parts.stages[0].topology.algorithm, parts.cluster
-    if algorithm is None:
-        return
-    name = f"topology.algorithm={algorithm}"
+    name, cluster = f"topology.algorithm={algorithm}", parts.cluster
     if parts.runtime.name != "sim" and algorithm != "hierarchical":
         raise UsageError(
             f"{name}: supported in virtual time only, gloo or NCCL chooses the algorithm on real"
@@ -56,16 +57,49 @@ def check_algorithm(parts: Parts, plan: Plan) -> None:
             " cluster.bandwidth_mbit_s and cluster.latency_s, or name the algorithm, for example"
             " topology.algorithm=halving"
         )
-    layout = layout_of(plan.layers)
+    if own.overlap.reduce_scatter_all_gather:
+        raise UsageError(
+            f"{name}: not supported with overlap={option_name(own.overlap)}, which splits an"
+            f" all-reduce into two halves of a ring; take overlap=priority, {DROP}"
+        )
+    if not link_of(own.compression, layout, 0, size_of(layout)).has_constant_size:
+        raise UsageError(
+            f"{name}: not supported with compression={option_name(own.compression)} in stage"
+            f" {stage.name}, payloads that cannot be summed are gathered on a ring; take"
+            f" compression=none, random_mask or power_sgd, {DROP}"
+        )
+
+
+def note_reduction_times(plan: Plan, parts: Parts, cost_cluster: Any) -> tuple[str, ...]:
+    """Return notes on the duration of an all-reduce by the chosen algorithm.
+
+    Raises: UsageError if a stage does not support the algorithm.
+    """
+    algorithm, found = parts.stages[0].topology.algorithm, list[str]()
+    if algorithm is None:
+        return ()
     for stage, own in zip(plan.stages, parts.stages, strict=True):
-        if own.overlap.reduce_scatter_all_gather:
-            raise UsageError(
-                f"{name}: not supported with overlap={option_name(own.overlap)}, which splits an"
-                f" all-reduce into two halves of a ring; take overlap=priority, {DROP}"
-            )
-        if not link_of(own.compression, layout, 0, size_of(layout)).has_constant_size:
-            raise UsageError(
-                f"{name}: not supported with compression={option_name(own.compression)} in stage"
-                f" {stage.name}, payloads that cannot be summed are gathered on a ring; take"
-                f" compression=none, random_mask or power_sgd, {DROP}"
-            )
+        check_stage_algorithm(algorithm, stage, own, parts, layout_of(plan.layers))
+    if plan.num_workers == 1:
+        return ()
+    if isinstance(cost_cluster, Cluster) and not LINKS & set(cost_cluster.missing_costs()):
+        nbytes = plan.stages[-1].workers[0].message_bytes or 0
+        group = tuple(range(plan.num_workers))
+        links = make_network(replace(cost_cluster, events=()), 4 * plan.num_params, algorithm)
+        assert links.all_reduce_costs is not None
+        best = links.all_reduce_costs.initial_cost(group, nbytes)
+        picks = f" picks {best.algorithm}" if algorithm == "auto" else ""
+        found.append(
+            f"topology.algorithm={algorithm}{picks}: an all-reduce of {nbytes} bytes takes"
+            f" {best.cost_ns / 1e6:.4g} ms"
+        )
+    if (
+        isinstance(parts.cluster, RealCluster)
+        and parts.runtime.name != "sim"
+        and parts.runtime.reduction == "deterministic"
+    ):
+        found.append(
+            "topology.algorithm=hierarchical has no effect with runtime.reduction=deterministic,"
+            " which reduces in rank order; take runtime.reduction=backend"
+        )
+    return tuple(found)

@@ -3,11 +3,12 @@
 import math
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
 from ashl.report.sensitivity import find_winners, winners_text
-from ashl.report.statistics import LEVEL, Effect, Spread
+from ashl.report.statistics import LEVEL, MAX_SEEDS, Effect, Spread, seeds_needed
 from ashl.tracking.console import percent, seconds
 
 MAX_ENVIRONMENTS, MAX_NAMED = 8, 6
@@ -19,6 +20,22 @@ class Answer:
 
     headline: str
     sentences: tuple[str, ...]
+
+
+class TextTable(NamedTuple):
+    """A table of text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class CommandAnswer(NamedTuple):
+    """A command's own answer, labelled lines and tables, shown with the leaderboard."""
+
+    answer: Answer
+    lines: tuple[tuple[str, str], ...] = ()
+    tables: tuple[TextTable, ...] = ()
 
 
 def answer_of(board: Leaderboard) -> Answer:
@@ -173,7 +190,7 @@ def describe_doubt(board: Leaderboard) -> tuple[str, ...]:
         test = "paired t test" if found.low is not None else "log-rank test"
         result = f"p = {found.p_value:.2g}" if found.is_better else "the second is better by means"
         why = f"{begin} the difference may be chance ({test}, {result})."
-        need = "For certainty, run both with more common seeds."
+        need = _describe_seeds(board, found)
     else:
         apart = seconds(board.resolution_s)
         why = f"{begin} they differ by less than the distance between two evaluations, {apart}."
@@ -181,6 +198,20 @@ def describe_doubt(board: Leaderboard) -> tuple[str, ...]:
     if found.low is None:
         need = "For certainty, allow longer runs, more seeds, or a lower target (--target)."
     return why, need
+
+
+def _describe_seeds(board: Leaderboard, found: Effect) -> str:
+    """Return how many seeds would separate the first two."""
+    first, second = board.ranked_rows[:2]
+    needed = seeds_needed(found, math.comb(len(board.ranked_rows), 2))
+    if needed is None:
+        return f"More than {MAX_SEEDS} seeds would be needed to separate them: use either."
+    close = board.is_too_close(second)
+    often = " and more frequent evaluations (eval.every_s)" if close else ""
+    return (
+        f"Certainty would need about {needed} seeds (now {first.spread.count}){often}, if the"
+        " spread stays the same."
+    )
 
 
 def _describe_missed_target(board: Leaderboard) -> tuple[str, ...]:

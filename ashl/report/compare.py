@@ -4,10 +4,14 @@ import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ashl.errors import UsageError, unwritable_path_error
 from ashl.report.leaderboard import Leaderboard
 from ashl.tracking import jsonl
+
+if TYPE_CHECKING:
+    from ashl.report.answer import CommandAnswer
 
 KINDS = ("svg", "pdf", "png")  # of figures' files
 
@@ -19,13 +23,14 @@ def write_report(
     folder: Path | None = None,
     command: str = "",
     suffix: str = "",
+    command_answer: "CommandAnswer | None" = None,
     kinds: Sequence[str] = (),
 ) -> Path:
     """Write the report to `out`, or into the folder of the sweep, or here, and return its path.
 
     Args: folder stands for the sweep's folder; command is the typed command; suffix is appended to
-    the names of files, so that those of another target do not replace the sweep's own; kinds
-    are those of the figures' files.
+    the names of files, so that those of another target do not replace the sweep's own;
+    command_answer replaces the leaderboard's answer; kinds are those of the figures' files.
     Raises: UsageError or AshlError if a file cannot be written.
     """
     from ashl.report.figures import draw_figures
@@ -33,7 +38,7 @@ def write_report(
 
     report = out or (folder or board.study.folder or Path()) / f"report{suffix}.html"
     drawn = draw_figures(board)
-    write_file(report, render_page(board, drawn, command, report.parent))
+    write_file(report, render_page(board, drawn, command, report.parent, command_answer))
     for figure, kind in product(drawn, kinds):
         stem = "-".join(re.findall("[a-z]+", figure.title.lower()))
         file = report.with_name(f"figures{suffix}") / f"{stem}.{kind}"

@@ -78,14 +78,18 @@ def _typed_or_default(run: Run, key: str) -> str | None:
 def _join_columns(run: Run, keys: Record, recorded: Mapping[str, Any]) -> Record:
     """Join key columns and recorded values to one row.
 
-    A recorded value never replaces a configured one. A null that has the name of a key becomes the
-    key's value.
+    A recorded value never replaces a configured one: it gets the prefix `recorded_` if both differ.
+    A null that has the name of a key becomes the key's value.
     """
     row = dict(keys)
     for key, value in recorded.items():
+        value = json.dumps(value) if isinstance(value, list | dict) else value
         if value is None and key in run.config:
-            value = _typed_or_default(run, key)
-        row.setdefault(key, json.dumps(value) if isinstance(value, list | dict) else value)
+            row.setdefault(key, _typed_or_default(run, key))
+        elif key not in keys:
+            row[key] = value
+        elif str(value) != str(keys[key]):
+            row[f"recorded_{key}"] = value
     return row
 
 

@@ -420,9 +420,8 @@ def draw_first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None
 
 
 def draw_winners_map(winners: WinnersByCluster) -> Drawing:
-    """Draw the winner on each cluster, over one or two properties of the cluster."""
-    measure, (xlabel, across), *second = winners.measure, *winners.axes.items()
-    ylabel, up = second[0] if second else ("", [math.nan])
+    """Draw the winner on each cluster, over two properties of the cluster."""
+    measure, ((xlabel, across), (ylabel, up)) = winners.measure, winners.axes.items()
     columns, lines = len(across), len(up)
     wide, high = min(110.0, (WIDTH - 370) / columns), min(62.0, 420 / lines)
     drawing = new_drawing(max(high * lines + 70, 22 * (len(winners.wins) + 6)))
@@ -439,7 +438,7 @@ def draw_winners_map(winners: WinnersByCluster) -> Drawing:
         )
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
     for (x, left), (y, below) in product(enumerate(across), enumerate(up)):
-        point, shown, words = (left, below)[: len(winners.axes)], EMPTY, "–"
+        point, shown, words = (left, below), EMPTY, "–"
         if point in winners.costs:
             shown = looks[winners.winner(point)]
             words = letters[winners.winner(point)] + "?" * (not winners.sure[point])
@@ -452,7 +451,7 @@ def draw_winners_map(winners: WinnersByCluster) -> Drawing:
         axes.text(x + 0.5, y + 0.5, words, bbox=box, ha="center", va="center", weight="bold")
     axes.set(xlim=(0, columns), ylim=(0, lines), xlabel=xlabel, ylabel=ylabel)
     axes.set_xticks(np.arange(columns) + 0.5, [f"{value:g}" for value in across])
-    axes.set_yticks(np.arange(lines) + 0.5, [f"{value:g}" if second else "" for value in up])
+    axes.set_yticks(np.arange(lines) + 0.5, [f"{value:g}" for value in up])
     axes.tick_params(length=0)
     axes.grid(False)
     axes.vlines(range(columns + 1), 0, lines, "white", linewidth=2)
@@ -460,11 +459,36 @@ def draw_winners_map(winners: WinnersByCluster) -> Drawing:
     axes.spines[:].set_visible(False)
     notes = [*MAP_NOTES]
     if winners.base in winners.costs:
-        x, y = across.index(winners.base[0]), up.index(winners.base[1]) if second else 0
+        x, y = across.index(winners.base[0]), up.index(winners.base[1])
         axes.add_patch(Rectangle((x, y), 1, 1, fill=False, edgecolor=INK, zorder=4, linewidth=2.2))
         notes.append("framed: the values written first")
     handles += [Patch(alpha=0, label=note) for note in notes]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1.03), handlelength=2)
+    return drawing
+
+
+def draw_winners_lines(winners: WinnersByCluster) -> Drawing:
+    """Draw each contestant's outcome over one property."""
+    measure, (name,) = winners.measure, winners.axes
+    unit = f", {measure.unit}" if measure.unit else "" if measure.ratio else ", %"
+    factor = 100.0 if unit == ", %" else 1.0
+    sign = factor if measure.lower_is_better else -factor
+    at = [place for (place,) in winners.costs]
+    costs = sign * pd.DataFrame(winners.costs.values(), at, [*winners.wins])
+    costs = costs.replace([math.inf, -math.inf], math.nan)
+    drawing = new_drawing(360)
+    axes = add_axes(drawing, 90, 14, WIDTH - 370, 290)
+    for index, setting in enumerate(costs.columns[:8]):
+        line = costs[setting].dropna()
+        axes.plot(line.index, line, **series_style(index), label=shorten(setting, 200))
+    low, high = costs.min(axis=None), costs.max(axis=None)
+    # Lines cross more visibly on a logarithmic axis, so a factor of 5 is enough here.
+    set_scale(axes, "y", low if measure.ratio else 0, 4 * high, measure.title + unit)
+    log = at[0] > 0
+    axes.set(xlabel=name + ", logarithmic" * log, xscale="log" if log else "linear")
+    axes.set_xticks(at, [f"{value:g}" for value in at])
+    axes.minorticks_off()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.03, 1.03))
     return drawing
 
 
@@ -483,7 +507,9 @@ def draw_figures(board: Leaderboard) -> list[Figure]:
     found: list[tuple[str, Sequence[Row], Drawing | None, str]] = []
     with report_style():
         if winners := find_winners(board):
-            wins = draw_winners_map(winners)
+            wins = (
+                draw_winners_map(winners) if len(winners.axes) == 2 else draw_winners_lines(winners)
+            )
             note = f"By {winners.measure.title}" + ", medians over seeds" * seeds + "."
             found += [("Who wins where", (), wins, note)]
         found += [("Against time", drawn, draw_curves(main, drawn, "time_s", *metric), lines)]

@@ -11,6 +11,7 @@ from statistics import fmean
 from ashl.config.flat import flat_items
 from ashl.config.override import command_text
 from ashl.errors import UsageError
+from ashl.planning import uncontended_link_note
 from ashl.report.measure import (
     Measure,
     Target,
@@ -242,6 +243,7 @@ def rank(
         *_clock_note(counted),
         *_stopped_note(counted, None if target is None else asked),
         *_pace_note(rows),
+        *uncontended_link_note.note_comparison(run.config for run in counted),
     ]
     return Leaderboard(study, measure, asked, axes, rows, tuple(notes), left_out)
 

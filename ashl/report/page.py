@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from ashl import __version__
 from ashl.config.override import command_text
-from ashl.report.answer import answer_of
+from ashl.report.answer import CommandAnswer, answer_of
 from ashl.report.figures import Figure
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import REPORT, Study
@@ -26,10 +26,12 @@ def render_page(
     figures: Sequence[Figure],
     command: str,
     home: Path,
+    command_answer: CommandAnswer | None,
 ) -> str:
     """Return the whole page with these figures.
 
-    Args: command is the typed command; home is the folder of the page.
+    Args: command is the typed command; home is the folder of the page; command_answer replaces the
+    leaderboard's answer.
     """
     from jinja2 import Environment, PackageLoader
 
@@ -48,7 +50,7 @@ def render_page(
     return template.get_template("report.html.jinja").render(
         title=f"ashl: {counted if len(study.runs) > 1 else 'one run'}",
         board=board,
-        answer=answer_of(board),
+        command_answer=command_answer or CommandAnswer(answer_of(board)),
         figures=figures,
         titles=[*texts],
         words=WORDS,

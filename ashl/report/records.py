@@ -15,11 +15,17 @@ from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.config.recorded import CONFIG, read_yaml, typed_settings
 from ashl.errors import UsageError
+from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
+from ashl.tracking.killed import close_killed
 
 SWEEP, SUMMARY, REPORT = "sweep.json", "summary.json", "report.html"
 COMMAND = "command.txt"  # the typed command, quoted for a shell
 STATUSES = ("finished", "diverged", "failed", "interrupted")
+NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
+NUMBERS += ("comm_hidden_share", "goodput", "bytes_up", "bytes_down", "num_workers")
+RESULTS = ("train_loss", "test_loss", "test_accuracy")  # of an evaluation, in summary.json
+SCORES = ("test/acc", "test/loss", "train/loss", "bytes_up", "bytes_down")
 
 Child = tuple[Path, str, dict[str, str], str]  # of a sweep: folder, hash, axes, label
 
@@ -114,7 +120,7 @@ class Run:
         """The evaluations, in order of time. Raises BrokenRecordError."""
         try:
             rows = tuple(jsonl.read(self.folder / "metrics.jsonl"))
-            if all(math.isfinite(row["time_s"]) for row in rows):
+            if all(math.isfinite(row["time_s"]) and are_numbers(row, SCORES) for row in rows):
                 return rows
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             pass
@@ -261,13 +267,15 @@ def read_run(
     """Return the run of a folder. Raises BrokenRecordError."""
     if not folder.is_dir():
         raise BrokenRecordError("has not run")
-    if not (folder / SUMMARY).exists():
+    if not (folder / SUMMARY).exists() and not (
+        (folder / CONFIG).exists() and close_killed(folder)
+    ):
         known = (folder / CONFIG).exists()
         raise BrokenRecordError(
             "no summary.json: it has not ended" if known else "is no run folder"
         )
     summary = read_json(folder / SUMMARY)
-    if summary.get("status") not in STATUSES or type(summary.get("seed")) is not int:
+    if not is_summary(summary):
         raise BrokenRecordError("summary.json is broken")
     if summary.get("exit_reason") == "profiled":
         raise BrokenRecordError("is a profile, in which nothing was learned")
@@ -278,6 +286,25 @@ def read_run(
         )
     except (UsageError, ValueError, TypeError, KeyError, AttributeError):
         raise BrokenRecordError("config.yaml is missing or broken") from None
+
+
+def is_summary(summary: Mapping[str, Any]) -> bool:
+    """Return True if the values that are read from a summary have the right types."""
+    if summary.get("status") not in STATUSES or type(summary.get("seed")) is not int:
+        return False
+    workers, measures = summary.get("workers") or [], summary.get("measures") or {}
+    if not isinstance(workers, list) or not isinstance(measures, dict):
+        return False
+    checked: list[tuple[Any, Sequence[str]]] = [(summary, NUMBERS)]
+    checked += [(summary.get(part) or {}, RESULTS) for part in ("final", "best")]
+    checked += [(found, ("last", "mean")) for found in measures.values()]
+    checked += [(worker, [*worker] if isinstance(worker, dict) else ()) for worker in workers]
+    return all(isinstance(part, dict) and are_numbers(part, keys) for part, keys in checked)
+
+
+def are_numbers(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    """Return True if the values of these keys are numbers or missing."""
+    return all(record.get(key) is None or type(record[key]) in (int, float) for key in keys)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 
 Key = tuple[int, int]  # a seed, and the number of the run among those with that seed
 LEVEL = 0.95
+MAX_SEEDS = 100  # more than a user will run
 ROUNDING = 1e-9
 MAX_EXACT = 1000  # divisions of runs into two settings that the exact log-rank test tries
 
@@ -39,9 +40,9 @@ class Effect:
     """The effect of one setting relative to another: > 1 (ratio) or > 0 (difference) is better.
 
     `middle` is the mean over pairs of equal seed, geometric for ratios. `low` and `high` are its
-    95 % interval by Student's t, of logarithms for ratios. They are None if a pair lacks a number
-    or there is one pair only. `p_value` is that of a paired t test or, if a run has no number, of a
-    log-rank test; 1 for one pair.
+    95 % interval by Student's t, of logarithms for ratios, and `noise` is the standard deviation on
+    that scale. They are None if a pair lacks a number or there is one pair only. `p_value`
+    is that of a paired t test or, if a run has no number, of a log-rank test; 1 for one pair.
     """
 
     pairs: int
@@ -51,6 +52,7 @@ class Effect:
     middle: float | None
     low: float | None = None
     high: float | None = None
+    noise: float | None = None
     p_value: float = 1.0
 
     @property
@@ -59,6 +61,13 @@ class Effect:
         if self.middle is None:
             return 0.0
         return math.log(self.middle) if self.ratio else self.middle
+
+    @property
+    def probability(self) -> float | None:
+        """The probability of being better on average, by Student's t; None without interval."""
+        if self.low is None:
+            return None
+        return 1 - self.p_value / 2 if self.mean > 0 else self.p_value / 2
 
     @property
     def is_better(self) -> bool:
@@ -194,11 +203,13 @@ def effect(
             for side, end in zip((own, base), ends, strict=True)
         ]
         return replace(found, p_value=logrank_p_value(*sides[0], *sides[1]))
-    if not stdev(known):
-        return replace(found, low=middle, high=middle, p_value=float(not fmean(known)))
+    noise = stdev(known)
+    if not noise:
+        p_value = float(not fmean(known))
+        return replace(found, low=middle, high=middle, noise=noise, p_value=p_value)
     test = ttest_1samp(known, 0.0)
     low, high = map(to_scale, test.confidence_interval(LEVEL))
-    return replace(found, low=low, high=high, p_value=float(test.pvalue))
+    return replace(found, low=low, high=high, noise=noise, p_value=float(test.pvalue))
 
 
 def _gain(own: float, base: float, ratio: bool) -> float:
@@ -226,3 +237,19 @@ def adjust_p_values(p_values: Sequence[float], count: int) -> list[float]:
     adjusted = np.empty(len(p_values))
     adjusted[order] = np.minimum(raised, 1.0)
     return adjusted.tolist()
+
+
+def seeds_needed(found: Effect, tests: int = 1) -> int | None:
+    """Return the number of pairs that would separate the two if mean and noise stay.
+
+    Returns None if it is unknown or more than `MAX_SEEDS`.
+
+    Args: tests is the number of tests for which the level is corrected.
+    """
+    if found.noise is None:
+        return None
+    from scipy.stats import t
+
+    level, scale = (1 - LEVEL) / tests, found.noise / abs(found.mean or ROUNDING)
+    counts = range(max(3, found.pairs + 1), MAX_SEEDS + 1)
+    return next((n for n in counts if t.isf(level / 2, n - 1) * scale < math.sqrt(n)), None)

@@ -23,9 +23,9 @@ MAX_ROWS = 200  # rows of a file
 WORDS = ("setting", "where")  # columns of text, which are aligned to the left
 TITLE, NAME = 14, 24  # characters: of a line of a title; of a name before it is wrapped
 # Columns that are dropped first on a narrow terminal, in this order.
-RARE = ("loss", "between", "MB down", "steps/s", "MB up")
+RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "MB up")
 # Columns that are dropped last, after those that the runs measured themselves.
-USUAL = ("accuracy", "waiting", "reached", "seeds", "against")
+USUAL = ("accuracy", "hidden", "goodput", "waiting", "reached", "seeds", "against")
 
 
 def interval_cell(row: Row, measure: Measure) -> str:
@@ -80,6 +80,7 @@ def cells(board: Leaderboard, row: Row, base: Row | None, metrics: Sequence[str]
     reached = f"{row.num_reached} of " * measure.is_time + str(len(row.values))
     accuracy = with_deviation(row, "final.test_accuracy", lambda value: f"{100 * value:.1f}", " %")
     own = {run.metric and run.metric[0] for run in row.runs}
+    failed = any(run.summary.get("failed_workers") for run in row.runs)
     found = {
         "": board.rank(row),
         "setting": row.label,
@@ -88,16 +89,21 @@ def cells(board: Leaderboard, row: Row, base: Row | None, metrics: Sequence[str]
         "between": interval_cell(row, measure),
         "reached" if measure.is_time else "seeds": reached,
         "against": effect_cell(row, base, measure),
+        "pace lost": "" if row.pace_excess is None else percent(row.pace_excess, 0),
         "accuracy": accuracy,
     }
     for name in metrics:
         found[name] = with_deviation(row, "final.test_metric", number) if own == {name} else "-"
     found |= {
+        "best": percent(row.best_accuracy),
         "loss": mean("final.train_loss") if accuracy == "-" else "-",
         "steps/s": mean("steps_per_s"),
         "waiting": percent(means.get("wait_share")),
+        "hidden": percent(means.get("comm_hidden_share")),
+        "goodput": percent(means.get("goodput")) if failed else "-",
         "MB up": mean("bytes_up", 1e-6),
         "MB down": mean("bytes_down", 1e-6),
+        "consensus distance": mean("final.consensus_distance"),
     }
     measured = [key for key in means if key.startswith("measures.") and key.endswith(".last")]
     return found | {f"measure {key[9:-5]}": mean(key) for key in measured}

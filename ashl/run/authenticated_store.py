@@ -3,7 +3,7 @@
 `StoreServer` is the store in the process of the controller, `StoreClient` the store as any other
 process uses it; torch and gloo use both as any store of theirs. The server also passes requests
 with a name of their own to the controller (`StoreServer.handlers`), in the thread of the client's
-connection. While a long message passes, the thread calls `progress`; its last request is `closed`.
+connection. The last request of that thread is `closed`.
 
 A connection begins with a challenge in both directions (keyed BLAKE2b, RFC 7693): the store and the
 client prove that they know the secret, which is not sent. The store closes any other connection
@@ -51,7 +51,6 @@ RETRY_S = 0.1
 TICK_S = 0.1  # seconds between two looks for an answer
 POLL_S = 0.005  # seconds between two looks for a key
 SIZE = struct.Struct(">Q")  # bytes of a message
-BYTES = "$bytes"  # key of the number of bytes in place of bytes
 CLIENT, SERVER = b"client", b"server"
 # operations of torch's store
 OPERATIONS = {"set", "get", "compare_set", "add", "check", "delete_key", "num_keys"}
@@ -123,7 +122,6 @@ class Connection:
         link.settimeout(TICK_S)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.limit_s = limit_s
-        self.on_progress: Callable[[], None] = lambda: None  # called when some bytes have passed
         self._link = link
 
     def close(self) -> None:
@@ -149,7 +147,6 @@ class Connection:
             content = content[count:]
             if count > HASH_BYTES:  # a challenge that arrives byte by byte has no more time
                 ticks = 0
-                self.on_progress()
 
     def send(self, content: bytes | memoryview) -> None:
         self._move_bytes(self._link.send, memoryview(content))
@@ -162,25 +159,19 @@ class Connection:
 
     def send_message(self, *values: Any) -> None:
         """Send plain values. Bytes follow the others, which have their number in their place."""
-        contents: list[bytes | memoryview] = []
-
-        def replace_bytes(content: bytes | memoryview) -> dict[str, int]:
-            contents.append(content)
-            return {BYTES: len(content)}
-
-        header = json.dumps(values, default=replace_bytes).encode()
+        contents = [value for value in values if isinstance(value, bytes | memoryview)]
+        header = json.dumps(values, default=lambda content: {"nbytes": len(content)}).encode()
         self.send(SIZE.pack(len(header)) + header)
         for content in contents:
             self.send(content)
 
     def receive_message(self) -> list[Any]:
         """Return the next message of a process that has proved that it knows the secret."""
-
-        def read_bytes(value: dict[str, Any]) -> object:
-            return bytes(self.receive(value[BYTES])) if BYTES in value else value
-
-        header = self.receive(*SIZE.unpack(self.receive(SIZE.size)))
-        return json.loads(header, object_hook=read_bytes)
+        values = json.loads(self.receive(*SIZE.unpack(self.receive(SIZE.size))))
+        return [
+            bytes(self.receive(value["nbytes"])) if isinstance(value, dict) else value
+            for value in values
+        ]
 
     def prove(self, secret: Secret, roles: tuple[bytes, bytes]) -> None:
         """Prove that this end knows the secret, and check that the other end does.
@@ -318,7 +309,6 @@ class StoreServer(AuthenticatedStore):
             finally:
                 self._pending.release()
             connection.limit_s = NEVER_S
-            connection.on_progress = lambda: self.call("progress")
             while True:
                 name, *args = connection.receive_message()
                 try:
@@ -351,9 +341,6 @@ class StoreClient(AuthenticatedStore):
                 if time.monotonic() > end_s:
                     raise
                 time.sleep(RETRY_S)
-
-    def close(self) -> None:
-        self._connection.close()
 
     def limit_answers(self, limit_s: float) -> None:
         """Set the longest wait for an answer, in seconds for which this process is awake."""

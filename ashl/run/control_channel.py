@@ -7,7 +7,8 @@ store serves each rank by a thread of its own (`ControlChannel`), so an evaluati
 thread of the controller delays no answer.
 
 The content of a record is a model, the state of a worker's module, or a part of a checkpoint. It
-travels in the report of its record. A rank is not silent while it sends a long report.
+travels in pieces ahead of its record, each in a report of its own. So the rank sends heartbeats
+meanwhile.
 """
 
 from __future__ import annotations
@@ -20,30 +21,36 @@ import time
 import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ashl.device import to_host
 from ashl.errors import AshlError
+from ashl.launch.job import EXIT_EVICTED
 from ashl.learn.learner import Learner
+from ashl.learn.staging import copy_to_host
 from ashl.run.authenticated_store import StoreClient, StoreServer
-from ashl.run.process_setup import EXIT_EVICTED
-from ashl.runtime.plain_state import encode
+from ashl.runtime.plain_state import encode, to_plain
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter
 from ashl.runtime.records import (
+    Alive,
+    CheckpointPartSaved,
     ControlUpdate,
     End,
     ModuleState,
+    PlanMade,
     RankError,
     Record,
+    Replan,
     Rounds,
     Snapshot,
-    as_fields,
-    record_of,
-    validate,
+    StageBoundary,
+    StageEnd,
+    dumps,
+    loads,
 )
 from ashl.runtime.transport import first_line
 from ashl.size_only import Vector
@@ -56,7 +63,8 @@ FINAL_SIGNAL_S = 1.5
 # The same for any other run. The controller also waits for this long until the ranks have exited
 # after Ctrl-C, and until it can answer a join request.
 PATIENCE_S = 5.0
-CHUNK = 1000  # records in a report
+CHUNK = 1_000_000  # characters of records in a report
+PIECE = 4_000_000  # bytes of a model or state in a report
 # Models of a rank that are queued, in flight or received, and that the controller has not used yet.
 # At this number the rank drops new models, except the final one.
 MAX_PENDING_MODELS = 8
@@ -98,8 +106,8 @@ class ControlChannel:
     controller's loop is a tick of this time.
 
     Threads: the controller's main thread calls the public methods. The thread of each connection
-    runs the handlers: it fills the inbox, and reads the control update and the incarnations. Single
-    operations on deques, dicts and sets need no lock.
+    runs the handlers: it fills the inbox and the join requests, and reads the control update and
+    the incarnations. Single operations on deques, dicts and sets need no lock.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class ControlChannel:
         num_params: int,
         shard_sizes: Mapping[int, int] | None = None,
     ) -> None:
-        """Accept reports from now on.
+        """Accept reports and join requests from now on.
 
         Args: shard_sizes, the number of parameters by rank of the ranks that hold a shard of the
         model; all others hold `num_params`.
@@ -121,18 +129,23 @@ class ControlChannel:
         self.incarnations = dict.fromkeys(range(num_ranks), 0)
         self.absent: set[int] = set()  # failed ranks for which no process is rejoining
         self.control_update = ControlUpdate()
+        # join requests: a worker, or None for any, with the future of the answer in JSON
+        self.join_requests: deque[tuple[int | None, Future[str]]] = deque()
         self._sizes = dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {})
         self._inbox: deque[tuple[Record, Content | None, tuple[int, int]]] = deque()
-        # by sender, which is (rank, incarnation): contents that the controller has used, by kind of
-        # record
+        # by sender, which is (rank, incarnation): received pieces of the next content
+        self._pieces = defaultdict[tuple[int, int], bytearray](bytearray)
+        # by sender: contents that the controller has used, by kind of record
         self._used = defaultdict[tuple[int, int], Counter[str]](Counter)
         self._evicted: dict[tuple[int, int], End] = {}
+        self._end_seen: set[int] = set()  # ranks that know how the run ended
         self._senders: dict[int, tuple[int, int]] = {}  # by thread of the connection
         self._closed: set[tuple[int, int]] = set()  # senders whose connection was closed
         self._error: AshlError | None = None
         store.handlers |= {
             "report": self._receive,
-            "progress": self._note_progress,
+            "end_seen": self._note_end_seen,
+            "join": self._receive_join,
             "closed": self._note_closed,
         }
 
@@ -171,8 +184,8 @@ class ControlChannel:
         self._evicted[rank, self.incarnations[rank]] = end
 
     def close(self, end: End, here: Collection[int]) -> None:
-        """Tell all ranks how the run ended, and wait until the ranks on other nodes have closed
-        their connections: the store may end with this process.
+        """Tell all ranks how the run ended, and wait until the ranks on other nodes know it: the
+        store may end with this process.
 
         Waits at most `FINAL_SIGNAL_S` after a failure, else `PATIENCE_S`. After a failure it does
         not wait for silent ranks.
@@ -184,56 +197,73 @@ class ControlChannel:
         self.control_update = self.control_update._replace(end=end)
         until_s = time.monotonic() + (FINAL_SIGNAL_S if end.code else PATIENCE_S)
         awaited = {*self.last_heard_s} - {*here} - silent - self.absent
-        while not all(map(self.is_closed, awaited)) and time.monotonic() < until_s:
+        while awaited - self._end_seen and time.monotonic() < until_s:
             time.sleep(POLL_S)
 
-    def _receive(
-        self, rank: int, incarnation: int, records: list[tuple[dict[str, Any], bytes | None]]
-    ) -> ControlUpdate:
-        """Apply a report, in the thread of the rank's connection; return the answer.
-
-        Args: records, the fields of each record with its content, None without.
-        """
+    def _receive(self, rank: int, incarnation: int, lines: str, piece: bytes) -> str:
+        """Apply a report, in the thread of the rank's connection; return the answer."""
         sender = rank, incarnation
         self._senders[threading.get_ident()] = sender
         end = self._evicted.get(sender)
         if end is None and incarnation < self.incarnations.get(rank, 0):
             end = End(EXIT_EVICTED, f"another process has taken the place of worker {rank}")
         if end is not None:
-            return ControlUpdate(end=end)
-        self._note_progress()
+            return ControlUpdate(end=end).dumps()
+        if rank in self.last_heard_s:
+            self.last_heard_s[rank] = self.awake_s
+        self._pieces[sender] += piece
         try:
-            for fields, content in records:
-                record = record_of(fields)
+            for line in lines.splitlines():
+                record = loads(line)
                 if record.rank != rank or rank not in self.last_heard_s:
                     raise AshlError(f"a record of rank {record.rank} came from rank {rank}")
-                known = content
-                if isinstance(record, Snapshot) and content is not None:
-                    known = self._model_of(rank, content)
-                self._inbox.append((record, known, sender))
+                self._inbox.append((record, self._content_of(record, sender), sender))
         except AshlError as error:
             self._error = error
-        return self.control_update._replace(taken=dict(self._used[sender]))
+        return self.control_update._replace(taken=dict(self._used[sender])).dumps()
 
-    def _model_of(self, rank: int, content: bytes) -> Tensor:
-        """Return the model in these bytes, float32 [d]. Raises AshlError if d is not expected."""
-        if len(content) != 4 * self._sizes[rank]:
+    def _content_of(self, record: Record, sender: tuple[int, int]) -> Content | None:
+        """Return the content of a record: float32 [d] of a model, else bytes; None if it has none.
+
+        Raises: AshlError if the content has another size than announced or expected.
+        """
+        if not isinstance(record, Snapshot | ModuleState | CheckpointPartSaved):
+            return None
+        if not record.nbytes:
+            return None
+        content = self._pieces.pop(sender, bytearray())
+        size = self._sizes[record.rank]
+        if len(content) != record.nbytes:
+            raise AshlError(f"rank {record.rank} sent {len(content):,} of {record.nbytes:,} bytes")
+        if isinstance(record, ModuleState | CheckpointPartSaved):
+            return bytes(content)
+        if record.nbytes != 4 * size:
             raise AshlError(
-                f"rank {rank} sent {len(content) // 4} parameters, and {self._sizes[rank]} were"
-                " expected"
+                f"rank {record.rank} sent {record.nbytes // 4} parameters, and {size} were expected"
             )
-        return torch.frombuffer(bytearray(content), dtype=torch.float32)
+        return torch.frombuffer(content, dtype=torch.float32)
 
-    def _note_progress(self) -> None:
-        """Note that a rank sends, in the thread of its connection: it is not silent."""
-        rank, incarnation = self._senders.get(threading.get_ident(), (-1, 0))
+    def _note_end_seen(self, rank: int, incarnation: int) -> None:
+        """Note that a rank knows how the run ended."""
         if incarnation == self.incarnations.get(rank):
-            self.last_heard_s[rank] = self.awake_s
+            self._end_seen.add(rank)
 
     def _note_closed(self) -> None:
         """Note that a connection was closed, in its thread: the rank's process has ended."""
         if sender := self._senders.pop(threading.get_ident(), None):
             self._closed.add(sender)
+
+    def _receive_join(self, worker: int | None) -> str | None:
+        """Return the answer to a join request. If there is none after `PATIENCE_S`, withdraw the
+        request and return None.
+        """
+        answer = Future[str]()
+        self.join_requests.append((worker, answer))
+        try:
+            return answer.result(PATIENCE_S)
+        except TimeoutError:
+            # it is too late to withdraw a request that the controller is answering
+            return None if answer.cancel() else answer.result()
 
 
 def exit_process(end: End) -> NoReturn:
@@ -248,12 +278,13 @@ def exit_process(end: End) -> NoReturn:
     os._exit(end.code)
 
 
-def bytes_of(content: Any) -> bytes | memoryview | None:
-    """Return the content of a record as it is sent: a model as float32, a state encoded."""
-    if isinstance(content, Tensor):
-        here = to_host(content.to(torch.float32)).contiguous()
-        return memoryview(here.numpy()).cast("B")
-    return content if content is None or isinstance(content, bytes) else encode(content)
+def describe_fields(record: Record) -> str:
+    """Describe the fields of a record, without its rank and counts."""
+    return ", ".join(
+        f"{name}={value}"
+        for name, value in record._asdict().items()
+        if name not in ("rank", "counts")
+    )
 
 
 class Reporter:
@@ -283,7 +314,7 @@ class Reporter:
         self.on_evicted: Callable[[End], NoReturn] = exit_process
         self.checkpoint_writer: RankCheckpointWriter | None = None
         # replaced by the kernel's heartbeat before this rank trains
-        self.make_heartbeat: Callable[[], Record | None] = lambda: None
+        self.make_heartbeat: Callable[[], Record] = lambda: Alive(rank)
         # set at a worker: the states of this learner's module are reported
         self.learner: Learner | None = None
         self._rank = rank
@@ -303,6 +334,13 @@ class Reporter:
 
         Args: content, a vector, bytes or a module's state; None if the record has none.
         """
+        if isinstance(
+            record,
+            StageEnd | StageBoundary | Replan | PlanMade | CheckpointPartSaved,
+        ):
+            logger.info("reports %s: %s", type(record).__name__, describe_fields(record))
+        elif not isinstance(record, RankError):
+            logger.debug("reports %s", type(record).__name__)
         self._outbox.append((record, content))
 
     def snapshot(self, record: Snapshot, vector: Vector | None) -> None:
@@ -326,7 +364,7 @@ class Reporter:
         """
         with self._flush_lock:
             self.learner = None
-            self._outbox.append((ModuleState(self._rank, last=True), state))
+            self._outbox.append((ModuleState(self._rank, 0, last=True), state))
 
     def close(self) -> None:
         """Stop the reporter's thread, then report all records that are still queued."""
@@ -362,7 +400,7 @@ class Reporter:
         kind = ModuleState.__name__
         if self.learner.copied_state is not None and self._has_room(kind, MAX_PENDING_STATES):
             self._queued[kind] += 1
-            self._outbox.append((ModuleState(self._rank), self.learner.copied_state))
+            self._outbox.append((ModuleState(self._rank, 0), self.learner.copied_state))
         self.learner.copied_state = None
         self.learner.copy_requested = True
 
@@ -384,7 +422,7 @@ class Reporter:
         self._broken = True
         text = f"its records cannot be sent: {type(error).__name__}: {first_line(error)}"
         try:
-            self._report([(RankError(self._rank, text, consequence=False), None)])
+            self._report([dumps(RankError(self._rank, text, consequence=False))])
         except RuntimeError:
             exit_process(End(1, first_line(error)))
         with suppress(OSError):  # the rank's log may be on a full disk
@@ -394,27 +432,48 @@ class Reporter:
         """Report a heartbeat and all queued records."""
         with self._flush_lock:
             self._queue_state()
-            records: list[tuple[Record | None, Any]] = [(self.make_heartbeat(), None)]
+            lines = [dumps(self.make_heartbeat())]
+            size = 0
             while self._outbox:
-                records.append(self._outbox.popleft())
-                if records[-1][1] is not None or len(records) > CHUNK:
-                    self._report(records)
-                    records = []
-            self._report(records)
+                record, content = self._outbox.popleft()
+                if content is not None or size > CHUNK:
+                    self._report(lines)
+                    lines, size = [], 0
+                if content is not None:
+                    self._report_content(record, content)
+                else:
+                    lines.append(dumps(record))
+                    size += len(lines[-1])
+            self._report(lines)
 
-    def _report(self, records: list[tuple[Record | None, Any]]) -> None:
+    def _report_content(self, record: Record, content: Any) -> None:
+        """Report the content of a record in pieces, the last piece with the record."""
+        if isinstance(content, Tensor):
+            here = copy_to_host(content.to(torch.float32)).contiguous()
+            return self._report_bytes(record, memoryview(here.numpy()).cast("B"))
+        if isinstance(record, ModuleState):
+            content = encode(to_plain(content))
+        return self._report_bytes(record, memoryview(content))
+
+    def _report_bytes(self, record: Any, content: memoryview) -> None:
+        last = max(0, content.nbytes - 1) // PIECE * PIECE  # offset of the last piece
+        for start in range(0, last, PIECE):
+            self._report([dumps(self.make_heartbeat())], content[start : start + PIECE])
+        self._report([dumps(record._replace(nbytes=content.nbytes))], content[last:])
+
+    def _report(self, lines: list[str], piece: bytes | memoryview = b"") -> None:
         """Send a report, and apply the control update that answers it.
 
         If the run ended with another code than 0, or this rank is evicted, this process ends here.
-        Args: records, each with its content or None; a record that is None is left out.
         """
-        sent = [
-            (as_fields(record), bytes_of(content))
-            for record, content in records
-            if record is not None
-        ]
-        answer = self._store.call("report", self._rank, self._incarnation, sent)
-        update = validate(ControlUpdate, answer, "a control update")
+        while True:
+            answer = self._store.call(
+                "report", self._rank, self._incarnation, "\n".join(lines), piece
+            )
+            if answer is not None:
+                break
+            time.sleep(EVERY_S)  # the controller has not begun yet
+        update = ControlUpdate.loads(answer)
         if update.stop_reason and not self.stop_reason:
             logger.info("is asked to stop: %s", update.stop_reason)
         self.stop_reason = self.stop_reason or update.stop_reason
@@ -430,5 +489,7 @@ class Reporter:
                 update.end.code,
                 update.end.why or "as planned",
             )
+            with suppress(RuntimeError):  # the store may have ended since its answer
+                self._store.call("end_seen", self._rank, self._incarnation)
         if self.end.code:
             (self.on_evicted if self.end.code == EXIT_EVICTED else exit_process)(self.end)

@@ -21,6 +21,7 @@ GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 LOOPBACK = "lo"
 ANY_PORT = 9  # the discard port; no packet is sent
+LOOPBACK_S = 5.0  # seconds to connect within this machine
 
 
 class Interface(NamedTuple):
@@ -47,6 +48,22 @@ def addresses() -> dict[str, list[str]]:
         ]
         for name, known in psutil.net_if_addrs().items()
     }
+
+
+def check_loopback(by: str) -> None:
+    """Raise UsageError unless processes on this machine reach each other over 127.0.0.1.
+
+    Args: by, the setting that needs it, for the message.
+    """
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            socket.create_connection(listener.getsockname(), timeout=LOOPBACK_S).close()
+    except OSError as error:
+        raise UsageError(
+            f"{by}: processes on this machine do not reach each other over loopback, 127.0.0.1"
+            f" ({error.strerror or error}); bring it up with `ip link set {LOOPBACK} up`, or take"
+            " runtime=sim"
+        ) from error
 
 
 def find_configured(wanted: str | None) -> Interface | None:

@@ -3,8 +3,8 @@ publish how the run ended.
 
 `run_controller` receives a `Lead`: the store of the run, and the ranks that it starts on this node.
 These are all ranks (`lead_here`), or the rank of process 0 in another launcher's job
-(`ashl.run.job`). `rank_processes` starts ranks by Python's fork server, which is a process without
-CUDA. It kills all that are alive at the end.
+(`ashl.run.job`). `rank_processes` starts ranks by Python's fork server, or by `spawn` once this
+process has initialised CUDA. It kills all that are alive at the end.
 
 All functions run in the controller's main thread. The threads of the store serve the ranks
 meanwhile (`ashl.run.control_channel`).
@@ -19,10 +19,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster
@@ -30,6 +32,7 @@ from ashl.config.signals import INTERRUPTS
 from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, to_one_line
 from ashl.launch.environment import JobMembership
+from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import survives_failure
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
@@ -38,12 +41,11 @@ from ashl.run.checkpoints import (
     Checkpoint,
     CheckpointManager,
     first_epoch,
-    restore_point_of,
+    publish_restore_points,
 )
 from ashl.run.control_channel import ControlChannel
 from ashl.run.evaluation import shard_sizes
-from ashl.run.handshake import PlaceRequests, make_hello
-from ashl.run.interface import choose_interface, find_configured
+from ashl.run.interface import check_loopback, choose_interface, find_configured
 from ashl.run.join import publish_join_endpoint
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, run_rank_in_child
@@ -53,9 +55,14 @@ from ashl.runtime.throttle import Nics
 
 logger = logging.getLogger(__name__)
 
+SHORT_FOLDER = "/tmp"
+# The path of a socket has at most 107 bytes; the names of multiprocessing take 32 of them.
+SOCKET_FOLDER_BYTES = 70
+
 
 def check_local(plan: Plan, runtime: Any) -> None:
     """Raise UsageError if the ranks cannot run on this machine as configured."""
+    check_loopback("runtime=local")
     find_configured(runtime.interface)
     devices = devices_of(plan, runtime)[: plan.num_workers]
     if runtime.share_gpu is False and HOST not in devices and len(set(devices)) < len(devices):
@@ -78,8 +85,11 @@ class Lead(NamedTuple):
     store: StoreServer
     at: StoreAddress
     rank_settings: tuple[RankSettings, ...]
-    requests: PlaceRequests  # of processes that run the other ranks, or that join
+    # tells other processes that their ranks may begin; it passes them the fingerprint of the
+    # controller's model and data
+    announce: Callable[[Fingerprint], None] = lambda fingerprint: None
     job: JobMembership | None = None  # the job of another launcher
+    notes: tuple[str, ...] = ()  # about the placement of ranks, for the user
 
 
 def lead_here(plan: Plan, runtime: Any, rounds: Rounds, checkpoint_s: float | None) -> Lead:
@@ -95,8 +105,7 @@ def lead_here(plan: Plan, runtime: Any, rounds: Rounds, checkpoint_s: float | No
     ranks = [settings._replace(rank=rank, device=device) for rank, device in enumerate(devices)]
     secret = new_secret()
     store = StoreServer(secret)
-    at = StoreAddress(store.host, store.port, secret)
-    return Lead(store, at, tuple(ranks), PlaceRequests(store, make_hello(0)))
+    return Lead(store, StoreAddress(store.host, store.port, secret), tuple(ranks))
 
 
 def run_controller(
@@ -132,10 +141,6 @@ def run_controller(
         settings._replace(run_dir=run_dir, fingerprint=fingerprint)
         for settings in lead.rank_settings
     ]
-    lead.requests.places = {
-        process: place._replace(settings=place.settings._replace(fingerprint=fingerprint))
-        for process, place in lead.requests.places.items()
-    }
     channel = open_channel(plan, monitor, lead.store, saved)
     end = End(130)  # the end after an interrupt; replaced below after any other end
     processes = dict[int, BaseProcess]()
@@ -144,6 +149,7 @@ def run_controller(
             publish_join_endpoint(run_dir, lead.at),
             rank_processes(plan, rank_settings, lead.at) as (processes, start),
         ):
+            lead.announce(fingerprint)
             liveness = LivenessMonitor(
                 plan,
                 monitor,
@@ -151,16 +157,13 @@ def run_controller(
                 processes,
                 {settings.rank: settings for settings in rank_settings},
                 start,
-                lead.requests,
                 survives_failure(parts),
                 parts.stages[0].topology.regroups,
             )
             pace = supervise(liveness, run_dir, checkpoint_manager)
         if pace is not None:
             end = End(0)
-        stages = monitor.run_state.stages
-        reason = (stages[-1].reason if stages else None) or "all stages are complete"
-        logger.info("the run ends: %s", "interrupted" if pace is None else reason)
+        logger.info("the run ends: %s", describe_end(monitor, interrupted=pace is None))
         return pace
     except Exception as error:
         end = End(1, to_one_line(str(error)))
@@ -170,17 +173,24 @@ def run_controller(
         channel.close(end, processes)
 
 
+def describe_end(monitor: Monitor, *, interrupted: bool) -> str:
+    """Return the reason why a run without a failure ended."""
+    stages = monitor.run_state.stages
+    if interrupted:
+        return "interrupted"
+    return (stages[-1].reason if stages else None) or "all stages are complete"
+
+
 def open_channel(
     plan: Plan, monitor: Monitor, store: StoreServer, saved: Checkpoint | None
 ) -> ControlChannel:
-    """Serve in the store what the ranks need at their start, and return the control channel.
+    """Publish in the store what the ranks need at their start, and return the control channel.
 
     A worker that had failed at the checkpoint takes part again from there on.
     Args: saved, the checkpoint to resume from, or None.
     """
     totals = {worker: outage.totals for worker, outage in monitor.current_outages.items()}
-    # not every rank has the run folder
-    store.handlers["restore"] = lambda rank: restore_point_of(saved, rank, totals.get(rank))
+    publish_restore_points(store, saved, plan.num_ranks, totals)
     stage = monitor.job.stages[0]
     cluster = monitor.job.parts.cluster
     if isinstance(cluster, Cluster) and cluster.bandwidth_mbit_s is not None:
@@ -206,7 +216,7 @@ def rank_processes(
     Yields: the latest process of each rank, and a function that starts the next process of a rank.
     That function takes the rank, the incarnation, and the totals of earlier incarnations.
     """
-    context = mp.get_context("forkserver")
+    context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
     by_rank = {settings.rank: settings for settings in rank_settings}
     processes: dict[int, BaseProcess] = {}
     all_processes: list[BaseProcess] = []
@@ -217,14 +227,17 @@ def rank_processes(
             target=run_rank_in_child, args=(settings, plan.to_json(), at), name=f"rank{rank}"
         )
         all_processes.append(process)
-        process.start()
+        # a process made by `spawn` would end at Ctrl-C before it ignores it
+        with allow_children(), block_interrupts():
+            process.start()
         logger.info(
             "started rank %d, incarnation %d, as process %s", rank, incarnation, process.pid
         )
         processes[rank] = process
 
     try:
-        start_fork_server("torch", "ashl.run.rank")
+        if context.get_start_method() == "forkserver":
+            start_fork_server("torch", "ashl.run.rank")
         for rank in by_rank:
             start(rank, 0)
         yield processes, start
@@ -249,18 +262,20 @@ def start_fork_server(*preload: str) -> None:
     this process, as its children do.
     Raises: AshlError if no process can be started.
     """
-    if mp.current_process().daemon:
-        raise AshlError(
-            "no process can be started: this one is a daemonic process of multiprocessing, which"
-            " must not start others; make it with daemon=False"
-        )
     path = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     own = {name: os.environ.get(name) for name in path}
     try:
         with block_interrupts():
             os.environ |= path
             forkserver.set_forkserver_preload([*preload])
-            forkserver.ensure_running()
+            shorten_socket_paths()
+            try:
+                forkserver.ensure_running()
+            except ChildProcessError:
+                # the fork server is a child of the process that this one was forked from
+                forkserver._forkserver.__init__()
+                forkserver.set_forkserver_preload([*preload])
+                forkserver.ensure_running()
     except OSError as error:
         raise AshlError(
             f"no process can be started: {error.strerror or error} (temporary files go to"
@@ -287,3 +302,28 @@ def block_interrupts() -> Generator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def shorten_socket_paths() -> None:
+    """Make multiprocessing place its sockets under /tmp if TMPDIR is too long for their paths."""
+    own = tempfile.gettempdir()
+    if len(os.fsencode(own)) > SOCKET_FOLDER_BYTES:
+        tempfile.tempdir = SHORT_FOLDER
+        try:
+            util.get_temp_dir()  # multiprocessing keeps this folder, and deletes it at the end
+        finally:
+            tempfile.tempdir = own
+
+
+@contextmanager
+def allow_children() -> Generator[None]:
+    """Let this process start others, even if it is a daemonic process of multiprocessing.
+
+    They end with it (`ashl.run.process_setup.die_with_parent`).
+    """
+    process = mp.current_process()
+    daemonic, process.daemon = process.daemon, False
+    try:
+        yield
+    finally:
+        process.daemon = daemonic

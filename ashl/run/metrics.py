@@ -5,14 +5,23 @@ A codec is no contraction if the relative error of its messages is above 1; `Com
 of it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from ashl.run.evaluation import Evaluation
 from ashl.runtime import records
 from ashl.runtime.records import Counts, Measures
+
+
+class WorkerWait(NamedTuple):
+    """A worker's part of a line of metrics: seconds waited, and bytes sent and received."""
+
+    rank: int
+    wait_s: float
+    bytes_up: int
+    bytes_down: int
 
 
 def metrics_line(
@@ -20,18 +29,17 @@ def metrics_line(
     found: Evaluation,
     time_s: float,
     host_s: float,
-    workers: Sequence[Mapping[str, Any]],
+    workers: Sequence[WorkerWait],
     extra: dict[str, float],
 ) -> dict[str, Any]:
     """Return the line of one evaluation.
 
-    Args: time_s, on the run's clock; host_s, host seconds; workers, by worker its `rank`, `wait_s`,
-    `bytes_up` and `bytes_down`; extra, metrics beside those that every
+    Args: time_s, on the run's clock; host_s, host seconds; extra, metrics beside those that every
     run has.
     """
-    waited = sum(worker["wait_s"] for worker in workers)
-    up = sum(worker["bytes_up"] for worker in workers)
-    down = sum(worker["bytes_down"] for worker in workers)
+    waited = sum(worker.wait_s for worker in workers)
+    up = sum(worker.bytes_up for worker in workers)
+    down = sum(worker.bytes_down for worker in workers)
     pushes = sum(counts.commits)
     distance = found.consensus_distance
     return {
@@ -65,10 +73,7 @@ def metrics_line(
         "time/s": time_s,
         **extra,
         # fraction of the time in which worker N waited
-        **{
-            f"wait/w{worker['rank']}": worker["wait_s"] / time_s if time_s else 0.0
-            for worker in workers
-        },
+        **{f"wait/w{worker.rank}": worker.wait_s / time_s if time_s else 0.0 for worker in workers},
     }
 
 
@@ -130,15 +135,22 @@ class CompressionStats:
             "relative_error": [
                 row.relative_error for row in rows if row.relative_error is not None
             ],
+            "residual": [row.residual for row in rows if row.residual is not None],
+            "cosine": [row.cosine for row in rows if row.cosine is not None],
             "bits": [32 * fmean(row.nbytes for row in rows) / self.dense_bytes] if rows else [],
         }
         return {f"compress/{name}": fmean(values) for name, values in columns.items() if values}
 
     def report(self) -> dict[str, Any] | None:
-        """Return the compression metrics of the summary; None without a report."""
+        """Return the compression metrics of the summary, with the bytes of a message by their use;
+        None without a report.
+        """
         if not self.latest:
             return None
+        rows = list(self.latest.values())
+        names = ("headers", "scales", "values", "indices")
         return {
             **{key.removeprefix("compress/"): value for key, value in self.metrics().items()},
+            "bytes": {name: fmean(row.split[i] for row in rows) for i, name in enumerate(names)},
             "warning": self.warning,
         }

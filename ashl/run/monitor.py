@@ -34,7 +34,7 @@ from ashl.run.evaluation import (
     make_model_set,
     scores_of,
 )
-from ashl.run.metrics import CompressionStats, metrics_line, values_of
+from ashl.run.metrics import CompressionStats, WorkerWait, metrics_line, values_of
 from ashl.runtime.records import (
     CompressionReport,
     Counts,
@@ -187,11 +187,13 @@ class Monitor:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint saves of the monitor."""
         self._state_host_s = self.host_s
-        return {
+        constants = self.job.learner.constants()
+        known = {
             "plan": self.plan.to_json(),
             "host_s": self._state_host_s,
             "run_state": self.run_state,
         }
+        return known | {"constants": constants}
 
     def resume_from(self, state: dict[str, Any]) -> None:
         """Restore what a checkpoint saved. Stop limits and runtime stay those of this process."""
@@ -204,6 +206,7 @@ class Monitor:
         if state["host_s"] != self._state_host_s:
             self._started_s -= state["host_s"]
         self.run_state = state["run_state"]
+        self.job.learner.set_constants(state["constants"])
         if self.run_state.best is not None:
             # best.pt may hold a model of later than the checkpoint
             self.save(BEST, self.run_state.best, self.run_state.best_state)
@@ -337,7 +340,8 @@ class Monitor:
             self.stop_reason = PATIENCE
         if not record.final:
             waited = [
-                beat._asdict() | {"wait_s": beat.totals_ns["wait"] / 1e9} for beat in self.workers()
+                WorkerWait(beat.rank, beat.totals_ns["wait"] / 1e9, beat.bytes_up, beat.bytes_down)
+                for beat in self.workers()
             ]
             self.recorder.metric(self.metrics_row(counts, found, found.time_s, waited))
 
@@ -390,11 +394,15 @@ class Monitor:
         Call it once all ranks have reported their final totals.
         """
         if self.final is not None and self.run_state.evaluations and (time_s := summary["time_s"]):
-            last = self.run_state.evaluations[-1]
-            self.recorder.metric(self.metrics_row(self.final, last, time_s, summary["workers"]))
+            workers = [
+                WorkerWait(*(row[key] for key in WorkerWait._fields)) for row in summary["workers"]
+            ]
+            self.recorder.metric(
+                self.metrics_row(self.final, self.run_state.evaluations[-1], time_s, workers)
+            )
 
     def metrics_row(
-        self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[Mapping[str, Any]]
+        self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[WorkerWait]
     ) -> dict[str, Any]:
         """Return a line of metrics.jsonl."""
         extra = self.run_state.compression.metrics() | values_of(self.measures())

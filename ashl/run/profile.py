@@ -9,11 +9,14 @@ from rich.console import Console
 
 from ashl.config.override import CommandLine, command_line, key_of
 from ashl.errors import AshlError, UsageError
+from ashl.learn.learner import Learner
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan, Spec
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import prepare_plan
 from ashl.planning.instantiate import declared_profile
+from ashl.planning.layer_group_costs import with_layer_group_costs
+from ashl.run.rank import step_here_s
 from ashl.run.train import detect_job, is_virtual, make_run_folder, run
 from ashl.tracking.forecast import print_forecast, print_profile
 from ashl.tracking.recorder import Recorder
@@ -57,6 +60,9 @@ def profile(
             parts.cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch
         )
         assert found is not None
+        known = read_profile(config["profile"]) if config["profile"] else None
+        learner = Learner(parts.model, data, parts.task, seed=plan.seed)
+        found = with_layer_group_costs(found, plan, learner, parts.cluster, known)
         run_dir = make_run_folder({**config, "name": "profile"}, plan)
         recorder = Recorder(run_dir, "none")
         recorder.document("profile.json", found.to_json())
@@ -77,11 +83,17 @@ def profile(
                 " stop.seconds"
             )
         found = read_profile(str(run_dir / "profile.json"))
-    plan, _, data = prepare_plan(config, world_size(config), overrides, found)
+    plan, parts, data = prepare_plan(config, world_size(config), overrides, found)
     run_dir.joinpath("plan.json").write_text(plan.to_json(), encoding="utf-8")
     if not quiet:
         console = Console(highlight=False)
         print_profile(console, found)
+        if parts.runtime.name == "sim" and parts.runtime.gradients:
+            declared, here = 1e3 * parts.cluster.step_s, 1e3 * step_here_s(plan, parts, data)
+            console.print(
+                f"a step at factor 1 takes {declared:.3g} ms as declared, {here:.3g} ms on this"
+                " machine"
+            )
         print_forecast(console, plan, len(data.train), found)
         console.print(f"run folder  {run_dir}", soft_wrap=True, markup=False)
         from_plan = command_with(command, overrides, "plan", run_dir)

@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -20,14 +19,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ashl.config.construct import report_own_faults
+from ashl.config.cores import usable_cores
 from ashl.config.signals import INTERRUPTS, handle_signals
+from ashl.data.dataset import Data
 from ashl.device import HOST, claim_generators, read_scalars
 from ashl.errors import AshlError
 from ashl.learn.fingerprint import Fingerprint, first_difference
@@ -36,11 +39,11 @@ from ashl.plan.plan import Plan
 from ashl.planning.compatibility import (
     survives_failure,
 )
-from ashl.planning.device import use_device, uses_nccl
+from ashl.planning.device import device_of, use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble_job, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import StoreAddress, StoreClient
-from ashl.run.checkpoints import RestorePoint, first_epoch
+from ashl.run.checkpoints import RestorePoint, await_restore_point, first_epoch
 from ashl.run.control_channel import Reporter, exit_process
 from ashl.run.interface import Interface, use_interface
 from ashl.run.membership_listener import MembershipListener
@@ -68,7 +71,6 @@ from ashl.runtime.records import (
     Text,
     WorkerFailed,
     WorkerRejoined,
-    validate,
 )
 from ashl.runtime.rendezvous import (
     init_process_groups,
@@ -79,7 +81,7 @@ from ashl.runtime.rendezvous import (
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NO_TIMEOUT, first_line, make_nccl_payloads
 from ashl.stage.contract import StageConfig
-from ashl.stage.program import peers_of, run_stages
+from ashl.stage.program import peers_of, ranks_to_notify, run_stages
 
 logger = logging.getLogger(__name__)
 
@@ -129,19 +131,20 @@ def run_rank(
     settings: RankSettings,
     plan_json: str,
     store: StoreClient,
+    on_evicted: Callable[[End], NoReturn] = exit_process,
     show: Callable[[str], None] = lambda text: None,
 ) -> End:
     """Join the job, train as this rank, exit in order, and return how the rank ended.
 
     Errors are reported to the controller. A rank that is no child of the controller waits for the
     end of the run; after an error it ends this process with the run's exit code.
-    Args: show, shows the user a line.
+    Args: on_evicted, called if the run continues without this rank; show, shows the user a line.
     """
     plan = Plan.from_json(plan_json)
     is_child = settings.run_dir is not None
     store.limit_answers(plan.runtime["heartbeat_timeout_s"])
     reporter = make_reporter(settings, store)
-    reporter.on_evicted = exit_process if is_child else start_again
+    reporter.on_evicted = on_evicted
     try:
         begin_log(settings, plan, store)
         if is_child:
@@ -159,7 +162,6 @@ def run_rank(
         end = End(0)
         if not is_child:
             end = reporter.await_run_end() or End(1, "the job's store failed before the run ended")
-            store.close()
     except KeyboardInterrupt:
         reporter.emit(WorkerFailed(settings.rank, 0, "was interrupted"))
         reporter.close()
@@ -167,18 +169,6 @@ def run_rank(
     except Exception as error:
         end = report_error(settings, reporter, error)
     return end
-
-
-def start_again(end: End) -> NoReturn:
-    """Replace this process, which was evicted, by a new one of the same command: it asks for a
-    place, and rejoins.
-
-    Closes all file descriptors except those of standard input, output and error.
-    """
-    sys.stderr.write(f"ashl: {end.why}; rejoins\n")
-    sys.stderr.flush()
-    os.closerange(3, 1 << 16)
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def make_reporter(settings: RankSettings, store: StoreClient) -> Reporter:
@@ -217,9 +207,9 @@ def report_error(settings: RankSettings, reporter: Reporter, error: Exception) -
     sentence = str(error)
     if not isinstance(error, AshlError):
         sentence = f"{type(error).__name__}: {first_line(error)}"
-    consequence = is_consequence(error)
-    logger.error("fails: %s (consequence=%s)", sentence, consequence)
-    reporter.emit(RankError(settings.rank, sentence, consequence))
+    consequence, blamed = classify_error(error)
+    logger.error("fails: %s (consequence=%s, blames=%s)", sentence, consequence, blamed)
+    reporter.emit(RankError(settings.rank, sentence, consequence, blamed))
     reporter.close()
     is_child = settings.run_dir is not None
     if is_child or not (consequence or isinstance(error, AshlError)):
@@ -248,12 +238,16 @@ def raise_interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def is_consequence(error: Exception) -> bool:
-    """Return True if an error is the consequence of another rank's failure."""
+def classify_error(error: Exception) -> tuple[bool, int | None]:
+    """Return True if an error is the consequence of another rank's failure, and that rank if it is
+    known.
+    """
     cause = error.__cause__ or error
-    return isinstance(cause, PeerFailedError) or (
-        isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN_CONNECTION)
-    )
+    if isinstance(cause, PeerFailedError):
+        return True, cause.rank
+    return isinstance(cause, RuntimeError) and any(
+        words in str(cause) for words in BROKEN_CONNECTION
+    ), None
 
 
 def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[StageConfig, ...]:
@@ -272,9 +266,14 @@ def train_rank(
     show: Callable[[str], None],
 ) -> None:
     """Build and connect this rank, train, and exit together with the other ranks."""
+
+    def is_over() -> bool:
+        return reporter.end is not None
+
     parts = parts_of(plan)
     is_worker = settings.rank < plan.num_workers
-    reporter.emit(Placed(settings.rank, platform.node(), use_device(settings.device)))
+    cores = usable_cores()
+    reporter.emit(Placed(settings.rank, platform.node(), use_device(settings.device), cores))
     torch.set_num_threads(parts.runtime.threads)
     stages = build_stages(settings, plan, parts)
     use_interface(settings.interface)
@@ -282,13 +281,14 @@ def train_rank(
     assert isinstance(stage.trainer, Trainer)
     learner = stage.trainer.learner
     check_fingerprint(learner.fingerprint(), settings.fingerprint or {})
-    restore_point = RestorePoint()
+    restore_point: RestorePoint | None = RestorePoint()
     if not settings.incarnation:
-        found = store.call("restore", settings.rank)
-        restore_point = validate(RestorePoint, found, "a restore point")
+        restore_point = await_restore_point(store, settings.rank, is_over)
+    if restore_point is None:
+        return
     joins = settings.incarnation > 0 or settings.rank in restore_point.absent
     nccl = settings.have_own_gpus and uses_nccl(parts.runtime, stage.topology, parts.cluster)
-    all_others = peers_of(stages, settings.rank)
+    all_others = ranks_to_notify(stages, settings.rank)
     kernel = make_kernel(settings, plan, parts, store, reporter, stages, nccl)
     kernel.worker_states = learner
     known = restore(kernel, restore_point, plan, settings.device)
@@ -517,6 +517,31 @@ def process_groups(
     listed = {group for stage in stages for group in stage.topology.groups(stage)}
     listed |= set(hierarchy.groups) if hierarchy else set()
     return {group: dist.new_group(list(group), timeout=NO_TIMEOUT) for group in sorted(listed)}
+
+
+def step_here_s(plan: Plan, parts: Parts, data: Data) -> float:
+    """Return the seconds of a local step of worker 0 in this process: the median of five."""
+    torch.set_num_threads(parts.runtime.threads)
+    trainer = assemble_job(plan, device_of(parts.runtime), parts, data).stages[0].trainer
+    assert isinstance(trainer, Trainer)
+    warm_up(trainer, 0)
+    params, moments = trainer.init()
+    times = [time.perf_counter()]
+    for step in range(5):
+        read_scalars([trainer.local_step(params, moments, 0, step, 0.0)[0]])
+        times.append(time.perf_counter())
+    return median(after - before for before, after in pairwise(times))
+
+
+def evaluation_here(plan: Plan, parts: Parts, data: Data) -> tuple[float, float]:
+    """Return the seconds of one evaluation of the initial model in this process, and its training
+    loss.
+    """
+    learner = assemble_job(plan, device_of(parts.runtime), parts, data).learner
+    loss = learner.evaluate(learner.init())["train_loss"]  # allocates memory, so it is not timed
+    began_s = time.perf_counter()
+    learner.evaluate(learner.init())
+    return time.perf_counter() - began_s, loss or 0.0
 
 
 def warm_up(trainer: Trainer, rank: int) -> None:

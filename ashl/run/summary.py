@@ -5,6 +5,7 @@ The comment above a key is its text in docs/reference/records.md.
 
 import math
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from ashl.run.evaluation import Evaluation, best_of
@@ -153,6 +154,9 @@ def summarise(
         "time_to_target_s": run_state.target.reached_s,
         # a row for each stage that ended, see below
         "stages": stage_summaries(monitor, workers),
+        # a row for each planned stage that never began: `name`, `until` (condition that would have
+        # ended the stage before), `best` (best evaluation for that condition)
+        "stages_not_begun": stages_not_begun(monitor),
         # hash of the final parameter vector; that of the mean model if each worker has its own
         "params_sha256": monitor.sha256,
         # relative error of messages, and their bytes by use
@@ -160,8 +164,8 @@ def summarise(
         # for each measure of the run's code: the mean over the ranks of the `last` value, and the
         # `mean` over the run; null without measures
         "measures": aggregate_measures(monitor.measures()) or None,
-        # of a paced real run: by which fraction each worker took longer than declared
-        # (`workers`), and the largest one (`slower_by`); otherwise null
+        # of a paced real run: fraction of steps and transfers that were late, and by how much;
+        # otherwise null
         "pace": pace,
         # of a real run, by rank: `host` and `device`; null in virtual time
         "hosts": [placed._asdict() for _, placed in sorted(monitor.hosts.items())] or None,
@@ -297,6 +301,33 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
         before = end.counts
         waited_before = waited
     return rows
+
+
+def stages_not_begun(monitor: Monitor) -> list[dict[str, Any]]:
+    """Return the planned stages that never began.
+
+    Each row has the rule that would have ended the previous stage. It also has the best value of
+    that rule's measure in the evaluations of the last stage that ran.
+    """
+    run_state, planned = monitor.run_state, monitor.plan.stages
+    last = run_state.stages[-1] if run_state.stages else None
+    followed = last is not None and (
+        last.reason == "profiled" or last.reason in planned[last.stage].until
+    )
+    begun = max(1, run_state.num_ended_stages + followed)
+    start_s = run_state.stages[begun - 2].end_ns / 1e9 if begun > 1 else 0.0
+    seen = [found for found in run_state.evaluations if found.time_s >= start_s]
+    losses = [found.train_loss for found in seen if math.isfinite(found.train_loss)]
+    accuracies = [found.test_accuracy for found in seen if found.test_accuracy is not None]
+    best = {"evaluated_loss": min(losses, default=None), "accuracy": max(accuracies, default=None)}
+    return [
+        {
+            "name": stage.name,
+            "until": dict(before.until),
+            "best": {rule: best.get(rule) for rule in before.until},
+        }
+        for before, stage in pairwise(planned[begun - 1 :])
+    ]
 
 
 def scores_of(found: Evaluation | None, *keys: str) -> dict[str, float | None]:

@@ -30,6 +30,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ashl.errors import AshlError
+from ashl.launch.job import EXIT_EVICTED
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import can_block_forever, describe_modes, survives_failure
 from ashl.run.checkpoints import CheckpointManager
@@ -38,17 +39,21 @@ from ashl.run.control_channel import (
     POLL_S,
     Content,
     ControlChannel,
+    describe_fields,
 )
-from ashl.run.handshake import JOINS, Hello, Place, PlaceRequests
+from ashl.run.join import Place
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import EXIT_DECLARED_FAILURE, EXIT_EVICTED
+from ashl.run.process_setup import EXIT_DECLARED_FAILURE
 from ashl.run.rank import RankSettings, role_name
 from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import decode
 from ashl.runtime.records import (
+    ON_TIME,
+    Alive,
     CheckpointPartSaved,
     End,
     Heartbeat,
+    Lateness,
     ModuleState,
     PacingStats,
     Placed,
@@ -59,7 +64,9 @@ from ashl.runtime.records import (
     Ready,
     Record,
     Replan,
+    Round,
     Snapshot,
+    StageBoundary,
     StageEnd,
     StopAsked,
     WorkerFailed,
@@ -98,7 +105,6 @@ class LivenessMonitor:
     rank_settings: Mapping[int, RankSettings]
     # starts an incarnation of a rank on this node, with the totals of earlier ones
     start: Callable[[int, int, Heartbeat | None], None]
-    requests: PlaceRequests  # of processes that run the other ranks, or that join
     # True if the run can continue without a failed worker, which can rejoin
     survives_failure: bool
     regroups: bool = False  # a failure or a rejoin begins a new epoch
@@ -123,10 +129,14 @@ class LivenessMonitor:
     interrupted_s: float | None = None  # controller time of the user's request to stop
 
     def handle_record(self, record: Record, content: Content | None) -> None:
-        """Apply a rank's record, with the model or module state that belongs to it."""
+        """Apply a rank's record, with the model or module state that belongs to it.
+
+        Raises: AshlError if the record names a stage that the plan does not have.
+        """
         log_record(record)
+        self.check_stage(record)
         match record:
-            case CheckpointPartSaved():
+            case Alive() | CheckpointPartSaved():
                 pass
             case ProcessExited() | Ready() | WorkerRejoined() | WorkerFailed() | RankError():
                 self.handle_membership_record(record)
@@ -167,6 +177,16 @@ class LivenessMonitor:
                 self.errors.append(record)
             case _:
                 self.monitor.emit(record)
+
+    def check_stage(self, record: Record) -> None:
+        """Raise AshlError if the record names a stage that the plan does not have."""
+        if not isinstance(record, Round | StageEnd | StageBoundary | Replan):
+            return
+        if record.stage not in range(len(self.plan.stages)):
+            raise AshlError(
+                f"rank {record.rank} reports on stage {record.stage + 1}, which the plan does not"
+                " have"
+            )
 
     def adjust_clock_zero(self, record: Record) -> None:
         """Estimate the controller time of the run's zero from a heartbeat."""
@@ -252,15 +272,16 @@ class LivenessMonitor:
         """Return True if the run can continue without these ranks, which became silent at about the
         same time.
 
-        The run needs its server or coordinator and at least one worker. It does not continue if a
-        collective with a rank on another node can block forever.
+        The run needs its server or coordinator and at least one worker. It does not continue while
+        the controller's own node is cut off, nor if a collective with a rank on another node can
+        block forever.
         """
         running = {*range(self.plan.num_workers)} - self.exited - self.failed.keys()
         # without a server, another worker takes the place of a failed lead rank
         has_server = self.plan.lead_rank >= self.plan.num_workers
         if has_server and self.plan.lead_rank in silent:
             return False
-        if not silent < running:
+        if not silent < running or is_cut_off(self, silent):
             return False
         return not silent - self.processes.keys() or not can_block_forever(self.monitor.job.parts)
 
@@ -395,7 +416,7 @@ def supervise(
         checkpoint_manager.complete_checkpoints(liveness.failed, liveness.monitor)
         if not channel.control_update.stop_reason and liveness.monitor.final is None:
             liveness.restart_workers(runtime.max_restarts)
-        answer_requests(liveness)
+        answer_join_requests(liveness)
         raise_settled_failure(liveness, run_dir, now_s)
         interrupted_s = liveness.interrupted_s
         if interrupted_s is not None and now_s - interrupted_s > PATIENCE_S:
@@ -465,9 +486,8 @@ LEVELS: dict[type, int] = {
 def log_record(record: Record) -> None:
     """Log a rank's record; heartbeats are never logged."""
     level = LEVELS.get(type(record), logging.DEBUG)
-    if logger.isEnabledFor(level) and not isinstance(record, Heartbeat):
-        shown = {k: v for k, v in record._asdict().items() if k not in ("rank", "counts")}
-        text = ", ".join(f"{name}={value}" for name, value in shown.items())[:300]
+    if logger.isEnabledFor(level) and not isinstance(record, Alive | Heartbeat):
+        text = describe_fields(record)[:300]
         logger.log(level, "rank %d reports %s: %s", record.rank, type(record).__name__, text)
 
 
@@ -488,9 +508,19 @@ def describe_exit(code: int) -> str:
     """Return the cause of a failure, as a verb phrase about the rank, from its exit code."""
     if code == EXIT_DECLARED_FAILURE:
         return DECLARED
-    if code < 0:
-        return f"{KILLED_BY} {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+    if code == EXIT_EVICTED:
+        return "missed heartbeats for too long; the run continues without it"
+    return f"{KILLED_BY} {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal. Python names no real-time signals between the first and the
+    last.
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def find_culprit(
@@ -499,16 +529,23 @@ def find_culprit(
     """Return the rank at fault for a failure, and the rest of the sentence about it.
 
     Order: an error of a rank's own, then a process that ended, then a silent rank, then an error
-    that is the consequence of another rank's failure.
+    that is the consequence of another rank's failure. Of several ended or silent ranks, one that an
+    error blames comes first.
     Args: ended, the cause by rank; silent, ranks without records, longest first.
     """
     own = next((error for error in errors if not error.consequence), None)
     if own is not None:
         return own.rank, f": {own.error}"
     reported = {error.rank for error in errors}
-    if found := [rank for rank in ended if rank not in reported]:
+    blamed = {error.blames for error in errors}
+    unheard = [rank for rank in silent if rank not in reported]
+    blamed_silent = [rank for rank in unheard if rank in blamed]
+    ended_unheard = [rank for rank in ended if rank not in reported]
+    blamed_ended = [rank for rank in ended_unheard if rank in blamed]
+    # A process may have ended long before: it is at fault only if no silent rank is blamed.
+    if found := blamed_ended or ([] if blamed_silent else ended_unheard):
         return found[0], f" {ended[found[0]]}"
-    if found := [rank for rank in silent if rank not in reported]:
+    if found := blamed_silent or unheard:
         return found[0], " disconnected: its connections were closed, and no heartbeat followed"
     return errors[0].rank, f": {errors[0].error}"
 
@@ -519,6 +556,24 @@ def rank_name(liveness: LivenessMonitor, rank: int) -> str:
     place = liveness.monitor.hosts.get(rank)
     return role_name(liveness.plan, rank) + (
         f" on {place.host}" if place and len(hosts) > 1 else ""
+    )
+
+
+def is_cut_off(liveness: LivenessMonitor, silent: set[int]) -> bool:
+    """Return True if the network of the controller's node seems to be down: there are several other
+    nodes, all running ranks on them are silent, and no rank on this node is.
+
+    Without a rank on this node nothing tells a cut network from silent ranks: returns False.
+    """
+    here = {*liveness.processes}
+    if not here:
+        return False
+    other_hosts = {place.host for rank, place in liveness.monitor.hosts.items() if rank not in here}
+    ended = liveness.exited.union(liveness.failed)
+    return (
+        len(other_hosts) > 1
+        and not here & silent
+        and here | ended | silent == {*range(liveness.plan.num_ranks)}
     )
 
 
@@ -534,6 +589,12 @@ def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
         for_so_long = f"for {fatal_s:g} s{source}"
         # with the ranks that became silent at about the same time
         silent = liveness.silent_ranks(fatal_s - min(SAME_CAUSE_S, fatal_s / 2))
+        if is_cut_off(liveness, {*silent}):
+            own_host = liveness.monitor.hosts[min(liveness.processes)].host
+            raise AshlError(
+                f"no heartbeat from any other node {for_so_long}; has {own_host}, "
+                "the controller's node, lost its network?"
+            )
         names = ", ".join(rank_name(liveness, rank) for rank in sorted(silent))
         raise AshlError(f"{names} sent no heartbeat {for_so_long}; the run ends here")
     running = {*range(liveness.plan.num_ranks)} - liveness.failed.keys()
@@ -549,28 +610,26 @@ def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
 # --- join requests
 
 
-def answer_requests(liveness: LivenessMonitor) -> None:
-    """Answer every request for a place: by the place of a process of the job that begins, by that
-    of a failed worker, or by the reason against it.
+def answer_join_requests(liveness: LivenessMonitor) -> None:
+    """Answer every join request that the control channel has received: admit the process in the
+    place of the worker that it names, or of any failed worker; or return the reason against it.
     """
-    requests = liveness.requests
-    while requests.pending:
-        hello, answer = requests.pending.popleft()
-        if not answer.set_running_or_notify_cancel():  # the process waits no longer
+    while liveness.channel.join_requests:
+        worker, future = liveness.channel.join_requests.popleft()
+        if not future.set_running_or_notify_cancel():  # the process waits no longer
             continue
-        place = requests.places.pop(hello.rank, None)
+        place = join_refusal(liveness, worker)
         if place is None:
-            worker = requests.workers.get(hello.rank, hello.worker)
-            place = join_refusal(liveness, hello, worker)
-            if place is None:
-                free = liveness.failed.keys() - liveness.rejoining.keys()
-                place = admit_process(liveness, min(free) if worker is None else worker)
+            free = liveness.failed.keys() - liveness.rejoining.keys()
+            place = admit_process(liveness, min(free) if worker is None else worker)
             logger.info(
-                "a process on %s asks to join: %s",
-                hello.host,
-                place.refused or f"it becomes worker {place.settings.rank}",
+                "admits a process as worker %d, incarnation %d",
+                place.settings.rank,
+                place.settings.incarnation,
             )
-        answer.set_result(place)
+        else:
+            logger.info("rejects a join request: %s", place.refused)
+        future.set_result(place.dumps())
 
 
 def admit_process(liveness: LivenessMonitor, rank: int) -> Place:
@@ -589,7 +648,7 @@ def admit_process(liveness: LivenessMonitor, rank: int) -> Place:
     return Place(settings, how=liveness.failed[rank], plan=liveness.plan.to_json())
 
 
-def join_refusal(liveness: LivenessMonitor, hello: Hello, worker: int | None) -> Place | None:
+def join_refusal(liveness: LivenessMonitor, worker: int | None) -> Place | None:
     """Return a rejection with its reason, if no process can join now in the place of `worker`, or
     of any worker if None; None if one can.
     """
@@ -615,34 +674,52 @@ def join_refusal(liveness: LivenessMonitor, hello: Hello, worker: int | None) ->
         reason = "no worker of this run has failed"
     elif liveness.rejoining.keys() >= ({*failed} if worker is None else {worker}):
         reason = "every failed worker is already rejoining"
-    if reason is not None and hello.rank != JOINS:
-        reason = (
-            f"a process of rank {hello.rank} is there already, and this one on {hello.host} cannot"
-            f" take its place: {reason}; give every process a rank of its own, and every job a"
-            " MASTER_PORT of its own"
-        )
     return None if reason is None else Place(refused=reason, may_change=True)
 
 
 def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
-    """Return by how much the processes were slower than declared; empty if nothing was declared.
+    """Return by how much the processes were slower than declared; empty if no step and no transfer
+    was paced.
 
-    `workers` has one row per worker: by how much its steps, encodings and transfers took longer, as
-    a fraction of their declared time. A push that a server received counts for the worker that sent
-    it. A transfer between servers counts for no worker. `slower_by` is the largest value.
+    `workers` has one row per worker: by how much its steps and transfers took longer, as a fraction
+    of their declared time. The time of encoding is often declared as zero, so its lateness is a
+    fraction of all declared time, as is the total. A push that a server received counts for the
+    worker that sent it. A transfer between servers counts for no worker. The other keys hold the
+    largest value of any worker.
     """
-    late_s, declared_s = [0.0] * num_workers, [0.0] * num_workers
+    lateness = {kind: [ON_TIME] * num_workers for kind in ("steps", "transfers", "encodings")}
     for report in reports:
-        for sender, late, declared in report.late:
-            rank = report.rank if report.rank < num_workers else sender
+        is_worker = report.rank < num_workers
+        parts = [("transfers", sender, late) for sender, late in report.transfers]
+        if is_worker:
+            parts += [("steps", report.rank, report.steps)]
+            parts += [("encodings", report.rank, report.encodings)]
+        for kind, sender, late in parts:
+            rank = report.rank if is_worker else sender
             if rank < num_workers:
-                late_s[rank] += late
-                declared_s[rank] += declared
-    if not any(declared_s):
+                lateness[kind][rank] = add_lateness(lateness[kind][rank], late)
+    if not any(late.count for late in (*lateness["steps"], *lateness["transfers"])):
         return {}
-    shares = [
-        late / declared if declared else 0.0
-        for late, declared in zip(late_s, declared_s, strict=True)
-    ]
-    workers = [{"rank": rank, "slower_by": share} for rank, share in enumerate(shares)]
-    return {"workers": workers, "slower_by": max(shares)}
+    workers = []
+    for rank, (steps, transfers, encodings) in enumerate(zip(*lateness.values(), strict=True)):
+        total = add_lateness(steps, transfers, encodings)
+        row = {
+            "rank": rank,
+            "steps_slower_by": fraction(steps.late_s, steps.declared_s),
+            "transfers_slower_by": fraction(transfers.late_s, transfers.declared_s),
+            "encodings_slower_by": fraction(encodings.late_s, total.declared_s),
+            "slower_by": fraction(total.late_s, total.declared_s),
+        }
+        workers.append(row)
+    largest = {key: max(row[key] for row in workers) for key in workers[0] if key != "rank"}
+    return {"workers": workers, **largest}
+
+
+def add_lateness(*rows: Lateness) -> Lateness:
+    """Return the sum of several counts of lateness, field by field."""
+    return Lateness(*map(sum, zip(*rows, strict=True)))
+
+
+def fraction(part: float, whole: float) -> float:
+    """Return part / whole; 0 if `whole` is 0."""
+    return part / whole if whole else 0.0

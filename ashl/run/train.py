@@ -27,13 +27,14 @@ from ashl.config.signals import handle_signals
 from ashl.errors import AshlError, UsageError, unwritable_path_error
 from ashl.launch.environment import JobMembership, read_membership
 from ashl.plan.plan import Plan
-from ashl.planning.compile_plan import prepare_plan
+from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import Job, assemble_job
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
+from ashl.run.host_time import host_here_s
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import log_level, logging_to
 from ashl.run.rescaling import Origin
@@ -41,9 +42,10 @@ from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
-from ashl.tracking.console import Progress, print_outcome
+from ashl.tracking.console import Progress, print_outcome, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
 from ashl.tracking.forecast import print_forecast, print_notes
+from ashl.tracking.killed import close_killed
 from ashl.tracking.option import TITLES, Tracking
 from ashl.tracking.recorder import SUMMARY, Recorder
 from ashl.tracking.tracker import TrackedRun
@@ -74,12 +76,13 @@ def run(
     silent: bool = False,
     resume: Path | None = None,
     command: str = "",
+    strict: bool = True,
 ) -> RunOutcome:
     """Compile the plan, run it and write its records.
 
     Args: resume, the folder of a run to resume from its checkpoint; quiet, show no progress;
     silent, show no outcome either; command, what the user typed, for the records (empty in a
-    sweep).
+    sweep); strict, reject overrides that have no effect (a resumed run accepts them).
     Raises: UsageError and DataMissingError before the run begins. AshlError if the run failed or
     diverged, and KeyboardInterrupt if it was interrupted; the records are complete by then, unless
     another interrupt arrived while they were written.
@@ -89,17 +92,24 @@ def run(
     with jobs.sharing_error(membership):
         tracking = construct(config["tracking"], "tracking", config["allow_targets"])
         plan, parts, data = prepare_plan(
-            config, membership.world_size if membership else None, overrides
+            config,
+            membership.world_size if membership else None,
+            overrides,
+            strict=strict and resume is None,
         )
     if membership is not None and membership.rank != 0:
         return RunOutcome(jobs.run_as_rank(plan, parts, config, membership))
     lead = None if membership is None else jobs.lead_job(plan, parts, config, membership)
-    if lead is None and parts.runtime.name == "local":
+    if lead is not None:
+        plan = replace(plan, notes=(*plan.notes, *lead.notes))
+    elif parts.runtime.name == "local":
         launch.check_local(plan, parts.runtime)
     torch.set_num_threads(parts.runtime.threads)
-    with jobs.sharing_error(membership, lead and lead.requests):
+    with jobs.sharing_error(membership, lead and lead.store):
         device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
         job = assemble_job(plan, device, parts, data)
+        if resume is not None:
+            close_killed(resume)
         resume, origin, plan = resolve_resume(
             find_restarted_run(config, membership) or resume, config, plan, job
         )
@@ -242,7 +252,7 @@ def run_kernel(
         run_dir, plan.num_ranks, saving.every_s, saving.identity, lead_rank
     )
     with (
-        jobs.sharing_error(lead and lead.job, lead and lead.requests),
+        jobs.sharing_error(lead and lead.job, lead and lead.store),
         logging_to(run_dir / CONTROLLER_LOG, "controller"),
     ):
         if saved is not None:
@@ -358,23 +368,28 @@ def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
 
 
 class DryRun(NamedTuple):
-    """The plan of a run.
+    """The plan of a run, and the longest time that this machine needs for it.
 
-    `epoch_samples` is the number of training samples. `leads` is False in the processes of a job
-    that print nothing: all except process 0.
+    `epoch_samples` is the number of training samples. `host_s` is the seconds for a run in virtual
+    time, else None. `leads` is False in the processes of a job that print nothing: all except
+    process 0.
     """
 
     plan: Plan
     epoch_samples: int
+    host_s: float | None
     leads: bool
 
     def show(self) -> None:
         """Print the stages with their predicted times."""
-        print_forecast(Console(highlight=False), self.plan, self.epoch_samples)
+        console = Console(highlight=False)
+        print_forecast(console, self.plan, self.epoch_samples)
+        if self.host_s is not None:
+            console.print(f"on this machine about {seconds(self.host_s)} at most")
 
     def document(self) -> dict[str, Any]:
-        """Return the plan as in plan.json."""
-        return {"plan": json.loads(self.plan.to_json())}
+        """Return the plan as in plan.json, and the seconds on this machine."""
+        return {"plan": json.loads(self.plan.to_json()), "host_s": self.host_s}
 
 
 def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> DryRun:
@@ -383,11 +398,15 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
     Args: processes, the number of processes that a job will have; None = without a job.
     """
     config, membership = detect_job(config)
-    plan, _, data = prepare_plan(
-        config, membership.world_size if membership else processes, overrides
+    plan, parts, data = prepare_plan(
+        config, membership.world_size if membership else processes, overrides, strict=True
     )
     construct(config["tracking"], "tracking", config["allow_targets"])
-    return DryRun(plan, len(data.train), membership is None or membership.rank == 0)
+    leads = membership is None or membership.rank == 0
+    host_s = None
+    if leads and is_virtual(config):
+        host_s = host_here_s(PreparedPlan(plan, parts, data))
+    return DryRun(plan, len(data.train), host_s, leads)
 
 
 def is_virtual(config: Mapping[str, Any]) -> bool:

@@ -39,7 +39,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ashl.device import HOST
-from ashl.learn.learner import Learner
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import Collective
 from ashl.runtime.collectives import Hierarchy
@@ -51,7 +50,7 @@ from ashl.runtime.communicator import (
 )
 from ashl.runtime.compute_unit import ComputeOutcome, ComputeUnit
 from ashl.runtime.effects import Epoch
-from ashl.runtime.kernel import Mailbox, Task, TaskKernel, deadline_ns, describe_wait, resume_task
+from ashl.runtime.kernel import Mailbox, Task, deadline_ns, describe_wait, resume_checked
 from ashl.runtime.rank_checkpoint import (
     PAUSES,
     RankCheckpointWriter,
@@ -59,7 +58,7 @@ from ashl.runtime.rank_checkpoint import (
     next_due_ns,
     restore_rank,
 )
-from ashl.runtime.rank_context import Observer, RankContext
+from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.records import Heartbeat
 from ashl.runtime.rendezvous import JOINER, SERVER, synchronize_clocks, world
 from ashl.runtime.throttle import Throttle
@@ -77,7 +76,7 @@ MakeGroup = Callable[[Epoch, tuple[int, ...], Callable[[], bool]], dist.ProcessG
 logger = logging.getLogger(__name__)
 
 
-class TorchKernel(TaskKernel):
+class TorchKernel:
     """Drives one rank's coroutines."""
 
     def __init__(
@@ -110,7 +109,7 @@ class TorchKernel(TaskKernel):
         returns the ranks with which this rank exchanges messages in an epoch.
         """
         self.observer = observer
-        self.worker_states: Learner | None = None
+        self.worker_states: WorkerStates | None = None
         self.ctx = RankContext(self, rank)
         self._zero = time.monotonic_ns()  # provisional until all ranks have met, see `run`
         self._since_ns = 0  # ns: experiment time at the start, above 0 after a restore
@@ -181,7 +180,7 @@ class TorchKernel(TaskKernel):
         """Return True once all ranks have met and the clock runs."""
         return self._connections is not None
 
-    def save_rank(self, task: Task, save: fx.Save) -> tuple[bool, Any]:
+    def _save(self, save: fx.Save) -> None:
         """Save this rank, and begin another pass of its loop."""
         assert self._pauses is not None
         if self._checkpoint_writer is not None:
@@ -192,7 +191,6 @@ class TorchKernel(TaskKernel):
         early, self._early = self._early, []
         for received in early:
             self._receive(received)
-        return False, None
 
     def compute_once(
         self, ctx: RankContext, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]
@@ -490,7 +488,7 @@ class TorchKernel(TaskKernel):
         needs it.
         """
         if not self._unit.deliver(message) and (task := self._mail.put(message)):
-            self.wake(task, message)
+            self._wake(task, message)
 
     def _unblock(self, task: Task, pull_start_ns: int) -> None:
         if task.main:
@@ -502,9 +500,9 @@ class TorchKernel(TaskKernel):
             task.waiting = None
             self._resumed_ns = time.monotonic_ns()
             before = self.ctx.restart_point
-            effect = resume_task(task, value)
+            effect = resume_checked(task, value)
             if effect is None:
-                return self.end_task(task)
+                return self._end_task(task)
             task.waiting = effect
             is_amid_step = self.ctx.is_amid_step(before, effect)
             if self._published is not self._epoch and not is_amid_step:
@@ -540,24 +538,40 @@ class TorchKernel(TaskKernel):
                 self._await_epoch(error)
                 return True, None
             return False, self._account_collective(outcome, task.main)
-        return self.perform_infrequent(task, effect)
+        return self._perform_infrequent(task, effect)
 
-    def mail_of(self, task: Task) -> Mailbox:
-        return self._mail
+    def _perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
+        """Perform an effect that moves no data; return as `_perform`."""
+        if isinstance(effect, fx.Sleep):
+            due_ns = self.now_ns + round(effect.seconds * 1e9)
+            self._set_timer(due_ns, lambda: self._wake(task, None))
+            return True, None
+        if isinstance(effect, fx.Join):
+            if effect.task.done:
+                return False, effect.task.result
+            effect.task.joiner = task
+            return True, None
+        if isinstance(effect, fx.Cancel):
+            self._cancel_task(effect.task)
+            return False, None
+        if isinstance(effect, fx.Save):
+            return False, self._save(effect)
+        if isinstance(effect, fx.Discard):
+            self._mail.discard(effect.tags)
+            return False, None
+        raise TypeError(f"{effect!r} is not an effect")
 
-    def end_task(self, task: Task) -> None:
+    def _end_task(self, task: Task) -> None:
         self._live -= 1
         self._tasks.discard(task)
-        super().end_task(task)
+        if task.joiner is not None:
+            self._wake(task.joiner, task.result)
 
-    def wake(self, task: Task, value: Any) -> None:
+    def _wake(self, task: Task, value: Any) -> None:
         if not task.done:
             if task.main:
                 self.ctx.time_accounting.attribute_idle(self.now_ns)
             self._ready.append((task, value))
-
-    def wake_at(self, time_ns: int, task: Task) -> None:
-        self._set_timer(time_ns, lambda: self.wake(task, None))
 
     def _set_timer(self, due_ns: int, callback: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (due_ns, next(self._seq), callback))
@@ -689,3 +703,12 @@ class TorchKernel(TaskKernel):
             self._mail.waiters.remove(task)
             self._unblock(task, self.now_ns)
             self._ready.append((task, None))
+
+    def _cancel_task(self, task: Task) -> None:
+        if task.done:
+            return
+        if task in self._mail.waiters:
+            self._mail.waiters.remove(task)
+        task.coro.close()
+        task.done = True
+        self._end_task(task)

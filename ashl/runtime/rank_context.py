@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from ashl.learn.learner import Learner
 from ashl.plan.assignments import Members
 from ashl.runtime.effects import (
     ANY,
@@ -88,11 +87,21 @@ class Counter(Protocol):
     def progress(self) -> ReportsProgress: ...
 
 
+class WorkerStates(Protocol):
+    """A store of each worker's module state: all that forward passes change beside the parameters.
+    None is the initial state.
+    """
+
+    def worker_state(self, worker: int) -> Any: ...
+
+    def set_worker_state(self, worker: int, state: Any) -> None: ...
+
+
 class Kernel(Protocol):
     """The part of a kernel that a rank context calls without awaiting."""
 
     observer: Observer
-    worker_states: Learner | None
+    worker_states: WorkerStates | None
     checkpoint_due_ns: float  # time of the next checkpoint; infinity = none
 
     @property
@@ -129,8 +138,6 @@ class RankContext:
     # effects to await
     compute = Compute
     send = Send
-    all_reduce = AllReduce
-    all_gather = AllGather
     sleep = Sleep
     join = Join
     cancel = Cancel
@@ -161,6 +168,28 @@ class RankContext:
 
     def discard(self, *tags: Tag) -> Discard:
         return Discard(tags)
+
+    def all_reduce(
+        self,
+        tensor: Any,
+        group: tuple[int, ...],
+        op: str = "sum",
+        piggybacked: int = 0,
+        key: int = 0,
+        credit: int = 0,
+    ) -> AllReduce:
+        assert key >= 0, "keys of collectives count from 0"
+        return AllReduce(tensor, group, op, piggybacked, key, credit)
+
+    def all_gather(
+        self,
+        tensor: Any,
+        group: tuple[int, ...],
+        piggybacked: int = 0,
+        key: int = 0,
+    ) -> AllGather:
+        assert key >= 0, "keys of collectives count from 0"
+        return AllGather(tensor, group, piggybacked, key)
 
     def spawn(self, coro: Coroutine) -> Any:
         """Start a task beside the main one. Its time is not the worker's time, because only the

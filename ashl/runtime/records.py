@@ -1,12 +1,14 @@
-"""Records: the reports of a rank on its run, a named tuple for each kind.
+"""Records: the reports of a rank on its run, a named tuple for each kind, with one JSON form for
+all of them.
 
-In virtual time the monitor receives the tuple itself. A process sends its fields, with `kind` as
-the name of the type; a field with its default value is omitted. Nothing is unpickled: every
+In virtual time the monitor receives the tuple itself. A process sends it as one line of JSON, in
+which `kind` names the type; a field with its default value is omitted. Nothing is unpickled: every
 field is validated, and control characters are removed from text for a terminal. `is_recorded`
 decides which rounds are recorded at all. The counterpart of records is `ControlUpdate`, the message
 from the controller to every rank.
 """
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
@@ -155,6 +157,12 @@ class Heartbeat(NamedTuple):
     first_pause: int | None = None
 
 
+class Alive(NamedTuple):
+    """A sign of life from a process that has not begun yet."""
+
+    rank: int
+
+
 class Ready(NamedTuple):
     """A joining worker that is ready to be admitted while the others run."""
 
@@ -167,19 +175,19 @@ class Placed(NamedTuple):
     rank: int
     host: Text
     device: Text
+    cores: int  # cores that it may use there
 
 
 class CompressionReport(NamedTuple):
-    """Compression metrics of one message.
-
-    `relative_error` is ‖p − C(p)‖²/‖p‖², with p the encoded vector and C(p) the decoded one; None
-    if a payload alone does not determine C(p), or if p = 0.
-    """
+    """Compression metrics of one message, see `ashl.compression.error_metrics`."""
 
     rank: int
     round: int
     time_ns: int
     relative_error: float | None
+    residual: float | None
+    cosine: float | None
+    split: tuple[int, int, int, int]  # bytes of headers, scales, values and indices
     nbytes: int
     unbiased: bool
 
@@ -219,13 +227,28 @@ class Replan(NamedTuple):
     time_ns: int
 
 
+class Lateness(NamedTuple):
+    """Operations that took longer than declared: how many there were, and by how many seconds in
+    total they were late.
+    """
+
+    count: int
+    late_s: float
+    declared_s: float
+
+
+ON_TIME = Lateness(0, 0.0, 0.0)
+
+
 class PacingStats(NamedTuple):
-    """Lateness of a process against the declared costs: of its own steps and encodings, and of the
-    transfers that it received, by sender.
+    """Lateness of a process against the declared costs: of its steps, of received transfers by
+    sender, and of encodings.
     """
 
     rank: int
-    late: list[tuple[int, float, float]]  # rank, seconds late, declared seconds
+    steps: Lateness
+    transfers: list[tuple[int, Lateness]]
+    encodings: Lateness = ON_TIME
 
 
 class ProcessExited(NamedTuple):
@@ -242,11 +265,14 @@ class StopAsked(NamedTuple):
 
 
 class RankError(NamedTuple):
-    """The failure of a process; `consequence` is True if another process failed first."""
+    """The failure of a process. `consequence` is True if another process failed first; `blames` is
+    the rank that failed, if known.
+    """
 
     rank: int
     error: Text
     consequence: bool
+    blames: int | None = None
 
 
 class CheckpointPartSaved(NamedTuple):
@@ -255,7 +281,9 @@ class CheckpointPartSaved(NamedTuple):
     rank: int
     number: int  # of the checkpoint
     time_ns: int
-    sha256: Text = ""  # "" if the controller has to write the part
+    sha256: Text = ""
+    # bytes that the controller has to write; 0 = the rank has written its file itself
+    nbytes: int = 0
     error: Text | None = None
 
 
@@ -265,6 +293,7 @@ class ModuleState(NamedTuple):
     """
 
     rank: int
+    nbytes: int
     last: bool = False  # True if the worker computes no more
 
 
@@ -278,6 +307,7 @@ class Snapshot(NamedTuple):
     tick: int | None = None
     final: bool = False
     counts: Counts | None = None
+    nbytes: int | None = None  # bytes of the model, if it travels beside the record
     without: tuple[int, ...] = ()  # with the counts: workers without a model in this evaluation
 
 
@@ -289,6 +319,7 @@ Record = (
     | WorkerRejoined
     | TimeTotals
     | Heartbeat
+    | Alive
     | Ready
     | Placed
     | CompressionReport
@@ -320,13 +351,32 @@ def as_fields(record: Record) -> dict[str, Any]:
     return {"kind": type(record).__name__, **fields}
 
 
-def record_of(fields: object) -> Record:
-    """Return the record with these fields. Raises AshlError if it is not one of this program."""
-    known = dict(fields) if isinstance(fields, dict) else {}
-    kind = str(known.pop("kind", None))
-    if kind not in KINDS:
-        raise AshlError(f"received a record of an unknown kind ({to_one_line(kind)[:40]})")
-    return validate(KINDS[kind], known, f"a record of kind {kind!r}")
+def dumps(record: Record) -> str:
+    """Return a record as one line of JSON; numbers that are not finite have JavaScript's names."""
+    return json.dumps(as_fields(record))
+
+
+def loads(line: str | bytes) -> Record:
+    """Return the record of a line. Raises AshlError for a line that no rank of this program sends;
+    the message says why.
+    """
+    fields: Any = parse_json(line)
+    kind = fields.pop("kind", None) if isinstance(fields, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        kind = to_one_line(repr(kind))[:40]
+        raise AshlError(
+            f"received a line that is not a record (kind {kind}); is another"
+            " program using the job's port?"
+        )
+    return validate(KINDS[kind], fields, f"a record of kind {kind!r}")
+
+
+def parse_json(text: str | bytes) -> object:
+    """Return the value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def validate(of: type[T], fields: object, what: str) -> T:
@@ -367,6 +417,13 @@ class ControlUpdate(NamedTuple):
     ready: tuple[tuple[int, int], ...] = ()
     # the members of a run whose workers regroup after a failure or a rejoin
     epoch: Epoch = Epoch(0, ())
+
+    def dumps(self) -> str:
+        return json.dumps(self)
+
+    @staticmethod
+    def loads(line: str | bytes) -> "ControlUpdate":
+        return validate(ControlUpdate, parse_json(line), "a control update")
 
 
 # --- which rounds are recorded

@@ -27,13 +27,12 @@ from collections.abc import (
 )
 from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ashl.cluster.network import ExchangeNetwork, NicNetwork
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
 from ashl.learn.allocator import reduce_collections
-from ashl.learn.learner import Learner
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import Collective, CollectiveQueue, CollectiveQueues
 from ashl.runtime.effects import (
@@ -47,9 +46,9 @@ from ashl.runtime.effects import (
     Save,
     Send,
 )
-from ashl.runtime.kernel import Mailbox, Task, TaskKernel, deadline_ns, resume_task
+from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resume_task
 from ashl.runtime.rank_checkpoint import ABSENT, SavedRank, restore_rank
-from ashl.runtime.rank_context import Observer, RankContext
+from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.sums import PHASES_OF_A_SUM, chunk, concatenate, sum_in_rank_order
 from ashl.size_only import SizeOnly
 
@@ -59,23 +58,7 @@ Begin = Callable[["Sim", Callable[..., Coroutine]], None]
 END_OF_INSTANT = 2**62  # offset of places in the order of events that come at the end of an instant
 
 
-class Segment(NamedTuple):
-    """One part of a computation: its class of time, its cost in ns, and a message that the rank
-    receives from itself at its end.
-    """
-
-    kind: str
-    cost_ns: int
-    emits: Message | None = None
-
-
-class Segments(NamedTuple):
-    """The effect that keeps a rank's compute unit busy with one segment after the other."""
-
-    segments: list[Segment]
-
-
-class Sim(TaskKernel):
+class Sim:
     """Drives the coroutines of all ranks under a virtual clock."""
 
     def __init__(
@@ -117,7 +100,7 @@ class Sim(TaskKernel):
         self._starts_after_work = dict[int, Callable[..., Coroutine]]()
         # ns, by rank: its latest failure; None if no failure begins an epoch
         self.failed_ns: dict[int, int] | None = None
-        self.worker_states: Learner | None = None
+        self.worker_states: WorkerStates | None = None
         # runs a computation, or starts it on another core; None = run it here
         self.begin_compute: Callable[[Compute], Any] | None = None
 
@@ -132,6 +115,12 @@ class Sim(TaskKernel):
     ) -> T:
         queue = self.collective_queues.get_queue(group, self.now_ns)
         return queue.compute_once(ctx.rank, key, fn)
+
+    def _pause(self, task: Task, effect: Save) -> None:
+        """Let a rank wait until all ranks pause."""
+        self._pausing[task.ctx.rank] = task, effect
+        self.joining.pop(task.ctx.rank, None)
+        self._check_pause()
 
     def _check_pause(self) -> None:
         """Save all ranks once nothing is in flight, if all of them pause."""
@@ -241,6 +230,7 @@ class Sim(TaskKernel):
                     self._resume(target, value)
             else:
                 target(value)
+            check_context()
             if not self.events & 255:
                 tick()
 
@@ -260,10 +250,10 @@ class Sim(TaskKernel):
             effect = resume_task(task, value)
             kind = effect.__class__
             if kind is Compute:
-                blocked, value = self._compute(task, effect)
-                if blocked:
+                value, end = self._compute(task, effect)
+                if end > self.now_ns:
                     task.waiting = effect
-                    return None
+                    return self._schedule(end, task, value)
             elif kind is Send:
                 value = self._send(ctx, effect)
             elif kind is Recv:
@@ -271,109 +261,76 @@ class Sim(TaskKernel):
                 if value is None:
                     return self._block_task(task, effect)
             elif effect is None:
-                return self.end_task(task)
+                return self._end_task(task)
             elif kind in COLLECTIVES:
                 task.waiting = effect
                 return self._post_collective(task, effect)
             else:
-                blocked, value = self.perform_infrequent(task, effect)
+                blocked, value = self._perform_infrequent(task, effect)
                 if blocked:
                     task.waiting = effect
                     return None
 
-    def _compute(self, task: Task, effect: Compute) -> tuple[bool, Any]:
-        """Run a computation; return whether the task blocks, and the effect's value.
+    def _compute(self, task: Task, effect: Compute) -> tuple[Any, int]:
+        """Run a computation; return its result and its end in ns.
 
-        The value of a computation with needs is a generator of the effects that remain.
+        The result of a computation with needs is a generator of the effects that remain.
         """
         if effect.needs:
-            return False, self._compute_with_needs(task, effect)
+            return self._compute_in_steps(task, effect), self.now_ns
         if effect.parts:
             payloads = dict[int, Any]()
             value = effect.fn(payloads.__setitem__)
-            start_ns = self._start_compute(task)
-            cost_ns = self._cost_ns(task.ctx.rank, effect.kind, effect.work, start_ns)
-            segments = self._segments_of(task, effect, payloads, start_ns, cost_ns)
-            return self._run_segments(task, segments, value)
+            start, cost = self._start_compute(task, effect)
+            return value, self._post_parts(task, effect, payloads, start, cost)
         value = effect.fn() if self.begin_compute is None else self.begin_compute(effect)
-        end = self._occupy_unit(task, effect)
-        if end <= self.now_ns:
-            return False, value
-        self._schedule(end, task, value)
-        return True, None
+        return value, self._occupy_unit(task, effect)
 
-    def _compute_with_needs(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
-        """Yield the effects of a computation that pauses until each message that it needs has
-        arrived.
+    def _post_parts(
+        self, task: Task, effect: Compute, payloads: dict[int, Any], start: int, cost: int
+    ) -> int:
+        """Schedule the parts of a computation that began at `start`; return its end in ns."""
+        rank = task.ctx.rank
+        encoded = [0] * len(effect.parts)  # ns of encoding up to each part
+        if (encoding := effect.encoding) is not None:
+            payloads = {k: encoding.fn(k, payloads[k]) for k in range(len(effect.parts))}
+            encoded = [self._cost_ns(rank, "compress", work, start) for work in encoding.work]
+        before = 0  # ns of encoding so far
+        spans: list[tuple[str, int]] = []
+        for k, (share, tag) in enumerate(effect.parts):
+            computed = start + round(cost * share)
+            due = computed + encoded[k]
+            if encoded[k] > before:
+                spans += [("compute", computed + before), ("compress", due)]
+                before = encoded[k]
+            self._schedule(due, self._emit_part, (task, Message(rank, tag, payloads[k], (), due)))
+        end = self._unit_free[rank] = start + cost + before
+        if task.main:
+            for kind, until in (*spans, ("compute", end)):
+                task.ctx.time_accounting.attribute_until(kind, until)
+        return end
+
+    def _compute_in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
+        """Yield the effects of a computation that needs messages, from one need to the next.
 
         The function runs once all needed messages have arrived. No other task may use the rank's
         compute unit meanwhile.
         """
-        start_ns = self._start_compute(task)
-        cost_ns = self._cost_ns(task.ctx.rank, effect.kind, effect.work, start_ns)
-        needed_payloads, payloads, done_ns = [], dict[int, Any](), 0
+        start, cost = self._start_compute(task, effect)
+        needed_payloads, payloads = [], dict[int, Any]()
         for share, tag in effect.needs:
-            until_ns = round(cost_ns * share)
-            yield Segments([Segment("compute", until_ns - done_ns)])
+            reached = start + round(cost * share)
+            if reached > self.now_ns:
+                if task.main:
+                    task.ctx.time_accounting.attribute_until("compute", reached)
+                yield fx.Sleep((reached - self.now_ns) / 1e9)
             needed_payloads.append((yield Recv((tag,))).payload)
-            done_ns = until_ns
+            start += max(0, self.now_ns - reached)  # delayed by the time that it was paused
         value = effect.fn(payloads.__setitem__, needed_payloads.__getitem__)
-        start_ns = self.now_ns - done_ns
-        yield Segments(self._segments_of(task, effect, payloads, start_ns, cost_ns, done_ns))
+        end = self._post_parts(task, effect, payloads, start, cost)
+        if end > self.now_ns:
+            yield fx.Sleep((end - self.now_ns) / 1e9)
         return value
-
-    def _segments_of(
-        self,
-        task: Task,
-        effect: Compute,
-        payloads: dict[int, Any],
-        start_ns: int,
-        cost_ns: int,
-        done_ns: int = 0,
-    ) -> list[Segment]:
-        """Return the segments of a computation that emits these payloads.
-
-        Args: done_ns: the part of its cost that is over.
-        """
-        rank, segments, encoded_ns = task.ctx.rank, list[Segment](), 0
-        for k, (share, tag) in enumerate(effect.parts):
-            payload, computed_ns = payloads[k], round(cost_ns * share)
-            message = Message(rank, tag, payload, (), 0)
-            encode_ns = 0
-            if (encoding := effect.encoding) is not None:
-                message = message._replace(payload=encoding.fn(k, payload))
-                before_ns = encoded_ns
-                encoded_ns = self._cost_ns(rank, "compress", encoding.work[k], start_ns)
-                encode_ns = encoded_ns - before_ns
-            if encode_ns > 0:
-                segments.append(Segment("compute", computed_ns - done_ns))
-                segments.append(Segment("compress", encode_ns, message))
-            else:
-                segments.append(Segment("compute", computed_ns - done_ns, message))
-            done_ns = computed_ns
-        segments.append(Segment(effect.time_class, cost_ns - done_ns))
-        return segments
-
-    def _run_segments(self, task: Task, segments: list[Segment], value: Any) -> tuple[bool, Any]:
-        """Occupy the rank's compute unit with these segments; the task goes on with `value` after
-        the last one. Return whether it blocks, and the value.
-        """
-        rank, kind = task.ctx.rank, segments[0].kind
-        end = max(self._unit_free[rank], self.now_ns)
-        for segment in segments:
-            if segment.kind != kind and task.main:
-                task.ctx.time_accounting.attribute_until(kind, end)
-            kind = segment.kind
-            end += segment.cost_ns
-            if segment.emits is not None:
-                self._schedule(end, self._emit_part, (task, segment.emits))
-        self._unit_free[rank] = end
-        if task.main:
-            task.ctx.time_accounting.attribute_until(kind, end)
-        if end <= self.now_ns:
-            return False, value
-        self._schedule(end, task, value)
-        return True, None
 
     def _emit_part(self, item: tuple[Task, Message]) -> None:
         """Deliver a part of a computation to its own rank."""
@@ -381,29 +338,31 @@ class Sim(TaskKernel):
         if task.done:
             return
         task.ctx.time_accounting.record_part(self.now_ns)
-        message = message._replace(start_ns=self.now_ns)
         self._deliver((message.src, message, 2 * self.restarts[message.src]))
 
     def _occupy_unit(self, task: Task, effect: Compute) -> int:
         """Return the end, in ns, of a computation on the rank's compute unit, which runs one
         computation after the other.
         """
-        rank = task.ctx.rank
-        start = self._start_compute(task) if self._unit_free[rank] > self.now_ns else self.now_ns
-        cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
-        if cost is None:
-            raise undeclared_cost(effect.kind, rank)
+        rank, start = task.ctx.rank, self.now_ns
+        if self._unit_free[rank] > start:
+            start, cost = self._start_compute(task, effect)
+        else:  # the usual case, without a call
+            cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
+            if cost is None:
+                raise undeclared_cost(effect.kind, rank)
         end = self._unit_free[rank] = start + cost
         if cost and task.main:
             task.ctx.time_accounting.attribute_until(effect.time_class, end)
         return end
 
-    def _start_compute(self, task: Task) -> int:
-        """Return when the rank's compute unit begins the next computation, in ns."""
-        start = max(self._unit_free[task.ctx.rank], self.now_ns)
-        if start > self.now_ns and task.main:
+    def _start_compute(self, task: Task, effect: Compute) -> tuple[int, int]:
+        """Return when the rank's compute unit begins this computation, and its cost, both in ns."""
+        rank, now = task.ctx.rank, self.now_ns
+        start = max(self._unit_free[rank], now)
+        if start > now and task.main:
             task.ctx.time_accounting.attribute_until("wait", start)
-        return start
+        return start, self._cost_ns(rank, effect.kind, effect.work, start)
 
     def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
         cost = self.speed.cost_ns(rank, kind, work, start_ns)
@@ -492,15 +451,14 @@ class Sim(TaskKernel):
                 )
             self._resume(task, None)
 
-    def end_task(self, task: Task) -> None:
+    def _end_task(self, task: Task) -> None:
         self._tasks.discard(task)
-        super().end_task(task)
+        if task.joiner is not None:
+            self._wake(task.joiner, task.result)
 
-    def wake(self, task: Task, value: Any) -> None:
+    def _wake(self, task: Task, value: Any) -> None:
+        """Resume the task later at this same instant, after the events that were posted before."""
         self._schedule(self.now_ns, self._resume_idle, (task, value))
-
-    def wake_at(self, time_ns: int, task: Task) -> None:
-        self._schedule(time_ns, self._resume_idle, (task, None))
 
     def _resume_idle(self, item: tuple[Task, Any]) -> None:
         task, value = item
@@ -510,19 +468,41 @@ class Sim(TaskKernel):
             task.ctx.time_accounting.attribute_idle(self.now_ns)
         self._resume(task, value)
 
-    def perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
-        if isinstance(effect, Segments):
-            return self._run_segments(task, effect.segments, None)
-        return super().perform_infrequent(task, effect)
+    def _perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
+        """Perform an effect off the hot path; return whether the task blocks, and the effect's
+        value.
+        """
+        if isinstance(effect, fx.Sleep):
+            self._schedule(
+                self.now_ns + round(effect.seconds * 1e9), self._resume_idle, (task, None)
+            )
+            return True, None
+        if isinstance(effect, fx.Join):
+            if effect.task.done:
+                return False, effect.task.result
+            effect.task.joiner = task
+            return True, None
+        if isinstance(effect, Save):
+            self._pause(task, effect)
+            return True, None
+        if isinstance(effect, fx.Cancel):
+            self._cancel_task(effect.task)
+        elif isinstance(effect, fx.Discard):
+            self._mail[task.ctx.rank].discard(effect.tags)
+        else:
+            raise TypeError(f"{effect!r} is not an effect")
+        return False, None
 
-    def mail_of(self, task: Task) -> Mailbox:
-        return self._mail[task.ctx.rank]
-
-    def save_rank(self, task: Task, save: Save) -> tuple[bool, Any]:
-        self._pausing[task.ctx.rank] = task, save
-        self.joining.pop(task.ctx.rank, None)
-        self._check_pause()
-        return True, None
+    def _cancel_task(self, task: Task) -> None:
+        if task.done:
+            return
+        waiters = self._mail[task.ctx.rank].waiters
+        if task in waiters:
+            waiters.remove(task)
+        task.coro.close()
+        task.done = True
+        task.waiting = None
+        self._end_task(task)
 
     def stop_ranks(self, ranks: Collection[int]) -> None:
         """End all tasks of these ranks at this instant, because they fail or begin an epoch.
@@ -532,7 +512,7 @@ class Sim(TaskKernel):
         """
         now = self.now_ns
         for task in [task for task in self._tasks if task.ctx.rank in ranks]:
-            self.cancel_task(task)
+            self._cancel_task(task)
         first_ns = dict.fromkeys(ranks, now)  # begin of the first message that arrives
         for _, _, target, value in self._heap:
             if target == self._deliver and value[0] in first_ns:
@@ -558,7 +538,7 @@ class Sim(TaskKernel):
         self._pausing = {}
         self.collective_queues.abort()
         for task in [task for task in self._tasks if task.ctx.rank in working and not task.main]:
-            self.cancel_task(task)
+            self._cancel_task(task)
         for rank in working:
             self._mail[rank] = Mailbox()
             self.restarts[rank] += 1

@@ -12,21 +12,24 @@ from ashl.option import option
 from ashl.plan.plan import StagePlan
 from ashl.schedule.ashl import ASHL, ahl_stage, profiling_stage, shl_stage
 from ashl.schedule.choices import Choices
+from ashl.schedule.handover import Handover
 
 
 @option
-class ASHLReversed(ASHL):
+class ASHLReversed(ASHL, Handover):
     """A small H with a bounded lead first, a large H without waiting later."""
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        return [
-            *profiling_stage(choices, self.profile_steps),
-            shl_stage(
-                choices,
-                self.h_preset[1],
-                self.r_preset[1],
-                self.staleness,
-                until=self.low_enough,
-            ),
-            ahl_stage(choices, self.h_preset[0], self.r_preset[0]),
-        ]
+        return self.with_handover(
+            [
+                *profiling_stage(choices, self.profile_steps),
+                shl_stage(
+                    choices,
+                    self.h_preset[1],
+                    self.r_preset[1],
+                    self.staleness,
+                    until=self.low_enough,
+                ),
+                ahl_stage(choices, self.h_preset[0], self.r_preset[0]),
+            ]
+        )

@@ -39,6 +39,7 @@ class Choices:
         local_steps: int | str | None = None,
         h_preset: int | None = None,
         r_preset: float | None = None,
+        handover: dict[str, str] | None = None,
         **specs: Spec,
     ) -> StagePlan:
         """Return a stage with the chosen specs, or with those given here.
@@ -74,6 +75,7 @@ class Choices:
             optimizer=specs["optimizer"],
             until=until or {},
             workers=(worker,) * self.num_workers,
+            handover=handover or {},
             h_preset=h_preset if planned else None,
             r_preset=r_preset,
         )

@@ -14,11 +14,12 @@ from typing import ClassVar
 from ashl.option import Count, Positive, option
 from ashl.plan.plan import Spec, StagePlan
 from ashl.schedule.choices import Choices, Schedule
+from ashl.schedule.handover import Handover
 from ashl.schedule.sync_first import bsp_stage
 
 
 @option
-class PostLocal(Schedule):
+class PostLocal(Schedule, Handover):
     """Synchronous steps first, local steps later."""
 
     names_sync: ClassVar[bool] = True
@@ -29,4 +30,4 @@ class PostLocal(Schedule):
         h = self.local_steps
         spec: Spec = {"_target_": "ashl.sync.local_sgd.LocalSGD", "local_steps": h}
         local = choices.stage("local_sgd", sync=spec, local_steps=h)
-        return [bsp_stage(choices, {"epochs": self.switch_epochs}), local]
+        return self.with_handover([bsp_stage(choices, {"epochs": self.switch_epochs}), local])

@@ -11,10 +11,11 @@ from ashl.option import Count, Positive, option
 from ashl.plan.plan import Spec, StagePlan
 from ashl.schedule.ashl import ASHL, ahl_stage, profiling_stage, shl_stage
 from ashl.schedule.choices import Choices
+from ashl.schedule.handover import Handover
 
 
 @option
-class QSRTail(ASHL):
+class QSRTail(ASHL, Handover):
     """A large H, a small H, and a growing H at the end."""
 
     shl_epochs: Positive
@@ -29,9 +30,11 @@ class QSRTail(ASHL):
             "alpha": self.alpha,
             "h_max": self.h_max,
         }
-        return [
-            *profiling_stage(choices, self.profile_steps),
-            ahl_stage(choices, self.h_preset[0], self.r_preset[0], until=self.low_enough),
-            shl_stage(choices, h, r, self.staleness, until={"epochs": self.shl_epochs}),
-            choices.stage("qsr", sync=spec, local_steps="plan", h_preset=h, r_preset=r),
-        ]
+        return self.with_handover(
+            [
+                *profiling_stage(choices, self.profile_steps),
+                ahl_stage(choices, self.h_preset[0], self.r_preset[0], until=self.low_enough),
+                shl_stage(choices, h, r, self.staleness, until={"epochs": self.shl_epochs}),
+                choices.stage("qsr", sync=spec, local_steps="plan", h_preset=h, r_preset=r),
+            ]
+        )

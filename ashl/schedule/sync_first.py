@@ -12,21 +12,24 @@ from ashl.option import Positive, option
 from ashl.plan.plan import Spec, StagePlan
 from ashl.schedule.ashl import ASHL, ahl_stage, profiling_stage, shl_stage
 from ashl.schedule.choices import Choices
+from ashl.schedule.handover import Handover
 
 
 @option
-class SyncFirst(ASHL):
+class SyncFirst(ASHL, Handover):
     """BSP first, then ASHL."""
 
     warmup_epochs: Positive
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        return [
-            *profiling_stage(choices, self.profile_steps),
-            bsp_stage(choices, {"epochs": self.warmup_epochs}, r=1.0),
-            ahl_stage(choices, self.h_preset[0], self.r_preset[0], until=self.low_enough),
-            shl_stage(choices, self.h_preset[1], self.r_preset[1], self.staleness),
-        ]
+        return self.with_handover(
+            [
+                *profiling_stage(choices, self.profile_steps),
+                bsp_stage(choices, {"epochs": self.warmup_epochs}, r=1.0),
+                ahl_stage(choices, self.h_preset[0], self.r_preset[0], until=self.low_enough),
+                shl_stage(choices, self.h_preset[1], self.r_preset[1], self.staleness),
+            ]
+        )
 
 
 def bsp_stage(choices: Choices, until: dict[str, float], r: float | None = None) -> StagePlan:

@@ -24,27 +24,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ashl.compression.contract import (
     Codec,
+    CodecInput,
     Collective,
     EncodeContext,
+    Keeps,
     Linear,
+    Outcome,
     Reduces,
     State,
-    Team,
     Traits,
 )
 from ashl.compression.wrappers import (
+    codec_input,
     convert_sender,
     inner_codec,
-    run_protocol,
+    rebuild_tuple,
+    sender_after,
 )
 from ashl.device import HOST, to_device, to_host
 from ashl.errors import UsageError
@@ -132,7 +135,7 @@ class CompressionPipeline:
         )
 
     def carry_over(
-        self, state: CodecState, gradients: bool, rate: float, keeps_momentum: bool
+        self, state: CodecState, keeps: Keeps, gradients: bool, rate: float
     ) -> CodecState:
         """Return the codec state for a stage that begins with this pipeline, at learning rate
         `rate`.
@@ -149,13 +152,19 @@ class CompressionPipeline:
                 if gradients
                 else -rate
             )
-            memory = self.inner_codec.convert_memory(state.memory, factor, keeps_momentum)
-        sender = self._move_state(convert_sender(state.sender, self.codec))
+            memory = self.inner_codec.convert_memory(state.memory, keeps, factor)
+        sender = (
+            self._move_state(convert_sender(state.sender, self.codec)) if keeps.residual else None
+        )
         return CodecState(sender, memory=memory, gradients=gradients, held=state.held)
 
     def _move_state(self, state: State) -> State:
         """Move the state of another codec to the device of this one."""
-        return tree_map_only(Tensor, partial(self.move_to_codec, self.codec), state)
+        if isinstance(state, Tensor):
+            return self.move_to_codec(self.codec, state)
+        if isinstance(state, tuple):
+            return rebuild_tuple(state, map(self._move_state, state))
+        return state
 
     # --- pushes
 
@@ -201,6 +210,10 @@ class CompressionPipeline:
         # otherwise the vector was sent without encoding
         if not isinstance(payload, SizeOnly) and payload.dtype == torch.uint8:
             state.sender = self.codec.restore_dropped(state.sender, payload)
+
+    def residual(self, state: CodecState) -> Tensor | None:
+        """Return the residual that the sender keeps for later messages."""
+        return self.codec.residual(state.sender)
 
     def decode(self, state: CodecState, worker: int, payload: Payload) -> Vector:
         """Decode the payload of a worker. Raises PayloadError."""
@@ -272,21 +285,18 @@ class CompressionPipeline:
             return self.reduce(state, [total_payload], [1.0])
         return self.move_from_codec(self.inner_codec.decode(None, total_payload, self.d)[1])
 
-    async def run_protocol(
-        self, state: CodecState, team: Team, x: Vector, context: EncodeContext
-    ) -> Vector:
-        """Run the codec's own protocol over all workers, update the sender's state, and return the
-        merged update.
-        """
-        if isinstance(x, SizeOnly):
-            assert isinstance(self.inner_codec, Collective)
-            await team.compute(lambda: None, work=1)
-            await self.inner_codec.simulate_collective(team, self.codec.density(context), self.d)
-            return x
-        state.sender, update = await run_protocol(
-            self.codec, state.sender, team, self.move_to_codec(self.codec, x), context
+    def protocol_input(self, state: CodecState, x: Tensor, context: EncodeContext) -> CodecInput:
+        """Return the codec's input for a protocol of its own."""
+        return codec_input(self.codec, state.sender, self.move_to_codec(self.codec, x), context)
+
+    def apply_outcome(
+        self, state: CodecState, x: Tensor, context: EncodeContext, outcome: Outcome
+    ) -> Tensor:
+        """Return the update of a protocol's outcome; the sender keeps the remainder of x."""
+        state.sender = sender_after(
+            self.codec, state.sender, self.move_to_codec(self.codec, x), context, outcome
         )
-        return self.move_from_codec(update)
+        return self.move_from_codec(outcome.update)
 
     # --- differences between models
 
@@ -304,6 +314,14 @@ class CompressionPipeline:
             else self._add_payloads(self.inner_codec, vector, payloads)
         )
 
+    def pull_bytes(self, ratio: float | None) -> int:
+        """Return the bytes of a pull of this ratio; None = of the whole model."""
+        return (
+            4 * self.d
+            if ratio is None
+            else min(4 * self.d, self.pull_codec.encoded_nbytes(ratio, self.d))
+        )
+
     def encode_pull(
         self, state: CodecState, worker: int, model: Vector, context: EncodeContext
     ) -> Payload:
@@ -319,6 +337,10 @@ class CompressionPipeline:
         )
         state.held[worker] = self.apply_pull(held, payload)
         return payload
+
+    def record_full_pull(self, state: CodecState, worker: int, model: Vector) -> None:
+        """Record, at the server, that a worker has been sent the model itself."""
+        state.held[worker] = model
 
     def apply_pull(self, params: Vector, payload: Payload) -> Vector:
         """Return, at the worker, the model after a pull. Nothing is changed in place. Raises

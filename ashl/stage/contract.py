@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 
 from ashl.aggregate.weighted import Weighted
-from ashl.cluster.spec import AlphaBeta, ContentionCosts
-from ashl.compression.contract import Codec, Estimator, Layout
+from ashl.cluster.spec import ContentionCosts
+from ashl.compression.contract import Codec, Estimator, Keeps, Layout
 from ashl.learn.trainer import AnyTrainer
 from ashl.option import Contract, Count, Duration
 from ashl.outer.contract import Outer
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.none import Serial
 from ashl.overlap.timeline import Bucket, untimed_timeline
-from ashl.plan.alpha_beta import LARGE
+from ashl.plan.alpha_beta import LARGE, AlphaBeta
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.plan.profile import CodecCost, Profile, WorkerProfile
 from ashl.planner.assignment import Planner
@@ -49,6 +49,16 @@ OUTER: Final = "outer"  # merged updates, on which an outer optimizer may step
 FAULT_TOLERANT: Final = "fault_tolerant"  # failing and rejoining workers
 
 
+class Network(Protocol):
+    """The cost of uncontended transfers, in nanoseconds."""
+
+    def transfer_ns(self, src: int, dst: int, nbytes: int) -> int: ...
+
+    def all_reduce_ns(self, group: Ranks, nbytes: int, now_ns: int) -> int: ...
+
+    def all_gather_ns(self, group: Ranks, total: int, now_ns: int) -> int: ...
+
+
 class Rule(Contract, group="sync", strict=True):
     """The base of sync modes, as the loops of all topologies ask it. A field of an option may
     replace any of these class variables.
@@ -60,6 +70,8 @@ class Rule(Contract, group="sync", strict=True):
     averages: ClassVar[bool] = False
     # H, steps between two exchanges; "plan" = as planned, by worker
     local_steps: ClassVar[Count | Literal["plan"]] = 1
+    # True: each of a round's n merges steps as far as one merge of BSP
+    whole_steps: ClassVar[bool] = False
     # True: synchronous rounds; the last one may be truncated
     in_rounds: ClassVar[bool] = False
     # seconds of the first local work, if time counts instead of H
@@ -103,8 +115,8 @@ class Rule(Contract, group="sync", strict=True):
         """
         if self.exchange == "difference":
             return None, *stage.outer.step(state.outer_state, state.params, update, lr)
-        place = f"at merge {state.progress.version}"
-        moments, params = stage.trainer.apply(state.params, state.moments, update, lr, place)
+        exact, place = stage.pipeline.traits.lossless, f"at merge {state.progress.version}"
+        moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact, place)
         return moments, state.outer_state, params
 
     def sums_whole(self, stage: StageConfig, progress: Progress) -> bool:
@@ -114,6 +126,12 @@ class Rule(Contract, group="sync", strict=True):
     def loop(self, stage: StageConfig, rank: int) -> Loop | None:
         """Return the sync mode's own loop of this rank, or None to use the topology's."""
         return None
+
+    def links(self, stage: StageConfig, rank: int) -> Ranks:
+        """Return the ranks with which the sync mode's own loop exchanges messages, beyond the
+        topology's.
+        """
+        return ()
 
 
 class Topology(Contract, group="topology"):
@@ -169,7 +187,11 @@ class Topology(Contract, group="topology"):
         """
         return (stage.workers,) if stage.sync.per_layer_group and stage.num_workers > 1 else ()
 
-    def begin(self, stage: StageConfig, rank: int) -> Any:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
+        """Return the nanoseconds of an uncontended exchange."""
+        raise NotImplementedError
+
+    def begin(self, ctx: RankContext, stage: StageConfig) -> Any:
         """Return a rank's state before the first stage, with the same initial model on all
         ranks.
         """
@@ -239,9 +261,9 @@ Replan = Callable[
     tuple[Profile, list[StagePlan]],
 ]
 SERIAL = Serial()
-# control signal of every reply: continue, next stage, stop the run; PAUSE = save a checkpoint, then
-# continue
-GO, NEXT, STOP, PAUSE = range(4)
+# control signal of every reply: continue, next stage, stop the run; LAST = push the remaining work,
+# then stop; PAUSE = save a checkpoint, then continue
+GO, NEXT, STOP, LAST, PAUSE = range(5)
 FAILURE_MESSAGE_BYTES = 2**20  # bytes of a message with counts for a member that is behind
 OF_SHARDS = ("full", "statistics")  # estimators that use all samples of a worker
 
@@ -263,8 +285,6 @@ class StageConfig:
 
     following: bool = False  # True if another stage follows
     new_outer: bool = False  # True if the stage before had another outer optimizer
-    # True if it cannot use the moments of the stage before, and momentum starts from zero
-    resets_momentum: bool = False
     planner: Planner | None = None
     profile: Profile | None = None  # declared capabilities of the workers
     layout: Layout = ()  # layers of the model
@@ -280,6 +300,8 @@ class StageConfig:
     compression_stats_every: int | None = None
     seed: int = 0  # seed of graphs, matchings and partners, which all ranks draw identically
     nodes: tuple[int, ...] | None = None  # node of each worker, if the cluster declares it
+    # workers that several servers answer while one worker receives all its shards
+    answer_block: int = 1
     min_workers: int = 1  # the run ends with fewer workers than this
     reshards: bool = False  # True: survivors use the data of failed workers
     keeps_batch: bool = False  # True: survivors' batches add up to those of all workers
@@ -315,6 +337,11 @@ class StageConfig:
             )
             for own in self.fragments
         )
+
+    @cached_property
+    def messages(self) -> Any:
+        """Return the messages of a server's sync mode, see `ashl.topology.parameter_server`."""
+        return self.sync.messages()
 
     @property
     def max_message_bytes(self) -> int:
@@ -433,12 +460,21 @@ class StageConfig:
         """Return the ranks of all workers, failed ones included."""
         return tuple(range(self.num_workers))
 
+    @property
+    def resets_momentum(self) -> bool:
+        """Return True if momentum starts from zero instead of being transferred from the stage
+        before.
+        """
+        return self.index > 0 and self.plan.handover.get("momentum") == "reset"
+
     def carry_over_codec_state(self, codec_state: CodecState, samples: int) -> CodecState:
         """Return the codec state of a rank that enters this stage after `samples` applied
         samples.
         """
-        gradients, rate = self.sync.exchange != "difference", self.trainer.rate(samples)
-        return self.pipeline.carry_over(codec_state, gradients, rate, not self.resets_momentum)
+        keeps = Keeps(self.plan.handover.get("residual") != "drop", not self.resets_momentum)
+        return self.pipeline.carry_over(
+            codec_state, keeps, self.sync.exchange != "difference", self.trainer.rate(samples)
+        )
 
     @property
     def resets_outer_momentum(self) -> bool:

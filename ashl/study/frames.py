@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -95,6 +96,17 @@ class Run(Mapping[str, Any]):
         name, status, time_s = (self.summary[key] for key in ("name", "status", "time_s"))
         return f"<Run {name}, {status} after {time_s:.4g} s: {self.folder}>"
 
+    def _repr_html_(self) -> str:
+        from pandas import Series
+
+        if not self.summary:
+            return escape(repr(self))
+        final = {f"final {key}": value for key, value in (self.get("final") or {}).items()}
+        shown = ("status", "time_s", "steps", "wait_share", "bytes_up", "time_to_target_s")
+        values = Series({key: self.summary.get(key) for key in shown} | final, dtype=object)
+        table = values.dropna().to_frame(f"{self.summary['name']}: {self.folder}")
+        return table.to_html(border=0, float_format="{:.4g}".format)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Runs(Sequence[Run]):
@@ -157,6 +169,12 @@ class Runs(Sequence[Run]):
 
     def __repr__(self) -> str:
         return f"<Runs: {len(self)}" + (f" of {self.study.folder}>" if self.study.folder else ">")
+
+    def _repr_html_(self) -> str:
+        shown = ["name", "seed", "status", "time_s", "steps", "wait_share", "time_to_target_s"]
+        table = self.summary.reindex(columns=[*shown, "final_test_accuracy"])
+        text = table.to_html(border=0, na_rep="", float_format="{:.4g}".format)
+        return f"<p>{escape(repr(self)[1:-1])}</p>{text}"
 
 
 def load(path: Path) -> Run | Runs:

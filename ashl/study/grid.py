@@ -156,6 +156,7 @@ def make_grid(
     compose: Callable[[Sequence[str]], dict[str, Any]],
     *,
     strict: bool = False,
+    progress: Callable[[int, int], None] = lambda done, size: None,
     processes: Processes = lambda config: None,
 ) -> Grid:
     """Compose and plan every point; a point that cannot run is skipped with its reason.
@@ -176,7 +177,8 @@ def make_grid(
     reasons: dict[str, str] = {}
     first: UsageError | None = None
     merged = 0
-    for point, label in wanted.items():
+    for number, (point, label) in enumerate(wanted.items()):
+        progress(number, len(wanted))
         try:
             kept, config, plan = check_point(point, compose, plans, processes, reasons)
         except UsageError as error:
@@ -240,8 +242,9 @@ def check_point(
     point: tuple[str, ...],
     compose: Callable[[Sequence[str]], dict[str, Any]],
     plans: dict[str, Plan | UsageError],
-    processes: Processes,
-    reasons: dict[str, str],
+    processes: Processes = lambda config: None,
+    reasons: dict[str, str] | None = None,
+    drops: type[UnusedKeyError] = UnusedKeyError,
 ) -> tuple[tuple[str, ...], dict[str, Any], Plan]:
     """Return a point without the keys that have no effect in it, its configuration and its plan.
 
@@ -249,7 +252,8 @@ def check_point(
     also draws the cluster, each is checked.
 
     Args: plans is the cache of plans by configuration; reasons receives, by key, why a key of the
-    chosen option has no effect.
+    chosen option has no effect; drops is UnusedKeyError to remove also keys that the chosen option
+    lacks, and NoEffectError to refuse them.
     """
     while True:
         try:
@@ -265,9 +269,9 @@ def check_point(
             return point, config, plan
         except UnusedKeyError as error:
             rest = tuple(single for single in point if key_of(single) != error.key)
-            if len(rest) == len(point):
+            if len(rest) == len(point) or not isinstance(error, drops):
                 raise
-            if isinstance(error, NoEffectError):
+            if isinstance(error, NoEffectError) and reasons is not None:
                 reasons.setdefault(error.key, str(error))
             point = rest
 
@@ -279,7 +283,7 @@ def plan_point(
     point.
     """
     try:
-        return compile_plan(config, processes(config), point)
+        return compile_plan(config, processes(config), point, strict=True)
     except DataMissingError:
         raise
     except UsageError as error:

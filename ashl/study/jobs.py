@@ -35,9 +35,9 @@ from ashl.launch.environment import clear_launcher_env
 from ashl.launch.job import Launch, job_size
 from ashl.launch.ssh import LOST, UNREACHED, command
 from ashl.launch.start import start
-from ashl.run.launch import start_fork_server
+from ashl.run.launch import allow_children, start_fork_server
 from ashl.run.process_setup import die_with_parent, redirect
-from ashl.run.supervisor import KILLED_BY
+from ashl.run.supervisor import KILLED_BY, signal_name
 from ashl.run.train import is_virtual, run
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
@@ -121,7 +121,7 @@ def run_all(
 def run_here(job: Job) -> int:
     """Run the job in this process and return its exit code."""
     resume = job.folder if job.resume else None
-    ran = run(job.config, list(job.overrides), quiet=True, silent=True, resume=resume)
+    ran = run(job.config, list(job.overrides), quiet=True, silent=True, resume=resume, strict=False)
     return ran.code
 
 
@@ -189,7 +189,8 @@ class LocalProcess:
         context: Any = mp.get_context("forkserver")
         start_fork_server("ashl.study.jobs")
         self.process: BaseProcess = context.Process(target=run_as_process, args=(job, run))
-        self.process.start()
+        with allow_children():
+            self.process.start()
         self.sentinel = self.process.sentinel
 
     def is_running(self) -> bool:
@@ -427,7 +428,7 @@ def submit(
 def record_end(job: Job, code: int) -> None:
     """Write a summary for a process that was killed or failed before it could write one."""
     if code < 0:
-        record_failure(job, f"{KILLED_BY} {signal.Signals(-code).name}")
+        record_failure(job, f"{KILLED_BY} {signal_name(-code)}")
     elif code and code != 130:
         record_failure(job, f"ended with exit code {code}; its output is in {job.folder / LOG}")
 

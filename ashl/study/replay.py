@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from ashl.cluster.spec import AlphaBeta
 from ashl.config.compose import compose
 from ashl.config.override import key_of
 from ashl.config.recorded import config_of, typed_settings
 from ashl.errors import AshlError, UsageError
+from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.confidence import quantiles, trimmed_deviation
 from ashl.plan.files import read_plan
 from ashl.plan.profile import SCHEMA, TICK_S, Profile, WorkerProfile
@@ -130,7 +130,7 @@ def profile_of(folder: Path, config: Mapping[str, Any]) -> Profile:
         server_bytes_s=None,
         ports=True,
         workers=tuple(worker_profile(own, plan.stages[0].workers[0].batch) for own in rounds),
-        all_reduce=None if has_server else AlphaBeta(latency_s=sum_s, s_per_byte=0.0),
+        all_reduce=None if has_server else AlphaBeta(sum_s, 0.0),
     )
 
 
@@ -179,8 +179,8 @@ def worker_profile(rounds: Rounds, batch: int) -> WorkerProfile:
         push_bytes_s=None,
         pull_bytes_s=None,
         compress_s=fmean(own["compress_s"] for own in rounds),
-        push_line=AlphaBeta(latency_s=push_s, s_per_byte=0.0),
-        pull_line=AlphaBeta(latency_s=pull_s, s_per_byte=0.0),
+        push_line=AlphaBeta(push_s, 0.0),
+        pull_line=AlphaBeta(pull_s, 0.0),
         step_times_s=quantiles(steps_s),
     )
 

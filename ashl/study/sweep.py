@@ -9,26 +9,28 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.config.cores import usable_cores
+from ashl.config.flat import flat_config
+from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError, unwritable_path_error
-from ashl.launch.job import Launch
+from ashl.planning import uncontended_link_note
+from ashl.planning.compile_plan import prepare_plan
 from ashl.report import tables
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import read_study
 from ashl.report.settings import find_label, usual_baseline
+from ashl.run.host_time import Costs, host_s, measured_costs
 from ashl.run.train import RUNS, is_virtual
 from ashl.runtime.rank_checkpoint import list_checkpoints
-from ashl.study.grid import Grid, Setting, grid_lines, label, make_grid
+from ashl.study.grid import Grid, Setting, label
 from ashl.study.jobs import (
     ENDED,
     Job,
@@ -37,7 +39,6 @@ from ashl.study.jobs import (
     has_ended,
     local_pool,
     read_summary,
-    real_job_size,
     run_all,
     withdraw_jobs,
 )
@@ -45,6 +46,7 @@ from ashl.study.race import CurveReader, Race
 from ashl.tracking import jsonl
 from ashl.tracking.console import plain_table, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
+from ashl.tracking.counting import Counting
 from ashl.tracking.option import TITLES
 from ashl.tracking.sweep_progress import SweepProgress, progress_of
 from ashl.tracking.tracker import TrackedRun
@@ -53,6 +55,8 @@ SCHEMA = 1
 SWEEP = "sweep.json"
 SWEEPS = Path("runs/sweeps")
 MAX_ROWS = 40
+# parts of a configuration that determine the host time of a step
+COSTLY = ("model", "dataset", "task", "optimizer", "runtime", "allow_targets")
 TRACKING_S = 120.0  # seconds that the end of a sweep waits for its copy in a tracker
 
 
@@ -271,17 +275,6 @@ def conclude(
     return SweepOutcome(folder, known, board, command.follow_up("train", *own))
 
 
-def compose_grid(typed: Sequence[str], config_dir: Path | None, where: Launch | None) -> Grid:
-    """Compose and check all settings of the grid, for the hosts of `ashl launch` if there are
-    any.
-    """
-    return make_grid(
-        grid_lines(typed, config_dir),
-        partial(compose, config_dir=config_dir),
-        processes=partial(real_job_size, launch=where),
-    )
-
-
 @contextmanager
 def copy_to_tracker(
     config: Mapping[str, Any],
@@ -396,6 +389,8 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
     if grid.merged:
         same = "points with the same configuration as another point"
         lines.append(f"{same}, run once: {grid.merged}")
+    configs = (flat_config(setting.config) for setting in grid.settings)
+    lines += [f"note: {note}" for note in uncontended_link_note.note_comparison(configs)]
     for skipped in grid.skipped[:MAX_ROWS]:
         lines.append(f"skipped: {' '.join(skipped.overrides)}: {skipped.reason}")
     if len(grid.skipped) > MAX_ROWS:
@@ -405,7 +400,8 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
 
 
 def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None:
-    """Print what a sweep would run, with each run's predicted time on its own clock.
+    """Print what a sweep would run: each run's predicted time on its own clock, and all on this
+    machine.
 
     Args: forecast is that of `forecast_of`.
     """
@@ -426,15 +422,42 @@ def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None
     rest = f", and {unknown} without a prediction" if unknown else ""
     total = f"{seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}"
     console.print(f"predicted total: {total}")
+    if forecast["host_s"] is not None:
+        together = f", {forecast['at_once']} at a time" if forecast["at_once"] > 1 else ""
+        runs = f"{missing} run{'s' * (missing != 1)}"
+        text = f"on this machine about {seconds(forecast['host_s'])} at most for {runs}{together}"
+        console.print(text, soft_wrap=True)
 
 
 def forecast_of(
-    grid: Grid, overrides: Sequence[str], folder: Path, command: CommandLine
+    grid: Grid, overrides: Sequence[str], folder: Path, slots: int | None, command: CommandLine
 ) -> dict[str, Any]:
-    """Return what a sweep would run: its record, and the runs that are missing."""
+    """Return what a sweep would run: its record, and the seconds of the missing runs here."""
     missing = [setting for setting in grid.settings if not has_ended(folder / setting.hash)]
+    at_once = min(slots or slots_for(grid), len(missing))
     return {
         "folder": str(folder),
         **document(grid, overrides, folder.name, [], command),
         "missing": [setting.hash for setting in missing],
+        "at_once": at_once,
+        "host_s": host_time_s(missing, at_once),
     }
+
+
+def host_time_s(missing: Sequence[Setting], at_once: int) -> float | None:
+    """Return the seconds that this machine needs for the missing runs; None if that is unknown."""
+    if not missing or not all(is_virtual(setting.config) for setting in missing):
+        return None
+    costs, total_s = dict[str, Costs | None](), 0.0
+    kinds = [config_hash({key: setting.config.get(key) for key in COSTLY}) for setting in missing]
+    with Counting("timing steps") as counting:
+        for kind, setting in zip(kinds, missing, strict=True):
+            if kind not in costs:
+                counting.update(len(costs), len(set(kinds)))
+                costs[kind] = measured_costs(prepare_plan(setting.config, None, setting.overrides))
+            found = costs[kind]
+            own_s = None if found is None or setting.plan is None else host_s(setting.plan, found)
+            if own_s is None:
+                return None
+            total_s += own_s
+    return total_s / at_once

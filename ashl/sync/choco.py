@@ -54,6 +54,14 @@ class Choco(RoundRule):
     local_steps: Count | Literal["plan"]
     gamma: Positive
 
+    @property
+    def suspect(self) -> str:
+        """Return a further possible cause, for the error message of a run that diverges."""
+        return (
+            f", perhaps because sync.gamma={self.gamma:g} is too large for this compression; take a"
+            " smaller one"
+        )
+
     def check(self, rounds: Sequence[Round]) -> None:
         if len(rounds) > 1:
             raise UsageError(

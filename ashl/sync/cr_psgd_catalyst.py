@@ -25,6 +25,7 @@ Status: reproduction.
 from typing import Any
 
 from ashl.aggregate.weighted import Push
+from ashl.optimizer.absent import add_gradients
 from ashl.option import Count, Positive, option
 from ashl.stage.contract import StageConfig
 from ashl.stage.members import survivors
@@ -61,6 +62,7 @@ class CRPSGDCatalyst(CRPSGD):
     def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         """Take the optimizer step. The outer state, unused when gradients are merged, holds y."""
         y = state.outer_state if state.rule_state.t else state.params
-        update = update + (state.params - y) * self.theta
-        moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
+        update = add_gradients(update, (state.params - y) * self.theta)
+        exact = stage.pipeline.traits.lossless
+        moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact)
         return moments, y, params

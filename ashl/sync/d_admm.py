@@ -40,9 +40,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
+from ashl.optimizer.absent import add_gradients
 from ashl.option import Count, Natural, Positive, option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
@@ -145,6 +146,7 @@ class Augmented:
     dual: Any  # γ_p
     weight: float  # 2ρ·D
     target: Any  # mean_j (x_p + x_j)/2
+    weighs: ClassVar[bool] = False  # neighbours' models have no weights
 
     def rate(self, samples: int) -> float:
         return self.trainer.rate(samples)
@@ -153,8 +155,8 @@ class Augmented:
         self, params: Any, moments: Any, worker: int, step: int, lr: float, span: range
     ) -> tuple[Any, Any, Any]:
         loss, grad = self.trainer.gradient(params, worker, step, span)
-        grad = grad + self.dual + (params - self.target) * self.weight
-        return loss, *self.trainer.apply(params, moments, grad, lr)
+        grad = add_gradients(add_gradients(grad, self.dual), (params - self.target) * self.weight)
+        return (loss, *self.trainer.apply(self.trainer.stepped_from(params), moments, grad, lr))
 
 
 @lru_cache(maxsize=16)

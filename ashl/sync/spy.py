@@ -60,10 +60,29 @@ from ashl.size_only import SizeOnly
 from ashl.stage.contract import FAULT_TOLERANT, StageConfig
 from ashl.sync.prox import shrink
 from ashl.topology.local_work import Work, WorkerState, estimate_gradient
-from ashl.topology.parameter_server import ServerRule, ServerState
+from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 CODE = 103  # code of its payloads on the wire
 SPARSE, WHOLE = 0, 1  # forms of a payload
+
+
+@option
+class SPY(ServerRule):
+    """Proximal steps on sparse messages."""
+
+    exchange: ClassVar[str] = "gradient"
+    # messages are sparse without a codec
+    supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
+    l1: NonNegative
+    share: Ratio
+    estimator: Literal["full", "minibatch"]
+
+    @property
+    def needs(self) -> dict[str, str]:
+        return super().needs | {"plain_steps": ""}
+
+    def messages(self) -> SparseModels:
+        return SparseModels(self)
 
 
 @dataclass(frozen=True)
@@ -89,25 +108,14 @@ class Points:
         return Points(self.start, mean, points)
 
 
-@option
-class SPY(ServerRule):
-    """Proximal steps on sparse messages.
+@dataclass(frozen=True)
+class SparseModels(Updates):
+    """Messages: changes of points in pushes, the non-zero elements of the model in pulls.
 
-    A push holds the change of a worker's point, a pull the non-zero elements of the model. The rule
-    state is `Points` at the server, and x_i at a worker.
+    The rule state is `Points` at the server, and x_i at a worker.
     """
 
-    own_messages: ClassVar[bool] = True
-    exchange: ClassVar[str] = "gradient"
-    # messages are sparse without a codec
-    supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
-    l1: NonNegative
-    share: Ratio
-    estimator: Literal["full", "minibatch"]
-
-    @property
-    def needs(self) -> dict[str, str]:
-        return super().needs | {"plain_steps": ""}
+    rule: SPY
 
     async def make_push(
         self, ctx: RankContext, stage: StageConfig, state: WorkerState
@@ -123,7 +131,7 @@ class SPY(ServerRule):
             round=state.round,
             lr=stage.trainer.rate(state.samples),
         )
-        move = partial(model_and_push, state.params, gradient, point, context, self.share)
+        move = partial(model_and_push, state.params, gradient, point, context, self.rule.share)
         state.rule_state, payload = await ctx.compute(move, work=1, kind="compress")
         return work, payload, loss
 
@@ -132,10 +140,10 @@ class SPY(ServerRule):
     ) -> bool:
         """Update x̄ and x by a push."""
         return await ctx.compute(
-            partial(self._fold_push, stage, state, message), work=1, kind="apply"
+            partial(self.fold_push, stage, state, message), work=1, kind="apply"
         )
 
-    def _fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
+    def fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
         """Update x̄ and x in the server's state. Returns: True."""
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
         progress.commit(worker, int(steps), int(samples))
@@ -147,7 +155,7 @@ class SPY(ServerRule):
         state.rule_state = points.move(
             worker, stage.pipeline.move_from_codec(change), state.work.weights[worker]
         )
-        threshold = stage.trainer.rate(progress.samples) * self.l1
+        threshold = stage.trainer.rate(progress.samples) * self.rule.l1
         state.params = shrink(state.rule_state.mean, threshold)
         return True
 

@@ -76,6 +76,16 @@ def recorded_name(metric: str) -> str:
     return f"{name}_metric" if name.lower() in TAKEN_NAMES else name
 
 
+def renaming_note(metric: str) -> tuple[str, ...]:
+    """Return a note if a metric is recorded under another name."""
+    name = recorded_name(metric)
+    return (
+        ()
+        if name == metric
+        else (f"the metric {metric!r} is recorded as {name!r}, as test/{name}",)
+    )
+
+
 def refuse_negative(targets: Tensor, ignore_index: int) -> None:
     """Raise UsageError for a class below 0 other than `ignore_index`."""
     if targets.is_floating_point():

@@ -56,6 +56,7 @@ from ashl.stage.contract import (
     STATISTICS,
     WEIGHTS,
     Loop,
+    Network,
     Rule,
     StageConfig,
     Topology,
@@ -194,8 +195,28 @@ class AllReduce(Topology):
         """Return the peers of point-to-point messages; none if the codec has no own protocol."""
         return stage.pipeline.peers(rank, stage.num_workers)
 
-    def begin(self, stage: StageConfig, rank: int) -> PeerState:
-        return PeerState(*stage.trainer.init(), progress=Progress(stage.num_workers))
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
+        """Return the time (ns) of one exchange: an all-reduce or an all-gather.
+
+        An all-gather pads every payload to the longest one. With fragments: the maximum over all
+        fragments.
+        """
+        if stage.fragments:
+            parts = stage.fragment_stages
+            return max(self.exchange_ns(part, network, rank) for part in parts)
+        if stage.pipeline.has_constant_size:
+            nbytes = stage.codec.encoded_nbytes(
+                stage.worker(rank).compression_ratio, stage.pipeline.d
+            )
+            return network.all_reduce_ns(stage.workers, nbytes, 0)
+        return network.all_gather_ns(stage.workers, stage.num_workers * longest_payload(stage), 0)
+
+    def begin(self, ctx: RankContext, stage: StageConfig) -> PeerState:
+        n = stage.num_workers
+        return PeerState(
+            *stage.trainer.init(),
+            progress=ctx.compute_once(stage.workers, "progress", lambda: Progress(n)),
+        )
 
     async def reform(
         self,
@@ -208,6 +229,12 @@ class AllReduce(Topology):
 
     def role(self, stage: StageConfig, rank: int) -> Loop:
         return worker
+
+
+def longest_payload(stage: StageConfig) -> int:
+    """Return the bytes of the longest payload that a worker sends."""
+    shares = {worker.compression_ratio for worker in stage.plan.workers}
+    return max(stage.codec.encoded_nbytes(share, stage.pipeline.d) for share in shares)
 
 
 @dataclass
@@ -283,7 +310,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     """Run a worker: compute, exchange, merge, until the stage ends.
 
     A limit on counts ends the stage at its merge. A decision of the lead rank after a merge ends it
-    one merge later.
+    one merge later. With delayed exchanges, one more exchange merges the work that was computed
+    meanwhile, if another stage follows.
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
     state.begin(ctx, stage)
@@ -308,7 +336,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
         done = await exchange(team, stage, state, part)
         ahead = merge(team, stage, state, part, done)
         planned, exchanged, reason = ahead.planned, ahead.exchanged, ahead.reason
-        ends = reason not in (None, CHECKPOINT)
+        state.last = reason == "next" and stage.following and done.begun is not None
+        ends = reason not in (None, CHECKPOINT) and not state.last
         if ends:
             await end_together(ctx, stage, state, done)
         record_merge(ctx, stage, state, done, is_lead)
@@ -560,13 +589,13 @@ async def step_by_bucket(
     Returns: True if there is a new model, False after divergence.
     """
     ctx, params, moments, made = team.ctx, state.params, state.moments, list[Any]()
-    rate = stage.trainer.rate(before.samples)
+    rate, exact = stage.trainer.rate(before.samples), stage.pipeline.traits.lossless
     for k in reversed(range(len(stage.segments))):
         start, stop = stage.slices[k]
         total = concatenate([await ctx.join(task) for task in sums[k]])
         if not state.progress.diverged:
             x = slice_vector(total, 0, stop - start)
-            step = partial(stage.trainer.apply_slice, params, moments, start, stop, x, rate)
+            step = partial(stage.trainer.apply_slice, params, moments, start, stop, x, rate, exact)
             moment = "group", stage.index, before.version, k
             made.append(ctx.compute_once(team.ranks, moment, step))
             await ctx.send(ctx.rank, stage.tag("group", k), made[-1][1])
@@ -646,6 +675,8 @@ def merge_and_plan(
     # with delayed exchanges, the next one merges the work that is computed now
     exchanged = truncate_round(stage, members, planned, state.rest if is_delayed else rest)
     reason = stage.stop_criteria.end_reason(progress) or REASONS[number]
+    if state.last and reason in (None, CHECKPOINT):
+        reason = "next"
     return result, Ahead(reason, rest, planned, exchanged, rule_state, now_ns)
 
 
@@ -690,17 +721,21 @@ def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: P
 # communication capability", IJHPCA 2013; an all-reduce that continues as in Horovod Elastic.
 
 
-# state that all workers have in common, beside the model
-COMMON = (
-    "progress",
-    "pending_rest",
-    "outer_state",
-    "rule_state",
-    "assigned",
-    "in_time",
-    "rest",
-    "idle",
-)
+class CommonState(NamedTuple):
+    """State that all workers have in common, beside the model."""
+
+    index: int  # stage index; beyond the last stage once the run has ended
+    progress: Progress
+    is_delayed: bool  # True if workers hold finished work for the next exchange
+    pending_rest: Remaining  # remaining rounds when that work was begun
+    last: bool  # True if that work is the last of the stage
+    moments: Any  # of the optimizer if all workers step on the sum, else None
+    outer_state: Any
+    rule_state: Any
+    assigned: Any  # as planned after profiling
+    in_time: InTime | None
+    rest: Remaining  # remaining rounds when this round was begun
+    idle: tuple[int, ...]  # workers without work in this round
 
 
 async def reform(
@@ -810,15 +845,23 @@ def shares_moments(rule: StepRule) -> bool:
     return rule.exchange != "difference" or rule.momentum_travels
 
 
-def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) -> dict[str, Any]:
-    """Return the state of this worker that all workers have in common, with its stage."""
+def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) -> CommonState:
+    """Return the state of this worker that all workers have in common."""
     stage = stages[min(index, len(stages) - 1)]
-    return {name: getattr(state, name) for name in COMMON} | {
-        "index": index,
-        "moments": state.moments if shares_moments(stage.sync) else None,
-        # True if workers hold finished work for the next exchange
-        "is_delayed": state.pending is not None and stage.delayed_overlap is not None,
-    }
+    return CommonState(
+        index,
+        state.progress,
+        state.pending is not None and stage.delayed_overlap is not None,
+        state.pending_rest,
+        state.last,
+        state.moments if shares_moments(stage.sync) else None,
+        state.outer_state,
+        state.rule_state,
+        state.assigned,
+        state.in_time,
+        state.rest,
+        state.idle,
+    )
 
 
 def adopt_donor_state(
@@ -826,29 +869,33 @@ def adopt_donor_state(
     stages: Sequence[StageConfig],
     state: PeerState,
     model: Any,
-    known: dict[str, Any],
+    known: CommonState,
     epoch: Epoch,
     is_new: bool,
 ) -> int:
     """Take over the model and the common state of the donor. Returns: the index of the stage."""
-    state.params, index, progress = model, known["index"], known["progress"]
-    state.adopt_progress(progress)
-    if index < len(stages):
-        if known["assigned"] is not None:
-            stages = apply_assignments(stages, *known["assigned"])
-        stage = stages[index]
-        ranks = survivors(stage, progress.failed)
-        state.enter(stage, shared_members(ctx, stage, ranks, epoch.number), ctx.rank)
-        if known["moments"] is not None:
-            state.moments = known["moments"]
-        elif is_new:
-            state.moments = stage.trainer.moments()
-        state.round, state.step = progress.rounds_and_steps_of(ctx.rank)
-        state.drawn = state.step * state.batch
-        state.pending = state.start = state.begun = state.before_work = None
-    for name in COMMON:
-        setattr(state, name, known[name])
-    if index < len(stages) and stages[index].delayed_overlap is not None:
+    state.params, state.outer_state = model, known.outer_state
+    state.adopt_progress(known.progress)
+    state.assigned, state.in_time = known.assigned, known.in_time
+    if known.index >= len(stages):
+        return known.index
+    if state.assigned is not None:
+        stages = apply_assignments(stages, *state.assigned)
+    stage = stages[known.index]
+    ranks = survivors(stage, known.progress.failed)
+    known_members = shared_members(ctx, stage, ranks, epoch.number)
+    state.enter(stage, known_members, ctx.rank)
+    if known.moments is not None:
+        state.moments = known.moments
+    elif is_new:
+        state.moments = stage.trainer.moments()
+    state.round, state.step = known.progress.rounds_and_steps_of(ctx.rank)
+    state.drawn = state.step * state.batch
+    state.pending = state.start = state.begun = state.before_work = None
+    state.pending_rest, state.last = known.pending_rest, known.last
+    state.rule_state = known.rule_state
+    state.rest, state.idle = known.rest, known.idle
+    if stage.delayed_overlap is not None:
         # a first piece of work is planned as the others' finished piece
-        state.rest = known["pending_rest"] if known["is_delayed"] else None
-    return index
+        state.rest = known.pending_rest if known.is_delayed else None
+    return known.index

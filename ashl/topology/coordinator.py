@@ -26,9 +26,9 @@ Source: the drained end as in Luo et al., "Prague", ASPLOS 2020: a worker leaves
 expects it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from ashl.plan.assignments import Members
 from ashl.runtime.effects import Epoch, Message, Tag
@@ -186,9 +186,6 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: CoordinatorSt
     progress = state.progress
     state.enter(stage, ctx.now)
     reported, deadline_s = stage.tag("report"), stage.stop_criteria.deadline_s
-    # the last reports before a pause may have reached a limit
-    if reason := stage.stop_criteria.end_reason(progress):
-        state.signal, state.reason = STOP, reason
     while state.signal == GO:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(reported, before_s=deadline_s)
@@ -323,6 +320,7 @@ async def gather_members(
     ctx: RankContext,
     stages: Sequence[StageConfig],
     saved: tuple[int, Any] | None,
+    fresh: Callable[[], Any],
     epoch: Epoch,
 ) -> tuple[int, CoordinatorState]:
     """Bring the members of a new epoch together, as the coordinator.
@@ -330,7 +328,7 @@ async def gather_members(
     Args: as of `rejoin_members`.
     Returns: (stage, state) to continue with.
     """
-    index, state = saved or (0, stages[0].topology.begin(stages[0], ctx.rank))
+    index, state = saved or (0, fresh())
     progress, everyone = state.progress, range(stages[0].num_workers)
     found = dict[int, Member]()
     for rank in epoch.workers:
@@ -392,18 +390,23 @@ def count_members(
         progress.join(rank)
 
 
+S = TypeVar("S", bound="ReplicaState")
+
+
 async def rejoin_members(
     ctx: RankContext,
     stages: Sequence[StageConfig],
-    saved: tuple[int, Any] | None,
+    saved: tuple[int, S] | None,
+    fresh: Callable[[], S],
     epoch: Epoch,
-) -> tuple[int, Any, EpochReply]:
+) -> tuple[int, S, EpochReply]:
     """Continue as a member of a new epoch, as a worker.
 
-    Args: saved: (stage, state) of its last safe point; None for a joining worker.
+    Args: saved: (stage, state) of its last safe point; fresh: makes the state if it has none.
     Returns: (stage, state) to continue with, and the coordinator's answer.
     """
-    index, state = saved or (0, stages[0].topology.begin(stages[0], ctx.rank))
+    state = fresh() if saved is None else saved[1]
+    index = 0 if saved is None else saved[0]
     merged = state.step - unmerged_steps(state)
     report = Member(saved is not None, index, state.round, merged, state.origin)
     await ctx.send(stages[0].server, epoch_tag("member", epoch), None, report)

@@ -49,6 +49,7 @@ from ashl.stage.contract import (
     GO,
     PAUSE,
     Loop,
+    Network,
     Ranks,
     Rule,
     StageConfig,
@@ -89,9 +90,10 @@ from ashl.topology.epochs import (
     with_members,
 )
 from ashl.topology.graph import (
-    Graph,
+    ANY_SIZE,
     MemberGraph,
     Round,
+    depths,
     graph_among,
     rounds_of,
 )
@@ -184,6 +186,7 @@ class RoundRule(GossipRule, contract=True):
     in_rounds: ClassVar[bool] = True
     early: ClassVar[bool] = False  # if True, models are sent before the local work
     lag: ClassVar[int] = 0  # rounds by which messages may be late
+    suspect: ClassVar[str] = ""  # another likely cause, for the message of a run that diverges
 
     def begin(self, stage: StageConfig, state: RoundState, rank: int) -> Any:
         """Return the mode's state at the start of a stage, or of an epoch in it."""
@@ -206,6 +209,10 @@ class RoundRule(GossipRule, contract=True):
 
     def merge_in_flight(self, state: RoundState, received: Received) -> None:
         """Merge messages that are in flight at the end of a stage, if messages may be late."""
+
+    def mass(self, state: Any) -> float:
+        """Return the weight of a worker's model in the mean of all models."""
+        return 1.0
 
 
 class RoamingRule(GossipRule, contract=True):
@@ -292,7 +299,7 @@ class Gossip(Topology):
     # models travel whole, and no server adds up updates
     supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
     replicas: ClassVar[bool] = True
-    graph: Graph
+    graph: str
     degree: Count
 
     def check(self, sync: Rule, num_workers: int, seed: int) -> None:
@@ -306,7 +313,7 @@ class Gossip(Topology):
 
     @property
     def has_fixed_size(self) -> bool:
-        return self.graph == "random_regular"
+        return self.graph not in ANY_SIZE
 
     def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         """Return the neighbours of all rounds, and the coordinator."""
@@ -319,13 +326,30 @@ class Gossip(Topology):
         near = graph_of(stage, members).neighbours[rank]
         return near + ((stage.server,) if others else ())
 
-    def begin(self, stage: StageConfig, rank: int) -> CoordinatorState | RoamingState | RoundState:
-        n = stage.num_workers
-        if rank == stage.server:
-            return CoordinatorState(Progress(n))
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
+        """Return the time (ns) of one exchange without contention: the slowest transfer from a
+        neighbour.
+
+        If workers ask and answer, it is twice that time.
+        """
+        graph = graph_of(stage, stage.workers)
+        peers = stage.sync.peers(graph, rank) if isinstance(stage.sync, RoamingRule) else None
+        near = graph.neighbours[rank] if peers is None else peers
+        ways, dense = 1 + (peers is not None), stage.trainer.dense_bytes
+        return ways * max((network.transfer_ns(peer, rank, dense) for peer in near), default=0)
+
+    def begin(
+        self, ctx: RankContext, stage: StageConfig
+    ) -> CoordinatorState | RoamingState | RoundState:
+        if ctx.rank == stage.server:
+            return CoordinatorState(Progress(stage.num_workers))
         if stage.lead_rank == stage.server:
             return RoamingState(*stage.trainer.init())
-        counts = rank == stage.lead_rank or stage.elastic  # another rank may become the lead
+        return self.begin_rounds(ctx, stage)
+
+    def begin_rounds(self, ctx: RankContext, stage: StageConfig) -> RoundState:
+        n = stage.num_workers
+        counts = ctx.rank == stage.lead_rank or stage.elastic  # another rank may become the lead
         return RoundState(*stage.trainer.init(), progress=Progress(n) if counts else RunProgress(n))
 
     async def reform(
@@ -337,10 +361,14 @@ class Gossip(Topology):
     ) -> tuple[int, Any]:
         first = stages[0]
         if first.lead_rank != first.server:
-            return await reform_rounds(ctx, stages, saved, epoch)
+            fresh = partial(self.begin_rounds, ctx, first)
+            return await reform_rounds(ctx, stages, saved or (0, fresh()), saved is None, epoch)
         if ctx.rank == first.server:
-            return await gather_members(ctx, stages, saved, epoch)
-        index, state, _ = await rejoin_members(ctx, stages, saved, epoch)
+            counting = partial(self.begin, ctx, first)
+            return await gather_members(ctx, stages, saved, counting, epoch)
+        index, state, _ = await rejoin_members(
+            ctx, stages, saved, lambda: RoamingState(*first.trainer.init()), epoch
+        )
         state.begin_epoch()
         return index, state
 
@@ -569,10 +597,11 @@ def decide_ahead(
     """Decide at rank 0 what every rank has to know, and compute the round after which it holds."""
     progress, header = state.progress, state.header
     if header.not_finite:
-        progress.diverged = (
+        why = (
             f"the loss of worker {int(header.not_finite) - 1} became not finite near step"
             f" {progress.steps}"
         )
+        progress.diverged = why + stage.sync.suspect
     reason = "diverged" if progress.diverged else local_stop(ctx, stage, progress)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
     snapshot = timed and stage.stop_criteria.begin_due_evaluation(state, ctx.now)
@@ -587,6 +616,9 @@ def rounds_to_all(rule: RoundRule, graph: MemberGraph, lead_rank: int, first: in
     """Return how many rounds a message of the lead rank, sent in round `first`, takes to
     reach every rank.
     """
+    is_static = type(rule).sources is RoundRule.sources and len(graph.rounds) == 1
+    if is_static and len(graph.ranks) == graph.num_workers:
+        return (1 + rule.lag) * max(depths(graph.round(0).targets))
     k = first - rule.lag
     since = {lead_rank: first}  # by informed rank: the first round in which it passes this on
     unaware = [rank for rank in graph.ranks if rank != lead_rank]
@@ -616,16 +648,17 @@ class RoundsDone(NamedTuple):
 async def reform_rounds(
     ctx: RankContext,
     stages: Sequence[StageConfig],
-    saved: tuple[int, RoundState] | None,
+    saved: tuple[int, RoundState],
+    is_new: bool,
     epoch: Epoch,
 ) -> tuple[int, RoundState]:
     """Continue as a member of a new epoch: all members go on at the highest round of any of them.
 
-    Args: saved: (stage, state) of this rank's last safe point; None for a joining worker.
+    Args: saved: (stage, state) of this rank's last safe point; is_new: True for a joining worker,
+    which has none.
     Returns: (stage, state) to continue with.
     """
-    is_new = saved is None
-    index, state = saved or (0, stages[0].topology.begin(stages[0], ctx.rank))
+    index, state = saved
     version = NO_MODEL if is_new else state.progress.version
     standing = await compare_members(ctx, stages, epoch, index, version)
     counts, decision = await gather_counts(ctx, index, state, epoch, standing)

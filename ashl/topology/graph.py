@@ -9,6 +9,7 @@ is a tuple of rounds that repeat; a static graph has one round. With n ranks:
     one_peer_exponential          one of these hops per round, in turn; if n is a power of two,
                                   every model is the mean after log2 n rounds.
     random_regular                every rank has `degree` neighbours, drawn from the seed
+    a file                        a line `i j` is an edge
 
 Weights: metropolis has w_ij = 1/(1 + max(d_i, d_j)), and the diagonal makes rows add up to 1.
 Push-sum has 1/(1 + out-degree of j); its columns add up to 1 on every graph. Weights 1/(1 + d_i)
@@ -24,7 +25,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import isqrt
-from typing import Literal, NamedTuple, TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -155,15 +157,9 @@ UNDIRECTED: dict[str, Callable[[int], set[Edge]]] = {
     "complete": complete,
     "torus": torus,
 }
-Graph = Literal[
-    "ring",
-    "star",
-    "complete",
-    "torus",
-    "exponential",
-    "one_peer_exponential",
-    "random_regular",  # the only one that does not exist for every number of workers
-]
+# graphs that exist for every number of workers
+ANY_SIZE = (*UNDIRECTED, "exponential", "one_peer_exponential")
+NAMES = (*UNDIRECTED, "exponential", "one_peer_exponential", "random_regular")
 
 
 def edge(i: int, j: int) -> Edge:
@@ -180,8 +176,8 @@ def sources_of(edges: Iterable[Edge], n: int) -> Sources:
 
 
 @lru_cache(maxsize=64)
-def build_graph(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
-    """Return the sources of every rank by round."""
+def build_named_graph(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
+    """Return the sources of every rank by round, for a graph with a name."""
     hops = [1 << t for t in range(max(n - 1, 1).bit_length()) if 1 << t < n]
     if graph == "exponential":
         return (tuple(tuple(sorted((i - hop) % n for hop in hops)) for i in range(n)),)
@@ -221,23 +217,80 @@ def round_of(rows: Sequence[dict[int, float]]) -> Round:
     return Round(tuple(rows), tuple(map(tuple, targets)), sources)
 
 
+def read_file(path: str, n: int) -> Sources:
+    """Read a graph from a file of edges. Raises: UsageError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(NAMES)
+        raise UsageError(
+            f"topology.graph={path} is neither a file that can be read nor one of {known}"
+        ) from error
+    edges: set[Edge] = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.partition("#")[0].split()
+        if not fields:
+            continue
+        ends = [int(field) for field in fields if field.isdecimal() and int(field) < n]
+        if len(ends) != 2 or len(fields) != 2:
+            raise UsageError(
+                f"{path}, line {number}: expected two ranks from 0 to {n - 1}, not {line.strip()!r}"
+            )
+        if ends[0] != ends[1]:
+            edges.add(edge(*ends))
+    return sources_of(edges, n)
+
+
 def rounds_of(graph: str, weights: str, degree: int, n: int, seed: int) -> tuple[Round, ...]:
     """Return the graph with its weights, by round.
 
     Args: weights: "metropolis", or "columns" for push-sum.
-    Raises: UsageError if the graph does not exist for so many workers.
+    Raises: UsageError if the graph is not connected.
     """
-    by_round = build_graph(graph, n, degree, seed)
+    return _rounds_of(graph, weights, degree, n, seed, file_time_ns(graph))
+
+
+@lru_cache(maxsize=64)
+def _rounds_of(
+    graph: str, weights: str, degree: int, n: int, seed: int, time_ns: int
+) -> tuple[Round, ...]:
+    by_round = sources_by_round(graph, n, degree, seed)
+    near = tuple(tuple(j for sources in by_round for j in sources[i]) for i in range(n))
+    if min(depths(near)) < 0:
+        raise UsageError(
+            f"topology.graph={graph} is not connected: some workers never receive from others; give"
+            " it more edges"
+        )
     return tuple(round_of(rows_of(sources, weights)) for sources in by_round)
+
+
+def sources_by_round(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
+    """Return the sources of every rank by round, for a graph with a name or in a file."""
+    return build_named_graph(graph, n, degree, seed) if graph in NAMES else (read_file(graph, n),)
 
 
 def edges_of(graph: str, degree: int, n: int, seed: int) -> tuple[Edge, ...]:
     """Return the edges of all rounds, without their direction."""
+    return _edges_of(graph, degree, n, seed, file_time_ns(graph))
+
+
+@lru_cache(maxsize=64)
+def _edges_of(graph: str, degree: int, n: int, seed: int, time_ns: int) -> tuple[Edge, ...]:
     edges = set[Edge]()
-    for sources in build_graph(graph, n, degree, seed):
+    for sources in sources_by_round(graph, n, degree, seed):
         for i, neighbours in enumerate(sources):
             edges |= {edge(i, j) for j in neighbours}
     return tuple(sorted(edges))
+
+
+def file_time_ns(graph: str) -> int:
+    """Return the time of a file's last change, so that caches of its content expire; 0 without a
+    file.
+    """
+    if graph in NAMES:
+        return 0
+    path = Path(graph)
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def matrix(each: Round) -> np.ndarray:

@@ -61,12 +61,12 @@ from ashl.stage.contract import (
     STOP,
     WEIGHTS,
     Loop,
+    Network,
     Ranks,
     Rule,
     StageConfig,
     Topology,
 )
-from ashl.stage.program import check_min_workers
 from ashl.stage.progress import Progress
 from ashl.topology.ending import (
     drop_reason,
@@ -80,6 +80,7 @@ from ashl.topology.parameter_server import (
     ServerRule,
     ServerState,
     admit_all,
+    check_min_workers,
     finish_stage,
     join,
     merge_buffered,
@@ -166,16 +167,27 @@ class Halos(Topology):
     ) -> tuple[int, WorkerState] | None:
         return await join(ctx, stages)
 
-    def begin(self, stage: StageConfig, rank: int) -> WorkerState | ServerState:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
+        """Return the time (ns) of a push to the region's server and a pull, without contention."""
+        region = self.server_of(stage, rank)
+        push_bytes = stage.codec.encoded_nbytes(
+            stage.worker(rank).compression_ratio, stage.pipeline.d
+        )
+        pull_bytes = stage.pipeline.pull_bytes(None)
+        return network.transfer_ns(rank, region, push_bytes) + network.transfer_ns(
+            region, rank, pull_bytes
+        )
+
+    def begin(self, ctx: RankContext, stage: StageConfig) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
-        if rank < stage.server:
+        if ctx.rank < stage.server:
             return WorkerState(params, moments)
-        if rank == stage.server:
+        if ctx.rank == stage.server:
             return GlobalServerState(params, moments, Progress(stage.num_workers))
         progress = Progress(stage.num_workers)
-        members = self.members(stage.nodes)[rank - stage.server - 1]
-        for other in set(stage.workers) - set(members):
-            progress.remove_worker(other)  # workers of other regions neither wait nor weigh here
+        members = self.members(stage.nodes)[ctx.rank - stage.server - 1]
+        for rank in set(stage.workers) - set(members):
+            progress.remove_worker(rank)  # workers of other regions neither wait nor weigh here
         return RegionState(params, moments, progress)
 
     def role(self, stage: StageConfig, rank: int) -> Loop:
@@ -204,9 +216,16 @@ class RegionState(ServerState):
 
 @dataclass
 class GlobalServerState(ServerState):
-    """State of the global server, complete for a checkpoint."""
+    """State of the global server, complete for a checkpoint.
+
+    `flush_requested` holds the servers of regions whose last push of the stage has arrived.
+    """
 
     samples: dict[int, int] = field(default_factory=dict)  # samples pushed by each region's server
+
+    def end_pass(self) -> None:
+        super().end_pass()
+        self.flush_requested = ()
 
 
 def region_servers(stage: StageConfig) -> tuple[int, ...]:
@@ -363,8 +382,7 @@ async def global_server(ctx: RankContext, stage: StageConfig, state: GlobalServe
     update, ready = stage.tag("update"), stage.tag("ready")
     state.enter(stage, ctx.now)
     regions, are_ready = region_servers(stage), set[int]()
-    closed = 0  # regions whose last push of the stage has arrived
-    while closed < len(regions):
+    while len(state.flush_requested) < len(regions):
         ctx.safe_point(stage.index, state)
         before_s = math.inf if state.signal == STOP else deadline_s
         message = await ctx.recv(update, ready, PEER_FAILED, JOIN, before_s=before_s)
@@ -376,7 +394,7 @@ async def global_server(ctx: RankContext, stage: StageConfig, state: GlobalServe
             count_member(ctx, stage, state, message)
             continue
         if message.tag == update:
-            closed += await merge_region_update(ctx, stage, state, message)
+            await merge_region_update(ctx, stage, state, message)
             continue
         are_ready.add(message.src)
         if state.signal == PAUSE and len(are_ready) == len(regions):
@@ -388,19 +406,20 @@ async def global_server(ctx: RankContext, stage: StageConfig, state: GlobalServe
 
 async def merge_region_update(
     ctx: RankContext, stage: StageConfig, state: GlobalServerState, message: Message
-) -> bool:
+) -> None:
     """Merge a region's difference, adopt its counts, decide for all regions, and answer it.
 
     A difference that arrives after the signal STOP is dropped.
-    Returns: True if it is the region's last push of the stage.
     """
     progress = state.progress
     counts = (await ctx.recv(stage.tag("counts"), src=message.src)).payload
     last, loss, pushes, latest, samples, lead = message.meta
+    if last:
+        state.flush_requested += (message.src,)
     if last and state.signal in (GO, PAUSE):  # the time budget has ended in that region
         await change_signal(ctx, stage, state, STOP, "seconds")
     if state.signal == STOP or message.payload is None:
-        return bool(last)
+        return
     await ctx.compute(
         partial(apply_region_update, stage, state, message.payload), work=1, kind="apply"
     )
@@ -417,7 +436,6 @@ async def merge_region_update(
         await ctx.send(message.src, signal_tag(stage), state.params, meta)
     if signal != state.signal and take_override(state.signal, signal):
         await change_signal(ctx, stage, state, signal, reason)
-    return bool(last)
 
 
 async def change_signal(
@@ -449,7 +467,7 @@ def count_member(
         progress.join(rank)
     elif rank not in progress.failed:
         progress.remove_worker(rank)
-        check_min_workers(ctx, stage, [rank], progress.num_present)
+        check_min_workers(ctx, stage, rank, progress.num_present)
 
 
 def apply_region_update(stage: StageConfig, state: ServerState, difference: Any) -> None:

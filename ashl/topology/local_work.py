@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import EncodeContext, layer_name
-from ashl.compression.wrappers import vector_norm
+from ashl.compression.error_metrics import measure_compression_error, payload_sizes
+from ashl.compression.wrappers import Layerwise
 from ashl.device import read_scalars, to_host
 from ashl.learn.pieces import Pieces
 from ashl.overlap.contract import overlapped_steps
@@ -29,7 +30,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import CompressionReport, NotFinite
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline, Payload
-from ashl.stage.contract import StageConfig
+from ashl.stage.contract import WEIGHTS, StageConfig
 from ashl.stage.fragment import Fragment
 from ashl.stage.members import Remaining, cap_local_steps, remaining_rounds
 
@@ -76,6 +77,7 @@ class WorkerState:
     fragment_codec_states: tuple[CodecState, ...] = ()  # the codec's state of each fragment
     outer_state: Any = None  # moments of the outer optimizer, if this worker takes its steps
     own_moments: Any = None  # of outer steps on its own work that is still in flight
+    last: bool = False  # True if it computes nothing after this work
     away: tuple[int, ...] = ()  # failed workers on whose data it trains, too
     incarnation: int = 0  # time of its join request (ns), if it joined a running run
     coming: Any = None  # first bucket of a model that arrives in buckets, or the task of its slices
@@ -94,6 +96,7 @@ class WorkerState:
         self.interval_s = stage.sync.interval_s
         self.anchor = self.squares = self.rule_state = self.start = self.pending = None
         self.begun = self.before_work = None
+        self.last = False
         if stage.resets_outer_momentum:
             self.own_moments = None
         if stage.resets_momentum:
@@ -196,17 +199,20 @@ async def local_work(
     total, payload = 0.0, local - params if grads is None else grads
     for loss in read_scalars(losses):
         total += loss
+    if trainer.weighs and kind == "difference" and WEIGHTS in stage.topology.supports:
+        share = share_of(ctx, trainer, range(state.step - steps, state.step))
+        payload, total = payload * share, total * share
     return Work(payload, total / steps, steps, steps * state.batch, spent_s / steps, version)
 
 
 def keeps_work(stage: StageConfig) -> bool:
     """Return True if an epoch between local work and its exchange need not repeat the work.
 
-    It must if the exchange begins before the work ends, and if the work has the data of other
-    members in it.
+    It must if the exchange begins before the work ends, and if the work has the data or the weights
+    of other members in it.
     """
     in_order = not stage.buckets and stage.delayed_overlap is None
-    return in_order and not stage.reshards
+    return in_order and not stage.reshards and not stage.trainer.weighs
 
 
 def mark_round(ctx: RankContext, stage: StageConfig, state: WorkerState) -> None:
@@ -255,6 +261,13 @@ def unmerged_steps(state: WorkerState) -> int:
     return 0 if work is None else work.steps
 
 
+def share_of(ctx: RankContext, trainer: Any, steps: range) -> float:
+    """Return the weight of this worker's samples relative to the others', see `Trainer.share`."""
+    planned = ctx.members.planned
+    same_steps = len({planned.steps[rank] for rank in ctx.members.ranks}) == 1
+    return trainer.share(ctx.rank, steps if same_steps else range(0), planned.weights)
+
+
 async def encode_update(
     ctx: RankContext, stage: StageConfig, state: WorkerState, work: Work
 ) -> tuple[Payload, float]:
@@ -293,21 +306,23 @@ def report_health(
     every, codec = stage.compression_stats_every, stage.pipeline.inner_codec
     if every is None or state.round % every or isinstance(x, SizeOnly):
         return
-    payloads = [to_host(payload) for _, _, payload in sent if isinstance(payload, Tensor)]
-    relative_error = None
-    if codec.decodes_alone and not codec.traits.reduces:
-        pieces = zip(sent, payloads, strict=True)
-        decoded = torch.cat(
-            [own.inner_codec.decode(None, payload, own.d)[1] for (own, _, _), payload in pieces]
-        )
-        kept = [getattr(codec_state.sender, "error", None) for _, codec_state, _ in sent]
-        rests = [to_host(rest) for rest in kept if rest is not None]
-        error = torch.cat(rests) if rests else to_host(x) - decoded
-        encoded_norm = vector_norm(decoded + error)
-        relative_error = (vector_norm(error) / encoded_norm) ** 2 if encoded_norm else None
-    nbytes = sum(payload.nbytes for payload in payloads)
-    unbiased = codec.traits.unbiased
-    ctx.emit(CompressionReport(ctx.rank, state.round, ctx.now_ns, relative_error, nbytes, unbiased))
+    pieces = [
+        (pipeline.inner_codec, pipeline.d, to_host(payload))
+        for pipeline, _, payload in sent
+        if isinstance(payload, Tensor)
+    ]
+    if codec.traits.reduces or not (codec.decodes_alone or isinstance(codec, Layerwise)):
+        # such payloads cannot be decoded one by one, so report their sizes only
+        found = payload_sizes([payload for _, _, payload in pieces])
+    else:
+        residuals = [
+            rest
+            for pipeline, codec_state, _ in sent
+            if (rest := pipeline.residual(codec_state)) is not None
+        ]
+        back = torch.cat([to_host(rest) for rest in residuals]) if residuals else None
+        found = measure_compression_error(pieces, back, to_host(x))
+    ctx.emit(CompressionReport(ctx.rank, state.round, ctx.now_ns, **found))
 
 
 def context_of(stage: StageConfig, rank: int, state: WorkerState, version: int) -> EncodeContext:
@@ -541,15 +556,15 @@ def choose_fragment(stage: StageConfig, version: int) -> Fragment:
 # See `ashl.overlap.contract.Delayed`. A worker holds one finished piece that is not exchanged yet
 # (`WorkerState.pending`). In each round it sends that piece and takes the first local steps of the
 # next one. Then it applies the result of the exchange, and takes the remaining steps. So at the top
-# of a loop nothing is in flight. At the end of a stage the last piece is not exchanged, and no
-# counter includes it.
+# of a loop nothing is in flight. Before another stage begins the last piece is exchanged, too. At
+# the end of a run it is not, and no counter includes it.
 
 
 def begins_next_piece(stage: StageConfig, state: WorkerState) -> bool:
     """Return True if workers take steps of another piece before the present exchange is applied."""
     rounds_remain = state.rest is None or state.rest[0] > 0
     overlaps = stage.delayed_overlap is not None and stage.delayed_overlap.delay > 0
-    return overlaps and rounds_remain
+    return overlaps and rounds_remain and not state.last
 
 
 async def begin_piece(

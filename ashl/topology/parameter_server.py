@@ -14,8 +14,9 @@ waits for an answer as well. Traffic per worker and exchange: one push and one p
 Merges without a quorum: at the time `closes_s` of the sync mode; before the next stage. With a
 barrier, a worker failure lowers the quorum, and the server merges if the buffer then holds it.
 
-Control signals in a reply: GO; NEXT, another stage follows; STOP, the run is over; PAUSE, as GO,
-but save first. Before NEXT the server waits for pushes in flight and merges them. At
+Control signals in a reply: GO; LAST, only with delayed exchanges: push the piece of work that is
+finished and compute no more in this stage; NEXT, another stage follows; STOP, the run is over;
+PAUSE, as GO, but save first. Before NEXT the server waits for pushes in flight and merges them. At
 STOP it drops them. Before PAUSE it answers no worker until all of them wait.
 
 With `runtime.on_worker_failure=reshard` each surviving worker also trains on its part of a failed
@@ -29,17 +30,17 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 from ashl.aggregate.weighted import Push
 from ashl.compression.contract import EncodeContext
-from ashl.errors import UsageError
+from ashl.errors import AshlError, UsageError
 from ashl.option import Ratio, option, quoted_name
 from ashl.plan.plan import WorkerPlan, assign_work
 from ashl.plan.profile import Profile
@@ -55,6 +56,7 @@ from ashl.stage.contract import (
     DELAY,
     FAULT_TOLERANT,
     GO,
+    LAST,
     NEXT,
     OUTER,
     OVERLAP,
@@ -63,6 +65,7 @@ from ashl.stage.contract import (
     STOP,
     WEIGHTS,
     Loop,
+    Network,
     Rule,
     StageConfig,
     Topology,
@@ -77,7 +80,7 @@ from ashl.stage.members import (
     remaining_rounds,
     survivors,
 )
-from ashl.stage.program import apply_assignments, check_min_workers
+from ashl.stage.program import apply_assignments
 from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
 from ashl.topology.ending import (
     drop_reason,
@@ -121,11 +124,10 @@ AS_PLANNED = Assignment()
 class Pull(NamedTuple):
     """Header of every reply to a push.
 
-    With `runtime.on_worker_failure=reshard` the ranks of the failed workers follow the header. The
-    answer to a join request has it, too, followed by `JOIN_FIELDS` numbers about the new member.
+    With `runtime.on_worker_failure=reshard` the ranks of the failed workers follow the header.
     """
 
-    signal: int  # GO, NEXT, STOP or PAUSE
+    signal: int  # GO, LAST, NEXT or STOP
     version: int  # version of the model
     steps: int  # steps applied so far, of all workers
     samples: int  # samples applied so far, which the learning rate follows
@@ -140,20 +142,50 @@ class Pull(NamedTuple):
 
 
 PULL_FIELDS = len(Pull._fields)
-PULL_TYPES = tuple(get_type_hints(Pull).values())
 
 
-def parse_reply(meta: tuple[float, ...]) -> Pull:
-    """Return the header of a reply; further numbers in `meta` are ignored.
+class Admission(NamedTuple):
+    """Header of the answer to a join request."""
+
+    signal: int  # GO; STOP if the run is over
+    end_ns: int  # end time of the run, with STOP; else 0
+    stage: int = 0  # index of the present stage
+    version: int = 0  # of the model
+    steps: int = 0  # steps applied so far, of all workers
+    samples: int = 0  # samples applied so far, of all workers
+    rounds: int = 0  # rounds of this worker: applied, dropped or not merged yet
+    done: int = 0  # steps of this worker in these rounds
+    # first stage whose assignments were planned after profiling, and follow in another message;
+    # 0 = no such stage
+    planned: int = 0
+    # next work; units as in `Assignment`
+    local_steps: int = 1
+    ratio: float = 1.0
+    interval_s: float = 0.0
+    batch: int = 0
+
+
+ADMISSION_FIELDS = len(Admission._fields)
+Head = TypeVar("Head", bound=NamedTuple)
+
+
+def parse_reply(of: type[Head], meta: tuple[float, ...]) -> Head:
+    """Return a message's header as the type `of`; further numbers in `meta` are ignored.
 
     In virtual time the header may already have that type. Between processes all fields are floats.
     """
-    if isinstance(meta, Pull):
+    if isinstance(meta, of):
         return meta
-    return Pull(*(kind(x) for kind, x in zip(PULL_TYPES, meta, strict=False)))
+    return of(*(kind(x) for kind, x in zip(field_types(of), meta, strict=False)))
 
 
-def adopt_reply(state: WorkerState, header: Pull) -> None:
+@cache
+def field_types(of: type[NamedTuple]) -> tuple[type[float], ...]:
+    """Return the types of a header's fields, in order."""
+    return tuple(get_type_hints(of).values())
+
+
+def adopt_reply(state: WorkerState, header: Pull | Admission) -> None:
     """Take over the counts and the assignment of a server's reply."""
     state.version = header.version
     state.steps = header.steps
@@ -164,20 +196,86 @@ def adopt_reply(state: WorkerState, header: Pull) -> None:
     state.batch = header.batch or state.batch
 
 
+class Updates:
+    """Messages between worker and server: updates in pushes, the model in pulls.
+
+    With `whole`, some pushes hold the gradient over all data of a worker, and
+    `runtime.on_worker_failure=reshard` is not supported.
+    """
+
+    whole: ClassVar[bool] = False
+
+    async def make_push(
+        self, ctx: RankContext, stage: StageConfig, state: WorkerState
+    ) -> tuple[Work, Any, float]:
+        """Compute the next push of a worker. Returns: (work, payload, loss)."""
+        work = state.pending
+        if work is None:
+            work = await (compute_and_push if stage.buckets else local_work)(ctx, stage, state)
+        payload, loss = await encode_update(ctx, stage, state, work)
+        return work, payload, loss
+
+    def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
+        """Return the payload that a joining worker starts from: the server's model."""
+        return state.params
+
+    def apply_admission(self, state: WorkerState, payload: Any) -> None:
+        """Start a joining worker from the payload `payload` of the answer to its join request."""
+        state.params = payload
+
+    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
+        """Update the server's state after this worker has failed."""
+        rule = stage.sync
+        state.rule_state = rule.without(stage, state.rule_state, state.progress, rank)
+
+    def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
+        """Update the server's state after this worker has rejoined."""
+        rule = stage.sync
+        state.rule_state = rule.with_joined(stage, state.rule_state, state.progress, rank)
+
+    def apply_push(
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
+    ) -> Coroutine[Any, Any, bool]:
+        """Apply a push that is not too stale. Returns: True if the model changed."""
+        return merge_push(ctx, stage, state, message)
+
+    async def answer(
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
+    ) -> Any:
+        """Return the payload of a reply: the model, or its compressed difference; None if the model
+        did not change.
+        """
+        if not changed:
+            return None
+        part = part_of(Part(stage, state), state.progress.version - 1)
+        model = part.state.params
+        if stage.topology.pull_ratio is None:
+            return model
+        context = EncodeContext(
+            stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version
+        )
+        pull = partial(
+            part.stage.pipeline.encode_pull, part.state.codec_state, rank, model, context
+        )
+        return await ctx.compute(pull, work=1, kind="compress")
+
+    def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
+        """Return the model that a worker continues with after a pull; not called at a stage
+        boundary.
+        """
+        return stage.pipeline.apply_pull(state.params, payload)
+
+
 class ServerRule(Rule, contract=True):
     """Sync mode of a parameter server. The defaults are those of ASP: no worker ever waits.
 
     `state` belongs to the rule: `begin` makes it, `observe` returns the next one. Checkpoints of
-    the server hold it, so it consists of plain values. Methods that receive it are pure: equal
-    arguments give equal results. Methods that receive the state of a rank may change that.
+    the server hold it, so it consists of plain values. All methods are pure: equal arguments give
+    equal results.
     """
 
-    # True: the server handles every push that has arrived before it answers
+    # If True, the server handles every push that has arrived before it answers.
     takes_all: ClassVar[bool] = False
-    # True: its pushes or pulls are other than updates and models
-    own_messages: ClassVar[bool] = False
-    # True: some pushes hold the gradient over all data of a worker, which cannot be resharded
-    pushes_full_gradients: ClassVar[bool] = False
 
     def quorum(self, num_workers: int) -> int:
         """Return the number of pushes of a merge. Raises: UsageError if there are fewer workers."""
@@ -213,67 +311,27 @@ class ServerRule(Rule, contract=True):
         """Return the work of this worker, which proceeds at `progress.now_s`; None: as planned."""
         return None
 
-    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
-        """Update the server's state after this worker has failed."""
+    def without(self, stage: StageConfig, state: Any, progress: Progress, rank: int) -> Any:
+        """Return the rule's state after this worker has failed."""
+        return state
 
-    def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
-        """Update the server's state after this worker has rejoined."""
+    def with_joined(self, stage: StageConfig, state: Any, progress: Progress, rank: int) -> Any:
+        """Return the rule's state after this worker has rejoined."""
+        return state
+
+    def on_rescale(self, stage: StageConfig, state: Any, progress: Progress) -> Any:
+        """Return the rule's state for a run that resumes with another number of workers at
+        `progress.now_s`.
+        """
+        return self.begin(stage, progress)
 
     def lr_scale(self, state: Any) -> float:
         """Return the factor of the server's learning rate."""
         return 1.0
 
-    # Messages between worker and server: updates in pushes, the model in pulls
-
-    async def make_push(
-        self, ctx: RankContext, stage: StageConfig, state: WorkerState
-    ) -> tuple[Work, Any, float]:
-        """Compute the next push of a worker. Returns: (work, payload, loss)."""
-        work = state.pending
-        if work is None:
-            work = await (compute_and_push if stage.buckets else local_work)(ctx, stage, state)
-        payload, loss = await encode_update(ctx, stage, state, work)
-        return work, payload, loss
-
-    def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
-        """Return the payload that a joining worker starts from: the server's model."""
-        return state.params
-
-    def apply_admission(self, state: WorkerState, payload: Any) -> None:
-        """Start a joining worker from the payload `payload` of the answer to its join request."""
-        state.params = payload
-
-    async def apply_push(
-        self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
-    ) -> bool:
-        """Apply a push that is not too stale. Returns: True if the model changed."""
-        return await merge_push(ctx, stage, state, message)
-
-    async def answer(
-        self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
-    ) -> Any:
-        """Return the payload of a reply: the model, or its compressed difference; None if the model
-        did not change.
-        """
-        if not changed:
-            return None
-        part = part_of(Part(stage, state), state.progress.version - 1)
-        model = part.state.params
-        if stage.topology.pull_ratio is None:
-            return model
-        context = EncodeContext(
-            stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version
-        )
-        pull = partial(
-            part.stage.pipeline.encode_pull, part.state.codec_state, rank, model, context
-        )
-        return await ctx.compute(pull, work=1, kind="compress")
-
-    def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
-        """Return the model that a worker continues with after a pull; not called at a stage
-        boundary.
-        """
-        return stage.pipeline.apply_pull(state.params, payload)
+    def messages(self) -> Updates:
+        """Return the messages that this mode exchanges, see `Updates`."""
+        return UPDATES
 
 
 class BarrierRule(ServerRule, contract=True):
@@ -290,6 +348,9 @@ class BarrierRule(ServerRule, contract=True):
 
     def may_proceed(self, state: Any, progress: Progress) -> Iterable[int]:
         return progress.waiting_without_merge()
+
+
+UPDATES = Updates()
 
 
 @option
@@ -310,9 +371,23 @@ class ParameterServer(Topology):
     def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         return stage.workers if rank == stage.server else (stage.server,)
 
-    def begin(self, stage: StageConfig, rank: int) -> WorkerState | ServerState:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
+        """Return the time (ns) of a push and a pull without contention.
+
+        With fragments: the maximum over all fragments.
+        """
+        if stage.fragments:
+            parts = stage.fragment_stages
+            return max(self.exchange_ns(part, network, rank) for part in parts)
+        up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.pipeline.d)
+        down = stage.pipeline.pull_bytes(self.pull_ratio)
+        return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(
+            stage.server, rank, down
+        )
+
+    def begin(self, ctx: RankContext, stage: StageConfig) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
-        if rank == stage.server:
+        if ctx.rank == stage.server:
             return ServerState(params, moments, Progress(stage.num_workers))
         return WorkerState(params, moments)
 
@@ -352,11 +427,14 @@ class ServerState:
     averages: Any = None  # running averages of an online planner
     rule_state: Any = None  # state of the sync mode
     signal: int = GO  # NEXT while pushes in flight are drained
+    # workers that were asked for their last piece of work (delayed exchanges only)
+    flush_requested: tuple[int, ...] = ()
     reason: str | None = None  # why the stage ends
     ahead: Message | None = None  # a received message to handle before waiting workers are answered
     newcomers: tuple[int, ...] = ()  # workers whose join request has no answer yet
     incarnations: dict[int, int] = field(default_factory=dict)  # of each rejoined worker
     failures: dict[int, int] = field(default_factory=dict)  # earlier failures of these workers
+    pulls: list[Tag] = field(default_factory=list)  # tag of the replies to each worker
     quorum: int = 1  # pushes of one merge
     members: Any = None  # `Members`: the workers that have not failed
     work: Any = None  # `Assignments`: their present work
@@ -375,6 +453,7 @@ class ServerState:
             return
         self.entered = stage.index
         self.signal = GO
+        self.flush_requested = ()
         self.reason = None
         self.ahead = None
         self.slices = {}
@@ -385,13 +464,10 @@ class ServerState:
         self.set_members(stage)
         self.work = self.members.planned
         self.codec_state = stage.carry_over_codec_state(self.codec_state, self.progress.samples)
+        self.pulls = [stage.tag("pull", self.incarnations.get(rank, 0)) for rank in stage.workers]
         if stage.resets_momentum:
             self.moments = stage.trainer.moments()
         self.outer_state = None if stage.resets_outer_momentum else self.outer_state
-
-    def pull_tag(self, stage: StageConfig, rank: int) -> Tag:
-        """Return the tag of the replies to this worker."""
-        return stage.tag("pull", self.incarnations.get(rank, 0))
 
     def set_members(self, stage: StageConfig) -> None:
         """Set the members and the quorum after a failure or a rejoin."""
@@ -425,13 +501,14 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
     Returns: the final signal, NEXT or STOP.
     """
     state.enter(stage, ctx.members, ctx.rank)
+    messages = stage.messages
     signal = GO
     push = stage.tag("push")
     pull = stage.tag("pull", state.incarnation)
     server = stage.topology.server_of(stage, ctx.rank)
     answer = ctx.recv(pull)
     whole = Part(stage, state)
-    while signal == GO:
+    while signal in (GO, LAST):
         is_due = not stage.overlaps_next_forward
         if state.coming is None or await receive_model_if_due(ctx, stage, state, is_due):
             ctx.safe_point(stage.index, state)
@@ -439,7 +516,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
             await finish_piece(ctx, stage, state, state.local_steps)
             state.plan_round(stage, ctx.members, ctx.rank, ahead=1)
         part = part_of(whole, state.version)
-        work, payload, loss = await stage.sync.make_push(ctx, part.stage, part.state)
+        work, payload, loss = await messages.make_push(ctx, part.stage, part.state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await ctx.send(server, push, payload, meta)
         begun, remaining = None, 0
@@ -447,7 +524,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
             begun, remaining = await begin_piece(ctx, stage, state)
         asked = ctx.now
         message = await answer
-        reply = parse_reply(message.meta)
+        reply = parse_reply(Pull, message.meta)
         signal = reply.signal
         if stage.reshards:
             state.away = tuple(map(int, message.meta[PULL_FIELDS:]))
@@ -458,6 +535,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         seen = message.payload is not None and (begun is None or ctx.now - asked > AT_ONCE_S)
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
         adopt_reply(state, reply)
+        state.last = signal == LAST
         if signal in (NEXT, STOP):
             await cancel_exchange(ctx, stage, state)
             leave_stage(ctx, stage, signal, reply.end_ns)
@@ -481,7 +559,7 @@ def apply_reply(
     elif signal == NEXT:
         state.params = payload
     else:
-        params = stage.sync.apply_pull(part.stage, part.state, payload)
+        params = stage.messages.apply_pull(part.stage, part.state, payload)
         state.params = part.put(state.params, params)
 
 
@@ -556,12 +634,33 @@ async def reply_to_all(
 ) -> None:
     """Let these waiting workers proceed on the present model, or pause."""
     ranks = sorted(ranks)
+    if stage.topology.servers > 1:
+        place = ctx.rank - stage.server
+        ranks = answer_order(ranks, place, stage.topology.servers, stage.answer_block)
     if not stage.overlaps_next_forward or stage.merges_buckets:
         for rank in ranks:
             await reply(ctx, stage, state, rank, signal)
         return
     changed = [rank for rank in ranks if await reply(ctx, stage, state, rank, signal)]
     await send_remaining_buckets(ctx, stage, changed, state.params)
+
+
+def answer_order(ranks: Sequence[int], place: int, servers: int, block: int) -> list[int]:
+    """Return the order in which the server at this position answers these workers.
+
+    The order goes block by block, and within a block every server begins with another worker. A
+    worker proceeds once it has all shards. If all servers answer it at once, its own NIC receives
+    one shard after the other. In that time the servers can answer a whole block
+    (`StageConfig.answer_block`). No worker of the block has its last shard later than in rank
+    order. In larger blocks the first workers would wait for the last. A block of 1 gives rank
+    order.
+    """
+    order = list[int]()
+    for start in range(0, len(ranks), block):
+        own = ranks[start : start + block]
+        shift = place * len(own) // servers
+        order += [*own[shift:], *own[:shift]]
+    return order
 
 
 async def pause_if_all_wait(ctx: RankContext, stage: StageConfig, state: ServerState) -> bool:
@@ -580,7 +679,7 @@ async def pause_if_all_wait(ctx: RankContext, stage: StageConfig, state: ServerS
     await admit_newcomers(ctx, stage, state)
     if len(progress.waiting) < progress.num_present:
         return False
-    if is_truncated(rounds_ahead(stage, state)):  # a stop limit truncates the next round
+    if is_last_round(stage, state):
         state.signal, state.reason = GO, None
         return False
     await tell_servers(ctx, stage, progress.version, PAUSE, end_time_ns(stage, ctx.now_ns))
@@ -592,6 +691,11 @@ def may_all_proceed(stage: StageConfig, state: ServerState) -> bool:
     """Return True if every waiting worker may proceed now."""
     ranks = {*stage.sync.may_proceed(state.rule_state, state.progress)}
     return len(ranks) == len(state.progress.waiting)
+
+
+def is_last_round(stage: StageConfig, state: ServerState) -> bool:
+    """Return True if a stop limit truncates the next round."""
+    return is_truncated(rounds_ahead(stage, state))
 
 
 # Pushes at the server: decode, merge, answer
@@ -625,7 +729,7 @@ async def on_push(
         return False
     if stage.merges_buckets:
         return count_step(ctx, stage, state, message)
-    return await rule.apply_push(ctx, stage, state, message)
+    return await rule.messages().apply_push(ctx, stage, state, message)
 
 
 async def receive_more(
@@ -779,13 +883,13 @@ async def reply(
     staleness, late = progress.release(rank)
     progress.now_s = ctx.now
     local_steps, ratio, interval_s, batch = assignment_of(stage, state, rank)
-    payload = await stage.sync.answer(ctx, stage, state, rank, changed)
+    payload = await stage.messages.answer(ctx, stage, state, rank, changed)
     payload = first_bucket(stage, payload) if stage.buckets and changed else payload
     counts = progress.version, progress.steps, progress.samples
     meta = Pull(signal, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
     if stage.reshards:
         meta = (*meta, *failed_ranks(stage, progress))
-    await ctx.send(rank, state.pull_tag(stage, rank), payload, meta)
+    await ctx.send(rank, state.pulls[rank], payload, meta)
     return changed
 
 
@@ -852,10 +956,6 @@ def rounds_ahead(stage: StageConfig, state: ServerState) -> Remaining:
 
 
 PLANNED: Tag = ("planned", 0, 0)  # assignments planned after profiling, for a joining worker
-# Numbers in the answer to a join request: index of the stage; rounds of this worker (applied,
-# dropped or not merged yet), and its steps in them; first stage whose assignments follow as
-# `PLANNED`, or 0.
-JOIN_FIELDS = 4
 
 
 def admission_tag(incarnation: int) -> Tag:
@@ -903,6 +1003,20 @@ def record_join(state: ServerState, message: Message) -> None:
     state.failures[message.src] = int(message.meta[1])
 
 
+def check_min_workers(ctx: RankContext, stage: StageConfig, rank: int, remaining: int) -> None:
+    """Raise AshlError if the remaining workers are too few after the failure of `rank`.
+
+    The limit is `runtime.min_workers`. In a run that does not tolerate failures, the error names
+    that failure as its `__cause__`.
+    """
+    if remaining < stage.min_workers:
+        raise AshlError(
+            f"worker {rank} failed at {ctx.now:.6g} s and {remaining} of {stage.num_workers}"
+            f" workers are running, fewer than runtime.min_workers={stage.min_workers}:"
+            " the run ends here"
+        ) from (None if stage.elastic else PeerFailedError(rank))
+
+
 async def remove_failed(
     ctx: RankContext, stage: StageConfig, state: ServerState, rank: int
 ) -> bool:
@@ -921,9 +1035,9 @@ async def remove_failed(
     for codec_state in (state.codec_state, *state.fragment_codec_states):
         codec_state.forget(rank)
     if ctx.rank == stage.server:  # the server of a region does not know all workers
-        check_min_workers(ctx, stage, [rank], progress.num_present + len(state.newcomers))
+        check_min_workers(ctx, stage, rank, progress.num_present + len(state.newcomers))
     progress.now_s = ctx.now
-    rule.without(stage, state, rank)
+    rule.messages().without(stage, state, rank)
     await discard_parts(ctx, stage, rank)
     if not rule.in_rounds:
         return False
@@ -958,9 +1072,11 @@ async def admit(
     progress.join(rank)
     state.set_members(stage)
     state.assign(stage, state.work.workers)
+    state.pulls[rank] = stage.tag("pull", state.incarnations[rank])
     progress.now_s = ctx.now
-    stage.sync.with_joined(stage, state, rank)
-    state.codec_state.held[rank] = state.params
+    messages = stage.messages
+    messages.with_joined(stage, state, rank)
+    stage.pipeline.record_full_pull(state.codec_state, rank, state.params)
     planned, rows = state.assigned or (0, None)
     version = progress.version
     if of_first is not None and stage.sync.in_rounds:  # the round that the first server waits for
@@ -971,9 +1087,9 @@ async def admit(
     # steps of its earlier incarnation's pushes that are buffered
     buffered = [push.steps for push in state.buffer if push.worker == rank]
     pushed = (rounds + len(buffered), done + sum(buffered))
-    header = Pull(GO, *applied, 0, False, 0, *assignment)
-    payload = stage.sync.admission_payload(stage, state)
-    meta = (*header, stage.index, *pushed, planned, *failed_ranks(stage, progress))
+    admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *assignment)
+    payload = messages.admission_payload(stage, state)
+    meta = (*admission, *failed_ranks(stage, progress))
     await ctx.send(rank, admission_tag(state.incarnations[rank]), payload, meta)
     if rows is not None:
         await ctx.send(rank, PLANNED, rows)
@@ -986,8 +1102,9 @@ async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -
     """
     while True:
         for rank in state.newcomers:
-            over = Pull(STOP, 0, 0, 0, 0, False, end_ns)
-            await ctx.send(rank, admission_tag(state.incarnations[rank]), None, over)
+            await ctx.send(
+                rank, admission_tag(state.incarnations[rank]), None, Admission(STOP, end_ns)
+            )
         state.newcomers = ()
         message = await ctx.recv(JOIN, PEER_FAILED)
         if message.tag == JOIN:
@@ -1014,9 +1131,9 @@ async def ask_to_join(ctx: RankContext, stage: StageConfig) -> list[Message] | N
     for server in servers[:1] if topology.servers > 1 else servers:
         await ctx.send(server, JOIN, None, (incarnation, ctx.incarnation))
     answers = [await ctx.recv(admission_tag(incarnation))]
-    header = parse_reply(answers[0].meta)
-    if header.signal == STOP:
-        ctx.time_accounting.close(header.end_ns)
+    admission = parse_reply(Admission, answers[0].meta)
+    if admission.signal == STOP:
+        ctx.time_accounting.close(admission.end_ns)
         return None
     while len(answers) < topology.servers:
         answers.append(await ctx.recv(admission_tag(incarnation)))
@@ -1030,21 +1147,20 @@ async def enter_running_stage(
 
     Args: message: the answer of the server; payload: what the worker starts from.
     """
-    header, more = parse_reply(message.meta), message.meta[PULL_FIELDS:]
-    index, rounds, done, planned = map(int, more[:JOIN_FIELDS])
-    state = stages[0].topology.begin(stages[0], ctx.rank)
+    admission = parse_reply(Admission, message.meta)
+    state = stages[0].topology.begin(ctx, stages[0])
     state.incarnation = int(message.tag[2])
-    state.steps, state.samples = header.steps, header.samples
-    if planned:
-        state.assigned = planned, (await ctx.recv(PLANNED)).payload
+    state.steps, state.samples = admission.steps, admission.samples
+    if admission.planned:
+        state.assigned = admission.planned, (await ctx.recv(PLANNED)).payload
         stages = apply_assignments(stages, *state.assigned)
-    stage = stages[index]
-    state.away = tuple(map(int, more[JOIN_FIELDS:]))
+    stage = stages[admission.stage]
+    state.away = tuple(map(int, message.meta[ADMISSION_FIELDS:]))
     state.enter(stage, members_of(stage), ctx.rank)
     if payload is not None:
-        stage.sync.apply_admission(state, payload)
-    adopt_reply(state, header)
-    state.round, state.step = rounds, done
+        stage.messages.apply_admission(state, payload)
+    adopt_reply(state, admission)
+    state.round, state.step = admission.rounds, admission.done
     state.drawn = state.step * state.batch
     return stage.index, state
 
@@ -1053,15 +1169,32 @@ async def enter_running_stage(
 
 
 async def drain_pushes(ctx: RankContext, stage: StageConfig, state: ServerState) -> bool:
-    """Drain pushes in flight before the next stage.
+    """Drain work in flight before the next stage.
 
     Returns: True once every present worker waits and all their pushes are merged.
     """
+    await flush_pending(ctx, stage, state)
     if len(state.progress.waiting) < state.progress.num_present:
         return False
     if state.buffer:
         await merge_buffered(ctx, stage, state)
     return True
+
+
+async def flush_pending(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
+    """Ask each waiting worker once for its last piece of work (delayed exchanges only).
+
+    Such a worker has computed the next piece while its push was in flight. After that piece it
+    computes no more in this stage.
+    """
+    progress = state.progress
+    applied = (progress.version, progress.steps, progress.samples)
+    for rank in (
+        sorted(set(progress.waiting) - set(state.flush_requested)) if stage.delayed_overlap else ()
+    ):
+        state.flush_requested += (rank,)
+        staleness, late = progress.stop_waiting(rank)
+        await ctx.send(rank, state.pulls[rank], None, Pull(LAST, *applied, staleness, late, 0))
 
 
 async def finish_stage(
@@ -1083,13 +1216,12 @@ async def finish_stage(
     working = set(stage.workers) - set(progress.waiting) - progress.failed
     for rank in sorted(progress.waiting):
         staleness, late = progress.stop_waiting(rank)
-        state.codec_state.held[rank] = state.params
+        stage.pipeline.record_full_pull(state.codec_state, rank, state.params)
         meta = (
             *Pull(signal, *applied, staleness, late or rank in unmerged, end_ns),
             *failed_ranks(stage, progress),
         )
-        payload = state.params if signal == NEXT else None
-        await ctx.send(rank, state.pull_tag(stage, rank), payload, meta)
+        await ctx.send(rank, state.pulls[rank], state.params if signal == NEXT else None, meta)
     while working:
         message = await ctx.recv(stage.tag("push"), PEER_FAILED, JOIN)
         if message.tag == JOIN:
@@ -1102,10 +1234,7 @@ async def finish_stage(
         if message.start_ns <= end_ns:
             progress.count_dropped(message.src, int(message.meta[0]), drop_reason(signal))
         await ctx.send(
-            message.src,
-            state.pull_tag(stage, message.src),
-            None,
-            Pull(signal, *applied, 0, True, end_ns),
+            message.src, state.pulls[message.src], None, Pull(signal, *applied, 0, True, end_ns)
         )
     if signal == STOP:
         # with shards, only the first server tells that the run is over
@@ -1358,13 +1487,13 @@ def merge_bucket(stage: StageConfig, state: ServerState, number: int) -> None:
     weights = merge_weights(stage, state.work, members)
     scale = stage.sync.lr_scale(state.rule_state)
     lr = stage.trainer.rate(state.progress.samples - state.counted) * scale
-    bucket = stage.buckets[number]
+    bucket, exact = stage.buckets[number], stage.pipeline.traits.lossless
     if members:
         update = stage.aggregate.fold(members, weights)
     else:
         update = slice_vector(state.params, bucket.start, bucket.stop) * 0.0
     state.made[number] = stage.trainer.apply_slice(
-        state.params, state.moments, bucket.start, bucket.stop, update, lr
+        state.params, state.moments, bucket.start, bucket.stop, update, lr, exact
     )
 
 

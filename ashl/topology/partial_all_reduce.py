@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from ashl.option import Count, option
@@ -32,6 +33,7 @@ from ashl.stage.contract import (
     PAUSE,
     STOP,
     Loop,
+    Network,
     Ranks,
     Rule,
     StageConfig,
@@ -75,8 +77,12 @@ class PartialAllReduce(Topology):
     def groups(self, stage: StageConfig) -> Sequence[Ranks]:
         return stage.sync.groups(self.nodes(stage))
 
-    def begin(self, stage: StageConfig, rank: int) -> Replica | GroupCoordinatorState:
-        if rank == stage.lead_rank:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
+        """Return the time (ns) to average in the largest possible group: all workers."""
+        return network.all_reduce_ns(stage.workers, stage.trainer.dense_bytes, 0)
+
+    def begin(self, ctx: RankContext, stage: StageConfig) -> Replica | GroupCoordinatorState:
+        if ctx.rank == stage.lead_rank:
             n = stage.num_workers
             progress = Progress(n, groups=[0] * n, conflicts=0)
             return GroupCoordinatorState(
@@ -92,8 +98,11 @@ class PartialAllReduce(Topology):
         epoch: Epoch,
     ) -> tuple[int, Any]:
         if ctx.rank == stages[0].lead_rank:
-            return await gather_members(ctx, stages, saved, epoch)
-        index, state, reply = await rejoin_members(ctx, stages, saved, epoch)
+            fresh = partial(self.begin, ctx, stages[0])
+            return await gather_members(ctx, stages, saved, fresh, epoch)
+        index, state, reply = await rejoin_members(
+            ctx, stages, saved, lambda: Replica(*stages[0].trainer.init()), epoch
+        )
         state.has_asked = False
         if saved is None:
             state.tick = int(reply.tick)
@@ -146,12 +155,15 @@ class GroupCoordinatorState(CoordinatorState):
 
     def enter(self, stage: StageConfig, now_s: float) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
-        if self.entered != stage.index:
-            if self.entered is not None:
-                generator.reset_groups(self.groups)
-            self.asked = {}
-            self.running = {}
-        super().enter(stage, now_s)
+        if self.entered == stage.index:
+            return
+        self.progress.begin(now_s)
+        if self.entered is not None:
+            generator.reset_groups(self.groups)
+        self.entered = stage.index
+        self.signal = GO
+        self.asked = {}
+        self.running = {}
 
 
 class GroupReply(NamedTuple):

@@ -8,7 +8,8 @@ Rule: the model is partitioned into one shard per server. Each server is a param
 shard, with counts of its own. It receives a worker's shard of an update, merges, and answers with
 its shard of the model. A worker proceeds once all servers have answered. So n simultaneous pushes
 of S bytes bring n·S/s to each of s NICs, instead of n·S to one. Each worker begins its pushes at
-another server, so that all NICs are busy from the start.
+another server, so that all NICs are busy from the start. Servers answer in blocks of workers
+(`answer_order`).
 
 The first server assigns work, and decides when a stage ends or is evaluated. It notifies the
 others, and each of them emits its shard as it was after as many merges. At the end of the run,
@@ -57,6 +58,7 @@ from ashl.stage.contract import (
     STOP,
     WEIGHTS,
     Loop,
+    Network,
     Rule,
     StageConfig,
     Topology,
@@ -75,6 +77,8 @@ from ashl.topology.local_work import (
 )
 from ashl.topology.parameter_server import (
     PULL_FIELDS,
+    Admission,
+    Pull,
     ServerRule,
     ServerState,
     admit,
@@ -141,16 +145,26 @@ class ShardedServer(Topology):
             return servers
         return (*stage.workers, *(servers[1:] if rank == stage.server else servers[:1]))
 
-    def begin(self, stage: StageConfig, rank: int) -> ShardedWorker | ShardState:
+    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
+        """Return the time (ns) of a push and a pull without contention; the worker's NIC carries
+        all shards.
+        """
+        ratio, down = stage.worker(rank).compression_ratio, stage.trainer.dense_bytes
+        up = sum(part.codec.encoded_nbytes(ratio, part.pipeline.d) for part in parts(stage))
+        return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(
+            stage.server, rank, down
+        )
+
+    def begin(self, ctx: RankContext, stage: StageConfig) -> ShardedWorker | ShardState:
         params, moments = stage.trainer.init()
-        if rank < stage.server:
+        if ctx.rank < stage.server:
             states = [CodecState() for _ in range(self.servers)]
             return ShardedWorker(
                 params, moments, versions=[0] * self.servers, shard_codec_states=states
             )
-        held = stage.fragments[rank - stage.server]
+        held = stage.fragments[ctx.rank - stage.server]
         return ShardState(
-            held.extract(params), moments_of(stage, rank), Progress(stage.num_workers)
+            held.extract(params), moments_of(stage, ctx.rank), Progress(stage.num_workers)
         )
 
     async def join(
@@ -160,7 +174,7 @@ class ShardedServer(Topology):
             return None
         model = concatenate([answer.payload for answer in answers])
         index, state = await enter_running_stage(ctx, stages, answers[0], model)
-        state.versions = [parse_reply(answer.meta).version for answer in answers]
+        state.versions = [parse_reply(Admission, answer.meta).version for answer in answers]
         return index, state
 
     def role(self, stage: StageConfig, rank: int) -> Loop:
@@ -254,12 +268,12 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
         asked = ctx.now
         answers, finals = await receive_answers(ctx, stage, pull)
         state.pull_s = ctx.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
-        replies = [parse_reply(answer.meta) for answer in answers]
+        replies = [parse_reply(Pull, answer.meta) for answer in answers]
         dropped = [bool(reply.dropped) and not math.isnan(loss) for reply in replies]
         restore_shards(stage, state, payloads, dropped)
         reply = replies[0]
         for k, final in enumerate(finals):
-            replies[k] = parse_reply(final.meta)
+            replies[k] = parse_reply(Pull, final.meta)
             if final.payload is not None:  # else the shard has not changed since the first answer
                 answers[k] = final
         signal = replies[0].signal
@@ -313,7 +327,7 @@ async def receive_answers(
 
 def is_final(answer: Message) -> bool:
     """Return True if an answer tells the end of the stage, or a pause."""
-    return parse_reply(answer.meta).signal != GO
+    return parse_reply(Pull, answer.meta).signal != GO
 
 
 async def make_pushes(

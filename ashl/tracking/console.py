@@ -234,8 +234,14 @@ def print_outcome(
         if value:
             grid.add_row(Text(label, style="dim"), Text(value))
     console.print(grid)
-    if len(summary.get("stages") or ()) > 1:
+    idle = summary.get("stages_not_begun") or ()
+    if len(summary.get("stages") or ()) + len(idle) > 1:
         console.print(stage_table(summary))
+    if idle:
+        console.print(
+            Text(stages.explain_missing_stages(idle), style="yellow"),
+            soft_wrap=not console.is_terminal,
+        )
     if summary.get("workers"):
         console.print(worker_table(console, summary))
     for label, value in {"run folder": str(run_dir), **shown}.items():
@@ -329,16 +335,16 @@ def describe_pace(stats: Mapping[str, Any]) -> str:
     """Describe how much longer than declared parts of a paced run took; "" if they kept pace."""
     if stats.get("slower_by", 0.0) <= SLOWER:
         return ""
-    late = percent(stats["slower_by"])
+    parts = {kind: stats[f"{kind}_slower_by"] for kind in ("steps", "transfers", "encodings")}
+    late = ", ".join(f"{kind} {percent(slower)}" for kind, slower in parts.items() if slower)
     return f"{late} longer than declared: this machine is too slow for this cluster"
 
 
 def describe_messages(stats: Mapping[str, Any]) -> str:
     """Describe the compression of the last messages that the workers reported."""
+    names = [name for name in ("relative_error", "cosine") if stats.get(name) is not None]
     parts = [f"{number(stats['bits'])} bits per element"] if stats else []
-    if stats.get("relative_error") is not None:
-        parts.append(f"relative error {number(stats['relative_error'])}")
-    return ", ".join(parts)
+    return ", ".join(parts + [f"{name.replace('_', ' ')} {number(stats[name])}" for name in names])
 
 
 def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:

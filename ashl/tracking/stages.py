@@ -1,6 +1,6 @@
-"""Describe the stages of a run in words."""
+"""Describe the stages of a run in words: why they ended, and which never began."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 REASONS = {  # why steps are part of no model, by the key in summary.json
@@ -10,15 +10,27 @@ REASONS = {  # why steps are part of no model, by the key in summary.json
     "failure": "were of failed workers",
     "diverged": "came after the divergence",
 }
-RULES = {  # by the rule that ends a stage
-    "loss": "the running training loss fell to {}",
-    "evaluated_loss": "the loss fell to {}",
-    "accuracy": "the accuracy rose to {}",
-    "rises": "the training loss rose in {} evaluations",
-    "plateau": "the running loss had not fallen by 1 % for {} commits per worker",
-    "epochs": "its {} epochs were over",
-    "commits": "its {} commits per worker were over",
-    "seconds": "its {} s were over",
+RULES = {  # by the rule that ends a stage: the text if it was met, and if not
+    "loss": (
+        "the running training loss fell to {}",
+        "the running training loss did not fall to {}",
+    ),
+    "evaluated_loss": ("the loss fell to {}", "the loss did not fall to {}"),
+    "accuracy": ("the accuracy rose to {}", "the accuracy did not rise to {}"),
+    "rises": (
+        "the training loss rose in {} evaluations",
+        "the training loss did not rise in {} evaluations",
+    ),
+    "plateau": (
+        "the running loss had not fallen by 1 % for {} commits per worker",
+        "the running loss was never {} commits per worker without falling by 1 %",
+    ),
+    "epochs": ("its {} epochs were over", "the run ended before {} epochs of the stage before"),
+    "commits": (
+        "its {} commits per worker were over",
+        "the run ended before {} commits per worker",
+    ),
+    "seconds": ("its {} s were over", "the run ended within {} s of the stage before"),
 }
 ENDS = {
     "profiled": "everything was measured",
@@ -30,14 +42,35 @@ ENDS = {
     "target_metric": "the target was reached",
     "patience": "there was no new best for stop.patience evaluations",
 }
+EVALUATED = ("evaluated_loss", "accuracy")  # rules that only evaluations judge
 
 
 def explain_end(stage: Mapping[str, Any]) -> str:
     """Explain why a stage of `summary.json` ended."""
     rule, until = stage.get("exit_reason") or "", stage.get("until") or {}
     if rule in until:
-        return RULES[rule].format(f"{until[rule]:g}")
+        return RULES[rule][0].format(f"{until[rule]:g}")
     return ENDS.get(rule, rule or "-")
+
+
+def explain_missing_stages(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Explain which stages never began, and which condition of the first was not met."""
+    names = ", ".join(str(stage["name"]) for stage in stages)
+    missing = list[str]()
+    for rule, bound in stages[0]["until"].items():
+        text = RULES[rule][1].format(f"{bound:g}")
+        best = stages[0]["best"].get(rule)
+        if best is not None and (best <= bound if rule == "evaluated_loss" else best >= bound):
+            text = f"{RULES[rule][0].format(f'{bound:g}')} only when the run was about to end"
+        elif rule in EVALUATED:
+            text += (
+                " (it was not evaluated; set eval.every_s)"
+                if best is None
+                else f" (best evaluation: {best:.3g})"
+            )
+        missing.append(text)
+    why = ", and ".join(missing) or "the run ended before"
+    return f"stage{'s' if len(stages) > 1 else ''} {names} never began: {why}"
 
 
 def explain_drops(summary: Mapping[str, Any]) -> str:

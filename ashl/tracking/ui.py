@@ -17,6 +17,7 @@ from ashl.config.signals import end_with_parent
 from ashl.errors import AshlError, UsageError
 from ashl.tracking import jsonl
 from ashl.tracking.copying import copy_missing, find_cause, params_of
+from ashl.tracking.killed import close_killed
 from ashl.tracking.mlflow import (
     FOLDER,
     TRAINING,
@@ -87,6 +88,8 @@ def serve(
 def link_of(store: Path, address: str, folder: Path | None) -> str:
     """Return the page of a run, of a sweep's experiment, or of the latest experiment."""
     client = client_of(store)
+    if folder is not None:
+        close_killed(folder)
     if folder is not None and (folder / SUMMARY).exists():
         config, summary = read_yaml(folder, CONFIG), jsonl.read_json(folder / SUMMARY) or {}
         experiment = config.get("tracking", {}).get("experiment", "ashl")

@@ -28,11 +28,13 @@ from rich.table import Table
 
 from ashl.advice.advise import advise
 from ashl.advice.candidates import Selection, select_candidates
-from ashl.advice.contest import RATES, RaceContext, grid_of, rates_of, setting_of
+from ashl.advice.contest import RaceContext, grid_of, rates_of, setting_of
+from ashl.advice.scale import RATES, Scale
 from ashl.config.override import command_line, key_of
 from ashl.study.jobs import local_pool, read_summary
 from ashl.study.sweep import begin_record, run_missing
 from ashl.tracking import jsonl
+from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
 CLUSTERS = ("one_slow", "ashl_paper", "homogeneous", "mixed", "four_nodes")
@@ -95,17 +97,18 @@ def whole_grid(
 ) -> Times:
     """Run every candidate at every rate, or those in `among`, each to its end."""
     folder.mkdir()
-    how = (SLOTS, math.inf, RATES, every_s, Console(quiet=True), True, 0.0)
-    place = RaceContext(folder, LINE, fixed, *how)
+    place = RaceContext(folder, LINE, fixed, SLOTS, Deadline(math.inf), Console(quiet=True), True)
+    scale = Scale(1.0, RATES, every_s)
     pairs = [
         (own, rate, seed)
         for own in selection.candidates
-        for rate in rates_of(own, RATES)
+        for rate in rates_of(own, scale)
         for seed in seeds
         if among is None or (own.name, f"{rate:g}") in among
     ]
     settings = [
-        setting_of(own, place, rate, seed, ("optimizer.lr", "seed")) for own, rate, seed in pairs
+        setting_of(own, place, scale, rate, seed, ("optimizer.lr", "seed"))
+        for own, rate, seed in pairs
     ]
     grid = grid_of(settings, ())
     progress = SweepProgress(place.console, len(settings), quiet=True)
@@ -131,7 +134,7 @@ def judge_left_out(
     best = sorted(times, key=lambda key: median(times[key]))
     known = {candidate.name for candidate in own.candidates}  # a name may hold a planned H
     among = [key for key in best if key[0] in known][:CONTENDERS]
-    there = whole_grid(own, without, record["every_s"], folder, among)
+    there = whole_grid(own, without, record["scale"]["every_s"], folder, among)
     with_s, without_s = median(times[best[0]]), min(map(median, there.values()))
     advised = "leave out" if said["leave_out"] else "keep"
     right = said["leave_out"] == (without_s < with_s) or abs(without_s / with_s - 1) <= 0.1
@@ -181,7 +184,7 @@ def main(clusters: list[list[str]], typed: list[str]) -> None:
             )
             record = jsonl.read_json(folder / "advice" / "advice.json") or {}
             selection = select_candidates(tuple(fixed), None, lambda done, size, name: None)
-            times = whole_grid(selection, fixed, record["every_s"], folder / "grid")
+            times = whole_grid(selection, fixed, record["scale"]["every_s"], folder / "grid")
             best = min(times, key=lambda key: median(times[key]))
             name, rate = record["winner"]["name"], f"{record['winner']['optimizer.lr']:g}"
             own_s, low_s, high_s = median(times[name, rate]), min(times[best]), max(times[best])
@@ -191,7 +194,7 @@ def main(clusters: list[list[str]], typed: list[str]) -> None:
             again = whole_grid(
                 selection,
                 fixed,
-                record["every_s"],
+                record["scale"]["every_s"],
                 folder / "again",
                 both_again,
                 FRESH_SEEDS,

@@ -3,7 +3,8 @@ tests.benchmarks.compression`.
 
 It uses two threads, and measures interleaved in one run. torch's side is its fastest: unsorted,
 into an existing buffer. `--device cuda` measures the codecs that compute on a device, beside their
-targets.
+targets. `--device cpu` runs the same kernels in the host's memory, which shows that they run, not
+their speed.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ AIMS = {
     "natural": 5,
     "topk": 15,
 }  # encodings on a device, in copies
+PLACE = "ashl.compression.kernels.is_on_host"  # function that decides between NumPy and torch
 
 
 def turns(*tasks: Callable[[], object]) -> list[list[float]]:
@@ -138,10 +141,15 @@ def on_device(x: torch.Tensor, names: Sequence[str]) -> tuple[list[list[str]], l
     return rows, elsewhere
 
 
-def show_device(x: torch.Tensor, names: Sequence[str]) -> None:
-    """Measure on the device."""
-    rows, elsewhere = on_device(x.cuda(), names)
-    name = torch.cuda.get_device_name()
+def show_device(device: str, x: torch.Tensor, names: Sequence[str]) -> None:
+    """Measure on the device, or on tensors of the host in its place."""
+    if device == "cuda":
+        rows, elsewhere = on_device(x.cuda(), names)
+        name = torch.cuda.get_device_name()
+    else:
+        with mock.patch(PLACE, return_value=False):
+            rows, elsewhere = on_device(x, names)
+        name = "no device: the same kernels in the host's memory"
     columns = ["codec", "bits", "encode, ms", "encode / copy", "aim", "decode, ms", "decode / copy"]
     note = (
         f"ms: median of {TURNS} turns; in the host's memory alone: {', '.join(elsewhere) or 'none'}"
@@ -172,10 +180,15 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.compression")
     parser.add_argument("names", nargs="*", help="these codecs only")
-    parser.add_argument("--device", choices=("cuda",), help="codecs on tensors of a GPU")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="codecs on tensors: of a GPU, or of the host"
+    )
     asked = parser.parse_args()
     if asked.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device on this machine")
+        raise SystemExit(
+            "there is no CUDA device on this machine; --device cpu runs the same kernels on its"
+            " memory"
+        )
     torch.set_num_threads(2)
     keep_pages()  # as in every process of a run
     names = asked.names or sorted(file.stem for file in (CONF / "compression").glob("[!_]*.yaml"))
@@ -189,7 +202,7 @@ def main() -> None:
         for d in SIZES
     ]
     if asked.device:
-        show_device(vectors[-1], names)
+        show_device(asked.device, vectors[-1], names)
         return
     note = f"ms: median of {TURNS} turns"
     if not asked.names:

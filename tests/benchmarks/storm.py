@@ -17,6 +17,7 @@ failure timeouts of 2 s.
 """
 
 import argparse
+import csv
 import importlib.util
 import os
 import random
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -136,6 +137,11 @@ class Row:
     skipped: int  # strikes while a replica was not running
     committed_steps: int
     fault_free_steps: float  # expected in the same time without strikes
+    share: float
+    gap_median_s: float | None
+    gap_worst_s: float | None
+    back_median_s: float | None
+    back_worst_s: float | None
     final_loss: float | None
     end: str
 
@@ -517,6 +523,38 @@ def judge(
         )
 
 
+def summarise(
+    storm: Storm,
+    outcomes: Sequence[Outcome],
+    committed: int,
+    fault_free: float,
+    minutes: float,
+    mean_s: float,
+    seed: int,
+    loss: float | None,
+    end: str,
+) -> Row:
+    gaps = [outcome.gap_s for outcome in outcomes if outcome.gap_s is not None]
+    backs = [outcome.back_s for outcome in outcomes if outcome.back_s is not None]
+    return Row(
+        storm.run.system.name,
+        mean_s,
+        seed,
+        minutes,
+        len(storm.done),
+        storm.skipped,
+        committed,
+        round(fault_free),
+        round(committed / fault_free, 4),
+        statistics.median(gaps) if gaps else None,
+        max(gaps, default=None),
+        statistics.median(backs) if backs else None,
+        max(backs, default=None),
+        loss,
+        end,
+    )
+
+
 def measure(
     system: System,
     asked: argparse.Namespace,
@@ -536,15 +574,14 @@ def measure(
             storm, zero_s, loss, end = go_through(system, folder, strikes, seconds)
             committed = steps_within(storm, zero_s, seconds)
             outcomes = [*judge(storm, zero_s, seconds, mean_s, seed)]
-            row = Row(
-                system.name,
-                mean_s,
-                seed,
-                asked.minutes,
-                len(storm.done),
-                storm.skipped,
+            row = summarise(
+                storm,
+                outcomes,
                 committed,
                 rate * seconds,
+                asked.minutes,
+                mean_s,
+                seed,
                 loss,
                 end,
             )
@@ -552,6 +589,18 @@ def measure(
 
 
 # --- the report
+
+
+def append(file: Path, found: Sequence[Row] | Sequence[Outcome]) -> None:
+    """Append to a CSV file, with a header if it is new."""
+    if not found:
+        return
+    is_new = not file.exists()
+    with file.open("a", newline="") as out:
+        table = csv.DictWriter(out, [column.name for column in fields(found[0])])
+        if is_new:
+            table.writeheader()
+        table.writerows(asdict(one) for one in found)
 
 
 # times are median and worst
@@ -570,37 +619,50 @@ COLUMNS = (
 )
 
 
-def table_of(rows: Sequence[Row], strikes: Sequence[Outcome]) -> list[list[str]]:
+def read(file: Path) -> list[dict[str, str]]:
+    if not file.exists():
+        return []
+    with file.open(newline="") as text:
+        return [*csv.DictReader(text)]
+
+
+def table_of(rows: Sequence[dict[str, str]], strikes: Sequence[dict[str, str]]) -> list[list[str]]:
     """Return a line per system and mean, over all seeds."""
     lines = []
-    for name, mean_s in dict.fromkeys((row.system, row.mean_s) for row in rows):
-        runs = [row for row in rows if (row.system, row.mean_s) == (name, mean_s)]
-        found = [strike for strike in strikes if (strike.system, strike.mean_s) == (name, mean_s)]
-        seconds = sum(60 * row.minutes for row in runs)
-        calm = sum(row.fault_free_steps for row in runs) / seconds
-        rate = sum(row.committed_steps for row in runs) / seconds
-        losses = [row.final_loss for row in runs if row.final_loss is not None]
-        lines.append(
-            [
-                name,
-                f"{mean_s:g} s",
-                str(len(runs)),
-                str(len(found)),
-                f"{calm:.1f}",
-                f"{rate:.1f}",
-                f"{rate / calm:.3f}",
-                middle_and_worst([one.gap_s for one in found if one.kind == "kill"]),
-                middle_and_worst([one.gap_s for one in found if one.kind != "kill"]),
-                middle_and_worst([one.back_s for one in found]),
-                f"{statistics.mean(losses):.3f}" if losses else "-",
-            ]
-        )
+    for mean_s in sorted({float(row["mean_s"]) for row in rows}):
+        for name in SYSTEMS:
+            key = {"system": name, "mean_s": str(mean_s)}
+            runs = [row for row in rows if row | key == row]
+            found = [strike for strike in strikes if strike | key == strike]
+            if not runs:
+                continue
+            kills = [one["gap_s"] for one in found if one["kind"] == "kill"]
+            others = [one["gap_s"] for one in found if one["kind"] != "kill"]
+            seconds = sum(60 * float(row["minutes"]) for row in runs)
+            calm = sum(float(row["fault_free_steps"]) for row in runs) / seconds
+            rate = sum(float(row["committed_steps"]) for row in runs) / seconds
+            losses = [float(row["final_loss"]) for row in runs if row["final_loss"]]
+            lines.append(
+                [
+                    name,
+                    f"{mean_s:g} s",
+                    str(len(runs)),
+                    str(len(found)),
+                    f"{calm:.1f}",
+                    f"{rate:.1f}",
+                    f"{rate / calm:.3f}",
+                    middle_and_worst(kills),
+                    middle_and_worst(others),
+                    middle_and_worst([one["back_s"] for one in found]),
+                    f"{statistics.mean(losses):.3f}" if losses else "-",
+                ]
+            )
     return lines
 
 
-def middle_and_worst(times: Sequence[float | None]) -> str:
+def middle_and_worst(times: Sequence[str]) -> str:
     """Return median and maximum in seconds; times until the end of the run are counted apart."""
-    known = [time_s for time_s in times if time_s is not None]
+    known = [float(time_s) for time_s in times if time_s]
     if not known:
         return "-"
     never = f", {len(times) - len(known)} not" if len(known) < len(times) else ""
@@ -615,7 +677,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=[*SYSTEMS])
-    parser.add_argument("--csv", type=Path, help="file to write the table to")
+    parser.add_argument("--runs-csv", type=Path, help="file to which the runs are appended")
+    parser.add_argument("--strikes-csv", type=Path, help="file to which the strikes are appended")
+    parser.add_argument("--csv", type=Path, help="file to write the table of both files to")
     parser.add_argument("--folder", type=Path, help="new folder for logs, which is kept")
     asked = parser.parse_args()
     if why := missing():
@@ -629,14 +693,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed
     place = Path(tempfile.mkdtemp()) if asked.folder is None else asked.folder
     place.mkdir(exist_ok=True)
-    rows, strikes = list[Row](), list[Outcome]()
+    runs_csv = asked.runs_csv or place / "runs.csv"
+    strikes_csv = asked.strikes_csv or place / "strikes.csv"
     try:
         for system in systems:
             for row, outcomes in measure(system, asked, place.absolute()):
                 print(row, *outcomes, sep="\n  ", flush=True)
-                rows.append(row)
-                strikes += outcomes
-        lines = table_of(rows, strikes)
+                append(runs_csv, [row])
+                append(strikes_csv, outcomes)
+        lines = table_of(read(runs_csv), read(strikes_csv))
     finally:
         if asked.folder is None:
             shutil.rmtree(place, ignore_errors=True)

@@ -20,12 +20,12 @@ SHORT = "runtime=sim stop.steps=24 tracking=none cluster.compute=[1,2]"
 # Command, keys of its document. `sweep` and `train` have run before, in `study` and `run`.
 ANSWERS = {
     f"train {SHORT} run.dir=again": {"folder", "status", "steps", "workers", "next"},
-    f"train {SHORT} --dry-run": {"plan", "next"},
+    f"train {SHORT} --dry-run": {"plan", "host_s", "next"},
     "train runtime=sim --cfg": {"choices", "runtime"},
     "profile runtime=sim run.dir=costs": {"folder", "profile", "plan", "next"},
     "profile runtime=sim --dry-run": {"plan", "next"},
     f"sweep sync=bsp,asp {SHORT} run.dir=study": {"folder", "headline", "settings", "runs", "next"},
-    f"sweep sync=bsp,asp {SHORT} --dry-run": {"folder", "settings", "missing", "next"},
+    f"sweep sync=bsp,asp {SHORT} --dry-run": {"folder", "settings", "missing", "host_s", "next"},
     f"sweep sync=bsp,asp {SHORT} --cfg": {"settings"},
     "advise runtime=sim cluster=one_slow sync=bsp --dry-run": {"candidates", "left_out", "next"},
     "compare study": {"report", "headline", "measure", "settings", "left_out", "next"},

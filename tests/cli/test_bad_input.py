@@ -107,6 +107,20 @@ def test_a_loss_that_is_no_number(mode: str, said, workplace) -> None:
     assert (workplace / "run/trace.json.gz").is_file()
 
 
+def test_choco_with_too_large_a_step_diverges_and_says_why(said) -> None:
+    code, sentence = said(
+        "topology=gossip",
+        "sync=choco",
+        "compression=topk",
+        "compression.ratio=0.01",
+        "sync.gamma=3",
+        "stop.steps=2000",
+    )
+    assert code == 1
+    assert "the run diverged: the loss of worker" in sentence
+    assert "sync.gamma=3 is too large for this compression" in sentence
+
+
 def test_a_second_run_into_the_same_folder(said, workplace) -> None:
     assert said("run.dir=run", "stop.steps=8") == (0, "")
     before = {file.name: file.read_bytes() for file in (workplace / "run").iterdir()}

@@ -47,6 +47,10 @@ def edited(said, workplace):
             'stages.2.name="\\u001b[2J" is not possible: should be printable text',
         ),
         (
+            {"handover": {"momentum": "eat"}},
+            "stages.2.handover.momentum=eat is not possible: should be one of keep, reset, drop",
+        ),
+        (
             {"sync": {"_target_": "ashl.sync.d_psgd.DPSGD", "local_steps": 1, "order": "awc"}},
             "stage shl: sync=d_psgd: needs support for this sync mode",
         ),

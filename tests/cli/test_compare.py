@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pandas
 import pytest
+import yaml
 
 from ashl import load
 from ashl.cli.app import main
+from ashl.config.catalog import defaults
 from ashl.report.records import read_study
 from tests.run_folders import write_run, write_sweep
 
@@ -141,24 +143,54 @@ def test_pandas_reads_an_export_in_one_line(
         assert json.loads(frame["spans"][0])[0] == ["compute", 0.0, 0.05]
 
 
-@pytest.mark.parametrize("recorded", [None, "of the run", {"relative_error": 0.5}])
-@pytest.mark.parametrize("loose", [False, True])
-def test_what_was_typed_is_what_is_exported(recorded, loose: bool, workplace) -> None:
+GROUPS = [group for group in defaults() if group not in ("experiment", "debug")]
+
+
+@pytest.mark.parametrize(
+    ("key", "recorded", "loose"),
+    [
+        *((key, "of the run", False) for key in (*GROUPS, "plan", "profile")),
+        ("compression", None, True),
+        ("compression", {"relative_error": 0.5}, True),
+    ],
+)
+def test_what_was_typed_is_what_is_exported(key: str, recorded, *, loose: bool, workplace) -> None:
     """`compression=none` vanished: a summary has a `compression` of its own, which is null without
     a codec.
     """
-    runs = [({"compression": value, "seed": "0"}, 1.0) for value in ("none", "another")]
-    write_sweep(workplace / "study", runs, {"compression": recorded})
+    off = "null" if key in ("plan", "profile") else "none"
+    runs = [({key: value, "seed": "0"}, 1.0) for value in (off, "another")]
+    summary = {key: recorded} if key not in ("runtime", "name") else {}
+    write_sweep(workplace / "study", runs, summary)
     for folder, (values, _) in zip(sorted(workplace.glob("study/0*")), runs, strict=True):
-        typed = [f"compression={values['compression']}", "stop.steps=8", "run.dir=x"]
-        (folder / "overrides.yaml").write_text(json.dumps(typed))
+        (folder / "overrides.yaml").write_text(
+            json.dumps([f"{key}={values[key]}", "stop.steps=8", "run.dir=x"])
+        )
+        if key in ("plan", "profile"):
+            config = yaml.safe_load((folder / "config.yaml").read_text())
+            config[key] = yaml.safe_load(config["choices"].pop(key))
+            config["runtime"] = {"_target_": "ashl.runtime.option.LocalRuntime"}
+            (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        for file in ("metrics.jsonl", "events.jsonl"):
+            rows = [
+                {**json.loads(row), key: recorded}
+                for row in (folder / file).read_text().splitlines()[:2]
+            ]
+            (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if loose:
         (workplace / "study" / "sweep.json").unlink()
-    for what in ("summary", "metrics", "events"):
+    for what in (
+        ("summary", "metrics", "events") if key != "tracking" else ("summary",)
+    ):  # it moves no figure
         frame = getattr(load("study"), what)
-        assert set(frame.groupby("compression").groups) == {"none", "another"}, what
-    frame = load("study").summary
-    assert (set(frame["stop.steps"]), "run.dir" in frame) == ({"8"}, False)
+        assert set(frame.groupby(key).groups) == {off, "another"}, what
+        if what == "summary":
+            assert (set(frame["stop.steps"]), "run.dir" in frame) == ({"8"}, False)
+        assert main(["export", "study", "--what", what, "--out", "out.csv"]) == 0
+        written = pandas.read_csv("out.csv", keep_default_na=False)  # null is a word that is typed
+        assert set(written[key]) == {off, "another"}, what
+        if recorded == "of the run" and key != "runtime":
+            assert set(frame[f"recorded_{key}"]) == {recorded}
 
 
 def test_an_export_goes_to_standard_output(sweep, capsys) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ashl.config import compose as module
 from ashl.config.catalog import CONF, catalog
-from ashl.config.compose import PRESETS, compose
+from ashl.config.compose import LINKS, PRESETS, compose
 from ashl.errors import UsageError
 
 
@@ -208,7 +208,20 @@ def test_own_options_are_found(mine) -> None:
         ("model/a.yaml", "x: 1\nx: 2\n", "model=a", "x is twice in one mapping"),
         ("sync/a b.yaml", "staleness: 1\n", "seed=1", "rename it, as in my_option.yaml"),
         ("sync/On.yaml", "staleness: 1\n", "seed=1", "rename it, as in my_option.yaml"),
+        (
+            "model/a.yaml",
+            "x: {<<: [&a {k: 1}, &b {k: 1}]}\n",
+            "model=a",
+            "line 1, is not valid YAML: k is twice in one mapping",
+        ),
+        (
+            "model/a.yaml",
+            "x:\n  y: &a {k: 1}\n  z: {<<: [*a, *a]}\n",
+            "model=a",
+            "line 3, is not valid YAML: k is twice in one mapping",
+        ),
         ("model/a.yaml", "k: 1\nk: 2\n", "model=a", "line 2, is not valid YAML: k is twice"),
+        ("model/a.yaml", "a: &a\n  <<: *a\n", "model=a", "`<<` merges other mappings only"),
         (
             "model/a.yaml",
             "steps: 2020-99-99\n",
@@ -271,11 +284,50 @@ def test_hidden_files_and_broken_links_are_no_options(mine) -> None:
 
 
 def test_a_file_that_an_own_option_starts_from_is_looked_at_too(mine) -> None:
-    mine("model/_base.yaml", "x: {k: 1, k: 2}\n")
+    mine("model/_base.yaml", "x: {<<: [&a {k: 1}, &b {k: 2}]}\n")
     folder = mine("model/mine.yaml", "defaults: [_base]\ny: 1\n")
     assert "_base.yaml, line 1, is not valid YAML: k is twice in one mapping" in message(
         "model=mine", config_dir=folder
     )
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=[pytest.mark.slow] * (key != LINKS[0])) for key in LINKS]
+)
+def test_links_of_an_own_cluster_that_an_inherited_exchange_hides_are_refused(
+    key: str, mine
+) -> None:
+    mine("cluster/desk.yaml", f"defaults: [homogeneous]\n{key}: 0.5\n")
+    folder = mine("cluster/lab.yaml", "defaults: [desk]\ncompute: [1, 2]\n")
+    for cluster in ("desk", "lab"):
+        said = message(f"cluster={cluster}", config_dir=folder)
+        assert f"desk.yaml: {key} has no effect" in said
+        assert "`exchange_s: null`" in said
+        assert (
+            compose([f"cluster={cluster}", "cluster.exchange_s=null"], folder)["cluster"][key]
+            == 0.5
+        )
+        assert (
+            compose([f"cluster={cluster}", "cluster.exchange_s=0.5"], folder)["cluster"][
+                "exchange_s"
+            ]
+            == 0.5
+        )
+    mine("cluster/desk.yaml", f"defaults: [homogeneous]\nexchange_s: null\n{key}: 0.5\n")
+    assert compose(["cluster=lab"], folder)["cluster"][key] == 0.5
+    preset = f"# @package _global_\ncluster: {{{key}: 0.5}}\n"
+    folder = mine("experiment/slow.yaml", preset)
+    assert f"slow.yaml: {key} has no effect" in message("experiment=slow", config_dir=folder)
+    folder = mine("experiment/slow.yaml", preset.replace("{", "{exchange_s: null, "))
+    assert compose(["experiment=slow"], folder)["cluster"][key] == 0.5
+
+
+def test_an_own_key_may_replace_a_merged_one(mine) -> None:
+    """All YAML readers take the second of these two."""
+    folder = mine(
+        "model/mine.yaml", "_target_: mine.Model\nx: &a {k: 1, m.n: 1}\ny: {m.n: 2, <<: *a, k: 2}\n"
+    )
+    assert compose(["model=mine"], folder)["model"]["y"] == {"m.n": 2, "k": 2}
 
 
 def test_config_dir_that_is_not_there(tmp_path) -> None:

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from ashl.cli.app import main
-from ashl.config.catalog import catalog, parameters
-from ashl.export.scripts import FIXED
+from ashl.config.catalog import catalog, parameters, target
+from ashl.export.scripts import COMMON, FIXED, TARGETS
 from ashl.model.mlp import MLP
+from ashl.overlap.contract import Delayed
 from tests.exported import exported, on_the_batches_of
 from tests.support import planned
 
@@ -98,51 +99,56 @@ def test_what_a_script_says(to: str, what: str, says: list[str], workplace: Path
             assert {own.name for own in node.names} <= set(known)
 
 
-REFUSED = [  # target, run, what is refused, what to take
-    ("torchft", "sync=bsp compression=topk", "compression=topk", "compression=none"),
-    ("torchft", "sync=ssp topology=parameter_server", "sync=ssp", "sync=bsp or local_sgd"),
+REFUSED = [  # target, run, what is refused, what to take, the other targets
+    ("torchft", "sync=bsp compression=topk", "compression=topk", "compression=none", "--to script"),
+    ("torchft", "sync=ssp topology=parameter_server", "sync=ssp", "sync=bsp or local_sgd", ""),
     (
         "torchft",
         "sync=local_sgd sync.local_steps=plan schedule.h_preset=[4] cluster.compute=[1,2]",
         "its workers differ in weight or steps",
         "aggregate=uniform and a number as sync.local_steps",
+        "--to script",
     ),
-    ("ddp", "sync=local_sgd", "sync=local_sgd", "sync=bsp"),
+    ("ddp", "sync=local_sgd", "sync=local_sgd", "sync=bsp", "--to torchft and --to script"),
     (
         "ddp",
         "sync=bsp optimizer=adam sync.exchange=difference",
         "averages gradients",
         "sync.exchange=gradient",
+        "",
     ),
-    ("script", "schedule=post_local", "schedule=post_local has 2 stages", "schedule=single"),
-    ("script", "sync=asp topology=parameter_server", "sync=asp", "sync=bsp or local_sgd"),
+    ("script", "schedule=post_local", "schedule=post_local has 2 stages", "schedule=single", ""),
+    ("script", "sync=asp topology=parameter_server", "sync=asp", "sync=bsp or local_sgd", ""),
     (
         "script",
         "sync=d_psgd topology=gossip",
         "topology=gossip",
         "topology=all_reduce or parameter_server",
+        "",
     ),
-    ("script", "sync=bsp overlap=delayed", "overlap=delayed", "overlap=none or wfbp"),
-    ("script", "sync=bsp optimizer=muon", "optimizer=muon", "optimizer=sgd or adam"),
-    ("script", "sync=bsp compression=stc", "compression=stc", "compression=none or topk"),
+    ("script", "sync=bsp overlap=delayed", "overlap=delayed", "overlap=none or wfbp", ""),
+    ("script", "sync=bsp optimizer=muon", "optimizer=muon", "optimizer=sgd or adam", ""),
+    ("script", "sync=bsp compression=stc", "compression=stc", "compression=none or topk", ""),
     (
         "script",
         "sync=local_sgd outer=slowmo",
         "outer=slowmo",
         "outer=average or heavy_ball or nesterov",
+        "",
     ),
     (
         "script",
         "sync=bsp aggregate.clip_norm=1",
         "aggregate.clip_norm=1",
         "aggregate.clip_norm=null",
+        "",
     ),
 ]
 
 
-@pytest.mark.parametrize(("to", "overrides", "refused", "instead"), REFUSED)
+@pytest.mark.parametrize(("to", "overrides", "refused", "instead", "able"), REFUSED)
 def test_what_a_target_cannot_express(
-    to: str, overrides: str, refused: str, instead: str, workplace: Path, capsys
+    to: str, overrides: str, refused: str, instead: str, able: str, workplace: Path, capsys
 ) -> None:
     unrun(*overrides.split())
     capsys.readouterr()
@@ -152,6 +158,7 @@ def test_what_a_target_cannot_express(
     assert said.count("\n") == 1
     assert refused in said
     assert f"; take {instead}" in said
+    assert able in said
 
 
 def test_every_parameter_that_a_script_fixes_exists() -> None:
@@ -164,6 +171,20 @@ def test_every_parameter_that_a_script_fixes_exists() -> None:
             for file in catalog()[group].values()
             for known in parameters(file)
         ), key
+
+
+@pytest.mark.parametrize("group", COMMON)
+def test_every_option_that_a_script_expresses_exists(group: str) -> None:
+    names = {*COMMON[group], *(name for own in TARGETS.values() for name in own.get(group, ()))}
+    assert names <= {target(file).split(".")[2] for file in catalog()[group].values()}
+
+
+@pytest.mark.parametrize("overlap", COMMON["overlap"])
+def test_no_overlap_that_a_script_expresses_is_late_or_compresses(overlap: str) -> None:
+    module, _, name = target(catalog()["overlap"][overlap]).rpartition(".")
+    option = getattr(importlib.import_module(module), name)
+    assert not issubclass(option, Delayed)
+    assert not option.compresses
 
 
 @pytest.mark.parametrize(

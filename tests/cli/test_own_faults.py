@@ -88,17 +88,6 @@ class EvalPair(Net):
         return self.a(x) if self.training else (self.a(x), x)
 
 
-class LateBuffer(Net):
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.register_buffer("mean", torch.zeros(()))
-
-    def of(self, x):
-        if self.calls > 9:
-            self.mean += 1
-        return self.a(x) + self.mean
-
-
 class Raises(Net):
     def of(self, x):
         if self.calls > 9:
@@ -206,21 +195,20 @@ FAULTS = {  # what is the user's own: exit code and words of the sentence
     "model=Reentrant": (2, "Model Reentrant has a reentrant checkpoint", "use_reentrant=False"),
     "model=ReentrantWithin": (2, "Model ReentrantWithin has a reentrant checkpoint", "use_reentrant=False"),
     "model=Lazy": (2, "Model Lazy has lazy layers", "nn.Linear(16, 4) in place of"),
-    "model=NoGrad": (2, "model own_faults.NoGrad failed, not ashl"),
+    "model=NoGrad": (2, "model own_faults.NoGrad failed, not ashl", "look for torch.no_grad()"),
     "model=EvalPair": (2, "Model EvalPair returns tuple in evaluation mode and (2, 4) in training",),
-    "model=Crowded": (2, "Model Crowded cannot take samples of shape 4"),
+    "model=Crowded": (2, "Model Crowded cannot take samples of shape 4", "make num_embeddings larger"),
     "model=Raises": (1, "model own_faults.Raises failed, not ashl, worker ", "step ", "KeyError: 'hidden' ("),
-    "model=InPlace": (1, "model own_faults.InPlace failed, not ashl, worker ", "step "),
-    "model=LateBuffer": (2, "Model LateBuffer changes a buffer in training"),
+    "model=InPlace": (1, "model own_faults.InPlace failed, not ashl, worker ", "step ", "write x = x + y"),
     "model=Hungry": (1, "worker ", "step ", "there is not enough memory; take a smaller dataset.batch_size"),
     "dataset=Blobs\nbad: 100\nearly: true": (2, "dataset Blobs failed, not ashl, item 100: OSError: the disk "),
     "dataset=Blobs\nbad: 100": (1, "dataset Blobs failed, not ashl, item 100, worker ", "step ", "the disk is gone ("),
     "task=BadLoss": (1, "task own_faults.BadLoss failed, not ashl, worker ", "step ", "ZeroDivisionError: no weight ("),
     "task=VectorLoss": (2, "Task VectorLoss returns (2,) as loss, and should return one number"),
-    "task=LateVector": (1, "own_faults.", "failed, not ashl, worker "),
+    "task=LateVector": (1, "own_faults.", "failed, not ashl, worker ", "the loss should be one number; take its mean"),
     "task=BadScores": (1, "task own_faults.BadScores failed, not ashl, in an evaluation: AssertionError: never hits ("),
     "task=BadValue": (1, "task own_faults.BadValue failed, not ashl, in an evaluation: KeyError: 'top' ("),
-    "optimizer=BadSteps\ndefaults: [sgd]": (1, "optimizer own_faults.BadSteps failed, not ashl, at merge ", "too steep ("),
+    "optimizer=BadSteps": (1, "optimizer own_faults.BadSteps failed, not ashl, at merge ", "too steep ("),
 }  # fmt: skip
 ON_PROCESSES = ("dataset=Blobs\nbad: 100", "task=BadScores")
 

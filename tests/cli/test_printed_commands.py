@@ -82,7 +82,7 @@ def everything(place: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
         found |= commands_in(file.read_text())
     for file in place.rglob("advice.json"):
         record = json.loads(file.read_text())
-        found.add(record["command"])
+        found |= {record["command"], record["launch"]}
     return found
 
 
@@ -149,7 +149,7 @@ def test_advice(place: Path, capsys, monkeypatch) -> None:
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
     )
     monkeypatch.setattr(study_sweep, "run_all", written)
-    monkeypatch.setattr(leave_out, "predicted_rates", lambda own, spec: [1.0])
+    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)
     line = [
         "--config-dir",
         OWN,
@@ -160,10 +160,16 @@ def test_advice(place: Path, capsys, monkeypatch) -> None:
     ]
     assert main(["advise", *line, "--target", "0.9", "-q"]) == 0
     out = capsys.readouterr().out
-    assert "next: ashl train --config-dir" in out
-    assert "cluster=one_slow" in out
+    here, there = re.search(
+        r"run it  here, emulated: (ashl .*)\n +on your machines: (ashl .*)\n", out
+    ).groups()
+    assert here.startswith("ashl train ")
+    assert there.startswith("ashl launch --hosts 'my advice/hosts.txt' -- train ")
+    assert "cluster=one_slow" in here
+    assert "one_slow" not in there
     found = everything(place, capsys) | commands_in(out)
-    assert names(found) == ["advise", "train", "ui"]
+    assert {here, there} < found
+    assert names(found) == ["advise", "launch", "train", "ui"]
     all_run(found, monkeypatch)
 
 
@@ -191,7 +197,7 @@ def test_a_command_line_is_written_as_it_was_understood(name: str, place: Path) 
     command, words, mute = (
         group.commands[name],
         [],
-        ("debug", "quiet", "json", "cfg", "dry_run", "help"),
+        ("debug", "quiet", "json", "cfg", "dry_run", "help", "config_file"),
     )
     for parameter in command.params:
         if parameter.param_type_name == "option" and parameter.name not in mute:
@@ -206,12 +212,12 @@ def test_a_command_line_is_written_as_it_was_understood(name: str, place: Path) 
 
 def test_a_line_of_launch_keeps_its_hosts(place: Path) -> None:
     group: Any = typer.main.get_command(app)
-    words = ["--hosts", "my hosts", "--", "train", "x=1"]
+    words = ["--hosts", "my hosts", "--restarts", "2", "--", "train", "x=1"]
     outer = group.commands["launch"].make_context("launch", words)
     inner = group.commands["train"].make_context(
         "train", ["--config-dir", OWN, "x=1"], parent=outer
     )
-    start = "ashl launch --hosts 'my hosts' -- "
+    start = "ashl launch --hosts 'my hosts' --restarts 2 -- "
     assert str(typed_command(inner)) == f"{start}train --config-dir 'my options' x=1"
     assert (
         typed_command(inner).follow_up("train", "y=a b")

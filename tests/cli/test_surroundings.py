@@ -1,5 +1,5 @@
-"""Where a command runs: closed streams, terminals that close or show ASCII only; killed, interrupted
-and stopped runs.
+"""Where a command runs: closed streams, terminals that show ASCII only or close, long TMPDIR, no
+loopback, daemons.
 """
 
 import io
@@ -12,14 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.config.signals import handle_signals
-from ashl.errors import AshlError
 from ashl.launch.environment import ENGINES, clear_launcher_env
-from ashl.run import launch, process_setup
-from ashl.tracking import jsonl
+from ashl.report.records import is_summary
+from ashl.run import process_setup
+from ashl.run.monitor import Monitor
+from ashl.tracking import jsonl, ui
+from ashl.tracking.console import Progress
+from ashl.tracking.killed import close_killed
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,9 +117,12 @@ def test_a_command_ends_in_order_when_its_reader_has_closed(command, unbuffered,
 
 
 @pytest.mark.parametrize("sink", ["none", pytest.param("mlflow", marks=pytest.mark.slow)])
-def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe(sink, tmp_path) -> None:
-    place = tmp_path / "o'brien's \"runs\""
+def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tmpdir(
+    sink, tmp_path
+) -> None:
+    place, long = tmp_path / "o'brien's \"runs\"", tmp_path / ("x" * 90)
     place.mkdir()
+    long.mkdir()
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
     command = [
         *closed,
@@ -126,16 +133,71 @@ def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe(sink, tmp_pat
         f"tracking={sink}",
         "runtime.heartbeat_timeout_s=30",
     ]
-    assert subprocess.run(command, cwd=place, timeout=PATIENCE_S).returncode == 0
+    assert (
+        subprocess.run(
+            command, cwd=place, timeout=PATIENCE_S, env=os.environ | {"TMPDIR": str(long)}
+        ).returncode
+        == 0
+    )
     (summary,) = place.glob("runs/*/*/summary.json")
     assert jsonl.read_json(summary)["status"] == "finished"
     assert (place / "runs/mlflow.db").exists() == (sink == "mlflow")
+    assert not list(long.iterdir())
 
 
-def test_a_daemonic_process_starts_no_ranks(monkeypatch) -> None:
-    monkeypatch.setattr(launch.mp, "current_process", lambda: SimpleNamespace(daemon=True))
-    with pytest.raises(AshlError, match="make it with daemon=False"):
-        launch.start_fork_server()
+DAEMON = f"""
+import multiprocessing as mp, sys
+import ashl
+
+def train(name):
+    run = ashl.train("run.dir=" + name, *{REAL!r})
+    sys.exit(0 if run.summary["status"] == "finished" else 1)
+
+if __name__ == "__main__":
+    ashl.train("run.dir=first", *{REAL!r}, *sys.argv[1:])
+    child = mp.get_context("fork").Process(target=train, args=("second",), daemon=True)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("runtime", ["sim", pytest.param("local", marks=pytest.mark.slow)])
+def test_a_daemonic_process_forked_from_one_that_has_trained(runtime, tmp_path) -> None:
+    (tmp_path / "daemon.py").write_text(DAEMON)
+    done = subprocess.run(
+        [sys.executable, "daemon.py", f"runtime={runtime}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "first/summary.json").exists()
+    assert (tmp_path / "second/summary.json").exists()
+
+
+JOB = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+
+
+@pytest.mark.parametrize(
+    "job", [{}, pytest.param(JOB, marks=pytest.mark.slow)], ids=["alone", "job"]
+)
+def test_without_loopback(job, tmp_path) -> None:
+    apart = ["unshare", "-n" if os.geteuid() == 0 else "-rn"]
+    probe = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"NOT TRIED: no network namespace can be made here: {probe.stderr.strip()}")
+    command = [*apart, *ASHL, "train", "-q", *REAL, "runtime.heartbeat_timeout_s=10"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=30, env=os.environ | job
+    )
+    by = "MASTER_ADDR=localhost" if job else "runtime=local"
+    assert done.stderr == (
+        f"ashl: {by}: processes on this machine do not reach each other over loopback, 127.0.0.1 "
+        "(Network is unreachable); bring it up with `ip link set lo up`, or take runtime=sim\n"
+    )
+    assert done.returncode == 2
 
 
 def test_what_is_left_over_of_a_job(monkeypatch) -> None:
@@ -148,6 +210,46 @@ def test_what_is_left_over_of_a_job(monkeypatch) -> None:
 
 
 # --- runs that are killed or interrupted
+
+
+def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workplace, capsys) -> None:
+    sim = [
+        "runtime=sim",
+        "sync=bsp",
+        "stop.steps=80",
+        "tracking=none",
+        "eval.every_commits=5",
+        "run.dir=run",
+    ]
+    assert main(["train", "-q", *sim]) == 0
+    run = workplace / "run"
+    whole = jsonl.read_json(run / "summary.json")
+    (run / "summary.json").unlink()
+    with open(run / "metrics.jsonl", "rb") as file:
+        jsonl.lock(file)
+        assert not close_killed(run), "it goes on"
+    assert main(["train", "--resume", "run"]) == 2, "there is no checkpoint"
+    closed = jsonl.read_json(run / "summary.json")
+    assert is_summary(closed)
+    same = [key for key in closed if closed[key] == whole.get(key)]
+    assert {
+        "name",
+        "seed",
+        "time_s",
+        "time_kind",
+        "num_workers",
+        "steps",
+        "samples",
+        "wait_share",
+    } <= {*same}
+    assert closed["status"] == "interrupted"
+    assert closed["best"]["test_accuracy"] == whole["best"]["test_accuracy"]
+    (run / "summary.json").unlink()
+    assert "/runs/" in ui.link_of(workplace, "http://here", run), "its copy in MLflow ends"
+    assert jsonl.read_json(run / "summary.json") == closed
+    jsonl.write_json(run / "summary.json", whole)
+    assert main(["compare", "run", "--out", "/proc/report.html"]) == 2
+    assert "name another place with --out FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
@@ -168,6 +270,20 @@ def test_an_interrupted_run_with_checkpoints_prints_how_to_resume(
     out = capsys.readouterr().out
     assert jsonl.read_json(workplace / "it's/summary.json")["status"] == "interrupted"
     assert ("resume with `ashl train --resume 'it'\"'\"'s'`" in out) == checkpoints
+
+
+def test_a_failure_is_a_line_when_it_happens_in_a_pipe_too() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out), name="run")
+    told = SimpleNamespace(read_heartbeats=None, progress=progress)
+    Monitor.show_line(
+        told, "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it"
+    )
+    Monitor.show_line(SimpleNamespace(read_heartbeats=list, progress=progress), "in virtual time")
+    assert (
+        out.getvalue()
+        == "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it\n"
+    )
 
 
 # --- signals, and jobs that are stopped

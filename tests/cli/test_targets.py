@@ -102,11 +102,26 @@ SMALL = [
 ]
 ANSWERS = [
     "dataset.partition=interleaved",
-    "cluster.compute=[1]",
-    "dataset.batch_size=16",
-    "stop.steps=10",
+    "dataset.batch_size=8",
+    "stop.steps=20",
     "run.start_from=start.pt",
 ]
+PORTS = ["cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.latency_s=0.001"]
+IN_ROUNDS = (
+    ["sync=bsp"],
+    ["sync=bsp", "sync.exchange=difference", "optimizer.momentum=0"],
+    ["sync=bsp", "topology=all_reduce", "sync.exchange=gradient"],
+    ["sync=local_sgd", "sync.local_steps=1", "topology=all_reduce", "optimizer.momentum=0"],
+    ["sync=bsp", "topology=all_reduce", "overlap=wfbp"],
+    ["sync=bsp", "topology=sharded_server", "topology.servers=2", *PORTS],
+    [
+        "sync=bsp",
+        "topology=all_reduce",
+        "runtime=local",
+        "cluster.step_s=0.001",
+        "cluster.exchange_s=0.001",
+    ],
+)
 
 
 @pytest.fixture
@@ -124,13 +139,15 @@ def place(own_module, workplace: Path, capsys):
     return train
 
 
-def plain(mark: int, smoothing: float) -> tuple[dict[str, torch.Tensor], float]:
-    """Ten steps of plain torch, and the loss on the test half after them."""
+def plain(mark: int, smoothing: float, momentum: float) -> tuple[dict[str, torch.Tensor], float]:
+    """Ten steps of plain torch on the samples of both workers, and the loss on the test half after
+    them.
+    """
     import targets
 
     net, data, test = targets.Tok(), targets.Answers(True, mark), targets.Answers(False, mark)
     net.load_state_dict(torch.load("start.pt"))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum, weight_decay=1e-4)
     loss_of = nn.CrossEntropyLoss(ignore_index=mark, label_smoothing=smoothing)
     for step in range(10):
         rows = torch.arange(16) + 16 * step
@@ -140,27 +157,46 @@ def plain(mark: int, smoothing: float) -> tuple[dict[str, torch.Tensor], float]:
     return net.state_dict(), loss_of(net(test.x).flatten(0, 1), test.y.flatten()).item()
 
 
-@pytest.mark.parametrize(
-    ("task", "mark"), [("language_model", -100), ("language_model", -1), ("own", -1)]
-)
-def test_targets_that_do_not_count_are_those_of_torch(
-    task: str, mark: int, place, monkeypatch, workplace
-) -> None:
-    """Weights, loss and metric of one worker are those of a loop of plain torch."""
+@pytest.mark.parametrize("how", IN_ROUNDS, ids=" ".join)
+def test_two_workers_are_one_whatever_counts(how, place, monkeypatch, workplace) -> None:
+    """Weights of workers, loss and gradient are by tokens that count, in every round."""
     monkeypatch.syspath_prepend(workplace)
     import targets
 
     torch.save(targets.Tok().state_dict(), "start.pt")
-    own = {"task": "Smooth"} if task == "own" else {}
-    chosen = [] if own else ["task=language_model", f"task.ignore_index={mark}"]
-    found = place("Tok", f"Answers\nmark: {mark}", "sync=bsp", *ANSWERS, *chosen, **own)
+    found = place(
+        "Tok", "Answers\n", "task=language_model", "optimizer.weight_decay=1e-4", *ANSWERS, *how
+    )
     assert isinstance(found, dict), found
-    expected, loss = plain(mark, 0.1 if own else 0.0)
+    expected, loss = plain(-100, 0.0, 0.0 if "optimizer.momentum=0" in how else 0.9)
     for name, value in torch.load("out/final.pt").items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=2e-6)
     assert found["final"]["test_loss"] == pytest.approx(loss, rel=1e-5)
-    if not own:
-        assert found["final"]["test_metric"] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert found["final"]["test_metric"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+@pytest.mark.parametrize("task", ["language_model", "own"])
+def test_another_ignored_target_counts_the_same(task, place, monkeypatch, workplace) -> None:
+    monkeypatch.syspath_prepend(workplace)
+    import targets
+
+    torch.save(targets.Tok().state_dict(), "start.pt")
+    own, smoothing = (
+        (["task=language_model", "task.ignore_index=-1"], 0.0) if task != "own" else ([], 0.1)
+    )
+    found = place(
+        "Tok",
+        "Answers\nmark: -1",
+        "sync=bsp",
+        *ANSWERS,
+        *own,
+        **({"task": "Smooth"} if task == "own" else {}),
+    )
+    assert isinstance(found, dict), found
+    expected, loss = plain(-1, smoothing, 0.9)
+    for name, value in torch.load("out/final.pt").items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=2e-6)
+    assert found["final"]["test_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_batches_without_a_target_that_counts_change_nothing(place) -> None:
@@ -200,9 +236,10 @@ def test_classes_that_cannot_be_learned_are_refused(dataset, overrides, said, pl
     assert said in found
 
 
-def test_a_number_without_a_sample_has_an_output(place) -> None:
+def test_a_number_without_a_sample_is_noted(place, capsys, workplace) -> None:
     place("points", "Points\nclasses: [0, 1, 2]", "sync=bsp", "stop.steps=4")
     assert torch.load("out/final.pt")["weight"].shape == (3, 2)
+    assert "no sample of Points is of class 1" in (workplace / "out/plan.json").read_text()
 
 
 def test_whole_numbers_as_inputs_are_no_classes(place) -> None:

@@ -1,5 +1,6 @@
 """Workers of a real run are killed or hang: the survivors continue, and a worker rejoins."""
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from ashl.cli.app import main
+from ashl.run.join import JoinEndpoint, versions
+from ashl.runtime.rendezvous import network_id
 from ashl.tracking import jsonl
 from tests.disturbed import INTERRUPTED, LONG, PATIENCE_S, check_records, ranks_of, wait_for
 
@@ -93,16 +96,12 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
         *OWN,
         *LATE,
         *IN_PARTS,
-        "topology=gossip sync=d_psgd cluster.compute=[1,1.5,1]",
-        "topology=gossip sync=choco cluster.compute=[1,1.5,1]",
-        "topology=gossip sync=ad_psgd cluster.compute=[1,1.5,1]",
-        "topology=gossip sync=hop cluster.compute=[1,1.5,1]",
     ],
 )
 def test_a_killed_worker_is_restarted(mode: str, train, workplace) -> None:
     kill, own = (
         lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL),
-        [f"stop.seconds={9 if 'gossip' in mode else 5}", "runtime.max_restarts=1"],
+        ["stop.seconds=5", "runtime.max_restarts=1"],
     )
     assert train(kill, *mode.split(), *own) == (0, "")
     check_return(workplace / "run", 1, "was killed by SIGKILL")
@@ -137,12 +136,12 @@ def check_logs(run: Path) -> None:
         r"INFO controller: starts a run of 2 workers and 3 ranks, 3 of them on node ",
         r"INFO controller: started rank 1, incarnation 0, as process \d+",
         r"INFO controller: rank 1 reports Placed: host=",
-        r"INFO controller: a process on .* asks to join: no worker of this run has failed",
+        r"INFO controller: rejects a join request: no worker of this run has failed",
         (
             r"WARNING controller: worker 1, incarnation 0, failed: was killed by SIGKILL; the run"
             r" continues without it"
         ),
-        r"INFO controller: a process on .* asks to join: it becomes worker 1",
+        r"INFO controller: admits a process as worker 1, incarnation 1",
         r"INFO controller: rank 1 reports WorkerRejoined: time_ns=\d+",
         r"INFO controller: asks all ranks to stop: interrupted",
         r"INFO controller: the run ends: interrupted",
@@ -287,6 +286,25 @@ def test_a_joined_and_evicted_worker_joins_again(train, workplace) -> None:
     assert all(of["rejoined_s"] for of in lost)
 
 
+@pytest.mark.slow
+def test_no_worker_joins_a_run_that_tolerates_no_failure(train, capsys) -> None:
+    errors = []
+
+    def join(run: Path) -> None:
+        assert main(["join", str(run)]) == 2
+        errors.append(capsys.readouterr().err)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    graph = ("topology=gossip", "topology.graph=random_regular", "topology.degree=2")
+    assert train(join, "sync=d_psgd", *graph, "cluster.compute=[1,1,1]")[0] == 130
+    assert "admits no joining process; start a new run with" in errors[0]
+
+
+def door(**other: object) -> str:
+    known = JoinEndpoint("127.0.0.1", 1, "00", network_id(), "here", *versions())
+    return json.dumps(known._replace(**other)._asdict())
+
+
 @pytest.mark.parametrize(
     ("files", "why"),
     [
@@ -294,9 +312,17 @@ def test_a_joined_and_evicted_worker_joins_again(train, workplace) -> None:
         ({"config.yaml": "", "summary.json": "{}"}, "the run is over"),
         ({"config.yaml": ""}, "this run cannot be joined"),
         ({"job.json": "{"}, "not a valid join endpoint (Expecting"),
-        ({"job.json": "{}"}, "not a valid join endpoint (the file is invalid: : Input should be"),
-        ({"job.json": '["127.0.0.1", 1, "?"]'}, "not a valid join endpoint (non-hexadecimal"),
-        ({"job.json": '["127.0.0.1", 1, "00"]'}, "the run has ended"),
+        (
+            {"job.json": "{}"},
+            "not a valid join endpoint (the file is invalid: host: Field required)",
+        ),
+        ({"job.json": door()}, "the run has ended"),
+        (
+            {"job.json": door(machine="another", name="there")},
+            "the run is on the loopback of there; join it on that machine",
+        ),
+        ({"job.json": door(torch="0.1")}, "the run has torch 0.1, and this process has"),
+        ({"job.json": door(secret="?")}, "holds no valid secret"),
     ],
 )
 def test_a_folder_that_nobody_can_join(files: dict[str, str], why: str, workplace, capsys) -> None:

@@ -17,6 +17,10 @@ GOSSIP = "topology=gossip sync=d_psgd topology.graph="
 HOP = "topology=gossip sync=hop"
 LAYERS = f"{RING} {PORTS} compression=topk overlap=layerwise"
 STREAM = f"topology=all_reduce sync=local_sgd {PORTS} overlap=streaming overlap.fragments=2"
+GRAPHS = {
+    "apart": "0 1\n2 3\n",
+    "weighted": "0 1 0.5\n",
+}
 
 CLUSTERS = {
     "cluster.compute=[1,0]": "cluster.compute.1=0 is not possible: should be greater than 0",
@@ -99,7 +103,9 @@ SUMS = {
     "tree compression=topk": "gathered on a ring; take compression=none",
 }
 GRAPH_FAULTS = {
-    f"{GOSSIP}wheel": "should be 'ring', 'star', 'complete', 'torus'",
+    f"{GOSSIP}apart.edges": "is not connected: some workers never receive from others",
+    f"{GOSSIP}weighted.edges": "line 1: expected two ranks from 0 to 3, not '0 1 0.5'",
+    f"{GOSSIP}wheel": "neither a file that can be read nor one of ring, star, complete, torus",
     f"{GOSSIP}random_regular topology.degree=4": "take a degree below 4",
     f"{HOP} sync.backups=2": "2 neighbours no neighbour to wait for; take at most 1",
     f"{HOP} sync.max_lead=1": "sync.max_lead=1: below sync.staleness=2",
@@ -111,6 +117,7 @@ COMPRESSIONS = {
     "compression=topk compression.critical_ratio=1e-7": "critical_ratio=1e-07: sends less than",
     "compression=topk compression.critical_ratio=0.01": "is less than compression.ratio=0.05",
     "compression=topk topology.pull_ratio=1e-7 sync=bsp": "pull_ratio=1e-07: sends less than one",
+    "compression=none topology.pull_ratio=0.1": "no effect here, it needs a compression",
     "compression=qsgd compression.error_feedback=true": "set compression.error_feedback=",
     "compression=qsgd compression.momentum=0.9 optimizer.momentum=0": "compression.momentum=null",
     "compression=sign compression.vote=majority sync=bsp": "compression.error_feedback=false",
@@ -146,6 +153,8 @@ WRONG = {
 
 @pytest.mark.parametrize("overrides", WRONG)
 def test_a_wrong_configuration(overrides: str, said, workplace) -> None:
+    for name, text in GRAPHS.items():
+        (workplace / f"{name}.edges").write_text(text)
     before = set(workplace.iterdir())
     code, sentence = said(*shlex.split(overrides))
     assert WRONG[overrides] in sentence

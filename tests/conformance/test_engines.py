@@ -203,25 +203,32 @@ def test_a_run_continues_without_a_killed_worker(
 
 
 @pytest.mark.parametrize("name", RESTART_DOMAINS)
-def test_a_process_joins_in_place_of_a_killed_worker(
-    name: str, engines: Callable, tmp_path: Path
-) -> None:
-    """A Slurm job of one component runs `ashl join` in a step of its own."""
+def test_a_killed_worker_is_started_again(name: str, engines: Callable, tmp_path: Path) -> None:
     engine = engines(name)
-    if name == "slurm":
-        engine = engine._replace(options=["--on", "slurm", "--option=--wait"])
+    engine = engine._replace(options=[*engine.options, "--restarts", "1"])
+    words = [word.replace("stop.seconds=8", "stop.seconds=18") for word in LONG]
+    said = kill_worker(engine, tmp_path, ["train", *words])
+    found = summary(tmp_path)
+    assert found["status"] == "finished", said
+    (failed,) = found["failed_workers"]
+    assert failed["worker"] == 1
+    assert failed["rejoined_s"] is not None, said
+
+
+def test_a_second_step_of_slurm_joins(engines: Callable, tmp_path: Path) -> None:
+    """`ashl join` runs in a step of its own, in a job of one component."""
+    engine = engines("slurm")._replace(options=["--on", "slurm", "--option=--wait"])
     words = [word.replace("stop.seconds=8", "stop.seconds=18") for word in LONG]
     job = engine.start(tmp_path, ["train", *words])
     metrics = tmp_path / "run/metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size, 150)
-    process = process_of(RANKS[name], 1, tmp_path)
+    process = process_of(RANKS["slurm"], 1, tmp_path)
     assert process is not None
-    command = [sys.executable, "-m", "ashl.cli", "join", "run"]
-    if name == "slurm":
-        number = process.environ()["SLURM_JOB_ID"]
-        command = ["srun", f"--jobid={number}", "--overlap", "-N1", "-n1", *command]
+    number = process.environ()["SLURM_JOB_ID"]
     process.kill()
     wait_for(lambda: " failed: " in (tmp_path / "run/controller.log").read_text(), 60)
+    command = ["srun", f"--jobid={number}", "--overlap", "-N1", "-n1"]
+    command += [sys.executable, "-m", "ashl.cli", "join", "run"]
     subprocess.run(command, cwd=tmp_path, env=engine.env, check=True, timeout=120)
     job.communicate(timeout=100)
     (failed,) = summary(tmp_path)["failed_workers"]

@@ -25,7 +25,10 @@ EPOCHS = (
 PACED = ("cluster=homogeneous", "cluster.step_s=0.01", "cluster.exchange_s=0.002", "tracking=none")
 OWN_PACE = [
     "sync=asp compression=topk optimizer.lr=0.02",
+    "sync=ssp",
+    "schedule=ashl optimizer.lr=0.05",
     "topology=gossip sync=d_psgd topology.graph=complete optimizer.lr=0.02",
+    "topology=gossip sync=ad_psgd topology.graph=ring optimizer.lr=0.02",
     "topology=partial_all_reduce sync=ripples_random sync.group_size=2 optimizer.lr=0.02",
     f"topology=sharded_server topology.servers=2 sync=ssp optimizer.lr=0.02 {NICS}",
     "topology=halos topology.regions=[0,1] topology.updates=4 sync=asp optimizer.lr=0.02",

@@ -29,8 +29,8 @@ def names():
         yield made
 
 
-def outcome(jobs: Sequence[subprocess.Popen], folder: Path, first: str) -> dict:
-    """Return the summary; it and the output exist only on the machine of rank 0."""
+def outcome(jobs: Sequence[subprocess.Popen], folder: Path, first: str) -> tuple[str, dict]:
+    """Return the output and the summary; both exist only on the machine of rank 0."""
     try:
         said = {job.args[3]: job.communicate(timeout=120)[0] for job in jobs}
     finally:
@@ -39,10 +39,10 @@ def outcome(jobs: Sequence[subprocess.Popen], folder: Path, first: str) -> dict:
     assert [job.returncode for job in jobs] == [0, 0, 0], said
     assert [name for name in said if "run folder" in said[name]] == [first]
     assert [path.parent.name for path in folder.glob("*/run")] == [first]
-    return json.loads((folder / first / "run" / "summary.json").read_text())
+    return said[first], json.loads((folder / first / "run" / "summary.json").read_text())
 
 
-def by_hand(names: Sequence[str], folder: Path, *more: str) -> dict:
+def by_hand(names: Sequence[str], folder: Path, *more: str) -> tuple[str, dict]:
     """Ranks in this order. The first one knows itself by its name, which is 127.0.1.1 there."""
     jobs = []
     for rank, name in enumerate(names):
@@ -69,11 +69,13 @@ def test_the_server_is_on_the_best_link_and_the_records_with_process_0(
 ) -> None:
     """In the order of nodes that had it behind the slowest link."""
     best, middle, slowest = names
-    slow = by_hand([slowest, middle, best], tmp_path / "slow")
+    said, slow = by_hand([slowest, middle, best], tmp_path / "slow")
+    assert f"the server runs on host {slowest}" in said
     assert [host["host"] for host in slow["hosts"]] == [middle, best, slowest]
-    fast = by_hand(
+    said, fast = by_hand(
         [slowest, middle, best], tmp_path / "fast", f"cluster.hosts=[{slowest},{middle}]"
     )
+    assert f"the server runs on host {best}" in said
     assert [host["host"] for host in fast["hosts"]] == [slowest, middle, best]
     assert fast["steps_per_s"] > 1.3 * slow["steps_per_s"]
 
@@ -103,5 +105,6 @@ def test_under_torchrun(names: list[str], tmp_path: Path, rendezvous: str) -> No
             start(name, [*agent, "-m", "ashl.cli", "train", *RUN.split()], tmp_path / name, {})
         )
     first = there[0] if rendezvous == "static" else names[0]
-    summary = outcome(jobs, tmp_path, first)
+    said, summary = outcome(jobs, tmp_path, first)
+    assert f"the server runs on host {first}" in said
     assert summary["hosts"][2]["host"] == first

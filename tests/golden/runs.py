@@ -289,6 +289,11 @@ def codecs() -> dict[str, Row]:
         "topk-layers-int4": Row(
             f"{ring} compression=topk compression.per_layer=true compression.values=int4"
         ),
+        "topk-golomb-natural": Row(
+            f"{bsp} compression=topk compression.indices=golomb compression.values=natural",
+            by_bits=True,
+            twin=True,
+        ),
         "topk-both-ways": Row(
             f"{asp} compression=topk compression.ratio=0.1 topology.pull_ratio=0.1 {PORTS}"
         ),
@@ -311,7 +316,9 @@ def codecs() -> dict[str, Row]:
         "adacomp": Row(f"{bsp} compression=adacomp", by_bits=True),
         "sbc": Row(f"{asp} compression=sbc", by_bits=True, twin=True),
         "stc": Row(f"{ring} compression=stc", by_bits=True),
-        "dryden": Row(f"{bsp} compression=dryden runtime.gradients=false"),
+        "dryden-lloyd": Row(
+            f"{bsp} compression=dryden compression.levels=lloyd", by_bits=True, twin=True
+        ),
         "strom": Row(f"{bsp} compression=strom compression.threshold=0.05", by_bits=True),
         "variance": Row(f"{ring} compression=variance", by_bits=True),
         "block-coordinate": Row(f"{ring} compression=block_coordinate compression.blocks=4"),
@@ -403,6 +410,11 @@ def stages() -> dict[str, Row]:
             by_bits=True,
         ),
         "ashl-reversed": Row(f"schedule=ashl_reversed {soon}", by_bits=True),
+        "ashl-reversed-reset": Row(
+            f"schedule=ashl_reversed schedule.momentum=reset schedule.residual=drop {soon}",
+            by_bits=True,
+            twin=True,
+        ),
         "sync-first": Row(
             f"schedule=sync_first schedule.warmup_epochs=0.5 {soon} stop.steps=220", by_bits=True
         ),
@@ -482,6 +494,11 @@ def learning() -> dict[str, Row]:
         ),
         "outer-yogi": Row(
             f"{TIMED} sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform outer=yogi"
+        ),
+        "outer-border": Row(
+            "schedule=post_local schedule.switch_epochs=1 schedule.momentum=reset outer=nesterov"
+            " stop.steps=120",
+            twin=True,
         ),
         "delayed-nesterov": Row(
             f"{late} aggregate=uniform outer=delayed_nesterov outer.buffer=2 optimizer.momentum=0"

@@ -75,9 +75,11 @@ def test_it_comes_as_far_as_gradient_descent_with_fewer_uploads(bits: str) -> No
     assert sent(lazy, 1 if bits == "null" else 35 / 272) < 0.6
 
 
-def test_minibatches_are_never_skipped() -> None:
+def test_minibatches_are_noted_and_never_skipped() -> None:
     chosen = (*DIGITS, *LAG, "compression.estimator=minibatch", "stop.epochs=10")
+    assert any("minibatch" in note for note in planned(*chosen).notes)
     assert sent(simulated(*chosen)) > 0.95
+    assert not any("minibatch" in note for note in planned(*DIGITS, *LAG).notes)
 
 
 @pytest.mark.parametrize("width", [1, 4, 11, None])

@@ -11,6 +11,7 @@ import torch
 from ashl.aggregate.weighted import Push
 from ashl.planning.instantiate import assemble_job
 from ashl.stage.progress import Progress
+from ashl.sync.ringleader import Table
 from tests.conf_option import conf_option
 from tests.support import simulated
 
@@ -70,6 +71,33 @@ def test_a_catalyst_is_held_to_where_each_run_of_it_began():
 
 def pushed(worker: int, gradient: float) -> Push:
     return Push(worker, gradient, 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_a_ringleader_steps_once_for_each_in_a_round():
+    """Workers by the moment of their pushes; what one sends after its step counts for the next
+    round.
+    """
+    table, stepped, used = Table().open_round(range(3)), [], []
+    for k, worker in enumerate([0, 0, 1, 2, 1, 0, 0, 2, 1, 1, 0]):
+        if table.add_push(pushed(worker, float(k))):
+            used.append({rank: own.payload / own.steps for rank, own in table.sums.items()})
+            stepped.append(worker)
+            table.due.remove(worker)
+            table = table if table.due else table.open_round(range(3))
+    assert stepped == [
+        2,
+        1,
+        0,
+        1,
+        0,
+    ]  # 0 sent once more after its step, 2 too; the round of 1 completes the next
+    assert used[0] == {
+        0: 0.5,
+        1: 2.0,
+        2: 3.0,
+    }  # the mean of both that 0 sent while the others were waited for
+    assert used[1:3] == [{0: 0.5, 1: 3.0, 2: 3.0}, {0: 2.0, 1: 3.0, 2: 3.0}]
+    assert used[3] == {0: 6.0, 2: 7.0, 1: 8.0}
 
 
 @pytest.mark.parametrize("discount", [None, 1.0])

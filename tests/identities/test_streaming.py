@@ -75,6 +75,7 @@ def test_an_exchange_is_hidden_by_as_many_steps_as_it_may_take() -> None:
 def test_each_exchange_is_of_a_fragment() -> None:
     at = ("model.hidden=[64,64,10]", "stop.steps=72", "runtime.gradients=false")
     ran, whole = stream(*at, "overlap.fragments=2"), run(*at)
+    assert "2 fragments" in ran.plan.notes[0]
     for one, other in zip(ran.of("TimeTotals"), whole.of("TimeTotals"), strict=True):
         assert one["bytes_up"] == pytest.approx(other["bytes_up"] / 2, rel=0.02)
 

@@ -25,7 +25,7 @@ ROWS: dict[str, Any] = {
     },
     **{
         f"topk-{code}": codec("topk", values=code)
-        for code in ("bf16", "int8", "int4", "int2", "mean")
+        for code in ("fp16", "bf16", "int8", "int4", "int2", "mean")
     },
     # quantizers with a threshold, of atoms, and with an entropy code
     "strom": codec("strom", threshold=1.5),
@@ -33,8 +33,10 @@ ROWS: dict[str, Any] = {
     "atomo": codec("atomo"),
     "atomo-singular": codec("atomo", atoms="singular"),
     "dryden": codec("dryden", indices="bitmap"),
+    "dryden-lloyd": codec("dryden", levels="lloyd"),
     "qsgd-elias": codec("qsgd", entropy="elias"),
     "uniform-pco": codec("uniform", entropy="pco"),
+    "terngrad-pco": codec("terngrad", entropy="pco"),
     # sparsifiers
     "random_mask": codec("random_mask"),
     **{f"random_k-{code}": codec("random_k", indices=code) for code in ("seed", "golomb")},
@@ -50,6 +52,8 @@ ROWS: dict[str, Any] = {
     "adacomp": codec("adacomp"),
     "block_coordinate": codec("block_coordinate"),
     "block_coordinate-random": codec("block_coordinate", blocks=100, order="random", scaled=True),
+    # value codes
+    "topk-natural": codec("topk", values="natural"),
     # quantizers
     **{f"uniform-{k}": codec("uniform", levels=k) for k in (2, 256)},
     **{f"rotated-{k}": codec("rotated", levels=k) for k in (2, 16)},
@@ -81,7 +85,7 @@ EXACT = {
     "topk-golomb",
 }  # what they send, they send as it is
 # Those that draw and are not unbiased.
-RANDOM = {"random_mask", "random_k-seed", "random_k-golomb", "terngrad-clipped"}
+RANDOM = {"random_mask", "random_k-seed", "random_k-golomb", "terngrad-clipped", "topk-natural"}
 LARGEST = {
     "cast-fp16": 65504.0
 }  # of those whose numbers end before those of float32: infinity is beyond

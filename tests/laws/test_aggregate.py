@@ -124,6 +124,16 @@ def test_weights(row):
 
 
 @every_rule
+def test_scale(row):
+    for barrier in (True, False):
+        members = [push(i, unit(i)) for i in (range(3) if barrier else [1])]
+        once, fivefold = (
+            folded(staged(row, barrier=barrier, scale=scale), *members) for scale in (1.0, 5.0)
+        )
+        assert fivefold == pytest.approx([5 * x for x in once])
+
+
+@every_rule
 def test_those_who_make_a_merge_share_its_weight(row):
     """Weights are renormalised without one worker (backup) and with several pushes of one (Rennala,
     FedBuff).
@@ -180,6 +190,14 @@ def test_the_order_of_arrival_plays_no_part_at_a_barrier(row):
 
 
 @every_rule
+def test_pushes_are_values(row):
+    bodies = [unit(i) for i in range(3)]
+    stage = staged(row, barrier=True)
+    update_of(stage, [push(i, body) for i, body in enumerate(bodies)])
+    assert all(torch.equal(body, unit(i)) for i, body in enumerate(bodies))
+
+
+@every_rule
 def test_sizes_fold_like_vectors(row):
     stage = staged(row, barrier=True, clip_norm=1.0, staleness_discount=1.0)
     assert update_of(stage, [push(i, SizeOnly(12)) for i in range(3)]) == SizeOnly(12)
@@ -210,6 +228,23 @@ def test_what_is_too_late_is_dropped_and_counted(max_staleness):
 
 # --- the work behind a push (reference 4.1)
 # ---------------------------------------------------------------------------
+
+
+def per_gradient(rule: str) -> list[float]:
+    """Return the weight of a worker's mean gradient as a share of the whole: Δ_i = H_i · g_i, times
+    its weight.
+    """
+    stage = staged(Row(rule, {}, ()), barrier=False)
+    counts = [weight * h for weight, h in zip(work_of(stage).weights, STEPS, strict=True)]
+    return [round(100 * count / sum(counts)) for count in counts]
+
+
+def test_what_a_gradient_counts():
+    assert per_gradient("data_share") == [71, 23, 6]  # ASHL: H²
+    assert per_gradient("uniform") == [54, 31, 15]  # ADSP: H
+    assert per_gradient("fednova") == [54, 31, 15]  # with the plan's shards as p_i
+    shards = [round(100 * w.data_share) for w in workers()]
+    assert shards == [54, 31, 15]
 
 
 @pytest.mark.limit("aggregate=fednova")

@@ -46,7 +46,7 @@ IN_THE_MEAN = [  # by default one of them for each codec
 ]
 PULLS = [  # by default one of these shares of the model for each codec
     pytest.param(name, ratio, marks=[pytest.mark.slow] * bool((row + place) % 3))
-    for row, name in enumerate(name for name in ROWS if ROWS[name].decodes_alone)
+    for row, name in enumerate(ROWS)
     for place, ratio in enumerate((0.01, 0.1, 1.0))
 ]
 
@@ -79,11 +79,10 @@ def test_encode_and_decode(
     declared = codec.encoded_nbytes(ratio, d)
     assert body.nbytes <= declared if codec.traits.variable else body.nbytes == declared
     assert bits(codec.encode(None, x, context)[1]) == wire
-    if codec.decodes_alone:
-        out = vector("normal", d, seed + 1)
-        expected = out + got
-        codec.add(out, body)
-        assert torch.allclose(out, expected, rtol=0, atol=0, equal_nan=True)
+    out = vector("normal", d, seed + 1)
+    expected = out + got
+    codec.add(out, body)
+    assert torch.allclose(out, expected, rtol=0, atol=0, equal_nan=True)
     assert (bits(x), bits(body)) == (before, wire)
     if codec.traits.lossless:
         assert bits(got) == before
@@ -159,6 +158,22 @@ def test_what_is_only_timed_is_as_long(name: str) -> None:
         )
         assert link.decode(ends, 0, body) == SizeOnly(4 * d)
         assert ends == CodecState()
+
+
+@every_codec
+def test_another_element_type(name: str) -> None:
+    """It is taken, and travels as float32."""
+    if name == "none":
+        return
+    codec = ROWS[name]
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        x = vector("normal", 500).to(dtype)
+        body = codec.encode(None, x)[1]
+        assert torch.equal(body, codec.encode(None, x.float())[1])
+        out = torch.ones(500, dtype=dtype)
+        codec.add(out, body)
+        whole = (1 + decoded(codec, body, 500)).to(dtype)
+        assert torch.allclose(out, whole, rtol=1e-2, atol=1e-2)
 
 
 @every_codec
@@ -311,7 +326,7 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
         assert [bits(v) for v in seen] == before
         worker = link.apply_pull(worker, body)
         assert bits(worker) == bits(server.held[3])
-        declared = 4000 if version == 0 else link.pull_codec.encoded_nbytes(ratio, link.d)
+        declared = 4000 if version == 0 else link.pull_bytes(ratio)
         assert body.nbytes <= declared if ROWS[name].traits.variable else body.nbytes == declared
         if version == 0 or (ratio == 1.0 and name in EXACT):
             assert bits(worker) == bits(model)
@@ -330,7 +345,7 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
 def test_a_compressed_pull_without_content(name: str) -> None:
     link, server, size_only = CompressionPipeline(ROWS[name], 1000), CodecState(), SizeOnly(4000)
     first, second = (link.encode_pull(server, 0, size_only, EncodeContext(0.1)) for _ in range(2))
-    assert (first.nbytes, second.nbytes) == (4000, link.pull_codec.encoded_nbytes(0.1, link.d))
+    assert (first.nbytes, second.nbytes) == (4000, link.pull_bytes(0.1))
     assert (
         link.apply_pull(size_only, second)
         == link.apply_pull(size_only, first)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ashl.compression.contract import EncodeContext, Layer
 from ashl.compression.kernels import outer_sum, pack, unpack
-from ashl.compression.payload import HEADER
+from ashl.compression.payload import HEADER, PayloadError
 from ashl.compression.wrappers import codec_for_layers
 from ashl.device import to_device, to_host
 from tests.laws.codecs import ROWS, VECTORS, bits, codec, decoded, vector
@@ -51,6 +51,7 @@ TWINS = {  # of others here, so that only `-m slow` runs them
         "topk-int4",
         "strom-dense",
         "uniform-pco",
+        "terngrad-pco",
         "sparse_loco-16",
     ),
     *("grid-2", "grid-8", "laq-1", "laq-None", "block_coordinate-random"),
@@ -128,13 +129,13 @@ def test_residuals_are_identical(name: str) -> None:
         )
         context = EncodeContext(ratio=0.1, seed=3, round=i, lr=-0.1, params=params, squares=squares)
         sender, body = row.encode(sender, x, context)
-        kept = getattr(sender, "error", None)
+        kept = row.residual(sender)
         with guarded():
             moved = context._replace(params=there(params), squares=there(squares))
             sender_there, same = row.encode(sender_there, there(x), moved)
-            kept_there = getattr(sender_there, "error", None)
+            kept_there = row.residual(sender_there)
             assert (kept is None) == (kept_there is None)
-            if isinstance(kept, Tensor) and isinstance(kept_there, Tensor):
+            if kept is not None and kept_there is not None:
                 assert bits(to_host(kept_there)) == bits(kept)
             if i == 2:
                 sender, sender_there = (
@@ -161,6 +162,47 @@ def test_lengths_are_right_to_the_last_bits() -> None:
     assert (norms - others).abs().max() <= 8  # of those that the host adds up in float32
     assert (here[ends:] != same[ends:]).float().mean() < 1e-3
     assert (here[ends:].int() - same[ends:]).abs().max() <= 1
+
+
+OTHERS = [
+    "dryden",
+    "adacomp",
+    "sbc",
+    "strom",
+    "sparse_loco-16",
+    "demo",
+    "grid-11",
+    "block_coordinate",
+    "variance",
+    "topk-int8",
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "topk-int32",
+        "topk-bitmap",
+        "random_k-seed",
+        "qsgd-max",
+        "terngrad",
+        "sign",
+        "qsgd-elias",
+        *OTHERS,
+    ],
+)
+def test_what_is_no_body_is_refused_there_too(name: str) -> None:
+    row, d = PORTED[name], 1000
+    body = row.encode(None, vector("normal", d), EncodeContext(ratio=0.03))[1]
+    with guarded():
+        for wrong in (body[:-1], torch.cat([body, body[-1:]]), body[:10]):
+            with pytest.raises(PayloadError):
+                row.decode(None, there(wrong), d)
+        if name == "topk-int32":
+            places = body.clone()
+            places[-1] = 127
+            with pytest.raises(PayloadError, match="ascending numbers below 1000"):
+                row.decode(None, there(places), d)
 
 
 def test_numbers_of_a_few_bits_are_packed_identically() -> None:

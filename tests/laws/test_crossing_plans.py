@@ -97,6 +97,10 @@ def test_slices_that_return_at_once_take_their_closed_form(drawn, latency, size)
         for j in range(i, len(cuts))
     ]
     assert Slices(slice=size).step_ns(any_chain) == max(last) + 7
+    auto = Slices(slice="auto").with_plan(any_chain)
+    assert auto.step_ns(any_chain) <= any_chain.end_ns((1,) * len(drawn)) + any_chain.answer_ns, (
+        "one slice a group"
+    )
 
 
 @given(layers, cost)

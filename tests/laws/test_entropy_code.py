@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ashl.compression.coding import (
+    fold,
     level_bytes,
     omega_codewords,
     read_entropy,
@@ -84,6 +85,45 @@ def test_a_malformed_buffer_is_refused_or_read(code: str, data: st.DataObject) -
     assert levels.shape == (count,)
     assert levels.min() >= 0
     assert levels.max() < num_levels
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_what_is_cut_is_refused(code: str) -> None:
+    levels = drawn(np.random.default_rng(0), "steep", 5000, 30)
+    buffer = write_entropy(code, levels, 30)
+    longer = torch.cat([buffer, torch.zeros(4, dtype=torch.uint8)])
+    for cut in (buffer[:-4], buffer[:3], buffer[:0], longer):
+        with pytest.raises(PayloadError):
+            read_entropy(code, cut, 5000, 30)
+
+
+def entropy(levels: np.ndarray) -> float:
+    """The least number of bits of a code of single levels, without a table."""
+    counts = np.unique(levels, return_counts=True)[1]
+    return float((counts * np.log2(levels.size / counts)).sum())
+
+
+def qsgd_levels(d: int, s: int) -> np.ndarray:
+    """Quantize a normal vector by the rule of QSGD with one bucket."""
+    rng = np.random.default_rng(3)
+    v = rng.standard_normal(d)
+    return (np.sign(v) * np.floor(s * np.abs(v) / np.linalg.norm(v) + rng.random(d))).astype(
+        np.int32
+    )
+
+
+def test_lengths_of_levels() -> None:
+    """Theorem 3.4 of the paper: at s = √d at most 2.8·d + 32 bits; the others are near the
+    entropy.
+    """
+    d, s = 10_000, 100
+    levels = fold(qsgd_levels(d, s))
+    bits = {code: 8 * len(write_entropy(code, levels, 2 * s + 1)) for code in CODES}
+    least = entropy(levels)
+    assert 2.7 * d < bits["elias"] + 32 <= 2.8 * d + 32
+    assert least < bits["pco"] <= 1.05 * least
+    long = fold(qsgd_levels(300_000, 200))
+    assert 8 * len(write_entropy("pco", long, 401)) <= 1.01 * entropy(long)
 
 
 def test_the_omega_code() -> None:

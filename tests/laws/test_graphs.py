@@ -1,15 +1,17 @@
-"""Graphs and their weights: doubly stochastic, connected, as fast as the theory says."""
+"""Graphs and their weights: doubly stochastic, connected, as fast as the theory says; and files
+that are wrong.
+"""
 
 from itertools import combinations, product
-from typing import get_args
 
 import numpy as np
 import pytest
 
+from ashl.errors import UsageError
 from ashl.sync.matcha import edge_weight, laplacian, make_sampling
 from ashl.topology.graph import (
-    Graph,
-    build_graph,
+    NAMES,
+    build_named_graph,
     depths,
     edges_of,
     matching,
@@ -36,7 +38,7 @@ def second(w: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("graph", get_args(Graph))
+@pytest.mark.parametrize("graph", NAMES)
 def test_mixing_matrices_are_doubly_stochastic(graph: str, n: int) -> None:
     if graph == "random_regular" and n < 3:
         return
@@ -94,9 +96,9 @@ def test_random_regular(n: int, degree: int) -> None:
 
 
 def test_a_torus_has_four_neighbours() -> None:
-    assert {len(each) for each in build_graph("torus", 12, 1, 0)[0]} == {4}
-    assert build_graph("torus", 12, 1, 0)[0][0] == (1, 3, 4, 8)
-    assert build_graph("torus", 7, 1, 0) == build_graph("ring", 7, 1, 0)
+    assert {len(each) for each in build_named_graph("torus", 12, 1, 0)[0]} == {4}
+    assert build_named_graph("torus", 12, 1, 0)[0][0] == (1, 3, 4, 8)
+    assert build_named_graph("torus", 7, 1, 0) == build_named_graph("ring", 7, 1, 0)
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])
@@ -114,6 +116,34 @@ def test_matchings_pair_whom_they_can(n: int) -> None:
         assert all((min(pair), max(pair)) in ring for pair in met.items())
         left = set(range(n)) - set(met)
         assert not [e for e in ring if set(e) <= left], "it is maximal"
+
+
+WRONG = {
+    "0 1\n1 2\n2 x\n": "line 3: expected two ranks from 0 to 3",
+    "0 1\n1 4\n": "line 2: expected two ranks from 0 to 3",
+    "0 1 0.5\n1 2\n": "line 1: expected two ranks from 0 to 3",
+    "0 1\n2 3\n": "is not connected",
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: text.replace("\n", ", ")[:20])
+def test_a_wrong_file_is_refused_in_words(text: str, tmp_path) -> None:
+    path = tmp_path / "my.edges"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=WRONG[text]):
+        rounds_of(str(path), "metropolis", 2, 4, 0)
+
+
+def test_a_changed_file_is_read_again(tmp_path) -> None:
+    path = tmp_path / "my.edges"
+    path.write_text("0 1 # the first\n\n1 2\n")
+    (before,) = matrices(str(path), 3)
+    np.testing.assert_allclose(
+        before, [[2 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3], [0, 1 / 3, 2 / 3]]
+    )
+    path.write_text("0 1\n1 2\n2 0\n")
+    (after,) = matrices(str(path), 3)
+    np.testing.assert_allclose(after, np.full((3, 3), 1 / 3))
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,7 @@ D = 200
 # forms
 OWN = {
     "needs",  # planning asks the option
-    "add", "decode",  # by `content`
-    "beta", "clip_norm", "code", "critical_ratio", "error_feedback", "feedback_decay", "feedback_gain",
+    "beta", "clip_norm", "code", "critical_ratio", "decodes_alone", "error_feedback", "feedback_decay", "feedback_gain",
     "for_layout", "for_pulls", "masking", "momentum", "pack", "parts", "per_layer", "unpack", "warmup_epochs",
 }  # fmt: skip
 
@@ -46,7 +45,7 @@ def test_a_dropped_message_leaves_nothing_behind() -> None:
         vector("normal", D),
     )
     link.restore_dropped(ends, link.encode(ends, x, EncodeContext()))
-    assert torch.equal(ends.sender.error, x)
+    assert torch.equal(link.residual(ends), x)
 
 
 def test_wrappers_delegate_all_of_the_contract() -> None:

@@ -80,6 +80,18 @@ def messages(codec: Any) -> Iterator[tuple[Any, np.ndarray]]:
         receiver, _ = codec.decode(receiver, body, D)
 
 
+def check_add(whole: Any, wire: Tensor, refused: bool) -> None:
+    """`add` refuses the same payloads, and writes nothing beyond the vector."""
+    room = torch.zeros(D + 2)
+    if refused:
+        with pytest.raises(PayloadError):
+            whole.add(room[1:-1], wire)
+        assert not room.any()
+    else:
+        whole.add(room[1:-1], wire)
+        assert room[0] == room[-1] == 0
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_a_damaged_body_is_refused_or_read(name: str) -> None:
     whole, rng, refused = codec_for_layers(CODECS[name], LAYOUT), random.Random(name), 0
@@ -96,6 +108,9 @@ def test_a_damaged_body_is_refused_or_read(name: str) -> None:
                     assert got.shape == (D,)
                 except PayloadError:
                     refused += 1
+                    got = None
+                if whole.decodes_alone and not whole.traits.reduces:
+                    check_add(whole, wire, refused=got is None)
         assert tracemalloc.get_traced_memory()[1] < MOST
     finally:
         tracemalloc.stop()

@@ -2,16 +2,21 @@
 those of every codec.
 """
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from ashl.compression.atomo import draw_components, find_slope
 from ashl.compression.contract import EncodeContext, Layer
+from ashl.compression.dryden import learn_centroids
 from ashl.compression.payload import PayloadError
-from ashl.compression.wrappers import wrap_codec
+from ashl.compression.wrappers import WrappedCodec, wrap_codec
+from ashl.size_only import SizeOnly
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import bits, codec, decoded, length, vector
 from tests.support import simulated
 
@@ -47,12 +52,47 @@ def test_the_residual_of_a_threshold_stays_below_it() -> None:
 def test_a_share_of_each_side_becomes_its_mean() -> None:
     x = torch.tensor([4.0, 1, 2, 3, 0, -1, -5, 0, 0, 1])
     dryden = codec("dryden", ratio=0.4, indices="bitmap")
-    expected = [3.5, 0, 0, 3.5, 0, 0, -5, 0, 0, 0]
-    assert decoded(dryden, dryden.encode(None, x)[1], 10).tolist() == expected
+    assert decoded(dryden, dryden.encode(None, x)[1], 10).tolist() == [
+        3.5,
+        0,
+        0,
+        3.5,
+        0,
+        0,
+        -5,
+        0,
+        0,
+        0,
+    ]
     for one_sided in (x.abs(), -x.abs()):
         got = decoded(dryden, dryden.encode(None, one_sided)[1], 10)
         assert int(got.count_nonzero()) == 3
         assert (got * one_sided >= 0).all()
+
+
+def test_learned_levels_fit_better() -> None:
+    """One level of Lloyd's is the mean; more of them lose less, as little as the best for two
+    points.
+    """
+    values = np.abs(np.random.default_rng(0).standard_normal(5000)) + 1
+    assert learn_centroids("lloyd", values, 1) == pytest.approx(learn_centroids("mean", values, 9))
+    assert learn_centroids("lloyd", np.array([5.0, 1.0, 1.0, 5.0]), 2).tolist() == [1, 5]
+    x, losses = vector("heavy", 5000), []
+    for fields in ({"levels": "mean"}, *({"levels": "lloyd", "num_levels": n} for n in (2, 4, 16))):
+        dryden = codec("dryden", ratio=0.05, **fields)
+        got = decoded(dryden, dryden.encode(None, x)[1], 5000)
+        losses.append(length((x - got)[got != 0]))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.05 * losses[0]
+
+
+def test_levels_of_a_sample_enlarge_nothing() -> None:
+    """Every fourth element is large, and so is every one that levels are learned from."""
+    d, dryden = 2**16, codec("dryden", ratio=1.0, levels="lloyd", num_levels=2)
+    x = torch.full((d,), 0.01)
+    x[::4] = 1.0
+    got = decoded(dryden, dryden.encode(None, x)[1], d)
+    assert length(x - got) <= dryden.bound(None, d) * length(x)
 
 
 # --- ATOMO
@@ -199,6 +239,31 @@ def test_diana_is_unbiased_whatever_was_learned() -> None:
     ]
     found = torch.stack(draws).double()
     assert ((found.mean(0) - x).abs() <= 5.5 * found.std(0) / 2000**0.5 + 0.02).all()
+
+
+@pytest.mark.parametrize(
+    ("norm", "omega"), [("l2", math.sqrt(64) / 1), ("max", (1 + math.sqrt(64)) / 2)]
+)
+def test_alpha_is_that_of_the_quantizer(norm: str, omega: float) -> None:
+    diana = codec("diana", norm=norm, bucket=64)
+    assert diana.bound(None, 1000) <= omega
+    sender, body = diana.encode(None, vector("normal", 1000))
+    m = diana.decode(None, body, 1000)[1]
+    assert torch.equal(sender.h, m * (1 / (1 + diana.bound(None, 1000))))
+
+
+def test_diana_without_content() -> None:
+    diana = codec("diana")
+    link, ends = CompressionPipeline(diana, 100), CodecState()
+    body = link.encode(ends, SizeOnly(400), EncodeContext())
+    assert body == SizeOnly(diana.encoded_nbytes(None, 100))
+    link.restore_dropped(ends, body)
+    assert link.decode(ends, 0, body) == SizeOnly(400)
+    assert ends == CodecState()
+    x: Tensor = vector("normal", 100)
+    x[3] = math.nan
+    assert not diana.decode(None, diana.encode(None, x)[1], 100)[1].isfinite().all()
+    assert not isinstance(wrap_codec(diana, ()), WrappedCodec)
 
 
 @pytest.mark.parametrize("name", ["ef21", "ef21-sign", "ef21-natural", "whole"])

@@ -198,6 +198,24 @@ def test_heloco_shortens_what_goes_back_and_turns_what_hardly_goes_along():
 # -------------------------------------------------------------------------------------------------
 
 
+def test_moments_cross_a_stage_boundary_as_the_schedule_defines():
+    base = (
+        "schedule=post_local",
+        "schedule.switch_epochs=0.2",
+        "schedule.local_steps=2",
+        "outer=nesterov",
+        *LOCAL[2:],
+    )
+    kept, reset = (
+        simulated(*base, "optimizer.momentum=0", f"schedule.momentum={how}")
+        for how in ("keep", "reset")
+    )
+    assert len(kept.of("StageEnd")) == 2
+    assert (
+        kept.sha256 != reset.sha256
+    )  # without inner momentum, the outer one is all that stages transfer
+
+
 def test_moments_of_another_method_are_not_taken_over(monkeypatch):
     slow = {"_target_": "ashl.outer.slowmo.SlowMo", "alpha": 1.0, "beta": 0.5}
     sync = {"_target_": "ashl.sync.local_sgd.LocalSGD", "local_steps": 2}

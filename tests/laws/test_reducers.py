@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ashl.compression.contract import EncodeContext, Layer, size_of
-from ashl.compression.gtopk import tree_neighbours
+from ashl.compression.gtopk import bits_bytes, tree_neighbours
 from ashl.compression.payload import HEADER
 from ashl.compression.power_sgd import LowRank, orthonormalize
 from ashl.compression.wrappers import ErrorFeedback, with_steps, wrap_codec
@@ -67,6 +67,13 @@ def test_a_body_of_low_rank() -> None:
     assert sender.before is None
 
 
+def test_a_matrix_of_low_rank_comes_over_whole() -> None:
+    rng = np.random.default_rng(0)
+    matrix = rng.standard_normal((40, 2)) @ rng.standard_normal((2, 30))
+    own, x = LowRank(3, ((40, 30),)), torch.from_numpy(matrix.astype(np.float32)).view(-1)
+    assert torch.allclose(decoded(own, own.encode(None, x)[1], 1200), x, atol=1e-5)
+
+
 def test_a_warm_start_finds_the_largest_singular_values() -> None:
     rng = np.random.default_rng(1)
     left, right = (np.linalg.qr(rng.standard_normal((20, 20)))[0] for _ in range(2))
@@ -98,6 +105,14 @@ def test_a_dropped_message_of_low_rank() -> None:
     back = own.restore_dropped(after, body)
     assert torch.equal(back.inner.q, sender.inner.q)
     assert torch.allclose(back.error, sender.error + vector("normal", D, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["zero", "constant", "tiny", "huge", "layered"])
+def test_vectors_at_the_edge_have_a_low_rank(kind: str) -> None:
+    x = vector(kind, D)
+    got = decoded(low_rank(), low_rank().encode(None, x)[1], D)
+    assert got.shape == (D,)
+    assert kind == "huge" or length(x - got) <= length(x) * (1 + 1e-5)
 
 
 def test_columns_become_orthonormal() -> None:
@@ -234,6 +249,17 @@ def test_gtopk_follows_each_part_through_the_tree() -> None:
     ((*row,),), _ = together(codec("gtopk", ratio=0.25, indices="bitmap"), [xs], [1.0] * 4)
     assert row[0].update.tolist() == [0, 9, 0, 0]
     assert [one.error.tolist() for one in row] == [[0] * 4, [0] * 4, [0, 0, 5, 0], [0, 4, 0, 0]]
+
+
+def test_bytes_of_gtopk() -> None:
+    """A set for each edge up, and a set with a bit for each element down."""
+    option, n, d = codec("gtopk", ratio=0.1), 5, 1000
+    _, seen = together(option, drawn(d, n, 1), [0.2] * n)
+    size = option.encoded_nbytes(None, d)
+    sent = {record["rank"]: record["bytes_up"] for record in seen.of("TimeTotals")}
+    down = size + bits_bytes(100)
+    assert (bits_bytes(100), bits_bytes(96), bits_bytes(97)) == (16, 12, 16)
+    assert [sent[rank] for rank in range(n)] == [3 * down, size, size + down, size, size]
 
 
 def test_the_server_half_of_gtopk() -> None:

@@ -13,6 +13,7 @@ from ashl.compression.count_sketch import (
     cells_of,
     estimate_elements,
     hash_cells,
+    median,
     recover_largest,
     sketch,
 )
@@ -60,6 +61,13 @@ def test_an_estimate_is_unbiased(kind: str) -> None:
     spread = guesses.std(0) / draws**0.5
     assert (np.abs(guesses.mean(0) - x) <= 5.5 * spread).all()
     assert guesses.var(0).mean() == pytest.approx((x.astype(np.float64) ** 2).sum() / 20, rel=0.15)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 7, 9])
+def test_a_median(rows: int) -> None:
+    x = np.random.default_rng(rows).standard_normal((rows, 1000)).astype(np.float32)
+    expected = np.median(x, axis=0)
+    assert np.array_equal(median(list(x.copy())), expected)
 
 
 def test_heavy_elements_are_recovered() -> None:

@@ -19,9 +19,13 @@ from ashl.compression.coding import (
 )
 from ashl.compression.contract import EncodeContext, Layer
 from ashl.compression.kernels import (
+    SMALL,
+    estimate_threshold,
+    indices_reaching,
     largest_of_rows,
 )
 from ashl.compression.payload import PayloadError
+from ashl.compression.random_dropping import find_slope
 from ashl.compression.wrappers import codec_for_layers, wrap_codec
 from tests.laws.codecs import codec, decoded, length, vector
 
@@ -125,6 +129,15 @@ def test_the_sum_of_bodies_is_the_body_of_the_sum(option: Any, ratio: float) -> 
     )
 
 
+def test_what_is_not_linear() -> None:
+    layout = (Layer("a", (3, 4)), Layer("b", (4,)))
+    assert not codec("random_mask", values="bf16").traits.linear
+    assert not codec("subsampling", shared=False).traits.linear
+    assert not codec("random_k").traits.linear
+    assert not codec_for_layers(codec("random_mask", per_layer=True), layout).traits.linear
+    assert wrap_codec(codec("random_mask"), layout).traits.linear
+
+
 # --- blocks
 # --------------------------------------------------------------------------------------------------
 
@@ -142,6 +155,16 @@ def test_a_sweep_moves_every_element_once(d: int, blocks: int) -> None:
 
 # --- thresholds
 # --------------------------------------------------------------------------------------------------
+
+
+def test_reaching_and_estimated() -> None:
+    x = vector("heavy", SMALL + 5)
+    assert torch.equal(indices_reaching(x, 2.0), (x.abs() >= 2).nonzero().view(-1))
+    odd = torch.tensor([1, -1, math.nan, math.inf, 0.5])
+    assert indices_reaching(odd, 1.0).tolist() == [0, 1, 2, 3]
+    k = len(x) // 100
+    assert 0.7 * k < len(indices_reaching(x, estimate_threshold(x, k))) < 1.4 * k
+    assert estimate_threshold(torch.tensor([3.0, -1, 2]), 2) == 2
 
 
 @pytest.mark.parametrize("k", [1, 3, 10])
@@ -167,6 +190,15 @@ def test_what_reaches_the_threshold_is_sent_as_it_is() -> None:
         rounds.append(decoded(link, body, 2).tolist())
         assert context or sender.error.tolist() == [0.25, -0.375]
     assert rounds[2:4] == [[0, -1.125], [1, 0]]
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "ties", "constant", "mostly zero", "layered"])
+def test_a_single_threshold_keeps_to_its_share(kind: str) -> None:
+    for d in (1000, SMALL + 77):
+        x, option = vector(kind, d), codec("single_threshold", ratio=0.01)
+        count, k = int(sent(option, x).count_nonzero()), round(0.01 * d)
+        assert count <= 2 * k
+        assert count >= min(k / 2, int(x.count_nonzero())) or kind == "mostly zero"
 
 
 # --- by hand
@@ -218,6 +250,15 @@ def test_stc_by_hand_and_of_everything() -> None:
     scaled_sign = float(x.double().abs().mean()) * x.sign()
     assert torch.allclose(sent(codec("stc", ratio=1.0), x), scaled_sign, rtol=1e-6)
     assert codec("stc", ratio=1.0).encoded_nbytes(None, 1000) == 20 + 4 + 125
+
+
+def test_random_dropping_gives_to_others_what_is_cut_off() -> None:
+    x = torch.tensor([10.0, 1, -1, 1, 1, 0])
+    assert find_slope(x, 10.0, 3) == pytest.approx(
+        5
+    )  # p = 1 and 1/2 four times, where 3/14·|x| would be 2.1 for one
+    assert find_slope(x, 10.0, 6) == math.inf
+    assert find_slope(x, 10.0, 1) == pytest.approx(10 / 14)
 
 
 # --- chunks

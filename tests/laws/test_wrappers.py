@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import EncodeContext, Layer
+from ashl.compression.payload import PayloadError
 from ashl.compression.wrappers import (
     Clipping,
     ErrorFeedback,
@@ -207,6 +208,13 @@ def test_each_layer_by_itself() -> None:
     assert CompressionPipeline(codec, D).encode(
         CodecState(), SizeOnly(4 * D), EncodeContext()
     ) == SizeOnly(body.nbytes)
+    for broken in (body[:-1], torch.cat([body, body[:1]]), body[:30]):
+        with pytest.raises(PayloadError):
+            codec.decode(None, broken, D)
+    worse = body.clone()
+    worse[20] += 1
+    with pytest.raises(PayloadError):
+        codec.add(out, worse)
 
 
 def test_everything_at_once_and_what_is_handed_over() -> None:

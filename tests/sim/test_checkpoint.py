@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from ashl.cli.app import main
 from ashl.cluster.network import make_network
@@ -23,11 +22,11 @@ from ashl.run.evaluation import make_model_set
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import Save
-from ashl.runtime.plain_state import decode, encode, encode_tensors
+from ashl.runtime.plain_state import decode, encode, from_plain, to_plain
 from ashl.runtime.rank_checkpoint import ABSENT, capture_rank, next_due_ns
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import restore_ranks
-from ashl.stage.program import peers_of, run_stages
+from ashl.stage.program import ranks_to_notify, run_stages
 from tests.golden.runs import RUNS
 from tests.support import Ran, planned, simulated
 
@@ -66,14 +65,14 @@ def run(ran: Ran, saved: Kept | None = None, device: str = HOST) -> list[Kept]:
         ran.plan.num_ranks, speed, costs, ran, overlaps=stage.computes_during_collectives
     )
     sim.worker_states = job.learner
-    start, peers = partial(run_stages, stages=job.stages), partial(peers_of, job.stages)
+    start, peers = partial(run_stages, stages=job.stages), partial(ranks_to_notify, job.stages)
     churn = Churn(sim, cluster, ran.plan.seed, 1, peers, start, stage.topology.regroups)
 
     def keep(saves: Mapping[int, Save]) -> float:
         ranks = [capture_rank(ctx, saves.get(ctx.rank), speed) for ctx in sim.contexts]
-        said = len(ran.records), len(ran.snapshots), encode(ran.parts)
-        faults = encode(churn.save_state())
-        kept.append(Kept(encode(ranks), sim.now_ns, *said, faults))
+        said = len(ran.records), len(ran.snapshots), to_plain(ran.parts)
+        faults = encode(to_plain(churn.save_state()))
+        kept.append(Kept(encode(to_plain(ranks)), sim.now_ns, *said, faults))
         return next_due_ns(sim.now_ns, EVERY_S)
 
     sim.save = keep
@@ -99,7 +98,7 @@ def check_resumes(overrides: Sequence[str], device: str = HOST) -> Ran:
     for one in kept[:: max(1, len(kept) // 2)]:
         said = whole.records[: one.records], whole.snapshots[: one.snapshots]
         again = Ran(plan, records=said[0], snapshots=said[1], learner=learner)
-        again.parts = decode(one.parts)
+        again.parts = from_plain(one.parts)
         later = [found.content for found in kept if found.time_ns > one.time_ns]
         assert [found.content for found in run(again, one, device)] == later
         assert again.records == whole.records
@@ -271,12 +270,11 @@ def test_measures_continue_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_checkpoint_names_no_foreign_code() -> None:
-    state = {"a": (1, [2.0, None]), ("k", True): {3}}
-    assert decode(encode(state)) == state
+    state = to_plain({"a": (1, [2.0, None]), ("k", True): {3}})
+    assert from_plain(state) == {"a": (1, [2.0, None]), ("k", True): {3}}
     for name in ("os:system", "ashl.runtime.sim:Sim", "ashl.run.train:run"):
-        text = json.dumps({"kind": "dataclass", "name": name, "items": {}})
         with pytest.raises(ValueError, match="checkpoint names"):
-            decode(encode_tensors([torch.tensor([*text.encode()], dtype=torch.uint8)]))
+            from_plain({"kind": "dataclass", "name": name, "items": {}})
 
 
 @pytest.mark.parametrize("local_steps", [7, 10, 20])

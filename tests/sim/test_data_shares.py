@@ -45,13 +45,13 @@ def test_a_plan_shows_the_shards_that_are(partition: tuple[str, ...]) -> None:
 
 def test_a_profile_during_the_run_repartitions_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[np.ndarray]] = [[], [], []]
-    gradient = Learner.gradient
+    gradient = Learner.gradient_found
 
     def spied(self: Learner, params, indices: np.ndarray, worker: int, step: int, *more, **named):
         seen[worker].append(indices)
         return gradient(self, params, indices, worker, step, *more, **named)
 
-    monkeypatch.setattr(Learner, "gradient", spied)
+    monkeypatch.setattr(Learner, "gradient_found", spied)
     ran = simulated(*ASHL, "schedule.profile_steps=2", SLOWED)
     (record,) = ran.of("PlanMade")
     rows = record["stages"][0]  # by worker: H, share, ratio, cycle

@@ -225,6 +225,7 @@ def test_a_round_takes_the_longer_of_its_steps_and_its_exchange(sync, steps, exc
         assert late.plan.stages[0].predicted_steps_per_s == pytest.approx(
             3 * steps / max(compute, exchange) * 1e9
         )
+        assert any("changes what is learned" in note for note in late.plan.notes)
 
 
 @pytest.mark.parametrize(

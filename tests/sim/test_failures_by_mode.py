@@ -17,8 +17,9 @@ from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import join_vectors, split_vectors
 from ashl.stage.contract import StageConfig
 from ashl.stage.members import members_of
+from ashl.sync.asylpg import Epoch
 from ashl.sync.easgd import EASGD
-from ashl.sync.ringleader import Ringleader, Table
+from ashl.sync.ringleader import Gradients, Table
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 from tests.sim.test_churn import RUN, back, lost, with_events
@@ -140,23 +141,23 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
         planned(*RUN, *mode), lost(2, 0.26), back(2, 0.6), lost(0, 0.85), back(0, 0.93)
     )
     came, take = list[tuple[int, Tensor | None]](), Table.add_push
-    without, with_joined = Ringleader.without, Ringleader.with_joined
+    without, with_joined = Gradients.without, Gradients.with_joined
 
     def taking(table: Table, push: Push) -> bool:
         came.append((push.worker, push.payload))
         return take(table, push)
 
-    def failing(rule: Ringleader, stage: StageConfig, state: ServerState, rank: int) -> None:
+    def failing(messages: Gradients, stage: StageConfig, state: ServerState, rank: int) -> None:
         came.append((rank, None))
-        without(rule, stage, state, rank)
+        without(messages, stage, state, rank)
 
-    def joining(rule: Ringleader, stage: StageConfig, state: ServerState, rank: int) -> None:
+    def joining(messages: Gradients, stage: StageConfig, state: ServerState, rank: int) -> None:
         came.append((rank, None))
-        with_joined(rule, stage, state, rank)
+        with_joined(messages, stage, state, rank)
 
     monkeypatch.setattr(Table, "add_push", taking)
-    monkeypatch.setattr(Ringleader, "without", failing)
-    monkeypatch.setattr(Ringleader, "with_joined", joining)
+    monkeypatch.setattr(Gradients, "without", failing)
+    monkeypatch.setattr(Gradients, "with_joined", joining)
     ran = run(plan)
     trainer = assemble_job(ran.plan, "cpu").stages[0].trainer
     params, moments = trainer.init()
@@ -191,6 +192,32 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
 
 
 # --- snapshots
+# --------------------------------------------------------------------------------------------------
+
+
+def gradients(*parts: tuple[float, int]) -> float:
+    return sum(gradient * samples for gradient, samples in parts) / sum(
+        samples for _, samples in parts
+    )
+
+
+def test_a_full_gradient_is_over_all_who_have_sent_theirs() -> None:
+    epoch = Epoch(None, {0, 1, 2}, 5)
+    assert epoch.add_gradient(0, 1.0, 10)
+    assert epoch.add_gradient(1, 4.0, 20)
+    epoch.finish_gathering()
+    assert epoch.gathers
+    epoch.owing.discard(2)
+    epoch.finish_gathering()
+    assert (epoch.gathers, epoch.gradient) == (False, gradients((1.0, 10), (4.0, 20))), "it is lost"
+    epoch.owing |= {0, 2}
+    assert epoch.add_gradient(2, 7.0, 30)
+    assert epoch.gradient == pytest.approx(gradients((1.0, 10), (4.0, 20), (7.0, 30))), (
+        "... and comes back"
+    )
+    before = epoch.gradient
+    assert not epoch.add_gradient(0, 1.0, 10), "who had sent it before"
+    assert (epoch.gradient, epoch.owing) == (before, set())
 
 
 @pytest.mark.slow

@@ -192,7 +192,9 @@ def test_random_chains_take_their_closed_form(drawn, latency_s, cut, ratio) -> N
 
 
 def test_residuals_cross_a_stage_boundary() -> None:
-    """Residuals pass from messages to one, from one to messages, and to other messages unchanged."""
+    """Residuals pass from messages to one, from one to messages, and to other messages unchanged,
+    or are dropped.
+    """
     common = (
         *RING,
         *DEEP,
@@ -205,9 +207,12 @@ def test_residuals_cross_a_stage_boundary() -> None:
     cut, serial = plan.stages[0], replace(plan.stages[0], overlap=SERIAL)
     other = replace(cut, overlap=SPEC | {"plan": [3, 1]})
 
-    def of_two(first: Any, second: Any) -> str:
-        stages = (replace(first, until={"commits": 3}), second)
+    def of_two(first: Any, second: Any, **handover: str) -> str:
+        stages = (replace(first, until={"commits": 3}), replace(second, handover=handover))
         return run(replace(plan, stages=stages)).sha256
 
     whole = of_two(serial, serial)
     assert {of_two(*pair) for pair in ((cut, serial), (serial, cut), (cut, other))} == {whole}
+    dropped = of_two(serial, serial, residual="drop")
+    assert {of_two(*pair, residual="drop") for pair in ((cut, serial), (cut, other))} == {dropped}
+    assert dropped != whole

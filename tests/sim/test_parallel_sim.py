@@ -19,7 +19,9 @@ RUN = (
 )
 MODES = {
     "asp": "sync=asp compression=topk",
+    "local steps": "topology=all_reduce sync=local_sgd sync.local_steps=3 outer=nesterov",
     "pairs": "topology=gossip sync=ad_psgd topology.graph=complete",
+    "groups": "topology=partial_all_reduce sync=ripples_smart",
     "in parts": "topology=all_reduce sync=bsp overlap=merged overlap.plan=[1,1]",
     "batch norm": "sync=ssp model=resnet8 dataset.batch_size=4 stop.steps=9",
 }
@@ -54,14 +56,14 @@ def test_same_bits_on_other_threads(
     line, threads, gradient = (
         [*RUN.split(), *MODES[mode].split()],
         set[str](),
-        Learner.gradient,
+        Learner.gradient_found,
     )
 
     def seen(self: Learner, *args, **named):
         threads.add(threading.current_thread().name)
         return gradient(self, *args, **named)
 
-    monkeypatch.setattr(Learner, "gradient", seen)
+    monkeypatch.setattr(Learner, "gradient_found", seen)
     alone = outcome(*line, "runtime.cores=1")
     assert threads <= {"MainThread"}
     threads.clear()
@@ -97,14 +99,14 @@ def test_short_steps_are_not_handed_over_by_themselves(takes_s: float, elsewhere
 def test_an_error_on_another_core_is_told_as_ever(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gradient = Learner.gradient
+    gradient = Learner.gradient_found
 
     def fails(self: Learner, params, indices, worker: int, step: int, *more, **named):
         if step == 5:
             raise UsageError(f"worker {worker} will not")
         return gradient(self, params, indices, worker, step, *more, **named)
 
-    monkeypatch.setattr(Learner, "gradient", fails)
+    monkeypatch.setattr(Learner, "gradient_found", fails)
     assert main(["train", "-q", *RUN.split(), "sync=bsp", "run.dir=run", "runtime.cores=2"]) == 2
     assert capsys.readouterr().err == "ashl: worker 0 will not\n"
     assert threading.active_count() == 1

@@ -85,3 +85,6 @@ def test_a_stage_that_follows_knows_how_old_its_model_is(tmp_path) -> None:
     (tmp_path / "plan.json").write_text(plan.to_json())
     run = simulated(*SUMS, *NETS, "stop.steps=24", f"plan={tmp_path / 'plan.json'}")
     assert set(run.end["stale_max"]) == {1}
+    assert any(
+        note.startswith("overlap=delayed changes what is learned") for note in run.plan.notes
+    )

@@ -9,15 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from ashl.cli.app import main
 from ashl.cluster.network import make_network
-from ashl.cluster.spec import AlphaBeta, ContentionCosts
+from ashl.cluster.spec import ContentionCosts, MessageCosts
 from ashl.cluster.speed import LEVELS, speed_of
+from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.errors import UsageError
+from ashl.learn.learner import Learner
 from ashl.overlap.timeline import FORWARD, untimed_timeline
-from ashl.plan.alpha_beta import LARGE, SMALL, fit_line
+from ashl.plan.alpha_beta import LARGE, SMALL, AlphaBeta, fit_line
 from ashl.plan.profile import CodecCost, Profile
-from ashl.planning.instantiate import layer_groups
+from ashl.planning.compile_plan import prepare_plan
+from ashl.planning.instantiate import declared_profile, layer_groups
+from ashl.planning.layer_group_costs import with_layer_group_costs
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, run, simulated
 
@@ -32,22 +37,24 @@ OF_PROFILE = ("cluster=profile", "profile=profile.json", "tracking=none")
 TIMED = ("runtime.gradients=false", "stop.steps=30")
 
 
-def measured_here(*overrides: str) -> Profile:
-    """Return the profile that a profiling stage measures in virtual time."""
-    ran = simulated(
-        "schedule=profile_only",
-        "schedule.per_layer_group=true",
-        *CLUSTER,
-        *(overrides or MODEL),
+def declared(*overrides: str) -> Profile:
+    """Return the profile of a cluster in virtual time by `ashl profile`."""
+    plan, parts, data = prepare_plan(
+        compose(["runtime=sim", "sync=bsp", *CLUSTER, *(overrides or MODEL)])
     )
-    return Profile.from_json(ran.of("ProfileMeasured")[0]["profile"])
+    batch = plan.stages[0].workers[0].batch
+    profile = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
+    assert profile is not None
+    return with_layer_group_costs(
+        profile, plan, Learner(parts.model, data, parts.task, seed=0), parts.cluster
+    )
 
 
 def test_a_line_is_fitted_to_large_messages_and_to_small_ones() -> None:
     """A token bucket lets small ones pass ten times as fast, and now and then something
     else runs.
     """
-    true = AlphaBeta(latency_s=0.002, s_per_byte=1e-8)
+    true = AlphaBeta(0.002, 1e-8)
     quiet = {n: [true.seconds(n)] * 3 for n in (*SMALL, *LARGE)}
     assert fit_line(quiet).latency_s == pytest.approx(0.002)
     shaped = {
@@ -66,7 +73,7 @@ def test_a_declared_cluster_has_its_own_costs_by_part() -> None:
     """A ring of three, the slow link last to be over: 2(g − 1) hops, and as many chunks of
     a third.
     """
-    profile, groups = measured_here(), layer_groups(planned(*RING, *CLUSTER, "overlap=wfbp"))
+    profile, groups = declared(), layer_groups(planned(*RING, *CLUSTER, "overlap=wfbp"))
     assert profile.group_bytes == untimed_timeline(groups).nbytes
     assert profile.shares == pytest.approx([group.ready for group in groups])
     for worker in profile.workers:
@@ -86,16 +93,32 @@ def test_a_declared_cluster_has_its_own_costs_by_part() -> None:
     assert profile.all_reduce.s_per_byte == pytest.approx(4 / 3 * 3e-7, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    "overrides", [MODEL, ("runtime.gradients=false",), ("model=cnn", "dataset.batch_size=8")]
+)
+def test_what_is_measured_is_what_is_declared(overrides) -> None:
+    ran = simulated("schedule=profile_only", "schedule.per_layer_group=true", *CLUSTER, *overrides)
+    found, expected = (
+        json.loads(ran.of("ProfileMeasured")[0]["profile"]),
+        json.loads(declared(*overrides).to_json()),
+    )
+    for key in ("group_bytes", "all_reduce"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-6)
+    for worker, said in zip(found["workers"], expected["workers"], strict=True):
+        for key in ("forward_s", "backward_s", "push_line", "pull_line"):
+            assert worker[key] == pytest.approx(said[key], rel=1e-6, abs=1e-9), key
+
+
 def test_one_worker_sums_with_nobody(workplace) -> None:
+    assert main(["profile", "runtime=sim", *RING, "cluster.compute=[1]", "run.dir=one"]) == 0
+    assert json.loads(Path("one/profile.json").read_text())["all_reduce"] is None
     ran = simulated("schedule=profile_only", "schedule.per_layer_group=true", "cluster.compute=[1]")
     assert json.loads(ran.of("ProfileMeasured")[0]["profile"])["all_reduce"] is None
 
 
 def measured(**changes: object) -> Profile:
     """Return costs as measured, with a step whose last group is ready at once."""
-    profile = replace(
-        measured_here(), all_reduce=AlphaBeta(latency_s=0.005, s_per_byte=1e-7), **changes
-    )
+    profile = replace(declared(), source="measured", all_reduce=AlphaBeta(0.005, 1e-7), **changes)
     workers = tuple(
         replace(w, forward_s=(0.0, 0.0, 0.001), backward_s=(0.001, 0.002, 0.006))
         for w in profile.workers
@@ -129,22 +152,28 @@ def test_a_profile_gives_the_same_plan_in_virtual_time_and_on_processes(workplac
     assert simulation(sim)().now_ns == pytest.approx(10 * end_ns, rel=1e-6)
 
 
-@pytest.mark.parametrize("start_s", [0.0, 0.002])
+IN_PARTS = MessageCosts(step_s=0.004, part_s=0.0015, sum_s=0.002)
+
+
+@pytest.mark.parametrize("parts", [None, IN_PARTS])
 @pytest.mark.parametrize("overlap", ["wfbp", "merged overlap.plan=[2,1]", "merged", "priority"])
 def test_virtual_time_has_what_sums_and_computing_cost_each_other(
-    workplace, overlap, start_s
+    workplace, overlap, parts
 ) -> None:
     """The time follows the plan's timeline; it is incomplete if collectives overlap the next
     forward pass.
     """
-    costs = ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5, start_s=start_s)
-    measured(contention=costs)
+    measured(contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5, parts=parts))
     plan = planned(
         *RING, *TIMED, f"overlap={overlap}".split()[0], *overlap.split()[1:], *OF_PROFILE
     )
     (note,) = [note for note in plan.notes if "a step and its all-reduce" in note]
+    assert "computes 40 % slower, as measured" in note
     said = note.partition(" take ")[2]
     cycle_ms = 3e3 / plan.stages[0].predicted_steps_per_s
+    assert [worker.predicted_cycle_s for worker in plan.stages[0].workers] == pytest.approx(
+        [cycle_ms / 1e3] * 3
+    )
     if overlap == "priority":
         assert cycle_ms > float(said.removeprefix("at least ").split()[0])
     else:
@@ -155,20 +184,31 @@ def test_virtual_time_has_what_sums_and_computing_cost_each_other(
 
 def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
     plan = planned("schedule=profile_only", "schedule.per_layer_group=true", *CLUSTER, *MODEL)
-    for start_s in (0.0, 0.002):
-        costs = ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5, start_s=start_s)
-        ran = run(replace(plan, cluster=measured(contention=costs).cluster()))
+    for parts in (None, IN_PARTS):
+        ran = run(
+            replace(
+                plan,
+                cluster=measured(
+                    contention=ContentionCosts(
+                        pace_reduction=0.4, collective_slowdown=1.5, parts=parts
+                    )
+                ).cluster(),
+            )
+        )
         found = json.loads(ran.of("ProfileMeasured")[0]["profile"])["contention"]
-        assert found == pytest.approx(asdict(costs), rel=0.05, abs=1e-5)
+        own = found.pop("parts")
+        assert found == pytest.approx({"pace_reduction": 0.4, "collective_slowdown": 1.5}, rel=0.05)
+        assert own == (parts and pytest.approx(asdict(parts), rel=0.05))
 
 
 def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workplace) -> None:
     """The plan agrees with the run's clock to the nanosecond, and in the bits."""
+    dear = MessageCosts(step_s=0.02, part_s=0.0, sum_s=0.0)
     of = (*RING, "stop.steps=6", *OF_PROFILE)
     ends = []
-    for start_s, overlap in ((0.0, "merged"), (0.2, "merged"), (0.2, "none"), (0.2, "wfbp")):
+    for parts, overlap in ((None, "merged"), (dear, "merged"), (dear, "none"), (dear, "wfbp")):
         measured(
-            contention=ContentionCosts(pace_reduction=0.0, collective_slowdown=1.0, start_s=start_s)
+            contention=ContentionCosts(pace_reduction=0.0, collective_slowdown=1.0, parts=parts)
         )
         ran = simulated(*of, f"overlap={overlap}")
         ends.append((ran.time_ns, ran.sha256))
@@ -185,9 +225,7 @@ def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
         "cluster.num_workers=3",
         "profile=profile.json",
     )
-    workers = tuple(replace(worker, forward_s=(), backward_s=()) for worker in whole.workers)
-    coarse = replace(whole, workers=workers, group_bytes=())
-    Path("profile.json").write_text(coarse.to_json())
+    Path("profile.json").write_text(whole.without_parts().to_json())
     with pytest.raises(UsageError, match="profile again with `ashl profile`, or take"):
         planned(*given, "overlap=merged")
     assert planned(*given, "overlap=merged", "overlap.plan=bytes").shares == ()
@@ -217,11 +255,21 @@ def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
             {"contention": {"pace_reduction": 1.5, "collective_slowdown": 1}},
             r"contention\.pace_reduction=1\.5 is not possible",
         ),
+        (
+            {
+                "contention": {
+                    "pace_reduction": 0,
+                    "collective_slowdown": 1,
+                    "parts": {"step_s": -1, "part_s": 0, "sum_s": 0},
+                }
+            },
+            "parts.step_s=-1 is not",
+        ),
         ({"contention": 3}, "contention=3 is not possible: should be keys and values"),
     ],
 )
 def test_a_broken_profile(change, says) -> None:
-    data = json.loads(measured_here().to_json())
+    data = json.loads(declared().to_json())
     with pytest.raises(ValueError, match=says):
         Profile.from_json(json.dumps({**data, **change}))
 

@@ -151,6 +151,20 @@ LOCAL = (
     "stop.epochs=4",
     "schedule.switch_epochs=2",
 )
+
+
+@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+def test_momentum_is_handed_over_as_declared(topology):
+    kept, reset = (
+        simulated(*BASE, *LOCAL, f"topology={topology}", f"schedule.momentum={m}")
+        for m in ("keep", "reset")
+    )
+    assert kept.sha256 != reset.sha256
+    plain = "optimizer.momentum=0"
+    a, b = (simulated(*BASE, *LOCAL, plain, f"schedule.momentum={m}") for m in ("keep", "reset"))
+    assert a.sha256 == b.sha256  # there is none
+
+
 KEEPING = {
     "topk": ("compression=topk", "compression.ratio=0.1"),
     "gtopk": ("compression=gtopk", "compression.ratio=0.02"),
@@ -179,10 +193,10 @@ def test_a_boundary_between_equal_stages_changes_nothing(codec: str) -> None:
         *KEEPING[codec],
     )
     border = ("schedule=post_local", "schedule.switch_epochs=0.5", "schedule.local_steps=1")
-    kept = simulated(*same, *border)
+    kept, dropped = simulated(*same, *border), simulated(*same, *border, "schedule.residual=drop")
     whole = simulated(*same, "schedule=single", "sync=local_sgd", "sync.local_steps=1")
     assert [stage["merges"] > 5 for stage in kept.of("StageEnd")] == [True, True]
-    assert kept.sha256 == whole.sha256
+    assert kept.sha256 == whole.sha256 != dropped.sha256
 
 
 def test_no_push_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,10 @@ def test_terngrad_through_a_server_is_terngrad() -> None:
     assert words < sent[1] < 1.3 * words, "and four scales, which are gathered"
 
 
-def test_auto_picks_the_fastest() -> None:
+def test_the_plan_says_what_auto_picks() -> None:
     plan = planned(*BASE, "topology.algorithm=auto")
+    (note,) = [note for note in plan.notes if "topology.algorithm" in note]
+    assert note.startswith("topology.algorithm=auto picks hierarchical: an all-reduce of ")
     explicit = planned(*BASE, "topology.algorithm=hierarchical")
     assert plan.predicted_s == explicit.predicted_s < planned(*BASE).predicted_s
+    assert not [note for note in planned(*BASE).notes if "topology.algorithm" in note]

@@ -41,6 +41,7 @@ def in_this_process(pool: Pool, jobs: Iterator[Job], *rest: object) -> Iterator[
             list(job.overrides),
             quiet=True,
             silent=True,
+            strict=False,
         )
         yield job
 

@@ -107,7 +107,7 @@ def test_a_preset_may_bring_lines_of_settings(
     assert {setting.label for setting in found.settings} == {"", "ASHL, as printed"}
     assert {setting.axes.get("sync") for setting in found.settings if setting.label} == {None}
     folder, command = tmp_path / "study", command_line("sweep", [])
-    show_forecast(found, folder, forecast_of(found, [], folder, command))
+    show_forecast(found, folder, forecast_of(found, [], folder, 1, command))
     assert "ASHL, as printed: optimizer.lr=0.3 seed=0 schedule=ashl" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -148,14 +148,6 @@ def test_the_number_of_workers_is_an_axis() -> None:
         [1.0, 1.5, 2.0, 3.0],
         [1.0, 1.5, 2.0, 3.0] * 2,
     ]
-
-
-def test_a_key_without_effect_is_left_out_and_equal_settings_are_merged() -> None:
-    found = grid("sync=bsp", "cluster.bandwidth_mbit_s=1,1000", "seed=0,1")
-    assert len(found.settings) == found.merged == 2
-    assert found.unused == {"cluster.bandwidth_mbit_s": 4}
-    assert "cluster.exchange_s=null" in found.reasons["cluster.bandwidth_mbit_s"]
-    assert all("cluster.bandwidth_mbit_s" not in setting.axes for setting in found.settings)
 
 
 def test_each_seed_draws_its_own_cluster_and_its_own_prediction() -> None:

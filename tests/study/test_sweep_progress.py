@@ -1,11 +1,13 @@
-"""The live view of a sweep at several widths."""
+"""The live view of a sweep at several widths, and the host time that a dry run predicts."""
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from ashl.cli.app import main
 from ashl.tracking.counting import Counting
 from ashl.tracking.sweep_progress import Running, SweepProgress, progress_of
 
@@ -60,6 +62,23 @@ def test_how_far_a_run_is_follows_its_nearest_limit() -> None:
     assert progress_of("a", first, limits, 8.0) == Running("a", 0.25, "50.0 %")
     second = {"time_s": 3.0, "step": 6, "test/acc": None, "train/loss": 0.25}
     assert progress_of("a", second, limits, 8.0) == Running("a", 0.6, "loss 0.25")
+
+
+def test_a_dry_run_says_host_time(workplace: Path, capsys: pytest.CaptureFixture) -> None:
+    base = ["runtime=sim", "model.hidden=[8]", "stop.epochs=2", "tracking=none", "--dry-run"]
+    assert main(["train", *base]) == 0
+    assert re.search(r"^on this machine about \S+ s at most$", capsys.readouterr().out, re.M)
+    assert main(["sweep", *base, "sync=bsp,asp", "seed=0,1", "--jobs", "2"]) == 0
+    out = capsys.readouterr().out
+    total = re.search(r"^on this machine about (\S+) s at most for 4 runs, 2 at a time$", out, re.M)
+    assert total
+    assert 2 * 0.7 <= float(total[1]) < 20  # the starts alone take this long
+    assert (
+        main(["train", "cluster=real", "cluster.num_workers=1", "stop.epochs=1", "--dry-run"]) == 0
+    )
+    assert "on this machine" not in capsys.readouterr().out  # a real run is on one clock
+    assert main(["train", *base, "runtime.gradients=false", "sync=asp", "schedule=single"]) == 0
+    assert "on this machine" not in capsys.readouterr().out  # nothing is computed
 
 
 def test_progress_in_a_pipe_is_a_line_every_two_seconds(

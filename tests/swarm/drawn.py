@@ -167,8 +167,7 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
         )
         for _ in range(n)
     ]
-    groups = "sync", "topology", "aggregate", "outer", "compression", "overlap", "optimizer"
-    specs = {key: {} for key in groups}
+    specs = {key: {} for key in ("sync", "topology", "aggregate", "compression", "optimizer")}
     return StageConfig(
         index=0,
         plan=StagePlan(name="swarm", until={}, workers=tuple(workers), **specs),

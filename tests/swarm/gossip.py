@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from ashl.cluster.spec import Cluster
 from ashl.errors import UsageError
@@ -23,7 +23,7 @@ from ashl.sync.relay_sum import RelaySum
 from ashl.sync.sgp import SGP
 from ashl.sync.swarm import Swarm
 from ashl.topology.gossip import Gossip, graph_of
-from ashl.topology.graph import Graph
+from ashl.topology.graph import NAMES
 from tests.conf_option import conf_option
 from tests.swarm.drawn import (
     Seen,
@@ -69,7 +69,7 @@ def drawn_mode(rng: random.Random) -> Any:
 def drawn_stages(rng: random.Random, n: int) -> list[StageConfig]:
     """One stage, or two of the same kind (with a coordinator, or without)."""
     limits = drawn_limits(rng)
-    graph = Gossip(graph=rng.choice(get_args(Graph)), degree=2)
+    graph = Gossip(graph=rng.choice(NAMES), degree=2)
     first = drawn_mode(rng)
     modes = [first]
     if rng.random() < 0.3:
