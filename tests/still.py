@@ -64,7 +64,7 @@ def mixed(
     stage = stage_of(sync, topology, n, replace(NO_LIMITS, steps=rounds * n), seed=seed, **fields)
 
     async def main(ctx: RankContext) -> None:
-        state = topology.begin(ctx, stage)
+        state = topology.begin(stage, ctx.rank)
         if ctx.rank < n:
             state.params = start_of(ctx.rank)
         ctx.members = members_of(stage)

@@ -39,29 +39,12 @@ MODES = {
     "an outer optimizer": (
         "sync=local_sgd sync.local_steps=1 outer=nesterov optimizer.lr=0.1 optimizer.momentum=0"
     ),
-    "buckets, sums": (
-        "topology=all_reduce sync=bsp optimizer.lr=0.2 optimizer.momentum=0.9 overlap=priority"
-        f" overlap.plan=layers overlap.slice=100 overlap.credit=2 {NICS}"
-    ),
-    "buckets at the server": (
-        f"sync=bsp optimizer.lr=0.2 optimizer.momentum=0.9 overlap=slices overlap.slice=100 {NICS}"
-    ),
-    "an outer one, sums": (
-        "topology=all_reduce sync=local_sgd sync.local_steps=1 outer=nesterov optimizer.momentum=0"
-    ),
     "shards": (
         "topology=sharded_server topology.servers=2 sync=bsp optimizer.lr=0.2"
         f" optimizer.momentum=0.9 {NICS}"
     ),
     "means of models": (
         f"topology=gossip sync=gossip_pga sync.period=1 optimizer.lr=0.2 optimizer.momentum=0 {NICS}"
-    ),
-    "means of models and momenta": (
-        "sync=pr_sgd_momentum sync.local_steps=1 optimizer.lr=0.2 optimizer.momentum=0.9"
-    ),
-    "means of models and momenta, sums": (
-        "topology=all_reduce sync=pr_sgd_momentum sync.local_steps=1 optimizer.lr=0.2"
-        " optimizer.momentum=0.9"
     ),
 }
 SLOW = pytest.mark.slow
@@ -118,27 +101,14 @@ def test_rounds_of_the_same_samples_make_one_trajectory_whatever_the_workers(
     assert summary("two")["samples"] == summary("whole")["samples"]
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "topology=all_reduce sync=bsp overlap=delayed",
-        pytest.param("sync=asp overlap=delayed", marks=SLOW),
-        pytest.param("sync=local_sgd overlap=eager outer=nesterov", marks=SLOW),
-        pytest.param(
-            "topology=all_reduce sync=local_sgd overlap=streaming outer=nesterov", marks=SLOW
-        ),
-        pytest.param("sync=local_sgd overlap=loscar outer=average", marks=SLOW),
-    ],
-)
-def test_work_that_was_not_exchanged_is_computed_again(mode: str, workplace: Path) -> None:
+def test_work_that_was_not_exchanged_is_computed_again(workplace: Path) -> None:
     """Every step is counted once, and the end is that of the limit."""
-    own = (*mode.split(), *NICS.split(), "optimizer.lr=0.005")
+    own = ("topology=all_reduce", "sync=bsp", "overlap=delayed", *NICS.split())
     train(*HALF, *own, "stop.steps=240")
     train("--resume", "four", *OTHER, "stop.steps=480")
     found = summary("two")
-    assert found["steps"] == sum(worker["steps"] for worker in found["workers"]) >= 480
-    assert found["steps"] < 480 + 2 * 16
-    assert found["status"] == "finished"
+    assert found["steps"] == sum(worker["steps"] for worker in found["workers"])
+    assert 480 <= found["steps"] < 480 + 2 * 16
 
 
 def test_records_continue_in_a_folder_that_names_the_run(four: Path, workplace: Path) -> None:
@@ -181,22 +151,6 @@ def test_a_resumed_run_resumes_again_bit_for_bit(four: Path) -> None:
     assert 500 <= summary("five")["steps"] < 505
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "sync=ssp compression=topk",
-        pytest.param("sync=asp topology.pull_ratio=0.1 compression=topk", marks=SLOW),
-    ],
-)
-def test_workers_at_their_own_pace(mode: str, workplace: Path) -> None:
-    train(*HALF, *mode.split(), "optimizer.lr=0.02", "stop.steps=300")
-    train("--resume", "four", "cluster.num_workers=6", "run.dir=six", "stop.steps=500")
-    train("--resume", "six", "stop.steps=600")
-    found = summary("six")
-    assert found["steps"] == 600 == sum(worker["steps"] for worker in found["workers"])
-    assert found["final"]["train_loss"] < 0.8 * summary("four")["final"]["train_loss"]
-
-
 def modes_of_sync() -> dict[str, str]:
     """Return for each sync mode the settings of its run, on its own topology."""
     words = {key: text.split() for key, text in BESIDE.items() if key.startswith("sync=")}
@@ -210,16 +164,17 @@ def modes_of_sync() -> dict[str, str]:
     }
 
 
-HALOS = "topology=halos topology.updates=4 cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=200"
+HALOS = "topology=halos topology.updates=4"
+NODES = "cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=200"
 SHARDS = "topology=sharded_server topology.servers=2"
 ALL_MODES = {
     **modes_of_sync(),
     "hop": "sync=hop topology=gossip sync.backups=1 topology.graph=complete",
     "ahl": "sync=ahl schedule.h_preset=[2]",
     "qsr": "sync=qsr optimizer.schedule=cosine optimizer.horizon_epochs=20",
-    "regions, one of them new": f"sync=asp {HALOS} outer=nesterov",
-    "regions, accumulated": f"sync=fedbuff {HALOS}",
-    "regions by a key": "sync=asp topology=halos topology.updates=4 topology.regions=[0,0,1,1]",
+    "regions, one of them new": f"sync=asp {HALOS} {NODES} outer=nesterov",
+    "regions by a key": f"sync=fedbuff {HALOS} topology.regions=[0,0,1,1]",
+    "compressed pulls": "sync=asp topology.pull_ratio=0.1 compression=topk",
     "shards, a barrier": f"sync=bsp {SHARDS} optimizer.momentum=0.9",
     "shards, a bound": f"sync=ssp {SHARDS} compression=topk",
     "push-sum, two rounds late": "sync=sgp topology=gossip topology.graph=ring sync.overlap=2",
@@ -261,17 +216,11 @@ def check_model(before: Mapping[int, Any], states: Sequence[Any]) -> None:
     old, new = [before[rank] for rank in range(4)], states[:6]
     shards = [before[rank].params for rank in sorted(before) if rank > 3]
     if any(isinstance(state, RegionState) for state in states):
-        for region, rank in ((0, 0), (1, 2)):
-            assert torch.equal(new[rank].params, shards[1 + region])
-        assert torch.equal(new[4].params, shards[0])
-        return
+        del shards[1:]  # all regions begin at the global model
     if shards and shards[0] is not None:
         expected = torch.cat(shards)
     else:
-        masses = [getattr(one.rule_state, "w", 1.0) for one in old]
-        assert sum(masses) == pytest.approx(4)
-        models = [one.params.double() * mass for one, mass in zip(old, masses, strict=True)]
-        expected = (sum(models) / sum(masses)).float()
+        expected = sum(one.params for one in old) / len(old)
     for state in new:
         assert torch.allclose(state.params, expected, rtol=0, atol=1e-6)
 
@@ -280,28 +229,10 @@ def check_counts(lead: Any, states: Sequence[Any]) -> None:
     """Check that the rank that counts has all counts, and the workers the same ones."""
     before = lead.progress
     after = next(one.progress for one in states if type(one) is type(lead))
-    for name in ("version", "dropped_for", "loss", "max_lead", "conflicts"):
+    for name in ("version", "steps", "dropped_for", "loss", "max_lead", "conflicts"):
         assert getattr(after, name) == getattr(before, name)
-    for name in ("dropped_by", "drops", "stale_sum", "groups"):
+    for name in ("commits", "steps_by", "dropped_by", "drops", "stale_sum", "groups"):
         assert sum(getattr(after, name) or ()) == sum(getattr(before, name) or ())
-    again = before.steps - after.steps  # gradients that were part of no step
-    assert 0 <= again <= 4
-    for name in ("commits", "steps_by"):
-        assert sum(getattr(after, name)) == sum(getattr(before, name)) - again
-
-
-@pytest.mark.slow
-def test_batches_are_as_large_as_they_had_grown(workplace: Path) -> None:
-    own = ("sync=cr_psgd", "optimizer.lr=0.02", "optimizer.momentum=0", "optimizer.weight_decay=0")
-    train(*HALF, *own, "eval.every_commits=8", "stop.epochs=3")
-    train("--resume", "four", "cluster.num_workers=5", "run.dir=five", "stop.epochs=5")
-    known, ours = lines("four/metrics.jsonl"), lines("five/metrics.jsonl")
-    at = sum(line in known for line in ours)
-    (a, b), (c, d) = ours[at - 2 : at], ours[at : at + 2]
-    before, after = (
-        (y["samples"] - x["samples"]) / (y["step"] - x["step"]) for x, y in ((a, b), (c, d))
-    )
-    assert after >= before > 40
 
 
 @pytest.mark.slow
@@ -356,11 +287,7 @@ FAULTS = (
     ("mode", "faults"),
     [
         ("topology=gossip sync=d_psgd topology.graph=ring", FAULTS),
-        pytest.param("sync=asp", FAULTS, marks=SLOW),
         pytest.param("sync=asp", "cluster.churn={mtbf_s: 0.5, mttr_s: 0.2}", marks=SLOW),
-        pytest.param(
-            "topology=all_reduce sync=bsp", "cluster.churn={mtbf_s: 1, mttr_s: 0.2}", marks=SLOW
-        ),
     ],
 )
 def test_all_new_workers_take_part_and_later_faults_remain(

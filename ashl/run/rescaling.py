@@ -1,12 +1,11 @@
 """Resume a run with another number of workers, in a run folder of its own.
 
 Rule: the newest valid checkpoint of the run (the origin) becomes checkpoint 0 of the new run.
-`ashl.topology.rescaling` converts its states to those of the new ranks. From there on the run is
-resumed as any other. Evaluations are copied. The origin's folder is not changed.
+`ashl.topology.rescaling` makes the states of the new ranks. From there on the run is resumed as any
+other. Evaluations are copied. The origin's folder is not changed.
 
-The steps and bytes of the old workers are divided equally among the new ones, rounded down. So
-their sums remain those of the whole run. The time by class of each new worker is the mean of the
-old workers' times. Servers and coordinators divide theirs likewise.
+Each new worker has an equal part of the steps and bytes of all old ones, rounded down, and the mean
+of their times by class. Servers and coordinators share theirs likewise.
 """
 
 from pathlib import Path
@@ -39,22 +38,17 @@ class Origin(NamedTuple):
 
     run_dir: Path
     saved: Checkpoint
-    plan: Plan
-    stage: int  # index of the stage in which the checkpoint was taken
-    state: Any  # state of the rank that counts progress: the lead rank, or a worker in its place
-    time_ns: int  # run time of the checkpoint
+    num_workers: int
+    lead: SavedRank  # the rank that counts progress: the lead rank, or a worker in its place
     ranks: dict[int, SavedRank]  # without failed workers
-    mean_module_state: Any  # mean of the workers' module states; None if no module has any
 
     @property
     def note(self) -> str:
         """Return the note for the new plan."""
-        progress = self.state.progress
         return (
-            f"resumes from {self.run_dir}, which had {self.plan.num_workers} workers, at"
-            f" {self.time_ns / 1e9:.4g} s and step {progress.steps:,}: model, moments of merged"
-            " gradients, counts and clock are restored; each worker's own momentum and the state of"
-            " compression are reset"
+            f"resumes from {self.run_dir}, which had {self.num_workers} workers, at"
+            f" {self.saved.time_ns / 1e9:.4g} s and step {self.lead.state.progress.steps:,}; each"
+            " worker's own momentum and the state of compression are reset"
         )
 
 
@@ -82,29 +76,23 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
             f"the run in {run_dir} has {plan.num_workers} workers already; drop the keys that set"
             " their number"
         )
+    present = sorted({*range(before.num_ranks)}.difference(saved.absent))
     packages = ("ashl", *plan.allow_targets)
-    device = job.stages[0].trainer.device
-    with_part = sorted({*range(before.num_ranks)}.difference(saved.absent))
-    found = rank_checkpoint.read_ranks(saved.folder, with_part, packages, device)
+    found = rank_checkpoint.read_ranks(
+        saved.folder, present, packages, job.stages[0].trainer.device
+    )
     # in virtual time the file of all ranks has absent ones, too
     ranks = {rank: part for rank, part in found.items() if part.stage != ABSENT}
     lead = ranks.get(before.lead_rank, ranks[min(ranks)])
-    state = lead.state
-    workers = [ranks[rank] for rank in ranks if rank < before.num_workers]
-    known = [rank.module_state for rank in workers if rank.module_state is not None]
-    mean_module_state = mean_of(known) if known else None
     cluster = job.parts.cluster
-    if state.assigned is not None and not (
-        isinstance(cluster, Cluster) and not cluster.missing_costs()
-    ):
+    is_declared = isinstance(cluster, Cluster) and not cluster.missing_costs()
+    if lead.state.assigned is not None and not is_declared:
         raise UsageError(
             f"{run_dir} is planned from measurements of its {before.num_workers} workers, and there"
             " are none of others; start a new run from its weights, which measures them:"
             f" run.start_from={run_dir}"
         )
-    return Origin(
-        run_dir, saved, before, lead.stage, state, saved.time_ns, ranks, mean_module_state
-    )
+    return Origin(run_dir, saved, before.num_workers, lead, ranks)
 
 
 def begin_rescaled_run(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Checkpoint:
@@ -126,26 +114,22 @@ def write_first_checkpoint(
     folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Saving
 ) -> None:
     """Write the checkpoint's parts for all ranks, the monitor's state and the manifest."""
-    stage = monitor.job.stages[origin.stage]
-    time_ns = origin.time_ns
-    old_workers = origin.plan.num_workers
+    index, time_ns = origin.lead.stage, origin.saved.time_ns
     before = {rank: saved.state for rank, saved in origin.ranks.items()}
-    states = rescale_states(stage, before, origin.state, time_ns / 1e9)
-    files = dict[str, str]()
+    states = rescale_states(monitor.job.stages[index], before, origin.lead.state, time_ns / 1e9)
+    workers, servers = list[SavedRank](), list[SavedRank]()
+    for rank, saved in origin.ranks.items():
+        (workers if rank < origin.num_workers else servers).append(saved)
+    known = [saved.module_state for saved in workers if saved.module_state is not None]
+    module_state = mean_of(known) if known else None
+    num_workers, files = plan.num_workers, dict[str, str]()
     for rank, state in enumerate(states):
-        is_worker = rank < plan.num_workers
-        # workers divide the counters of workers, and other ranks those of other ranks
-        contexts = [
-            saved.context for old, saved in origin.ranks.items() if (old < old_workers) == is_worker
-        ]
-        shares = plan.num_workers if is_worker else len(states) - plan.num_workers
-        context = share_of_contexts(contexts, rank % len(contexts), shares, time_ns)
-        # a worker that the origin had continues its own sequence of random jitter
-        jitter_draws = (
-            origin.ranks[rank].jitter_draws if rank < old_workers and rank in origin.ranks else 0
-        )
-        module_state = origin.mean_module_state if is_worker else None
-        made = SavedRank(origin.stage, state, context, time_ns, jitter_draws, module_state)
+        if rank < num_workers:
+            context = share_of_contexts(workers, num_workers, time_ns)
+            made = SavedRank(index, state, context, time_ns, module_state=module_state)
+        else:
+            context = share_of_contexts(servers, len(states) - num_workers, time_ns)
+            made = SavedRank(index, state, context, time_ns)
         path = rank_checkpoint.part_of(folder, rank)
         files[path.name] = rank_checkpoint.write(path, encode(to_plain(made)))
     about = {
@@ -164,58 +148,50 @@ def restore_monitor(origin: Origin, plan: Plan, monitor: Monitor) -> None:
     Stages that ended later are dropped, with their boundaries.
     Raises: UsageError if the origin's metrics are missing or damaged.
     """
-    time_ns = origin.time_ns
+    index = origin.lead.stage
     known = checkpoints.read_monitor_state(origin.saved, plan.limits)
     run_state = known["run_state"]
     run_state.compression = CompressionStats(4 * plan.num_params)
     run_state.parts = make_model_set(monitor.job.stages[0])
     run_state.outages = []
-    run_state.stages = [end for end in run_state.stages if end.stage < origin.stage]
+    run_state.stages = [end for end in run_state.stages if end.stage < index]
     run_state.boundaries = [
         dict.fromkeys(range(plan.num_workers), mean([*totals.values()]))
-        for totals in run_state.boundaries[: origin.stage]
+        for totals in run_state.boundaries[:index]
     ]
     monitor.resume_from({**known, "plan": plan.to_json()})
     try:
-        lines = [
-            line
-            for line in jsonl.read(origin.run_dir / METRICS)
-            if line["time_s"] * 1e9 <= time_ns + 1
-        ]
+        for line in [*jsonl.read(origin.run_dir / METRICS)]:
+            if line["time_s"] * 1e9 <= origin.saved.time_ns + 1:
+                monitor.recorder.metric(line)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{origin.run_dir / METRICS} is missing or damaged, so the run cannot be resumed; start"
             f" a new one from its weights: run.start_from={origin.run_dir}"
         ) from error
-    for line in lines:
-        monitor.recorder.metric(line)
 
 
-def share_of_contexts(
-    contexts: list[dict[str, Any]], first: int, shares: int, time_ns: int
-) -> dict[str, Any]:
-    """Return a rank context with an equal share of the steps and bytes of old contexts.
+def share_of_contexts(ranks: list[SavedRank], shares: int, time_ns: int) -> dict[str, Any]:
+    """Return a rank context with an equal share of the steps and bytes of old ranks, and the means
+    of their times.
 
-    Its times are the means of theirs.
-
-    Args: first, index of the old context that the other fields are copied from; shares, the number
-    of new ranks among which steps and bytes are divided; time_ns, run time up to which the old
-    contexts' time is attributed.
+    Args: shares, number of new ranks among which steps and bytes are divided; time_ns, run time up
+    to which the old ranks' time is attributed.
     """
-    accounts = [TimeAccounting() for _ in contexts]
-    for account, context in zip(accounts, contexts, strict=True):
-        for name, value in context["time_accounting"].items():
+    accounts = [TimeAccounting() for _ in ranks]
+    for account, saved in zip(accounts, ranks, strict=True):
+        for name, value in saved.context["time_accounting"].items():
             setattr(account, name, value)
     sent = [account.bytes_so_far() for account in accounts]
     share = TimeAccounting()
     share.totals = mean([account.totals_until(time_ns) for account in accounts])
     share.bytes_up, share.bytes_down = (sum(nbytes) // shares for nbytes in zip(*sent, strict=True))
-    share.collective_ns = sum(account.collective_ns for account in accounts) // len(contexts)
+    share.collective_ns = sum(account.collective_ns for account in accounts) // len(ranks)
     # the remainder of the divisions counts as waiting
     share.set_start(sum(share.totals.values()))
     return {
-        **contexts[first],
-        "steps": sum(context["steps"] for context in contexts) // shares,
+        **ranks[0].context,
+        "steps": sum(saved.context["steps"] for saved in ranks) // shares,
         "time_accounting": {name: getattr(share, name) for name in share.__slots__},
     }
 

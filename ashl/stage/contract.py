@@ -191,7 +191,7 @@ class Topology(Contract, group="topology"):
         """Return the nanoseconds of an uncontended exchange."""
         raise NotImplementedError
 
-    def begin(self, ctx: RankContext, stage: StageConfig) -> Any:
+    def begin(self, stage: StageConfig, rank: int) -> Any:
         """Return a rank's state before the first stage, with the same initial model on all
         ranks.
         """
@@ -261,9 +261,9 @@ Replan = Callable[
     tuple[Profile, list[StagePlan]],
 ]
 SERIAL = Serial()
-# control signal of every reply: continue, next stage, stop the run; LAST = push the remaining work,
-# then stop; PAUSE = save a checkpoint, then continue
-GO, NEXT, STOP, LAST, PAUSE = range(5)
+# control signal of every reply: continue, next stage, stop the run; PAUSE = save a checkpoint, then
+# continue
+GO, NEXT, STOP, PAUSE = range(4)
 FAILURE_MESSAGE_BYTES = 2**20  # bytes of a message with counts for a member that is behind
 OF_SHARDS = ("full", "statistics")  # estimators that use all samples of a worker
 

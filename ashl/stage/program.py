@@ -49,7 +49,7 @@ async def run_stages(
         saved = await first.topology.reform(ctx, stages, saved, epoch)
     elif joins and (saved := await first.topology.join(ctx, stages)) is None:
         return
-    begin, state = saved or (0, first.topology.begin(ctx, first))
+    begin, state = saved or (0, first.topology.begin(first, ctx.rank))
     ranks = present_workers(ctx, first, state, epoch)
     ctx.counter = state if ctx.rank == first.lead_of(ranks) else None
     if state.assigned is not None:

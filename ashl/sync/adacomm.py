@@ -59,9 +59,6 @@ class AdaComm(BarrierRule, StepRule):
     def begin(self, stage: StageConfig, progress: Progress) -> Period:
         return Period(self.local_steps, self.local_steps, progress.now_s)
 
-    def on_rescale(self, stage: StageConfig, state: Period, progress: Progress) -> Period:
-        return state
-
     def observe(self, stage: StageConfig, state: Period, progress: Progress, push: Push) -> Period:
         """Adapt τ once all workers wait, so that all of them receive the same value."""
         if len(progress.waiting) < progress.num_present:

@@ -42,7 +42,7 @@ Status: reproduction.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Positive, Span, option
@@ -95,10 +95,6 @@ class ADSP(ServerRule):
             searching=self.search_s is not None,
             overhead_s=[0.0] * progress.num_workers,
         )
-
-    def on_rescale(self, stage: StageConfig, state: Search, progress: Progress) -> Search:
-        """Begin a new search for another number of workers."""
-        return replace(self.begin(stage, progress), searches=state.searches)
 
     def observe(self, stage: StageConfig, state: Search, progress: Progress, push: Push) -> Search:
         now_s = progress.now_s

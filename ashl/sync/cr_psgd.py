@@ -56,9 +56,6 @@ class CRPSGD(BarrierRule, StepRule):
     def begin(self, stage: StageConfig, progress: Progress) -> Growth:
         return Growth(0, progress.version, progress.samples)
 
-    def on_rescale(self, stage: StageConfig, state: Growth, progress: Progress) -> Growth:
-        return state
-
     def observe(self, stage: StageConfig, state: Growth, progress: Progress, push: Push) -> Growth:
         if progress.version == state.version:  # no merge since
             return state

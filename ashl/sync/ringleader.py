@@ -101,14 +101,6 @@ class Ringleader(ServerRule):
     def begin(self, stage: StageConfig, progress: Progress) -> Table:
         return Table().open_round(survivors(stage, progress.failed))
 
-    def on_rescale(self, stage: StageConfig, state: Table, progress: Progress) -> Table:
-        """Begin a new table; gradients that were part of no step are computed again."""
-        for worker in {*state.sums, *state.later}:
-            for own in state.forget(worker):
-                rank = worker % stage.num_workers
-                progress.subtract_rounds(rank, own.steps, own.steps, own.samples)
-        return self.begin(stage, progress)
-
     def messages(self) -> Gradients:
         return GRADIENTS
 

@@ -75,6 +75,3 @@ class SGP(RoundRule):
             x, w = x + message.payload, w + numbers_of(message)[0]
         state.rule_state = Mass(x, w)
         state.params = x if isinstance(x, SizeOnly) or w == 1.0 else x / w
-
-    def mass(self, state: Mass) -> float:
-        return state.w

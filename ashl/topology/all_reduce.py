@@ -211,12 +211,8 @@ class AllReduce(Topology):
             return network.all_reduce_ns(stage.workers, nbytes, 0)
         return network.all_gather_ns(stage.workers, stage.num_workers * longest_payload(stage), 0)
 
-    def begin(self, ctx: RankContext, stage: StageConfig) -> PeerState:
-        n = stage.num_workers
-        return PeerState(
-            *stage.trainer.init(),
-            progress=ctx.compute_once(stage.workers, "progress", lambda: Progress(n)),
-        )
+    def begin(self, stage: StageConfig, rank: int) -> PeerState:
+        return PeerState(*stage.trainer.init(), progress=Progress(stage.num_workers))
 
     async def reform(
         self,
@@ -310,8 +306,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     """Run a worker: compute, exchange, merge, until the stage ends.
 
     A limit on counts ends the stage at its merge. A decision of the lead rank after a merge ends it
-    one merge later. With delayed exchanges, one more exchange merges the work that was computed
-    meanwhile, if another stage follows.
+    one merge later.
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
     state.begin(ctx, stage)
@@ -336,8 +331,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
         done = await exchange(team, stage, state, part)
         ahead = merge(team, stage, state, part, done)
         planned, exchanged, reason = ahead.planned, ahead.exchanged, ahead.reason
-        state.last = reason == "next" and stage.following and done.begun is not None
-        ends = reason not in (None, CHECKPOINT) and not state.last
+        ends = reason not in (None, CHECKPOINT)
         if ends:
             await end_together(ctx, stage, state, done)
         record_merge(ctx, stage, state, done, is_lead)
@@ -675,8 +669,6 @@ def merge_and_plan(
     # with delayed exchanges, the next one merges the work that is computed now
     exchanged = truncate_round(stage, members, planned, state.rest if is_delayed else rest)
     reason = stage.stop_criteria.end_reason(progress) or REASONS[number]
-    if state.last and reason in (None, CHECKPOINT):
-        reason = "next"
     return result, Ahead(reason, rest, planned, exchanged, rule_state, now_ns)
 
 
@@ -728,7 +720,6 @@ class CommonState(NamedTuple):
     progress: Progress
     is_delayed: bool  # True if workers hold finished work for the next exchange
     pending_rest: Remaining  # remaining rounds when that work was begun
-    last: bool  # True if that work is the last of the stage
     moments: Any  # of the optimizer if all workers step on the sum, else None
     outer_state: Any
     rule_state: Any
@@ -853,7 +844,6 @@ def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) ->
         state.progress,
         state.pending is not None and stage.delayed_overlap is not None,
         state.pending_rest,
-        state.last,
         state.moments if shares_moments(stage.sync) else None,
         state.outer_state,
         state.rule_state,
@@ -892,7 +882,7 @@ def adopt_donor_state(
     state.round, state.step = known.progress.rounds_and_steps_of(ctx.rank)
     state.drawn = state.step * state.batch
     state.pending = state.start = state.begun = state.before_work = None
-    state.pending_rest, state.last = known.pending_rest, known.last
+    state.pending_rest = known.pending_rest
     state.rule_state = known.rule_state
     state.rest, state.idle = known.rest, known.idle
     if stage.delayed_overlap is not None:

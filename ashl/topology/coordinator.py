@@ -26,9 +26,9 @@ Source: the drained end as in Luo et al., "Prague", ASPLOS 2020: a worker leaves
 expects it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 from ashl.plan.assignments import Members
 from ashl.runtime.effects import Epoch, Message, Tag
@@ -320,7 +320,6 @@ async def gather_members(
     ctx: RankContext,
     stages: Sequence[StageConfig],
     saved: tuple[int, Any] | None,
-    fresh: Callable[[], Any],
     epoch: Epoch,
 ) -> tuple[int, CoordinatorState]:
     """Bring the members of a new epoch together, as the coordinator.
@@ -328,7 +327,7 @@ async def gather_members(
     Args: as of `rejoin_members`.
     Returns: (stage, state) to continue with.
     """
-    index, state = saved or (0, fresh())
+    index, state = saved or (0, stages[0].topology.begin(stages[0], ctx.rank))
     progress, everyone = state.progress, range(stages[0].num_workers)
     found = dict[int, Member]()
     for rank in epoch.workers:
@@ -390,23 +389,18 @@ def count_members(
         progress.join(rank)
 
 
-S = TypeVar("S", bound="ReplicaState")
-
-
 async def rejoin_members(
     ctx: RankContext,
     stages: Sequence[StageConfig],
-    saved: tuple[int, S] | None,
-    fresh: Callable[[], S],
+    saved: tuple[int, Any] | None,
     epoch: Epoch,
-) -> tuple[int, S, EpochReply]:
+) -> tuple[int, Any, EpochReply]:
     """Continue as a member of a new epoch, as a worker.
 
-    Args: saved: (stage, state) of its last safe point; fresh: makes the state if it has none.
+    Args: saved: (stage, state) of its last safe point; None for a joining worker.
     Returns: (stage, state) to continue with, and the coordinator's answer.
     """
-    state = fresh() if saved is None else saved[1]
-    index = 0 if saved is None else saved[0]
+    index, state = saved or (0, stages[0].topology.begin(stages[0], ctx.rank))
     merged = state.step - unmerged_steps(state)
     report = Member(saved is not None, index, state.round, merged, state.origin)
     await ctx.send(stages[0].server, epoch_tag("member", epoch), None, report)

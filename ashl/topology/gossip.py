@@ -210,10 +210,6 @@ class RoundRule(GossipRule, contract=True):
     def merge_in_flight(self, state: RoundState, received: Received) -> None:
         """Merge messages that are in flight at the end of a stage, if messages may be late."""
 
-    def mass(self, state: Any) -> float:
-        """Return the weight of a worker's model in the mean of all models."""
-        return 1.0
-
 
 class RoamingRule(GossipRule, contract=True):
     """Asynchronous sync mode of gossip."""
@@ -338,18 +334,13 @@ class Gossip(Topology):
         ways, dense = 1 + (peers is not None), stage.trainer.dense_bytes
         return ways * max((network.transfer_ns(peer, rank, dense) for peer in near), default=0)
 
-    def begin(
-        self, ctx: RankContext, stage: StageConfig
-    ) -> CoordinatorState | RoamingState | RoundState:
-        if ctx.rank == stage.server:
-            return CoordinatorState(Progress(stage.num_workers))
+    def begin(self, stage: StageConfig, rank: int) -> CoordinatorState | RoamingState | RoundState:
+        n = stage.num_workers
+        if rank == stage.server:
+            return CoordinatorState(Progress(n))
         if stage.lead_rank == stage.server:
             return RoamingState(*stage.trainer.init())
-        return self.begin_rounds(ctx, stage)
-
-    def begin_rounds(self, ctx: RankContext, stage: StageConfig) -> RoundState:
-        n = stage.num_workers
-        counts = ctx.rank == stage.lead_rank or stage.elastic  # another rank may become the lead
+        counts = rank == stage.lead_rank or stage.elastic  # another rank may become the lead
         return RoundState(*stage.trainer.init(), progress=Progress(n) if counts else RunProgress(n))
 
     async def reform(
@@ -361,14 +352,10 @@ class Gossip(Topology):
     ) -> tuple[int, Any]:
         first = stages[0]
         if first.lead_rank != first.server:
-            fresh = partial(self.begin_rounds, ctx, first)
-            return await reform_rounds(ctx, stages, saved or (0, fresh()), saved is None, epoch)
+            return await reform_rounds(ctx, stages, saved, epoch)
         if ctx.rank == first.server:
-            counting = partial(self.begin, ctx, first)
-            return await gather_members(ctx, stages, saved, counting, epoch)
-        index, state, _ = await rejoin_members(
-            ctx, stages, saved, lambda: RoamingState(*first.trainer.init()), epoch
-        )
+            return await gather_members(ctx, stages, saved, epoch)
+        index, state, _ = await rejoin_members(ctx, stages, saved, epoch)
         state.begin_epoch()
         return index, state
 
@@ -648,17 +635,16 @@ class RoundsDone(NamedTuple):
 async def reform_rounds(
     ctx: RankContext,
     stages: Sequence[StageConfig],
-    saved: tuple[int, RoundState],
-    is_new: bool,
+    saved: tuple[int, RoundState] | None,
     epoch: Epoch,
 ) -> tuple[int, RoundState]:
     """Continue as a member of a new epoch: all members go on at the highest round of any of them.
 
-    Args: saved: (stage, state) of this rank's last safe point; is_new: True for a joining worker,
-    which has none.
+    Args: saved: (stage, state) of this rank's last safe point; None for a joining worker.
     Returns: (stage, state) to continue with.
     """
-    index, state = saved
+    is_new = saved is None
+    index, state = saved or (0, stages[0].topology.begin(stages[0], ctx.rank))
     version = NO_MODEL if is_new else state.progress.version
     standing = await compare_members(ctx, stages, epoch, index, version)
     counts, decision = await gather_counts(ctx, index, state, epoch, standing)

@@ -178,16 +178,16 @@ class Halos(Topology):
             region, rank, pull_bytes
         )
 
-    def begin(self, ctx: RankContext, stage: StageConfig) -> WorkerState | ServerState:
+    def begin(self, stage: StageConfig, rank: int) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
-        if ctx.rank < stage.server:
+        if rank < stage.server:
             return WorkerState(params, moments)
-        if ctx.rank == stage.server:
+        if rank == stage.server:
             return GlobalServerState(params, moments, Progress(stage.num_workers))
         progress = Progress(stage.num_workers)
-        members = self.members(stage.nodes)[ctx.rank - stage.server - 1]
-        for rank in set(stage.workers) - set(members):
-            progress.remove_worker(rank)  # workers of other regions neither wait nor weigh here
+        members = self.members(stage.nodes)[rank - stage.server - 1]
+        for other in set(stage.workers) - set(members):
+            progress.remove_worker(other)  # workers of other regions neither wait nor weigh here
         return RegionState(params, moments, progress)
 
     def role(self, stage: StageConfig, rank: int) -> Loop:
@@ -216,16 +216,9 @@ class RegionState(ServerState):
 
 @dataclass
 class GlobalServerState(ServerState):
-    """State of the global server, complete for a checkpoint.
-
-    `flush_requested` holds the servers of regions whose last push of the stage has arrived.
-    """
+    """State of the global server, complete for a checkpoint."""
 
     samples: dict[int, int] = field(default_factory=dict)  # samples pushed by each region's server
-
-    def end_pass(self) -> None:
-        super().end_pass()
-        self.flush_requested = ()
 
 
 def region_servers(stage: StageConfig) -> tuple[int, ...]:
@@ -382,7 +375,8 @@ async def global_server(ctx: RankContext, stage: StageConfig, state: GlobalServe
     update, ready = stage.tag("update"), stage.tag("ready")
     state.enter(stage, ctx.now)
     regions, are_ready = region_servers(stage), set[int]()
-    while len(state.flush_requested) < len(regions):
+    closed = 0  # regions whose last push of the stage has arrived
+    while closed < len(regions):
         ctx.safe_point(stage.index, state)
         before_s = math.inf if state.signal == STOP else deadline_s
         message = await ctx.recv(update, ready, PEER_FAILED, JOIN, before_s=before_s)
@@ -394,7 +388,7 @@ async def global_server(ctx: RankContext, stage: StageConfig, state: GlobalServe
             count_member(ctx, stage, state, message)
             continue
         if message.tag == update:
-            await merge_region_update(ctx, stage, state, message)
+            closed += await merge_region_update(ctx, stage, state, message)
             continue
         are_ready.add(message.src)
         if state.signal == PAUSE and len(are_ready) == len(regions):
@@ -406,20 +400,19 @@ async def global_server(ctx: RankContext, stage: StageConfig, state: GlobalServe
 
 async def merge_region_update(
     ctx: RankContext, stage: StageConfig, state: GlobalServerState, message: Message
-) -> None:
+) -> bool:
     """Merge a region's difference, adopt its counts, decide for all regions, and answer it.
 
     A difference that arrives after the signal STOP is dropped.
+    Returns: True if it is the region's last push of the stage.
     """
     progress = state.progress
     counts = (await ctx.recv(stage.tag("counts"), src=message.src)).payload
     last, loss, pushes, latest, samples, lead = message.meta
-    if last:
-        state.flush_requested += (message.src,)
     if last and state.signal in (GO, PAUSE):  # the time budget has ended in that region
         await change_signal(ctx, stage, state, STOP, "seconds")
     if state.signal == STOP or message.payload is None:
-        return
+        return bool(last)
     await ctx.compute(
         partial(apply_region_update, stage, state, message.payload), work=1, kind="apply"
     )
@@ -436,6 +429,7 @@ async def merge_region_update(
         await ctx.send(message.src, signal_tag(stage), state.params, meta)
     if signal != state.signal and take_override(state.signal, signal):
         await change_signal(ctx, stage, state, signal, reason)
+    return bool(last)
 
 
 async def change_signal(

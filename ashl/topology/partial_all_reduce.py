@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from ashl.option import Count, option
@@ -81,8 +80,8 @@ class PartialAllReduce(Topology):
         """Return the time (ns) to average in the largest possible group: all workers."""
         return network.all_reduce_ns(stage.workers, stage.trainer.dense_bytes, 0)
 
-    def begin(self, ctx: RankContext, stage: StageConfig) -> Replica | GroupCoordinatorState:
-        if ctx.rank == stage.lead_rank:
+    def begin(self, stage: StageConfig, rank: int) -> Replica | GroupCoordinatorState:
+        if rank == stage.lead_rank:
             n = stage.num_workers
             progress = Progress(n, groups=[0] * n, conflicts=0)
             return GroupCoordinatorState(
@@ -98,11 +97,8 @@ class PartialAllReduce(Topology):
         epoch: Epoch,
     ) -> tuple[int, Any]:
         if ctx.rank == stages[0].lead_rank:
-            fresh = partial(self.begin, ctx, stages[0])
-            return await gather_members(ctx, stages, saved, fresh, epoch)
-        index, state, reply = await rejoin_members(
-            ctx, stages, saved, lambda: Replica(*stages[0].trainer.init()), epoch
-        )
+            return await gather_members(ctx, stages, saved, epoch)
+        index, state, reply = await rejoin_members(ctx, stages, saved, epoch)
         state.has_asked = False
         if saved is None:
             state.tick = int(reply.tick)

@@ -155,16 +155,16 @@ class ShardedServer(Topology):
             stage.server, rank, down
         )
 
-    def begin(self, ctx: RankContext, stage: StageConfig) -> ShardedWorker | ShardState:
+    def begin(self, stage: StageConfig, rank: int) -> ShardedWorker | ShardState:
         params, moments = stage.trainer.init()
-        if ctx.rank < stage.server:
+        if rank < stage.server:
             states = [CodecState() for _ in range(self.servers)]
             return ShardedWorker(
                 params, moments, versions=[0] * self.servers, shard_codec_states=states
             )
-        held = stage.fragments[ctx.rank - stage.server]
+        held = stage.fragments[rank - stage.server]
         return ShardState(
-            held.extract(params), moments_of(stage, ctx.rank), Progress(stage.num_workers)
+            held.extract(params), moments_of(stage, rank), Progress(stage.num_workers)
         )
 
     async def join(
