@@ -141,14 +141,10 @@ class Progress(RunProgress):
     # dropped steps of all workers by reason, as far as known
     dropped_for: dict[str, int] = field(default_factory=dict)
     _at_clock: dict[int, int] = field(default_factory=dict)  # number of workers at each clock
-    # waiting workers by their clock, if they were found too far ahead
+    # waiting workers by their clock
     _waiting_at: dict[int, dict[int, None]] = field(default_factory=dict)
-    # waiting workers that were not found too far ahead yet
-    _unsorted: dict[int, None] = field(default_factory=dict)
-    # waiting workers whose push needs no further merge
-    _merged: dict[int, None] = field(default_factory=dict)
     # waiting workers whose push waits for a merge
-    _unmerged: dict[int, None] = field(default_factory=dict)
+    _unmerged: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for name in BY_WORKER:
@@ -199,10 +195,9 @@ class Progress(RunProgress):
     def start_waiting(self, worker: int, staleness: int, late: bool) -> None:
         """Record that this worker has pushed and waits for a reply."""
         self.waiting[worker] = (staleness, late)
-        self._unsorted[worker] = None
-        (self._merged if late or self.pulled[worker] < self.version else self._unmerged)[worker] = (
-            None
-        )
+        self._waiting_at.setdefault(self.clocks[worker], {})[worker] = None
+        if not late and self.pulled[worker] == self.version:
+            self._unmerged.add(worker)
 
     def commit(self, worker: int, steps: int, samples: int) -> None:
         """Count a push of this worker that is now part of the model."""
@@ -220,9 +215,9 @@ class Progress(RunProgress):
             if clock == self.slowest:
                 self.slowest = clock + 1
         self.fastest = max(self.fastest, clock + 1)
-        if worker in self.waiting and worker not in self._unsorted:
+        if worker in self.waiting:
             self._forget_waiting(clock, worker)
-            self._unsorted[worker] = None
+            self._waiting_at.setdefault(clock + 1, {})[worker] = None
 
     def commit_all(self, steps: Sequence[int], samples: int) -> None:
         """Count a push of every worker that is now part of the model: steps by worker, samples of
@@ -260,9 +255,7 @@ class Progress(RunProgress):
     def merge(self) -> None:
         """Count a new version of the model."""
         self.version += 1
-        if self._unmerged:
-            self._merged.update(self._unmerged)
-            self._unmerged.clear()
+        self._unmerged.clear()
 
     def count_dropped(self, worker: int, steps: int, reason: str) -> None:
         """Count work of this worker that is part of no model; without steps it had none."""
@@ -311,35 +304,27 @@ class Progress(RunProgress):
     def stop_waiting(self, worker: int) -> tuple[int, bool]:
         """End the wait of a worker; return (staleness, late) of its push."""
         self.pulled[worker] = self.version
-        if worker in self._unsorted:
-            del self._unsorted[worker]
-        else:
-            self._forget_waiting(self.clocks[worker], worker)
-        self._merged.pop(worker, None)
-        self._unmerged.pop(worker, None)
+        self._forget_waiting(self.clocks[worker], worker)
+        self._unmerged.discard(worker)
         return self.waiting.pop(worker)
 
     def waiting_without_merge(self) -> Collection[int]:
         """Return waiting workers that need no further merge: their push is merged, or was late. A
         barrier releases them.
         """
-        return self._merged.keys()
+        if len(self._unmerged) == len(self.waiting):
+            return ()
+        return self.waiting.keys() - self._unmerged
 
     def workers_within_staleness(self, staleness: float) -> list[int]:
         """Return waiting workers that lead the slowest by at most `staleness` commits."""
         bound = self.slowest + staleness
-        for worker in [worker for worker in self._unsorted if self.clocks[worker] > bound]:
-            del self._unsorted[worker]
-            self._waiting_at.setdefault(self.clocks[worker], {})[worker] = None
-        if not self._waiting_at:
-            return list(self._unsorted)
-        released = [
+        return [
             worker
             for clock, workers in self._waiting_at.items()
             if clock <= bound
             for worker in workers
         ]
-        return [*self._unsorted, *released]
 
     def _forget_waiting(self, clock: int, worker: int) -> None:
         workers = self._waiting_at[clock]

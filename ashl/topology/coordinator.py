@@ -186,6 +186,9 @@ async def coordinator(ctx: RankContext, stage: StageConfig, state: CoordinatorSt
     progress = state.progress
     state.enter(stage, ctx.now)
     reported, deadline_s = stage.tag("report"), stage.stop_criteria.deadline_s
+    # the last reports before a pause may have reached a limit
+    if reason := stage.stop_criteria.end_reason(progress):
+        state.signal, state.reason = STOP, reason
     while state.signal == GO:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(reported, before_s=deadline_s)
