@@ -46,7 +46,7 @@ from ashl.task.classification import Classification
 from ashl.task.regression import Regression
 from ashl.topology.all_reduce import AllReduce, StepRule
 from ashl.topology.halos import Halos
-from ashl.topology.parameter_server import UPDATES, ServerRule, Updates
+from ashl.topology.parameter_server import ServerRule
 from ashl.topology.sharded_server import ShardedServer
 
 # alternatives that a message names before others
@@ -132,7 +132,7 @@ def capabilities_of(topology: Topology, sync: Rule | None) -> frozenset[str]:
 
 def has_plain_messages(sync: Any) -> bool:
     """Return True if workers send updates and receive the model, if they exchange with a server."""
-    return not isinstance(sync, ServerRule) or sync.messages() is UPDATES
+    return not isinstance(sync, ServerRule) or not sync.own_messages
 
 
 def is_adam(optimizer: Optimizer) -> bool:
@@ -186,7 +186,7 @@ def merges_by_region(choice: Any) -> bool:
     if not isinstance(sync, ServerRule) or has_one_server(choice):
         return True
     waits = sync.in_rounds or type(sync).closes_s is not ServerRule.closes_s
-    return not waits and type(sync).loop is Rule.loop and type(sync.messages()) is Updates
+    return not waits and type(sync).loop is Rule.loop and not sync.own_messages
 
 
 def merges_by_shard(choice: Any) -> bool:

@@ -700,7 +700,7 @@ def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:
     """
     for stage, own in zip(stages, parts.stages, strict=True):
         estimator = own.sync.estimator or own.compression.estimator
-        whole = isinstance(own.sync, ServerRule) and own.sync.messages().whole
+        whole = isinstance(own.sync, ServerRule) and own.sync.pushes_full_gradients
         if (
             whole
             or estimator not in MINIBATCH_ESTIMATORS

@@ -4,8 +4,8 @@ Rule: the newest valid checkpoint of the run (the origin) becomes checkpoint 0 o
 `ashl.topology.rescaling` makes the states of the new ranks. From there on the run is resumed as any
 other. Evaluations are copied. The origin's folder is not changed.
 
-Each new worker has an equal part of the steps and bytes of all old ones, rounded down, and the mean
-of their times by class. Servers and coordinators share theirs likewise.
+Each new worker has an equal part of the steps and bytes of all old ones, rounded down. Its time by
+class is the mean of theirs. Servers and coordinators share theirs likewise.
 """
 
 from pathlib import Path

@@ -338,11 +338,6 @@ class StageConfig:
             for own in self.fragments
         )
 
-    @cached_property
-    def messages(self) -> Any:
-        """Return the messages of a server's sync mode, see `ashl.topology.parameter_server`."""
-        return self.sync.messages()
-
     @property
     def max_message_bytes(self) -> int:
         """Return an upper bound on the bytes of a message."""

@@ -63,7 +63,7 @@ from ashl.topology.local_work import (
     encode_update,
     reduce_variance,
 )
-from ashl.topology.parameter_server import ServerRule, ServerState, Updates
+from ashl.topology.parameter_server import ServerRule, ServerState
 
 
 @dataclass
@@ -115,8 +115,13 @@ class Epoch:
 
 @option
 class AsyLPG(ServerRule):
-    """Steps along variance-reduced gradients at each arrival."""
+    """Steps along variance-reduced gradients at each arrival.
 
+    A push holds a full gradient or an encoded difference, a pull a snapshot or a rounded model.
+    """
+
+    own_messages: ClassVar[bool] = True
+    pushes_full_gradients: ClassVar[bool] = True
     exchange: ClassVar[str] = "gradient"
     estimator: ClassVar[str] = "minibatch"  # ζ is a difference of two minibatch gradients
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, FAULT_TOLERANT})
@@ -130,19 +135,6 @@ class AsyLPG(ServerRule):
 
     def may_proceed(self, state: Epoch | None, progress: Progress) -> Iterable[int]:
         return progress.waiting if state is not None and state.admits(progress) else ()
-
-    def messages(self) -> Snapshots:
-        return Snapshots(self)
-
-
-@dataclass(frozen=True)
-class Snapshots(Updates):
-    """Messages: full gradients and encoded differences in pushes, snapshots and rounded models in
-    pulls.
-    """
-
-    whole: ClassVar[bool] = True
-    rule: AsyLPG
 
     async def make_push(
         self, ctx: RankContext, stage: StageConfig, state: WorkerState
@@ -164,14 +156,14 @@ class Snapshots(Updates):
     ) -> bool:
         """Add a full gradient to the mean, or take a step along an encoded difference."""
         return await ctx.compute(
-            partial(self.fold_push, stage, state, message), work=1, kind="apply"
+            partial(self._fold_push, stage, state, message), work=1, kind="apply"
         )
 
-    def fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
+    def _fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
         """Apply a push to the server's state. Returns: True if the model changed."""
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
         if state.rule_state is None:
-            state.rule_state = self.open_epoch(stage, state)
+            state.rule_state = self._open_epoch(stage, state)
         epoch = state.rule_state
         if stepped := worker not in epoch.owing:
             progress.commit(worker, int(steps), int(samples))
@@ -181,7 +173,7 @@ class Snapshots(Updates):
             state.moments, x = stage.trainer.apply(
                 state.params, state.moments, zeta + epoch.gradient, lr, exact
             )
-            state.params = shrink(x, lr * self.rule.l1)
+            state.params = shrink(x, lr * self.l1)
             progress.merge()
             epoch.done, epoch.remaining_steps = epoch.done + 1, max(0, epoch.remaining_steps - 1)
         elif epoch.add_gradient(worker, message.payload, int(samples)):
@@ -189,29 +181,29 @@ class Snapshots(Updates):
         else:
             progress.count_dropped(worker, int(steps), LATE)
             progress.waiting[worker] = progress.waiting[worker][0], True
-        self.renew(stage, state)
+        self._renew(stage, state)
         return stepped
 
-    def renew(self, stage: StageConfig, state: ServerState) -> None:
+    def _renew(self, stage: StageConfig, state: ServerState) -> None:
         """Complete the mean of full gradients, and begin a new epoch once all steps are done and
         all workers wait.
         """
         epoch, progress = state.rule_state, state.progress
         epoch.finish_gathering()
         if not epoch.remaining_steps and 0 < len(progress.waiting) == progress.num_present:
-            state.rule_state = self.open_epoch(stage, state)
+            state.rule_state = self._open_epoch(stage, state)
 
     def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         if state.rule_state is None:
-            state.rule_state = self.open_epoch(stage, state)
+            state.rule_state = self._open_epoch(stage, state)
         state.rule_state.owing.discard(rank)
-        self.renew(stage, state)
+        self._renew(stage, state)
 
     def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         if state.rule_state is None:
-            state.rule_state = self.open_epoch(stage, state)
+            state.rule_state = self._open_epoch(stage, state)
         state.rule_state.owing.add(rank)
-        self.renew(stage, state)
+        self._renew(stage, state)
 
     def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
         return state.params if state.rule_state is None else state.rule_state.anchor
@@ -222,9 +214,11 @@ class Snapshots(Updates):
         """Return the snapshot, None if the model still is the snapshot, or the model in few
         bits.
         """
-        return await ctx.compute(partial(self.payload, stage, state, rank), work=1, kind="compress")
+        return await ctx.compute(
+            partial(self._payload, stage, state, rank), work=1, kind="compress"
+        )
 
-    def payload(self, stage: StageConfig, state: ServerState, rank: int) -> Any:
+    def _payload(self, stage: StageConfig, state: ServerState, rank: int) -> Any:
         epoch = state.rule_state
         if epoch.gathers:
             return epoch.anchor
@@ -233,7 +227,7 @@ class Snapshots(Updates):
         context = EncodeContext(
             seed=stage.seed, worker=stage.server + 1 + rank, round=state.progress.version
         )
-        return write_model(state.params, epoch.anchor, context, self.rule.mu)
+        return write_model(state.params, epoch.anchor, context, self.mu)
 
     def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
         """Return the model after a pull; a dense payload is a snapshot."""
@@ -244,11 +238,11 @@ class Snapshots(Updates):
             return state.params
         return stage.pipeline.move_from_codec(read_model(payload, stage.trainer.num_params))
 
-    def open_epoch(self, stage: StageConfig, state: ServerState) -> Epoch:
+    def _open_epoch(self, stage: StageConfig, state: ServerState) -> Epoch:
         """Begin an epoch; without `epoch_steps` it takes as many minibatches as the data set
         has.
         """
-        steps = self.rule.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
+        steps = self.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
         return Epoch(state.params, set(stage.workers) - state.progress.failed, steps)
 
 

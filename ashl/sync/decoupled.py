@@ -39,7 +39,7 @@ from ashl.errors import UsageError
 from ashl.option import Count, Duration, NonNegative, option
 from ashl.stage.contract import StageConfig
 from ashl.stage.progress import Progress
-from ashl.topology.parameter_server import ServerRule
+from ashl.topology.parameter_server import ServerRule, ServerState
 
 ARRIVALS = 64  # pushes whose delays are kept
 
@@ -98,21 +98,17 @@ class Decoupled(ServerRule):
             now = now._replace(delays_s=(*now.delays_s, delay_s)[-ARRIVALS:], last_s=progress.now_s)
         return self._note_quorum(now._replace(learners=(*now.learners, push.worker)), progress)
 
-    def with_joined(
-        self, stage: StageConfig, state: Gathered, progress: Progress, rank: int
-    ) -> Gathered:
-        now = self.without(stage, state, progress, rank)
-        if self.grace_mads is None:
-            return now
-        return now._replace(released_s=replace_values(now.released_s, (rank,), progress.now_s))
+    def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
+        self.without(stage, state, rank)
+        if self.grace_mads is not None:
+            now, now_s = state.rule_state, state.progress.now_s
+            released_s = replace_values(now.released_s, (rank,), now_s)
+            state.rule_state = now._replace(released_s=released_s)
 
-    def without(
-        self, stage: StageConfig, state: Gathered, progress: Progress, rank: int
-    ) -> Gathered:
-        now = self._held_pushes(state, progress)
-        return self._note_quorum(
-            now._replace(learners=tuple(other for other in now.learners if other != rank)), progress
-        )
+    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
+        now = self._held_pushes(state.rule_state, state.progress)
+        learners = tuple(other for other in now.learners if other != rank)
+        state.rule_state = self._note_quorum(now._replace(learners=learners), state.progress)
 
     def may_proceed(self, state: Gathered, progress: Progress) -> Iterable[int]:
         held = self._held_pushes(state, progress).learners

@@ -34,7 +34,7 @@ from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
 from ashl.stage.contract import StageConfig
 from ashl.stage.progress import Progress
-from ashl.topology.parameter_server import ServerRule
+from ashl.topology.parameter_server import ServerRule, ServerState
 
 
 @dataclass
@@ -100,12 +100,10 @@ class DSSP(ServerRule):
             state.granted = True
         return state
 
-    def with_joined(
-        self, stage: StageConfig, state: Controller, progress: Progress, rank: int
-    ) -> Controller:
+    def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         """Let a rejoining worker begin as at the start of a stage."""
-        state.times[rank], state.credit[rank] = (progress.now_s, progress.now_s), 0
-        return state
+        now_s = state.progress.now_s
+        state.rule_state.times[rank], state.rule_state.credit[rank] = (now_s, now_s), 0
 
 
 def grant(fastest: tuple[float, float], slowest: tuple[float, float], limit: int) -> int:

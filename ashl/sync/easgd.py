@@ -25,9 +25,6 @@ Family: local SGD.
 Status: reproduction.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -36,29 +33,21 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.contract import FAULT_TOLERANT, StageConfig
 from ashl.topology.local_work import Work, WorkerState, local_work
-from ashl.topology.parameter_server import ServerRule, ServerState, Updates
+from ashl.topology.parameter_server import ServerRule, ServerState
 
 
 @option
 class EASGD(ServerRule):
-    """Worker models tied elastically to the server's model."""
+    """Worker models tied elastically to the server's model.
 
+    A push holds a worker's model, a pull d = α·(x_i − x̃), which is the server's rule state.
+    """
+
+    own_messages: ClassVar[bool] = True
     # pushes are whole models, which neither a codec nor weights apply to
     supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
     local_steps: Count | Literal["plan"]
     alpha: Ratio
-
-    def messages(self) -> Springs:
-        return Springs(self.alpha)
-
-
-@dataclass(frozen=True)
-class Springs(Updates):
-    """Messages: a worker's model in pushes, d = α·(x_i − x̃) in pulls. The server's rule state is
-    d.
-    """
-
-    alpha: float
 
     async def make_push(
         self, ctx: RankContext, stage: StageConfig, state: WorkerState
@@ -70,9 +59,9 @@ class Springs(Updates):
     async def apply_push(
         self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
     ) -> bool:
-        return await ctx.compute(partial(self.pull_model, state, message), work=1, kind="apply")
+        return await ctx.compute(partial(self._pull_model, state, message), work=1, kind="apply")
 
-    def pull_model(self, state: ServerState, message: Message) -> bool:
+    def _pull_model(self, state: ServerState, message: Message) -> bool:
         steps, samples = message.meta[:2]
         state.rule_state = (message.payload - state.params) * self.alpha
         state.params = state.params + state.rule_state

@@ -40,7 +40,7 @@ from ashl.stage.contract import StageConfig
 from ashl.stage.members import with_batches
 from ashl.stage.progress import Progress
 from ashl.topology.all_reduce import RoundReport, StepRule
-from ashl.topology.parameter_server import Assignment, BarrierRule
+from ashl.topology.parameter_server import Assignment, BarrierRule, ServerState
 
 LEAST = 2  # smallest batch in samples: BatchNorm needs two
 
@@ -72,7 +72,8 @@ class LBBSP(BarrierRule, StepRule):
         speed = push.samples / (push.steps * push.step_s)
         known = state.speeds.get(push.worker, speed)
         state.speeds[push.worker] = known + self.alpha * (speed - known)
-        return self.without(stage, state, progress, push.worker)
+        self._share_out(stage, state, progress)
+        return state
 
     def observe_round(
         self, stage: StageConfig, state: Balance, progress: Progress, report: RoundReport
@@ -93,13 +94,15 @@ class LBBSP(BarrierRule, StepRule):
         batches = (state.batches.get(rank, worker.batch) for rank, worker in planned)
         return with_batches(stage.plan.workers, batches)
 
-    def without(self, stage: StageConfig, state: Balance, progress: Progress, rank: int) -> Balance:
+    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         """Share out the total batch among the running workers once all of them wait."""
+        self._share_out(stage, state.rule_state, state.progress)
+
+    def _share_out(self, stage: StageConfig, state: Balance, progress: Progress) -> None:
         if progress.waiting and len(progress.waiting) == progress.num_present:
             present = sorted(progress.waiting)
             sizes = share_out(whole_batch(stage), [state.speeds[worker] for worker in present])
             state.batches = dict(zip(present, sizes, strict=True))
-        return state
 
     def next_assignment(
         self, stage: StageConfig, state: Balance, progress: Progress, rank: int

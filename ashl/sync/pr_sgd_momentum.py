@@ -22,8 +22,6 @@ Family: local SGD.
 Status: reproduction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
@@ -33,7 +31,7 @@ from ashl.size_only import SizeOnly, join_vectors, split_vectors
 from ashl.stage.contract import FAULT_TOLERANT, OUTER, WEIGHTS, StageConfig
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.local_work import Work, WorkerState, local_work
-from ashl.topology.parameter_server import BarrierRule, ServerState, Updates
+from ashl.topology.parameter_server import BarrierRule, ServerState
 
 
 @option
@@ -41,23 +39,17 @@ class PRSGDMomentum(BarrierRule, StepRule):
     """An average of models and momenta every H steps."""
 
     momentum_travels: ClassVar[bool] = True
+    own_messages: ClassVar[bool] = True
     supports: ClassVar[frozenset[str]] = frozenset({WEIGHTS, OUTER, FAULT_TOLERANT})
     local_steps: Count
 
     def work(self) -> Callable[[RankContext, StageConfig, WorkerState], Awaitable[Work]]:
         return compute_with_momentum
 
-    def messages(self) -> WithMomentum:
-        return WITH_MOMENTUM
-
     def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         moved, turned = split_vectors(update)
         moments = state.moments if isinstance(turned, SizeOnly) else (state.moments[0] + turned,)
         return moments, *stage.outer.step(state.outer_state, state.params, moved, lr)
-
-
-class WithMomentum(Updates):
-    """Messages: the changes of model and momentum in pushes, both averages in pulls."""
 
     async def make_push(
         self, ctx: RankContext, stage: StageConfig, state: WorkerState
@@ -80,9 +72,6 @@ class WithMomentum(Updates):
     def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
         self.apply_admission(state, payload)
         return state.params
-
-
-WITH_MOMENTUM = WithMomentum()
 
 
 async def compute_with_momentum(ctx: RankContext, stage: StageConfig, state: WorkerState) -> Work:

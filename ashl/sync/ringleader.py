@@ -45,7 +45,7 @@ from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.contract import CODEC, FAULT_TOLERANT, WEIGHTS, StageConfig
 from ashl.stage.members import member_weights, survivors
 from ashl.stage.progress import FAILURE, Progress
-from ashl.topology.parameter_server import ServerRule, ServerState, Updates
+from ashl.topology.parameter_server import ServerRule, ServerState
 
 Sums = dict[int, Push]  # by worker: G_i with its b_i steps and their samples
 
@@ -92,8 +92,12 @@ class Table:
 
 @option
 class Ringleader(ServerRule):
-    """A table of gradients, and one step per worker and round."""
+    """A table of gradients, and one step per worker and round.
 
+    The reply to the worker whose push caused a step holds the model, others hold nothing.
+    """
+
+    own_messages: ClassVar[bool] = True
     exchange: ClassVar[str] = "gradient"
     whole_steps: ClassVar[bool] = True
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, FAULT_TOLERANT})
@@ -101,23 +105,14 @@ class Ringleader(ServerRule):
     def begin(self, stage: StageConfig, progress: Progress) -> Table:
         return Table().open_round(survivors(stage, progress.failed))
 
-    def messages(self) -> Gradients:
-        return GRADIENTS
-
-
-class Gradients(Updates):
-    """Messages: gradients in pushes; a model in the reply to the worker whose push caused a
-    step.
-    """
-
     async def apply_push(
         self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
     ) -> bool:
         return await ctx.compute(
-            partial(self.fold_push, stage, state, message), work=1, kind="apply"
+            partial(self._fold_push, stage, state, message), work=1, kind="apply"
         )
 
-    def fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
+    def _fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
         """Apply a push to the server's state. Returns: True if the model stepped."""
         table, progress, worker = state.rule_state, state.progress, message.src
         steps, samples, loss, version, *_ = message.meta
@@ -134,14 +129,14 @@ class Gradients(Updates):
         terms = [
             own.payload * (weight / own.steps) for own, weight in zip(sums, weights, strict=True)
         ]
-        state.moments, _, state.params = stage.sync.step(stage, state, sum_in_rank_order(terms), lr)
+        state.moments, _, state.params = self.step(stage, state, sum_in_rank_order(terms), lr)
         table.due.remove(worker)
-        self.renew(stage, state)
+        self._renew(stage, state)
         progress.merge()
         return True
 
     def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
-        self.renew(stage, state)
+        self._renew(stage, state)
 
     def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         progress = state.progress
@@ -149,9 +144,9 @@ class Gradients(Updates):
             progress.subtract_rounds(rank, own.steps, own.steps, own.samples)
             for _ in range(own.steps):
                 progress.count_dropped(rank, 1, FAILURE)
-        self.renew(stage, state)
+        self._renew(stage, state)
 
-    def renew(self, stage: StageConfig, state: ServerState) -> None:
+    def _renew(self, stage: StageConfig, state: ServerState) -> None:
         """Begin the next round once every worker has had its step."""
         if not state.rule_state.due:
             state.rule_state = state.rule_state.open_round(survivors(stage, state.progress.failed))
@@ -160,6 +155,3 @@ class Gradients(Updates):
         self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
     ) -> Any:
         return state.params if state.rule_state.stepped == rank else None
-
-
-GRADIENTS = Gradients()

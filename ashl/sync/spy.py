@@ -60,29 +60,10 @@ from ashl.size_only import SizeOnly
 from ashl.stage.contract import FAULT_TOLERANT, StageConfig
 from ashl.sync.prox import shrink
 from ashl.topology.local_work import Work, WorkerState, estimate_gradient
-from ashl.topology.parameter_server import ServerRule, ServerState, Updates
+from ashl.topology.parameter_server import ServerRule, ServerState
 
 CODE = 103  # code of its payloads on the wire
 SPARSE, WHOLE = 0, 1  # forms of a payload
-
-
-@option
-class SPY(ServerRule):
-    """Proximal steps on sparse messages."""
-
-    exchange: ClassVar[str] = "gradient"
-    # messages are sparse without a codec
-    supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
-    l1: NonNegative
-    share: Ratio
-    estimator: Literal["full", "minibatch"]
-
-    @property
-    def needs(self) -> dict[str, str]:
-        return super().needs | {"plain_steps": ""}
-
-    def messages(self) -> SparseModels:
-        return SparseModels(self)
 
 
 @dataclass(frozen=True)
@@ -108,14 +89,25 @@ class Points:
         return Points(self.start, mean, points)
 
 
-@dataclass(frozen=True)
-class SparseModels(Updates):
-    """Messages: changes of points in pushes, the non-zero elements of the model in pulls.
+@option
+class SPY(ServerRule):
+    """Proximal steps on sparse messages.
 
-    The rule state is `Points` at the server, and x_i at a worker.
+    A push holds the change of a worker's point, a pull the non-zero elements of the model. The rule
+    state is `Points` at the server, and x_i at a worker.
     """
 
-    rule: SPY
+    own_messages: ClassVar[bool] = True
+    exchange: ClassVar[str] = "gradient"
+    # messages are sparse without a codec
+    supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
+    l1: NonNegative
+    share: Ratio
+    estimator: Literal["full", "minibatch"]
+
+    @property
+    def needs(self) -> dict[str, str]:
+        return super().needs | {"plain_steps": ""}
 
     async def make_push(
         self, ctx: RankContext, stage: StageConfig, state: WorkerState
@@ -131,7 +123,7 @@ class SparseModels(Updates):
             round=state.round,
             lr=stage.trainer.rate(state.samples),
         )
-        move = partial(model_and_push, state.params, gradient, point, context, self.rule.share)
+        move = partial(model_and_push, state.params, gradient, point, context, self.share)
         state.rule_state, payload = await ctx.compute(move, work=1, kind="compress")
         return work, payload, loss
 
@@ -140,10 +132,10 @@ class SparseModels(Updates):
     ) -> bool:
         """Update x̄ and x by a push."""
         return await ctx.compute(
-            partial(self.fold_push, stage, state, message), work=1, kind="apply"
+            partial(self._fold_push, stage, state, message), work=1, kind="apply"
         )
 
-    def fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
+    def _fold_push(self, stage: StageConfig, state: ServerState, message: Message) -> bool:
         """Update x̄ and x in the server's state. Returns: True."""
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
         progress.commit(worker, int(steps), int(samples))
@@ -155,7 +147,7 @@ class SparseModels(Updates):
         state.rule_state = points.move(
             worker, stage.pipeline.move_from_codec(change), state.work.weights[worker]
         )
-        threshold = stage.trainer.rate(progress.samples) * self.rule.l1
+        threshold = stage.trainer.rate(progress.samples) * self.l1
         state.params = shrink(state.rule_state.mean, threshold)
         return True
 

@@ -29,7 +29,7 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -194,86 +194,20 @@ def adopt_reply(state: WorkerState, header: Pull | Admission) -> None:
     state.batch = header.batch or state.batch
 
 
-class Updates:
-    """Messages between worker and server: updates in pushes, the model in pulls.
-
-    With `whole`, some pushes hold the gradient over all data of a worker, and
-    `runtime.on_worker_failure=reshard` is not supported.
-    """
-
-    whole: ClassVar[bool] = False
-
-    async def make_push(
-        self, ctx: RankContext, stage: StageConfig, state: WorkerState
-    ) -> tuple[Work, Any, float]:
-        """Compute the next push of a worker. Returns: (work, payload, loss)."""
-        work = state.pending
-        if work is None:
-            work = await (compute_and_push if stage.buckets else local_work)(ctx, stage, state)
-        payload, loss = await encode_update(ctx, stage, state, work)
-        return work, payload, loss
-
-    def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
-        """Return the payload that a joining worker starts from: the server's model."""
-        return state.params
-
-    def apply_admission(self, state: WorkerState, payload: Any) -> None:
-        """Start a joining worker from the payload `payload` of the answer to its join request."""
-        state.params = payload
-
-    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
-        """Update the server's state after this worker has failed."""
-        rule = stage.sync
-        state.rule_state = rule.without(stage, state.rule_state, state.progress, rank)
-
-    def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
-        """Update the server's state after this worker has rejoined."""
-        rule = stage.sync
-        state.rule_state = rule.with_joined(stage, state.rule_state, state.progress, rank)
-
-    def apply_push(
-        self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
-    ) -> Coroutine[Any, Any, bool]:
-        """Apply a push that is not too stale. Returns: True if the model changed."""
-        return merge_push(ctx, stage, state, message)
-
-    async def answer(
-        self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
-    ) -> Any:
-        """Return the payload of a reply: the model, or its compressed difference; None if the model
-        did not change.
-        """
-        if not changed:
-            return None
-        part = part_of(Part(stage, state), state.progress.version - 1)
-        model = part.state.params
-        if stage.topology.pull_ratio is None:
-            return model
-        context = EncodeContext(
-            stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version
-        )
-        pull = partial(
-            part.stage.pipeline.encode_pull, part.state.codec_state, rank, model, context
-        )
-        return await ctx.compute(pull, work=1, kind="compress")
-
-    def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
-        """Return the model that a worker continues with after a pull; not called at a stage
-        boundary.
-        """
-        return stage.pipeline.apply_pull(state.params, payload)
-
-
 class ServerRule(Rule, contract=True):
     """Sync mode of a parameter server. The defaults are those of ASP: no worker ever waits.
 
     `state` belongs to the rule: `begin` makes it, `observe` returns the next one. Checkpoints of
-    the server hold it, so it consists of plain values. All methods are pure: equal arguments give
-    equal results.
+    the server hold it, so it consists of plain values. Methods that receive it are pure: equal
+    arguments give equal results. Methods that receive the state of a rank may change that.
     """
 
-    # If True, the server handles every push that has arrived before it answers.
+    # True: the server handles every push that has arrived before it answers
     takes_all: ClassVar[bool] = False
+    # True: its pushes or pulls are other than updates and models
+    own_messages: ClassVar[bool] = False
+    # True: some pushes hold the gradient over all data of a worker, which cannot be resharded
+    pushes_full_gradients: ClassVar[bool] = False
 
     def quorum(self, num_workers: int) -> int:
         """Return the number of pushes of a merge. Raises: UsageError if there are fewer workers."""
@@ -309,21 +243,67 @@ class ServerRule(Rule, contract=True):
         """Return the work of this worker, which proceeds at `progress.now_s`; None: as planned."""
         return None
 
-    def without(self, stage: StageConfig, state: Any, progress: Progress, rank: int) -> Any:
-        """Return the rule's state after this worker has failed."""
-        return state
+    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
+        """Update the server's state after this worker has failed."""
 
-    def with_joined(self, stage: StageConfig, state: Any, progress: Progress, rank: int) -> Any:
-        """Return the rule's state after this worker has rejoined."""
-        return state
+    def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
+        """Update the server's state after this worker has rejoined."""
 
     def lr_scale(self, state: Any) -> float:
         """Return the factor of the server's learning rate."""
         return 1.0
 
-    def messages(self) -> Updates:
-        """Return the messages that this mode exchanges, see `Updates`."""
-        return UPDATES
+    # Messages between worker and server: updates in pushes, the model in pulls
+
+    async def make_push(
+        self, ctx: RankContext, stage: StageConfig, state: WorkerState
+    ) -> tuple[Work, Any, float]:
+        """Compute the next push of a worker. Returns: (work, payload, loss)."""
+        work = state.pending
+        if work is None:
+            work = await (compute_and_push if stage.buckets else local_work)(ctx, stage, state)
+        payload, loss = await encode_update(ctx, stage, state, work)
+        return work, payload, loss
+
+    def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:
+        """Return the payload that a joining worker starts from: the server's model."""
+        return state.params
+
+    def apply_admission(self, state: WorkerState, payload: Any) -> None:
+        """Start a joining worker from the payload `payload` of the answer to its join request."""
+        state.params = payload
+
+    async def apply_push(
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, message: Message
+    ) -> bool:
+        """Apply a push that is not too stale. Returns: True if the model changed."""
+        return await merge_push(ctx, stage, state, message)
+
+    async def answer(
+        self, ctx: RankContext, stage: StageConfig, state: ServerState, rank: int, changed: bool
+    ) -> Any:
+        """Return the payload of a reply: the model, or its compressed difference; None if the model
+        did not change.
+        """
+        if not changed:
+            return None
+        part = part_of(Part(stage, state), state.progress.version - 1)
+        model = part.state.params
+        if stage.topology.pull_ratio is None:
+            return model
+        context = EncodeContext(
+            stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version
+        )
+        pull = partial(
+            part.stage.pipeline.encode_pull, part.state.codec_state, rank, model, context
+        )
+        return await ctx.compute(pull, work=1, kind="compress")
+
+    def apply_pull(self, stage: StageConfig, state: WorkerState, payload: Any) -> Any:
+        """Return the model that a worker continues with after a pull; not called at a stage
+        boundary.
+        """
+        return stage.pipeline.apply_pull(state.params, payload)
 
 
 class BarrierRule(ServerRule, contract=True):
@@ -340,9 +320,6 @@ class BarrierRule(ServerRule, contract=True):
 
     def may_proceed(self, state: Any, progress: Progress) -> Iterable[int]:
         return progress.waiting_without_merge()
-
-
-UPDATES = Updates()
 
 
 @option
@@ -490,7 +467,6 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
     Returns: the final signal, NEXT or STOP.
     """
     state.enter(stage, ctx.members, ctx.rank)
-    messages = stage.messages
     signal = GO
     push = stage.tag("push")
     pull = stage.tag("pull", state.incarnation)
@@ -505,7 +481,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
             await finish_piece(ctx, stage, state, state.local_steps)
             state.plan_round(stage, ctx.members, ctx.rank, ahead=1)
         part = part_of(whole, state.version)
-        work, payload, loss = await messages.make_push(ctx, part.stage, part.state)
+        work, payload, loss = await stage.sync.make_push(ctx, part.stage, part.state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await ctx.send(server, push, payload, meta)
         begun, remaining = None, 0
@@ -547,7 +523,7 @@ def apply_reply(
     elif signal == NEXT:
         state.params = payload
     else:
-        params = stage.messages.apply_pull(part.stage, part.state, payload)
+        params = stage.sync.apply_pull(part.stage, part.state, payload)
         state.params = part.put(state.params, params)
 
 
@@ -717,7 +693,7 @@ async def on_push(
         return False
     if stage.merges_buckets:
         return count_step(ctx, stage, state, message)
-    return await rule.messages().apply_push(ctx, stage, state, message)
+    return await rule.apply_push(ctx, stage, state, message)
 
 
 async def receive_more(
@@ -871,7 +847,7 @@ async def reply(
     staleness, late = progress.release(rank)
     progress.now_s = ctx.now
     local_steps, ratio, interval_s, batch = assignment_of(stage, state, rank)
-    payload = await stage.messages.answer(ctx, stage, state, rank, changed)
+    payload = await stage.sync.answer(ctx, stage, state, rank, changed)
     payload = first_bucket(stage, payload) if stage.buckets and changed else payload
     counts = progress.version, progress.steps, progress.samples
     meta = Pull(signal, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
@@ -1025,7 +1001,7 @@ async def remove_failed(
     if ctx.rank == stage.server:  # the server of a region does not know all workers
         check_min_workers(ctx, stage, rank, progress.num_present + len(state.newcomers))
     progress.now_s = ctx.now
-    rule.messages().without(stage, state, rank)
+    rule.without(stage, state, rank)
     await discard_parts(ctx, stage, rank)
     if not rule.in_rounds:
         return False
@@ -1062,8 +1038,7 @@ async def admit(
     state.assign(stage, state.work.workers)
     state.pulls[rank] = stage.tag("pull", state.incarnations[rank])
     progress.now_s = ctx.now
-    messages = stage.messages
-    messages.with_joined(stage, state, rank)
+    stage.sync.with_joined(stage, state, rank)
     stage.pipeline.record_full_pull(state.codec_state, rank, state.params)
     planned, rows = state.assigned or (0, None)
     version = progress.version
@@ -1076,7 +1051,7 @@ async def admit(
     buffered = [push.steps for push in state.buffer if push.worker == rank]
     pushed = (rounds + len(buffered), done + sum(buffered))
     admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *assignment)
-    payload = messages.admission_payload(stage, state)
+    payload = stage.sync.admission_payload(stage, state)
     meta = (*admission, *failed_ranks(stage, progress))
     await ctx.send(rank, admission_tag(state.incarnations[rank]), payload, meta)
     if rows is not None:
@@ -1146,7 +1121,7 @@ async def enter_running_stage(
     state.away = tuple(map(int, message.meta[ADMISSION_FIELDS:]))
     state.enter(stage, members_of(stage), ctx.rank)
     if payload is not None:
-        stage.messages.apply_admission(state, payload)
+        stage.sync.apply_admission(state, payload)
     adopt_reply(state, admission)
     state.round, state.step = admission.rounds, admission.done
     state.drawn = state.step * state.batch

@@ -9,8 +9,8 @@ Counts of all workers stay as they are, and counts by worker are distributed by 
 worker continues in its own data at the fraction that the run has covered of all data. The sync mode
 begins again.
 
-Limits: if the samples of a round are the same for any number of workers, a run without momentum at
-workers continues as with the old workers, up to rounding; with exact sums bit for bit.
+Limits: if a round has the same samples for any number of workers, a run without local momentum
+continues as with the old workers, up to rounding.
 Source: as in Or, Zhang and Freedman, "Resource elasticity in distributed deep learning", MLSys
 2020.
 """

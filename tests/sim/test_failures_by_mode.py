@@ -19,7 +19,7 @@ from ashl.stage.contract import StageConfig
 from ashl.stage.members import members_of
 from ashl.sync.asylpg import Epoch
 from ashl.sync.easgd import EASGD
-from ashl.sync.ringleader import Gradients, Table
+from ashl.sync.ringleader import Ringleader, Table
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 from tests.sim.test_churn import RUN, back, lost, with_events
@@ -141,23 +141,23 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
         planned(*RUN, *mode), lost(2, 0.26), back(2, 0.6), lost(0, 0.85), back(0, 0.93)
     )
     came, take = list[tuple[int, Tensor | None]](), Table.add_push
-    without, with_joined = Gradients.without, Gradients.with_joined
+    without, with_joined = Ringleader.without, Ringleader.with_joined
 
     def taking(table: Table, push: Push) -> bool:
         came.append((push.worker, push.payload))
         return take(table, push)
 
-    def failing(messages: Gradients, stage: StageConfig, state: ServerState, rank: int) -> None:
+    def failing(rule: Ringleader, stage: StageConfig, state: ServerState, rank: int) -> None:
         came.append((rank, None))
-        without(messages, stage, state, rank)
+        without(rule, stage, state, rank)
 
-    def joining(messages: Gradients, stage: StageConfig, state: ServerState, rank: int) -> None:
+    def joining(rule: Ringleader, stage: StageConfig, state: ServerState, rank: int) -> None:
         came.append((rank, None))
-        with_joined(messages, stage, state, rank)
+        with_joined(rule, stage, state, rank)
 
     monkeypatch.setattr(Table, "add_push", taking)
-    monkeypatch.setattr(Gradients, "without", failing)
-    monkeypatch.setattr(Gradients, "with_joined", joining)
+    monkeypatch.setattr(Ringleader, "without", failing)
+    monkeypatch.setattr(Ringleader, "with_joined", joining)
     ran = run(plan)
     trainer = assemble_job(ran.plan, "cpu").stages[0].trainer
     params, moments = trainer.init()

@@ -33,7 +33,7 @@ from ashl.sync.ringleader import Ringleader
 from ashl.sync.ringmaster import Ringmaster
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule
+from ashl.topology.parameter_server import ParameterServer, ServerRule
 from tests.conf_option import conf_option
 from tests.swarm.drawn import (
     Seen,
@@ -96,8 +96,7 @@ def newer_sync(rng: random.Random, topology: object) -> object:
 def plain(sync: object) -> bool:
     """Return True if it sends only updates, which may be delayed and encoded."""
     return not (
-        isinstance(sync, PRSGDMomentum)
-        or (isinstance(sync, ServerRule) and sync.messages() is not UPDATES)
+        isinstance(sync, PRSGDMomentum) or (isinstance(sync, ServerRule) and sync.own_messages)
     )
 
 
