@@ -273,15 +273,6 @@ class AllReduceLine:
 
 
 @option
-class MessageCosts:
-    """Extra cost of a gradient that is sent in several messages."""
-
-    step_s: Duration  # extra seconds of a step, evenly spread over it
-    part_s: Duration  # extra seconds of a step per message
-    sum_s: Duration  # extra seconds of each all-reduce, except that of the last message
-
-
-@option
 class ContentionCosts:
     """Compute-communication contention: how a collective and computing slow each other down while
     both are active.
@@ -290,7 +281,8 @@ class ContentionCosts:
     pace_reduction: Annotated[NonNegative, Field(lt=1)]  # fraction of its pace that computing loses
     # factor by which the collective takes longer
     collective_slowdown: Annotated[Positive, Field(ge=1)]
-    parts: MessageCosts | None = None  # extra cost of several messages; null = none
+    # extra seconds of each all-reduce of a gradient, except that of the last message
+    start_s: Duration = 0.0
 
 
 @option

@@ -45,7 +45,7 @@ from ashl.errors import UsageError
 from ashl.option import Ratio, option
 from ashl.overlap.contract import Overlap
 from ashl.overlap.merged import Counts, plan_as_listed, plan_greedily, plan_optimally
-from ashl.overlap.timeline import Bucket, CompressedTimeline, StepTimeline
+from ashl.overlap.timeline import Bucket, StepTimeline
 
 
 @option
@@ -83,7 +83,6 @@ class Layerwise(Overlap):
         messages = self.messages(timeline)
         ratio = self.ratio
         if ratio == "adaptive":
-            assert isinstance(timeline, CompressedTimeline)
             assert timeline.ratio is not None
             if timeline.ratio > self.max_ratio:
                 raise UsageError(

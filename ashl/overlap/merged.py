@@ -13,8 +13,8 @@ but their message begins only when both are ready. `plan` decides which groups s
     optimal  the exact minimum over all partitions, E[j] = min_i max(E[i], R of the last group in
              (i, j]) + c((i, j]), for any cost function; the greedy rule misses it if the waits of
              several merges add up. With compute–communication contention the search keeps, for
-             the first j groups, every end with the most computing done by then. With per-message
-             costs it also compares numbers of messages; one message, `none`, may be best;
+             the first j groups, every end with the most computing done by then. One message,
+             `none`, may be best;
     bytes    by size alone: 1 MiB, then 25 MiB each, as torch's DistributedDataParallel does;
     [2, 3]   as listed: the number of layer groups in each message, last layers first.
 Failures: the plan remains. Survivors repeat the round in which a worker failed, with all of its
@@ -30,7 +30,6 @@ ours.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -96,29 +95,6 @@ def plan_greedily(timeline: StepTimeline) -> tuple[int, ...]:
 def plan_optimally(timeline: StepTimeline) -> tuple[int, ...]:
     """Return the plan that ends first; of several, the one whose last messages hold most.
 
-    If each message costs extra time, plans of two messages, of three, and so on are compared. The
-    search stops once their number costs more than an earlier end can save, or the best plan has
-    fewer messages anyway.
-    """
-    n = len(timeline.ready_ns)
-    if not (timeline.split_ns or timeline.part_ns):
-        return fastest_plan(timeline)
-    best: tuple[int, ...] = (n,)
-    for count in range(2, n + 1):
-        split = timeline.split(count)
-        bound = fastest_plan(split)
-        if split.end_ns(bound) >= timeline.end_ns(best):
-            break
-        if len(bound) <= count or not timeline.part_ns:
-            return bound
-        best = min(best, fastest_plan(split, count), key=timeline.end_ns)
-    return best
-
-
-def fastest_plan(timeline: StepTimeline, messages: int | None = None) -> tuple[int, ...]:
-    """Return the plan of `messages` messages, or of any number, that ends first.
-
-    Args: `timeline` contains the extra costs of that number of messages.
     For the first j groups the search keeps the plans that no other plan beats in both numbers of
     `Ending`: `end`, and `behind`, the computing that is missing at the end. A plan with a smaller
     end and no more missing is at least as good for all later groups. If a message that begins later
@@ -127,27 +103,25 @@ def fastest_plan(timeline: StepTimeline, messages: int | None = None) -> tuple[i
     n = len(timeline.ready_ns)
     # True if a message that begins later may end earlier, as it slows computing down by less
     waits = timeline.pace_reduction * timeline.collective_slowdown > 1
-    counted = messages is not None
-    count = messages or 0
-    # the front of the first j groups in k messages, by (j, k); k = 0: in any number
-    fronts = {(0, 0): [Ending(0.0, 0.0, 0, 0, 0.0)]}
-    costs = {(i, j): timeline.cost(i, j) for j in range(1, n + 1) for i in range(j)}
-    for j, k in product(range(1, n + 1), range(counted, count + 1)):
+    fronts = [[Ending(0.0, 0.0, 0, 0, 0.0)]]  # the plans kept for the first j groups, by j
+    for j in range(1, n + 1):
         found = list[Ending]()
         for i in range(j):
-            for place, own in enumerate(fronts.get((i, k - counted), ())):
-                end, done = timeline.end_message(own.end, own.done, j, costs[i, j])
+            cost = timeline.cost(i, j)
+            for place, own in enumerate(fronts[i]):
+                end, done = timeline.end_message(own.end, own.done, j, cost)
                 found.append(Ending(end, -done if waits else end - done, i, place, done))
-        front = fronts[j, k] = list[Ending]()
+        front = list[Ending]()
         for own in sorted(found):
             if not front or own.behind < front[-1].behind - 1e-3:
                 front.append(own)
+        fronts.append(front)
     plan = []
     j, place = n, 0
     while j:
-        own = fronts[j, count][place]
+        own = fronts[j][place]
         plan.append(j - own.first)
-        j, place, count = own.first, own.place, count - counted
+        j, place = own.first, own.place
     return tuple(reversed(plan))
 
 
@@ -155,7 +129,7 @@ class Ending(NamedTuple):
     """The end of a plan for the first groups, and its predecessor in the search."""
 
     end: float  # ns
-    behind: float  # computing that is missing at the end, see `fastest_plan`
+    behind: float  # computing that is missing at the end, see `plan_optimally`
     first: int  # first group of the last message
     place: int  # index of the plan before the last message, in the front of `first` groups
     done: float  # computing done by the end, ns without contention

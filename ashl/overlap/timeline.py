@@ -15,10 +15,8 @@ by the time that earlier sums took from it. `ashl.sync.timing.contention` measur
 of the whole model; without a measurement they are 0 and 1. The slowdown of a next forward pass is
 not modelled, nor any contention at a server.
 
-Costs of messages: a step whose gradient leaves in M > 1 messages takes `split_ns` + M·`part_ns`
-longer, spread evenly over the step. Each sum except the last takes `start_ns` longer. Causes are
-hooks, and threads that wake each other up and share a core. `ashl.sync.timing.parts` measures
-these; without a measurement they are 0.
+Each sum except the last takes `start_ns` longer, because a thread executes it that shares a core.
+`ashl.sync.timing.contention` measures this, too; without a measurement it is 0.
 
 Groups are runs of whole tensors in the order of the model's parameters, which is assumed to be the
 order of its forward pass. Forward is assumed to take a third of a step, and multiply-adds divide
@@ -32,9 +30,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 FORWARD = 1 / 3  # fraction of a step: backward takes two products where forward takes one
 LEAST = 0.01  # smallest layer group, as a fraction of backward
@@ -83,36 +81,16 @@ class StepTimeline:
         0.0  # fraction of its speed that computing loses while a sum is in flight
     )
     collective_slowdown: float = 1.0  # factor on the time of a sum during computing
-    split_ns: float = 0.0  # extra time of a step with several messages
-    part_ns: float = 0.0  # extra time of a step for each of several messages
     start_ns: float = 0.0  # extra time of each sum except the last
-    reached: tuple[float, ...] = ()  # fraction of a step at R_k; needed with split_ns or part_ns
     groups: tuple[Bucket, ...] = ()  # the layer groups, if buckets are planned
+    # time of a compressed message with the groups [first, last) at a density; None = not compressed
+    body_ns: Callable[[int, int, float | None], int] | None = None
+    ratio: float | None = None  # planned density; None = not compressed, or a codec without one
 
     @property
     def has_contention(self) -> bool:
         """Return True if sums and computing slow each other down, or messages cost extra time."""
-        return self.pace_reduction > 0 or self.collective_slowdown > 1 or self.in_parts
-
-    @property
-    def in_parts(self) -> bool:
-        """Return True if a gradient in several messages costs extra time."""
-        return self.split_ns > 0 or self.part_ns > 0 or self.start_ns > 0
-
-    def split(self, messages: int) -> Self:
-        """Return the timeline of a step with that many messages, with their extra time added to
-        R_k.
-        """
-        longer = self.split_ns + messages * self.part_ns
-        if messages < 2 or not longer:
-            return self
-        ready = zip(self.ready_ns, self.reached, strict=True)
-        return replace(
-            self,
-            ready_ns=tuple(at + round(longer * share) for at, share in ready),
-            split_ns=0.0,
-            part_ns=0.0,
-        )
+        return self.pace_reduction > 0 or self.collective_slowdown > 1 or self.start_ns > 0
 
     @property
     def latency_ns(self) -> int:
@@ -124,12 +102,11 @@ class StepTimeline:
 
         Args: `shares` are the densities of the messages; None takes the planned one.
         """
-        timeline = self.split(len(messages))
         end = done = 0.0
         first = 0
         for k, count in enumerate(messages):
             last = first + count
-            end, done = timeline.end_message(
+            end, done = self.end_message(
                 end, done, last, self.cost(first, last, shares[k] if shares else None)
             )
             first = last
@@ -161,20 +138,10 @@ class StepTimeline:
         )
 
     def cost(self, first: int, last: int, share: float | None = None) -> int:
-        """Return the time of one message with the groups [first, last)."""
+        """Return the time of one message with the groups [first, last), at the density `share`."""
+        if self.body_ns is not None:
+            return self.body_ns(first, last, share or self.ratio)
         return self.cost_ns(sum(self.nbytes[first:last]))
-
-
-@dataclass(frozen=True)
-class CompressedTimeline(StepTimeline):
-    """A timeline with compressed messages; a group is ready once it is encoded."""
-
-    ratio: float | None = field(kw_only=True)  # planned density; None for a codec without one
-    # time of a message with the groups [first, last) at a density
-    body_ns: Callable[[int, int, float | None], int] = field(kw_only=True)
-
-    def cost(self, first: int, last: int, share: float | None = None) -> int:
-        return self.body_ns(first, last, share or self.ratio)
 
 
 def buckets_of_tensors(

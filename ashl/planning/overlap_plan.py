@@ -135,12 +135,6 @@ def describe_step_times(
     if timeline.pace_reduction or timeline.collective_slowdown > 1:
         slower = f"{100 * timeline.pace_reduction:.2g} % slower"
         text += f"; during an all-reduce a worker computes {slower}, as measured"
-    if timeline.in_parts:
-        more = (
-            f"{timeline.split_ns / 1e6:.3g} + {(timeline.part_ns + timeline.start_ns) / 1e6:.3g}"
-            " for each message"
-        )
-        text += f"; several messages cost {more} ms more, as measured"
     if cluster.exchange_s is not None:
         text += (
             "; cluster.exchange_s has no latency, so merging gains nothing: set bandwidth and"

@@ -14,7 +14,7 @@ from ashl.cluster.network import ExchangeNetwork, NicNetwork, make_network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Speed, speed_of
 from ashl.compression.contract import EncodeContext
-from ashl.overlap.timeline import Bucket, CompressedTimeline, StepTimeline, untimed_timeline
+from ashl.overlap.timeline import Bucket, StepTimeline, untimed_timeline
 from ashl.plan.plan import StagePlan
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
@@ -122,15 +122,8 @@ def make_group_timeline(
             timeline,
             pace_reduction=contention.pace_reduction,
             collective_slowdown=contention.collective_slowdown,
-            reached=tuple(group.ready for group in groups),
+            start_ns=contention.start_s * NS,
         )
-        if (more := contention.parts) is not None:
-            own = {
-                "split_ns": more.step_s * NS,
-                "part_ns": more.part_s * NS,
-                "start_ns": more.sum_s * NS,
-            }
-            timeline = replace(timeline, **own)
     if server:
         server_rank = len(all_workers)
         latency_ns = max(costs.latency_ns(rank, server_rank) for rank in members)
@@ -145,8 +138,6 @@ def make_group_timeline(
             answer_ns=latency_ns + down_ns(4 * d),
             pace_reduction=0.0,
             collective_slowdown=1.0,
-            split_ns=0.0,
-            part_ns=0.0,
             start_ns=0.0,
         )
     return timeline if link is None else compress_timeline(timeline, stage, costs, groups, link)
@@ -158,7 +149,7 @@ def compress_timeline(
     costs: Uncontended,
     groups: Sequence[Bucket],
     link: LinkOf,
-) -> CompressedTimeline:
+) -> StepTimeline:
     """Return the timeline with messages of the length that their codecs give them."""
     whole = link(0, groups[0].stop)
     all_workers = tuple(range(len(stage.workers)))
@@ -178,17 +169,4 @@ def compress_timeline(
     ratio = None
     if whole.codec.ratio is not None:
         ratio = min(shares) if linear else max(shares)  # as `topology.exchange` does
-    return CompressedTimeline(
-        timeline.ready_ns,
-        timeline.nbytes,
-        lambda _: latency_ns,
-        pace_reduction=timeline.pace_reduction,
-        collective_slowdown=timeline.collective_slowdown,
-        split_ns=timeline.split_ns,
-        part_ns=timeline.part_ns,
-        start_ns=timeline.start_ns,
-        reached=timeline.reached,
-        groups=timeline.groups,
-        ratio=ratio,
-        body_ns=body_ns,
-    )
+    return replace(timeline, cost_ns=lambda _: latency_ns, ratio=ratio, body_ns=body_ns)

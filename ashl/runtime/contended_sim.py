@@ -147,7 +147,7 @@ class ContendedSim(Sim):
         super().__init__(num_ranks, speed, network, observer)
         self.contexts = [ContendedContext(self, rank) for rank in range(num_ranks)]
         self._contention = [Contention(costs) for _ in range(num_ranks)]
-        self._parts_cost = costs.parts
+        self._start_ns = round(costs.start_s * NS)
 
     def stop_ranks(self, ranks: Collection[int]) -> None:
         super().stop_ranks(ranks)
@@ -166,17 +166,9 @@ class ContendedSim(Sim):
             value = effect.fn(payloads.__setitem__)
         else:
             value = effect.fn() if self.begin_compute is None else self.begin_compute(effect)
-        segments = self._segments_of(task, effect, payloads, self._alone_ns(task.ctx.rank, effect))
+        cost = self._cost_ns(task.ctx.rank, effect.kind, effect.work, self.now_ns)
+        segments = self._segments_of(task, effect, payloads, cost)
         return self._run_segments(task, segments, value)
-
-    def _alone_ns(self, rank: int, effect: Compute) -> int:
-        """Return the cost of a computation in ns, including the cost of emitting its result in
-        parts.
-        """
-        cost, count = self._cost_ns(rank, effect.kind, effect.work, self.now_ns), len(effect.parts)
-        if self._parts_cost is None or count < 2:
-            return cost
-        return cost + round((self._parts_cost.step_s + count * self._parts_cost.part_s) * NS)
 
     def _segments_of(
         self, task: Task, effect: Compute, payloads: dict[int, Any], cost: int, done: float = 0.0
@@ -204,7 +196,7 @@ class ContendedSim(Sim):
         arrived.
         """
         needed_payloads, payloads, done = [], dict[int, Any](), 0.0
-        cost = self._alone_ns(task.ctx.rank, effect)
+        cost = self._cost_ns(task.ctx.rank, effect.kind, effect.work, self.now_ns)
         for share, tag in effect.needs:
             yield Segments((Segment("compute", cost * (share - done)),))
             needed_payloads.append((yield Recv((tag,))).payload)
@@ -300,9 +292,8 @@ class ContendedSim(Sim):
         """Return the cost of handing a collective to a thread: 0 if the main task of each member
         posted it.
         """
-        if self._parts_cost is None or all(member.main for member, _ in posted.arrived.values()):
-            return 0
-        return round(self._parts_cost.sum_s * NS)
+        in_main = all(member.main for member, _ in posted.arrived.values())
+        return 0 if in_main else self._start_ns
 
 
 def simulator(

@@ -17,8 +17,8 @@ With `per_layer_group` the workers also time both passes by layer group, and mes
 sizes. Each worker exchanges them with the server alone; then all workers sum them, timed from the
 arrival of the last worker. `ashl.plan.alpha_beta` fits latency and seconds per byte, with larger
 sizes as long as time permits. `ashl.sync.timing` measures the rest: compute–communication
-contention (`contention`), gradients in several messages (`parts`), and encoding and decoding by the
-chosen codec and by `codecs` (`codecs`).
+contention (`contention`), and encoding and decoding by the chosen codec and by `codecs`
+(`codecs`).
 
 `stop.seconds` and an interrupt end the stage at once, without a profile.
 
@@ -71,7 +71,6 @@ from ashl.sync.timing.exchanges import (
     time_exchange,
     time_sum,
 )
-from ashl.sync.timing.parts import PARTS, time_parts, with_layer_group_costs
 from ashl.topology.ending import end_time_ns, leave_stage, record_end
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import BarrierRule, ServerState
@@ -144,8 +143,6 @@ async def execute_order(
         return (await time_sum(ctx, stage, value),), None
     if order == CONTENTION:
         return await time_contention(ctx, stage, state, value, count), None
-    if order == PARTS:
-        return (), await time_parts(ctx, stage, state, value)
     if order == CODEC:
         return (), await time_codec(ctx, stage, state, value)
     if order == LINK:
@@ -305,7 +302,6 @@ async def measure_all(
             contention = await measure_contention(
                 ctx, stage, max(row[0] for row in steps.values()), sums
             )
-            contention = await with_layer_group_costs(ctx, stage, workers, sums, contention)
     server_bytes_s = nic_bytes_per_s(workers, stage.trainer.dense_bytes)
     apply_s = await time_apply(ctx, stage, state)
     codecs = await measure_codecs(ctx, stage)

@@ -13,7 +13,7 @@ from ashl.overlap.dear import DeAR
 from ashl.overlap.layerwise import hidden_ratios
 from ashl.overlap.merged import plan_greedily, plan_optimally
 from ashl.overlap.priority import Priority
-from ashl.overlap.timeline import CompressedTimeline, merge_buckets
+from ashl.overlap.timeline import merge_buckets
 from ashl.planning.instantiate import layer_groups, layout_of, link_of
 from ashl.planning.step_timelines import make_timeline
 from tests.benchmarks.table import show
@@ -85,7 +85,7 @@ def compressed_rows(cluster: str, model: str) -> list[list[str]]:
         chain, dense = (
             make_timeline(plan.stages[0], machines, groups, how) for how in (link, None)
         )
-        assert isinstance(chain, CompressedTimeline)
+        assert chain is not None
         assert dense is not None
         n, best = len(groups), plan_optimally(chain)
         one, each = chain.end_ns((n,)), (1,) * n

@@ -3,10 +3,13 @@
 Rule: all workers sum the whole model several times in a row, then take steps, and then do both at
 once. This is repeated three times, or less often if it takes long. Computing loses the fraction of
 its speed by which steps were slower, and a sum is slowed by the factor by which it took longer.
-Each is the mean over the workers, then the median over the repetitions. The cause may be any shared
-resource: cores, caches, or the operating system's work for a link.
+Sums of a single number are timed in the same way. The time by which they are longer than the factor
+says is the extra cost of a sum that a thread executes. Each message of a gradient except the last
+has this cost. Each number is the mean over the workers, then the median over the
+repetitions. The cause may be any shared resource: cores, caches, or the operating system's work for
+a link.
 
-`ashl.overlap.timeline` uses both numbers to plan messages.
+`ashl.overlap.timeline` uses these numbers to plan messages.
 
 Limits: forward is assumed to be slowed as much as backward, and a short message to slow computing
 as much as a long one.
@@ -29,6 +32,7 @@ CONTENTION = -12  # an order, with the bytes and the number of sums
 ROUNDS = 3  # largest number of repetitions
 LEAST_S = 0.05  # shortest time of the sums, and of the steps, in seconds
 STEPS, SUMS = 4, 4  # smallest number of each
+NUMBER, NUMBERS = 4, 16  # bytes and count of the sums of a single number
 MOST_S = 20.0  # seconds after which no further repetition begins
 
 
@@ -77,17 +81,41 @@ async def measure_contention(
     """
     dense = stage.trainer.dense_bytes
     count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))
-    lost: list[float] = []
-    slowed: list[float] = []
+    rows = list[tuple[float, float, float]]()
     end_s = ctx.now + MOST_S
-    while not lost or (len(lost) < ROUNDS and ctx.now < end_s):
-        await send_order(ctx, stage, stage.workers, CONTENTION, dense, count)
-        answers = (await collect_answers(ctx, stage, stage.workers)).values()
-        sum_s, step_s, both_s, slowed_step_s = map(statistics.fmean, zip(*answers, strict=True))
-        lost.append(1 - step_s / max(step_s, slowed_step_s))
-        slowed.append(max(both_s, sum_s) / sum_s if sum_s else 1.0)
-    found = ContentionCosts(
-        pace_reduction=statistics.median(lost), collective_slowdown=statistics.median(slowed)
+    while not rows or (len(rows) < ROUNDS and ctx.now < end_s):
+        means = []
+        for nbytes, sums in ((dense, count), (NUMBER, NUMBERS)):
+            await send_order(ctx, stage, stage.workers, CONTENTION, nbytes, sums)
+            answers = (await collect_answers(ctx, stage, stage.workers)).values()
+            means.append([statistics.fmean(column) for column in zip(*answers, strict=True)])
+        (alone_s, step_s, beside_s, slowed_s), (number_s, _, number_beside_s, _) = means
+        rows.append(
+            (
+                1 - step_s / max(step_s, slowed_s),
+                *slowdown_and_start(alone_s, beside_s, number_s, number_beside_s),
+            )
+        )
+    pace_reduction, slowdown, start_s = map(statistics.median, zip(*rows, strict=True))
+    slows = pace_reduction > 1e-6 or slowdown > 1 + 1e-6 or start_s > 1e-6
+    if not slows:
+        return None
+    return ContentionCosts(
+        pace_reduction=pace_reduction, collective_slowdown=slowdown, start_s=start_s
     )
-    slows = found.pace_reduction > 1e-6 or found.collective_slowdown > 1 + 1e-6
-    return found if slows else None
+
+
+def slowdown_and_start(
+    alone_s: float, beside_s: float, number_s: float, number_beside_s: float
+) -> tuple[float, float]:
+    """Return (factor on the time of a sum during computing, extra seconds of such a sum).
+
+    Both solve: seconds beside computing = factor · (seconds alone + extra), for a sum of the model
+    and for one of a single number.
+    """
+    start_s = 0.0
+    if beside_s > number_beside_s:
+        start_s = (alone_s * number_beside_s - number_s * beside_s) / (beside_s - number_beside_s)
+    start_s = max(0.0, min(start_s, number_beside_s - number_s))
+    longest_s = alone_s + start_s
+    return max(1.0, beside_s / longest_s if longest_s else 1.0), start_s
