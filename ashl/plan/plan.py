@@ -36,7 +36,8 @@ class WorkerPlan:
     batch: Count  # samples per step
     data_share: Share  # n_i / n, the size of the worker's shard over the training set
     compression_ratio: Share  # density of the update; 1 = dense
-    predicted_cycle_s: float | None  # seconds of H steps, push and pull; null = costs not declared
+    # median seconds of a round without waiting; null = costs not declared
+    predicted_cycle_s: float | None
     # upper bound on the bytes of one compressed update; null after the density was replanned
     message_bytes: int | None = None
 

@@ -1,22 +1,19 @@
 """Prediction of a plan: its stages are timed in virtual time, without gradients."""
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
-from ashl.cluster.all_reduce_costs import contention_of
 from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster, Measured
-from ashl.cluster.speed import NS, Speed, speed_of
-from ashl.overlap.contract import overlapped_steps
+from ashl.cluster.speed import NS, speed_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
-from ashl.planning.step_timelines import Uncontended, make_group_timeline
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd
 from ashl.size_only import Vector
-from ashl.stage.compression_pipeline import CompressionPipeline
 from ashl.stage.contract import StageConfig, extra_ranks
 from ashl.stage.members import members_of, remaining_rounds, truncate_round
 from ashl.stage.program import run_stages
@@ -62,6 +59,8 @@ class StageObserver:
         # moment at which each counting rank reached the evaluation, by version of the model
         self.reached_ns: dict[int, dict[int, int]] = {}
         self.waits: list[tuple[int, int, int]] = []  # (rank, start, end) in nanoseconds
+        # (end, duration without waiting) of each round, by rank, in nanoseconds
+        self.cycles_ns = [list[tuple[int, int]]() for _ in range(num_workers)]
         self.end = ProgressMark(0, 0, {})
 
     def emit(self, record: Record) -> None:
@@ -69,11 +68,11 @@ class StageObserver:
             case StageEnd():
                 self.end = ProgressMark(record.counts.steps, record.end_ns, {})
             case Round() if record.rank < self.num_workers:
-                self.waits += [
-                    (record.rank, start, end)
-                    for kind, start, end in record.spans_ns
-                    if kind == "wait"
-                ]
+                waits = [(start, end) for kind, start, end in record.spans_ns if kind == "wait"]
+                self.waits += [(record.rank, *wait) for wait in waits]
+                waited_ns = sum(end - start for start, end in waits)
+                cycle_ns = record.end_ns - record.start_ns - waited_ns
+                self.cycles_ns[record.rank].append((record.end_ns, cycle_ns))
 
     def snapshot(self, record: Snapshot, vector: Vector | None) -> None:
         """Record that a counting rank has reached an evaluation; there is nothing to evaluate."""
@@ -111,6 +110,14 @@ class StageObserver:
             min(end, own[rank]) - start for rank, start, end in self.waits if start < own[rank]
         )
         return before + sum(mark.time_ns - reached for reached in own)
+
+    def cycle_s(self, rank: int, since_ns: int) -> float | None:
+        """Return the median seconds of a worker's rounds without its waits, of those that end after
+        `since_ns` if there are any; None if it has ended no round.
+        """
+        rounds = self.cycles_ns[rank]
+        late = [cycle_ns for end_ns, cycle_ns in rounds if end_ns > since_ns]
+        return median(late or [cycle_ns for _, cycle_ns in rounds]) / NS if rounds else None
 
 
 def simulate_stage(
@@ -153,38 +160,6 @@ def steps_of(stage: StageConfig, worker: WorkerPlan, step_ns: int) -> int:
     return math.ceil(interval_ns / step_ns) if interval_ns else worker.local_steps
 
 
-def bucketed_step_ns(stage: StageConfig, speed: Speed, costs: Uncontended) -> list[int]:
-    """Return each worker's long-run duration of a step and its exchange, with messages sent during
-    computing.
-    """
-    pipelines = {
-        (m.start, m.stop): pipeline
-        for m, pipeline in zip(stage.buckets, stage.pipelines, strict=bool(stage.pipelines))
-    }
-
-    def pipeline_of(start: int, stop: int) -> CompressionPipeline:
-        return pipelines.get((start, stop), stage.pipeline)
-
-    cycles, known = [], dict[Hashable, int]()
-    for rank in range(stage.num_workers):
-        server = stage.topology.has_server
-        timeline = make_group_timeline(
-            (rank,),
-            stage.plan,
-            speed,
-            costs,
-            stage.layer_groups,
-            pipeline_of if pipelines else None,
-            server,
-        )
-        # an all-reduce takes the same time for all workers, a push does not
-        key = (timeline.ready_ns, timeline.needed_ns, rank if server else None)
-        if key not in known:
-            known[key] = stage.overlap.step_ns(timeline)
-        cycles.append(known[key])
-    return cycles
-
-
 def truncate_stage(stage: StageConfig) -> StageConfig:
     """Return a stage with shorter rounds if a round is longer than the whole run."""
     members = members_of(stage)
@@ -218,23 +193,11 @@ def predict_stage(stage: StageConfig, cluster: Cluster, batch: int) -> StagePlan
     half, whole = seen.marks_at_half_and_end()
     span_ns = whole.time_ns - half.time_ns
     waited_ns = seen.waited_ns(whole) - seen.waited_ns(half)
-    costs = Uncontended(make_network(steady, stage.trainer.dense_bytes, stage.topology.algorithm))
-    cycles_ns = bucketed_step_ns(stage, speed, costs) if stage.buckets else []
-    for rank in range(n) if not stage.buckets else ():
-        steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)
-        hidden = (
-            0 if stage.delayed_overlap is None else overlapped_steps(stage.delayed_overlap, steps)
-        )
-        cycles_ns.append(steps * step_ns[rank] + max(0, exchange_ns - hidden * step_ns[rank]))
-    contended = stage.computes_during_collectives and contention_of(cluster)
-    by_priority = stage.merges_buckets and stage.overlaps_next_forward
-    if (by_priority or contended) and span_ns:  # timelines do not model priority, contention
-        cycles_ns = [round(span_ns * sum(local_steps) / (whole.steps - half.steps))] * n
     return replace(
         plan,
         workers=tuple(
-            replace(w, predicted_cycle_s=ns / NS)
-            for w, ns in zip(plan.workers, cycles_ns, strict=True)
+            replace(worker, predicted_cycle_s=seen.cycle_s(rank, half.time_ns))
+            for rank, worker in enumerate(plan.workers)
         ),
         predicted_steps_per_s=(whole.steps - half.steps) / span_ns * NS if span_ns else None,
         predicted_wait_share=waited_ns / (span_ns * n) if span_ns else None,

@@ -314,14 +314,6 @@ class CompressionPipeline:
             else self._add_payloads(self.inner_codec, vector, payloads)
         )
 
-    def pull_bytes(self, ratio: float | None) -> int:
-        """Return the bytes of a pull of this ratio; None = of the whole model."""
-        return (
-            4 * self.d
-            if ratio is None
-            else min(4 * self.d, self.pull_codec.encoded_nbytes(ratio, self.d))
-        )
-
     def encode_pull(
         self, state: CodecState, worker: int, model: Vector, context: EncodeContext
     ) -> Payload:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import ContentionCosts
@@ -47,16 +47,6 @@ OVERLAP: Final = "overlap"  # gradients that travel in parts
 DELAY: Final = "delay"  # work that travels while the next is computed
 OUTER: Final = "outer"  # merged updates, on which an outer optimizer may step
 FAULT_TOLERANT: Final = "fault_tolerant"  # failing and rejoining workers
-
-
-class Network(Protocol):
-    """The cost of uncontended transfers, in nanoseconds."""
-
-    def transfer_ns(self, src: int, dst: int, nbytes: int) -> int: ...
-
-    def all_reduce_ns(self, group: Ranks, nbytes: int, now_ns: int) -> int: ...
-
-    def all_gather_ns(self, group: Ranks, total: int, now_ns: int) -> int: ...
 
 
 class Rule(Contract, group="sync", strict=True):
@@ -186,10 +176,6 @@ class Topology(Contract, group="topology"):
         groups.
         """
         return (stage.workers,) if stage.sync.per_layer_group and stage.num_workers > 1 else ()
-
-    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
-        """Return the nanoseconds of an uncontended exchange."""
-        raise NotImplementedError
 
     def begin(self, stage: StageConfig, rank: int) -> Any:
         """Return a rank's state before the first stage, with the same initial model on all

@@ -56,7 +56,6 @@ from ashl.stage.contract import (
     STATISTICS,
     WEIGHTS,
     Loop,
-    Network,
     Rule,
     StageConfig,
     Topology,
@@ -195,22 +194,6 @@ class AllReduce(Topology):
         """Return the peers of point-to-point messages; none if the codec has no own protocol."""
         return stage.pipeline.peers(rank, stage.num_workers)
 
-    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
-        """Return the time (ns) of one exchange: an all-reduce or an all-gather.
-
-        An all-gather pads every payload to the longest one. With fragments: the maximum over all
-        fragments.
-        """
-        if stage.fragments:
-            parts = stage.fragment_stages
-            return max(self.exchange_ns(part, network, rank) for part in parts)
-        if stage.pipeline.has_constant_size:
-            nbytes = stage.codec.encoded_nbytes(
-                stage.worker(rank).compression_ratio, stage.pipeline.d
-            )
-            return network.all_reduce_ns(stage.workers, nbytes, 0)
-        return network.all_gather_ns(stage.workers, stage.num_workers * longest_payload(stage), 0)
-
     def begin(self, stage: StageConfig, rank: int) -> PeerState:
         return PeerState(*stage.trainer.init(), progress=Progress(stage.num_workers))
 
@@ -225,12 +208,6 @@ class AllReduce(Topology):
 
     def role(self, stage: StageConfig, rank: int) -> Loop:
         return worker
-
-
-def longest_payload(stage: StageConfig) -> int:
-    """Return the bytes of the longest payload that a worker sends."""
-    shares = {worker.compression_ratio for worker in stage.plan.workers}
-    return max(stage.codec.encoded_nbytes(share, stage.pipeline.d) for share in shares)
 
 
 @dataclass

@@ -49,7 +49,6 @@ from ashl.stage.contract import (
     GO,
     PAUSE,
     Loop,
-    Network,
     Ranks,
     Rule,
     StageConfig,
@@ -321,18 +320,6 @@ class Gossip(Topology):
             return others
         near = graph_of(stage, members).neighbours[rank]
         return near + ((stage.server,) if others else ())
-
-    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
-        """Return the time (ns) of one exchange without contention: the slowest transfer from a
-        neighbour.
-
-        If workers ask and answer, it is twice that time.
-        """
-        graph = graph_of(stage, stage.workers)
-        peers = stage.sync.peers(graph, rank) if isinstance(stage.sync, RoamingRule) else None
-        near = graph.neighbours[rank] if peers is None else peers
-        ways, dense = 1 + (peers is not None), stage.trainer.dense_bytes
-        return ways * max((network.transfer_ns(peer, rank, dense) for peer in near), default=0)
 
     def begin(self, stage: StageConfig, rank: int) -> CoordinatorState | RoamingState | RoundState:
         n = stage.num_workers

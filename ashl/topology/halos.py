@@ -61,7 +61,6 @@ from ashl.stage.contract import (
     STOP,
     WEIGHTS,
     Loop,
-    Network,
     Ranks,
     Rule,
     StageConfig,
@@ -166,17 +165,6 @@ class Halos(Topology):
         self, ctx: RankContext, stages: Sequence[StageConfig]
     ) -> tuple[int, WorkerState] | None:
         return await join(ctx, stages)
-
-    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
-        """Return the time (ns) of a push to the region's server and a pull, without contention."""
-        region = self.server_of(stage, rank)
-        push_bytes = stage.codec.encoded_nbytes(
-            stage.worker(rank).compression_ratio, stage.pipeline.d
-        )
-        pull_bytes = stage.pipeline.pull_bytes(None)
-        return network.transfer_ns(rank, region, push_bytes) + network.transfer_ns(
-            region, rank, pull_bytes
-        )
 
     def begin(self, stage: StageConfig, rank: int) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()

@@ -63,7 +63,6 @@ from ashl.stage.contract import (
     STOP,
     WEIGHTS,
     Loop,
-    Network,
     Rule,
     StageConfig,
     Topology,
@@ -339,20 +338,6 @@ class ParameterServer(Topology):
 
     def links(self, stage: StageConfig, rank: int) -> tuple[int, ...]:
         return stage.workers if rank == stage.server else (stage.server,)
-
-    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
-        """Return the time (ns) of a push and a pull without contention.
-
-        With fragments: the maximum over all fragments.
-        """
-        if stage.fragments:
-            parts = stage.fragment_stages
-            return max(self.exchange_ns(part, network, rank) for part in parts)
-        up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.pipeline.d)
-        down = stage.pipeline.pull_bytes(self.pull_ratio)
-        return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(
-            stage.server, rank, down
-        )
 
     def begin(self, stage: StageConfig, rank: int) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()

@@ -32,7 +32,6 @@ from ashl.stage.contract import (
     PAUSE,
     STOP,
     Loop,
-    Network,
     Ranks,
     Rule,
     StageConfig,
@@ -75,10 +74,6 @@ class PartialAllReduce(Topology):
 
     def groups(self, stage: StageConfig) -> Sequence[Ranks]:
         return stage.sync.groups(self.nodes(stage))
-
-    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
-        """Return the time (ns) to average in the largest possible group: all workers."""
-        return network.all_reduce_ns(stage.workers, stage.trainer.dense_bytes, 0)
 
     def begin(self, stage: StageConfig, rank: int) -> Replica | GroupCoordinatorState:
         if rank == stage.lead_rank:

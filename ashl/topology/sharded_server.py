@@ -58,7 +58,6 @@ from ashl.stage.contract import (
     STOP,
     WEIGHTS,
     Loop,
-    Network,
     Rule,
     StageConfig,
     Topology,
@@ -144,16 +143,6 @@ class ShardedServer(Topology):
         if rank < stage.server:
             return servers
         return (*stage.workers, *(servers[1:] if rank == stage.server else servers[:1]))
-
-    def exchange_ns(self, stage: StageConfig, network: Network, rank: int) -> int:
-        """Return the time (ns) of a push and a pull without contention; the worker's NIC carries
-        all shards.
-        """
-        ratio, down = stage.worker(rank).compression_ratio, stage.trainer.dense_bytes
-        up = sum(part.codec.encoded_nbytes(ratio, part.pipeline.d) for part in parts(stage))
-        return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(
-            stage.server, rank, down
-        )
 
     def begin(self, stage: StageConfig, rank: int) -> ShardedWorker | ShardState:
         params, moments = stage.trainer.init()

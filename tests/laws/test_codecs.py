@@ -326,7 +326,7 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
         assert [bits(v) for v in seen] == before
         worker = link.apply_pull(worker, body)
         assert bits(worker) == bits(server.held[3])
-        declared = 4000 if version == 0 else link.pull_bytes(ratio)
+        declared = 4000 if version == 0 else link.pull_codec.encoded_nbytes(ratio, link.d)
         assert body.nbytes <= declared if ROWS[name].traits.variable else body.nbytes == declared
         if version == 0 or (ratio == 1.0 and name in EXACT):
             assert bits(worker) == bits(model)
@@ -345,7 +345,7 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
 def test_a_compressed_pull_without_content(name: str) -> None:
     link, server, size_only = CompressionPipeline(ROWS[name], 1000), CodecState(), SizeOnly(4000)
     first, second = (link.encode_pull(server, 0, size_only, EncodeContext(0.1)) for _ in range(2))
-    assert (first.nbytes, second.nbytes) == (4000, link.pull_bytes(0.1))
+    assert (first.nbytes, second.nbytes) == (4000, link.pull_codec.encoded_nbytes(0.1, link.d))
     assert (
         link.apply_pull(size_only, second)
         == link.apply_pull(size_only, first)
