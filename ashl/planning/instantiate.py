@@ -145,34 +145,6 @@ def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> P
     return profile_of_declared_costs(cluster, model, num_params, batch)
 
 
-def answer_block(cluster: Any, fragments: Sequence[Fragment]) -> int:
-    """Return the number of workers that several servers can answer at once at full rate.
-
-    While one worker receives the fragments of all servers, the servers may send to others. The
-    result is 1 if another order than that of the ranks may cost time: if workers are not declared
-    as equal, so that servers answer at different moments, or if a server's NIC is faster than a
-    worker's.
-    """
-    if (
-        not isinstance(cluster, Cluster)
-        or cluster.exchange_s is not None
-        or cluster.missing_costs()
-        or not fragments
-    ):
-        return 1
-    first, links = cluster.compute[0], cluster.links
-    equal = set(cluster.compute) == {first} and len(set(links)) == 1
-    if not equal or cluster.node is not None or cluster.jitter or cluster.events:
-        return 1
-    ranks = range(len(cluster.compute))
-    worker = {cluster.bytes_s(rank, out=False, inner=False) / links[rank] for rank in ranks}
-    pace = cluster.bytes_s(len(ranks), out=True, inner=False) / max(worker)
-    sizes = [held.size for held in fragments]
-    # 0.01: shards of equal bytes may differ by one element
-    held_at_once = pace * sum(sizes) / max(sizes) + 0.01
-    return max(1, int(held_at_once)) if len(worker) == 1 and pace <= 1 else 1
-
-
 def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
     """Return a plan's layers in the form that codecs use."""
     return tuple(Layer(*layer) for layer in layers)
@@ -366,7 +338,6 @@ def bind_stages(
                 compression_stats_every=plan.compression_stats_every,
                 seed=plan.seed,
                 nodes=parts.cluster.node,
-                answer_block=answer_block(parts.cluster, fragments),
                 min_workers=parts.runtime.min_workers,
                 reshards=parts.runtime.on_worker_failure == "reshard",
                 keeps_batch=parts.runtime.on_worker_failure == "keep_batch",

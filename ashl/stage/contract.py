@@ -286,8 +286,6 @@ class StageConfig:
     compression_stats_every: int | None = None
     seed: int = 0  # seed of graphs, matchings and partners, which all ranks draw identically
     nodes: tuple[int, ...] | None = None  # node of each worker, if the cluster declares it
-    # workers that several servers answer while one worker receives all its shards
-    answer_block: int = 1
     min_workers: int = 1  # the run ends with fewer workers than this
     reshards: bool = False  # True: survivors use the data of failed workers
     keeps_batch: bool = False  # True: survivors' batches add up to those of all workers

@@ -247,13 +247,6 @@ def rounds_of(graph: str, weights: str, degree: int, n: int, seed: int) -> tuple
     Args: weights: "metropolis", or "columns" for push-sum.
     Raises: UsageError if the graph is not connected.
     """
-    return _rounds_of(graph, weights, degree, n, seed, file_time_ns(graph))
-
-
-@lru_cache(maxsize=64)
-def _rounds_of(
-    graph: str, weights: str, degree: int, n: int, seed: int, time_ns: int
-) -> tuple[Round, ...]:
     by_round = sources_by_round(graph, n, degree, seed)
     near = tuple(tuple(j for sources in by_round for j in sources[i]) for i in range(n))
     if min(depths(near)) < 0:
@@ -271,26 +264,11 @@ def sources_by_round(graph: str, n: int, degree: int, seed: int) -> tuple[Source
 
 def edges_of(graph: str, degree: int, n: int, seed: int) -> tuple[Edge, ...]:
     """Return the edges of all rounds, without their direction."""
-    return _edges_of(graph, degree, n, seed, file_time_ns(graph))
-
-
-@lru_cache(maxsize=64)
-def _edges_of(graph: str, degree: int, n: int, seed: int, time_ns: int) -> tuple[Edge, ...]:
     edges = set[Edge]()
     for sources in sources_by_round(graph, n, degree, seed):
         for i, neighbours in enumerate(sources):
             edges |= {edge(i, j) for j in neighbours}
     return tuple(sorted(edges))
-
-
-def file_time_ns(graph: str) -> int:
-    """Return the time of a file's last change, so that caches of its content expire; 0 without a
-    file.
-    """
-    if graph in NAMES:
-        return 0
-    path = Path(graph)
-    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def matrix(each: Round) -> np.ndarray:

@@ -583,33 +583,12 @@ async def reply_to_all(
 ) -> None:
     """Let these waiting workers proceed on the present model, or pause."""
     ranks = sorted(ranks)
-    if stage.topology.servers > 1:
-        place = ctx.rank - stage.server
-        ranks = answer_order(ranks, place, stage.topology.servers, stage.answer_block)
     if not stage.overlaps_next_forward or stage.merges_buckets:
         for rank in ranks:
             await reply(ctx, stage, state, rank, signal)
         return
     changed = [rank for rank in ranks if await reply(ctx, stage, state, rank, signal)]
     await send_remaining_buckets(ctx, stage, changed, state.params)
-
-
-def answer_order(ranks: Sequence[int], place: int, servers: int, block: int) -> list[int]:
-    """Return the order in which the server at this position answers these workers.
-
-    The order goes block by block, and within a block every server begins with another worker. A
-    worker proceeds once it has all shards. If all servers answer it at once, its own NIC receives
-    one shard after the other. In that time the servers can answer a whole block
-    (`StageConfig.answer_block`). No worker of the block has its last shard later than in rank
-    order. In larger blocks the first workers would wait for the last. A block of 1 gives rank
-    order.
-    """
-    order = list[int]()
-    for start in range(0, len(ranks), block):
-        own = ranks[start : start + block]
-        shift = place * len(own) // servers
-        order += [*own[shift:], *own[:shift]]
-    return order
 
 
 async def pause_if_all_wait(ctx: RankContext, stage: StageConfig, state: ServerState) -> bool:

@@ -8,8 +8,7 @@ Rule: the model is partitioned into one shard per server. Each server is a param
 shard, with counts of its own. It receives a worker's shard of an update, merges, and answers with
 its shard of the model. A worker proceeds once all servers have answered. So n simultaneous pushes
 of S bytes bring n·S/s to each of s NICs, instead of n·S to one. Each worker begins its pushes at
-another server, so that all NICs are busy from the start. Servers answer in blocks of workers
-(`answer_order`).
+another server, so that all NICs are busy from the start.
 
 The first server assigns work, and decides when a stage ends or is evaluated. It notifies the
 others, and each of them emits its shard as it was after as many merges. At the end of the run,

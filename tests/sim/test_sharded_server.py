@@ -185,52 +185,6 @@ def test_a_failed_worker_is_detected_by_all(mode) -> None:
         assert ran.end["commits"] == one.end["commits"]
 
 
-@pytest.mark.parametrize(
-    ("workers", "servers", "port"),
-    [(3, 2, 20), (8, 3, 20), (8, 8, 20), (8, 2, 10), (7, 2, 30)],
-)
-@pytest.mark.parametrize(
-    "more",
-    [
-        "",
-        "topology.partition_by=layers",
-        "sync=local_sgd sync.local_steps=2",
-        "sync=ssp",
-        "cluster.link=",
-        "cluster.jitter=0.3",
-    ],
-)
-def test_answers_are_never_later_than_in_the_order_of_ranks(
-    workers, servers, port, more, monkeypatch
-) -> None:
-    """It ends earlier if workers are equal and a worker's NIC is the bottleneck of several servers."""
-    if more == "cluster.link=":
-        more = (
-            f"cluster.link={[1, 1, 2, 1, 1, 3, 1, 1][:workers]}"
-            f" cluster.compute={[1, 3, 1, 2, 1, 1, 4, 1][:workers]}"
-        )
-        more = more.replace(", ", ",")
-    chosen = (
-        f"cluster.num_workers={workers}",
-        f"topology.servers={servers}",
-        f"stop.steps={4 * workers}",
-        "sync=bsp",
-    )
-    chosen = (
-        *chosen,
-        f"cluster.server_bandwidth_mbit_s={port}",
-        "model.hidden=[48,48,48,48,48,48,48]",
-    )
-    turns = several(*chosen, *more.split(), "runtime.gradients=false")
-    monkeypatch.setattr(
-        parameter_server, "answer_order", lambda ranks, place, servers, block: ranks
-    )
-    plain = several(*chosen, *more.split(), "runtime.gradients=false")
-    assert turns.time_ns <= plain.time_ns
-    if port == 20 and not more:
-        assert turns.time_ns < 0.97 * plain.time_ns
-
-
 def test_the_incast_is_shared_out() -> None:
     """Four pushes at once, each in as many pieces as there are servers: a merge is over once all
     ports are through.

@@ -75,7 +75,6 @@ def drawn_on_shards(rng: random.Random, n: int, servers: int) -> StageConfig:
     topology = ShardedServer(servers=servers, partition_by="bytes")
     sync = drawn_sync(rng, ParameterServer(pull_ratio=None), n)
     stage = bound(rng, sync, topology, n, NO_LIMITS)
-    stage = replace(stage, answer_block=rng.randint(1, n))
     if plain(sync) and rng.random() < 0.3:
         stage = replace(stage, codec=wrap_codec(conf_option("compression", "topk", ratio=0.1), ()))
     return stage
