@@ -330,10 +330,6 @@ class CompressionPipeline:
         state.held[worker] = self.apply_pull(held, payload)
         return payload
 
-    def record_full_pull(self, state: CodecState, worker: int, model: Vector) -> None:
-        """Record, at the server, that a worker has been sent the model itself."""
-        state.held[worker] = model
-
     def apply_pull(self, params: Vector, payload: Payload) -> Vector:
         """Return, at the worker, the model after a pull. Nothing is changed in place. Raises
         PayloadError.

@@ -16,7 +16,7 @@ from torch import Tensor
 from ashl.errors import AshlError
 from ashl.plan.plan import assign_work
 from ashl.planner.assignment import Assignment, assignment_of
-from ashl.runtime.effects import Epoch
+from ashl.runtime.effects import Epoch, PeerFailedError
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.contract import PAUSE, STOP, Loop, StageConfig
 from ashl.stage.members import shared_members, survivors
@@ -45,7 +45,8 @@ async def run_stages(
     if (joins or epoch) and saved is None and ctx.rank < first.num_workers:
         first.trainer.set_worker_state(ctx.rank, None)
     if epoch is not None and not resumes:
-        check_min_workers(ctx, first, epoch)
+        failed = sorted({*range(first.num_workers)}.difference(epoch.workers))
+        check_min_workers(ctx, first, failed, len(epoch.workers))
         saved = await first.topology.reform(ctx, stages, saved, epoch)
     elif joins and (saved := await first.topology.join(ctx, stages)) is None:
         return
@@ -107,15 +108,19 @@ def send_final_model(ctx: RankContext, first: StageConfig, state: Any) -> None:
     ctx.safe_point(AFTER_FINAL_MODEL, state)
 
 
-def check_min_workers(ctx: RankContext, stage: StageConfig, epoch: Epoch) -> None:
-    """Raise AshlError if fewer than `runtime.min_workers` workers remain."""
-    failed = sorted({*range(stage.num_workers)}.difference(epoch.workers))
-    if len(epoch.workers) < stage.min_workers:
+def check_min_workers(
+    ctx: RankContext, stage: StageConfig, failed: Sequence[int], remaining: int
+) -> None:
+    """Raise AshlError if fewer than `runtime.min_workers` workers remain.
+
+    In a run that does not tolerate failures, the error names the failure as its `__cause__`.
+    """
+    if remaining < stage.min_workers:
         raise AshlError(
-            f"worker {', '.join(map(str, failed))} failed by {ctx.now:.6g} s and"
-            f" {len(epoch.workers)} of {stage.num_workers} workers are running, fewer than"
+            f"worker {', '.join(map(str, failed))} failed by {ctx.now:.6g} s and {remaining} of"
+            f" {stage.num_workers} workers are running, fewer than"
             f" runtime.min_workers={stage.min_workers}: the run ends here"
-        )
+        ) from (None if stage.elastic else PeerFailedError(failed[0]))
 
 
 def peers_of(

@@ -690,20 +690,17 @@ def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: P
 # communication capability", IJHPCA 2013; an all-reduce that continues as in Horovod Elastic.
 
 
-class CommonState(NamedTuple):
-    """State that all workers have in common, beside the model."""
-
-    index: int  # stage index; beyond the last stage once the run has ended
-    progress: Progress
-    is_delayed: bool  # True if workers hold finished work for the next exchange
-    pending_rest: Remaining  # remaining rounds when that work was begun
-    moments: Any  # of the optimizer if all workers step on the sum, else None
-    outer_state: Any
-    rule_state: Any
-    assigned: Any  # as planned after profiling
-    in_time: InTime | None
-    rest: Remaining  # remaining rounds when this round was begun
-    idle: tuple[int, ...]  # workers without work in this round
+# state that all workers have in common, beside the model
+COMMON = (
+    "progress",
+    "pending_rest",
+    "outer_state",
+    "rule_state",
+    "assigned",
+    "in_time",
+    "rest",
+    "idle",
+)
 
 
 async def reform(
@@ -813,22 +810,15 @@ def shares_moments(rule: StepRule) -> bool:
     return rule.exchange != "difference" or rule.momentum_travels
 
 
-def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) -> CommonState:
-    """Return the state of this worker that all workers have in common."""
+def common_state(stages: Sequence[StageConfig], index: int, state: PeerState) -> dict[str, Any]:
+    """Return the state of this worker that all workers have in common, with its stage."""
     stage = stages[min(index, len(stages) - 1)]
-    return CommonState(
-        index,
-        state.progress,
-        state.pending is not None and stage.delayed_overlap is not None,
-        state.pending_rest,
-        state.moments if shares_moments(stage.sync) else None,
-        state.outer_state,
-        state.rule_state,
-        state.assigned,
-        state.in_time,
-        state.rest,
-        state.idle,
-    )
+    return {name: getattr(state, name) for name in COMMON} | {
+        "index": index,
+        "moments": state.moments if shares_moments(stage.sync) else None,
+        # True if workers hold finished work for the next exchange
+        "is_delayed": state.pending is not None and stage.delayed_overlap is not None,
+    }
 
 
 def adopt_donor_state(
@@ -836,33 +826,29 @@ def adopt_donor_state(
     stages: Sequence[StageConfig],
     state: PeerState,
     model: Any,
-    known: CommonState,
+    known: dict[str, Any],
     epoch: Epoch,
     is_new: bool,
 ) -> int:
     """Take over the model and the common state of the donor. Returns: the index of the stage."""
-    state.params, state.outer_state = model, known.outer_state
-    state.adopt_progress(known.progress)
-    state.assigned, state.in_time = known.assigned, known.in_time
-    if known.index >= len(stages):
-        return known.index
-    if state.assigned is not None:
-        stages = apply_assignments(stages, *state.assigned)
-    stage = stages[known.index]
-    ranks = survivors(stage, known.progress.failed)
-    known_members = shared_members(ctx, stage, ranks, epoch.number)
-    state.enter(stage, known_members, ctx.rank)
-    if known.moments is not None:
-        state.moments = known.moments
-    elif is_new:
-        state.moments = stage.trainer.moments()
-    state.round, state.step = known.progress.rounds_and_steps_of(ctx.rank)
-    state.drawn = state.step * state.batch
-    state.pending = state.start = state.begun = state.before_work = None
-    state.pending_rest = known.pending_rest
-    state.rule_state = known.rule_state
-    state.rest, state.idle = known.rest, known.idle
-    if stage.delayed_overlap is not None:
+    state.params, index, progress = model, known["index"], known["progress"]
+    state.adopt_progress(progress)
+    if index < len(stages):
+        if known["assigned"] is not None:
+            stages = apply_assignments(stages, *known["assigned"])
+        stage = stages[index]
+        ranks = survivors(stage, progress.failed)
+        state.enter(stage, shared_members(ctx, stage, ranks, epoch.number), ctx.rank)
+        if known["moments"] is not None:
+            state.moments = known["moments"]
+        elif is_new:
+            state.moments = stage.trainer.moments()
+        state.round, state.step = progress.rounds_and_steps_of(ctx.rank)
+        state.drawn = state.step * state.batch
+        state.pending = state.start = state.begun = state.before_work = None
+    for name in COMMON:
+        setattr(state, name, known[name])
+    if index < len(stages) and stages[index].delayed_overlap is not None:
         # a first piece of work is planned as the others' finished piece
-        state.rest = known.pending_rest if known.is_delayed else None
-    return known.index
+        state.rest = known["pending_rest"] if known["is_delayed"] else None
+    return index

@@ -66,6 +66,7 @@ from ashl.stage.contract import (
     StageConfig,
     Topology,
 )
+from ashl.stage.program import check_min_workers
 from ashl.stage.progress import Progress
 from ashl.topology.ending import (
     drop_reason,
@@ -79,7 +80,6 @@ from ashl.topology.parameter_server import (
     ServerRule,
     ServerState,
     admit_all,
-    check_min_workers,
     finish_stage,
     join,
     merge_buffered,
@@ -449,7 +449,7 @@ def count_member(
         progress.join(rank)
     elif rank not in progress.failed:
         progress.remove_worker(rank)
-        check_min_workers(ctx, stage, rank, progress.num_present)
+        check_min_workers(ctx, stage, [rank], progress.num_present)
 
 
 def apply_region_update(stage: StageConfig, state: ServerState, difference: Any) -> None:

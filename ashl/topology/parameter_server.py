@@ -32,14 +32,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from ashl.aggregate.weighted import Push
 from ashl.compression.contract import EncodeContext
-from ashl.errors import AshlError, UsageError
+from ashl.errors import UsageError
 from ashl.option import Ratio, option, quoted_name
 from ashl.plan.plan import WorkerPlan, assign_work
 from ashl.plan.profile import Profile
@@ -77,7 +77,7 @@ from ashl.stage.members import (
     remaining_rounds,
     survivors,
 )
-from ashl.stage.program import apply_assignments
+from ashl.stage.program import apply_assignments, check_min_workers
 from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
 from ashl.topology.ending import (
     drop_reason,
@@ -121,7 +121,8 @@ AS_PLANNED = Assignment()
 class Pull(NamedTuple):
     """Header of every reply to a push.
 
-    With `runtime.on_worker_failure=reshard` the ranks of the failed workers follow the header.
+    With `runtime.on_worker_failure=reshard` the ranks of the failed workers follow the header. The
+    answer to a join request has it, too, followed by `JOIN_FIELDS` numbers about the new member.
     """
 
     signal: int  # GO, NEXT, STOP or PAUSE
@@ -139,50 +140,20 @@ class Pull(NamedTuple):
 
 
 PULL_FIELDS = len(Pull._fields)
+PULL_TYPES = tuple(get_type_hints(Pull).values())
 
 
-class Admission(NamedTuple):
-    """Header of the answer to a join request."""
-
-    signal: int  # GO; STOP if the run is over
-    end_ns: int  # end time of the run, with STOP; else 0
-    stage: int = 0  # index of the present stage
-    version: int = 0  # of the model
-    steps: int = 0  # steps applied so far, of all workers
-    samples: int = 0  # samples applied so far, of all workers
-    rounds: int = 0  # rounds of this worker: applied, dropped or not merged yet
-    done: int = 0  # steps of this worker in these rounds
-    # first stage whose assignments were planned after profiling, and follow in another message;
-    # 0 = no such stage
-    planned: int = 0
-    # next work; units as in `Assignment`
-    local_steps: int = 1
-    ratio: float = 1.0
-    interval_s: float = 0.0
-    batch: int = 0
-
-
-ADMISSION_FIELDS = len(Admission._fields)
-Head = TypeVar("Head", bound=NamedTuple)
-
-
-def parse_reply(of: type[Head], meta: tuple[float, ...]) -> Head:
-    """Return a message's header as the type `of`; further numbers in `meta` are ignored.
+def parse_reply(meta: tuple[float, ...]) -> Pull:
+    """Return the header of a reply; further numbers in `meta` are ignored.
 
     In virtual time the header may already have that type. Between processes all fields are floats.
     """
-    if isinstance(meta, of):
+    if isinstance(meta, Pull):
         return meta
-    return of(*(kind(x) for kind, x in zip(field_types(of), meta, strict=False)))
+    return Pull(*(kind(x) for kind, x in zip(PULL_TYPES, meta, strict=False)))
 
 
-@cache
-def field_types(of: type[NamedTuple]) -> tuple[type[float], ...]:
-    """Return the types of a header's fields, in order."""
-    return tuple(get_type_hints(of).values())
-
-
-def adopt_reply(state: WorkerState, header: Pull | Admission) -> None:
+def adopt_reply(state: WorkerState, header: Pull) -> None:
     """Take over the counts and the assignment of a server's reply."""
     state.version = header.version
     state.steps = header.steps
@@ -386,7 +357,6 @@ class ServerState:
     newcomers: tuple[int, ...] = ()  # workers whose join request has no answer yet
     incarnations: dict[int, int] = field(default_factory=dict)  # of each rejoined worker
     failures: dict[int, int] = field(default_factory=dict)  # earlier failures of these workers
-    pulls: list[Tag] = field(default_factory=list)  # tag of the replies to each worker
     quorum: int = 1  # pushes of one merge
     members: Any = None  # `Members`: the workers that have not failed
     work: Any = None  # `Assignments`: their present work
@@ -415,10 +385,13 @@ class ServerState:
         self.set_members(stage)
         self.work = self.members.planned
         self.codec_state = stage.carry_over_codec_state(self.codec_state, self.progress.samples)
-        self.pulls = [stage.tag("pull", self.incarnations.get(rank, 0)) for rank in stage.workers]
         if stage.resets_momentum:
             self.moments = stage.trainer.moments()
         self.outer_state = None if stage.resets_outer_momentum else self.outer_state
+
+    def pull_tag(self, stage: StageConfig, rank: int) -> Tag:
+        """Return the tag of the replies to this worker."""
+        return stage.tag("pull", self.incarnations.get(rank, 0))
 
     def set_members(self, stage: StageConfig) -> None:
         """Set the members and the quorum after a failure or a rejoin."""
@@ -474,7 +447,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
             begun, remaining = await begin_piece(ctx, stage, state)
         asked = ctx.now
         message = await answer
-        reply = parse_reply(Pull, message.meta)
+        reply = parse_reply(message.meta)
         signal = reply.signal
         if stage.reshards:
             state.away = tuple(map(int, message.meta[PULL_FIELDS:]))
@@ -607,7 +580,7 @@ async def pause_if_all_wait(ctx: RankContext, stage: StageConfig, state: ServerS
     await admit_newcomers(ctx, stage, state)
     if len(progress.waiting) < progress.num_present:
         return False
-    if is_last_round(stage, state):
+    if is_truncated(rounds_ahead(stage, state)):  # a stop limit truncates the next round
         state.signal, state.reason = GO, None
         return False
     await tell_servers(ctx, stage, progress.version, PAUSE, end_time_ns(stage, ctx.now_ns))
@@ -619,11 +592,6 @@ def may_all_proceed(stage: StageConfig, state: ServerState) -> bool:
     """Return True if every waiting worker may proceed now."""
     ranks = {*stage.sync.may_proceed(state.rule_state, state.progress)}
     return len(ranks) == len(state.progress.waiting)
-
-
-def is_last_round(stage: StageConfig, state: ServerState) -> bool:
-    """Return True if a stop limit truncates the next round."""
-    return is_truncated(rounds_ahead(stage, state))
 
 
 # Pushes at the server: decode, merge, answer
@@ -817,7 +785,7 @@ async def reply(
     meta = Pull(signal, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
     if stage.reshards:
         meta = (*meta, *failed_ranks(stage, progress))
-    await ctx.send(rank, state.pulls[rank], payload, meta)
+    await ctx.send(rank, state.pull_tag(stage, rank), payload, meta)
     return changed
 
 
@@ -884,6 +852,10 @@ def rounds_ahead(stage: StageConfig, state: ServerState) -> Remaining:
 
 
 PLANNED: Tag = ("planned", 0, 0)  # assignments planned after profiling, for a joining worker
+# Numbers in the answer to a join request: index of the stage; rounds of this worker (applied,
+# dropped or not merged yet), and its steps in them; first stage whose assignments follow as
+# `PLANNED`, or 0.
+JOIN_FIELDS = 4
 
 
 def admission_tag(incarnation: int) -> Tag:
@@ -931,20 +903,6 @@ def record_join(state: ServerState, message: Message) -> None:
     state.failures[message.src] = int(message.meta[1])
 
 
-def check_min_workers(ctx: RankContext, stage: StageConfig, rank: int, remaining: int) -> None:
-    """Raise AshlError if the remaining workers are too few after the failure of `rank`.
-
-    The limit is `runtime.min_workers`. In a run that does not tolerate failures, the error names
-    that failure as its `__cause__`.
-    """
-    if remaining < stage.min_workers:
-        raise AshlError(
-            f"worker {rank} failed at {ctx.now:.6g} s and {remaining} of {stage.num_workers}"
-            f" workers are running, fewer than runtime.min_workers={stage.min_workers}:"
-            " the run ends here"
-        ) from (None if stage.elastic else PeerFailedError(rank))
-
-
 async def remove_failed(
     ctx: RankContext, stage: StageConfig, state: ServerState, rank: int
 ) -> bool:
@@ -963,7 +921,7 @@ async def remove_failed(
     for codec_state in (state.codec_state, *state.fragment_codec_states):
         codec_state.forget(rank)
     if ctx.rank == stage.server:  # the server of a region does not know all workers
-        check_min_workers(ctx, stage, rank, progress.num_present + len(state.newcomers))
+        check_min_workers(ctx, stage, [rank], progress.num_present + len(state.newcomers))
     progress.now_s = ctx.now
     rule.without(stage, state, rank)
     await discard_parts(ctx, stage, rank)
@@ -1000,10 +958,9 @@ async def admit(
     progress.join(rank)
     state.set_members(stage)
     state.assign(stage, state.work.workers)
-    state.pulls[rank] = stage.tag("pull", state.incarnations[rank])
     progress.now_s = ctx.now
     stage.sync.with_joined(stage, state, rank)
-    stage.pipeline.record_full_pull(state.codec_state, rank, state.params)
+    state.codec_state.held[rank] = state.params
     planned, rows = state.assigned or (0, None)
     version = progress.version
     if of_first is not None and stage.sync.in_rounds:  # the round that the first server waits for
@@ -1014,9 +971,9 @@ async def admit(
     # steps of its earlier incarnation's pushes that are buffered
     buffered = [push.steps for push in state.buffer if push.worker == rank]
     pushed = (rounds + len(buffered), done + sum(buffered))
-    admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *assignment)
+    header = Pull(GO, *applied, 0, False, 0, *assignment)
     payload = stage.sync.admission_payload(stage, state)
-    meta = (*admission, *failed_ranks(stage, progress))
+    meta = (*header, stage.index, *pushed, planned, *failed_ranks(stage, progress))
     await ctx.send(rank, admission_tag(state.incarnations[rank]), payload, meta)
     if rows is not None:
         await ctx.send(rank, PLANNED, rows)
@@ -1029,9 +986,8 @@ async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -
     """
     while True:
         for rank in state.newcomers:
-            await ctx.send(
-                rank, admission_tag(state.incarnations[rank]), None, Admission(STOP, end_ns)
-            )
+            over = Pull(STOP, 0, 0, 0, 0, False, end_ns)
+            await ctx.send(rank, admission_tag(state.incarnations[rank]), None, over)
         state.newcomers = ()
         message = await ctx.recv(JOIN, PEER_FAILED)
         if message.tag == JOIN:
@@ -1058,9 +1014,9 @@ async def ask_to_join(ctx: RankContext, stage: StageConfig) -> list[Message] | N
     for server in servers[:1] if topology.servers > 1 else servers:
         await ctx.send(server, JOIN, None, (incarnation, ctx.incarnation))
     answers = [await ctx.recv(admission_tag(incarnation))]
-    admission = parse_reply(Admission, answers[0].meta)
-    if admission.signal == STOP:
-        ctx.time_accounting.close(admission.end_ns)
+    header = parse_reply(answers[0].meta)
+    if header.signal == STOP:
+        ctx.time_accounting.close(header.end_ns)
         return None
     while len(answers) < topology.servers:
         answers.append(await ctx.recv(admission_tag(incarnation)))
@@ -1074,20 +1030,21 @@ async def enter_running_stage(
 
     Args: message: the answer of the server; payload: what the worker starts from.
     """
-    admission = parse_reply(Admission, message.meta)
+    header, more = parse_reply(message.meta), message.meta[PULL_FIELDS:]
+    index, rounds, done, planned = map(int, more[:JOIN_FIELDS])
     state = stages[0].topology.begin(stages[0], ctx.rank)
     state.incarnation = int(message.tag[2])
-    state.steps, state.samples = admission.steps, admission.samples
-    if admission.planned:
-        state.assigned = admission.planned, (await ctx.recv(PLANNED)).payload
+    state.steps, state.samples = header.steps, header.samples
+    if planned:
+        state.assigned = planned, (await ctx.recv(PLANNED)).payload
         stages = apply_assignments(stages, *state.assigned)
-    stage = stages[admission.stage]
-    state.away = tuple(map(int, message.meta[ADMISSION_FIELDS:]))
+    stage = stages[index]
+    state.away = tuple(map(int, more[JOIN_FIELDS:]))
     state.enter(stage, members_of(stage), ctx.rank)
     if payload is not None:
         stage.sync.apply_admission(state, payload)
-    adopt_reply(state, admission)
-    state.round, state.step = admission.rounds, admission.done
+    adopt_reply(state, header)
+    state.round, state.step = rounds, done
     state.drawn = state.step * state.batch
     return stage.index, state
 
@@ -1126,12 +1083,13 @@ async def finish_stage(
     working = set(stage.workers) - set(progress.waiting) - progress.failed
     for rank in sorted(progress.waiting):
         staleness, late = progress.stop_waiting(rank)
-        stage.pipeline.record_full_pull(state.codec_state, rank, state.params)
+        state.codec_state.held[rank] = state.params
         meta = (
             *Pull(signal, *applied, staleness, late or rank in unmerged, end_ns),
             *failed_ranks(stage, progress),
         )
-        await ctx.send(rank, state.pulls[rank], state.params if signal == NEXT else None, meta)
+        payload = state.params if signal == NEXT else None
+        await ctx.send(rank, state.pull_tag(stage, rank), payload, meta)
     while working:
         message = await ctx.recv(stage.tag("push"), PEER_FAILED, JOIN)
         if message.tag == JOIN:
@@ -1144,7 +1102,10 @@ async def finish_stage(
         if message.start_ns <= end_ns:
             progress.count_dropped(message.src, int(message.meta[0]), drop_reason(signal))
         await ctx.send(
-            message.src, state.pulls[message.src], None, Pull(signal, *applied, 0, True, end_ns)
+            message.src,
+            state.pull_tag(stage, message.src),
+            None,
+            Pull(signal, *applied, 0, True, end_ns),
         )
     if signal == STOP:
         # with shards, only the first server tells that the run is over

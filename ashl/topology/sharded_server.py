@@ -75,8 +75,6 @@ from ashl.topology.local_work import (
 )
 from ashl.topology.parameter_server import (
     PULL_FIELDS,
-    Admission,
-    Pull,
     ServerRule,
     ServerState,
     admit,
@@ -162,7 +160,7 @@ class ShardedServer(Topology):
             return None
         model = concatenate([answer.payload for answer in answers])
         index, state = await enter_running_stage(ctx, stages, answers[0], model)
-        state.versions = [parse_reply(Admission, answer.meta).version for answer in answers]
+        state.versions = [parse_reply(answer.meta).version for answer in answers]
         return index, state
 
     def role(self, stage: StageConfig, rank: int) -> Loop:
@@ -256,12 +254,12 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
         asked = ctx.now
         answers, finals = await receive_answers(ctx, stage, pull)
         state.pull_s = ctx.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
-        replies = [parse_reply(Pull, answer.meta) for answer in answers]
+        replies = [parse_reply(answer.meta) for answer in answers]
         dropped = [bool(reply.dropped) and not math.isnan(loss) for reply in replies]
         restore_shards(stage, state, payloads, dropped)
         reply = replies[0]
         for k, final in enumerate(finals):
-            replies[k] = parse_reply(Pull, final.meta)
+            replies[k] = parse_reply(final.meta)
             if final.payload is not None:  # else the shard has not changed since the first answer
                 answers[k] = final
         signal = replies[0].signal
@@ -315,7 +313,7 @@ async def receive_answers(
 
 def is_final(answer: Message) -> bool:
     """Return True if an answer tells the end of the stage, or a pause."""
-    return parse_reply(Pull, answer.meta).signal != GO
+    return parse_reply(answer.meta).signal != GO
 
 
 async def make_pushes(

@@ -187,7 +187,7 @@ FEWER = r"2 of 3 workers are running, fewer than runtime\.min_workers=3"
 @pytest.mark.parametrize(
     ("topology", "events", "least", "said"),
     [
-        ("server", ALL_FAIL, 1, r"worker 2 failed at 0\.32 s and 0 of 3 workers are running"),
+        ("server", ALL_FAIL, 1, r"worker 2 failed by 0\.32 s and 0 of 3 workers are running"),
         ("all_reduce", ALL_FAIL, 1, r"worker 2 failed at 0\.3 s and 0 of 3 workers remain that"),
         *((topology, (lost(0, 0.1),), 3, FEWER) for topology in TOPOLOGIES),
         (
