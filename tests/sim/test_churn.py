@@ -20,11 +20,9 @@ from ashl.runtime.churn import Churn
 from ashl.runtime.effects import PEER_FAILED, PeerFailedError
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
-from ashl.stage.contract import FAULT_TOLERANT, Rule
 from ashl.stage.members import members_of, merge_weights
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.parameter_server import ParameterServer, ServerRule
-from tests.conf_option import CONF, conf_option
+from ashl.topology.parameter_server import ServerRule
 from tests.laws.machines import cluster
 from tests.support import planned, run
 from tests.swarm.drawn import Seen
@@ -225,50 +223,6 @@ def test_a_loss_while_profiling_ends_the_run_and_one_after_it_does_not() -> None
     assert set(again) == {planned_steps}, (
         "who comes back does what was planned while the run went on"
     )
-
-
-def rules() -> list[str]:
-    """The modes that a parameter server's loops play."""
-    options = {
-        path.stem: conf_option("sync", path.stem) for path in sorted((CONF / "sync").glob("*.yaml"))
-    }
-    return [
-        name
-        for name, sync in options.items()
-        if isinstance(sync, ServerRule) and type(sync).loop is Rule.loop
-    ]
-
-
-def goes_on(name: str) -> bool:
-    sync = conf_option("sync", name)
-    return FAULT_TOLERANT in (ParameterServer.supports if sync.supports is None else sync.supports)
-
-
-def test_every_mode_continues() -> None:
-    found = rules()
-    assert len(found) > 15
-    assert all(map(goes_on, found))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", rules())
-def test_a_loss_at_any_moment(name: str) -> None:
-    """In compute, in push, while it waits, at the end: the run ends by its count, and the books
-    balance.
-    """
-    own = ["schedule.h_preset=[2]"] if conf_option("sync", name).local_steps == "plan" else []
-    own += ["optimizer.momentum=0", "optimizer.weight_decay=0"] if name == "spy" else []
-    plan = planned(*RUN, "runtime.gradients=false", f"sync={name}", "stop.steps=60", *own)
-    end_s = run(plan).time_ns / 1e9
-    for moment in (0.05, 0.11, 0.115, 0.125, 0.5 * end_s, 0.999 * end_s, end_s):
-        for worker in range(3):
-            for events in (
-                (lost(worker, moment),),
-                (lost(worker, moment), back(worker, moment + 0.033)),
-            ):
-                ran = run(with_events(plan, *events))
-                assert ran.end["reason"] == "steps"
-                assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
 
 
 @pytest.mark.parametrize(

@@ -269,13 +269,6 @@ def test_no_round_at_a_server_waits_for_a_worker_that_joins_within_it(
         assert ran.end["commits"][2] > 0
 
 
-@pytest.mark.parametrize("overlap", [own for own, _ in IN_BUCKETS], ids=lambda own: own[0])
-def test_a_worker_joins_between_steps_that_travel_in_buckets(overlap: tuple[str, ...]) -> None:
-    plan = planned(*RUN, "sync=bsp", *PORTS, *overlap, "runtime.gradients=false", "stop.steps=60")
-    ran = run(with_events(plan, lost(2, 0.2), back(2, 0.5)))
-    assert any(r["rank"] == 2 and r["start_ns"] > 5e8 for r in ran.of("Round"))
-
-
 GOSSIP = ("topology=gossip", "sync.local_steps=3")
 IN_ROUNDS = (
     ("topology=all_reduce", "sync=bsp"),

@@ -7,21 +7,12 @@ nanosecond, the step and the byte.
 import random
 from collections import Counter
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.contract import EncodeContext, Layer
-from ashl.compression.wrappers import wrap_codec
-from ashl.overlap.layerwise import Layerwise
-from ashl.overlap.timeline import buckets_of_tensors
-from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Limits
-from ashl.planning.instantiate import link_of
 from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.sim import Sim
-from ashl.size_only import SizeOnly
-from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.contract import StageConfig
 from ashl.sync.asp import ASP
 from ashl.sync.backup import Backup
@@ -30,7 +21,6 @@ from ashl.sync.local_sgd import LocalSGD
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
-from tests.conf_option import conf_option
 from tests.swarm.drawn import (
     BATCH,
     Seen,
@@ -42,8 +32,6 @@ from tests.swarm.drawn import (
     drawn_limits,
     run,
 )
-
-SERIAL = 500  # seeds from here on draw gradients in parts
 
 
 def drawn_stage(rng: random.Random, n: int) -> StageConfig:
@@ -66,37 +54,10 @@ def drawn_stage(rng: random.Random, n: int) -> StageConfig:
     return bound(rng, sync, topology, n, drawn_limits(rng))
 
 
-def drawn_in_parts(rng: random.Random, n: int) -> StageConfig:
-    """Gradients that travel in parts, dense or each compressed by itself."""
-    stage = bound(rng, BSP(exchange="gradient"), AllReduce(), n, drawn_limits(rng))
-    d = stage.trainer.num_params
-    bounds = sorted({0, d, *(rng.randint(1, d) for _ in range(rng.randint(0, 5)))})
-    layout = tuple(Layer(str(a), (b - a,)) for a, b in pairwise(bounds))
-    parts = buckets_of_tensors([layer.shape for layer in layout], [rng.random() for _ in layout])
-    shares = tuple(rng.choice([0.01, 0.3]) for _ in parts)
-    overlap = rng.choice([WFBP(), Layerwise(plan="none", ratio=shares, max_ratio=1.0)])
-    if not overlap.compresses:
-        return replace(stage, overlap=overlap, layer_groups=parts)
-    codec = conf_option("compression", rng.choice(["topk", "random_mask", "qsgd"]))
-    links = tuple(link_of(codec, layout, part.start, part.stop) for part in parts)
-    return replace(
-        stage,
-        overlap=overlap,
-        layer_groups=parts,
-        pipelines=links,
-        layout=layout,
-        codec=wrap_codec(codec, layout),
-    )
-
-
 def drawn(seed: int) -> tuple[Cluster, StageConfig]:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
-    if seed < SERIAL:
-        return cluster, drawn_stage(rng, cluster.num_workers)
-    return replace(cluster, compress_s=rng.choice([0.0, 0.01])), drawn_in_parts(
-        rng, cluster.num_workers
-    )
+    return cluster, drawn_stage(rng, cluster.num_workers)
 
 
 def played(seed: int) -> tuple[Sim, Seen, StageConfig]:
@@ -153,37 +114,14 @@ def check_bounds(seen: Seen, stage: StageConfig, end: dict) -> None:
         assert len(set(end["commits"])) == 1
 
 
-def messages_bytes(stage: StageConfig) -> list[int]:
-    """Return the bytes of each message of a collective, in each direction."""
-    n, link = stage.num_workers, stage.pipeline
-    if not stage.buckets:
-        return [2 * (n - 1) * 4 * link.d // n]
-    if not stage.pipelines:
-        return [2 * (n - 1) * 4 * (part.stop - part.start) // n for part in stage.buckets]
-    contexts = [EncodeContext(ratio=bucket.ratio) for bucket in stage.buckets]
-    bodies = [
-        own.encode(CodecState(), SizeOnly(0), context)
-        for own, context in zip(stage.pipelines, contexts, strict=True)
-    ]
-    if not link.traits.linear:
-        return [(n - 1) * body.nbytes for body in bodies]
-    summed = [
-        own.summand(*coded).nbytes
-        for own, *coded in zip(stage.pipelines, bodies, contexts, strict=True)
-    ]
-    return [2 * (n - 1) * nbytes // n for nbytes in summed]
-
-
 def check_bytes(seen: Seen, stage: StageConfig, end: dict) -> None:
     """Every exchange moves the dense model, and what one end sends the other end gets."""
     n, dense = stage.num_workers, stage.trainer.dense_bytes
     ledgers = {record["rank"]: record for record in seen.of("TimeTotals")}
     if not stage.topology.has_server:
-        each = messages_bytes(stage)
-        moved = end["merges"] * sum(each)
-        begun = (
-            set(accumulate(each, initial=0)) if end["reason"] == "seconds" else {0}
-        )  # in time, and paid
+        each = 2 * (n - 1) * dense // n
+        moved = end["merges"] * each
+        begun = {0, each} if end["reason"] == "seconds" else {0}  # in time, and paid
         assert {(r["bytes_up"], r["bytes_down"]) for r in ledgers.values()} <= {
             (moved + late,) * 2 for late in begun
         }

@@ -8,17 +8,22 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ashl.cluster.spec import Cluster
+from ashl.compression.contract import Layer
+from ashl.compression.wrappers import wrap_codec
 from ashl.overlap.dear import DeAR
+from ashl.overlap.layerwise import Layerwise
 from ashl.overlap.none import Serial
 from ashl.overlap.priority import Priority
 from ashl.overlap.slices import Slices
 from ashl.overlap.tictac import TicTac
 from ashl.overlap.timeline import FORWARD, Bucket
 from ashl.overlap.wfbp import WFBP
+from ashl.planning.instantiate import link_of
 from ashl.stage.contract import StageConfig
 from ashl.sync.bsp import BSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
+from tests.conf_option import conf_option
 from tests.swarm.drawn import (
     bound,
     check_mail,
@@ -58,8 +63,24 @@ def drawn(seed: int) -> tuple[Cluster, StageConfig]:
         return cluster, replace(stage, overlap=overlap, layer_groups=drawn_parts(rng, size))
     slices, plan = rng.randint(max(1, size // 20), size), rng.choice(["layers", "bytes"])
     priority = Priority(plan=plan, slice=slices, credit=rng.randint(1, 5))
-    overlap = rng.choice([WFBP(), DeAR(plan=plan), priority])
-    return cluster, replace(stage, overlap=overlap, layer_groups=drawn_parts(rng, size))
+    overlap = rng.choice([WFBP(), DeAR(plan=plan), priority, None])
+    stage = replace(stage, overlap=overlap, layer_groups=drawn_parts(rng, size))
+    return cluster, stage if overlap else encoded_by_bucket(rng, stage)
+
+
+def encoded_by_bucket(rng: random.Random, stage: StageConfig) -> StageConfig:
+    """Return the stage with a codec that encodes each layer group by itself."""
+    groups = stage.layer_groups
+    layout = tuple(Layer(str(part.start), (part.stop - part.start,)) for part in reversed(groups))
+    ratios = tuple(rng.choice([0.01, 0.3]) for _ in groups)
+    codec = conf_option("compression", rng.choice(["topk", "random_mask", "qsgd"]))
+    return replace(
+        stage,
+        overlap=Layerwise(plan="none", ratio=ratios, max_ratio=1.0),
+        pipelines=tuple(link_of(codec, layout, part.start, part.stop) for part in groups),
+        layout=layout,
+        codec=wrap_codec(codec, layout),
+    )
 
 
 def check(seed: int) -> None:
@@ -73,9 +94,8 @@ def check(seed: int) -> None:
     check_bounds(seen, stage, end)
     check_repeat(seed, seen, lambda: run(cluster, (stage,), seed)[1])
     if stage.limits.seconds is None:
-        (serial,) = run(cluster, (replace(stage, overlap=Serial(), layer_groups=()),), seed)[1].of(
-            "StageEnd"
-        )
+        alone = replace(stage, overlap=Serial(), layer_groups=(), pipelines=())
+        (serial,) = run(cluster, (alone,), seed)[1].of("StageEnd")
         assert [end[name] for name in ("steps_by", "commits", "reason")] == [
             serial[name] for name in ("steps_by", "commits", "reason")
         ]

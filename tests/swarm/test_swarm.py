@@ -63,9 +63,9 @@ def in_parts(kind: str) -> Swarm:
 
 
 SWARMS = {
-    "one stage": Swarm(one_stage.check, one_stage.drawn, range(600)),
+    "one stage": Swarm(one_stage.check, one_stage.drawn, range(500)),
     "stages": Swarm(stages.check, stages.drawn, range(200)),
-    "overlap": Swarm(overlap.check, overlap.drawn, range(120)),
+    "overlap": Swarm(overlap.check, overlap.drawn, range(200)),
     "protocols": Swarm(protocols.check, protocols.drawn, range(300)),
     "gossip": Swarm(gossip.check, gossip.drawn, range(200), range(10_000, 13_000)),
     "groups": Swarm(groups.check, groups.drawn, range(360), range(360, 4100)),
