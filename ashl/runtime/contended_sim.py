@@ -9,20 +9,20 @@ its share.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ashl.cluster.network import ExchangeNetwork, NicNetwork
 from ashl.cluster.spec import ContentionCosts, Measured
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import CollectiveQueue, Posted
-from ashl.runtime.effects import Compute, Message, Recv
+from ashl.runtime.effects import Compute
 from ashl.runtime.kernel import Task
-from ashl.runtime.rank_context import Observer, RankContext
-from ashl.runtime.sim import END_OF_INSTANT, Sim, price_collective
+from ashl.runtime.rank_context import Observer
+from ashl.runtime.sim import END_OF_INSTANT, Segment, Sim, price_collective
 from ashl.runtime.sums import chunk
 
 COMPUTE, COLLECTIVE = 0, 1  # the two queues of a rank
@@ -98,39 +98,6 @@ class Contention:
         return self.rates[queue] if self.queues[1 - queue] else 1.0
 
 
-class ContendedCompute(Compute):
-    """A computation whose end is not known when it begins, because a collective may slow
-    it down.
-    """
-
-    __slots__ = ()
-
-
-class ContendedContext(RankContext):
-    """A rank of `ContendedSim`."""
-
-    __slots__ = ()
-
-    def compute(self, *args: Any, **kwargs: Any) -> ContendedCompute:
-        return ContendedCompute(*args, **kwargs)
-
-
-class Segment(NamedTuple):
-    """One part of a computation: its class of time, its nanoseconds when alone, and a function that
-    is called at its end.
-    """
-
-    kind: str
-    alone_ns: float
-    then: Callable[[], None] | None = None
-
-
-class Segments(NamedTuple):
-    """The effect that keeps a rank's compute queue busy with one segment after the other."""
-
-    segments: tuple[Segment, ...]
-
-
 class ContendedSim(Sim):
     """Drives the coroutines of all ranks under a virtual clock, with contention between computing
     and collectives.
@@ -145,7 +112,6 @@ class ContendedSim(Sim):
         costs: ContentionCosts,
     ) -> None:
         super().__init__(num_ranks, speed, network, observer)
-        self.contexts = [ContendedContext(self, rank) for rank in range(num_ranks)]
         self._contention = [Contention(costs) for _ in range(num_ranks)]
         self._start_ns = round(costs.start_s * NS)
 
@@ -154,67 +120,20 @@ class ContendedSim(Sim):
         for rank in ranks:
             self._contention[rank] = self._contention[rank].without_work()
 
-    def _perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
-        if isinstance(effect, Segments):
-            return self._run_segments(task, effect.segments, None)
-        if not isinstance(effect, ContendedCompute):
-            return super()._perform_infrequent(task, effect)
-        if effect.needs:
-            return False, self._compute_with_needs(task, effect)
-        payloads = dict[int, Any]()
-        if effect.parts:
-            value = effect.fn(payloads.__setitem__)
-        else:
-            value = effect.fn() if self.begin_compute is None else self.begin_compute(effect)
-        cost = self._cost_ns(task.ctx.rank, effect.kind, effect.work, self.now_ns)
-        segments = self._segments_of(task, effect, payloads, cost)
-        return self._run_segments(task, segments, value)
+    def _compute(self, task: Task, effect: Compute) -> tuple[bool, Any]:
+        if effect.needs or effect.parts:
+            return super()._compute(task, effect)
+        value = effect.fn() if self.begin_compute is None else self.begin_compute(effect)
+        cost_ns = self._cost_ns(task.ctx.rank, effect.kind, effect.work, self.now_ns)
+        return self._run_segments(task, [Segment(effect.time_class, cost_ns)], value)
 
-    def _segments_of(
-        self, task: Task, effect: Compute, payloads: dict[int, Any], cost: int, done: float = 0.0
-    ) -> tuple[Segment, ...]:
-        """Return the segments of a computation of which the share `done` is already over."""
-        segments, encoded, encoding = list[Segment](), 0, effect.encoding
-        for k, (share, tag) in enumerate(effect.parts):
-            payload, kind, alone_ns = payloads[k], "compute", cost * (share - done)
-            done = share
-            if encoding is not None:
-                segments.append(Segment("compute", alone_ns))
-                payload, before = encoding.fn(k, payload), encoded
-                encoded = self._cost_ns(task.ctx.rank, "compress", encoding.work[k], self.now_ns)
-                kind, alone_ns = "compress", encoded - before
-            segments.append(
-                Segment(kind, alone_ns, partial(self._deliver_part, task, tag, payload))
-            )
-        return (*segments, Segment(effect.time_class, cost * (1 - done)))
-
-    def _deliver_part(self, task: Task, tag: fx.Tag, payload: Any) -> None:
-        self._emit_part((task, Message(task.ctx.rank, tag, payload, (), self.now_ns)))
-
-    def _compute_with_needs(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
-        """Yield the effects of a computation that pauses until each message that it needs has
-        arrived.
-        """
-        needed_payloads, payloads, done = [], dict[int, Any](), 0.0
-        cost = self._cost_ns(task.ctx.rank, effect.kind, effect.work, self.now_ns)
-        for share, tag in effect.needs:
-            yield Segments((Segment("compute", cost * (share - done)),))
-            needed_payloads.append((yield Recv((tag,))).payload)
-            done = share
-        value = effect.fn(payloads.__setitem__, needed_payloads.__getitem__)
-        yield Segments(self._segments_of(task, effect, payloads, cost, done))
-        return value
-
-    def _run_segments(
-        self, task: Task, segments: tuple[Segment, ...], value: Any
-    ) -> tuple[bool, Any]:
-        """Queue the segments; the task goes on with `value` after the last one."""
+    def _run_segments(self, task: Task, segments: list[Segment], value: Any) -> tuple[bool, Any]:
         contention = self._contention[task.ctx.rank]
-        if not contention.queues[COMPUTE] and not any(own.alone_ns or own.then for own in segments):
+        if not contention.queues[COMPUTE] and not any(own.cost_ns or own.emits for own in segments):
             return False, value
         for place, segment in enumerate(segments):
             last = place + 1 == len(segments)
-            work = segment.alone_ns, partial(self._end_segment, task, segment, value, last)
+            work = segment.cost_ns, partial(self._end_segment, task, segment, value, last)
             contention.add(COMPUTE, work, self.now_ns)
         self._schedule_next_end(contention)
         return True, None
@@ -227,8 +146,8 @@ class ContendedSim(Sim):
         if task.main:
             task.ctx.time_accounting.attribute_until("wait", began_ns)
             task.ctx.time_accounting.attribute_until(segment.kind, self.now_ns)
-        if segment.then is not None:
-            segment.then()
+        if segment.emits is not None:
+            self._emit_part((task, segment.emits))
         if last:
             self._resume(task, value)
 

@@ -27,7 +27,7 @@ from collections.abc import (
 )
 from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ashl.cluster.network import ExchangeNetwork, NicNetwork
 from ashl.cluster.speed import Speed
@@ -56,6 +56,22 @@ T = TypeVar("T")
 # starts all ranks of a run that resumes from a checkpoint
 Begin = Callable[["Sim", Callable[..., Coroutine]], None]
 END_OF_INSTANT = 2**62  # offset of places in the order of events that come at the end of an instant
+
+
+class Segment(NamedTuple):
+    """One part of a computation: its class of time, its cost in ns, and a message that the rank
+    receives from itself at its end.
+    """
+
+    kind: str
+    cost_ns: int
+    emits: Message | None = None
+
+
+class Segments(NamedTuple):
+    """The effect that keeps a rank's compute unit busy with one segment after the other."""
+
+    segments: list[Segment]
 
 
 class Sim:
@@ -250,10 +266,10 @@ class Sim:
             effect = resume_task(task, value)
             kind = effect.__class__
             if kind is Compute:
-                value, end = self._compute(task, effect)
-                if end > self.now_ns:
+                blocked, value = self._compute(task, effect)
+                if blocked:
                     task.waiting = effect
-                    return self._schedule(end, task, value)
+                    return None
             elif kind is Send:
                 value = self._send(ctx, effect)
             elif kind is Recv:
@@ -271,66 +287,99 @@ class Sim:
                     task.waiting = effect
                     return None
 
-    def _compute(self, task: Task, effect: Compute) -> tuple[Any, int]:
-        """Run a computation; return its result and its end in ns.
+    def _compute(self, task: Task, effect: Compute) -> tuple[bool, Any]:
+        """Run a computation; return whether the task blocks, and the effect's value.
 
-        The result of a computation with needs is a generator of the effects that remain.
+        The value of a computation with needs is a generator of the effects that remain.
         """
         if effect.needs:
-            return self._compute_in_steps(task, effect), self.now_ns
+            return False, self._compute_with_needs(task, effect)
         if effect.parts:
             payloads = dict[int, Any]()
             value = effect.fn(payloads.__setitem__)
-            start, cost = self._start_compute(task, effect)
-            return value, self._post_parts(task, effect, payloads, start, cost)
+            start_ns = self._start_compute(task)
+            cost_ns = self._cost_ns(task.ctx.rank, effect.kind, effect.work, start_ns)
+            segments = self._segments_of(task, effect, payloads, start_ns, cost_ns)
+            return self._run_segments(task, segments, value)
         value = effect.fn() if self.begin_compute is None else self.begin_compute(effect)
-        return value, self._occupy_unit(task, effect)
+        end = self._occupy_unit(task, effect)
+        if end <= self.now_ns:
+            return False, value
+        self._schedule(end, task, value)
+        return True, None
 
-    def _post_parts(
-        self, task: Task, effect: Compute, payloads: dict[int, Any], start: int, cost: int
-    ) -> int:
-        """Schedule the parts of a computation that began at `start`; return its end in ns."""
-        rank = task.ctx.rank
-        encoded = [0] * len(effect.parts)  # ns of encoding up to each part
-        if (encoding := effect.encoding) is not None:
-            payloads = {k: encoding.fn(k, payloads[k]) for k in range(len(effect.parts))}
-            encoded = [self._cost_ns(rank, "compress", work, start) for work in encoding.work]
-        before = 0  # ns of encoding so far
-        spans: list[tuple[str, int]] = []
-        for k, (share, tag) in enumerate(effect.parts):
-            computed = start + round(cost * share)
-            due = computed + encoded[k]
-            if encoded[k] > before:
-                spans += [("compute", computed + before), ("compress", due)]
-                before = encoded[k]
-            self._schedule(due, self._emit_part, (task, Message(rank, tag, payloads[k], (), due)))
-        end = self._unit_free[rank] = start + cost + before
-        if task.main:
-            for kind, until in (*spans, ("compute", end)):
-                task.ctx.time_accounting.attribute_until(kind, until)
-        return end
-
-    def _compute_in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
-        """Yield the effects of a computation that needs messages, from one need to the next.
+    def _compute_with_needs(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
+        """Yield the effects of a computation that pauses until each message that it needs has
+        arrived.
 
         The function runs once all needed messages have arrived. No other task may use the rank's
         compute unit meanwhile.
         """
-        start, cost = self._start_compute(task, effect)
-        needed_payloads, payloads = [], dict[int, Any]()
+        start_ns = self._start_compute(task)
+        cost_ns = self._cost_ns(task.ctx.rank, effect.kind, effect.work, start_ns)
+        needed_payloads, payloads, done_ns = [], dict[int, Any](), 0
         for share, tag in effect.needs:
-            reached = start + round(cost * share)
-            if reached > self.now_ns:
-                if task.main:
-                    task.ctx.time_accounting.attribute_until("compute", reached)
-                yield fx.Sleep((reached - self.now_ns) / 1e9)
+            until_ns = round(cost_ns * share)
+            yield Segments([Segment("compute", until_ns - done_ns)])
             needed_payloads.append((yield Recv((tag,))).payload)
-            start += max(0, self.now_ns - reached)  # delayed by the time that it was paused
+            done_ns = until_ns
         value = effect.fn(payloads.__setitem__, needed_payloads.__getitem__)
-        end = self._post_parts(task, effect, payloads, start, cost)
-        if end > self.now_ns:
-            yield fx.Sleep((end - self.now_ns) / 1e9)
+        start_ns = self.now_ns - done_ns
+        yield Segments(self._segments_of(task, effect, payloads, start_ns, cost_ns, done_ns))
         return value
+
+    def _segments_of(
+        self,
+        task: Task,
+        effect: Compute,
+        payloads: dict[int, Any],
+        start_ns: int,
+        cost_ns: int,
+        done_ns: int = 0,
+    ) -> list[Segment]:
+        """Return the segments of a computation that emits these payloads.
+
+        Args: done_ns: the part of its cost that is over.
+        """
+        rank, segments, encoded_ns = task.ctx.rank, list[Segment](), 0
+        for k, (share, tag) in enumerate(effect.parts):
+            payload, computed_ns = payloads[k], round(cost_ns * share)
+            message = Message(rank, tag, payload, (), 0)
+            encode_ns = 0
+            if (encoding := effect.encoding) is not None:
+                message = message._replace(payload=encoding.fn(k, payload))
+                before_ns = encoded_ns
+                encoded_ns = self._cost_ns(rank, "compress", encoding.work[k], start_ns)
+                encode_ns = encoded_ns - before_ns
+            if encode_ns > 0:
+                segments.append(Segment("compute", computed_ns - done_ns))
+                segments.append(Segment("compress", encode_ns, message))
+            else:
+                segments.append(Segment("compute", computed_ns - done_ns, message))
+            done_ns = computed_ns
+        segments.append(Segment(effect.time_class, cost_ns - done_ns))
+        return segments
+
+    def _run_segments(self, task: Task, segments: list[Segment], value: Any) -> tuple[bool, Any]:
+        """Occupy the rank's compute unit with these segments; the task goes on with `value` after
+        the last one. Return whether it blocks, and the value.
+        """
+        rank, kind = task.ctx.rank, segments[0].kind
+        end = max(self._unit_free[rank], self.now_ns)
+        for segment in segments:
+            if segment.kind != kind and task.main:
+                task.ctx.time_accounting.attribute_until(kind, end)
+            kind = segment.kind
+            end += segment.cost_ns
+            if segment.emits is not None:
+                self._schedule(end, self._emit_part, (task, segment.emits))
+        self._unit_free[rank] = end
+        if task.main:
+            task.ctx.time_accounting.attribute_until(kind, end)
+        if end <= self.now_ns:
+            return False, value
+        self._schedule(end, task, value)
+        return True, None
 
     def _emit_part(self, item: tuple[Task, Message]) -> None:
         """Deliver a part of a computation to its own rank."""
@@ -338,31 +387,29 @@ class Sim:
         if task.done:
             return
         task.ctx.time_accounting.record_part(self.now_ns)
+        message = message._replace(start_ns=self.now_ns)
         self._deliver((message.src, message, 2 * self.restarts[message.src]))
 
     def _occupy_unit(self, task: Task, effect: Compute) -> int:
         """Return the end, in ns, of a computation on the rank's compute unit, which runs one
         computation after the other.
         """
-        rank, start = task.ctx.rank, self.now_ns
-        if self._unit_free[rank] > start:
-            start, cost = self._start_compute(task, effect)
-        else:  # the usual case, without a call
-            cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
-            if cost is None:
-                raise undeclared_cost(effect.kind, rank)
+        rank = task.ctx.rank
+        start = self._start_compute(task) if self._unit_free[rank] > self.now_ns else self.now_ns
+        cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
+        if cost is None:
+            raise undeclared_cost(effect.kind, rank)
         end = self._unit_free[rank] = start + cost
         if cost and task.main:
             task.ctx.time_accounting.attribute_until(effect.time_class, end)
         return end
 
-    def _start_compute(self, task: Task, effect: Compute) -> tuple[int, int]:
-        """Return when the rank's compute unit begins this computation, and its cost, both in ns."""
-        rank, now = task.ctx.rank, self.now_ns
-        start = max(self._unit_free[rank], now)
-        if start > now and task.main:
+    def _start_compute(self, task: Task) -> int:
+        """Return when the rank's compute unit begins the next computation, in ns."""
+        start = max(self._unit_free[task.ctx.rank], self.now_ns)
+        if start > self.now_ns and task.main:
             task.ctx.time_accounting.attribute_until("wait", start)
-        return start, self._cost_ns(rank, effect.kind, effect.work, start)
+        return start
 
     def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
         cost = self.speed.cost_ns(rank, kind, work, start_ns)
@@ -485,6 +532,8 @@ class Sim:
         if isinstance(effect, Save):
             self._pause(task, effect)
             return True, None
+        if isinstance(effect, Segments):
+            return self._run_segments(task, effect.segments, None)
         if isinstance(effect, fx.Cancel):
             self._cancel_task(effect.task)
         elif isinstance(effect, fx.Discard):
