@@ -262,7 +262,9 @@ def can_be_planned(point: tuple[str, ...], folder: Path | None, world_size: int 
         if world_size is not None:
             compile_plan(compose(point, folder), world_size, point)
         else:
-            check_point(point, lambda overrides: compose(overrides, folder), {})
+            check_point(
+                point, lambda overrides: compose(overrides, folder), {}, lambda config: None, {}
+            )
     except DataMissingError:
         pass  # the line is right, and the data are not on this machine
 

@@ -21,10 +21,7 @@ Until = Annotated[str, one_of(*ENDS)]
 Kept = Annotated[str, one_of("momentum", "residual")]
 Handover = Annotated[str, one_of("keep", "reset", "drop")]
 Spec = dict[str, Any]  # `_target_` and its parameters
-# defaults of keys that older plan files lack
-AVERAGE: Spec = {"_target_": "ashl.outer.average.Average"}
 SERIAL: Spec = {"_target_": "ashl.overlap.none.Serial"}
-CLASSES: Spec = {"_target_": "ashl.task.classification.Classification"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +48,9 @@ class StagePlan:
     sync: Spec
     topology: Spec
     aggregate: Spec
-    outer: Spec = field(default_factory=AVERAGE.copy)
+    outer: Spec
     compression: Spec
-    overlap: Spec = field(default_factory=SERIAL.copy)  # with the layer groups of its messages
+    overlap: Spec  # with the layer groups of its messages
     optimizer: Spec
     until: dict[Until, float]  # rule → bound, see Stage.reached; empty = until the run's stop rule
     workers: tuple[WorkerPlan, ...]
@@ -137,7 +134,7 @@ class Plan:
     choices: dict[str, str] = field(default_factory=dict)
     model: Spec
     dataset: Spec
-    task: Spec = field(default_factory=CLASSES.copy)
+    task: Spec
     cluster: Spec
     runtime: Spec
     planner: Spec
