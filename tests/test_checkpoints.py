@@ -12,7 +12,6 @@ from ashl.errors import AshlError, UsageError
 from ashl.launch.environment import JobMembership
 from ashl.planning.predict import NO_LIMITS
 from ashl.run import checkpoints
-from ashl.run.authenticated_store import StoreServer, new_secret
 from ashl.run.checkpoints import PROCESSES, CheckpointManager
 from ashl.run.evaluation import Evaluation
 from ashl.run.metrics import CompressionStats
@@ -69,24 +68,18 @@ def save(checkpoint_manager: CheckpointManager, number: int, rank: int, **other:
     checkpoint_manager.add_part(part)
 
 
-def test_the_controller_writes_parts_that_ranks_send_and_publishes_restore_points(
+def test_the_controller_writes_parts_that_ranks_send(
     tmp_path: Path,
 ) -> None:
-    store = StoreServer(new_secret())
     document = encode(to_plain({"state": torch.arange(1_500_000.0)}))
     checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
     checkpoint_manager.add_part(CheckpointPartSaved(0, 4, 3 * SECOND), document)
     checkpoint_manager.complete_checkpoints((), Home())
     saved = checkpoints.find_newest(tmp_path, "run")
-    checkpoints.publish_restore_points(store, saved, 1, {})
-    point = checkpoints.await_restore_point(store, 0, over=lambda: False)
+    point = checkpoints.restore_point_of(saved, 0, None)
     assert point == (3 * SECOND, 5, (), document)
     assert torch.equal(decode(point.content)["state"], torch.arange(1_500_000.0))
-    checkpoints.publish_restore_points(store, None, 1, {})
-    assert checkpoints.await_restore_point(store, 0, over=lambda: False) == (0, 0, (), b"")
-    assert checkpoints.await_restore_point(store, 2, over=lambda: True) is None, (
-        "the run is over before it has begun"
-    )
+    assert checkpoints.restore_point_of(None, 0, None) == (0, 0, (), b"")
 
 
 @pytest.fixture
@@ -327,11 +320,8 @@ def test_no_part_is_awaited_of_a_failed_worker(tmp_path: Path) -> None:
     assert (found.number, found.absent) == (PAUSES + 4, [1])
     assert found.saved_ns(2) == 3 * SECOND + 2
     assert found.lead_ns == found.time_ns == 3 * SECOND + 2
-    store = StoreServer(new_secret())
-    checkpoints.publish_restore_points(store, found, 3, {1: None})
     for rank in range(3):
-        point = checkpoints.await_restore_point(store, rank, over=lambda: False)
-        assert point is not None
+        point = checkpoints.restore_point_of(found, rank, None)
         assert point[:3] == (found.time_ns, PAUSES + 5, (1,))
         assert (decode(point.content) is None) == (rank == 1)
         assert checkpoints.first_epoch(point.number, point.absent, 3).number == 2

@@ -87,7 +87,7 @@ def test_a_joining_worker_begins_its_first_epoch_once() -> None:
 
     async def main(ctx: Any, saved: Any, epoch: Epoch) -> None:
         begun.append(epoch.number)
-        listener.on_membership(ControlUpdate.loads(update.dumps()))  # every answer repeats it
+        listener.on_membership(update)  # every answer repeats it
         await ctx.sleep(0.0)
         for _ in range(2):
             await ctx.save(0, None)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.launch.job import EXIT_EVICTED
 from ashl.run import control_channel
 from ashl.run.authenticated_store import (
     StoreAddress,
@@ -25,10 +24,11 @@ from ashl.run.authenticated_store import (
     new_secret,
 )
 from ashl.run.control_channel import MAX_PENDING_MODELS, Content, ControlChannel, Reporter
+from ashl.run.handshake import PlaceRequests, make_hello, request_place
+from ashl.run.process_setup import EXIT_EVICTED
 from ashl.run.rank import RankSettings, run_rank
-from ashl.run.supervisor import answer_join_requests
+from ashl.run.supervisor import answer_requests
 from ashl.runtime.records import (
-    Alive,
     ControlUpdate,
     End,
     ProcessExited,
@@ -36,7 +36,7 @@ from ashl.runtime.records import (
     Record,
     Snapshot,
     WorkerRejoined,
-    dumps,
+    as_fields,
 )
 from tests.disturbed import wait_for
 from tests.support import planned
@@ -85,9 +85,7 @@ def test_a_model_travels_in_pieces(channel, reporter, monkeypatch) -> None:
     reporter.snapshot(Snapshot(3, 6, 2), None)
     reporter.emit(ProcessExited(3))
     reporter.close()
-    said = [
-        (record, vector) for record, vector in received(channel) if not isinstance(record, Alive)
-    ]
+    said = received(channel)
     assert [type(record) for record, _ in said] == [Snapshot] * 3 + [ProcessExited]
     for (_, vector), model in zip(said, models.values(), strict=False):
         assert vector is not None
@@ -116,7 +114,7 @@ def test_reports_of_a_superseded_incarnation_do_not_count(server, channel, monke
         Reporter(server, 3, rounds="all", incarnation=incarnation) for incarnation in (0, 1)
     )
     first.on_evicted = ends.append  # type: ignore[assignment]
-    first._report([dumps(Alive(3))], b"half a model")
+    first._report([], b"half a model")
     channel.incarnations[3] = 1
     first.emit(RankError(3, "it was stopped", consequence=False))
     first.close()
@@ -207,14 +205,14 @@ def test_a_store_that_no_longer_answers_does_not_hold_up_a_rank(line, channel, m
 
 
 def test_what_is_no_record_is_an_error(store, channel) -> None:
-    store.call("report", 0, 0, dumps(ProcessExited(0)) + "\nhello", b"")
-    with pytest.raises(AshlError, match="another program using the job's port"):
+    store.call("report", 0, 0, [as_fields(ProcessExited(0)), "hello"], b"")
+    with pytest.raises(AshlError, match="a record of an unknown kind"):
         received(channel)
 
 
 @pytest.mark.parametrize("sender", [1, 7])
 def test_no_rank_reports_for_another(store, channel, sender) -> None:
-    store.call("report", sender, 0, dumps(ProcessExited(0)), b"")
+    store.call("report", sender, 0, [as_fields(ProcessExited(0))], b"")
     with pytest.raises(AshlError, match=f"a record of rank 0 came from rank {sender}"):
         received(channel)
 
@@ -226,14 +224,14 @@ def test_records_that_cannot_be_sent_end_the_run_with_their_reason(
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.001)
     made = Reporter(store, 3, rounds="all")
 
-    def full() -> Alive:
+    def full() -> Record:
         raise OSError(28, "No space left on device")
 
     made.make_heartbeat = full
     wait_for(lambda: made._broken, 10)
     made.emit(ProcessExited(3))
     made.close()
-    (error,) = [record for record, _ in received(channel) if not isinstance(record, Alive)]
+    (error,) = [record for record, _ in received(channel)]
     said = "its records cannot be sent: OSError: [Errno 28] No space left on device"
     assert error == RankError(3, said, consequence=False)
 
@@ -257,32 +255,34 @@ def test_a_full_disk_under_a_ranks_log(store, channel, tmp_path, monkeypatch) ->
 
 def test_records_of_an_earlier_incarnation_are_dropped(store, channel) -> None:
     """A worker may end right after its report; its next incarnation has not rejoined by that."""
-    store.call("report", 1, 1, dumps(WorkerRejoined(1, 0)), b"")
+    store.call("report", 1, 1, [as_fields(WorkerRejoined(1, 0))], b"")
     channel.incarnations[1] = 2
     assert received(channel) == []
-    store.call("report", 1, 2, dumps(WorkerRejoined(1, 5)), b"")
+    store.call("report", 1, 2, [as_fields(WorkerRejoined(1, 5))], b"")
     assert received(channel) == [(WorkerRejoined(1, 5), None)]
 
 
-def test_a_join_request_is_withdrawn_when_its_process_waits_no_longer(
-    store, channel, monkeypatch
+def test_a_request_for_a_place_is_withdrawn_when_its_process_waits_no_longer(
+    server, store, monkeypatch
 ) -> None:
     """The controller may evaluate meanwhile. The place went to no process, and stayed taken until
     the heartbeat timeout.
     """
-    monkeypatch.setattr("ashl.run.control_channel.PATIENCE_S", 0.05)
-    assert store.call("join", None) is None
-    assert len(channel.join_requests) == 1
-    answer_join_requests(cast("Any", SimpleNamespace(channel=channel)))
-    assert not channel.join_requests
+    monkeypatch.setattr("ashl.run.handshake.PATIENCE_S", 0.05)
+    requests = PlaceRequests(server, make_hello(0))
+    with pytest.raises(AshlError, match="the run did not answer"):
+        request_place(store, make_hello())
+    assert len(requests.pending) == 1
+    answer_requests(cast("Any", SimpleNamespace(requests=requests)))
+    assert not requests.pending
 
 
 def test_the_end_of_the_run_is_known_when_the_store_ends_right_after_it(monkeypatch) -> None:
     class Ending:
-        def call(self, name: str, *args: object) -> str:
+        def call(self, name: str, *args: object) -> ControlUpdate:
             if name == "end_seen":
                 raise RuntimeError("the job's store has ended")
-            return ControlUpdate(end=End(0)).dumps()
+            return ControlUpdate(end=End(0))
 
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 1000.0)
     made = Reporter(cast("Any", Ending()), 3, rounds="all")

@@ -1,11 +1,15 @@
 """Parts of a job on several nodes: variables of launchers, assignment of ranks, messages."""
 
-import json
 import os
 import re
 import socket
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,26 +20,26 @@ from ashl.launch.environment import JobMembership, first_host, read_membership
 from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
+from ashl.planning.instantiate import parts_of
 from ashl.run import interface
 from ashl.run import job as jobs
 from ashl.run.authenticated_store import StoreServer, new_secret
 from ashl.run.handshake import (
     Hello,
+    Place,
+    PlaceRequests,
     assign_ranks,
     check_gpus,
-    check_hello,
     check_profile,
-    first_difference,
-    gather_hellos,
-    hello_key,
-    parse_hello,
+    make_hello,
+    request_place,
     server_note,
     settings_in_common,
 )
 from ashl.run.interface import Interface
-from ashl.run.job import await_place, place_key, sharing_error
-from ashl.run.join import Place
+from ashl.run.job import sharing_error
 from ashl.run.rank import RankSettings
+from ashl.run.supervisor import answer_requests
 from tests.conf_option import conf_option
 from tests.support import planned
 
@@ -153,10 +157,8 @@ def process(rank: int, host: str, local_rank: int | None = None, **known: str | 
         rank,
         host,
         f"machine of {host}",
+        ("1", "2", "3.11"),
         local_rank,
-        "1",
-        "2",
-        "3.11",
         address=f"10.0.0.{host}",
         **known,
     )
@@ -297,6 +299,9 @@ def test_a_profile_of_other_hosts_is_refused() -> None:
     assert note == "the job is 3 workers and a server; the server runs on host a"
 
 
+PLAN = planned("cluster=homogeneous", "cluster.compute=[1,1,1]", "sync=asp", "runtime=local")
+
+
 # --- the handshake
 # --------------------------------------------------------------------------------------------------
 
@@ -305,25 +310,35 @@ def member(rank: int, size: int = 3) -> JobMembership:
     return JobMembership(rank, size, "127.0.0.1", 29500, None)
 
 
-def gather(*said: Hello, size: int | None = None) -> tuple[Hello, ...]:
-    store = StoreServer(new_secret())
-    for own in said[1:]:
-        store.set(hello_key(own.rank), own.dumps())
-    return gather_hellos(store, said[0], size or len(said), 0.05)
+@contextmanager
+def asking(*said: Hello) -> Generator[tuple[PlaceRequests, list[Future[Place]]]]:
+    """Ask for a place by each hello but the first, which is that of process 0."""
+    server = StoreServer(new_secret())
+    requests = PlaceRequests(server, said[0])
+    with ThreadPoolExecutor(8) as threads:
+        found = [threads.submit(request_place, server, hello, 0.5) for hello in said[1:]]
+        try:
+            yield requests, found
+        finally:
+            requests.refuse_all(AshlError("it is over"), sum(not one.done() for one in found))
 
 
 @pytest.mark.parametrize(
     ("changed", "kind", "said"),
     [
         (
-            {"torch": "2.12"},
+            {"versions": ("1", "2.12", "3.11")},
             UsageError,
             "rank 1 on a has torch 2.12 and rank 0 on a has torch 2; install the same on both",
         ),
-        ({"ashl": "0.9"}, UsageError, "rank 1 on a has ashl 0.9 and rank 0 on a has ashl 1"),
+        (
+            {"versions": ("0.9", "2", "3.11")},
+            UsageError,
+            "rank 1 on a has ashl 0.9 and rank 0 on a has ashl 1",
+        ),
         ({"error": "no data", "exit_code": 3}, DataMissingError, "rank 1 on a: no data"),
         (
-            {"settings": '{"sync": "ssp", "limits": 1}'},
+            {"settings": {"sync": "ssp", "limits": 1}},
             UsageError,
             "rank 1 on a has sync=ssp and rank 0 on a has sync=bsp; give every process",
         ),
@@ -331,71 +346,63 @@ def gather(*said: Hello, size: int | None = None) -> tuple[Hello, ...]:
 )
 def test_what_does_not_fit_together(changed: dict, kind: type[AshlError], said: str) -> None:
     """It is told before all have come."""
-    first = JOB[0]._replace(settings='{"sync": "bsp", "limits": 0}')
+    first = JOB[0]._replace(settings={"sync": "bsp", "limits": 0})
     second = JOB[1]._replace(settings=first.settings)._replace(**changed)
-    with pytest.raises(kind, match=re.escape(said)):
-        gather(first, second, size=3)
+    with (
+        asking(first, second) as (requests, _),
+        pytest.raises(kind, match=re.escape(said)),
+    ):
+        requests.gather(3, 5.0)
 
 
 def test_who_did_not_come_is_named() -> None:
     said = (
-        r"ranks 2, 3 of the 4 processes did not join within 0.05 s \(runtime.heartbeat_timeout_s\);"
-        r" there are rank"
+        r"ranks 2, 3 of the 4 processes did not join within 0.5 s \(runtime.heartbeat_timeout_s\)"
     )
-    with pytest.raises(AshlError, match=said):
-        gather(*JOB[:2], size=4)
+    with asking(*JOB[:2]) as (requests, _), pytest.raises(AshlError, match=said):
+        requests.gather(4, 0.5)
 
 
 def test_a_process_gets_its_place_or_the_error_of_process_0() -> None:
-    store = StoreServer(new_secret())
-    with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(await_place, store, JOB[2], 60.0)
-        said = store.get(hello_key(2))
-        with (
-            pytest.raises(DataMissingError, match="no data"),
-            sharing_error(member(0), store),
-        ):
+    with asking(*JOB[:3]) as (requests, answers):
+        assert requests.gather(3, 5.0) == JOB[:3]
+        with pytest.raises(DataMissingError, match="no data"), sharing_error(member(0), requests):
             raise DataMissingError("no data")
-        with pytest.raises(DataMissingError, match="no data"):
-            answer.result(10)
-    assert parse_hello(said, 2) == JOB[2]
-    store = StoreServer(new_secret())
-    store.set(place_key(2), Place(RankSettings(1, "none")).dumps())
-    assert await_place(store, JOB[2], 60.0) == Place(RankSettings(1, "none"))
+        assert [answer.result(5).refused for answer in answers] == ["no data"] * 2
+    with asking(JOB[0], JOB[2]) as (requests, (answer,)):
+        requests.places, requests.workers = {2: Place(RankSettings(1, "none"))}, {2: 1}
+        answer_requests_until(requests, answer)
+        assert answer.result() == Place(RankSettings(1, "none"))
+
+
+def answer_requests_until(requests: PlaceRequests, answer: Future[Place]) -> None:
+    """Answer as the controller of a run in which no worker has failed."""
+    monitor = SimpleNamespace(
+        job=SimpleNamespace(parts=parts_of(PLAN)), final=None, stop_reason=None, counts=lambda: 1
+    )
+    liveness: Any = SimpleNamespace(
+        requests=requests, plan=PLAN, monitor=monitor, failed={}, rejoining={}
+    )
+    while not answer.done():
+        answer_requests(liveness)
+        time.sleep(0.01)
 
 
 def test_a_second_process_is_refused_while_the_first_one_runs() -> None:
-    server = StoreServer(new_secret())
-    refusal = Place(refused="worker 1 has not failed", may_change=True)
-    asked = list[int]()
-    server.handlers["join"] = lambda worker: asked.append(worker) or refusal.dumps()
-    server.set(place_key(2), Place(RankSettings(1, "none")).dumps())
-    assert await_place(server, JOB[2], 0.5) == Place(RankSettings(1, "none"))
-    said = (
-        "rank 2 is there already, .* on b.lan cannot take its place: worker 1 has not failed; give"
-    )
-    with pytest.raises(AshlError, match=said):
-        await_place(server, JOB[2], 0.5)
-    assert asked == [1] * len(asked)
-    assert len(asked) > 1, "the run may notice the failure a little later"
+    with asking(JOB[0], JOB[2]) as (requests, (answer,)):
+        requests.workers = {2: 1}
+        began_s = time.monotonic()
+        answer_requests_until(requests, answer)
+        refused = answer.result().refused or ""
+    assert re.search("rank 2 is there already, .* b.lan .*: worker 1 has not failed; give", refused)
+    assert time.monotonic() - began_s > 0.5, "the run may notice the failure a little later"
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("hello", "Input should be"),
-        (json.dumps(JOB[1]._asdict()), "it is of rank 1"),
-        (json.dumps(JOB[0]._asdict() | {"host": 7}), "host: Input should be a valid string"),
-        (json.dumps({"rank": 0}), "host: "),
-        ("[" * 10000, "Input should be"),
-    ],
-)
-def test_what_no_process_of_ours_says(text: str, why: str) -> None:
-    with pytest.raises(
-        AshlError, match=rf"the hello of rank 0 is invalid .*{why}.*; is another program"
-    ):
-        parse_hello(text, 0)
-    assert parse_hello(json.dumps(JOB[0]._asdict() | {"host": "a\x1b[2J"}), 0).host == "a [2J"
+def test_another_version_of_ashl_join_is_refused() -> None:
+    own = make_hello(0)
+    other = make_hello()._replace(versions=("0.1", *own.versions[1:]))
+    with asking(own, other) as (_, (answer,)):
+        assert "this process has ashl 0.1 and rank 0 on" in (answer.result(5).refused or "")
 
 
 def test_what_machines_may_have_each_its_own() -> None:
@@ -407,26 +414,9 @@ def test_what_machines_may_have_each_its_own() -> None:
     )
     assert settings_in_common(config, plan) == settings_in_common(other, plan)
     often = {**config, "run": {"dir": None, "checkpoint_s": 1.0}}
-    assert first_difference(settings_in_common(often, plan), settings_in_common(other, plan)) == (
-        "run.checkpoint_s=1.0",
-        "run.checkpoint_s=null",
-    )
+    assert settings_in_common(often, plan)["run.checkpoint_s"] == 1.0
     other["dataset"]["batch_size"] = 4
-    assert first_difference(settings_in_common(config, plan), settings_in_common(other, plan)) == (
-        "dataset.batch_size=8",
-        "dataset.batch_size=4",
-    )
-
-
-def test_the_order_of_keys_is_no_difference() -> None:
-    plan = planned("cluster=homogeneous", "sync=asp", "runtime=local").to_json()
-    first, second = (
-        settings_in_common({"run": {"checkpoint_s": None}, "model": {"sizes": sizes}}, plan)
-        for sizes in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
-    )
-    assert first != second
-    assert first_difference(first, second) is None
-    check_hello(JOB[1]._replace(settings=first), JOB[0]._replace(settings=second))
+    assert settings_in_common(other, plan)["dataset.batch_size"] == 4
 
 
 def test_a_master_that_does_not_answer() -> None:
@@ -499,14 +489,6 @@ def test_loopback_leads_to_no_other_machine(monkeypatch) -> None:
     )
     assert interface.replace_loopback(lo, ["127.0.1.1"]) == lo
     assert interface.replace_loopback(card, ["10.0.0.8"]) == card
-    named = Hello(
-        0, "a", "m", None, "1", "2", "3", address="127.0.0.1", interface_by="GLOO_SOCKET_IFNAME"
-    )
-    jobs.check_interfaces((named, named._replace(rank=1)))
-    with pytest.raises(
-        UsageError, match="GLOO_SOCKET_IFNAME of rank 0 on a names loopback, and rank 1 is on b"
-    ):
-        jobs.check_interfaces((named, named._replace(rank=1, host="b", machine="n")))
 
 
 def test_an_interface_is_for_gloo_and_nccl(monkeypatch) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ashl.errors import AshlError
-from ashl.run.join import Place, parse_place
-from ashl.run.rank import RankSettings, classify_error, role_name
+from ashl.run.rank import classify_error, role_name
 from ashl.run.supervisor import LivenessMonitor, check_liveness, describe_exit, find_culprit
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.records import (
@@ -105,7 +104,7 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
     stages = planned("topology=parameter_server").stages
     plan = SimpleNamespace(num_workers=2, num_ranks=3, lead_rank=2, stages=stages)
     return (
-        LivenessMonitor(plan, monitor, channel, {}, {}, lambda *_: None, True, **known),
+        LivenessMonitor(plan, monitor, channel, {}, {}, lambda *_: None, None, True, **known),
         monitor,
         emitted,
     )
@@ -125,8 +124,6 @@ def test_the_next_incarnation_gets_the_totals_of_the_worker() -> None:
     monitor.heartbeats[1] = empty_totals(1)._replace(time_ns=5, steps=7)
     liveness.restart_workers(1)
     assert started == [(1, 1, monitor.heartbeats[1])]
-    place = Place(RankSettings(1, "all", totals=monitor.heartbeats[1], incarnation=1))
-    assert parse_place(place.dumps()) == place
 
 
 def test_a_worker_fails_when_its_last_messages_are_read() -> None:

@@ -27,10 +27,9 @@ LOCAL = "localhost"
 SECRET = "ASHL_JOB_SECRET"  # environment variable with the secret of a job
 PORTS = range(12000, 32000)  # below the ports that Linux assigns itself
 RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
-EXIT_EVICTED = 78  # exit code of a worker that missed heartbeats: the run continues without it
 GUARD_GRACE_S = 14  # seconds between SIGTERM and SIGKILL to a guarded rank; ssh kills after 15
 # A shell around a rank. It passes a signal on, also one that arrives before the rank's number is
-# known, and starts the rank again if it was killed or evicted. Rank 0 is not started again: it
+# known, and starts the rank again if it was killed. Rank 0 is not started again: it
 # serves the job's store.
 GUARD = (
     "rank=${{RANK:-${{SLURM_PROCID:-${{OMPI_COMM_WORLD_RANK:-${{PMI_RANK:-0}}}}}}}}; "
@@ -41,7 +40,7 @@ GUARD = (
     'while :; do pid=; told=; "$@" & pid=$!; [ -z "$stop" ] || end; wait $pid; code=$?; '
     "while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done; "
     '[ -z "$stop" ] && [ "$rank" != 0 ] && [ $n -gt 0 ] || break; '
-    "[ $code -gt 128 ] || [ $code -eq {evicted} ] || break; "
+    "[ $code -gt 128 ] || break; "
     'echo "ashl: rank $rank ended with exit code $code and is started again" >&2; '
     "n=$((n - 1)); done; {after}exit $code"
 )
@@ -122,8 +121,7 @@ class Launch:
         """
         if not self.restarts and not after:
             return command
-        known = {"restarts": self.restarts, "evicted": EXIT_EVICTED, "grace_s": GUARD_GRACE_S}
-        script = GUARD.format(**known, after=after)
+        script = GUARD.format(restarts=self.restarts, grace_s=GUARD_GRACE_S, after=after)
         return ["sh", "-c", script, "ashl", *command]
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 
 from ashl.config.signals import handle_signals
 from ashl.errors import AshlError, UsageError
-from ashl.launch.job import EXIT_EVICTED, LOCAL, Launch, Machine, Task, is_loopback, random_port
+from ashl.launch.job import LOCAL, Launch, Machine, Task, is_loopback, random_port
 
 SCRIPT = (
     'exec 3<&0; {python} -P -c "import ashl" || exit; echo "ashl is there $SSH_CONNECTION"; '
@@ -239,7 +239,7 @@ async def supervise(connections: Sequence[Connection], interrupts: Sequence[int]
         for task in done:
             connection = pending.pop(task)
             code = task.result()
-            killed = code < 0 or code == EXIT_EVICTED or (code > 128 and code != 130)
+            killed = code < 0 or (code > 128 and code != 130)
             # after an interrupt, a rank that has not begun is killed by the signal
             if not code or failed or interrupts:
                 continue

@@ -51,6 +51,7 @@ RETRY_S = 0.1
 TICK_S = 0.1  # seconds between two looks for an answer
 POLL_S = 0.005  # seconds between two looks for a key
 SIZE = struct.Struct(">Q")  # bytes of a message
+BYTES = "$bytes"  # key of the number of bytes in place of bytes
 CLIENT, SERVER = b"client", b"server"
 # operations of torch's store
 OPERATIONS = {"set", "get", "compare_set", "add", "check", "delete_key", "num_keys"}
@@ -159,19 +160,25 @@ class Connection:
 
     def send_message(self, *values: Any) -> None:
         """Send plain values. Bytes follow the others, which have their number in their place."""
-        contents = [value for value in values if isinstance(value, bytes | memoryview)]
-        header = json.dumps(values, default=lambda content: {"nbytes": len(content)}).encode()
+        contents: list[bytes | memoryview] = []
+
+        def replace_bytes(content: bytes | memoryview) -> dict[str, int]:
+            contents.append(content)
+            return {BYTES: len(content)}
+
+        header = json.dumps(values, default=replace_bytes).encode()
         self.send(SIZE.pack(len(header)) + header)
         for content in contents:
             self.send(content)
 
     def receive_message(self) -> list[Any]:
         """Return the next message of a process that has proved that it knows the secret."""
-        values = json.loads(self.receive(*SIZE.unpack(self.receive(SIZE.size))))
-        return [
-            bytes(self.receive(value["nbytes"])) if isinstance(value, dict) else value
-            for value in values
-        ]
+
+        def read_bytes(value: dict[str, Any]) -> object:
+            return bytes(self.receive(value[BYTES])) if BYTES in value else value
+
+        header = self.receive(*SIZE.unpack(self.receive(SIZE.size)))
+        return json.loads(header, object_hook=read_bytes)
 
     def prove(self, secret: Secret, roles: tuple[bytes, bytes]) -> None:
         """Prove that this end knows the secret, and check that the other end does.

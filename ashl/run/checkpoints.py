@@ -25,7 +25,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 
 from ashl.errors import UsageError, load_json
 from ashl.plan.plan import Limits, Plan
-from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Monitor, MonitorState
 from ashl.runtime import rank_checkpoint
@@ -41,7 +40,6 @@ from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import decode, encode, to_plain
 from ashl.runtime.rank_checkpoint import MANIFEST, PAUSES, list_checkpoints
 from ashl.runtime.records import CheckpointPartSaved, Heartbeat, WorkerFailed, WorkerRejoined
-from ashl.runtime.rendezvous import await_key
 from ashl.tracking import jsonl
 from ashl.tracking.events import EVENTS
 from ashl.tracking.recorder import METRICS, writing
@@ -54,7 +52,6 @@ CHECKPOINT_KEYS = ("how", "time_ns", "sizes", "ranks_ns", "lead_ns", "absent")  
 VIRTUAL, PROCESSES, RESCALED = "virtual", "processes", "rescaled"
 MONITOR = "monitor.safetensors"  # file of the monitor's state
 KEPT_CHECKPOINTS = 2  # checkpoints that are kept
-RESTORE = "restore"  # key of a rank's restore point in the job's store
 MEMBERSHIP = EVENTS[WorkerFailed], EVENTS[WorkerRejoined]  # kinds of lines in events.jsonl
 
 
@@ -238,39 +235,18 @@ class RestorePoint(NamedTuple):
     content: bytes = b""
 
 
-def publish_restore_points(
-    store: AuthenticatedStore,
-    saved: Checkpoint | None,
-    ranks: int,
-    totals: Mapping[int, Heartbeat | None],
-) -> None:
-    """Publish for each rank where it begins: not every rank has the run folder.
+def restore_point_of(saved: Checkpoint | None, rank: int, totals: Heartbeat | None) -> RestorePoint:
+    """Return the point that a rank starts from.
 
-    Args: totals, of failed workers, by rank.
+    Args: totals, of earlier incarnations, if the rank has failed before the checkpoint.
     """
-    for rank in range(ranks):
-        point = RestorePoint()
-        if saved is not None:
-            is_absent = rank in saved.absent
-            part = rank_checkpoint.part_of(saved.folder, rank)
-            content = encode(to_plain(totals.get(rank))) if is_absent else part.read_bytes()
-            point = RestorePoint(saved.time_ns, saved.number + 1, (*saved.absent,), content)
-        line = json.dumps(point[:-1])
-        store.set(f"{RESTORE}/{rank}", line.encode() + b"\n" + point.content)
-
-
-def await_restore_point(
-    store: AuthenticatedStore, rank: int, over: Callable[[], bool]
-) -> RestorePoint | None:
-    """Wait at a rank for its restore point; return None if the run is `over` before."""
-    key = f"{RESTORE}/{rank}"
-    found = await_key(store, key, over)
-    if found is None:
-        return None
-    line, _, content = found.partition(b"\n")
-    store.delete_key(key)  # it may be large
-    since_ns, number, absent = json.loads(line)
-    return RestorePoint(since_ns, number, tuple(absent), content)
+    if saved is None:
+        return RestorePoint()
+    if rank in saved.absent:
+        content = encode(to_plain(totals))
+    else:
+        content = rank_checkpoint.part_of(saved.folder, rank).read_bytes()
+    return RestorePoint(saved.time_ns, saved.number + 1, (*saved.absent,), content)
 
 
 def first_epoch(number: int, absent: Collection[int], num_workers: int) -> Epoch:

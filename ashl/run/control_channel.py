@@ -21,7 +21,6 @@ import time
 import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -29,14 +28,13 @@ import torch
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.launch.job import EXIT_EVICTED
 from ashl.learn.learner import Learner
 from ashl.learn.staging import copy_to_host
 from ashl.run.authenticated_store import StoreClient, StoreServer
+from ashl.run.process_setup import EXIT_EVICTED
 from ashl.runtime.plain_state import encode, to_plain
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter
 from ashl.runtime.records import (
-    Alive,
     CheckpointPartSaved,
     ControlUpdate,
     End,
@@ -49,8 +47,9 @@ from ashl.runtime.records import (
     Snapshot,
     StageBoundary,
     StageEnd,
-    dumps,
-    loads,
+    as_fields,
+    record_of,
+    validate,
 )
 from ashl.runtime.transport import first_line
 from ashl.size_only import Vector
@@ -63,7 +62,7 @@ FINAL_SIGNAL_S = 1.5
 # The same for any other run. The controller also waits for this long until the ranks have exited
 # after Ctrl-C, and until it can answer a join request.
 PATIENCE_S = 5.0
-CHUNK = 1_000_000  # characters of records in a report
+CHUNK = 1000  # records in a report
 PIECE = 4_000_000  # bytes of a model or state in a report
 # Models of a rank that are queued, in flight or received, and that the controller has not used yet.
 # At this number the rank drops new models, except the final one.
@@ -106,8 +105,8 @@ class ControlChannel:
     controller's loop is a tick of this time.
 
     Threads: the controller's main thread calls the public methods. The thread of each connection
-    runs the handlers: it fills the inbox and the join requests, and reads the control update and
-    the incarnations. Single operations on deques, dicts and sets need no lock.
+    runs the handlers: it fills the inbox, and reads the control update and the incarnations. Single
+    operations on deques, dicts and sets need no lock.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class ControlChannel:
         num_params: int,
         shard_sizes: Mapping[int, int] | None = None,
     ) -> None:
-        """Accept reports and join requests from now on.
+        """Accept reports from now on.
 
         Args: shard_sizes, the number of parameters by rank of the ranks that hold a shard of the
         model; all others hold `num_params`.
@@ -129,8 +128,6 @@ class ControlChannel:
         self.incarnations = dict.fromkeys(range(num_ranks), 0)
         self.absent: set[int] = set()  # failed ranks for which no process is rejoining
         self.control_update = ControlUpdate()
-        # join requests: a worker, or None for any, with the future of the answer in JSON
-        self.join_requests: deque[tuple[int | None, Future[str]]] = deque()
         self._sizes = dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {})
         self._inbox: deque[tuple[Record, Content | None, tuple[int, int]]] = deque()
         # by sender, which is (rank, incarnation): received pieces of the next content
@@ -145,7 +142,6 @@ class ControlChannel:
         store.handlers |= {
             "report": self._receive,
             "end_seen": self._note_end_seen,
-            "join": self._receive_join,
             "closed": self._note_closed,
         }
 
@@ -200,7 +196,9 @@ class ControlChannel:
         while awaited - self._end_seen and time.monotonic() < until_s:
             time.sleep(POLL_S)
 
-    def _receive(self, rank: int, incarnation: int, lines: str, piece: bytes) -> str:
+    def _receive(
+        self, rank: int, incarnation: int, records: list[dict[str, Any]], piece: bytes
+    ) -> ControlUpdate:
         """Apply a report, in the thread of the rank's connection; return the answer."""
         sender = rank, incarnation
         self._senders[threading.get_ident()] = sender
@@ -208,19 +206,19 @@ class ControlChannel:
         if end is None and incarnation < self.incarnations.get(rank, 0):
             end = End(EXIT_EVICTED, f"another process has taken the place of worker {rank}")
         if end is not None:
-            return ControlUpdate(end=end).dumps()
+            return ControlUpdate(end=end)
         if rank in self.last_heard_s:
             self.last_heard_s[rank] = self.awake_s
         self._pieces[sender] += piece
         try:
-            for line in lines.splitlines():
-                record = loads(line)
+            for fields in records:
+                record = record_of(fields)
                 if record.rank != rank or rank not in self.last_heard_s:
                     raise AshlError(f"a record of rank {record.rank} came from rank {rank}")
                 self._inbox.append((record, self._content_of(record, sender), sender))
         except AshlError as error:
             self._error = error
-        return self.control_update._replace(taken=dict(self._used[sender])).dumps()
+        return self.control_update._replace(taken=dict(self._used[sender]))
 
     def _content_of(self, record: Record, sender: tuple[int, int]) -> Content | None:
         """Return the content of a record: float32 [d] of a model, else bytes; None if it has none.
@@ -252,18 +250,6 @@ class ControlChannel:
         """Note that a connection was closed, in its thread: the rank's process has ended."""
         if sender := self._senders.pop(threading.get_ident(), None):
             self._closed.add(sender)
-
-    def _receive_join(self, worker: int | None) -> str | None:
-        """Return the answer to a join request. If there is none after `PATIENCE_S`, withdraw the
-        request and return None.
-        """
-        answer = Future[str]()
-        self.join_requests.append((worker, answer))
-        try:
-            return answer.result(PATIENCE_S)
-        except TimeoutError:
-            # it is too late to withdraw a request that the controller is answering
-            return None if answer.cancel() else answer.result()
 
 
 def exit_process(end: End) -> NoReturn:
@@ -314,7 +300,7 @@ class Reporter:
         self.on_evicted: Callable[[End], NoReturn] = exit_process
         self.checkpoint_writer: RankCheckpointWriter | None = None
         # replaced by the kernel's heartbeat before this rank trains
-        self.make_heartbeat: Callable[[], Record] = lambda: Alive(rank)
+        self.make_heartbeat: Callable[[], Record | None] = lambda: None
         # set at a worker: the states of this learner's module are reported
         self.learner: Learner | None = None
         self._rank = rank
@@ -422,7 +408,7 @@ class Reporter:
         self._broken = True
         text = f"its records cannot be sent: {type(error).__name__}: {first_line(error)}"
         try:
-            self._report([dumps(RankError(self._rank, text, consequence=False))])
+            self._report([RankError(self._rank, text, consequence=False)])
         except RuntimeError:
             exit_process(End(1, first_line(error)))
         with suppress(OSError):  # the rank's log may be on a full disk
@@ -432,19 +418,17 @@ class Reporter:
         """Report a heartbeat and all queued records."""
         with self._flush_lock:
             self._queue_state()
-            lines = [dumps(self.make_heartbeat())]
-            size = 0
+            records = [self.make_heartbeat()]
             while self._outbox:
                 record, content = self._outbox.popleft()
-                if content is not None or size > CHUNK:
-                    self._report(lines)
-                    lines, size = [], 0
+                if content is not None or len(records) > CHUNK:
+                    self._report(records)
+                    records = []
                 if content is not None:
                     self._report_content(record, content)
                 else:
-                    lines.append(dumps(record))
-                    size += len(lines[-1])
-            self._report(lines)
+                    records.append(record)
+            self._report(records)
 
     def _report_content(self, record: Record, content: Any) -> None:
         """Report the content of a record in pieces, the last piece with the record."""
@@ -458,22 +442,17 @@ class Reporter:
     def _report_bytes(self, record: Any, content: memoryview) -> None:
         last = max(0, content.nbytes - 1) // PIECE * PIECE  # offset of the last piece
         for start in range(0, last, PIECE):
-            self._report([dumps(self.make_heartbeat())], content[start : start + PIECE])
-        self._report([dumps(record._replace(nbytes=content.nbytes))], content[last:])
+            self._report([self.make_heartbeat()], content[start : start + PIECE])
+        self._report([record._replace(nbytes=content.nbytes)], content[last:])
 
-    def _report(self, lines: list[str], piece: bytes | memoryview = b"") -> None:
-        """Send a report, and apply the control update that answers it.
+    def _report(self, records: list[Record | None], piece: bytes | memoryview = b"") -> None:
+        """Send a report without the None in it, and apply the control update that answers it.
 
         If the run ended with another code than 0, or this rank is evicted, this process ends here.
         """
-        while True:
-            answer = self._store.call(
-                "report", self._rank, self._incarnation, "\n".join(lines), piece
-            )
-            if answer is not None:
-                break
-            time.sleep(EVERY_S)  # the controller has not begun yet
-        update = ControlUpdate.loads(answer)
+        fields = [as_fields(record) for record in records if record is not None]
+        answer = self._store.call("report", self._rank, self._incarnation, fields, piece)
+        update = validate(ControlUpdate, answer, "a control update")
         if update.stop_reason and not self.stop_reason:
             logger.info("is asked to stop: %s", update.stop_reason)
         self.stop_reason = self.stop_reason or update.stop_reason

@@ -1,17 +1,21 @@
-"""The handshake of a job's processes: process 0 checks that they fit together, and decides which
-process runs which rank.
+"""The handshake of a run's processes: each asks process 0 for a place, which is the rank that it
+runs with its settings.
 
-Each process publishes a `Hello` in the job's store. A mismatch (versions, configurations, a process
-without work) ends all processes with the same sentence and exit code. Every hello is validated
-before it is used. Two numberings meet here: a process has a rank in the job, from its launcher;
+A process describes itself by a `Hello` in its request (`request_place`), and waits for the answer.
+Process 0 keeps the requests (`PlaceRequests`) until the run begins. It checks that they fit
+together, and decides which process runs which rank. From then on the controller answers: a process
+that comes later, for example by `ashl join`, gets the place of a failed worker. A mismatch
+(versions, configurations, a process without work) ends all processes with the same sentence and
+exit code. Two numberings meet here: a process has a rank in the job, from its launcher;
 `assign_ranks` gives it a rank of the plan.
 """
 
 import json
 import platform
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -19,138 +23,186 @@ import torch
 from ashl import __version__
 from ashl.config.flat import flat_config, flat_items, setting_text
 from ashl.errors import AshlError, DataMissingError, UsageError, to_one_line
-from ashl.launch.environment import JobMembership
 from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
 from ashl.planning.compatibility import pluralize
-from ashl.run.authenticated_store import AuthenticatedStore
-from ashl.run.control_channel import POLL_S
-from ashl.run.rank import role_name
-from ashl.runtime.records import Text, parse_json, validate
+from ashl.run.authenticated_store import AuthenticatedStore, StoreServer
+from ashl.run.control_channel import PATIENCE_S, POLL_S
+from ashl.run.interface import Interface, replace_loopback
+from ashl.run.rank import RankSettings, role_name
+from ashl.runtime.records import Text, validate
 from ashl.runtime.rendezvous import network_id
 
+JOINS = -1  # rank of a process that no launcher has given a rank
+AGAIN_S = 0.3  # seconds between two requests of a process
 NODE_KEYS = {"interface", "device", "threads", "share_gpu", "root"}  # keys that may differ by node
 # Groups that only the process of rank 0 reads. The plan holds all that a profile decides.
 RECORDING_GROUPS = {"run", "tracking", "sweep", "profile"}
-VERSIONS = ("ashl", "torch", "python")
+VERSIONS = ("ashl", "torch", "python")  # in the order of `Hello.versions`
 ERRORS = {kind.exit_code: kind for kind in (AshlError, UsageError, DataMissingError)}
 
 
 class Hello(NamedTuple):
     """A process's description of itself."""
 
-    rank: int  # from its launcher
+    rank: int  # from its launcher; `JOINS` for a process of `ashl join`
     host: Text
     machine: Text  # identical for processes that share a loopback
-    local_rank: int | None  # from its launcher
-    ashl: Text
-    torch: Text
-    python: Text
-    settings: str = ""  # the settings that must be identical in all processes, as one text
+    versions: tuple[Text, Text, Text]
+    local_rank: int | None = None  # from its launcher
+    worker: int | None = None  # the worker that `ashl join` asks for; None = any failed one
+    settings: Mapping[str, Any] = {}  # those that must be identical in all processes
     device: Text = "cpu"
     gpu: Text | None = None  # the GPU of the machine that it uses
     address: Text | None = None  # address of the interface that it uses
-    interface_by: Text | None = None  # the key or variable that names this interface
     error: Text | None = None  # why it cannot take part
     exit_code: int = 0
 
-    def dumps(self) -> str:
-        return json.dumps(self._asdict())
+
+class Place(NamedTuple):
+    """The settings of a rank of the run, or the reason why a process gets none."""
+
+    settings: RankSettings = RankSettings(0, "none")
+    elsewhere: tuple[Text, ...] = ()  # addresses of processes on other machines
+    how: Text = ""  # the cause of the earlier incarnation's failure
+    plan: str = ""  # for a process that has not composed the configuration
+    refused: Text | None = None
+    exit_code: int = 1  # exit code of a refused process
+    may_change: bool = False  # True if a later request may be admitted
+
+    def settings_here(self, device: str, chosen: Interface | None) -> RankSettings:
+        """Return the settings in a process with this device and network interface."""
+        return self.settings._replace(
+            device=self.settings.device or device,
+            interface=replace_loopback(chosen, self.elsewhere),
+        )
 
 
-def make_hello(job: JobMembership, **known: Any) -> Hello:
+def make_hello(rank: int = JOINS, **known: Any) -> Hello:
     """Return the hello of this process; `known` are the fields that the caller knows."""
-    return Hello(job.rank, platform.node(), network_id(), job.local_rank, *versions(), **known)
-
-
-def versions() -> tuple[str, str, str]:
-    """Return the versions of ashl, torch and Python that the processes of a run must share."""
     of_torch = torch.__version__.partition("+")[0]  # builds for CPUs and CUDA are compatible
-    return __version__, of_torch, ".".join(platform.python_version_tuple()[:2])
+    versions = __version__, of_torch, ".".join(platform.python_version_tuple()[:2])
+    return Hello(rank, platform.node(), network_id(), versions, **known)
 
 
-def hello_key(rank: int) -> str:
-    """Return the key of a process's hello in the store."""
-    return f"hello/{rank}"
+class PlaceRequests:
+    """The requests of processes for a place in a run, each until it is answered.
 
-
-def parse_hello(text: str | bytes, rank: int) -> Hello:
-    """Return the hello of the process with this rank. Raises AshlError if it is invalid."""
-    try:
-        greeting = validate(Hello, parse_json(text), "it")
-        if greeting.rank != rank:
-            raise AshlError(f"it is of rank {greeting.rank}")
-        return greeting
-    except AshlError as error:
-        raise AshlError(
-            f"the hello of rank {rank} is invalid ({error}); is another program using the job's"
-            " port?"
-        ) from None
-
-
-def gather_hellos(
-    store: AuthenticatedStore, own: Hello, world_size: int, timeout_s: float
-) -> tuple[Hello, ...]:
-    """Wait at process 0 for the hellos of all other processes, and return all hellos by rank.
-
-    Args: own, the hello of process 0.
-    Raises: AshlError if they do not fit together; AshlError that names the missing ones if a hello
-    is missing after `timeout_s`.
+    Threads: the thread of a connection adds a request and waits for the answer, which the main
+    thread gives.
     """
-    hellos = {0: own}
-    # passes are counted and not seconds, in which this process may have been stopped
-    for _ in range(1 + round(timeout_s / POLL_S)):
-        for rank in range(1, world_size):
-            if rank not in hellos and store.check([hello_key(rank)]):
-                hellos[rank] = parse_hello(store.get(hello_key(rank)), rank)
-                check_hello(hellos[rank], own)
-        if len(hellos) == world_size:
-            return tuple(hellos[rank] for rank in range(world_size))
-        time.sleep(POLL_S)
-    raise AshlError(explain_absence(hellos, world_size, timeout_s))
+
+    def __init__(self, store: StoreServer, own: Hello) -> None:
+        """Receive requests from now on; `own` is the hello of process 0."""
+        self.own = own
+        self.pending: deque[tuple[Hello, Future[Place]]] = deque()
+        # by process of a job: its place, until the process has it
+        self.places: dict[int, Place] = {}
+        self.workers: dict[int, int] = {}  # by process of a job: its rank of the plan
+        store.handlers["join"] = self._receive
+
+    def _receive(self, fields: object) -> Place | None:
+        """Return the answer to a request. If there is none after `PATIENCE_S`, withdraw the request
+        and return None.
+        """
+        try:
+            hello = validate(Hello, fields, "the description of a process")
+            if hello.rank == JOINS:
+                check_hello(hello, self.own)
+        except AshlError as error:  # of another version
+            return Place(refused=str(error))
+        answer = Future[Place]()
+        self.pending.append((hello, answer))
+        try:
+            return answer.result(PATIENCE_S)
+        except TimeoutError:
+            # it is too late to withdraw a request that the controller is answering
+            return None if answer.cancel() else answer.result()
+
+    def gather(self, world_size: int, timeout_s: float) -> tuple[Hello, ...]:
+        """Wait for the requests of all other processes; return all hellos by rank.
+
+        Raises: AshlError if they do not fit together, or if one is missing after `timeout_s`.
+        """
+        hellos = {0: self.own}
+        # passes are counted and not seconds, in which this process may have been stopped
+        for _ in range(1 + round(timeout_s / POLL_S)):
+            for hello, _ in [*self.pending]:
+                if hello.rank not in hellos:
+                    check_hello(hello, self.own)
+                    hellos[hello.rank] = hello
+            if len(hellos) == world_size:
+                return tuple(hellos[rank] for rank in range(world_size))
+            time.sleep(POLL_S)
+        late = [str(rank) for rank in range(world_size) if rank not in hellos]
+        raise AshlError(
+            f"rank{'s' * (len(late) > 1)} {', '.join(late)} of the {world_size} processes did not"
+            f" join within {timeout_s:g} s (runtime.heartbeat_timeout_s); start all of them, each"
+            " with a rank of its own, or unset RANK and WORLD_SIZE if this process is not part of a"
+            " job"
+        )
+
+    def refuse_all(self, error: AshlError, count: int) -> None:
+        """Answer the requests of `count` processes by this error, those that arrive within
+        `PATIENCE_S`.
+        """
+        refusal = Place(refused=to_one_line(str(error)), exit_code=error.exit_code)
+        until_s = time.monotonic() + PATIENCE_S
+        while count and time.monotonic() < until_s:
+            while self.pending:
+                _, answer = self.pending.popleft()
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(refusal)
+                    count -= 1
+            time.sleep(AGAIN_S)  # the threads of the connections send the answers meanwhile
 
 
-def explain_absence(hellos: Mapping[int, Hello], world_size: int, timeout_s: float) -> str:
-    """Return the sentence that names the missing processes and the present ones."""
-    late = [rank for rank in range(world_size) if rank not in hellos]
-    present = ", ".join(f"rank {rank} on {hellos[rank].host}" for rank in sorted(hellos))
-    who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
-    alone = (
-        ", or unset RANK and WORLD_SIZE if this process is not part of a job"
-        if len(hellos) == 1
-        else ""
-    )
-    return (
-        f"{who} of the {world_size} processes did not join within {timeout_s:g} s"
-        f" (runtime.heartbeat_timeout_s); there {'is' if len(hellos) == 1 else 'are'} {present};"
-        f" start all of them, each with a rank of its own{alone}"
-    )
+def request_place(store: AuthenticatedStore, own: Hello, again_s: float = 0.0) -> Place:
+    """Ask process 0 for a place, and return its answer. A process of a job waits for the begin of
+    the run.
+
+    Args: again_s, seconds in which a rejected request is repeated if a later one may be admitted.
+    Raises: AshlError if the run does not answer `ashl join`; RuntimeError if the store fails.
+    """
+    until_s = time.monotonic() + again_s
+    while True:
+        answer = store.call("join", own)
+        if answer is not None:
+            place = validate(Place, answer, "the answer of the run")
+            if not place.may_change or time.monotonic() > until_s:
+                return place
+        elif own.rank == JOINS:
+            raise AshlError("the run did not answer a join request; try again")
+        time.sleep(AGAIN_S)
 
 
 def check_hello(hello: Hello, first: Hello) -> None:
     """Raise AshlError if a process cannot take part, or differs from that of rank 0 (`first`)."""
-    who = f"rank {hello.rank} on {hello.host}"
+    who = "this process" if hello.rank == JOINS else f"rank {hello.rank} on {hello.host}"
     if hello.error is not None:
         raise ERRORS.get(hello.exit_code, AshlError)(f"{who}: {hello.error}")
-    for name in VERSIONS:
-        own, other = getattr(hello, name), getattr(first, name)
+    for name, own, other in zip(VERSIONS, hello.versions, first.versions, strict=True):
         if own != other:
             raise UsageError(
                 f"{who} has {name} {own} and rank 0 on {first.host} has {name} {other}; install the"
                 " same on both"
             )
-    if hello.settings == first.settings:
-        return
-    if (found := first_difference(hello.settings, first.settings)) is not None:
-        own, other = found
-        raise UsageError(
-            f"{who} has {own} and rank 0 on {first.host} has {other}; give every process the same"
-            " overrides"
-        )
+    ours, theirs = hello.settings, first.settings
+    # in this order: chosen options, then their parameters, then the plan, which follows from both
+    for key in () if hello.rank == JOINS else {**ours, **theirs}:
+        if ours.get(key) != theirs.get(key):
+            own, other = (
+                to_one_line(f"{key}={setting_text(settings.get(key))}"[:200])
+                for settings in (ours, theirs)
+            )
+            raise UsageError(
+                f"{who} has {own} and rank 0 on {first.host} has {other}; give every process the"
+                " same overrides"
+            )
 
 
-def settings_in_common(config: Mapping[str, Any], plan: str) -> str:
-    """Return as JSON the settings that must be identical in all processes: the configuration and
+def settings_in_common(config: Mapping[str, Any], plan: str) -> dict[str, Any]:
+    """Return the settings that must be identical in all processes: the configuration and
     the plan, without the groups of `RECORDING_GROUPS` and the keys of `NODE_KEYS`.
     """
     chosen = {key: value for key, value in config.items() if key not in RECORDING_GROUPS}
@@ -158,7 +210,8 @@ def settings_in_common(config: Mapping[str, Any], plan: str) -> str:
     chosen["run"] = {"checkpoint_s": config["run"]["checkpoint_s"]}
     document = without_machine_settings({**chosen, "plan": None})
     planned = without_machine_settings({"plan": json.loads(plan)})
-    return json.dumps({**flat_config(document), **dict(flat_items(planned))})
+    settings = {**flat_config(document), **dict(flat_items(planned))}
+    return json.loads(json.dumps(settings))  # as it arrives at process 0
 
 
 def without_machine_settings(value: Any) -> Any:
@@ -170,21 +223,6 @@ def without_machine_settings(value: Any) -> Any:
             if key not in NODE_KEYS
         }
     return value
-
-
-def first_difference(own: str, other: str) -> tuple[str, str] | None:
-    """Return the first setting in which two texts of `settings_in_common` differ, with its value in
-    each; None if only the order of keys differs.
-
-    Order: chosen options, then their parameters, then the plan, which follows from both.
-    """
-    ours, theirs = json.loads(own), json.loads(other)
-    key = next((key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)), None)
-    if key is None:
-        return None
-    values = (f"{key}={setting_text(settings.get(key))}" for settings in (ours, theirs))
-    first, second = (to_one_line(text[:200]) for text in values)
-    return first, second
 
 
 def assign_ranks(

@@ -3,14 +3,13 @@
 Process i is the process with RANK=i in the launcher's environment. Its rank in the plan may differ:
 placement assigns the ranks of the plan to processes.
 
-Every process publishes a hello (`ashl.run.handshake`). Process 0 serves the job's store. It reads
-all hellos, checks that they fit together, and decides which process runs which rank (`lead_job`).
-It answers each process by a place once the run begins, or by the error for which it does not begin.
-Process 0 then runs the controller, with its rank as a child process; every other process runs its
-rank itself (`run_as_rank`).
+Every process asks process 0 for a place (`ashl.run.handshake`). Process 0 serves the job's store.
+It checks that all processes fit together, and decides which process runs which rank (`lead_job`).
+Then it runs the controller, which answers the requests, with its rank as a child process. Every
+other process runs its rank itself (`run_as_rank`).
 
-A process that an engine has restarted finds the hello of the earlier process of its rank. It asks
-the controller for the place of that failed worker, and rejoins as `ashl join` does.
+A process that an engine has restarted asks in the same way. It waits until the controller has
+noticed the failure of the earlier process of its rank, and rejoins as `ashl join` does.
 """
 
 import os
@@ -19,7 +18,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,7 +27,6 @@ from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, to_one_line
 from ashl.launch.environment import JobMembership, resolve
 from ashl.launch.job import SECRET
-from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
@@ -42,23 +40,22 @@ from ashl.run.authenticated_store import (
     secret_file,
     shared_secret,
 )
-from ashl.run.control_channel import PATIENCE_S, POLL_S, exit_process
+from ashl.run.control_channel import PATIENCE_S, POLL_S
 from ashl.run.handshake import (
     ERRORS,
     Hello,
+    Place,
+    PlaceRequests,
     assign_ranks,
     check_gpus,
     check_profile,
-    gather_hellos,
-    hello_key,
     make_hello,
+    request_place,
     server_note,
     settings_in_common,
 )
-from ashl.run.join import Place, parse_place, request_place
 from ashl.run.launch import Lead
 from ashl.run.rank import RankSettings, run_rank
-from ashl.runtime.records import End
 from ashl.runtime.transport import first_line
 
 
@@ -79,12 +76,12 @@ def describe_process(
     if job.agent_store:  # torchrun's agent may be killed, and ranks have sessions of their own
         end_with_parent()
     hello = make_hello(
-        job,
+        job.rank,
+        local_rank=job.local_rank,
         settings=settings_in_common(config, plan.to_json()),
         device=device,
         gpu=gpu_index(device),
         address=chosen and chosen.address,
-        interface_by=chosen and chosen.by,
     )
     return hello, chosen
 
@@ -98,9 +95,9 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
     job = with_resolved_master(job, timeout_s)
     own, chosen = describe_process(plan, parts, config, job)
     store = serve_store(job, timeout_s)
-    with sharing_error(job, store):
-        hellos = gather_hellos(store, own, job.world_size, timeout_s)
-        check_interfaces(hellos)
+    requests = PlaceRequests(store, own)
+    with sharing_error(job, requests):
+        hellos = requests.gather(job.world_size, timeout_s)
         hosts = getattr(parts.cluster, "hosts", None) or ()
         processes = assign_ranks(hellos, plan.num_workers, plan.num_ranks, hosts)
         path = config["profile"]
@@ -112,7 +109,6 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
             for peer in (hellos[process] for process in processes)
         ]
         apart = have_own_gpus(gpus, parts.runtime)
-    places = list[Place]()
     for rank, process in enumerate(processes):
         theirs = hellos[process]
         # a worker uses the GPU that it shares with a server
@@ -127,110 +123,63 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         others = [
             peer.address for peer in hellos if peer.machine != theirs.machine and peer.address
         ]
-        places.append(Place(settings, tuple(filter(None, others))))
-    by_process = tuple(places[processes.index(process)] for process in range(job.world_size))
-
-    def answer_hellos(fingerprint: Fingerprint) -> None:
-        for process, place in enumerate(by_process):
-            settings = place.settings._replace(fingerprint=fingerprint)
-            store.set(place_key(process), place._replace(settings=settings).dumps())
-
+        requests.places[process] = Place(settings, tuple(filter(None, others)))
+    requests.workers = {process: rank for rank, process in enumerate(processes)}
     # one rank of the plan is in this process's child, so that evaluation does not delay it
-    settings = by_process[0].settings_here(own.device, chosen)
-    return Lead(store, address_of(job, store.port), (settings,), answer_hellos, job, notes)
+    settings = requests.places.pop(0).settings_here(own.device, chosen)
+    return Lead(store, address_of(job, store.port), (settings,), requests, job, notes)
 
 
 @contextmanager
-def sharing_error(job: JobMembership | None, store: StoreServer | None = None) -> Generator[None]:
+def sharing_error(
+    job: JobMembership | None, requests: PlaceRequests | None = None
+) -> Generator[None]:
     """Share an AshlError of this process with all processes of the job, and raise it again.
 
-    They end with this error instead of waiting for this process. Nothing is shared without a job,
-    or once the run has begun.
-    Args: store, of process 0, if it serves it already.
+    They end with this error instead of waiting for this process. Nothing is shared without a job.
+    Args: requests, at process 0, if it receives them already.
     """
     try:
         yield
     except AshlError as error:
         if job is not None:
             with suppress(AshlError, RuntimeError):
-                share_error(job, store, error)
+                share_error(job, requests, error)
         raise
 
 
-def share_error(job: JobMembership, store: StoreServer | None, error: AshlError) -> None:
-    """Publish an error of this process in the job's store: as its hello, or as the answer of
-    process 0 to all hellos.
-
-    Process 0 waits for at most `PATIENCE_S` seconds until the others have read the answer, because
-    the store ends with this process.
+def share_error(job: JobMembership, requests: PlaceRequests | None, error: AshlError) -> None:
+    """Send an error of this process to process 0, or from there to the processes that ask for a
+    place within `PATIENCE_S` seconds: the store ends with process 0.
     """
     text = to_one_line(str(error))
+    own = make_hello(job.rank, error=text, exit_code=error.exit_code)
     if job.rank > 0:
-        hello = make_hello(job, error=text, exit_code=error.exit_code)
-        connect_store(job, PATIENCE_S).compare_set(hello_key(job.rank), "", hello.dumps())
+        connect_store(job, PATIENCE_S).call("join", own)
         return
-    store = store or serve_store(job, PATIENCE_S)
-    if store.check([place_key(0)]):
-        return
-    refusal = Place(refused=text, exit_code=error.exit_code).dumps()
-    for process in range(job.world_size):
-        store.set(place_key(process), refusal)
-    readers = [f"out/{process}" for process in range(1, job.world_size)]
-    end_s = time.monotonic() + PATIENCE_S
-    while readers and not store.check(readers) and time.monotonic() < end_s:
-        time.sleep(POLL_S)
-
-
-def place_key(process: int) -> str:
-    """Return the key of the answer to a process's hello in the store."""
-    return f"place/{process}"
+    requests = requests or PlaceRequests(serve_store(job, PATIENCE_S), own)
+    # once the run has begun, only processes without a place wait
+    waiting = len(requests.places) if requests.workers else job.world_size - 1
+    requests.refuse_all(error, waiting)
 
 
 def await_place(store: AuthenticatedStore, own: Hello, timeout_s: float) -> Place:
-    """Publish the hello of a process other than process 0, and wait for the answer.
+    """Wait for the place of a process other than process 0.
 
     If the rank had another process before, this one waits until the controller has noticed its
     failure. Then it gets the place of the next incarnation.
     Raises: AshlError with the reason if there is no place for it.
     """
     try:
-        is_first = store.add(f"processes/{own.rank}", 1) == 1
-        if is_first:
-            store.set(hello_key(own.rank), own.dumps())
-        while not store.check([place_key(own.rank)]):
-            time.sleep(POLL_S)
-        place = parse_place(store.get(place_key(own.rank)))
-        if place.refused is not None:
-            store.set(f"out/{own.rank}", "")
-            raise ERRORS.get(place.exit_code, AshlError)(place.refused)
-    except RuntimeError as error:
-        raise AshlError(f"the run did not begin: {first_line(error)}") from error
-    if is_first:
-        return place
-    try:
-        answer = request_place(store, place.settings.rank, again_s=timeout_s)
+        place = request_place(store, own, timeout_s)
     except RuntimeError as error:
         raise AshlError(
-            f"the run ended before this process got a place in it ({first_line(error)})"
+            f"the run did not begin, or it ended before this process got a place in it"
+            f" ({first_line(error)})"
         ) from error
-    if answer.refused is not None:
-        raise AshlError(
-            f"a process of rank {own.rank} is there already, and this one on {own.host} cannot take"
-            f" its place: {answer.refused}; give every process a rank of its own, and every job a"
-            " MASTER_PORT of its own"
-        )
-    return answer
-
-
-def check_interfaces(hellos: tuple[Hello, ...]) -> None:
-    """Raise UsageError if a process uses loopback by configuration in a job on several machines."""
-    for peer in hellos:
-        there = next((other for other in hellos if other.machine != peer.machine), None)
-        if there and peer.interface_by and peer.address and interface.is_loopback(peer.address):
-            raise UsageError(
-                f"{peer.interface_by} of rank {peer.rank} on {peer.host} names loopback, and rank"
-                f" {there.rank} is on {there.host}; name the interface between them, or drop it"
-            )
+    if place.refused is not None:
+        raise ERRORS.get(place.exit_code, AshlError)(place.refused)
+    return place
 
 
 def with_resolved_master(job: JobMembership, timeout_s: float) -> JobMembership:
@@ -315,19 +264,10 @@ def exchange_port(job: JobMembership, port: int | None, timeout_s: float) -> int
 
 
 def run_as_rank(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> int:
-    """Run this process's rank, and return the exit code.
-
-    If the run continues without this rank, the exit code under torchrun is 0, because torchrun ends
-    all processes of a job after another code.
-    """
+    """Run this process's rank, and return the exit code."""
     timeout_s = parts.runtime.heartbeat_timeout_s
     job = with_resolved_master(job, timeout_s)
     own, chosen = describe_process(plan, parts, config, job)
     store = connect_store(job, timeout_s)
     place = await_place(store, own, timeout_s)
-
-    def exit_evicted(end: End) -> NoReturn:
-        exit_process(end._replace(code=0) if job.agent_store else end)
-
-    settings = place.settings_here(own.device, chosen)
-    return run_rank(settings, plan.to_json(), store, exit_evicted).code
+    return run_rank(place.settings_here(own.device, chosen), plan.to_json(), store).code

@@ -32,7 +32,6 @@ from ashl.config.signals import INTERRUPTS
 from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, to_one_line
 from ashl.launch.environment import JobMembership
-from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import survives_failure
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
@@ -41,10 +40,11 @@ from ashl.run.checkpoints import (
     Checkpoint,
     CheckpointManager,
     first_epoch,
-    publish_restore_points,
+    restore_point_of,
 )
 from ashl.run.control_channel import ControlChannel
 from ashl.run.evaluation import shard_sizes
+from ashl.run.handshake import PlaceRequests, make_hello
 from ashl.run.interface import check_loopback, choose_interface, find_configured
 from ashl.run.join import publish_join_endpoint
 from ashl.run.monitor import Monitor
@@ -85,9 +85,7 @@ class Lead(NamedTuple):
     store: StoreServer
     at: StoreAddress
     rank_settings: tuple[RankSettings, ...]
-    # tells other processes that their ranks may begin; it passes them the fingerprint of the
-    # controller's model and data
-    announce: Callable[[Fingerprint], None] = lambda fingerprint: None
+    requests: PlaceRequests  # of processes that run the other ranks, or that join
     job: JobMembership | None = None  # the job of another launcher
     notes: tuple[str, ...] = ()  # about the placement of ranks, for the user
 
@@ -105,7 +103,8 @@ def lead_here(plan: Plan, runtime: Any, rounds: Rounds, checkpoint_s: float | No
     ranks = [settings._replace(rank=rank, device=device) for rank, device in enumerate(devices)]
     secret = new_secret()
     store = StoreServer(secret)
-    return Lead(store, StoreAddress(store.host, store.port, secret), tuple(ranks))
+    at = StoreAddress(store.host, store.port, secret)
+    return Lead(store, at, tuple(ranks), PlaceRequests(store, make_hello(0)))
 
 
 def run_controller(
@@ -141,6 +140,10 @@ def run_controller(
         settings._replace(run_dir=run_dir, fingerprint=fingerprint)
         for settings in lead.rank_settings
     ]
+    lead.requests.places = {
+        process: place._replace(settings=place.settings._replace(fingerprint=fingerprint))
+        for process, place in lead.requests.places.items()
+    }
     channel = open_channel(plan, monitor, lead.store, saved)
     end = End(130)  # the end after an interrupt; replaced below after any other end
     processes = dict[int, BaseProcess]()
@@ -149,7 +152,6 @@ def run_controller(
             publish_join_endpoint(run_dir, lead.at),
             rank_processes(plan, rank_settings, lead.at) as (processes, start),
         ):
-            lead.announce(fingerprint)
             liveness = LivenessMonitor(
                 plan,
                 monitor,
@@ -157,6 +159,7 @@ def run_controller(
                 processes,
                 {settings.rank: settings for settings in rank_settings},
                 start,
+                lead.requests,
                 survives_failure(parts),
                 parts.stages[0].topology.regroups,
             )
@@ -184,13 +187,14 @@ def describe_end(monitor: Monitor, *, interrupted: bool) -> str:
 def open_channel(
     plan: Plan, monitor: Monitor, store: StoreServer, saved: Checkpoint | None
 ) -> ControlChannel:
-    """Publish in the store what the ranks need at their start, and return the control channel.
+    """Serve in the store what the ranks need at their start, and return the control channel.
 
     A worker that had failed at the checkpoint takes part again from there on.
     Args: saved, the checkpoint to resume from, or None.
     """
     totals = {worker: outage.totals for worker, outage in monitor.current_outages.items()}
-    publish_restore_points(store, saved, plan.num_ranks, totals)
+    # not every rank has the run folder
+    store.handlers["restore"] = lambda rank: restore_point_of(saved, rank, totals.get(rank))
     stage = monitor.job.stages[0]
     cluster = monitor.job.parts.cluster
     if isinstance(cluster, Cluster) and cluster.bandwidth_mbit_s is not None:

@@ -22,6 +22,7 @@ from ashl.errors import UsageError
 
 # Exit codes of a rank, beside those of a command.
 EXIT_ORPHANED = 75  # its parent has ended
+EXIT_EVICTED = 78  # a worker that missed heartbeats: the run continues without it
 EXIT_DECLARED_FAILURE = 77  # a worker that fails as cluster.events declares
 LOG_LEVEL = "ASHL_LOG"  # the environment variable that sets how much is logged
 LEVELS = ("debug", "info", "warning", "error")

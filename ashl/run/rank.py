@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -43,7 +44,7 @@ from ashl.planning.device import device_of, use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble_job, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import StoreAddress, StoreClient
-from ashl.run.checkpoints import RestorePoint, await_restore_point, first_epoch
+from ashl.run.checkpoints import RestorePoint, first_epoch
 from ashl.run.control_channel import Reporter, exit_process
 from ashl.run.interface import Interface, use_interface
 from ashl.run.membership_listener import MembershipListener
@@ -71,6 +72,7 @@ from ashl.runtime.records import (
     Text,
     WorkerFailed,
     WorkerRejoined,
+    validate,
 )
 from ashl.runtime.rendezvous import (
     init_process_groups,
@@ -131,20 +133,19 @@ def run_rank(
     settings: RankSettings,
     plan_json: str,
     store: StoreClient,
-    on_evicted: Callable[[End], NoReturn] = exit_process,
     show: Callable[[str], None] = lambda text: None,
 ) -> End:
     """Join the job, train as this rank, exit in order, and return how the rank ended.
 
     Errors are reported to the controller. A rank that is no child of the controller waits for the
     end of the run; after an error it ends this process with the run's exit code.
-    Args: on_evicted, called if the run continues without this rank; show, shows the user a line.
+    Args: show, shows the user a line.
     """
     plan = Plan.from_json(plan_json)
     is_child = settings.run_dir is not None
     store.limit_answers(plan.runtime["heartbeat_timeout_s"])
     reporter = make_reporter(settings, store)
-    reporter.on_evicted = on_evicted
+    reporter.on_evicted = exit_process if is_child else start_again
     try:
         begin_log(settings, plan, store)
         if is_child:
@@ -169,6 +170,18 @@ def run_rank(
     except Exception as error:
         end = report_error(settings, reporter, error)
     return end
+
+
+def start_again(end: End) -> NoReturn:
+    """Replace this process, which was evicted, by a new one of the same command: it asks for a
+    place, and rejoins.
+
+    Closes all file descriptors except those of standard input, output and error.
+    """
+    sys.stderr.write(f"ashl: {end.why}; rejoins\n")
+    sys.stderr.flush()
+    os.closerange(3, 1 << 16)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def make_reporter(settings: RankSettings, store: StoreClient) -> Reporter:
@@ -266,10 +279,6 @@ def train_rank(
     show: Callable[[str], None],
 ) -> None:
     """Build and connect this rank, train, and exit together with the other ranks."""
-
-    def is_over() -> bool:
-        return reporter.end is not None
-
     parts = parts_of(plan)
     is_worker = settings.rank < plan.num_workers
     cores = usable_cores()
@@ -281,11 +290,10 @@ def train_rank(
     assert isinstance(stage.trainer, Trainer)
     learner = stage.trainer.learner
     check_fingerprint(learner.fingerprint(), settings.fingerprint or {})
-    restore_point: RestorePoint | None = RestorePoint()
+    restore_point = RestorePoint()
     if not settings.incarnation:
-        restore_point = await_restore_point(store, settings.rank, is_over)
-    if restore_point is None:
-        return
+        found = store.call("restore", settings.rank)
+        restore_point = validate(RestorePoint, found, "a restore point")
     joins = settings.incarnation > 0 or settings.rank in restore_point.absent
     nccl = settings.have_own_gpus and uses_nccl(parts.runtime, stage.topology, parts.cluster)
     all_others = ranks_to_notify(stages, settings.rank)

@@ -30,7 +30,6 @@ from pathlib import Path
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.launch.job import EXIT_EVICTED
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import can_block_forever, describe_modes, survives_failure
 from ashl.run.checkpoints import CheckpointManager
@@ -41,15 +40,14 @@ from ashl.run.control_channel import (
     ControlChannel,
     describe_fields,
 )
-from ashl.run.join import Place
+from ashl.run.handshake import JOINS, Hello, Place, PlaceRequests
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import EXIT_DECLARED_FAILURE
+from ashl.run.process_setup import EXIT_DECLARED_FAILURE, EXIT_EVICTED
 from ashl.run.rank import RankSettings, role_name
 from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import decode
 from ashl.runtime.records import (
     ON_TIME,
-    Alive,
     CheckpointPartSaved,
     End,
     Heartbeat,
@@ -105,6 +103,7 @@ class LivenessMonitor:
     rank_settings: Mapping[int, RankSettings]
     # starts an incarnation of a rank on this node, with the totals of earlier ones
     start: Callable[[int, int, Heartbeat | None], None]
+    requests: PlaceRequests  # of processes that run the other ranks, or that join
     # True if the run can continue without a failed worker, which can rejoin
     survives_failure: bool
     regroups: bool = False  # a failure or a rejoin begins a new epoch
@@ -136,7 +135,7 @@ class LivenessMonitor:
         log_record(record)
         self.check_stage(record)
         match record:
-            case Alive() | CheckpointPartSaved():
+            case CheckpointPartSaved():
                 pass
             case ProcessExited() | Ready() | WorkerRejoined() | WorkerFailed() | RankError():
                 self.handle_membership_record(record)
@@ -272,16 +271,15 @@ class LivenessMonitor:
         """Return True if the run can continue without these ranks, which became silent at about the
         same time.
 
-        The run needs its server or coordinator and at least one worker. It does not continue while
-        the controller's own node is cut off, nor if a collective with a rank on another node can
-        block forever.
+        The run needs its server or coordinator and at least one worker. It does not continue if a
+        collective with a rank on another node can block forever.
         """
         running = {*range(self.plan.num_workers)} - self.exited - self.failed.keys()
         # without a server, another worker takes the place of a failed lead rank
         has_server = self.plan.lead_rank >= self.plan.num_workers
         if has_server and self.plan.lead_rank in silent:
             return False
-        if not silent < running or is_cut_off(self, silent):
+        if not silent < running:
             return False
         return not silent - self.processes.keys() or not can_block_forever(self.monitor.job.parts)
 
@@ -416,7 +414,7 @@ def supervise(
         checkpoint_manager.complete_checkpoints(liveness.failed, liveness.monitor)
         if not channel.control_update.stop_reason and liveness.monitor.final is None:
             liveness.restart_workers(runtime.max_restarts)
-        answer_join_requests(liveness)
+        answer_requests(liveness)
         raise_settled_failure(liveness, run_dir, now_s)
         interrupted_s = liveness.interrupted_s
         if interrupted_s is not None and now_s - interrupted_s > PATIENCE_S:
@@ -486,7 +484,7 @@ LEVELS: dict[type, int] = {
 def log_record(record: Record) -> None:
     """Log a rank's record; heartbeats are never logged."""
     level = LEVELS.get(type(record), logging.DEBUG)
-    if logger.isEnabledFor(level) and not isinstance(record, Alive | Heartbeat):
+    if logger.isEnabledFor(level) and not isinstance(record, Heartbeat):
         text = describe_fields(record)[:300]
         logger.log(level, "rank %d reports %s: %s", record.rank, type(record).__name__, text)
 
@@ -559,24 +557,6 @@ def rank_name(liveness: LivenessMonitor, rank: int) -> str:
     )
 
 
-def is_cut_off(liveness: LivenessMonitor, silent: set[int]) -> bool:
-    """Return True if the network of the controller's node seems to be down: there are several other
-    nodes, all running ranks on them are silent, and no rank on this node is.
-
-    Without a rank on this node nothing tells a cut network from silent ranks: returns False.
-    """
-    here = {*liveness.processes}
-    if not here:
-        return False
-    other_hosts = {place.host for rank, place in liveness.monitor.hosts.items() if rank not in here}
-    ended = liveness.exited.union(liveness.failed)
-    return (
-        len(other_hosts) > 1
-        and not here & silent
-        and here | ended | silent == {*range(liveness.plan.num_ranks)}
-    )
-
-
 def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
     """Raise AshlError if the run cannot do without a rank that misses heartbeats, or if all ranks
     wait for each other for `timeout_s`. The error names the ranks.
@@ -589,12 +569,6 @@ def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
         for_so_long = f"for {fatal_s:g} s{source}"
         # with the ranks that became silent at about the same time
         silent = liveness.silent_ranks(fatal_s - min(SAME_CAUSE_S, fatal_s / 2))
-        if is_cut_off(liveness, {*silent}):
-            own_host = liveness.monitor.hosts[min(liveness.processes)].host
-            raise AshlError(
-                f"no heartbeat from any other node {for_so_long}; has {own_host}, "
-                "the controller's node, lost its network?"
-            )
         names = ", ".join(rank_name(liveness, rank) for rank in sorted(silent))
         raise AshlError(f"{names} sent no heartbeat {for_so_long}; the run ends here")
     running = {*range(liveness.plan.num_ranks)} - liveness.failed.keys()
@@ -610,26 +584,28 @@ def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
 # --- join requests
 
 
-def answer_join_requests(liveness: LivenessMonitor) -> None:
-    """Answer every join request that the control channel has received: admit the process in the
-    place of the worker that it names, or of any failed worker; or return the reason against it.
+def answer_requests(liveness: LivenessMonitor) -> None:
+    """Answer every request for a place: by the place of a process of the job that begins, by that
+    of a failed worker, or by the reason against it.
     """
-    while liveness.channel.join_requests:
-        worker, future = liveness.channel.join_requests.popleft()
-        if not future.set_running_or_notify_cancel():  # the process waits no longer
+    requests = liveness.requests
+    while requests.pending:
+        hello, answer = requests.pending.popleft()
+        if not answer.set_running_or_notify_cancel():  # the process waits no longer
             continue
-        place = join_refusal(liveness, worker)
+        place = requests.places.pop(hello.rank, None)
         if place is None:
-            free = liveness.failed.keys() - liveness.rejoining.keys()
-            place = admit_process(liveness, min(free) if worker is None else worker)
+            worker = requests.workers.get(hello.rank, hello.worker)
+            place = join_refusal(liveness, hello, worker)
+            if place is None:
+                free = liveness.failed.keys() - liveness.rejoining.keys()
+                place = admit_process(liveness, min(free) if worker is None else worker)
             logger.info(
-                "admits a process as worker %d, incarnation %d",
-                place.settings.rank,
-                place.settings.incarnation,
+                "a process on %s asks to join: %s",
+                hello.host,
+                place.refused or f"it becomes worker {place.settings.rank}",
             )
-        else:
-            logger.info("rejects a join request: %s", place.refused)
-        future.set_result(place.dumps())
+        answer.set_result(place)
 
 
 def admit_process(liveness: LivenessMonitor, rank: int) -> Place:
@@ -648,7 +624,7 @@ def admit_process(liveness: LivenessMonitor, rank: int) -> Place:
     return Place(settings, how=liveness.failed[rank], plan=liveness.plan.to_json())
 
 
-def join_refusal(liveness: LivenessMonitor, worker: int | None) -> Place | None:
+def join_refusal(liveness: LivenessMonitor, hello: Hello, worker: int | None) -> Place | None:
     """Return a rejection with its reason, if no process can join now in the place of `worker`, or
     of any worker if None; None if one can.
     """
@@ -674,6 +650,12 @@ def join_refusal(liveness: LivenessMonitor, worker: int | None) -> Place | None:
         reason = "no worker of this run has failed"
     elif liveness.rejoining.keys() >= ({*failed} if worker is None else {worker}):
         reason = "every failed worker is already rejoining"
+    if reason is not None and hello.rank != JOINS:
+        reason = (
+            f"a process of rank {hello.rank} is there already, and this one on {hello.host} cannot"
+            f" take its place: {reason}; give every process a rank of its own, and every job a"
+            " MASTER_PORT of its own"
+        )
     return None if reason is None else Place(refused=reason, may_change=True)
 
 

@@ -105,7 +105,7 @@ def run(
     elif parts.runtime.name == "local":
         launch.check_local(plan, parts.runtime)
     torch.set_num_threads(parts.runtime.threads)
-    with jobs.sharing_error(membership, lead and lead.store):
+    with jobs.sharing_error(membership, lead and lead.requests):
         device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
         job = assemble_job(plan, device, parts, data)
         if resume is not None:
@@ -252,7 +252,7 @@ def run_kernel(
         run_dir, plan.num_ranks, saving.every_s, saving.identity, lead_rank
     )
     with (
-        jobs.sharing_error(lead and lead.job, lead and lead.store),
+        jobs.sharing_error(lead and lead.job, lead and lead.requests),
         logging_to(run_dir / CONTROLLER_LOG, "controller"),
     ):
         if saved is not None:

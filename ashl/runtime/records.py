@@ -1,14 +1,12 @@
-"""Records: the reports of a rank on its run, a named tuple for each kind, with one JSON form for
-all of them.
+"""Records: the reports of a rank on its run, a named tuple for each kind.
 
-In virtual time the monitor receives the tuple itself. A process sends it as one line of JSON, in
-which `kind` names the type; a field with its default value is omitted. Nothing is unpickled: every
+In virtual time the monitor receives the tuple itself. A process sends its fields, with `kind` as
+the name of the type; a field with its default value is omitted. Nothing is unpickled: every
 field is validated, and control characters are removed from text for a terminal. `is_recorded`
 decides which rounds are recorded at all. The counterpart of records is `ControlUpdate`, the message
 from the controller to every rank.
 """
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
@@ -155,12 +153,6 @@ class Heartbeat(NamedTuple):
     # number of the first pause for a checkpoint in which a joining worker takes part; None if it
     # has not joined, or does not know it yet
     first_pause: int | None = None
-
-
-class Alive(NamedTuple):
-    """A sign of life from a process that has not begun yet."""
-
-    rank: int
 
 
 class Ready(NamedTuple):
@@ -319,7 +311,6 @@ Record = (
     | WorkerRejoined
     | TimeTotals
     | Heartbeat
-    | Alive
     | Ready
     | Placed
     | CompressionReport
@@ -351,32 +342,13 @@ def as_fields(record: Record) -> dict[str, Any]:
     return {"kind": type(record).__name__, **fields}
 
 
-def dumps(record: Record) -> str:
-    """Return a record as one line of JSON; numbers that are not finite have JavaScript's names."""
-    return json.dumps(as_fields(record))
-
-
-def loads(line: str | bytes) -> Record:
-    """Return the record of a line. Raises AshlError for a line that no rank of this program sends;
-    the message says why.
-    """
-    fields: Any = parse_json(line)
-    kind = fields.pop("kind", None) if isinstance(fields, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        kind = to_one_line(repr(kind))[:40]
-        raise AshlError(
-            f"received a line that is not a record (kind {kind}); is another"
-            " program using the job's port?"
-        )
-    return validate(KINDS[kind], fields, f"a record of kind {kind!r}")
-
-
-def parse_json(text: str | bytes) -> object:
-    """Return the value of a JSON text; None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def record_of(fields: object) -> Record:
+    """Return the record with these fields. Raises AshlError if it is not one of this program."""
+    known = dict(fields) if isinstance(fields, dict) else {}
+    kind = str(known.pop("kind", None))
+    if kind not in KINDS:
+        raise AshlError(f"received a record of an unknown kind ({to_one_line(kind)[:40]})")
+    return validate(KINDS[kind], known, f"a record of kind {kind!r}")
 
 
 def validate(of: type[T], fields: object, what: str) -> T:
@@ -417,13 +389,6 @@ class ControlUpdate(NamedTuple):
     ready: tuple[tuple[int, int], ...] = ()
     # the members of a run whose workers regroup after a failure or a rejoin
     epoch: Epoch = Epoch(0, ())
-
-    def dumps(self) -> str:
-        return json.dumps(self)
-
-    @staticmethod
-    def loads(line: str | bytes) -> "ControlUpdate":
-        return validate(ControlUpdate, parse_json(line), "a control update")
 
 
 # --- which rounds are recorded

@@ -204,17 +204,6 @@ def call_unless_over(call: Callable[[], T], is_over: Callable[[], bool]) -> T | 
     return outcome.result()
 
 
-def await_key(store: dist.Store, key: str, is_over: Callable[[], bool]) -> bytes | None:
-    """Return the value of a key of the job's store once it is there; None once `is_over()` is
-    true.
-    """
-    while not store.check([key]):
-        if is_over():
-            return None
-        time.sleep(POLL_S)
-    return store.get(key)
-
-
 def pair_key(server: int, worker: int, incarnation: int) -> str:
     """Return the name of the group of a server and a joining worker.
 
@@ -252,9 +241,11 @@ def join_servers(
     groups, zero_ns = dict[int, dist.ProcessGroup](), 0
     for server in servers:
         name = pair_key(server, worker, incarnation)
-        if (clock := await_key(store, name, is_over)) is None:
-            return None
-        zero_ns = parse_zero(clock)
+        while not store.check([name]):
+            if is_over():
+                return None
+            time.sleep(POLL_S)
+        zero_ns = parse_zero(store.get(name))
         meet = partial(make_group, name, store, JOINER)
         group = call_unless_over(meet, is_over)
         if group is None:
