@@ -18,7 +18,7 @@ from ashl.run.metrics import CompressionStats
 from ashl.run.monitor import MonitorState, Outage
 from ashl.run.train import find_restarted_run
 from ashl.runtime.effects import Epoch
-from ashl.runtime.plain_state import ITEMS, KIND, decode, encode, to_plain
+from ashl.runtime.plain_state import decode, encode
 from ashl.runtime.rank_checkpoint import (
     PAUSES,
     RankCheckpointWriter,
@@ -62,7 +62,7 @@ def made(checkpoint_manager: CheckpointManager, number: int, home: Home, **other
 
 def save(checkpoint_manager: CheckpointManager, number: int, rank: int, **other: object) -> None:
     """A rank saves its part of a checkpoint."""
-    content = encode({KIND: "dict", ITEMS: [("rank", rank)]})
+    content = encode({"rank": rank})
     digest = write(part_of(folder_of(checkpoint_manager.run_dir, number), rank), content)
     part = CheckpointPartSaved(rank, number, 3 * SECOND + rank, digest, **other)
     checkpoint_manager.add_part(part)
@@ -71,7 +71,7 @@ def save(checkpoint_manager: CheckpointManager, number: int, rank: int, **other:
 def test_the_controller_writes_parts_that_ranks_send(
     tmp_path: Path,
 ) -> None:
-    document = encode(to_plain({"state": torch.arange(1_500_000.0)}))
+    document = encode({"state": torch.arange(1_500_000.0)})
     checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
     checkpoint_manager.add_part(CheckpointPartSaved(0, 4, 3 * SECOND), document)
     checkpoint_manager.complete_checkpoints((), Home())
@@ -100,7 +100,7 @@ def test_equal_sets_have_equal_bytes() -> None:
     second |= {8}
     second |= {0}
     assert list(first) != list(second)
-    assert encode(to_plain(first)) == encode(to_plain(second))
+    assert encode(first) == encode(second)
 
 
 def test_the_newest_whole_one_counts(kept: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_rank_reports_any_error_for_which_it_cannot_write_its_part(
     def run_out_of_memory(document: object) -> bytes:
         raise MemoryError("cannot allocate the content of the file")
 
-    monkeypatch.setattr("ashl.runtime.rank_checkpoint.encode", run_out_of_memory)
+    monkeypatch.setattr("ashl.runtime.rank_checkpoint.encode_tensors", run_out_of_memory)
     reported: list[CheckpointPartSaved] = []
     writer = RankCheckpointWriter(1, tmp_path, lambda part, _: reported.append(part), 1.0)
     writer._write({}, CheckpointPartSaved(1, 4, 0))

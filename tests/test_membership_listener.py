@@ -14,7 +14,7 @@ from ashl.run.membership_listener import MembershipListener
 from ashl.run.rank import restore
 from ashl.runtime import rendezvous
 from ashl.runtime.effects import PEER_FAILED, Epoch, Message
-from ashl.runtime.plain_state import encode, to_plain
+from ashl.runtime.plain_state import encode
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import PAUSES
 from ashl.runtime.records import ControlUpdate
@@ -116,7 +116,7 @@ def test_a_pause_does_not_hide_the_round_before() -> None:
 
 def test_a_worker_without_a_part_and_without_a_heartbeat_was_down_until_the_checkpoint() -> None:
     kernel, plan = kernel_of(Quiet()), cast("Any", SimpleNamespace(allow_targets=()))
-    point = RestorePoint(3_000_000_000, 7, (0,), encode(to_plain(None)))
+    point = RestorePoint(3_000_000_000, 7, (0,), encode(None))
     assert restore(kernel, point, plan, "cpu") is None
     totals = kernel.ctx.time_accounting.totals
     assert totals["down"] == sum(totals.values()) == 3_000_000_000

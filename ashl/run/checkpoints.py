@@ -37,7 +37,7 @@ from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Monitor, MonitorState
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.effects import Epoch
-from ashl.runtime.plain_state import decode, encode, to_plain
+from ashl.runtime.plain_state import decode, encode
 from ashl.runtime.rank_checkpoint import MANIFEST, PAUSES, list_checkpoints
 from ashl.runtime.records import CheckpointPartSaved, Heartbeat, WorkerFailed, WorkerRejoined
 from ashl.tracking import jsonl
@@ -157,7 +157,7 @@ def complete_checkpoint(
         shutil.rmtree(folder, ignore_errors=True)
         return False
     try:
-        state = encode(to_plain(monitor.state()))
+        state = encode(monitor.state())
         files = {MONITOR: rank_checkpoint.write(folder / MONITOR, state), **files}
         sizes = monitor.recorder.sizes()
         manifest = {"schema": SCHEMA, "run": identity, "files": files, "sizes": sizes, **about}
@@ -243,7 +243,7 @@ def restore_point_of(saved: Checkpoint | None, rank: int, totals: Heartbeat | No
     if saved is None:
         return RestorePoint()
     if rank in saved.absent:
-        content = encode(to_plain(totals))
+        content = encode(totals)
     else:
         content = rank_checkpoint.part_of(saved.folder, rank).read_bytes()
     return RestorePoint(saved.time_ns, saved.number + 1, (*saved.absent,), content)

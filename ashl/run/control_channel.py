@@ -27,12 +27,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ashl.device import to_host
 from ashl.errors import AshlError
 from ashl.learn.learner import Learner
-from ashl.learn.staging import copy_to_host
 from ashl.run.authenticated_store import StoreClient, StoreServer
 from ashl.run.process_setup import EXIT_EVICTED
-from ashl.runtime.plain_state import encode, to_plain
+from ashl.runtime.plain_state import encode
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter
 from ashl.runtime.records import (
     CheckpointPartSaved,
@@ -433,10 +433,10 @@ class Reporter:
     def _report_content(self, record: Record, content: Any) -> None:
         """Report the content of a record in pieces, the last piece with the record."""
         if isinstance(content, Tensor):
-            here = copy_to_host(content.to(torch.float32)).contiguous()
+            here = to_host(content.to(torch.float32)).contiguous()
             return self._report_bytes(record, memoryview(here.numpy()).cast("B"))
         if isinstance(record, ModuleState):
-            content = encode(to_plain(content))
+            content = encode(content)
         return self._report_bytes(record, memoryview(content))
 
     def _report_bytes(self, record: Any, content: memoryview) -> None:

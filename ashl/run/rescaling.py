@@ -23,7 +23,7 @@ from ashl.run.metrics import CompressionStats
 from ashl.run.monitor import Monitor
 from ashl.run.virtual import Saving
 from ashl.runtime import rank_checkpoint
-from ashl.runtime.plain_state import encode, to_plain
+from ashl.runtime.plain_state import encode
 from ashl.runtime.rank_checkpoint import ABSENT, SavedRank
 from ashl.runtime.time_accounting import KINDS, TimeAccounting
 from ashl.topology.rescaling import rescale_states
@@ -131,7 +131,7 @@ def write_first_checkpoint(
             context = share_of_contexts(servers, len(states) - num_workers, time_ns)
             made = SavedRank(index, state, context, time_ns)
         path = rank_checkpoint.part_of(folder, rank)
-        files[path.name] = rank_checkpoint.write(path, encode(to_plain(made)))
+        files[path.name] = rank_checkpoint.write(path, encode(made))
     about = {
         "how": RESCALED,
         "time_ns": time_ns,

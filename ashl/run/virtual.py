@@ -18,7 +18,7 @@ from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import PeerFailedError, Save
 from ashl.runtime.parallel_sim import use_cores
-from ashl.runtime.plain_state import decode, encode, to_plain
+from ashl.runtime.plain_state import decode, encode
 from ashl.runtime.rank_checkpoint import RANKS, capture_rank, next_due_ns
 from ashl.runtime.rank_context import Observer
 from ashl.runtime.sim import Begin, Sim, restore_ranks
@@ -57,9 +57,9 @@ def simulate(
         about = {"how": VIRTUAL, **times, "ranks_ns": [sim.now_ns] * plan.num_ranks}
         about["absent"] = []  # `RANKS` and `FAULTS` have the state of failed workers, too
         ranks = [capture_rank(ctx, saves.get(ctx.rank), sim.speed) for ctx in sim.contexts]
-        contents = {RANKS: encode(to_plain(ranks))}
+        contents = {RANKS: encode(ranks)}
         if churn is not None:
-            contents[FAULTS] = encode(to_plain(churn.save_state()))
+            contents[FAULTS] = encode(churn.save_state())
         try:
             files = {
                 name: rank_checkpoint.write(folder / name, content)

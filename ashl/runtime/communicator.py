@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ashl.device import to_device
+from ashl.device import to_device, to_host
 from ashl.errors import AshlError
-from ashl.learn.staging import copy_to_host
 from ashl.runtime import collectives
 from ashl.runtime.collective_queue import Collective, choose_committed
 from ashl.runtime.collectives import Hierarchy, Subset
@@ -308,7 +307,7 @@ class Communicator:
         number = pending.number + (self._epoch << 32)  # unique over all epochs
         tensor = pending.effect.tensor
         # process groups of gloo transport host memory only
-        sent = tensor if self._synchronize is not None else copy_to_host(tensor)
+        sent = tensor if self._synchronize is not None else to_host(tensor)
         value, traffic, begin, cost = self._transfer(pending.effect, sent, number, earliest_ns)
         if self._synchronize is not None:
             self._synchronize()

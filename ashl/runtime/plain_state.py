@@ -1,8 +1,8 @@
-"""Convert state to plain values and back, and to tensors with a description in JSON.
+"""Convert state to tensors, of which the first one describes the value in JSON, and back.
 
-Nothing is unpickled. Such values are tensors, numbers, text and containers only. Dataclasses and
-named tuples of the named packages are made again field by field. A tensor on a device is copied to
-the host first. A file is in the format of safetensors: its header holds the description.
+Nothing is unpickled. A state consists of tensors, numbers, text and containers only. Dataclasses
+and named tuples of the named packages are made again field by field. A tensor on a device is copied
+to the host first. A file is in the format of safetensors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from torch import Tensor
 from ashl.device import HOST, is_on_host, to_device, to_host
 
 PLAIN = (type(None), bool, int, float, str)
-KIND, NAME, ITEMS, TENSOR, SHAPE = "kind", "name", "items", "tensor", "shape"
-ON_DEVICE = "there"  # kind of a tensor that was on a device
-DESCRIPTION = "value"  # entry of a file's header: the value in JSON
-HEADER_BYTES = 8  # bytes of the length of a file's header, which come first
+CONTAINERS = {cls.__name__: cls for cls in (list, tuple, set, deque)}
+KIND, NAME, ITEMS, SHAPE = "kind", "name", "items", "shape"
+HERE, ON_DEVICE = "here", "there"  # kinds of a tensor: one of the host, one of a device
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -44,95 +43,83 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def encode(value: Any) -> bytes:
-    """Return a plain value as the content of a file."""
-    text, tensors = split(value)
-    named = {str(k): tensor for k, tensor in enumerate(tensors)}
-    return safetensors.torch.save(named, {DESCRIPTION: text})
+    """Return a state as the content of a file."""
+    return encode_tensors(split_tensors(value))
+
+
+def encode_tensors(parcel: Sequence[Tensor]) -> bytes:
+    """Return the tensors of `split_tensors` as the content of a file."""
+    return safetensors.torch.save({str(k): tensor for k, tensor in enumerate(parcel)})
 
 
 def decode(content: bytes, packages: tuple[str, ...] = ("ashl",), device: str = HOST) -> Any:
-    """Return the value of a file's content, see `from_plain`. Raises ValueError for another one."""
-    end = HEADER_BYTES + int.from_bytes(content[:HEADER_BYTES], "little")
+    """Return the state of a file's content, see `join_tensors`. Raises ValueError for another
+    file.
+    """
     try:
-        text = json.loads(content[HEADER_BYTES:end])["__metadata__"][DESCRIPTION]
         named = safetensors.torch.load(content)
+        parcel = [named[str(k)] for k in range(len(named))]
     except (KeyError, safetensors.SafetensorError) as error:
         raise ValueError(f"is not a file of this program ({error})") from error
-    return join(text, [named[str(k)] for k in range(len(named))], packages, device)
+    return join_tensors(parcel, packages, device)
 
 
-def to_plain(value: Any) -> Any:
-    """Return a value as plain containers of tensors, numbers and text. Tensors are shared, or
-    copied from their device; everything mutable is copied. Raises TypeError for a value that is no
-    state.
+def split_tensors(value: Any) -> list[Tensor]:
+    """Return a state as tensors: its description, and then its flat tensors, shared with the
+    state or copied from their device. One that occurs twice is there once.
+
+    Raises: TypeError for a value that is no state.
     """
+    parcel = Parcel()
+    text = json.dumps(describe(value, parcel))
+    return [torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8), *parcel.tensors]
+
+
+class Parcel:
+    """The flat tensors of a state."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[Any, int] = {}  # number of each tensor by its elements in memory
+        self._added: list[Tensor] = []  # kept, so that no two have the same memory
+
+    def add(self, tensor: Tensor) -> int:
+        """Add a tensor on the host, unless it is there; return its number."""
+        self._added.append(tensor)
+        key = tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.stride()
+        # empty tensors have no memory of their own
+        if key not in self._numbers or not tensor.numel():
+            self._numbers[key] = len(self.tensors)
+            self.tensors.append(with_own_memory(tensor).flatten())
+        return self._numbers[key]
+
+
+def describe(value: Any, parcel: Parcel) -> Any:
+    """Return a state as values of JSON, with the numbers of its tensors in the parcel."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
-        return value if is_on_host(value) else {KIND: ON_DEVICE, ITEMS: to_host(value)}
+        kind = HERE if is_on_host(value) else ON_DEVICE
+        return {KIND: kind, ITEMS: parcel.add(to_host(value)), SHAPE: [*value.shape]}
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
-        return {KIND: "dataclass", NAME: name_of(value), ITEMS: own}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {KIND: "named", NAME: name_of(value), ITEMS: [to_plain(item) for item in value]}
-    if isinstance(value, set):  # in order: equal sets have equal bytes
-        return {KIND: "set", ITEMS: [to_plain(item) for item in sorted(value)]}
-    if isinstance(value, list | tuple | deque):
-        return {KIND: type(value).__name__, ITEMS: [to_plain(item) for item in value]}
+        parts = {
+            field.name: describe(getattr(value, field.name), parcel) for field in fields(value)
+        }
+        return {KIND: "dataclass", NAME: name_of(value), ITEMS: parts}
     if isinstance(value, dict):
-        return {
-            KIND: "dict",
-            ITEMS: [(to_plain(key), to_plain(item)) for key, item in value.items()],
-        }
-    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}")
-
-
-def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = HOST) -> Any:
-    """Return the value that `to_plain` was given; tensors of a device are moved to `device`. Only
-    classes of `packages` are made. Raises ValueError for other content.
-    """
-    if type(value) in PLAIN or isinstance(value, Tensor):
-        return value
-    if not isinstance(value, dict) or KIND not in value:
-        raise ValueError("a checkpoint holds a value that is no state")
-    kind, items = value[KIND], value[ITEMS]
-    if kind == ON_DEVICE:
-        return to_device(items, device)
-    if kind == "dict":
-        return {
-            from_plain(key, packages): from_plain(item, packages, device) for key, item in items
-        }
-    if kind == "dataclass":
-        cls = class_of(value[NAME], packages)
-        made = object.__new__(cls)
-        for name in (field.name for field in fields(cls)):
-            object.__setattr__(made, name, from_plain(items[name], packages, device))
-        return made
-    parts = [from_plain(item, packages, device) for item in items]
-    if kind == "named":
-        return class_of(value[NAME], packages)(*parts)
-    return {"list": list, "tuple": tuple, "set": set, "deque": deque}[kind](parts)
-
-
-def split(value: Any) -> tuple[str, list[Tensor]]:
-    """Return a plain value as JSON and its flat tensors; one that occurs twice is there once."""
-    numbers = dict[Any, int]()  # number of each tensor by its elements in memory
-    tensors = list[Tensor]()
-
-    def replace_tensors(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            key = item.data_ptr(), item.numel(), item.dtype, item.stride()
-            if key not in numbers or not item.numel():  # empty tensors have no memory of their own
-                numbers[key] = len(tensors)
-                tensors.append(with_own_memory(item).flatten())
-            return {KIND: TENSOR, ITEMS: numbers[key], SHAPE: [*item.shape]}
-        if isinstance(item, dict):
-            return {key: replace_tensors(part) for key, part in item.items()}
-        return [replace_tensors(part) for part in item] if isinstance(item, list | tuple) else item
-
-    return json.dumps(replace_tensors(value)), tensors
+        pairs = [(describe(key, parcel), describe(part, parcel)) for key, part in value.items()]
+        return {KIND: "dict", ITEMS: pairs}
+    if isinstance(value, set):
+        value_parts, kind = sorted(value), {KIND: "set"}  # in order: equal sets have equal bytes
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        value_parts, kind = value, {KIND: "named", NAME: name_of(value)}
+    elif isinstance(value, list | tuple | deque):
+        value_parts, kind = value, {KIND: type(value).__name__}
+    else:
+        raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}")
+    return {**kind, ITEMS: [describe(part, parcel) for part in value_parts]}
 
 
 def with_own_memory(tensor: Tensor) -> Tensor:
@@ -141,30 +128,37 @@ def with_own_memory(tensor: Tensor) -> Tensor:
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def join(text: str, tensors: Sequence[Tensor], packages: tuple[str, ...], device: str) -> Any:
-    """Return the value that `split` was given; see `from_plain`."""
+def join_tensors(
+    parcel: Sequence[Tensor], packages: tuple[str, ...] = ("ashl",), device: str = HOST
+) -> Any:
+    """Return the state that `split_tensors` was given; tensors of a device are moved to `device`.
 
-    def restore_tensors(item: Any) -> Any:
-        if isinstance(item, dict) and item.get(KIND) == TENSOR:
-            return tensors[item[ITEMS]].view(item[SHAPE])
-        if isinstance(item, dict):
-            return {key: restore_tensors(part) for key, part in item.items()}
-        return [restore_tensors(part) for part in item] if isinstance(item, list) else item
-
-    return from_plain(restore_tensors(json.loads(text)), packages, device)
-
-
-def split_tensors(value: Any) -> list[Tensor]:
-    """Return a value as tensors to send: the first one describes the value in JSON, the others are
-    its tensors.
+    Only classes of `packages` are made. Raises ValueError for other content.
     """
-    text, tensors = split(to_plain(value))
-    return [torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8), *tensors]
 
+    def make(item: Any) -> Any:
+        if type(item) in PLAIN:
+            return item
+        if not isinstance(item, dict) or KIND not in item:
+            raise ValueError("a checkpoint holds a value that is no state")
+        kind, items = item[KIND], item[ITEMS]
+        if kind in (HERE, ON_DEVICE):
+            tensor = parcel[1 + items].view(item[SHAPE])
+            return tensor if kind == HERE else to_device(tensor, device)
+        if kind == "dict":
+            return {make(key): make(part) for key, part in items}
+        if kind == "dataclass":
+            cls = class_of(item[NAME], packages)
+            made = object.__new__(cls)
+            for name in (field.name for field in fields(cls)):
+                object.__setattr__(made, name, make(items[name]))
+            return made
+        parts = [make(part) for part in items]
+        if kind == "named":
+            return class_of(item[NAME], packages)(*parts)
+        return CONTAINERS[kind](parts)
 
-def join_tensors(parcel: Sequence[Tensor], packages: tuple[str, ...], device: str) -> Any:
-    """Return the value that `split_tensors` was given; see `from_plain`."""
-    return join(parcel[0].numpy().tobytes().decode(), parcel[1:], packages, device)
+    return make(json.loads(parcel[0].numpy().tobytes()))
 
 
 def name_of(value: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ashl.cluster.speed import Speed
 from ashl.runtime.effects import Save
-from ashl.runtime.plain_state import decode, encode, replace_file, to_plain
+from ashl.runtime.plain_state import decode, encode_tensors, replace_file, split_tensors
 from ashl.runtime.rank_context import RankContext, WorkerStates
 from ashl.runtime.records import CheckpointPartSaved
 from ashl.runtime.transport import first_line
@@ -76,7 +76,7 @@ class RankCheckpointWriter:
         time_ns = max(ctx.now_ns, ctx.time_accounting.cursor + 2)
         ctx.time_accounting.attribute_until("wait", time_ns)
         part = CheckpointPartSaved(self._rank, number, time_ns)
-        document = to_plain(capture_rank(ctx, save, speed))
+        document = split_tensors(capture_rank(ctx, save, speed))
         # Not a daemon thread, so Python waits for it at exit. `os._exit` does not wait: then this
         # part of the checkpoint is missing.
         self._thread = threading.Thread(
@@ -87,7 +87,7 @@ class RankCheckpointWriter:
     def _write(self, document: Any, part: CheckpointPartSaved) -> None:
         """Write or send a part, and report it or the error."""
         try:
-            content = encode(document)
+            content = encode_tensors(document)
             if self._run_dir is None:
                 return self._emit(part, content)
             path = part_of(folder_of(self._run_dir, part.number), self._rank)

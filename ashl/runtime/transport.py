@@ -40,9 +40,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ashl.device import HOST, to_device
+from ashl.device import HOST, to_device, to_host
 from ashl.errors import AshlError
-from ashl.learn.staging import copy_to_host, fill_buffer
 from ashl.runtime import framing
 from ashl.runtime.effects import Message, PeerFailedError, Tag
 
@@ -340,17 +339,13 @@ class HostPayloads:
 
     def send(self, connection: PeerConnection, payload: Tensor) -> None:
         """Send a payload of uint8 whose header has left."""
-        connection.group.send(
-            [copy_to_host(payload)], connection.group_rank, framing.PAYLOADS
-        ).wait()
+        connection.group.send([to_host(payload)], connection.group_rank, framing.PAYLOADS).wait()
 
     def recv(self, connection: PeerConnection, nbytes: int, device: str) -> Tensor:
         """Receive a payload of uint8 on `device`, after its header."""
-
-        def receive(flat: Tensor) -> None:
-            connection.group.recv([flat], connection.group_rank, framing.PAYLOADS).wait()
-
-        return fill_buffer(nbytes, device, receive)
+        flat = torch.empty(nbytes, dtype=torch.uint8)
+        connection.group.recv([flat], connection.group_rank, framing.PAYLOADS).wait()
+        return to_device(flat, device)
 
     def handle_grant(self, connection: PeerConnection, direction: str) -> None:
         """Handle a grant for the next payload of this connection."""

@@ -35,7 +35,7 @@ import torch
 
 from ashl.run.authenticated_store import StoreServer, new_secret
 from ashl.runtime import rank_checkpoint
-from ashl.runtime.plain_state import decode, encode, to_plain
+from ashl.runtime.plain_state import decode, encode
 from ashl.tracking import jsonl
 from tests.benchmarks.table import show
 from tests.disturbed import ranks_of
@@ -276,7 +276,7 @@ def cost(folder: str, *by: str) -> list[str]:
     newest = checkpoints(run)[-1].parent
     size = sum(file.stat().st_size for file in newest.iterdir())
     file, store = newest / "rank0.safetensors", stores()
-    document = to_plain(decode(file.read_bytes()))
+    document = decode(file.read_bytes())
     began = time.process_time()
     for number in range(PARTS):
         content = encode(document)

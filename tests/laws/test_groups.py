@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ashl.data.rng import Purpose, draw_subset, permutation
 from ashl.option import option
-from ashl.runtime.plain_state import from_plain, to_plain
+from ashl.runtime.plain_state import decode, encode
 from ashl.sync.ripples_static import phase
 from ashl.topology import group_generator as gg
 from ashl.topology.group_generator import GroupRule, workers_by_node
@@ -101,7 +101,7 @@ class Played:
             for number, group in pending.items()
         }
         assert all(state._missing.values()), "what can begin has begun"
-        assert from_plain(to_plain(state)) == state
+        assert decode(encode(state)) == state
 
 
 def play(seed: int, scheduler: str, steps: int = 60) -> Played:

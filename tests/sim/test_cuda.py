@@ -12,7 +12,6 @@ from torch import Tensor
 from ashl.errors import UsageError
 from ashl.learn.graphs import OFTEN
 from ashl.learn.learner import Learner
-from ashl.learn.staging import copy_to_host, fill_buffer
 from tests.conf_option import conf_option
 from tests.support import planned, run
 
@@ -116,19 +115,3 @@ def test_a_model_whose_path_hangs_on_its_numbers_is_refused() -> None:
         learner.gradient(learner.init(), np.arange(32), 0, step)
     with pytest.raises(UsageError, match="cannot be captured"):
         learner.gradient(learner.init(), np.arange(32), 0, OFTEN)
-
-
-def test_vectors_leave_and_come_beside_what_is_computed() -> None:
-    """A read returns the device's state at the time of the request, however long the copy takes."""
-    x = torch.ones(4096, 4096, device="cuda")
-    for _ in range(20):
-        x = x @ x / 4096
-    last = x[0].clone()
-    for _ in range(20):
-        x = x @ x  # goes on while the vector leaves
-    assert copy_to_host(last).tolist() == [1.0] * 4096
-    body = torch.arange(10**6, dtype=torch.uint8)
-    for _ in range(5):
-        came = fill_buffer(10**6, "cuda:0", lambda flat: flat.copy_(body))
-        assert came.is_cuda
-        assert torch.equal((came + 0).cpu(), body)

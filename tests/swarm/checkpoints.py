@@ -14,7 +14,7 @@ from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
 from ashl.runtime.churn import Churn
 from ashl.runtime.effects import Save
-from ashl.runtime.plain_state import decode, encode, to_plain
+from ashl.runtime.plain_state import decode, encode
 from ashl.runtime.rank_checkpoint import capture_rank, next_due_ns
 from ashl.runtime.sim import Sim, restore_ranks
 from ashl.stage.contract import StageConfig, extra_ranks
@@ -47,7 +47,7 @@ def play(
 
     def keep(saves: Mapping[int, Save]) -> float:
         ranks = [capture_rank(ctx, saves.get(ctx.rank), speed) for ctx in sim.contexts]
-        content = encode(to_plain(ranks)), encode(to_plain(churn.save_state()))
+        content = encode(ranks), encode(churn.save_state())
         kept.append((content, sim.now_ns, len(seen.records)))
         return next_due_ns(sim.now_ns, every_s)
 
