@@ -39,14 +39,10 @@ from ashl.runtime.records import (
     ControlUpdate,
     End,
     ModuleState,
-    PlanMade,
     RankError,
     Record,
-    Replan,
     Rounds,
     Snapshot,
-    StageBoundary,
-    StageEnd,
     as_fields,
     record_of,
     validate,
@@ -264,15 +260,6 @@ def exit_process(end: End) -> NoReturn:
     os._exit(end.code)
 
 
-def describe_fields(record: Record) -> str:
-    """Describe the fields of a record, without its rank and counts."""
-    return ", ".join(
-        f"{name}={value}"
-        for name, value in record._asdict().items()
-        if name not in ("rank", "counts")
-    )
-
-
 class Reporter:
     """A rank's end: reports its heartbeats, records and models, and applies the control updates of
     the controller.
@@ -320,13 +307,6 @@ class Reporter:
 
         Args: content, a vector, bytes or a module's state; None if the record has none.
         """
-        if isinstance(
-            record,
-            StageEnd | StageBoundary | Replan | PlanMade | CheckpointPartSaved,
-        ):
-            logger.info("reports %s: %s", type(record).__name__, describe_fields(record))
-        elif not isinstance(record, RankError):
-            logger.debug("reports %s", type(record).__name__)
         self._outbox.append((record, content))
 
     def snapshot(self, record: Snapshot, vector: Vector | None) -> None:

@@ -5,23 +5,14 @@ A codec is no contraction if the relative error of its messages is above 1; `Com
 of it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from ashl.run.evaluation import Evaluation
 from ashl.runtime import records
 from ashl.runtime.records import Counts, Measures
-
-
-class WorkerWait(NamedTuple):
-    """A worker's part of a line of metrics: seconds waited, and bytes sent and received."""
-
-    rank: int
-    wait_s: float
-    bytes_up: int
-    bytes_down: int
 
 
 def metrics_line(
@@ -29,17 +20,18 @@ def metrics_line(
     found: Evaluation,
     time_s: float,
     host_s: float,
-    workers: Sequence[WorkerWait],
+    workers: Sequence[Mapping[str, Any]],
     extra: dict[str, float],
 ) -> dict[str, Any]:
     """Return the line of one evaluation.
 
-    Args: time_s, on the run's clock; host_s, host seconds; extra, metrics beside those that every
+    Args: time_s, on the run's clock; host_s, host seconds; workers, by worker its `rank`, `wait_s`,
+    `bytes_up` and `bytes_down`; extra, metrics beside those that every
     run has.
     """
-    waited = sum(worker.wait_s for worker in workers)
-    up = sum(worker.bytes_up for worker in workers)
-    down = sum(worker.bytes_down for worker in workers)
+    waited = sum(worker["wait_s"] for worker in workers)
+    up = sum(worker["bytes_up"] for worker in workers)
+    down = sum(worker["bytes_down"] for worker in workers)
     pushes = sum(counts.commits)
     distance = found.consensus_distance
     return {
@@ -73,7 +65,10 @@ def metrics_line(
         "time/s": time_s,
         **extra,
         # fraction of the time in which worker N waited
-        **{f"wait/w{worker.rank}": worker.wait_s / time_s if time_s else 0.0 for worker in workers},
+        **{
+            f"wait/w{worker['rank']}": worker["wait_s"] / time_s if time_s else 0.0
+            for worker in workers
+        },
     }
 
 

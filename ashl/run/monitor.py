@@ -34,7 +34,7 @@ from ashl.run.evaluation import (
     make_model_set,
     scores_of,
 )
-from ashl.run.metrics import CompressionStats, WorkerWait, metrics_line, values_of
+from ashl.run.metrics import CompressionStats, metrics_line, values_of
 from ashl.runtime.records import (
     CompressionReport,
     Counts,
@@ -340,8 +340,7 @@ class Monitor:
             self.stop_reason = PATIENCE
         if not record.final:
             waited = [
-                WorkerWait(beat.rank, beat.totals_ns["wait"] / 1e9, beat.bytes_up, beat.bytes_down)
-                for beat in self.workers()
+                beat._asdict() | {"wait_s": beat.totals_ns["wait"] / 1e9} for beat in self.workers()
             ]
             self.recorder.metric(self.metrics_row(counts, found, found.time_s, waited))
 
@@ -394,15 +393,11 @@ class Monitor:
         Call it once all ranks have reported their final totals.
         """
         if self.final is not None and self.run_state.evaluations and (time_s := summary["time_s"]):
-            workers = [
-                WorkerWait(*(row[key] for key in WorkerWait._fields)) for row in summary["workers"]
-            ]
-            self.recorder.metric(
-                self.metrics_row(self.final, self.run_state.evaluations[-1], time_s, workers)
-            )
+            last = self.run_state.evaluations[-1]
+            self.recorder.metric(self.metrics_row(self.final, last, time_s, summary["workers"]))
 
     def metrics_row(
-        self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[WorkerWait]
+        self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
         """Return a line of metrics.jsonl."""
         extra = self.run_state.compression.metrics() | values_of(self.measures())

@@ -220,9 +220,9 @@ def report_error(settings: RankSettings, reporter: Reporter, error: Exception) -
     sentence = str(error)
     if not isinstance(error, AshlError):
         sentence = f"{type(error).__name__}: {first_line(error)}"
-    consequence, blamed = classify_error(error)
-    logger.error("fails: %s (consequence=%s, blames=%s)", sentence, consequence, blamed)
-    reporter.emit(RankError(settings.rank, sentence, consequence, blamed))
+    consequence = is_consequence(error)
+    logger.error("fails: %s (consequence=%s)", sentence, consequence)
+    reporter.emit(RankError(settings.rank, sentence, consequence))
     reporter.close()
     is_child = settings.run_dir is not None
     if is_child or not (consequence or isinstance(error, AshlError)):
@@ -251,16 +251,12 @@ def raise_interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def classify_error(error: Exception) -> tuple[bool, int | None]:
-    """Return True if an error is the consequence of another rank's failure, and that rank if it is
-    known.
-    """
+def is_consequence(error: Exception) -> bool:
+    """Return True if an error is the consequence of another rank's failure."""
     cause = error.__cause__ or error
-    if isinstance(cause, PeerFailedError):
-        return True, cause.rank
-    return isinstance(cause, RuntimeError) and any(
-        words in str(cause) for words in BROKEN_CONNECTION
-    ), None
+    return isinstance(cause, PeerFailedError) or (
+        isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN_CONNECTION)
+    )
 
 
 def build_stages(settings: RankSettings, plan: Plan, parts: Parts) -> tuple[StageConfig, ...]:

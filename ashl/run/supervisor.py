@@ -38,7 +38,6 @@ from ashl.run.control_channel import (
     POLL_S,
     Content,
     ControlChannel,
-    describe_fields,
 )
 from ashl.run.handshake import JOINS, Hello, Place, PlaceRequests
 from ashl.run.monitor import Monitor
@@ -47,11 +46,9 @@ from ashl.run.rank import RankSettings, role_name
 from ashl.runtime.effects import Epoch
 from ashl.runtime.plain_state import decode
 from ashl.runtime.records import (
-    ON_TIME,
     CheckpointPartSaved,
     End,
     Heartbeat,
-    Lateness,
     ModuleState,
     PacingStats,
     Placed,
@@ -485,7 +482,8 @@ def log_record(record: Record) -> None:
     """Log a rank's record; heartbeats are never logged."""
     level = LEVELS.get(type(record), logging.DEBUG)
     if logger.isEnabledFor(level) and not isinstance(record, Heartbeat):
-        text = describe_fields(record)[:300]
+        shown = {k: v for k, v in record._asdict().items() if k not in ("rank", "counts")}
+        text = ", ".join(f"{name}={value}" for name, value in shown.items())[:300]
         logger.log(level, "rank %d reports %s: %s", record.rank, type(record).__name__, text)
 
 
@@ -527,23 +525,16 @@ def find_culprit(
     """Return the rank at fault for a failure, and the rest of the sentence about it.
 
     Order: an error of a rank's own, then a process that ended, then a silent rank, then an error
-    that is the consequence of another rank's failure. Of several ended or silent ranks, one that an
-    error blames comes first.
+    that is the consequence of another rank's failure.
     Args: ended, the cause by rank; silent, ranks without records, longest first.
     """
     own = next((error for error in errors if not error.consequence), None)
     if own is not None:
         return own.rank, f": {own.error}"
     reported = {error.rank for error in errors}
-    blamed = {error.blames for error in errors}
-    unheard = [rank for rank in silent if rank not in reported]
-    blamed_silent = [rank for rank in unheard if rank in blamed]
-    ended_unheard = [rank for rank in ended if rank not in reported]
-    blamed_ended = [rank for rank in ended_unheard if rank in blamed]
-    # A process may have ended long before: it is at fault only if no silent rank is blamed.
-    if found := blamed_ended or ([] if blamed_silent else ended_unheard):
+    if found := [rank for rank in ended if rank not in reported]:
         return found[0], f" {ended[found[0]]}"
-    if found := blamed_silent or unheard:
+    if found := [rank for rank in silent if rank not in reported]:
         return found[0], " disconnected: its connections were closed, and no heartbeat followed"
     return errors[0].rank, f": {errors[0].error}"
 
@@ -660,48 +651,24 @@ def join_refusal(liveness: LivenessMonitor, hello: Hello, worker: int | None) ->
 
 
 def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
-    """Return by how much the processes were slower than declared; empty if no step and no transfer
-    was paced.
+    """Return by how much the processes were slower than declared; empty if nothing was declared.
 
-    `workers` has one row per worker: by how much its steps and transfers took longer, as a fraction
-    of their declared time. The time of encoding is often declared as zero, so its lateness is a
-    fraction of all declared time, as is the total. A push that a server received counts for the
-    worker that sent it. A transfer between servers counts for no worker. The other keys hold the
-    largest value of any worker.
+    `workers` has one row per worker: by how much its steps, encodings and transfers took longer, as
+    a fraction of their declared time. A push that a server received counts for the worker that sent
+    it. A transfer between servers counts for no worker. `slower_by` is the largest value.
     """
-    lateness = {kind: [ON_TIME] * num_workers for kind in ("steps", "transfers", "encodings")}
+    late_s, declared_s = [0.0] * num_workers, [0.0] * num_workers
     for report in reports:
-        is_worker = report.rank < num_workers
-        parts = [("transfers", sender, late) for sender, late in report.transfers]
-        if is_worker:
-            parts += [("steps", report.rank, report.steps)]
-            parts += [("encodings", report.rank, report.encodings)]
-        for kind, sender, late in parts:
-            rank = report.rank if is_worker else sender
+        for sender, late, declared in report.late:
+            rank = report.rank if report.rank < num_workers else sender
             if rank < num_workers:
-                lateness[kind][rank] = add_lateness(lateness[kind][rank], late)
-    if not any(late.count for late in (*lateness["steps"], *lateness["transfers"])):
+                late_s[rank] += late
+                declared_s[rank] += declared
+    if not any(declared_s):
         return {}
-    workers = []
-    for rank, (steps, transfers, encodings) in enumerate(zip(*lateness.values(), strict=True)):
-        total = add_lateness(steps, transfers, encodings)
-        row = {
-            "rank": rank,
-            "steps_slower_by": fraction(steps.late_s, steps.declared_s),
-            "transfers_slower_by": fraction(transfers.late_s, transfers.declared_s),
-            "encodings_slower_by": fraction(encodings.late_s, total.declared_s),
-            "slower_by": fraction(total.late_s, total.declared_s),
-        }
-        workers.append(row)
-    largest = {key: max(row[key] for row in workers) for key in workers[0] if key != "rank"}
-    return {"workers": workers, **largest}
-
-
-def add_lateness(*rows: Lateness) -> Lateness:
-    """Return the sum of several counts of lateness, field by field."""
-    return Lateness(*map(sum, zip(*rows, strict=True)))
-
-
-def fraction(part: float, whole: float) -> float:
-    """Return part / whole; 0 if `whole` is 0."""
-    return part / whole if whole else 0.0
+    shares = [
+        late / declared if declared else 0.0
+        for late, declared in zip(late_s, declared_s, strict=True)
+    ]
+    workers = [{"rank": rank, "slower_by": share} for rank, share in enumerate(shares)]
+    return {"workers": workers, "slower_by": max(shares)}

@@ -219,28 +219,13 @@ class Replan(NamedTuple):
     time_ns: int
 
 
-class Lateness(NamedTuple):
-    """Operations that took longer than declared: how many there were, and by how many seconds in
-    total they were late.
-    """
-
-    count: int
-    late_s: float
-    declared_s: float
-
-
-ON_TIME = Lateness(0, 0.0, 0.0)
-
-
 class PacingStats(NamedTuple):
-    """Lateness of a process against the declared costs: of its steps, of received transfers by
-    sender, and of encodings.
+    """Lateness of a process against the declared costs: of its own steps and encodings, and of the
+    transfers that it received, by sender.
     """
 
     rank: int
-    steps: Lateness
-    transfers: list[tuple[int, Lateness]]
-    encodings: Lateness = ON_TIME
+    late: list[tuple[int, float, float]]  # rank, seconds late, declared seconds
 
 
 class ProcessExited(NamedTuple):
@@ -257,14 +242,11 @@ class StopAsked(NamedTuple):
 
 
 class RankError(NamedTuple):
-    """The failure of a process. `consequence` is True if another process failed first; `blames` is
-    the rank that failed, if known.
-    """
+    """The failure of a process; `consequence` is True if another process failed first."""
 
     rank: int
     error: Text
     consequence: bool
-    blames: int | None = None
 
 
 class CheckpointPartSaved(NamedTuple):

@@ -17,27 +17,23 @@ from typing import Any, Protocol
 from ashl.cluster.network import ExchangeNetwork, NicNetwork, make_network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Factors, Speed
-from ashl.runtime.records import Lateness, PacingStats
+from ashl.runtime.records import PacingStats
 
 SLACK = 1.02  # a step or transfer is late if it takes more than this multiple of its declared time
 
 
 class LatenessCounter:
-    """A count of operations and their lateness. One thread counts."""
+    """A sum of declared times and of lateness. One thread adds."""
 
-    __slots__ = ("count", "declared_ns", "late_ns")
+    __slots__ = ("declared_ns", "late_ns")
 
     def __init__(self) -> None:
-        self.count = self.late_ns = self.declared_ns = 0
+        self.late_ns = self.declared_ns = 0
 
     def add(self, declared_ns: int, taken_ns: int) -> None:
-        self.count += 1
         self.declared_ns += declared_ns
         if taken_ns > SLACK * declared_ns:
             self.late_ns += taken_ns - declared_ns
-
-    def report(self) -> Lateness:
-        return Lateness(self.count, self.late_ns / 1e9, self.declared_ns / 1e9)
 
 
 class Requests(Protocol):
@@ -65,8 +61,7 @@ class Throttle:
         """
         self.rank = rank
         self.clock = clock_ns
-        self.steps = LatenessCounter()
-        self.encodings = LatenessCounter()
+        self.work = LatenessCounter()  # of steps and encodings
         # by sender
         self.transfers: defaultdict[int, LatenessCounter] = defaultdict(LatenessCounter)
         self.speed: Speed | None = None
@@ -100,7 +95,7 @@ class Throttle:
                 factor = self.compute.factor_of(self.rank, start_ns)
             cost = round(factor * (now - start_ns)) if factor != 1.0 else 0
         elif kind in ("compute", "compress"):
-            (self.steps if kind == "compute" else self.encodings).add(cost, now - start_ns)
+            self.work.add(cost, now - start_ns)
         return self.wait_until(start_ns + cost)
 
     def wait_until(self, due_ns: int) -> int:
@@ -162,9 +157,10 @@ class Throttle:
         return begin, cost
 
     def report(self) -> PacingStats:
-        """Return how often, and by how much, this rank was later than declared."""
-        transfers = [(src, late.report()) for src, late in self.transfers.items()]
-        return PacingStats(self.rank, self.steps.report(), transfers, self.encodings.report())
+        """Return by how much this rank was later than declared."""
+        counters = [(self.rank, self.work), *self.transfers.items()]
+        rows = [(rank, own.late_ns / 1e9, own.declared_ns / 1e9) for rank, own in counters]
+        return PacingStats(self.rank, rows)
 
 
 class Nics:

@@ -335,8 +335,7 @@ def describe_pace(stats: Mapping[str, Any]) -> str:
     """Describe how much longer than declared parts of a paced run took; "" if they kept pace."""
     if stats.get("slower_by", 0.0) <= SLOWER:
         return ""
-    parts = {kind: stats[f"{kind}_slower_by"] for kind in ("steps", "transfers", "encodings")}
-    late = ", ".join(f"{kind} {percent(slower)}" for kind, slower in parts.items() if slower)
+    late = percent(stats["slower_by"])
     return f"{late} longer than declared: this machine is too slow for this cluster"
 
 
