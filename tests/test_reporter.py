@@ -29,7 +29,6 @@ from ashl.run.process_setup import EXIT_EVICTED
 from ashl.run.rank import RankSettings, run_rank
 from ashl.run.supervisor import answer_requests
 from ashl.runtime.records import (
-    ControlUpdate,
     End,
     ProcessExited,
     RankError,
@@ -275,16 +274,3 @@ def test_a_request_for_a_place_is_withdrawn_when_its_process_waits_no_longer(
     assert len(requests.pending) == 1
     answer_requests(cast("Any", SimpleNamespace(requests=requests)))
     assert not requests.pending
-
-
-def test_the_end_of_the_run_is_known_when_the_store_ends_right_after_it(monkeypatch) -> None:
-    class Ending:
-        def call(self, name: str, *args: object) -> ControlUpdate:
-            if name == "end_seen":
-                raise RuntimeError("the job's store has ended")
-            return ControlUpdate(end=End(0))
-
-    monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 1000.0)
-    made = Reporter(cast("Any", Ending()), 3, rounds="all")
-    made.close()
-    assert made.await_run_end() == End(0)

@@ -349,6 +349,9 @@ class StoreClient(AuthenticatedStore):
                     raise
                 time.sleep(RETRY_S)
 
+    def close(self) -> None:
+        self._connection.close()
+
     def limit_answers(self, limit_s: float) -> None:
         """Set the longest wait for an answer, in seconds for which this process is awake."""
         self._connection.limit_s = limit_s

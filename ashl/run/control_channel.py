@@ -131,13 +131,11 @@ class ControlChannel:
         # by sender: contents that the controller has used, by kind of record
         self._used = defaultdict[tuple[int, int], Counter[str]](Counter)
         self._evicted: dict[tuple[int, int], End] = {}
-        self._end_seen: set[int] = set()  # ranks that know how the run ended
         self._senders: dict[int, tuple[int, int]] = {}  # by thread of the connection
         self._closed: set[tuple[int, int]] = set()  # senders whose connection was closed
         self._error: AshlError | None = None
         store.handlers |= {
             "report": self._receive,
-            "end_seen": self._note_end_seen,
             "closed": self._note_closed,
         }
 
@@ -176,8 +174,8 @@ class ControlChannel:
         self._evicted[rank, self.incarnations[rank]] = end
 
     def close(self, end: End, here: Collection[int]) -> None:
-        """Tell all ranks how the run ended, and wait until the ranks on other nodes know it: the
-        store may end with this process.
+        """Tell all ranks how the run ended, and wait until the ranks on other nodes have closed
+        their connections: the store may end with this process.
 
         Waits at most `FINAL_SIGNAL_S` after a failure, else `PATIENCE_S`. After a failure it does
         not wait for silent ranks.
@@ -189,7 +187,7 @@ class ControlChannel:
         self.control_update = self.control_update._replace(end=end)
         until_s = time.monotonic() + (FINAL_SIGNAL_S if end.code else PATIENCE_S)
         awaited = {*self.last_heard_s} - {*here} - silent - self.absent
-        while awaited - self._end_seen and time.monotonic() < until_s:
+        while not all(map(self.is_closed, awaited)) and time.monotonic() < until_s:
             time.sleep(POLL_S)
 
     def _receive(
@@ -236,11 +234,6 @@ class ControlChannel:
                 f"rank {record.rank} sent {record.nbytes // 4} parameters, and {size} were expected"
             )
         return torch.frombuffer(content, dtype=torch.float32)
-
-    def _note_end_seen(self, rank: int, incarnation: int) -> None:
-        """Note that a rank knows how the run ended."""
-        if incarnation == self.incarnations.get(rank):
-            self._end_seen.add(rank)
 
     def _note_closed(self) -> None:
         """Note that a connection was closed, in its thread: the rank's process has ended."""
@@ -448,7 +441,5 @@ class Reporter:
                 update.end.code,
                 update.end.why or "as planned",
             )
-            with suppress(RuntimeError):  # the store may have ended since its answer
-                self._store.call("end_seen", self._rank, self._incarnation)
         if self.end.code:
             (self.on_evicted if self.end.code == EXIT_EVICTED else exit_process)(self.end)

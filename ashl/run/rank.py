@@ -163,6 +163,7 @@ def run_rank(
         end = End(0)
         if not is_child:
             end = reporter.await_run_end() or End(1, "the job's store failed before the run ended")
+            store.close()
     except KeyboardInterrupt:
         reporter.emit(WorkerFailed(settings.rank, 0, "was interrupted"))
         reporter.close()

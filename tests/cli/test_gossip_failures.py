@@ -15,7 +15,6 @@ from ashl.config.compose import compose
 from ashl.errors import UsageError
 from ashl.planning.compile_plan import compile_plan
 from ashl.topology.gossip import GossipRule
-from tests.cli.test_worker_failures import check_return
 from tests.conf_option import conf_option
 from tests.disturbed import check_records, ranks_of
 from tests.sim.test_churn import back, lost, with_events
@@ -115,20 +114,6 @@ def test_the_survivors_of_a_killed_worker_continue(
     assert [of["worker"] for of in summary["failed_workers"]] == [rank]
     commits = [worker["commits"] for worker in summary["workers"]]
     assert min(commits[:rank] + commits[rank + 1 :]) > commits[rank]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["d_psgd", "choco", "ad_psgd", "hop"])
-def test_a_killed_worker_rejoins(mode: str, train, workplace: Path) -> None:
-    own = ("topology=gossip", f"sync={mode}", "cluster.compute=[1,1.5,1]")
-    code, err = train(
-        lambda run: os.kill(ranks_of(run)[0], signal.SIGKILL),
-        *own,
-        "runtime.max_restarts=1",
-        "stop.seconds=9",
-    )
-    assert (code, err) == (0, "")
-    check_return(workplace / "run", 0, "was killed by SIGKILL")
 
 
 @pytest.mark.parametrize("mode", MODES)

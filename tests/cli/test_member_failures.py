@@ -6,7 +6,6 @@ A worker rejoins from the next merge under all-reduce, and from the next group w
 import hashlib
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,13 @@ from ashl.planning.instantiate import assemble_job
 from ashl.stage.members import members_of
 from ashl.tracking import jsonl
 from tests.cli.test_worker_failures import check_return
-from tests.disturbed import LONG, check_records, ranks_of, wait_for
+from tests.disturbed import LONG, check_records, ranks_of
 from tests.sim.test_failures_by_mode import Averaged
 from tests.sim.test_regrouping import Alone
 
 THREE = "cluster.compute=[1,1.5,1]"
 RING = ("topology=all_reduce", "aggregate=uniform", THREE)
 GROUPS = ("topology=partial_all_reduce", THREE)
-AVERAGES = tuple(
-    (*GROUPS, f"sync=ripples_{mode}") for mode in ("first_come", "random", "smart", "static")
-)
 PARTS = (
     "sync=bsp",
     "overlap=wfbp",
@@ -149,67 +145,14 @@ def test_sums_after_a_rejoin_are_those_of_all_from_that_state(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", AVERAGES, ids=lambda mode: mode[-1])
-def test_groups_take_in_whoever_is_killed_again_and_again(
-    mode: tuple[str, ...], train, workplace: Path
-) -> None:
-    """Nobody takes a worker for its earlier life, and what counts is in the records."""
-
-    def kill(run: Path) -> None:
-        for times, rank in enumerate((0, 3, 0), 1):
-            os.kill(ranks_of(run)[rank], signal.SIGKILL)
-            wait_for(
-                lambda times=times: (
-                    (run / "events.jsonl").read_text().count('"worker_rejoined"') == times
-                )
-            )
-            time.sleep(0.2)
-
-    own = (
-        "cluster.compute=[1,1.5,1,2]",
-        "cluster.exchange_s=0.02",
-        "runtime.max_restarts=2",
-        "stop.seconds=8",
-    )
-    assert train(kill, *mode, *own) == (0, "")
-    summary = check_records(workplace / "run", "finished")
-    assert [of["worker"] for of in summary["failed_workers"]] == [0, 3, 0]
-    rounds = [
-        e
-        for e in jsonl.read(workplace / "run/events.jsonl")
-        if e["kind"] == "round" and not e["dropped"]
-    ]
-    for rank, worker in enumerate(summary["workers"]):
-        done = sum(event["steps"] for event in rounds if event["rank"] == rank)
-        assert done == worker["steps"] or (rank in (0, 3) and done < worker["steps"]), (
-            "not all was told before a kill"
-        )
-        later = [
-            e
-            for e in rounds
-            if e["rank"] == rank and e["start_s"] > summary["failed_workers"][-1]["rejoined_s"]
-        ]
-        assert {len(event["group"]) > 1 for event in later} >= {True}, "it meets others"
-
-
-@pytest.mark.slow
-def test_two_killed_workers_rejoin_also_over_a_stage_boundary(train, workplace: Path) -> None:
-    def kill(run: Path) -> None:
-        os.kill(ranks_of(run)[0], signal.SIGKILL)
-        time.sleep(0.5)
-        os.kill(ranks_of(run)[2], signal.SIGKILL)
-
-    own = ("schedule=post_local", "runtime.max_restarts=1", "stop.seconds=12")
-    assert train(kill, *RING, *own) == (0, "")
-    lost = check_records(workplace / "run", "finished")["failed_workers"]
-    assert [of["worker"] for of in lost] == [0, 2]
-    assert all(of["rejoined_s"] for of in lost)
-
-
-@pytest.mark.slow
 def test_the_process_of_a_hanging_worker_is_ended(train, workplace: Path) -> None:
     """Another one takes its place in groups at once."""
     own = ("runtime.heartbeat_timeout_s=4", "stop.seconds=8")
-    code, err = train(lambda run: os.kill(ranks_of(run)[0], signal.SIGSTOP), *AVERAGES[0], *own)
+    code, err = train(
+        lambda run: os.kill(ranks_of(run)[0], signal.SIGSTOP),
+        *GROUPS,
+        "sync=ripples_first_come",
+        *own,
+    )
     assert (code, err) == (0, ""), err
     check_return(workplace / "run", 0, "sent no heartbeat for 4 s")
