@@ -60,7 +60,6 @@ def test_an_error_may_be_the_consequence_of_another_failure() -> None:
 def test_how_a_process_has_ended() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(3) == "ended with exit code 3"
-    assert describe_exit(-40) == "was killed by signal 40", "Python has no name for it"
 
 
 def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, list[Any]]:

@@ -59,9 +59,7 @@ from ashl.runtime.records import (
     Ready,
     Record,
     Replan,
-    Round,
     Snapshot,
-    StageBoundary,
     StageEnd,
     StopAsked,
     WorkerFailed,
@@ -125,12 +123,8 @@ class LivenessMonitor:
     interrupted_s: float | None = None  # controller time of the user's request to stop
 
     def handle_record(self, record: Record, content: Content | None) -> None:
-        """Apply a rank's record, with the model or module state that belongs to it.
-
-        Raises: AshlError if the record names a stage that the plan does not have.
-        """
+        """Apply a rank's record, with the model or module state that belongs to it."""
         log_record(record)
-        self.check_stage(record)
         match record:
             case CheckpointPartSaved():
                 pass
@@ -173,16 +167,6 @@ class LivenessMonitor:
                 self.errors.append(record)
             case _:
                 self.monitor.emit(record)
-
-    def check_stage(self, record: Record) -> None:
-        """Raise AshlError if the record names a stage that the plan does not have."""
-        if not isinstance(record, Round | StageEnd | StageBoundary | Replan):
-            return
-        if record.stage not in range(len(self.plan.stages)):
-            raise AshlError(
-                f"rank {record.rank} reports on stage {record.stage + 1}, which the plan does not"
-                " have"
-            )
 
     def adjust_clock_zero(self, record: Record) -> None:
         """Estimate the controller time of the run's zero from a heartbeat."""
@@ -504,19 +488,9 @@ def describe_exit(code: int) -> str:
     """Return the cause of a failure, as a verb phrase about the rank, from its exit code."""
     if code == EXIT_DECLARED_FAILURE:
         return DECLARED
-    if code == EXIT_EVICTED:
-        return "missed heartbeats for too long; the run continues without it"
-    return f"{KILLED_BY} {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal. Python names no real-time signals between the first and the
-    last.
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    if code < 0:
+        return f"{KILLED_BY} {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def find_culprit(

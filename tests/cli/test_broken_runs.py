@@ -90,18 +90,6 @@ def test_untrusted_clients_change_nothing_and_ctrl_c_ends_the_run(train, workpla
     assert log.count("refuses 127.0.0.1, which does not know the job's secret") == 1
 
 
-MODES = ["sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]", "sync=ad_psgd topology=gossip"]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_ctrl_c(mode: str, train, workplace) -> None:
-    code, err = train(lambda run: os.kill(os.getpid(), signal.SIGINT), *mode.split())
-    assert (code, err) == (130, INTERRUPTED)
-    summary = check_records(workplace / "run", "interrupted")
-    assert summary["steps"] > 0
-    assert summary["params_sha256"], "the model was handed in, as at any other end"
-
-
 def test_ctrl_c_while_a_worker_hangs(train, workplace) -> None:
     """It cannot leave in order: after a few seconds it is not waited for any longer."""
 

@@ -93,16 +93,16 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
         *OWN,
         *LATE,
         *IN_PARTS,
-        "topology=gossip sync=d_psgd",
-        "topology=gossip sync=choco",
-        "topology=gossip sync=ad_psgd",
-        "topology=gossip sync=hop",
+        "topology=gossip sync=d_psgd cluster.compute=[1,1.5,1]",
+        "topology=gossip sync=choco cluster.compute=[1,1.5,1]",
+        "topology=gossip sync=ad_psgd cluster.compute=[1,1.5,1]",
+        "topology=gossip sync=hop cluster.compute=[1,1.5,1]",
     ],
 )
 def test_a_killed_worker_is_restarted(mode: str, train, workplace) -> None:
     kill, own = (
         lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL),
-        ["stop.seconds=5", "runtime.max_restarts=1"],
+        [f"stop.seconds={9 if 'gossip' in mode else 5}", "runtime.max_restarts=1"],
     )
     assert train(kill, *mode.split(), *own) == (0, "")
     check_return(workplace / "run", 1, "was killed by SIGKILL")
