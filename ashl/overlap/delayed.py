@@ -17,8 +17,7 @@ Waiting: a worker waits for an exchange only if it takes longer than the next pi
 
 Limits: an exchange that takes no time is still applied one piece late. local_weight = 0 starts
 every piece from z alone, which needs much smaller steps: a worker learns the same progress twice,
-and it is applied twice. At a stage boundary waiting workers push the work that they have computed
-meanwhile, so the lead may exceed SSP's bound by one commit there.
+and it is applied twice.
 Source: Li et al., "Pipe-SGD", NeurIPS 2018 (gradients); Shen et al., "Faster Distributed Deep Net
 Training: Computation and Communication Decoupled Stochastic Gradient Descent" (CoCoD-SGD), IJCAI
 2019. Values of `local_weight` below 1 are ours.

@@ -92,7 +92,6 @@ from ashl.topology.graph import (
     ANY_SIZE,
     MemberGraph,
     Round,
-    depths,
     graph_among,
     rounds_of,
 )
@@ -590,9 +589,6 @@ def rounds_to_all(rule: RoundRule, graph: MemberGraph, lead_rank: int, first: in
     """Return how many rounds a message of the lead rank, sent in round `first`, takes to
     reach every rank.
     """
-    is_static = type(rule).sources is RoundRule.sources and len(graph.rounds) == 1
-    if is_static and len(graph.ranks) == graph.num_workers:
-        return (1 + rule.lag) * max(depths(graph.round(0).targets))
     k = first - rule.lag
     since = {lead_rank: first}  # by informed rank: the first round in which it passes this on
     unaware = [rank for rank in graph.ranks if rank != lead_rank]

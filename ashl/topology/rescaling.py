@@ -15,13 +15,12 @@ Source: as in Or, Zhang and Freedman, "Resource elasticity in distributed deep l
 2020.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from ashl.data.partition import apportion
 from ashl.runtime.sums import concatenate, sum_in_rank_order
-from ashl.size_only import SizeOnly
 from ashl.stage.contract import StageConfig, extra_ranks
 from ashl.stage.members import members_of
 from ashl.stage.progress import Progress, RunProgress
@@ -48,7 +47,7 @@ def rescale_states(
     servers = [state for rank, state in sorted(before.items()) if rank >= old_workers]
     model = lead.params
     if stage.replicas:
-        model = mean_of_models([own.params for own in workers])
+        model = sum_in_rank_order([own.params * (1 / len(workers)) for own in workers])
     elif isinstance(lead, ShardState):
         model = concatenate([shard.params for shard in servers])
     progress = redistribute_counts(stage, lead.progress, now_s)
@@ -127,13 +126,6 @@ def begin_region(state: RegionState, model: Any, progress: Progress) -> None:
     for rank in others:
         state.progress.remove_worker(rank)
     state.behind = sum(progress.steps_by), 0
-
-
-def mean_of_models(models: Sequence[Any]) -> Any:
-    """Return the mean of the workers' models, summed in rank order."""
-    if isinstance(models[0], SizeOnly):
-        return models[0]
-    return sum_in_rank_order([model * (1 / len(models)) for model in models])
 
 
 def redistribute_counts(stage: StageConfig, before: Progress, now_s: float) -> Progress:
