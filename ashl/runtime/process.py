@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ashl.device import HOST
+from ashl.learn.learner import Learner
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import Collective
 from ashl.runtime.collectives import Hierarchy
@@ -58,7 +59,7 @@ from ashl.runtime.rank_checkpoint import (
     next_due_ns,
     restore_rank,
 )
-from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
+from ashl.runtime.rank_context import Observer, RankContext
 from ashl.runtime.records import Heartbeat
 from ashl.runtime.rendezvous import JOINER, SERVER, synchronize_clocks, world
 from ashl.runtime.throttle import Throttle
@@ -109,7 +110,7 @@ class TorchKernel:
         returns the ranks with which this rank exchanges messages in an epoch.
         """
         self.observer = observer
-        self.worker_states: WorkerStates | None = None
+        self.worker_states: Learner | None = None
         self.ctx = RankContext(self, rank)
         self._zero = time.monotonic_ns()  # provisional until all ranks have met, see `run`
         self._since_ns = 0  # ns: experiment time at the start, above 0 after a restore

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ashl.cluster.speed import Speed
+from ashl.learn.learner import Learner
 from ashl.runtime.effects import Save
 from ashl.runtime.plain_state import decode, encode_tensors, replace_file, split_tensors
-from ashl.runtime.rank_context import RankContext, WorkerStates
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import CheckpointPartSaved
 from ashl.runtime.transport import first_line
 
@@ -181,7 +182,7 @@ def restore_rank(
     known: SavedRank,
     time_ns: int,
     speed: Speed | None,
-    worker_states: WorkerStates | None,
+    worker_states: Learner | None,
 ) -> None:
     """Set a fresh context to a saved rank; the run resumes at `time_ns`.
 

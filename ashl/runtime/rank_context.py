@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from ashl.learn.learner import Learner
 from ashl.plan.assignments import Members
 from ashl.runtime.effects import (
     ANY,
@@ -87,21 +88,11 @@ class Counter(Protocol):
     def progress(self) -> ReportsProgress: ...
 
 
-class WorkerStates(Protocol):
-    """A store of each worker's module state: all that forward passes change beside the parameters.
-    None is the initial state.
-    """
-
-    def worker_state(self, worker: int) -> Any: ...
-
-    def set_worker_state(self, worker: int, state: Any) -> None: ...
-
-
 class Kernel(Protocol):
     """The part of a kernel that a rank context calls without awaiting."""
 
     observer: Observer
-    worker_states: WorkerStates | None
+    worker_states: Learner | None
     checkpoint_due_ns: float  # time of the next checkpoint; infinity = none
 
     @property

@@ -33,6 +33,7 @@ from ashl.cluster.network import ExchangeNetwork, NicNetwork
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
 from ashl.learn.allocator import reduce_collections
+from ashl.learn.learner import Learner
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import Collective, CollectiveQueue, CollectiveQueues
 from ashl.runtime.effects import (
@@ -48,7 +49,7 @@ from ashl.runtime.effects import (
 )
 from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resume_task
 from ashl.runtime.rank_checkpoint import ABSENT, SavedRank, restore_rank
-from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
+from ashl.runtime.rank_context import Observer, RankContext
 from ashl.runtime.sums import PHASES_OF_A_SUM, chunk, concatenate, sum_in_rank_order
 from ashl.size_only import SizeOnly
 
@@ -116,7 +117,7 @@ class Sim:
         self._starts_after_work = dict[int, Callable[..., Coroutine]]()
         # ns, by rank: its latest failure; None if no failure begins an epoch
         self.failed_ns: dict[int, int] | None = None
-        self.worker_states: WorkerStates | None = None
+        self.worker_states: Learner | None = None
         # runs a computation, or starts it on another core; None = run it here
         self.begin_compute: Callable[[Compute], Any] | None = None
 

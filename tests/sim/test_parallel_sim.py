@@ -19,9 +19,7 @@ RUN = (
 )
 MODES = {
     "asp": "sync=asp compression=topk",
-    "local steps": "topology=all_reduce sync=local_sgd sync.local_steps=3 outer=nesterov",
     "pairs": "topology=gossip sync=ad_psgd topology.graph=complete",
-    "groups": "topology=partial_all_reduce sync=ripples_smart",
     "in parts": "topology=all_reduce sync=bsp overlap=merged overlap.plan=[1,1]",
     "batch norm": "sync=ssp model=resnet8 dataset.batch_size=4 stop.steps=9",
 }
