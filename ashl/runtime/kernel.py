@@ -8,11 +8,10 @@ PeerFailedError, or returns a message with the tag PEER_FAILED.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
-
-from torch import is_autocast_enabled, is_grad_enabled
 
 from ashl.runtime.effects import (
     ANY,
@@ -20,10 +19,14 @@ from ashl.runtime.effects import (
     PEER_FAILED,
     AllGather,
     AllReduce,
+    Cancel,
+    Discard,
+    Join,
     Message,
     PeerFailedError,
     Recv,
     Save,
+    Sleep,
     Tag,
 )
 from ashl.runtime.rank_context import RankContext
@@ -90,19 +93,63 @@ def resume_task(task: Task, value: Any) -> Any:
         return None
 
 
-def check_context() -> None:
-    """Raise AssertionError if a task awaited inside a torch context: the context would extend to
-    the next task.
-    """
-    if is_autocast_enabled() or not is_grad_enabled():
-        raise AssertionError("await inside a torch context")
+class TaskKernel(ABC):
+    """The part of a kernel that performs effects which move no data."""
 
+    @abstractmethod
+    def mail_of(self, task: Task) -> Mailbox:
+        """Return the mailbox of a task's rank."""
 
-def resume_checked(task: Task, value: Any) -> Any:
-    """Resume a task as `resume_task` does, and check the torch context afterwards."""
-    effect = resume_task(task, value)
-    check_context()
-    return effect
+    @abstractmethod
+    def wake_at(self, time_ns: int, task: Task) -> None:
+        """Resume a task at this time."""
+
+    @abstractmethod
+    def wake(self, task: Task, value: Any) -> None:
+        """Resume a task now, after all that is posted before."""
+
+    @abstractmethod
+    def save_rank(self, task: Task, save: Save) -> tuple[bool, Any]:
+        """Save the rank of a task; return as `perform_infrequent`."""
+
+    def perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
+        """Perform an effect that moves no data; return whether the task blocks, and the effect's
+        value.
+        """
+        if isinstance(effect, Sleep):
+            self.wake_at(task.ctx.now_ns + round(effect.seconds * 1e9), task)
+            return True, None
+        if isinstance(effect, Join):
+            if effect.task.done:
+                return False, effect.task.result
+            effect.task.joiner = task
+            return True, None
+        if isinstance(effect, Save):
+            return self.save_rank(task, effect)
+        if isinstance(effect, Cancel):
+            self.cancel_task(effect.task)
+        elif isinstance(effect, Discard):
+            self.mail_of(task).discard(effect.tags)
+        else:
+            raise TypeError(f"{effect!r} is not an effect")
+        return False, None
+
+    def cancel_task(self, task: Task) -> None:
+        """End a task where it is blocked."""
+        if task.done:
+            return
+        waiters = self.mail_of(task).waiters
+        if task in waiters:
+            waiters.remove(task)
+        task.coro.close()
+        task.done = True
+        task.waiting = None
+        self.end_task(task)
+
+    def end_task(self, task: Task) -> None:
+        """Resume the task that waits for the end of this one."""
+        if task.joiner is not None:
+            self.wake(task.joiner, task.result)
 
 
 class Mailbox:

@@ -51,7 +51,7 @@ from ashl.runtime.communicator import (
 )
 from ashl.runtime.compute_unit import ComputeOutcome, ComputeUnit
 from ashl.runtime.effects import Epoch
-from ashl.runtime.kernel import Mailbox, Task, deadline_ns, describe_wait, resume_checked
+from ashl.runtime.kernel import Mailbox, Task, TaskKernel, deadline_ns, describe_wait, resume_task
 from ashl.runtime.rank_checkpoint import (
     PAUSES,
     RankCheckpointWriter,
@@ -77,7 +77,7 @@ MakeGroup = Callable[[Epoch, tuple[int, ...], Callable[[], bool]], dist.ProcessG
 logger = logging.getLogger(__name__)
 
 
-class TorchKernel:
+class TorchKernel(TaskKernel):
     """Drives one rank's coroutines."""
 
     def __init__(
@@ -181,7 +181,7 @@ class TorchKernel:
         """Return True once all ranks have met and the clock runs."""
         return self._connections is not None
 
-    def _save(self, save: fx.Save) -> None:
+    def save_rank(self, task: Task, save: fx.Save) -> tuple[bool, Any]:
         """Save this rank, and begin another pass of its loop."""
         assert self._pauses is not None
         if self._checkpoint_writer is not None:
@@ -192,6 +192,7 @@ class TorchKernel:
         early, self._early = self._early, []
         for received in early:
             self._receive(received)
+        return False, None
 
     def compute_once(
         self, ctx: RankContext, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]
@@ -489,7 +490,7 @@ class TorchKernel:
         needs it.
         """
         if not self._unit.deliver(message) and (task := self._mail.put(message)):
-            self._wake(task, message)
+            self.wake(task, message)
 
     def _unblock(self, task: Task, pull_start_ns: int) -> None:
         if task.main:
@@ -501,9 +502,9 @@ class TorchKernel:
             task.waiting = None
             self._resumed_ns = time.monotonic_ns()
             before = self.ctx.restart_point
-            effect = resume_checked(task, value)
+            effect = resume_task(task, value)
             if effect is None:
-                return self._end_task(task)
+                return self.end_task(task)
             task.waiting = effect
             is_amid_step = self.ctx.is_amid_step(before, effect)
             if self._published is not self._epoch and not is_amid_step:
@@ -539,40 +540,24 @@ class TorchKernel:
                 self._await_epoch(error)
                 return True, None
             return False, self._account_collective(outcome, task.main)
-        return self._perform_infrequent(task, effect)
+        return self.perform_infrequent(task, effect)
 
-    def _perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
-        """Perform an effect that moves no data; return as `_perform`."""
-        if isinstance(effect, fx.Sleep):
-            due_ns = self.now_ns + round(effect.seconds * 1e9)
-            self._set_timer(due_ns, lambda: self._wake(task, None))
-            return True, None
-        if isinstance(effect, fx.Join):
-            if effect.task.done:
-                return False, effect.task.result
-            effect.task.joiner = task
-            return True, None
-        if isinstance(effect, fx.Cancel):
-            self._cancel_task(effect.task)
-            return False, None
-        if isinstance(effect, fx.Save):
-            return False, self._save(effect)
-        if isinstance(effect, fx.Discard):
-            self._mail.discard(effect.tags)
-            return False, None
-        raise TypeError(f"{effect!r} is not an effect")
+    def mail_of(self, task: Task) -> Mailbox:
+        return self._mail
 
-    def _end_task(self, task: Task) -> None:
+    def end_task(self, task: Task) -> None:
         self._live -= 1
         self._tasks.discard(task)
-        if task.joiner is not None:
-            self._wake(task.joiner, task.result)
+        super().end_task(task)
 
-    def _wake(self, task: Task, value: Any) -> None:
+    def wake(self, task: Task, value: Any) -> None:
         if not task.done:
             if task.main:
                 self.ctx.time_accounting.attribute_idle(self.now_ns)
             self._ready.append((task, value))
+
+    def wake_at(self, time_ns: int, task: Task) -> None:
+        self._set_timer(time_ns, lambda: self.wake(task, None))
 
     def _set_timer(self, due_ns: int, callback: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (due_ns, next(self._seq), callback))
@@ -704,12 +689,3 @@ class TorchKernel:
             self._mail.waiters.remove(task)
             self._unblock(task, self.now_ns)
             self._ready.append((task, None))
-
-    def _cancel_task(self, task: Task) -> None:
-        if task.done:
-            return
-        if task in self._mail.waiters:
-            self._mail.waiters.remove(task)
-        task.coro.close()
-        task.done = True
-        self._end_task(task)

@@ -129,6 +129,8 @@ class RankContext:
     # effects to await
     compute = Compute
     send = Send
+    all_reduce = AllReduce
+    all_gather = AllGather
     sleep = Sleep
     join = Join
     cancel = Cancel
@@ -159,28 +161,6 @@ class RankContext:
 
     def discard(self, *tags: Tag) -> Discard:
         return Discard(tags)
-
-    def all_reduce(
-        self,
-        tensor: Any,
-        group: tuple[int, ...],
-        op: str = "sum",
-        piggybacked: int = 0,
-        key: int = 0,
-        credit: int = 0,
-    ) -> AllReduce:
-        assert key >= 0, "keys of collectives count from 0"
-        return AllReduce(tensor, group, op, piggybacked, key, credit)
-
-    def all_gather(
-        self,
-        tensor: Any,
-        group: tuple[int, ...],
-        piggybacked: int = 0,
-        key: int = 0,
-    ) -> AllGather:
-        assert key >= 0, "keys of collectives count from 0"
-        return AllGather(tensor, group, piggybacked, key)
 
     def spawn(self, coro: Coroutine) -> Any:
         """Start a task beside the main one. Its time is not the worker's time, because only the

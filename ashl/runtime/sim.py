@@ -47,7 +47,7 @@ from ashl.runtime.effects import (
     Save,
     Send,
 )
-from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resume_task
+from ashl.runtime.kernel import Mailbox, Task, TaskKernel, deadline_ns, resume_task
 from ashl.runtime.rank_checkpoint import ABSENT, SavedRank, restore_rank
 from ashl.runtime.rank_context import Observer, RankContext
 from ashl.runtime.sums import PHASES_OF_A_SUM, chunk, concatenate, sum_in_rank_order
@@ -75,7 +75,7 @@ class Segments(NamedTuple):
     segments: list[Segment]
 
 
-class Sim:
+class Sim(TaskKernel):
     """Drives the coroutines of all ranks under a virtual clock."""
 
     def __init__(
@@ -132,12 +132,6 @@ class Sim:
     ) -> T:
         queue = self.collective_queues.get_queue(group, self.now_ns)
         return queue.compute_once(ctx.rank, key, fn)
-
-    def _pause(self, task: Task, effect: Save) -> None:
-        """Let a rank wait until all ranks pause."""
-        self._pausing[task.ctx.rank] = task, effect
-        self.joining.pop(task.ctx.rank, None)
-        self._check_pause()
 
     def _check_pause(self) -> None:
         """Save all ranks once nothing is in flight, if all of them pause."""
@@ -247,7 +241,6 @@ class Sim:
                     self._resume(target, value)
             else:
                 target(value)
-            check_context()
             if not self.events & 255:
                 tick()
 
@@ -278,12 +271,12 @@ class Sim:
                 if value is None:
                     return self._block_task(task, effect)
             elif effect is None:
-                return self._end_task(task)
+                return self.end_task(task)
             elif kind in COLLECTIVES:
                 task.waiting = effect
                 return self._post_collective(task, effect)
             else:
-                blocked, value = self._perform_infrequent(task, effect)
+                blocked, value = self.perform_infrequent(task, effect)
                 if blocked:
                     task.waiting = effect
                     return None
@@ -499,14 +492,15 @@ class Sim:
                 )
             self._resume(task, None)
 
-    def _end_task(self, task: Task) -> None:
+    def end_task(self, task: Task) -> None:
         self._tasks.discard(task)
-        if task.joiner is not None:
-            self._wake(task.joiner, task.result)
+        super().end_task(task)
 
-    def _wake(self, task: Task, value: Any) -> None:
-        """Resume the task later at this same instant, after the events that were posted before."""
+    def wake(self, task: Task, value: Any) -> None:
         self._schedule(self.now_ns, self._resume_idle, (task, value))
+
+    def wake_at(self, time_ns: int, task: Task) -> None:
+        self._schedule(time_ns, self._resume_idle, (task, None))
 
     def _resume_idle(self, item: tuple[Task, Any]) -> None:
         task, value = item
@@ -516,43 +510,19 @@ class Sim:
             task.ctx.time_accounting.attribute_idle(self.now_ns)
         self._resume(task, value)
 
-    def _perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
-        """Perform an effect off the hot path; return whether the task blocks, and the effect's
-        value.
-        """
-        if isinstance(effect, fx.Sleep):
-            self._schedule(
-                self.now_ns + round(effect.seconds * 1e9), self._resume_idle, (task, None)
-            )
-            return True, None
-        if isinstance(effect, fx.Join):
-            if effect.task.done:
-                return False, effect.task.result
-            effect.task.joiner = task
-            return True, None
-        if isinstance(effect, Save):
-            self._pause(task, effect)
-            return True, None
+    def perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
         if isinstance(effect, Segments):
             return self._run_segments(task, effect.segments, None)
-        if isinstance(effect, fx.Cancel):
-            self._cancel_task(effect.task)
-        elif isinstance(effect, fx.Discard):
-            self._mail[task.ctx.rank].discard(effect.tags)
-        else:
-            raise TypeError(f"{effect!r} is not an effect")
-        return False, None
+        return super().perform_infrequent(task, effect)
 
-    def _cancel_task(self, task: Task) -> None:
-        if task.done:
-            return
-        waiters = self._mail[task.ctx.rank].waiters
-        if task in waiters:
-            waiters.remove(task)
-        task.coro.close()
-        task.done = True
-        task.waiting = None
-        self._end_task(task)
+    def mail_of(self, task: Task) -> Mailbox:
+        return self._mail[task.ctx.rank]
+
+    def save_rank(self, task: Task, save: Save) -> tuple[bool, Any]:
+        self._pausing[task.ctx.rank] = task, save
+        self.joining.pop(task.ctx.rank, None)
+        self._check_pause()
+        return True, None
 
     def stop_ranks(self, ranks: Collection[int]) -> None:
         """End all tasks of these ranks at this instant, because they fail or begin an epoch.
@@ -562,7 +532,7 @@ class Sim:
         """
         now = self.now_ns
         for task in [task for task in self._tasks if task.ctx.rank in ranks]:
-            self._cancel_task(task)
+            self.cancel_task(task)
         first_ns = dict.fromkeys(ranks, now)  # begin of the first message that arrives
         for _, _, target, value in self._heap:
             if target == self._deliver and value[0] in first_ns:
@@ -588,7 +558,7 @@ class Sim:
         self._pausing = {}
         self.collective_queues.abort()
         for task in [task for task in self._tasks if task.ctx.rank in working and not task.main]:
-            self._cancel_task(task)
+            self.cancel_task(task)
         for rank in working:
             self._mail[rank] = Mailbox()
             self.restarts[rank] += 1
