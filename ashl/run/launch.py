@@ -3,8 +3,8 @@ publish how the run ended.
 
 `run_controller` receives a `Lead`: the store of the run, and the ranks that it starts on this node.
 These are all ranks (`lead_here`), or the rank of process 0 in another launcher's job
-(`ashl.run.job`). `rank_processes` starts ranks by Python's fork server, or by `spawn` once this
-process has initialised CUDA. It kills all that are alive at the end.
+(`ashl.run.job`). `rank_processes` starts ranks by Python's fork server, which is a process without
+CUDA. It kills all that are alive at the end.
 
 All functions run in the controller's main thread. The threads of the store serve the ranks
 meanwhile (`ashl.run.control_channel`).
@@ -23,8 +23,6 @@ from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from ashl.cluster.network import make_network
 from ashl.cluster.spec import Cluster
@@ -220,7 +218,7 @@ def rank_processes(
     Yields: the latest process of each rank, and a function that starts the next process of a rank.
     That function takes the rank, the incarnation, and the totals of earlier incarnations.
     """
-    context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
+    context = mp.get_context("forkserver")
     by_rank = {settings.rank: settings for settings in rank_settings}
     processes: dict[int, BaseProcess] = {}
     all_processes: list[BaseProcess] = []
@@ -231,8 +229,7 @@ def rank_processes(
             target=run_rank_in_child, args=(settings, plan.to_json(), at), name=f"rank{rank}"
         )
         all_processes.append(process)
-        # a process made by `spawn` would end at Ctrl-C before it ignores it
-        with allow_children(), block_interrupts():
+        with allow_children():
             process.start()
         logger.info(
             "started rank %d, incarnation %d, as process %s", rank, incarnation, process.pid
@@ -240,8 +237,7 @@ def rank_processes(
         processes[rank] = process
 
     try:
-        if context.get_start_method() == "forkserver":
-            start_fork_server("torch", "ashl.run.rank")
+        start_fork_server("torch", "ashl.run.rank")
         for rank in by_rank:
             start(rank, 0)
         yield processes, start
