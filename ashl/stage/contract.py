@@ -247,9 +247,9 @@ Replan = Callable[
     tuple[Profile, list[StagePlan]],
 ]
 SERIAL = Serial()
-# control signal of every reply: continue, next stage, stop the run; PAUSE = save a checkpoint, then
-# continue
-GO, NEXT, STOP, PAUSE = range(4)
+# control signal of every reply: continue, next stage, stop the run; LAST = push the remaining work,
+# then stop; PAUSE = save a checkpoint, then continue
+GO, NEXT, STOP, LAST, PAUSE = range(5)
 FAILURE_MESSAGE_BYTES = 2**20  # bytes of a message with counts for a member that is behind
 OF_SHARDS = ("full", "statistics")  # estimators that use all samples of a worker
 

@@ -283,7 +283,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
     """Run a worker: compute, exchange, merge, until the stage ends.
 
     A limit on counts ends the stage at its merge. A decision of the lead rank after a merge ends it
-    one merge later.
+    one merge later. With delayed exchanges, one more exchange merges the work that was computed
+    meanwhile, if another stage follows.
     Returns: the final signal, NEXT, STOP or PAUSE.
     """
     state.begin(ctx, stage)
@@ -308,7 +309,8 @@ async def worker(ctx: RankContext, stage: StageConfig, state: PeerState) -> int:
         done = await exchange(team, stage, state, part)
         ahead = merge(team, stage, state, part, done)
         planned, exchanged, reason = ahead.planned, ahead.exchanged, ahead.reason
-        ends = reason not in (None, CHECKPOINT)
+        state.last = reason == "next" and stage.following and done.begun is not None
+        ends = reason not in (None, CHECKPOINT) and not state.last
         if ends:
             await end_together(ctx, stage, state, done)
         record_merge(ctx, stage, state, done, is_lead)
@@ -646,6 +648,8 @@ def merge_and_plan(
     # with delayed exchanges, the next one merges the work that is computed now
     exchanged = truncate_round(stage, members, planned, state.rest if is_delayed else rest)
     reason = stage.stop_criteria.end_reason(progress) or REASONS[number]
+    if state.last and reason in (None, CHECKPOINT):
+        reason = "next"
     return result, Ahead(reason, rest, planned, exchanged, rule_state, now_ns)
 
 
@@ -694,6 +698,7 @@ def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: P
 COMMON = (
     "progress",
     "pending_rest",
+    "last",
     "outer_state",
     "rule_state",
     "assigned",

@@ -77,6 +77,7 @@ class WorkerState:
     fragment_codec_states: tuple[CodecState, ...] = ()  # the codec's state of each fragment
     outer_state: Any = None  # moments of the outer optimizer, if this worker takes its steps
     own_moments: Any = None  # of outer steps on its own work that is still in flight
+    last: bool = False  # True if it computes nothing after this work
     away: tuple[int, ...] = ()  # failed workers on whose data it trains, too
     incarnation: int = 0  # time of its join request (ns), if it joined a running run
     coming: Any = None  # first bucket of a model that arrives in buckets, or the task of its slices
@@ -95,6 +96,7 @@ class WorkerState:
         self.interval_s = stage.sync.interval_s
         self.anchor = self.squares = self.rule_state = self.start = self.pending = None
         self.begun = self.before_work = None
+        self.last = False
         if stage.resets_outer_momentum:
             self.own_moments = None
         if stage.resets_momentum:
@@ -554,15 +556,15 @@ def choose_fragment(stage: StageConfig, version: int) -> Fragment:
 # See `ashl.overlap.contract.Delayed`. A worker holds one finished piece that is not exchanged yet
 # (`WorkerState.pending`). In each round it sends that piece and takes the first local steps of the
 # next one. Then it applies the result of the exchange, and takes the remaining steps. So at the top
-# of a loop nothing is in flight. At the end of a stage the last piece is not exchanged, and no
-# counter includes it.
+# of a loop nothing is in flight. Before another stage begins the last piece is exchanged, too. At
+# the end of a run it is not, and no counter includes it.
 
 
 def begins_next_piece(stage: StageConfig, state: WorkerState) -> bool:
     """Return True if workers take steps of another piece before the present exchange is applied."""
     rounds_remain = state.rest is None or state.rest[0] > 0
     overlaps = stage.delayed_overlap is not None and stage.delayed_overlap.delay > 0
-    return overlaps and rounds_remain
+    return overlaps and rounds_remain and not state.last
 
 
 async def begin_piece(

@@ -14,8 +14,9 @@ waits for an answer as well. Traffic per worker and exchange: one push and one p
 Merges without a quorum: at the time `closes_s` of the sync mode; before the next stage. With a
 barrier, a worker failure lowers the quorum, and the server merges if the buffer then holds it.
 
-Control signals in a reply: GO; NEXT, another stage follows; STOP, the run is over; PAUSE, as GO,
-but save first. Before NEXT the server waits for pushes in flight and merges them. At
+Control signals in a reply: GO; LAST, only with delayed exchanges: push the piece of work that is
+finished and compute no more in this stage; NEXT, another stage follows; STOP, the run is over;
+PAUSE, as GO, but save first. Before NEXT the server waits for pushes in flight and merges them. At
 STOP it drops them. Before PAUSE it answers no worker until all of them wait.
 
 With `runtime.on_worker_failure=reshard` each surviving worker also trains on its part of a failed
@@ -55,6 +56,7 @@ from ashl.stage.contract import (
     DELAY,
     FAULT_TOLERANT,
     GO,
+    LAST,
     NEXT,
     OUTER,
     OVERLAP,
@@ -125,7 +127,7 @@ class Pull(NamedTuple):
     answer to a join request has it, too, followed by `JOIN_FIELDS` numbers about the new member.
     """
 
-    signal: int  # GO, NEXT, STOP or PAUSE
+    signal: int  # GO, LAST, NEXT, STOP or PAUSE
     version: int  # version of the model
     steps: int  # steps applied so far, of all workers
     samples: int  # samples applied so far, which the learning rate follows
@@ -352,6 +354,8 @@ class ServerState:
     averages: Any = None  # running averages of an online planner
     rule_state: Any = None  # state of the sync mode
     signal: int = GO  # NEXT while pushes in flight are drained
+    # workers that were asked for their last piece of work (delayed exchanges only)
+    flush_requested: tuple[int, ...] = ()
     reason: str | None = None  # why the stage ends
     ahead: Message | None = None  # a received message to handle before waiting workers are answered
     newcomers: tuple[int, ...] = ()  # workers whose join request has no answer yet
@@ -375,6 +379,7 @@ class ServerState:
             return
         self.entered = stage.index
         self.signal = GO
+        self.flush_requested = ()
         self.reason = None
         self.ahead = None
         self.slices = {}
@@ -431,7 +436,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
     server = stage.topology.server_of(stage, ctx.rank)
     answer = ctx.recv(pull)
     whole = Part(stage, state)
-    while signal == GO:
+    while signal in (GO, LAST):
         is_due = not stage.overlaps_next_forward
         if state.coming is None or await receive_model_if_due(ctx, stage, state, is_due):
             ctx.safe_point(stage.index, state)
@@ -458,6 +463,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         seen = message.payload is not None and (begun is None or ctx.now - asked > AT_ONCE_S)
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
         adopt_reply(state, reply)
+        state.last = signal == LAST
         if signal in (NEXT, STOP):
             await cancel_exchange(ctx, stage, state)
             leave_stage(ctx, stage, signal, reply.end_ns)
@@ -1053,15 +1059,33 @@ async def enter_running_stage(
 
 
 async def drain_pushes(ctx: RankContext, stage: StageConfig, state: ServerState) -> bool:
-    """Drain pushes in flight before the next stage.
+    """Drain work in flight before the next stage.
 
     Returns: True once every present worker waits and all their pushes are merged.
     """
+    await flush_pending(ctx, stage, state)
     if len(state.progress.waiting) < state.progress.num_present:
         return False
     if state.buffer:
         await merge_buffered(ctx, stage, state)
     return True
+
+
+async def flush_pending(ctx: RankContext, stage: StageConfig, state: ServerState) -> None:
+    """Ask each waiting worker once for its last piece of work (delayed exchanges only).
+
+    Such a worker has computed the next piece while its push was in flight. After that piece it
+    computes no more in this stage.
+    """
+    progress = state.progress
+    applied = (progress.version, progress.steps, progress.samples)
+    for rank in (
+        sorted(set(progress.waiting) - set(state.flush_requested)) if stage.delayed_overlap else ()
+    ):
+        state.flush_requested += (rank,)
+        staleness, late = progress.stop_waiting(rank)
+        header = Pull(LAST, *applied, staleness, late, 0)
+        await ctx.send(rank, state.pull_tag(stage, rank), None, header)
 
 
 async def finish_stage(
