@@ -38,6 +38,7 @@ class BlockCoordinate(Linear, Wrappable):
     """Sends one block per round."""
 
     code: ClassVar[int] = 60
+    unsummed_bytes: ClassVar[int] = 4
     on_host: ClassVar[bool] = False
     blocks: Count
     order: Literal["cyclic", "random"]
@@ -75,10 +76,6 @@ class BlockCoordinate(Linear, Wrappable):
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + 4 * -(-d // self.num_blocks(d))
-
-    def summed_bytes(self, ratio: float | None, d: int) -> int:
-        """Return the size of the summed part of a payload in bytes: its values."""
-        return self.encoded_nbytes(ratio, d) - HEADER.size - 4
 
     def bound(self, ratio: float | None, d: int) -> float:
         count = self.num_blocks(d)

@@ -55,9 +55,5 @@ class Cast(Linear, Wrappable):
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 2 * d
 
-    def summed_bytes(self, ratio: float | None, d: int) -> int:
-        """Return the size of the summed part of a payload in bytes: all but the header."""
-        return 2 * d
-
     def bound(self, ratio: float | None, d: int) -> float:
         return 2.0**-16 if self.dtype == "bf16" else 1.0

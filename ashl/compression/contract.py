@@ -273,16 +273,17 @@ class Codec(Contract, group="compression"):
 
         Raises: PayloadError if the payload is malformed or has another number of elements.
         """
-        found = self._content(payload, d)
+        found = self.content(payload, d)
         return receiver, found.to_dense(d) if isinstance(found, Elements) else found
 
-    def _content(self, payload: Tensor, d: int) -> Tensor | Elements:
+    def content(self, payload: Tensor, d: int) -> Tensor | Elements:
+        """Return the decoded vector, or some of its elements, of a codec that `decodes_alone`."""
         with silence_warnings():
             return self.unpack(read_payload(payload, self.code, d), d)
 
     @property
     def decodes_alone(self) -> bool:
-        """True if a payload alone determines the decoded vector, by `unpack`."""
+        """True if a payload alone determines the decoded vector."""
         return type(self).decode is Codec.decode
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
@@ -290,14 +291,9 @@ class Codec(Contract, group="compression"):
         raise NotImplementedError
 
     def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
-        """Add scale · x to `out` in place, x being the decoded payload; requires stateless
-        decoding.
-        """
+        """Add scale · x to `out` in place, x being the content of the payload."""
         d = len(out)
-        if not self.decodes_alone:
-            out.add_(self.decode(None, payload, d)[1], alpha=scale)
-            return
-        found = self._content(payload, d)
+        found = self.content(payload, d)
         if isinstance(found, Elements) and out.dtype == torch.float32:
             with silence_warnings():
                 as_native(out)[as_native(found.indices)] += as_native(found.values) * float(scale)
@@ -360,6 +356,10 @@ class OuterCodec(Codec):
         return self.codec.on_host
 
     @property
+    def decodes_alone(self) -> bool:
+        return self.codec.decodes_alone
+
+    @property
     def ratio(self) -> float | None:
         return self.codec.ratio
 
@@ -372,14 +372,11 @@ class OuterCodec(Codec):
     ) -> tuple[State, Tensor]:
         return self.codec.encode(sender, x, context)
 
-    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
-        return self.codec.decode(receiver, payload, d)
+    def content(self, payload: Tensor, d: int) -> Tensor | Elements:
+        return self.codec.content(payload, d)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.codec.encoded_nbytes(ratio, d)
-
-    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
-        self.codec.add(out, payload, scale)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.codec.bound(ratio, d)
@@ -431,6 +428,8 @@ class Linear(Codec, contract=True):
     Improving Communication Efficiency", 2016.
     """
 
+    unsummed_bytes: ClassVar[int] = 0  # bytes of a payload beside header and values
+
     @property
     def sum_dtype(self) -> torch.dtype:
         """The type of the values."""
@@ -449,7 +448,7 @@ class Linear(Codec, contract=True):
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """Return the size of a summand in bytes."""
-        raise NotImplementedError
+        return self.encoded_nbytes(ratio, d) - HEADER.size - self.unsummed_bytes
 
 
 def values_of(payload: Tensor) -> slice:
@@ -482,7 +481,8 @@ class Team(Protocol):
     """The workers that merge, as a collective protocol sees them.
 
     Members are numbered from 0 in rank order; `place` is the number of a member. An implementation
-    may piggyback other data of the merge on these messages.
+    may piggyback other data of the merge on these messages. Messages are tensors, or `SizeOnly` in
+    a run that is only timed.
     """
 
     @property
@@ -503,15 +503,15 @@ class Team(Protocol):
         """True if a member's update is known to be not finite; the protocol may then stop early."""
         ...
 
-    async def all_reduce(self, x: Tensor, weight: float = 1.0) -> Tensor:
+    async def all_reduce(self, x: Any, weight: float = 1.0) -> Tensor:
         """Return Σ weight · x, added in rank order and identical on all members."""
         ...
 
-    async def all_gather(self, x: Tensor) -> list[Tensor]:
+    async def all_gather(self, x: Any) -> list[Tensor]:
         """Return the bytes of every member, uint8 of any lengths, in rank order."""
         ...
 
-    async def send(self, place: int, name: str, payload: Tensor, *numbers: float) -> None:
+    async def send(self, place: int, name: str, payload: Any, *numbers: float) -> None:
         """Send a payload to one member; the numbers cost no time."""
         ...
 
@@ -530,12 +530,6 @@ class Team(Protocol):
         """
         ...
 
-    def make_placeholder(self, nbytes: int) -> Tensor:
-        """Return a payload without content, of which only the size counts, for
-        `simulate_collective`.
-        """
-        ...
-
 
 class Collective(Codec, contract=True):
     """Codec with a protocol of its own among all workers of an all-reduce."""
@@ -549,7 +543,7 @@ class Collective(Codec, contract=True):
         raise NotImplementedError
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
-        """Send messages of the same sizes as `collective`, without content."""
+        """Send messages of the same sizes as `collective`, as `SizeOnly`."""
         raise NotImplementedError
 
 

@@ -163,6 +163,7 @@ class CountSketch(Linear, Reduces):
     """Fields and payload of the codecs that send a sketch."""
 
     traits: ClassVar[Traits] = Traits(linear=True, reduces=True)
+    unsummed_bytes: ClassVar[int] = SEED_BYTES
     sketch_rows: Literal[1, 3, 5, 7, 9]
     sketch_ratio: Ratio
     recovered_fraction: Ratio
@@ -215,10 +216,6 @@ class CountSketch(Linear, Reduces):
                 f"expected a sketch of {table.cells} cells; received one of {parts.count}"
             )
         return table, typed_part(parts.values, torch.float32, table.cells, "cells")
-
-    def summed_bytes(self, ratio: float | None, d: int) -> int:
-        """Return the size of the summed part of a payload in bytes: its cells."""
-        return 4 * self.table(d).cells
 
     def sum_payloads(
         self, payloads: Sequence[Tensor], weights: Sequence[float], d: int

@@ -96,8 +96,5 @@ class Diana(Codec):
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.inner.encoded_nbytes(None, d)
 
-    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
-        raise NotImplementedError("decoding a payload of DIANA needs the receiver's state")
-
     def bound(self, ratio: float | None, d: int) -> float:
         return self.inner.bound(None, d)

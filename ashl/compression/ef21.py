@@ -116,9 +116,6 @@ class EF21(Codec):
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return 4 * d if self._sends_whole(ratio, d) else self.inner.encoded_nbytes(ratio, d)
 
-    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
-        raise NotImplementedError("decoding a payload of EF21 needs the receiver's state")
-
     def bound(self, ratio: float | None, d: int) -> float:
         """Return the bound of C, relative to the change since the last message."""
         return self.inner.bound(ratio, d)

@@ -70,6 +70,7 @@ from ashl.compression.sparse import SPARSE
 from ashl.compression.topk import TopK
 from ashl.device import to_host
 from ashl.option import option
+from ashl.size_only import SizeOnly
 
 UP, DOWN = "gtopk_up", "gtopk_down"  # messages along the tree
 WORD = 4  # bytes; the bits of a set fill whole words, so that the values after them are aligned
@@ -122,19 +123,16 @@ class GTopK(TopK, Reduces, Collective):
         """
         k, (parent, children) = self.num_selected(ratio, d), tree_neighbours(team.place, team.size)
         k = k if self.format.form(k, d) == SPARSE else d
-        await team.compute(empty_few, work=1)
         for child in children:
             _, (other,) = await team.recv(child, UP)
             k = max(k, int(other))
-            await team.compute(empty_few)
         if parent is not None:
-            await team.send(parent, UP, team.make_placeholder(self.format.nbytes(k, d)), k)
+            await team.send(parent, UP, SizeOnly(self.format.nbytes(k, d)), k)
             _, (other,) = await team.recv(parent, DOWN, final=True)
             k = int(other)
-            await team.compute(empty_few)
         for child in reversed(children):
             size = self.format.nbytes(k, d) + bits_bytes(k)
-            await team.send(child, DOWN, team.make_placeholder(size), k)
+            await team.send(child, DOWN, SizeOnly(size), k)
 
     def select(self, source: CodecInput, weight: float) -> Elements:
         """Return the set with which a worker starts: c·p at its own indices."""
@@ -212,10 +210,6 @@ def tree_neighbours(rank: int, n: int) -> tuple[int | None, tuple[int, ...]]:
             children.append(rank + step)
         step *= 2
     return (rank - step if rank else None), tuple(children)
-
-
-def empty_few() -> None:
-    """Do nothing, for the computations of `simulate_collective`."""
 
 
 def bits_bytes(k: int) -> int:

@@ -29,13 +29,13 @@ class Dense(Codec):
     ) -> tuple[State, Tensor]:
         return sender, x
 
-    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+    def content(self, payload: Tensor, d: int) -> Tensor:
         if payload.nbytes != 4 * d or payload.dtype != torch.float32:
             raise PayloadError(
                 f"expected a dense payload of {d} float32 elements; received {payload.nbytes} bytes"
                 f" of {payload.dtype}"
             )
-        return receiver, payload
+        return payload
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return 4 * d

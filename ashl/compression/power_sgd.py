@@ -48,7 +48,6 @@ from ashl.compression.contract import (
     EncodeContext,
     Layout,
     Outcome,
-    State,
     Team,
     Traits,
     Wrappable,
@@ -66,6 +65,7 @@ from ashl.compression.payload import (
 )
 from ashl.device import to_device, to_host
 from ashl.option import Count, option
+from ashl.size_only import SizeOnly
 
 LOW_RANK = Traits(contraction=True)
 # A column of which orthogonalization leaves less than this fraction depends on the others.
@@ -106,6 +106,7 @@ class LowRank(Collective):
     """PowerSGD for layers of these shapes."""
 
     code: ClassVar[int] = 80
+    decodes_alone: ClassVar[bool] = False
     traits: ClassVar[Traits] = LOW_RANK
     on_host: ClassVar[bool] = False
     rank: int
@@ -157,7 +158,7 @@ class LowRank(Collective):
             self.code, x.numel(), Parts(len(values), values)
         )
 
-    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+    def content(self, payload: Tensor, d: int) -> Tensor:
         parts = read_payload(payload, self.code, d)
         if (
             d != self.size
@@ -169,7 +170,7 @@ class LowRank(Collective):
                 f"expected layers of low rank; received {parts.count} values for {d} elements"
             )
         values = typed_part(parts.values, torch.float32, parts.count, "values")
-        return receiver, self.compose(*values.split(self.counts))
+        return self.compose(*values.split(self.counts))
 
     def restore_dropped(self, sender: Basis, payload: Tensor) -> Basis:
         return Basis(sender.before)
@@ -252,9 +253,9 @@ class LowRank(Collective):
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         left, right, others = self.counts
-        await team.all_reduce(team.make_placeholder(4 * (left + others)))
+        await team.all_reduce(SizeOnly(4 * (left + others)))
         if right:
-            await team.all_reduce(team.make_placeholder(4 * right))
+            await team.all_reduce(SizeOnly(4 * right))
 
     def _first_summand(self, source: CodecInput) -> Tensor:
         """Return the summands of the first sum: every P, and the layers that are sent unchanged."""

@@ -45,6 +45,7 @@ from ashl.compression.contract import (
 from ashl.compression.count_sketch import CountSketch, recover_largest, sketch
 from ashl.compression.kernels import largest_indices
 from ashl.option import Count, option
+from ashl.size_only import SizeOnly
 
 
 @option
@@ -69,8 +70,8 @@ class SketchSGD(CountSketch, Collective, Wrappable):
         return await team.compute(partial(self.finish_sum, source, own.indices, exact))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
-        await team.all_reduce(team.make_placeholder(4 * self.table(d).cells))
-        await team.all_reduce(team.make_placeholder(4 * self.second_sum_size(d)))
+        await team.all_reduce(SizeOnly(4 * self.table(d).cells))
+        await team.all_reduce(SizeOnly(4 * self.second_sum_size(d)))
 
     def sketch_input(self, source: CodecInput) -> Tensor:
         """Return the summands of the first sum."""

@@ -74,6 +74,7 @@ from ashl.compression.kernels import (
 from ashl.compression.payload import HEADER, Parts, all_values, typed_part
 from ashl.device import read_scalars, to_host
 from ashl.option import Positive, option
+from ashl.size_only import SizeOnly
 
 WIDTHS = (2, 4, 8, 16)  # bits of a sum of ternary numbers
 
@@ -175,8 +176,8 @@ class SharedScale(OuterCodec, Collective):
         return Outcome(await team.compute(partial(self.from_sums, total, tops, team.size)))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
-        await team.all_gather(team.make_placeholder(4 * len(self.sizes)))
-        await team.all_reduce(team.make_placeholder(4 * -(-d * sum_width(team.size) // 32)))
+        await team.all_gather(SizeOnly(4 * len(self.sizes)))
+        await team.all_reduce(SizeOnly(4 * -(-d * sum_width(team.size) // 32)))
 
     def own_scales(self, x: Tensor) -> Tensor:
         """Return m of each part, in host memory."""

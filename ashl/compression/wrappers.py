@@ -6,14 +6,14 @@ a message, in order: clipping, density schedules, running mean, error feedback o
 correction. `per_layer` encodes each layer separately.
 
 A codec with a protocol of its own (`Collective`) knows only at the end of the protocol which part
-of a vector was sent. Steps are pure, so they run twice: `codec_input` before the protocol, and
-`sender_after` after it.
+of a vector was sent, see `run_protocol`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -23,11 +23,12 @@ from ashl.compression.contract import (
     ENCODE_CONTEXT,
     Codec,
     CodecInput,
+    Collective,
     EncodeContext,
     Layout,
-    Outcome,
     OuterCodec,
     State,
+    Team,
     Traits,
     slices,
 )
@@ -179,21 +180,20 @@ def inner_codec(codec: Codec) -> Codec:
     return codec.codec if isinstance(codec, WrappedCodec) else codec
 
 
-def codec_input(codec: Codec, sender: State, x: Tensor, context: EncodeContext) -> CodecInput:
-    """Return the input of the innermost codec for a protocol of its own."""
-    if isinstance(codec, WrappedCodec):
-        return codec.prepare_encoding(sender, x, context)[2]
-    return CodecInput(sender, x, context)
-
-
-def sender_after(
-    codec: Codec, sender: State, x: Tensor, context: EncodeContext, outcome: Outcome
-) -> State:
-    """Return the sender's state after a protocol."""
+async def run_protocol(
+    codec: Codec, sender: State, team: Team, x: Tensor, context: EncodeContext
+) -> tuple[State, Tensor]:
+    """Run the protocol of a `Collective` inside its wrappers and return (sender, update)."""
     if not isinstance(codec, WrappedCodec):
-        return outcome.inner
-    states, vectors, _ = codec.prepare_encoding(sender, x, context)
-    return codec.finish_encoding(states, vectors, Sent(None, outcome.sent), outcome.inner)
+        assert isinstance(codec, Collective)
+        outcome = await codec.collective(team, CodecInput(sender, x, context))
+        return outcome.inner, outcome.update
+    assert isinstance(codec.codec, Collective)
+    states, vectors, source = codec.prepare_encoding(sender, x, context)
+    outcome = await codec.codec.collective(team, source)
+    sent = Sent(None, outcome.sent)
+    finish = partial(codec.finish_encoding, states, vectors, sent, outcome.inner)
+    return await team.compute(finish), outcome.update
 
 
 # --- the codec of a link
@@ -585,22 +585,15 @@ class Layerwise(OuterCodec):
         parts = Parts(len(x), torch.cat(payloads), scales=lengths)
         return sender, write_payload(self.code, len(x), parts)
 
-    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+    def content(self, payload: Tensor, d: int) -> Tensor:
         pieces = [
             self.codec.decode(None, piece, part.stop - part.start)[1]
             for part, piece in self._pieces(payload, d)
         ]
-        return receiver, torch.cat(pieces)
+        return torch.cat(pieces)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + sum(4 + self.codec.encoded_nbytes(ratio, size) for size in self.sizes)
-
-    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
-        pieces = list(self._pieces(payload, len(out)))
-        for part, piece in pieces:  # decode all layers first: an error must leave `out` unchanged
-            self.codec.decode(None, piece, part.stop - part.start)
-        for part, piece in pieces:
-            self.codec.add(out[part], piece, scale)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return max(self.codec.bound(ratio, size) for size in self.sizes)

@@ -16,8 +16,7 @@ gradient is not finite, the codec passes that on, and the worker keeps its earli
 Source: the hooks of torch.distributed.algorithms.ddp_comm_hooks, and `ashl.topology.exchange`.
 """
 
-import zlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -39,7 +38,6 @@ from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from ashl.topology.local_work import all_finite
 
 T = TypeVar("T")
-HEAD = 16  # numbers of the header of a point-to-point message
 
 
 @dataclass
@@ -81,17 +79,6 @@ class HookState:
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
 
 
-class Done(Awaitable[T]):
-    """An awaitable that is done already."""
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-
-    def __await__(self) -> Any:
-        yield from ()
-        return self.value
-
-
 class Team:
     """The workers of a process group, as a codec's protocol uses them; every call blocks."""
 
@@ -103,7 +90,6 @@ class Team:
         self.size = dist.get_world_size(state.group)
         self.place = dist.get_rank(state.group)
         self.weight = 1 / self.size
-        self._early: dict[tuple[int, int], list[tuple[Tensor, tuple[float, ...]]]] = {}
 
     async def all_reduce(self, x: Tensor, weight: float = 1.0) -> Tensor:
         """Return Σ weight · x, identical on all workers."""
@@ -128,33 +114,22 @@ class Team:
     async def send(self, place: int, name: str, payload: Tensor, *numbers: float) -> None:
         """Send a payload to one worker."""
         self.state.sent_nbytes += payload.nbytes
-        head = torch.tensor([zlib.crc32(name.encode()), payload.numel(), len(numbers), *numbers])
-        head = torch.nn.functional.pad(head.double(), (0, HEAD - len(head)))
-        dist.send(head, group=self.group, group_dst=place)
+        dist.send(torch.tensor([payload.numel()]), group=self.group, group_dst=place)
         dist.send(payload, group=self.group, group_dst=place)
 
     async def recv(
         self, place: int, name: str, final: bool = False
     ) -> tuple[Tensor, tuple[float, ...]]:
-        """Receive (payload, numbers) of this name from one worker."""
-        wanted = zlib.crc32(name.encode())
-        while not self._early.get((place, wanted)):
-            head = torch.empty(HEAD, dtype=torch.float64)
-            dist.recv(head, group=self.group, group_src=place)
-            number, length, count, *values = head.tolist()
-            payload = torch.empty(int(length), dtype=torch.uint8)
-            dist.recv(payload, group=self.group, group_src=place)
-            message = payload, tuple(values[: int(count)])
-            self._early.setdefault((place, int(number)), []).append(message)
-        return self._early[place, wanted].pop(0)
+        """Receive (payload, no numbers) from one worker, in the order in which it sends."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, group=self.group, group_src=place)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(payload, group=self.group, group_src=place)
+        return payload, ()
 
-    def compute(self, fn: Callable[[], T], work: float = 0.0) -> Awaitable[T]:
+    async def compute(self, fn: Callable[[], T], work: float = 0.0) -> T:
         """Run fn() and return its result."""
-        return Done(fn())
-
-    def make_placeholder(self, nbytes: int) -> Tensor:
-        """Return zeros of this size; a protocol asks for them only where nothing is computed."""
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return fn()
 
 
 def ddp_hook(
@@ -258,9 +233,7 @@ def exchange_codec(
     if pipeline.traits.lossless:
         return complete(team.all_reduce(x, team.weight))
     if isinstance(pipeline.inner_codec, Collective):
-        source = pipeline.protocol_input(ends, x, context)
-        outcome = complete(pipeline.inner_codec.collective(team, source))
-        return pipeline.apply_outcome(ends, x, context, outcome)
+        return as_tensor(complete(pipeline.run_protocol(ends, team, x, context)))
     if pipeline.traits.linear:
         # the weight is applied before encoding, so that payloads may be added
         x, context = x * team.weight, context._replace(weight=team.weight)

@@ -58,8 +58,7 @@ class Scheduled(Optimizer, contract=True):
     def _decay(self, epochs: float) -> float:
         if self.schedule == "constant":
             return 1.0
-        if self.horizon_epochs is None:
-            raise _no_horizon(self.schedule)
+        assert self.horizon_epochs is not None, "see `with_horizon`"
         if self.schedule == "step":
             return DROP ** sum(epochs >= share * self.horizon_epochs for share in MILESTONES)
         done = min((epochs - self.warmup_epochs) / (self.horizon_epochs - self.warmup_epochs), 1.0)
@@ -78,14 +77,10 @@ def with_horizon(optimizer: S, run_epochs: float | None) -> S:
     if optimizer.schedule == "constant" or optimizer.horizon_epochs is not None:
         return optimizer
     if run_epochs is None:
-        raise _no_horizon(optimizer.schedule)
+        raise UsageError(
+            f"optimizer.schedule={optimizer.schedule} must know where the rate reaches its end, as"
+            " this run does not end by epochs; add for example optimizer.horizon_epochs=20, or"
+            " take optimizer.schedule=constant."
+        )
     assert isinstance(optimizer, Scheduled)
     return replace(optimizer, horizon_epochs=run_epochs)
-
-
-def _no_horizon(schedule: str) -> UsageError:
-    return UsageError(
-        f"optimizer.schedule={schedule} must know where the rate reaches its end, as this run does"
-        " not end by epochs; add for example optimizer.horizon_epochs=20, or take"
-        " optimizer.schedule=constant."
-    )

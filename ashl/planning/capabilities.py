@@ -497,7 +497,8 @@ ASKING_GROUPS = (
 def can_encode_pulls(option: Codec) -> bool:
     """Return True if the codec of pulls is a contraction without state."""
     pulled = option.for_pulls()
-    return pulled.decodes_alone and pulled.traits.contraction and not pulled.traits.reduces
+    traits = pulled.traits
+    return pulled.decodes_alone and traits.contraction and not (traits.reduces or traits.lossless)
 
 
 def find_conflicts(choice: Choice) -> list[Conflict]:

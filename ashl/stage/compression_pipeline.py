@@ -32,22 +32,20 @@ from torch import Tensor
 
 from ashl.compression.contract import (
     Codec,
-    CodecInput,
     Collective,
     EncodeContext,
     Keeps,
     Linear,
-    Outcome,
     Reduces,
     State,
+    Team,
     Traits,
 )
 from ashl.compression.wrappers import (
-    codec_input,
     convert_sender,
     inner_codec,
     rebuild_tuple,
-    sender_after,
+    run_protocol,
 )
 from ashl.device import HOST, to_device, to_host
 from ashl.errors import UsageError
@@ -211,10 +209,6 @@ class CompressionPipeline:
         if not isinstance(payload, SizeOnly) and payload.dtype == torch.uint8:
             state.sender = self.codec.restore_dropped(state.sender, payload)
 
-    def residual(self, state: CodecState) -> Tensor | None:
-        """Return the residual that the sender keeps for later messages."""
-        return self.codec.residual(state.sender)
-
     def decode(self, state: CodecState, worker: int, payload: Payload) -> Vector:
         """Decode the payload of a worker. Raises PayloadError."""
         if isinstance(payload, SizeOnly):
@@ -285,18 +279,25 @@ class CompressionPipeline:
             return self.reduce(state, [total_payload], [1.0])
         return self.move_from_codec(self.inner_codec.decode(None, total_payload, self.d)[1])
 
-    def protocol_input(self, state: CodecState, x: Tensor, context: EncodeContext) -> CodecInput:
-        """Return the codec's input for a protocol of its own."""
-        return codec_input(self.codec, state.sender, self.move_to_codec(self.codec, x), context)
+    def residual(self, state: CodecState) -> Tensor | None:
+        """Return the residual that the sender keeps for later messages."""
+        return self.codec.residual(state.sender)
 
-    def apply_outcome(
-        self, state: CodecState, x: Tensor, context: EncodeContext, outcome: Outcome
-    ) -> Tensor:
-        """Return the update of a protocol's outcome; the sender keeps the remainder of x."""
-        state.sender = sender_after(
-            self.codec, state.sender, self.move_to_codec(self.codec, x), context, outcome
+    async def run_protocol(
+        self, state: CodecState, team: Team, x: Vector, context: EncodeContext
+    ) -> Vector:
+        """Run the codec's own protocol over all workers, update the sender's state, and return the
+        merged update.
+        """
+        if isinstance(x, SizeOnly):
+            assert isinstance(self.inner_codec, Collective)
+            await team.compute(lambda: None, work=1)
+            await self.inner_codec.simulate_collective(team, self.codec.density(context), self.d)
+            return x
+        state.sender, update = await run_protocol(
+            self.codec, state.sender, team, self.move_to_codec(self.codec, x), context
         )
-        return self.move_from_codec(outcome.update)
+        return self.move_from_codec(update)
 
     # --- differences between models
 

@@ -160,9 +160,6 @@ class ProcessGroup:
         """Return the effect that decodes so many payloads."""
         return self.ctx.compute(fn, work=payloads * self.share, kind="decode")
 
-    def make_placeholder(self, nbytes: int) -> Any:
-        return SizeOnly(nbytes)
-
     def _record_sums(self, loss: float, signal: float) -> None:
         """Record the sums of loss and signal so far."""
         self.loss = loss

@@ -68,7 +68,7 @@ async def exchange_compressed(
     """Sum the updates as the codec requires: its own protocol, an all-reduce, or an all-gather."""
     pipeline, context = stage.pipeline, context_of(stage, team.ctx.rank, state, tick)
     if isinstance(pipeline.inner_codec, Collective):
-        return await run_collective_codec(team, stage, state, pipeline.inner_codec, x, context)
+        return await pipeline.run_protocol(state.codec_state, team, x, context)
     # payloads that are added must have equal shapes, so all workers use one density
     if pipeline.traits.linear:
         x, context = x * team.weight, context._replace(ratio=least_ratio(stage), weight=team.weight)
@@ -78,25 +78,6 @@ async def exchange_compressed(
         total = await team.all_reduce(pipeline.summand(payload, context))
         return await team.decode(partial(pipeline.decode_sum, state.codec_state, payload, total), 1)
     return await gather_payloads(team, stage, state, x, payload)
-
-
-async def run_collective_codec(
-    team: ProcessGroup,
-    stage: StageConfig,
-    state: WorkerState,
-    codec: Collective,
-    x: Vector,
-    context: EncodeContext,
-) -> Vector:
-    """Run the codec's own protocol over all workers."""
-    pipeline = stage.pipeline
-    if isinstance(x, SizeOnly):
-        await codec.simulate_collective(team, pipeline.codec.density(context), pipeline.d)
-        return x
-    outcome = await codec.collective(team, pipeline.protocol_input(state.codec_state, x, context))
-    return await team.compute(
-        partial(pipeline.apply_outcome, state.codec_state, x, context, outcome)
-    )
 
 
 async def gather_payloads(

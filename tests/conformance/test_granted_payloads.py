@@ -27,11 +27,12 @@ from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Counts, Record, Snapshot, StageEnd
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NO_TIMEOUT, GrantedPayloads, PairwiseGroups
+from ashl.stage.contract import Rule
 from ashl.stage.program import peers_of, run_stages
-from tests.conf_option import conf_option
+from ashl.topology.parameter_server import ServerRule
+from tests.conf_option import CONF, conf_option
 from tests.kernels import Quiet, say, started
 from tests.laws.machines import cluster
-from tests.sim.test_churn import rules
 from tests.support import planned, simulated
 
 WORKERS = 2
@@ -154,7 +155,13 @@ SOME = [
     ("sync=bsp", "overlap=wfbp"),
     ("schedule=ashl", "schedule.profile_steps=1", "schedule.h_preset=[4,2]"),
 ]
-ALL = [(f"sync={name}", *(PLAIN if name == "spy" else ())) for name in rules()]
+SERVER_MODES = [  # the modes that a parameter server's loops run
+    path.stem
+    for path in sorted((CONF / "sync").glob("*.yaml"))
+    if isinstance(sync := conf_option("sync", path.stem), ServerRule)
+    and type(sync).loop is Rule.loop
+]
+ALL = [(f"sync={name}", *(PLAIN if name == "spy" else ())) for name in SERVER_MODES]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ashl.compression.contract import Collective, EncodeContext, Layer
 from ashl.compression.kernels import largest_indices
-from ashl.compression.wrappers import wrap_codec
+from ashl.compression.wrappers import WrappedCodec, wrap_codec
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.planning.predict import NO_LIMITS
 from ashl.runtime.rank_context import RankContext
@@ -24,7 +24,6 @@ from ashl.stage.members import members_of
 from ashl.stage.process_group import ProcessGroup
 from ashl.sync.bsp import BSP
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.exchange import run_collective_codec
 from ashl.topology.local_work import WorkerState
 from tests.laws.codecs import vector
 from tests.laws.machines import cluster
@@ -66,7 +65,7 @@ def together(
     )
     came: list[list[Any]] = [[None] * n for _ in rounds]
     sim, seen = run(
-        cluster(n, step_s=0.001, latency_s=0.001),
+        cluster(n, step_s=0.001, latency_s=0.001, compress_s=0.002),
         (stage,),
         main=partial(worker, stage=stage, rounds=rounds, weights=weights, came=came),
     )
@@ -85,16 +84,12 @@ async def worker(
     team = ProcessGroup(ctx, stage, stage.workers, list(weights), members_of(stage).planned)
     for number, vectors in enumerate(rounds):
         x, context = vectors[rank], EncodeContext(seed=3, worker=rank, round=number)
-        x_sent = (
-            None
-            if isinstance(x, SizeOnly)
-            else pipeline.protocol_input(state.codec_state, x, context).x
-        )
+        x_sent, sender = x, state.codec_state.sender
+        if isinstance(pipeline.codec, WrappedCodec) and not isinstance(x, SizeOnly):
+            x_sent = pipeline.codec.prepare_encoding(sender, x, context)[2].x
         team.begin(rank + 1.0, 5 if rank == 0 else 0)
         if isinstance(pipeline.inner_codec, Collective):
-            update = await run_collective_codec(
-                team, stage, state, pipeline.inner_codec, x, context
-            )
+            update = await pipeline.run_protocol(state.codec_state, team, x, context)
         else:
             body = pipeline.encode(CodecState(), x * weights[rank], context)
             update = pipeline.decode_sum(

@@ -41,12 +41,12 @@ DRAWS = 400
 MEANS = (("normal", 1), ("heavy", 96), ("normal", 96), ("constant", 8))
 IN_THE_MEAN = [  # by default one of them for each codec
     pytest.param(name, *case, marks=[pytest.mark.slow] * bool((row + place) % len(MEANS)))
-    for row, name in enumerate(ROWS)
+    for row, name in enumerate(name for name in ROWS if ROWS[name].decodes_alone)
     for place, case in enumerate(MEANS)
 ]
 PULLS = [  # by default one of these shares of the model for each codec
     pytest.param(name, ratio, marks=[pytest.mark.slow] * bool((row + place) % 3))
-    for row, name in enumerate(ROWS)
+    for row, name in enumerate(name for name in ROWS if ROWS[name].decodes_alone)
     for place, ratio in enumerate((0.01, 0.1, 1.0))
 ]
 
@@ -79,10 +79,11 @@ def test_encode_and_decode(
     declared = codec.encoded_nbytes(ratio, d)
     assert body.nbytes <= declared if codec.traits.variable else body.nbytes == declared
     assert bits(codec.encode(None, x, context)[1]) == wire
-    out = vector("normal", d, seed + 1)
-    expected = out + got
-    codec.add(out, body)
-    assert torch.allclose(out, expected, rtol=0, atol=0, equal_nan=True)
+    if codec.decodes_alone:
+        out = vector("normal", d, seed + 1)
+        expected = out + got
+        codec.add(out, body)
+        assert torch.allclose(out, expected, rtol=0, atol=0, equal_nan=True)
     assert (bits(x), bits(body)) == (before, wire)
     if codec.traits.lossless:
         assert bits(got) == before
@@ -170,6 +171,8 @@ def test_another_element_type(name: str) -> None:
         x = vector("normal", 500).to(dtype)
         body = codec.encode(None, x)[1]
         assert torch.equal(body, codec.encode(None, x.float())[1])
+        if not codec.decodes_alone:
+            continue
         out = torch.ones(500, dtype=dtype)
         codec.add(out, body)
         whole = (1 + decoded(codec, body, 500)).to(dtype)
@@ -326,7 +329,7 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
         assert [bits(v) for v in seen] == before
         worker = link.apply_pull(worker, body)
         assert bits(worker) == bits(server.held[3])
-        declared = 4000 if version == 0 else link.pull_codec.encoded_nbytes(ratio, link.d)
+        declared = 4000 if version == 0 else min(4000, link.pull_codec.encoded_nbytes(ratio, 1000))
         assert body.nbytes <= declared if ROWS[name].traits.variable else body.nbytes == declared
         if version == 0 or (ratio == 1.0 and name in EXACT):
             assert bits(worker) == bits(model)
@@ -345,7 +348,8 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
 def test_a_compressed_pull_without_content(name: str) -> None:
     link, server, size_only = CompressionPipeline(ROWS[name], 1000), CodecState(), SizeOnly(4000)
     first, second = (link.encode_pull(server, 0, size_only, EncodeContext(0.1)) for _ in range(2))
-    assert (first.nbytes, second.nbytes) == (4000, link.pull_codec.encoded_nbytes(0.1, link.d))
+    assert first.nbytes == 4000
+    assert second.nbytes == min(4000, link.pull_codec.encoded_nbytes(0.1, 1000))
     assert (
         link.apply_pull(size_only, second)
         == link.apply_pull(size_only, first)

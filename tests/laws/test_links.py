@@ -33,7 +33,8 @@ D = 200
 # forms
 OWN = {
     "needs",  # planning asks the option
-    "beta", "clip_norm", "code", "critical_ratio", "decodes_alone", "error_feedback", "feedback_decay", "feedback_gain",
+    "add", "decode",  # by `content`
+    "beta", "clip_norm", "code", "critical_ratio", "error_feedback", "feedback_decay", "feedback_gain",
     "for_layout", "for_pulls", "masking", "momentum", "pack", "parts", "per_layer", "unpack", "warmup_epochs",
 }  # fmt: skip
 

@@ -167,7 +167,8 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
         )
         for _ in range(n)
     ]
-    specs = {key: {} for key in ("sync", "topology", "aggregate", "compression", "optimizer")}
+    groups = "sync", "topology", "aggregate", "outer", "compression", "overlap", "optimizer"
+    specs = {key: {} for key in groups}
     return StageConfig(
         index=0,
         plan=StagePlan(name="swarm", until={}, workers=tuple(workers), **specs),
