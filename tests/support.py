@@ -33,7 +33,7 @@ from ashl.runtime.records import (
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 from ashl.stage.contract import StageConfig
-from ashl.stage.program import ranks_to_notify, run_stages
+from ashl.stage.program import peers_of, run_stages
 
 
 @dataclass
@@ -134,7 +134,7 @@ def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[StageConfig, ...])
     """Return the programs of all ranks, with the injected faults of the cluster."""
     play = partial(run_stages, stages=stages)
     if cluster.fault_kinds:
-        peers, regroups = partial(ranks_to_notify, stages), stages[0].topology.regroups
+        peers, regroups = partial(peers_of, stages), stages[0].topology.regroups
         Churn(sim, cluster, seed, stages[0].min_workers, peers, play, regroups)
     return play
 

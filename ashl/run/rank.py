@@ -83,7 +83,7 @@ from ashl.runtime.rendezvous import (
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NO_TIMEOUT, first_line, make_nccl_payloads
 from ashl.stage.contract import StageConfig
-from ashl.stage.program import peers_of, ranks_to_notify, run_stages
+from ashl.stage.program import peers_of, run_stages
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ def train_rank(
         restore_point = validate(RestorePoint, found, "a restore point")
     joins = settings.incarnation > 0 or settings.rank in restore_point.absent
     nccl = settings.have_own_gpus and uses_nccl(parts.runtime, stage.topology, parts.cluster)
-    all_others = ranks_to_notify(stages, settings.rank)
+    all_others = peers_of(stages, settings.rank)
     kernel = make_kernel(settings, plan, parts, store, reporter, stages, nccl)
     kernel.worker_states = learner
     known = restore(kernel, restore_point, plan, settings.device)

@@ -22,7 +22,7 @@ from ashl.runtime.plain_state import decode, encode
 from ashl.runtime.rank_checkpoint import RANKS, capture_rank, next_due_ns
 from ashl.runtime.rank_context import Observer
 from ashl.runtime.sim import Begin, Sim, restore_ranks
-from ashl.stage.program import ranks_to_notify, run_stages
+from ashl.stage.program import peers_of, run_stages
 
 FAULTS = "faults.safetensors"  # file of the injected faults of a checkpoint
 
@@ -83,7 +83,7 @@ def simulate(
     churn = None
     if cluster.fault_kinds:
         stage = job.stages[0]
-        peers = partial(ranks_to_notify, job.stages)
+        peers = partial(peers_of, job.stages)
         regroups = stage.topology.regroups
         churn = Churn(sim, cluster, plan.seed, stage.min_workers, peers, play, regroups)
     try:

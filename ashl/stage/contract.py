@@ -117,12 +117,6 @@ class Rule(Contract, group="sync", strict=True):
         """Return the sync mode's own loop of this rank, or None to use the topology's."""
         return None
 
-    def links(self, stage: StageConfig, rank: int) -> Ranks:
-        """Return the ranks with which the sync mode's own loop exchanges messages, beyond the
-        topology's.
-        """
-        return ()
-
 
 class Topology(Contract, group="topology"):
     """The base of topologies: the mechanism of an exchange, with the loop of each role."""

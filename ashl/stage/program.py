@@ -127,7 +127,7 @@ def peers_of(
     stages: Sequence[StageConfig], rank: int, members: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Return all ranks with which this rank ever exchanges messages, while the workers in `members`
-    take part; None = all workers.
+    take part; None = all workers. Except with epochs, they are notified of a failure of this rank.
     """
     peers = set[int]()
     for stage in stages:
@@ -135,13 +135,7 @@ def peers_of(
             peers.update(stage.topology.links(stage, rank))
         else:
             peers.update(stage.topology.links_among(stage, rank, members))
-        peers.update(stage.sync.links(stage, rank))
     return tuple(sorted(peers))
-
-
-def ranks_to_notify(stages: Sequence[StageConfig], rank: int) -> tuple[int, ...]:
-    """Return all ranks that are notified of a failure of this rank, except with epochs."""
-    return tuple(sorted({peer for one in stages for peer in one.topology.links(one, rank)}))
 
 
 def select_loop(stage: StageConfig, rank: int) -> Loop:

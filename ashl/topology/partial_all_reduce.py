@@ -146,15 +146,12 @@ class GroupCoordinatorState(CoordinatorState):
 
     def enter(self, stage: StageConfig, now_s: float) -> None:
         """Enter a stage, unless the state is that of a pause within it."""
-        if self.entered == stage.index:
-            return
-        self.progress.begin(now_s)
-        if self.entered is not None:
-            generator.reset_groups(self.groups)
-        self.entered = stage.index
-        self.signal = GO
-        self.asked = {}
-        self.running = {}
+        if self.entered != stage.index:
+            if self.entered is not None:
+                generator.reset_groups(self.groups)
+            self.asked = {}
+            self.running = {}
+        super().enter(stage, now_s)
 
 
 class GroupReply(NamedTuple):

@@ -27,7 +27,7 @@ from ashl.runtime.plain_state import decode, encode, encode_tensors
 from ashl.runtime.rank_checkpoint import ABSENT, capture_rank, next_due_ns
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import restore_ranks
-from ashl.stage.program import ranks_to_notify, run_stages
+from ashl.stage.program import peers_of, run_stages
 from tests.golden.runs import RUNS
 from tests.support import Ran, planned, simulated
 
@@ -66,7 +66,7 @@ def run(ran: Ran, saved: Kept | None = None, device: str = HOST) -> list[Kept]:
         ran.plan.num_ranks, speed, costs, ran, overlaps=stage.computes_during_collectives
     )
     sim.worker_states = job.learner
-    start, peers = partial(run_stages, stages=job.stages), partial(ranks_to_notify, job.stages)
+    start, peers = partial(run_stages, stages=job.stages), partial(peers_of, job.stages)
     churn = Churn(sim, cluster, ran.plan.seed, 1, peers, start, stage.topology.regroups)
 
     def keep(saves: Mapping[int, Save]) -> float:

@@ -18,7 +18,7 @@ from ashl.runtime.plain_state import decode, encode
 from ashl.runtime.rank_checkpoint import capture_rank, next_due_ns
 from ashl.runtime.sim import Sim, restore_ranks
 from ashl.stage.contract import StageConfig, extra_ranks
-from ashl.stage.program import ranks_to_notify, run_stages
+from ashl.stage.program import peers_of, run_stages
 from tests.swarm.drawn import BATCH, Seen, befallen_cluster
 from tests.swarm.gossip import drawn_stages, fit_graph
 
@@ -42,7 +42,7 @@ def play(
     num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync, first.nodes)
     speed = Speed(cluster, BATCH, 0)
     sim = Sim(num_ranks, speed, make_network(cluster, first.trainer.dense_bytes), seen)
-    start, peers = partial(run_stages, stages=tuple(stages)), partial(ranks_to_notify, stages)
+    start, peers = partial(run_stages, stages=tuple(stages)), partial(peers_of, stages)
     churn = Churn(sim, cluster, seed, first.min_workers, peers, start, first.topology.regroups)
 
     def keep(saves: Mapping[int, Save]) -> float:
