@@ -2,6 +2,7 @@
 by its name.
 """
 
+import io
 import struct
 import zlib
 from pathlib import Path
@@ -38,23 +39,18 @@ def pixels(data: Data, number: int) -> torch.Tensor:
 
 def test_what_programs_leave_is_neither_a_class_nor_an_image(tmp_path) -> None:
     root = fill(tmp_path)
-    for hidden in (".ipynb_checkpoints", "__MACOSX", "cat/.ipynb_checkpoints", "@eaDir"):
+    for hidden in (".ipynb_checkpoints", "__MACOSX", "@eaDir", "cat/.ipynb_checkpoints"):
         (root / "train" / hidden).mkdir()
-        (root / "train" / hidden / "0.png").write_bytes(b"no image")
     for file in (
         ".DS_Store",
         "cat/.DS_Store",
         "cat/._0.png",
-        "cat/Thumbs.db",
+        "cat/.ipynb_checkpoints/0-checkpoint.png",
         "cat/notes.txt",
-        "cat/a.HEIC",
     ):
         (root / "train" / file).write_bytes(b"no image")
     data = load(root)
     assert (data.num_classes, len(data.train), len(data.test)) == (2, 4, 4)
-    assert data.notes == (
-        "dataset: files in the folders of classes that are not used: 1 .heic, 1 .txt",
-    )
 
 
 @pytest.mark.parametrize("cache_mb", [0, 1])
@@ -90,41 +86,22 @@ def test_classes_must_agree(tmp_path) -> None:
         load(root)
 
 
-def test_links_are_followed_once(tmp_path) -> None:
-    root = fill(tmp_path / "here")
-    (root / "train/cat/again").symlink_to(root / "train/cat")
-    (root / "train/cow").symlink_to(root / "train/dog")
-    (root / "test/cow").symlink_to(root / "test/dog")
-    (root / "train/cat/more.png").symlink_to(root / "test/cat/0.png")
-    (root / "train/cat/gone.txt").symlink_to(root / "nowhere")
-    assert load(root).train.targets.bincount().tolist() == [3, 2, 2]
-
-
 def test_a_class_without_an_image_is_named(tmp_path) -> None:
     root = fill(tmp_path)
     (root / "test/dog/0.png").rename(root / "test/dog/0.heic")
     (root / "test/dog/1.png").unlink()
-    with pytest.raises(
-        DataMissingError, match=r"test/dog has no image, only files of the kinds \.heic; images are"
-    ):
-        load(root)
-    (root / "test/dog/0.heic").unlink()
-    with pytest.raises(DataMissingError, match=r"test/dog has no image, and no other file"):
+    with pytest.raises(DataMissingError, match=r"test: .* classes dog.*; images are \.jpg"):
         load(root)
 
 
 IMAGES = {
     "grey.png": Image.fromarray(GREY),
-    "sixteen.png": Image.fromarray(np.full((16, 16), 128 << 8, np.uint16)),
-    "sixteen.tif": Image.fromarray(np.full((16, 16), 128 << 8, np.uint16)),
-    "sixteen.pgm": Image.fromarray(np.full((16, 16), 128 << 8, np.uint16)),
-    "float.tiff": Image.fromarray(np.full((16, 16), 128 / 255, np.float32)),
     "palette.png": Image.fromarray(np.stack([GREY] * 3, 2)).convert(
         "P", palette=Image.Palette.ADAPTIVE
     ),
     "alpha.png": Image.fromarray(np.stack([GREY] * 4, 2)),
     "grey_alpha.png": Image.fromarray(np.stack([GREY] * 2, 2), "LA"),
-    "cmyk.jfif": Image.fromarray(np.stack([GREY] * 3, 2)).convert("CMYK"),
+    "cmyk.jpg": Image.fromarray(np.stack([GREY] * 3, 2)).convert("CMYK"),
     "long.png": Image.fromarray(np.full((1, 400), 128, np.uint8)),
 }
 
@@ -133,7 +110,7 @@ IMAGES = {
 def test_an_image_of_any_kind_is_read_right(name, tmp_path) -> None:
     root = fill(tmp_path)
     IMAGES[name].save(
-        root / "train/cat" / f"0_{name}", format="JPEG" if name.endswith("jfif") else None
+        root / "train/cat" / f"0_{name}", format="JPEG" if name.endswith("jpg") else None
     )
     data, place = load(root), sorted(["0.png", "1.png", f"0_{name}"]).index(f"0_{name}")
     found = pixels(data, place)
@@ -147,43 +124,26 @@ def huge_png() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
 
 
-def refused(kind: str, place: Path) -> Path:
-    """An image that cannot be read."""
-    file = place / f"bad.{kind.partition(' ')[0]}"
-    image = Image.effect_noise((64, 64), 80)
-    if kind == "png huge":
-        file.write_bytes(huge_png())
-    elif kind == "png empty":
-        file.write_bytes(b"")
-    elif kind == "tif float":
-        Image.fromarray(np.full((16, 16), 300.0, np.float32)).save(file)
-    elif kind == "tif nan":
-        Image.fromarray(np.full((16, 16), np.nan, np.float32)).save(file)
-    elif kind == "tif int32":
-        Image.fromarray(np.full((16, 16), 7, np.int32)).save(file)
-    else:
-        image.save(file)
-        content = file.read_bytes()
-        file.write_bytes(content[: len(content) // 2])
-    return file
+def cut_image(suffix: str) -> bytes:
+    content = io.BytesIO()
+    Image.effect_noise((64, 64), 80).save(content, suffix)
+    return content.getvalue()[: content.tell() // 2]
+
+
+def deep_image() -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.full((16, 16), 128 << 8, np.uint16)).save(content, "png")
+    return content.getvalue()
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "jpg cut",
-        "png cut",
-        "gif cut",
-        "png huge",
-        "png empty",
-        "tif float",
-        "tif nan",
-        "tif int32",
-        "webp cut",
-    ],
+    "content",
+    [cut_image("png"), huge_png(), b"", deep_image()],
+    ids=["cut", "huge", "empty", "sixteen bits"],
 )
-def test_an_image_that_cannot_be_read_is_named(kind, tmp_path) -> None:
+def test_an_image_that_cannot_be_read_is_named(content: bytes, tmp_path) -> None:
     root = fill(tmp_path)
-    file = refused(kind, root / "train/dog")
+    file = root / "train/dog/bad.png"
+    file.write_bytes(content)
     with pytest.raises(AshlError, match=str(file)):
         pixels(load(root), 4)
