@@ -30,6 +30,7 @@ from ashl.config.signals import INTERRUPTS
 from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, to_one_line
 from ashl.launch.environment import JobMembership
+from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import survives_failure
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
@@ -122,26 +123,9 @@ def run_controller(
     Raises: AshlError that names the failed rank.
     """
     parts = monitor.job.parts
-    logger.info(
-        "starts a run of %d workers and %d ranks, %d of them on node %s; heartbeat timeout %g s,"
-        " checkpoints: %s",
-        plan.num_workers,
-        plan.num_ranks,
-        len(lead.rank_settings),
-        platform.node(),
-        parts.runtime.heartbeat_timeout_s,
-        f"every {checkpoint_manager.every_s:g} s" if checkpoint_manager.every_s else "none",
-    )
+    log_start(plan, lead, parts.runtime, checkpoint_manager.every_s)
     monitor.receives_worker_states = True
-    fingerprint = monitor.job.learner.fingerprint()
-    rank_settings = [
-        settings._replace(run_dir=run_dir, fingerprint=fingerprint)
-        for settings in lead.rank_settings
-    ]
-    lead.requests.places = {
-        process: place._replace(settings=place.settings._replace(fingerprint=fingerprint))
-        for process, place in lead.requests.places.items()
-    }
+    rank_settings = settings_for_start(lead, run_dir, monitor.job.learner.fingerprint())
     channel = open_channel(plan, monitor, lead.store, saved)
     end = End(130)  # the end after an interrupt; replaced below after any other end
     processes = dict[int, BaseProcess]()
@@ -172,6 +156,37 @@ def run_controller(
         raise
     finally:
         channel.close(end, processes)
+
+
+def log_start(plan: Plan, lead: Lead, runtime: Any, every_s: float | None) -> None:
+    """Log what starts. Args: every_s, seconds between checkpoints, or None."""
+    logger.info(
+        "starts a run of %d workers and %d ranks, %d of them on node %s; heartbeat timeout %g s,"
+        " checkpoints: %s",
+        plan.num_workers,
+        plan.num_ranks,
+        len(lead.rank_settings),
+        platform.node(),
+        runtime.heartbeat_timeout_s,
+        f"every {every_s:g} s" if every_s else "none",
+    )
+
+
+def settings_for_start(
+    lead: Lead, run_dir: Path, fingerprint: Fingerprint
+) -> tuple[RankSettings, ...]:
+    """Return the settings of this node's ranks, and complete those of the other processes.
+
+    Args: fingerprint of the controller's model and data, with which each rank compares its own.
+    """
+    places = lead.requests.places
+    for process, place in places.items():
+        settings = place.settings._replace(fingerprint=fingerprint)
+        places[process] = place._replace(settings=settings)
+    return tuple(
+        settings._replace(run_dir=run_dir, fingerprint=fingerprint)
+        for settings in lead.rank_settings
+    )
 
 
 def describe_end(monitor: Monitor, *, interrupted: bool) -> str:

@@ -108,15 +108,55 @@ def run(
     with jobs.sharing_error(membership, lead and lead.requests):
         device = lead.rank_settings[0].device if lead else device_of(parts.runtime)
         job = assemble_job(plan, device, parts, data)
-        if resume is not None:
-            close_killed(resume)
-        resume, origin, plan = resolve_resume(
-            find_restarted_run(config, membership) or resume, config, plan, job
+        opened = open_run(
+            config,
+            overrides,
+            plan,
+            job,
+            tracking,
+            find_restarted_run(config, membership) or resume,
+            command,
         )
-        saved, sizes = (None, None) if resume is None else load_checkpoint(resume, config, plan)
-        run_dir = resume or make_run_folder(config, plan)
-        recorder = Recorder(run_dir, tracking.events, sizes)
-        write_inputs(recorder, config, overrides, None if saved else plan, command)
+    return run_opened(opened, lead, quiet=quiet, silent=silent)
+
+
+class OpenedRun(NamedTuple):
+    """A run whose folder is open for its records."""
+
+    config: dict[str, Any]
+    command: str  # what the user typed
+    tracking: Tracking
+    plan: Plan
+    job: Job
+    recorder: Recorder
+    saved: Checkpoint | None  # the checkpoint to resume from
+    origin: Origin | None  # the earlier run, if the number of workers has changed
+
+
+def open_run(
+    config: dict[str, Any],
+    overrides: list[str],
+    plan: Plan,
+    job: Job,
+    tracking: Tracking,
+    resume: Path | None,
+    command: str,
+) -> OpenedRun:
+    """Open the folder of a new run, or that of the run to resume, and write the run's inputs."""
+    if resume is not None:
+        close_killed(resume)
+    resume, origin, plan = resolve_resume(resume, config, plan, job)
+    saved, sizes = (None, None) if resume is None else load_checkpoint(resume, config, plan)
+    recorder = Recorder(resume or make_run_folder(config, plan), tracking.events, sizes)
+    write_inputs(recorder, config, overrides, None if saved else plan, command)
+    return OpenedRun(config, command, tracking, plan, job, recorder, saved, origin)
+
+
+def run_opened(
+    opened: OpenedRun, lead: launch.Lead | None, *, quiet: bool, silent: bool
+) -> RunOutcome:
+    """Run to the end, write the summary and print the outcome. Raises what `run` raises."""
+    config, plan, recorder = opened.config, opened.plan, opened.recorder
     console = Console(highlight=False)
     if not quiet:
         print_notes(console, plan)
@@ -125,23 +165,24 @@ def run(
     )
     monitor = Monitor(
         plan,
-        job,
+        opened.job,
         recorder,
         progress,
-        rounds=tracking.events,
+        rounds=opened.tracking.events,
         weights=config["run"]["save_weights"] is not False,
     )
-    copier = start_copier(tracking, run_dir, plan, config, command)
+    copier = start_copier(opened)
     with stop_on_interrupt(monitor):
         saving = Saving(identity(config), config["run"]["checkpoint_s"])
-        pace, failure = run_to_end(plan, monitor, lead, saving, saved, origin)
+        pace, failure = run_to_end(plan, monitor, lead, saving, opened.saved, opened.origin)
         status, reason = run_status(monitor, failure)
-        summary = summarise(monitor, parts.runtime.name, status, reason, pace)
+        summary = summarise(monitor, opened.job.parts.runtime.name, status, reason, pace)
         close_records(monitor, summary, failure)
         copy_place, copy_warning = copier.finish(TRACKING_S) if copier else (None, None)
     if not silent:
-        print_outcome(console, summary, run_dir, {copier.title: copy_place} if copier else {})
-        print_resume_command(console, run_dir, config, status)
+        copied = {copier.title: copy_place} if copier else {}
+        print_outcome(console, summary, recorder.run_dir, copied)
+        print_resume_command(console, recorder.run_dir, config, status)
     warn(copy_warning)
     return return_outcome(monitor, summary, failure)
 
@@ -456,21 +497,20 @@ def write_inputs(
         recorder.document("plan.json", plan.to_json())
 
 
-def start_copier(
-    tracking: Tracking, run_dir: Path, plan: Plan, config: dict[str, Any], command: str
-) -> Copier | None:
+def start_copier(opened: OpenedRun) -> Copier | None:
     """Start the thread that copies the run to a tracker, unless tracking=none."""
-    if tracking.sink == "none":
+    sink, plan = opened.tracking.sink, opened.plan
+    if sink == "none":
         return None
     run = TrackedRun(
-        run_dir.absolute(),
+        opened.recorder.run_dir.absolute(),
         f"{plan.name}-s{plan.seed}",
-        tracking.experiment,
-        params_of(config),
-        note=f"`{command}`" if command else "",
-        tags={"ashl.config_hash": config_hash(config)},
+        opened.tracking.experiment,
+        params_of(opened.config),
+        note=f"`{opened.command}`" if opened.command else "",
+        tags={"ashl.config_hash": config_hash(opened.config)},
     )
-    return Copier(tracker_maker(tracking.sink, RUNS.absolute()), TITLES[tracking.sink], run)
+    return Copier(tracker_maker(sink, RUNS.absolute()), TITLES[sink], run)
 
 
 @contextmanager
