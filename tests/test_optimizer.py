@@ -112,8 +112,6 @@ def test_horizon_is_the_run_s_own_where_it_ends_by_epochs():
     assert with_horizon(conf_option("optimizer", "sgd"), None).horizon_epochs is None
     with pytest.raises(UsageError, match=r"horizon_epochs=20"):
         with_horizon(optimizer, None)
-    with pytest.raises(UsageError, match=r"horizon_epochs=20"):
-        optimizer.rate(0, 100)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_rank_is_not_silent_while_it_sends_a_long_report(server, channel, stor
     heard = list[float]()
     server.handlers["progress"] = lambda: heard.append(channel.last_heard_s[3])
     store.call("report", 3, 0, [(as_fields(ProcessExited(3)), bytes(5_000_000))])
-    assert len(heard) > 10
+    assert len(heard) > 3
 
 
 def test_a_model_of_another_size_is_an_error(channel, reporter) -> None:

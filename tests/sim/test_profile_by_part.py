@@ -169,9 +169,8 @@ def test_virtual_time_has_what_sums_and_computing_cost_each_other(
     assert "computes 40 % slower, as measured" in note
     said = note.partition(" take ")[2]
     cycle_ms = 3e3 / plan.stages[0].predicted_steps_per_s
-    assert [worker.predicted_cycle_s for worker in plan.stages[0].workers] == pytest.approx(
-        [cycle_ms / 1e3] * 3
-    )
+    cycles = [worker.predicted_cycle_s for worker in plan.stages[0].workers]
+    assert max(cycles) == pytest.approx(cycle_ms / 1e3)
     if overlap == "priority":
         assert cycle_ms > float(said.removeprefix("at least ").split()[0])
     else:
