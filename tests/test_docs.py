@@ -262,9 +262,7 @@ def can_be_planned(point: tuple[str, ...], folder: Path | None, world_size: int 
         if world_size is not None:
             compile_plan(compose(point, folder), world_size, point)
         else:
-            check_point(
-                point, lambda overrides: compose(overrides, folder), {}, lambda config: None, {}
-            )
+            check_point(point, lambda overrides: compose(overrides, folder), {})
     except DataMissingError:
         pass  # the line is right, and the data are not on this machine
 

@@ -1,11 +1,13 @@
 """Profiles: declared costs, the JSON form, and what is refused."""
 
+import io
 import json
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ashl.errors import UsageError
 from ashl.plan.confidence import equalize_costs
@@ -13,6 +15,7 @@ from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import SCHEMA, Profile, WorkerProfile
 from ashl.planner.assignment import Planner
 from ashl.planner.dylu import DyLU
+from ashl.tracking.forecast import print_profile
 from tests.conf_option import conf_option
 from tests.plans import BALANCED, PAPER
 
@@ -174,7 +177,7 @@ def test_a_profile_needs_nothing_of_the_server() -> None:
     ).workers
 
 
-def test_costs_within_their_noise_count_as_equal() -> None:
+def test_costs_within_their_noise_count_as_equal_and_are_said_to() -> None:
     """The third worker's step lies outside of the least one's interval; what has no noise is what
     it is.
     """
@@ -186,6 +189,9 @@ def test_costs_within_their_noise_count_as_equal() -> None:
     level = equalize_costs([WorkerProfile(**cost) for cost in costs])
     assert [worker.step_s for worker in level] == pytest.approx([0.041, 0.041, 0.050])
     assert [worker.push_s for worker in level] == list(steps)
+    screen = Console(file=io.StringIO(), width=80)
+    print_profile(screen, replace(profile(), workers=level))
+    assert "equal within their noise: step of workers 0, 1" in screen.file.getvalue()  # ty: ignore[unresolved-attribute]
 
 
 @pytest.mark.parametrize("planner", [PAPER, BALANCED, DyLU()], ids=["paper", "balanced", "dylu"])

@@ -71,6 +71,13 @@ def equalize_costs(
     return tuple(found)
 
 
+def group_equal_workers(workers: Sequence[WorkerProfile], cost: str, noise: str) -> list[list[int]]:
+    """Return groups of ranks whose workers count as equal in a cost."""
+    return group_overlapping(
+        [getattr(own, cost) for own in workers], [getattr(own, noise) for own in workers]
+    )
+
+
 def group_overlapping(costs: Sequence[float], noises: Sequence[float]) -> list[list[int]]:
     """Return groups of at least two ranks whose intervals overlap that of their least cost.
 

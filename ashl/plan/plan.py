@@ -21,7 +21,10 @@ Until = Annotated[str, one_of(*ENDS)]
 Kept = Annotated[str, one_of("momentum", "residual")]
 Handover = Annotated[str, one_of("keep", "reset", "drop")]
 Spec = dict[str, Any]  # `_target_` and its parameters
+# defaults of keys that older plan files lack
+AVERAGE: Spec = {"_target_": "ashl.outer.average.Average"}
 SERIAL: Spec = {"_target_": "ashl.overlap.none.Serial"}
+CLASSES: Spec = {"_target_": "ashl.task.classification.Classification"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +51,9 @@ class StagePlan:
     sync: Spec
     topology: Spec
     aggregate: Spec
-    outer: Spec
+    outer: Spec = field(default_factory=AVERAGE.copy)
     compression: Spec
-    overlap: Spec  # with the layer groups of its messages
+    overlap: Spec = field(default_factory=SERIAL.copy)  # with the layer groups of its messages
     optimizer: Spec
     until: dict[Until, float]  # rule → bound, see Stage.reached; empty = until the run's stop rule
     workers: tuple[WorkerPlan, ...]
@@ -134,7 +137,7 @@ class Plan:
     choices: dict[str, str] = field(default_factory=dict)
     model: Spec
     dataset: Spec
-    task: Spec
+    task: Spec = field(default_factory=CLASSES.copy)
     cluster: Spec
     runtime: Spec
     planner: Spec

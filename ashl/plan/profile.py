@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Annotated, ClassVar, Literal
 
@@ -27,6 +27,8 @@ TICK_S = 1e-9  # resolution of the experiment's clock, seconds
 # cost → its noise
 NOISES = {"step_s": "step_noise_s", "push_s": "push_noise_s", "pull_s": "pull_noise_s"}
 PASSES = ("forward_s", "backward_s")
+LINES = ("push_line", "pull_line")
+TIMES = "step_times_s"
 MAX_JITTER = 10.0  # upper bound of `cluster.jitter`
 
 
@@ -149,6 +151,20 @@ class Profile:
             groups = range(len(self.group_bytes))
             by_worker.append([math.fsum(worker.forward_s[k + 1 :]) / step_s for k in groups])
         return tuple(math.fsum(group) / len(by_worker) for group in zip(*by_worker, strict=True))
+
+    def without_parts(self) -> Profile:
+        """Return the profile without costs by layer group and message, as a run measures it during
+        profiling.
+        """
+        bare = dict.fromkeys((*PASSES, TIMES), ()) | dict.fromkeys((*LINES, "host", "device"))
+        return replace(
+            self,
+            workers=tuple(replace(w, **bare) for w in self.workers),
+            group_bytes=(),
+            all_reduce=None,
+            contention=None,
+            codecs=(),
+        )
 
     def check(self, num_workers: int, model: str, num_params: int, batch: int) -> None:
         """Check that the profile is of this number of workers, model and batch size.

@@ -387,11 +387,14 @@ def choose_virtual_cluster(
         return None
     if cluster.num_workers not in (None, known.num_workers):
         raise UsageError(known.explain_worker_count(cluster.num_workers))
-    if isinstance(cluster, Cluster) and cluster.events:
-        raise UsageError(
-            "cluster.events: change the declared costs of a cluster, and profile=FILE replaces"
-            " them; remove one of them"
-        )
+    if isinstance(cluster, Cluster):
+        if declares_profile(cluster, known):
+            return None
+        if cluster.events:
+            raise UsageError(
+                "cluster.events: change the declared costs of a cluster, and profile=FILE replaces"
+                " them; remove one of them"
+            )
     if not isinstance(cluster, Cluster) or cluster.churn is None:
         return known.cluster(codec)
     return known.cluster(codec) | {
@@ -409,6 +412,15 @@ def choose_prediction_cluster(
     if known is None or replaced is not None or isinstance(cluster, Cluster):
         return cluster
     return options.get_option("cluster", known.cluster(codec))
+
+
+def declares_profile(cluster: Cluster, known: Profile) -> bool:
+    """Return True if the profile has the costs that this cluster declares."""
+    own = declared_profile(cluster, known.model, known.num_params, known.workers[0].batch)
+    return (
+        own is not None
+        and replace(own, device=known.device, source=known.source) == known.without_parts()
+    )
 
 
 def codec_class(config: Mapping[str, Any]) -> str:

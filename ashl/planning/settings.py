@@ -100,9 +100,15 @@ def limits_of(settings: Settings, dataset: Any) -> Limits:
     """
     stop = settings.stop
     unbounded = stop.epochs is None and stop.steps is None and stop.seconds is None
-    own: dict[str, Any] = {**vars(stop), "epochs": dataset.epochs if unbounded else stop.epochs}
     return Limits(
-        **own,
+        epochs=dataset.epochs if unbounded else stop.epochs,
+        steps=stop.steps,
+        seconds=stop.seconds,
+        target_accuracy=stop.target_accuracy,
+        target_loss=stop.target_loss,
+        target_metric=stop.target_metric,
+        target_consecutive_evals=stop.target_consecutive_evals,
+        patience=stop.patience,
         eval_every_s=settings.eval.every_s,
         eval_every_commits=settings.eval.every_commits,
     )

@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ashl.plan.confidence import group_equal_workers
 from ashl.plan.plan import Plan, StagePlan
-from ashl.plan.profile import Profile
+from ashl.plan.profile import NOISES, Profile
 from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, plain_table, seconds
 
 # Columns of a profile in ms, by title.
@@ -43,6 +44,11 @@ def print_profile(console: Console, profile: Profile) -> None:
     if len({*hosts, profile.server_host} - {None}) > 1:
         workers = join_items(f"worker {rank} on {host}" for rank, host in enumerate(hosts))
         console.print(f"{workers}; the server on {profile.server_host}", markup=False)
+    for cost, noise in NOISES.items():
+        for ranks in group_equal_workers(profile.workers, cost, noise):
+            listed = join_items(map(str, ranks))
+            what = cost.removesuffix("_s")
+            console.print(f"equal within their noise: {what} of workers {listed}")
     for codec in profile.codecs:
         name = codec.codec.rpartition(".")[2]
         encode, decode = format_range(codec.encode_s), milliseconds(codec.decode_s)

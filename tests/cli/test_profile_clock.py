@@ -37,7 +37,9 @@ def profiled(*overrides: str) -> Profile:
 def test_a_profile_of_a_declared_cluster_costs_what_the_cluster_does(
     declared: str, workplace
 ) -> None:
-    """The clock agrees to the nanosecond, also for waiting workers."""
+    """The clock agrees to the nanosecond, also for waiting workers; on the profile's own cluster
+    nothing is replaced.
+    """
     cluster = DECLARED[declared].split()
     profiled(*cluster)
     for rules in ("sync=asp compression=topk", "sync=bsp topology=all_reduce"):
@@ -47,6 +49,7 @@ def test_a_profile_of_a_declared_cluster_costs_what_the_cluster_does(
         simulated(*TIMED, "sync=bsp", *given) for given in (cluster, ["cluster=profile", FILE])
     )
     assert (measured.time_ns, measured.ledgers) == (own.time_ns, own.ledgers)
+    assert planned(*TIMED, *cluster, "sync=bsp", FILE).cluster == own.plan.cluster
 
 
 @pytest.mark.parametrize("cluster", ["cluster=one_slow", "cluster=real"])

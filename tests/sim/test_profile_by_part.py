@@ -211,9 +211,7 @@ def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
         "cluster.num_workers=3",
         "profile=profile.json",
     )
-    workers = tuple(replace(worker, forward_s=(), backward_s=()) for worker in whole.workers)
-    coarse = replace(whole, workers=workers, group_bytes=())
-    Path("profile.json").write_text(coarse.to_json())
+    Path("profile.json").write_text(whole.without_parts().to_json())
     with pytest.raises(UsageError, match="profile again with `ashl profile`, or take"):
         planned(*given, "overlap=merged")
     assert planned(*given, "overlap=merged", "overlap.plan=bytes").shares == ()
