@@ -33,7 +33,7 @@ class Overlap(Contract, group="overlap", strict=True):
     # fraction of the elements that each exchange draws at random as its fragment
     share: ClassVar[float | None] = None
     # settings to suggest if the plan needs costs and none are known
-    untimed: ClassVar[str] = "plan=bytes"
+    costless_choice: ClassVar[str] = "plan=bytes"
 
     @property
     def needs(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ Alternatives: `merged` within the backward pass; `priority`.
 
 Rule: the gradient of a layer group is reduce-scattered as soon as it is ready. Once all are, the
 sums are all-gathered in the order in which the forward pass needs them. `plan` decides what a
-message holds, see `ashl.overlap.crossing`.
+message holds, see `ashl.overlap.next_forward`.
 Waiting: the forward pass waits for each message before its first layer.
 Time: a half costs half a sum. In the long run a step takes max_k (R_k + S_k/2) + max_k (S_k/2 +
 q_k), with S_k the time of the sums of the layers up to k.
@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.overlap.crossing import TwoWay
+from ashl.overlap.next_forward import TwoWay
 from ashl.overlap.timeline import StepTimeline
 
 

@@ -53,7 +53,7 @@ class Layerwise(Overlap):
     """A codec in each message."""
 
     compresses: ClassVar[bool] = True
-    untimed: ClassVar[str] = "plan=none overlap.ratio=null"
+    costless_choice: ClassVar[str] = "plan=none overlap.ratio=null"
     plan: Literal["none", "greedy", "optimal"] | Counts
     ratio: Literal["adaptive"] | tuple[Ratio, ...] | None
     max_ratio: Ratio

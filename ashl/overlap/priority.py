@@ -5,11 +5,11 @@ Use when: the next forward pass can begin before all gradients have arrived.
 Avoid when: latency is high or links are fast: slices cost more than they hide.
 Alternatives: `merged`; `dear`.
 
-Rule: each message (see `ashl.overlap.crossing`) is partitioned into slices of `slice` parameters.
-Of the slices that are ready on all workers, one of the lowest layer goes first; a slice in flight
-is not interrupted. At most `credit` slices are committed at once, and no slice overtakes a
-committed one; P3 commits one at a time. A larger credit gives away priority, but on real processes
-the workers then agree less often. The optimizer steps group by group.
+Rule: each message (see `ashl.overlap.next_forward`) is partitioned into slices of `slice`
+parameters. Of the slices that are ready on all workers, one of the lowest layer goes first; a slice
+in flight is not interrupted. At most `credit` slices are committed at once, and no slice overtakes
+a committed one; P3 commits one at a time. A larger credit gives away priority, but on real
+processes the workers then agree less often. The optimizer steps group by group.
 With slice=auto and credit=auto the time of a step in virtual time decides: the slice size with the
 shortest step, and the largest credit that costs at most 0.1 % of it.
 Waiting: the forward pass waits for each group by itself, so sums continue under it. At a parameter
@@ -43,8 +43,8 @@ from itertools import accumulate
 from typing import ClassVar, Literal
 
 from ashl.option import Count, option
-from ashl.overlap.crossing import Crossing
 from ashl.overlap.merged import Counts
+from ashl.overlap.next_forward import NextForward
 from ashl.overlap.timeline import Bucket, StepTimeline
 
 LEAST, MOST = 1_000, 500  # slice=auto: fewest parameters in a slice, most slices of a model
@@ -53,10 +53,10 @@ WORTH = 1.001  # credit=auto: longest step allowed, as a multiple of the shortes
 
 
 @option
-class Priority(Crossing):
+class Priority(NextForward):
     """Slices in the order of the next forward pass, which begins before all have arrived."""
 
-    untimed: ClassVar[str] = "plan=layers overlap.slice=40000 overlap.credit=1"
+    costless_choice: ClassVar[str] = "plan=layers overlap.slice=40000 overlap.credit=1"
     plan: Literal["layers", "bytes", "tuned"] | Counts
     slice: Count | Literal["auto"]
     credit: Count | Literal["auto"]
@@ -75,7 +75,7 @@ class Priority(Crossing):
         merged = super().plan_buckets(timeline)
         last = len(merged)
         return [
-            part._replace(priority=last - k, credit=self.credit, alone=True)
+            part._replace(priority=last - k, credit=self.credit, merged_alone=True)
             for k, bucket in enumerate(merged)
             for part in cut_into_slices(bucket, self.slice)
         ]

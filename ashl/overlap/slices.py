@@ -27,7 +27,7 @@ from typing import ClassVar, Literal
 
 from ashl.option import Count, option
 from ashl.overlap.contract import Overlap
-from ashl.overlap.crossing import one_message_each
+from ashl.overlap.next_forward import one_message_each
 from ashl.overlap.priority import candidate_sizes, cut_into_slices
 from ashl.overlap.timeline import Bucket, StepTimeline
 
@@ -38,7 +38,7 @@ class Slices(Overlap):
 
     pulls: ClassVar[bool] = True
     by_slice: ClassVar[bool] = True
-    untimed: ClassVar[str] = "slice=40000"
+    costless_choice: ClassVar[str] = "slice=40000"
     slice: Count | Literal["auto"]
 
     @property
@@ -51,7 +51,7 @@ class Slices(Overlap):
     def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
         assert self.slice != "auto"
         return [
-            part._replace(alone=True)
+            part._replace(merged_alone=True)
             for bucket in super().plan_buckets(timeline)
             for part in cut_into_slices(bucket, self.slice)
         ]

@@ -7,7 +7,7 @@ Alternatives: `slices`; `priority`.
 
 Rule: pushes leave in slices during the backward pass, as with `wfbp`. Once a push is merged, the
 server returns the model in messages, those of the first layers first, to all workers that it
-answers in turn. `plan` decides what a message holds, see `ashl.overlap.crossing`.
+answers in turn. `plan` decides what a message holds, see `ashl.overlap.next_forward`.
 Waiting: the forward pass waits for each message by itself.
 Time: in the long run a step takes max_k (R_k + S_k) + max_k (P_k + q_k). S_k is the time of the
 pushes of the layers up to k, P_k that of their pulls.
@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.overlap.crossing import TwoWay
+from ashl.overlap.next_forward import TwoWay
 from ashl.overlap.timeline import StepTimeline
 
 

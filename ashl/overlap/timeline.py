@@ -54,8 +54,8 @@ class Bucket(NamedTuple):
     needed: float = 1.0
     priority: int = 0  # rank among ready buckets; the lowest is sent first
     credit: int = 0  # largest number of buckets in flight that none may overtake; 0 = no limit
-    alone: bool = False  # True if a server merges it by itself, and returns it at once
-    halves: bool = False  # True if it is reduce-scattered first, and gathered once all are
+    merged_alone: bool = False  # True if a server merges it by itself, and returns it at once
+    reduce_scattered: bool = False  # True if all are reduce-scattered first, and then gathered
     ratio: float | None = None  # density, if the codec encodes it by itself; None = as planned
     runs: tuple[tuple[int, int], ...] = ()  # its elements, if it is a fragment
     share: float | None = None  # fraction of its elements, drawn at random for each exchange

@@ -109,13 +109,14 @@ def check_timing(
         raise UsageError(
             f"overlap={name}: compares the costs of messages and steps, and the cluster does not"
             " declare them; take profile=FILE of `ashl profile`, declare cluster.step_s,"
-            f" cluster.bandwidth_mbit_s and cluster.latency_s, or take overlap.{overlap.untimed}"
+            " cluster.bandwidth_mbit_s and cluster.latency_s, or take"
+            f" overlap.{overlap.costless_choice}"
         )
     if known is not None and not known.group_bytes:
         raise UsageError(
             f"overlap={name}: needs costs by layer group, and a profile that a run has measured for"
             " itself has none; profile again with `ashl profile`, or take"
-            f" overlap.{overlap.untimed}"
+            f" overlap.{overlap.costless_choice}"
         )
 
 

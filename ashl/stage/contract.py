@@ -403,7 +403,7 @@ class StageConfig:
     @cached_property
     def merges_buckets(self) -> bool:
         """Return True if a server merges each bucket by itself."""
-        return self.topology.has_server and bool(self.buckets) and self.buckets[0].alone
+        return self.topology.has_server and bool(self.buckets) and self.buckets[0].merged_alone
 
     @cached_property
     def push_share(self) -> float:

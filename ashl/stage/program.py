@@ -84,7 +84,7 @@ def present_workers(
         resumes = is_worker and isinstance(getattr(state, "progress", None), RunProgress)
         return survivors(stage, state.progress.failed) if resumes else stage.workers
     if is_worker and stage.reshards:
-        state.away = tuple(sorted({*stage.workers}.difference(epoch.workers)))
+        state.covered_workers = tuple(sorted({*stage.workers}.difference(epoch.workers)))
     return epoch.workers
 
 

@@ -75,7 +75,7 @@ class Epoch:
     """
 
     anchor: Any  # x̃
-    owing: set[int]  # workers whose next push is a full gradient at x̃
+    full_gradient_due: set[int]  # workers whose next push is a full gradient at x̃
     remaining_steps: int  # steps until the end of the epoch
     gradient: Any = None
     samples: int = 0  # samples behind `gradient`
@@ -93,7 +93,7 @@ class Epoch:
 
     def add_gradient(self, worker: int, gradient: Any, samples: int) -> bool:
         """Add a full gradient; return False if one of this worker is already in the mean."""
-        self.owing.discard(worker)
+        self.full_gradient_due.discard(worker)
         if worker in self.sent:
             return False
         self.sent.add(worker)
@@ -109,7 +109,7 @@ class Epoch:
 
     def finish_gathering(self) -> None:
         """Turn the sum of full gradients into their mean once no worker owes one."""
-        if self.gathers and self.samples and not self.owing:
+        if self.gathers and self.samples and not self.full_gradient_due:
             self.gathers, self.gradient = False, self.gradient * (1 / self.samples)
 
 
@@ -165,7 +165,7 @@ class AsyLPG(ServerRule):
         if state.rule_state is None:
             state.rule_state = self._open_epoch(stage, state)
         epoch = state.rule_state
-        if stepped := worker not in epoch.owing:
+        if stepped := worker not in epoch.full_gradient_due:
             progress.commit(worker, int(steps), int(samples))
             zeta = stage.pipeline.decode(state.codec_state, worker, message.payload)
             lr = stage.trainer.rate(progress.samples)
@@ -196,13 +196,13 @@ class AsyLPG(ServerRule):
     def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         if state.rule_state is None:
             state.rule_state = self._open_epoch(stage, state)
-        state.rule_state.owing.discard(rank)
+        state.rule_state.full_gradient_due.discard(rank)
         self._renew(stage, state)
 
     def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:
         if state.rule_state is None:
             state.rule_state = self._open_epoch(stage, state)
-        state.rule_state.owing.add(rank)
+        state.rule_state.full_gradient_due.add(rank)
         self._renew(stage, state)
 
     def admission_payload(self, stage: StageConfig, state: ServerState) -> Any:

@@ -478,7 +478,7 @@ async def exchange_by_bucket(team: ProcessGroup, stage: StageConfig, state: Peer
     team.loss = (loss if is_finite else math.nan) / team.size
     if stage.overlaps_next_forward:
         sums.append([ctx.spawn(one) for one in sums_of(team, stage, coding, len(sums), payload)])
-        if stage.buckets[0].halves:
+        if stage.buckets[0].reduce_scattered:
             sums = await gather_sums(team, sums)
         for task in sums[-1]:
             await ctx.join(task)
@@ -530,7 +530,7 @@ def sums_of(
         if others is not team:
             x = slice_vector(payload, bucket.start - segment.start, bucket.stop - segment.start)
             own = team if number == last else others
-        if bucket.halves:
+        if bucket.reduce_scattered:
             sums.append(own.scatter(x * team.weight))
         else:
             sums.append(own.all_reduce(x, team.weight, bucket.priority, bucket.credit))
@@ -727,9 +727,9 @@ async def reform(
         assert state.progress.version == standing.version
     if ctx.rank == standing.donor:
         known = common_state(stages, index, state)
-        for rank in standing.behind:
+        for rank in standing.outdated:
             await send_state(ctx, rank, epoch, state.params, known)
-    elif ctx.rank in standing.behind:
+    elif ctx.rank in standing.outdated:
         model, known = await receive_state(ctx, stages[0], standing.donor, epoch)
         index = adopt_donor_state(ctx, stages, state, model, known, epoch, is_new=saved is None)
     if state.assigned is not None:
@@ -778,7 +778,7 @@ def enter_epoch(
     state.progress = with_members(state.progress, epoch, standing.joined, steps)
     for rank in {*before.ranks}.difference(epoch.workers).union(standing.joined):
         state.codec_state.forget(rank)
-    if standing.behind and not memory_is_local(stage, state.codec_state):
+    if standing.outdated and not memory_is_local(stage, state.codec_state):
         state.codec_state = CodecState(gradients=state.codec_state.gradients)
     members = shared_members(ctx, stage, survivors(stage, state.progress.failed), epoch.number)
     state.idle = standing.idle

@@ -30,7 +30,7 @@ class Standing(NamedTuple):
     stage: int  # index of the stage in which all members continue
     version: int  # model version with which all members continue
     donor: int  # the lowest rank with that state, or a newer one
-    behind: tuple[int, ...]  # members with an older state, or none
+    outdated: tuple[int, ...]  # members with an older state, or none
     joined: tuple[int, ...]  # members without a model
     # members without work in the round that continues, if some other member keeps its work
     idle: tuple[int, ...]
@@ -92,7 +92,7 @@ async def compare_members(
         stage=newest[0],
         version=newest[1],
         donor=ready[0],
-        behind=tuple(rank for rank in epoch.workers if rank not in ready),
+        outdated=tuple(rank for rank in epoch.workers if rank not in ready),
         joined=joined,
         idle=tuple(sorted(idle)) if KEEPS in part_of.values() else (),
     )

@@ -635,10 +635,10 @@ async def reform_rounds(
         assert isinstance(state.progress, Progress)
         in_time = state.in_time and state.in_time.progress
         known = RoundsDone(index, state.k, state.progress, state.assigned, in_time)
-        for rank in standing.behind:
+        for rank in standing.outdated:
             model = state.params if rank in standing.joined else None
             await send_state(ctx, rank, epoch, model, known)
-    elif ctx.rank in standing.behind:
+    elif ctx.rank in standing.outdated:
         model, known = await receive_state(ctx, stages[0], standing.donor, epoch)
         state.params = model if is_new else state.params
         index, state.progress, state.assigned = known.index, known.progress, known.assigned

@@ -193,11 +193,11 @@ class RegionState(ServerState):
     # its model at the last mixing or push to the global server; the next difference is the change
     # since then
     sent: Any = None
-    away: bool = False  # True while a difference is in flight, until the answer has arrived
+    is_sending: bool = False  # True while a difference is in flight, until the answer has arrived
     merges: int = 0  # its number of merges at the last mixing
     samples: int = 0  # merged samples of its own workers
     # its workers' (steps, samples) at its last push, which the global counts include
-    behind: tuple[int, int] = (0, 0)
+    sent_counts: tuple[int, int] = (0, 0)
     # (sum, number) of its workers' losses since its last push
     losses: tuple[float, int] = (0.0, 0)
 
@@ -228,7 +228,7 @@ async def region_server(ctx: RankContext, stage: StageConfig, state: RegionState
     if state.entered != stage.index:
         state.enter(stage, ctx.now)
         state.sent = state.params
-        state.away = False
+        state.is_sending = False
         state.merges = progress.version
     pause, is_ready = stage.tag("pause"), False
     incoming = stage.tag("push"), signal_tag(stage), pause, PEER_FAILED, JOIN
@@ -247,7 +247,7 @@ async def region_server(ctx: RankContext, stage: StageConfig, state: RegionState
             continue
         await handle_message(ctx, stage, state, message)
         all_wait = len(progress.waiting) == progress.num_present
-        if state.signal == PAUSE and all_wait and not (state.away or is_ready):
+        if state.signal == PAUSE and all_wait and not (state.is_sending or is_ready):
             is_ready = True
             await ctx.send(stage.server, stage.tag("ready"))
         if state.signal == STOP or (state.signal == NEXT and all_wait):
@@ -272,7 +272,7 @@ async def answer_in_region(ctx: RankContext, stage: StageConfig, state: RegionSt
     workers that may proceed.
     """
     topology, progress = stage.topology, state.progress
-    is_due = progress.version - state.merges >= topology.updates and not state.away
+    is_due = progress.version - state.merges >= topology.updates and not state.is_sending
     if is_due or progress.diverged:
         await push_to_global(ctx, stage, state)
     for rank in sorted(stage.sync.may_proceed(state.rule_state, progress)):
@@ -303,12 +303,12 @@ def mix_global_model(stage: StageConfig, state: RegionState, message: Message) -
     topology, progress = stage.topology, state.progress
     state.params = state.params * (1 - topology.mixing) + message.payload * topology.mixing
     state.sent = state.params
-    state.away = False
+    state.is_sending = False
     state.merges = progress.version
     _, global_steps, global_samples = map(int, message.meta)
     # the region's own work since its last push is not part of the global counts
-    progress.steps = global_steps + sum(progress.steps_by) - state.behind[0]
-    progress.samples = global_samples + state.samples - state.behind[1]
+    progress.steps = global_steps + sum(progress.steps_by) - state.sent_counts[0]
+    progress.samples = global_samples + state.samples - state.sent_counts[1]
 
 
 async def close_region(ctx: RankContext, stage: StageConfig, state: RegionState) -> int:
@@ -342,9 +342,9 @@ async def push_to_global(
     mean_loss = total / max(1, pushes)
     meta = (last, mean_loss, pushes, progress.latest, state.samples, progress.max_lead)
     state.sent = state.params
-    state.away = True
+    state.is_sending = True
     state.losses = (0.0, 0)
-    state.behind = sum(progress.steps_by), state.samples
+    state.sent_counts = sum(progress.steps_by), state.samples
     await ctx.send(stage.server, stage.tag("update"), payload, meta)
     await ctx.send(stage.server, stage.tag("counts"), region_counts(progress))
 

@@ -78,7 +78,7 @@ class WorkerState:
     outer_state: Any = None  # moments of the outer optimizer, if this worker takes its steps
     own_moments: Any = None  # of outer steps on its own work that is still in flight
     last: bool = False  # True if it computes nothing after this work
-    away: tuple[int, ...] = ()  # failed workers on whose data it trains, too
+    covered_workers: tuple[int, ...] = ()  # failed workers on whose data it trains, too
     incarnation: int = 0  # time of its join request (ns), if it joined a running run
     coming: Any = None  # first bucket of a model that arrives in buckets, or the task of its slices
 
@@ -410,7 +410,11 @@ class Anchor(NamedTuple):
 
 def trainer_of(stage: StageConfig, state: Any) -> Any:
     """Return the trainer of a worker, which may use the data of failed workers, too."""
-    return stage.trainer.redistribute(frozenset(state.away)) if state.away else stage.trainer
+    return (
+        stage.trainer.redistribute(frozenset(state.covered_workers))
+        if state.covered_workers
+        else stage.trainer
+    )
 
 
 def next_batch(state: Any) -> tuple[int, range]:

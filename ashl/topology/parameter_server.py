@@ -455,7 +455,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: WorkerState) -> in
         reply = parse_reply(message.meta)
         signal = reply.signal
         if stage.reshards:
-            state.away = tuple(map(int, message.meta[PULL_FIELDS:]))
+            state.covered_workers = tuple(map(int, message.meta[PULL_FIELDS:]))
         if reply.dropped and not stage.pipeline.traits.lossless and not math.isnan(loss):
             stage.pipeline.restore_dropped(state.codec_state, payload)
         if message.payload is not None:
@@ -1045,7 +1045,7 @@ async def enter_running_stage(
         state.assigned = planned, (await ctx.recv(PLANNED)).payload
         stages = apply_assignments(stages, *state.assigned)
     stage = stages[index]
-    state.away = tuple(map(int, more[JOIN_FIELDS:]))
+    state.covered_workers = tuple(map(int, more[JOIN_FIELDS:]))
     state.enter(stage, members_of(stage), ctx.rank)
     if payload is not None:
         stage.sync.apply_admission(state, payload)

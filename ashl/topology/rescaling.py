@@ -125,7 +125,7 @@ def begin_region(state: RegionState, model: Any, progress: Progress) -> None:
     state.params, state.progress = model, progress.copy()
     for rank in others:
         state.progress.remove_worker(rank)
-    state.behind = sum(progress.steps_by), 0
+    state.sent_counts = sum(progress.steps_by), 0
 
 
 def redistribute_counts(stage: StageConfig, before: Progress, now_s: float) -> Progress:

@@ -270,7 +270,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: ShardedWorker) -> 
             )
         adopt_reply(state, reply)
         state.versions = [one.version for one in replies]
-        state.away = tuple(map(int, answers[0].meta[PULL_FIELDS:]))
+        state.covered_workers = tuple(map(int, answers[0].meta[PULL_FIELDS:]))
         state.version = min(state.versions)
         if signal != GO:
             leave_stage(ctx, stage, signal, max(reply.end_ns for reply in replies))

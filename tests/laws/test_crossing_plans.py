@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.overlap.crossing import step_with_pulls_ns
 from ashl.overlap.dear import DeAR
 from ashl.overlap.merged import plan_optimally
+from ashl.overlap.next_forward import step_with_pulls_ns
 from ashl.overlap.priority import Priority, arrival_ns
 from ashl.overlap.slices import Slices
 from ashl.overlap.timeline import StepTimeline

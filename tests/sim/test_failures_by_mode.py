@@ -207,17 +207,17 @@ def test_a_full_gradient_is_over_all_who_have_sent_theirs() -> None:
     assert epoch.add_gradient(1, 4.0, 20)
     epoch.finish_gathering()
     assert epoch.gathers
-    epoch.owing.discard(2)
+    epoch.full_gradient_due.discard(2)
     epoch.finish_gathering()
     assert (epoch.gathers, epoch.gradient) == (False, gradients((1.0, 10), (4.0, 20))), "it is lost"
-    epoch.owing |= {0, 2}
+    epoch.full_gradient_due |= {0, 2}
     assert epoch.add_gradient(2, 7.0, 30)
     assert epoch.gradient == pytest.approx(gradients((1.0, 10), (4.0, 20), (7.0, 30))), (
         "... and comes back"
     )
     before = epoch.gradient
     assert not epoch.add_gradient(0, 1.0, 10), "who had sent it before"
-    assert (epoch.gradient, epoch.owing) == (before, set())
+    assert (epoch.gradient, epoch.full_gradient_due) == (before, set())
 
 
 @pytest.mark.slow

@@ -89,11 +89,11 @@ async def measure_contention(
             await send_order(ctx, stage, stage.workers, CONTENTION, nbytes, sums)
             answers = (await collect_answers(ctx, stage, stage.workers)).values()
             means.append([statistics.fmean(column) for column in zip(*answers, strict=True)])
-        (alone_s, step_s, beside_s, slowed_s), (number_s, _, number_beside_s, _) = means
+        (alone_s, step_s, overlapped_s, slowed_s), (number_s, _, number_overlapped_s, _) = means
         rows.append(
             (
                 1 - step_s / max(step_s, slowed_s),
-                *slowdown_and_start(alone_s, beside_s, number_s, number_beside_s),
+                *slowdown_and_start(alone_s, overlapped_s, number_s, number_overlapped_s),
             )
         )
     pace_reduction, slowdown, start_s = map(statistics.median, zip(*rows, strict=True))
@@ -106,7 +106,7 @@ async def measure_contention(
 
 
 def slowdown_and_start(
-    alone_s: float, beside_s: float, number_s: float, number_beside_s: float
+    alone_s: float, overlapped_s: float, number_s: float, number_overlapped_s: float
 ) -> tuple[float, float]:
     """Return (factor on the time of a sum during computing, extra seconds of such a sum).
 
@@ -114,8 +114,10 @@ def slowdown_and_start(
     and for one of a single number.
     """
     start_s = 0.0
-    if beside_s > number_beside_s:
-        start_s = (alone_s * number_beside_s - number_s * beside_s) / (beside_s - number_beside_s)
-    start_s = max(0.0, min(start_s, number_beside_s - number_s))
+    if overlapped_s > number_overlapped_s:
+        start_s = (alone_s * number_overlapped_s - number_s * overlapped_s) / (
+            overlapped_s - number_overlapped_s
+        )
+    start_s = max(0.0, min(start_s, number_overlapped_s - number_s))
     longest_s = alone_s + start_s
-    return max(1.0, beside_s / longest_s if longest_s else 1.0), start_s
+    return max(1.0, overlapped_s / longest_s if longest_s else 1.0), start_s

@@ -26,7 +26,7 @@ from ashl.overlap.merged import CAPS, Counts, plan_as_listed, plan_by_bytes, pla
 from ashl.overlap.timeline import Bucket, StepTimeline, merge_buckets
 
 
-class Crossing(Overlap, contract=True):
+class NextForward(Overlap, contract=True):
     """Base of overlaps whose exchange continues under the next forward pass."""
 
     overlaps_next_forward: ClassVar[bool] = True
@@ -45,7 +45,9 @@ class Crossing(Overlap, contract=True):
 
     def plan_buckets(self, timeline: StepTimeline) -> list[Bucket]:
         merged = merge_buckets(timeline.groups, self.messages(timeline))
-        return [bucket._replace(halves=self.reduce_scatter_all_gather) for bucket in merged]
+        return [
+            bucket._replace(reduce_scattered=self.reduce_scatter_all_gather) for bucket in merged
+        ]
 
     def unsliced_step_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
         """Return the time of a step in the long run with these messages, none of them in slices."""
@@ -53,7 +55,7 @@ class Crossing(Overlap, contract=True):
 
 
 @option
-class TwoWay(Crossing, contract=True):
+class TwoWay(NextForward, contract=True):
     """Messages travel up as they are ready and, once all have, return in the order of the forward
     pass.
     """
