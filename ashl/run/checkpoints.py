@@ -46,7 +46,7 @@ from ashl.tracking.recorder import METRICS, writing
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 17
+SCHEMA = 18
 TRUNCATED = "truncated"  # manifest key: True once later records than the checkpoint are removed
 CHECKPOINT_KEYS = ("how", "time_ns", "sizes", "ranks_ns", "lead_ns", "absent")  # manifest keys
 VIRTUAL, PROCESSES, RESCALED = "virtual", "processes", "rescaled"
