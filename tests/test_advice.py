@@ -309,7 +309,7 @@ def test_a_worker_is_left_out_if_a_barrier_without_it_is_faster() -> None:
     assert found.pays_from == pytest.approx(0.8, rel=0.04)
     said = found.sentence()
     assert said.startswith(
-        "leave out worker 4: with it 40 s, without it 10 s as predicted; it pays from 0.8"
+        "leave out worker 4: with it 40 s, without it 10 s as predicted; keeping it is faster if its speed is at least 0.8"
     )
 
 

@@ -60,8 +60,8 @@ class Racer(NamedTuple):
 class LeaveOut(NamedTuple):
     """The effect of leaving a worker out.
 
-    `pays_from` is its break-even speed in times of the others' median; None = not known, or the
-    worker pays at any speed searched. `runs` is the number of runs without the worker; at 0,
+    `pays_from` is its break-even speed in times of the others' median; None = not known, or none
+    in the range searched. `runs` is the number of runs without the worker; at 0,
     `without_s` is predicted. `without_s` is None if those runs did not reach the target.
     """
 
@@ -80,12 +80,13 @@ class LeaveOut(NamedTuple):
         return {**self._asdict(), "leave_out": self.is_advised}
 
     def sentence(self) -> str:
-        source = f"in {self.runs} runs" if self.runs else "as predicted"
+        source = f"in {self.runs} run{'s' * (self.runs > 1)}" if self.runs else "as predicted"
         without = "not reached" if self.without_s is None else seconds(self.without_s)
         text = f"worker {self.worker}: with it {seconds(self.with_s)},"
         text += f" without it {without} {source}"
         if self.pays_from is not None:
-            text += f"; it pays from {self.pays_from:.2g} of the median's speed on"
+            text += f"; keeping it is faster if its speed is at least {self.pays_from:.2g} times"
+            text += " the median of the others"
         return ("leave out " if self.is_advised else "keep ") + text
 
 

@@ -542,6 +542,9 @@ def evaluation_here(plan: Plan, parts: Parts, data: Data) -> tuple[float, float]
     """Return the seconds of one evaluation of the initial model in this process, and its training
     loss.
     """
+    # With more threads than free cores, an evaluation of a small model takes 60 times as long. Such
+    # a time made `ashl advise` evaluate so seldom that candidates reached the target together.
+    torch.set_num_threads(parts.runtime.threads)
     learner = assemble_job(plan, device_of(parts.runtime), parts, data).learner
     loss = learner.evaluate(learner.init())["train_loss"]  # allocates memory, so it is not timed
     began_s = time.perf_counter()
