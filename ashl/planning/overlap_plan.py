@@ -138,8 +138,9 @@ def describe_step_times(
         text += f"; during an all-reduce a worker computes {slower}, as measured"
     if cluster.exchange_s is not None:
         text += (
-            "; cluster.exchange_s has no latency, so merging gains nothing: set bandwidth and"
-            " latency to compare"
+            "; with cluster.exchange_s a message has no latency, so fewer messages are no faster:"
+            " to compare overlaps, set cluster.exchange_s=null, cluster.bandwidth_mbit_s and"
+            " cluster.latency_s"
         )
     return text
 

@@ -21,7 +21,7 @@ def note_comparison(configs: Iterable[Mapping[str, Any]]) -> list[str]:
     if not what:
         return []
     return [
-        "with cluster.exchange_s no NIC is ever busy, so what many messages at once cost is no part"
-        f" of comparing {what}; cluster.exchange_s=null with cluster.bandwidth_mbit_s and"
-        " cluster.latency_s has NICs."
+        f"This comparison of {what} is without contention: with cluster.exchange_s a message takes"
+        " the same time however many others are in flight. For contention, set"
+        " cluster.exchange_s=null, cluster.bandwidth_mbit_s and cluster.latency_s."
     ]

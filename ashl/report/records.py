@@ -3,7 +3,7 @@
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -246,13 +246,35 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Child], dict[str, str],
             label = str(setting.get("label") or "")
             children.append((path / place, str(setting.get("hash") or place), axes, label))
         reasons = {str(drop["hash"]): _drop_reason(drop) for drop in sweep.get("dropped") or ()}
-        points = [
-            (" ".join(point.get("overrides") or ()), point.get("reason"))
-            for point in sweep.get("skipped") or ()
-        ]
+        skipped = group_skipped(
+            [
+                (point.get("overrides") or (), str(point.get("reason")))
+                for point in sweep.get("skipped") or ()
+            ],
+            sweep.get("axes") or {},
+        )
     except (TypeError, ValueError, AttributeError, KeyError):
         raise BrokenRecordError("sweep.json is broken") from None
-    return sweep, children, reasons, [LeftOut(name, str(reason)) for name, reason in points]
+    return sweep, children, reasons, skipped
+
+
+def group_skipped(
+    points: Iterable[tuple[Sequence[str], str]], axes: Container[str]
+) -> list[LeftOut]:
+    """Return skipped points of a grid with their reasons: one entry for those that differ in their
+    seed only, named by the keys that vary in the grid.
+
+    Args: points has the overrides of each point, and its reason; axes are the keys that vary.
+    """
+    counts: dict[LeftOut, int] = {}
+    for overrides, reason in points:
+        varied = [text for text in overrides if key_of(text) in axes and key_of(text) != "seed"]
+        out = LeftOut(" ".join(varied or overrides), reason)
+        counts[out] = counts.get(out, 0) + 1
+    return [
+        replace(out, name=f"{out.name} ({count} seeds)" if count > 1 else out.name)
+        for out, count in counts.items()
+    ]
 
 
 def _drop_reason(drop: Mapping[str, Any]) -> str:

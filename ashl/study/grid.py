@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class Setting:
 
     hash: str  # of the configuration; it names the run's folder
     overrides: tuple[str, ...]
-    axes: dict[str, str]  # the value of each key that varies in the grid
+    axes: dict[str, str]  # the value of each key that varies over the settings
     config: dict[str, Any]
     # seconds on the experiment's clock; None if the plan has no prediction
     predicted_s: float | None
@@ -195,11 +195,10 @@ def make_grid(
         if digest in settings:
             merged += 1
             continue
-        varied = {key: chosen[key] for key in axes if key in chosen}
         settings[digest] = Setting(
             hash=digest,
             overrides=kept,
-            axes=varied,
+            axes={key: chosen[key] for key in axes if key in chosen},
             config=config,
             predicted_s=plan.predicted_s,
             label=label,
@@ -214,7 +213,14 @@ def make_grid(
         raise UsageError(
             f"no option that this sweep chooses has the key {key}; `ashl list` shows what there is"
         )
-    return Grid(axes, tuple(settings.values()), tuple(skipped), unused, merged, reasons)
+    found = settings.values()
+    # Of an axis whose other values are all skipped, no setting needs the name.
+    alike = {key for key in axes if len({setting.axes.get(key) for setting in found}) == 1}
+    named = tuple(
+        replace(setting, axes={key: own for key, own in setting.axes.items() if key not in alike})
+        for setting in found
+    )
+    return Grid(axes, named, tuple(skipped), unused, merged, reasons)
 
 
 def cache_across_seeds(

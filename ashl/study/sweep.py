@@ -25,7 +25,7 @@ from ashl.planning.compile_plan import prepare_plan
 from ashl.report import tables
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
-from ashl.report.records import read_study
+from ashl.report.records import group_skipped, read_study
 from ashl.report.settings import find_label, usual_baseline
 from ashl.run.host_time import Costs, host_s, measured_costs
 from ashl.run.train import RUNS, is_virtual
@@ -391,10 +391,10 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
         lines.append(f"{same}, run once: {grid.merged}")
     configs = (flat_config(setting.config) for setting in grid.settings)
     lines += [f"note: {note}" for note in uncontended_link_note.note_comparison(configs)]
-    for skipped in grid.skipped[:MAX_ROWS]:
-        lines.append(f"skipped: {' '.join(skipped.overrides)}: {skipped.reason}")
-    if len(grid.skipped) > MAX_ROWS:
-        lines.append(f"skipped: {len(grid.skipped) - MAX_ROWS} more, all in {folder / SWEEP}")
+    skipped = group_skipped([(out.overrides, out.reason) for out in grid.skipped], grid.axes)
+    lines += [f"skipped: {out.name}: {out.reason}" for out in skipped[:MAX_ROWS]]
+    if len(skipped) > MAX_ROWS:
+        lines.append(f"skipped: {len(skipped) - MAX_ROWS} more, all in {folder / SWEEP}")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
@@ -409,10 +409,11 @@ def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None
     announce(console, grid, folder, missing)
     # Lines have keys of their own, so that columns by key would be mostly empty.
     named = any(setting.label for setting in grid.settings)
-    titles = ["run", *(["setting"] if named else grid.axes), "predicted"]
+    axes = [key for key in grid.axes if any(key in setting.axes for setting in grid.settings)]
+    titles = ["run", *(["setting"] if named else axes), "predicted"]
     rows = []
     for setting in grid.settings[:MAX_ROWS]:
-        values = [label(setting)] if named else [setting.axes.get(key, "-") for key in grid.axes]
+        values = [label(setting)] if named else [setting.axes.get(key, "-") for key in axes]
         rows.append([setting.hash, *values, seconds(setting.predicted_s)])
     console.print(plain_table(titles, rows, left=titles))
     if len(grid.settings) > MAX_ROWS:
