@@ -91,6 +91,19 @@ def test_a_verdict_during_a_run_comes_once_and_when_it_is_sure() -> None:
     assert found[place]["slowdown"] == pytest.approx(1.5, rel=0.1)
 
 
+def test_stragglers_that_take_turns_are_named_once_each() -> None:
+    finder, found = StragglerFinder(), []
+    rows = [{"rank": rank, "steps": 0, "compute_s": 0.0, "wait_s": 0.0} for rank in range(3)]
+    for second in range(40):
+        slow = second // 10 % 2
+        rows = [
+            {**row, "steps": row["steps"] + 5, "compute_s": row["compute_s"] + 1 + (rank == slow)}
+            for rank, row in enumerate(rows)
+        ]
+        found.append(finder.observe(rows, 2.0 * second))
+    assert [verdict["worker"] for verdict in found if verdict] == [0, 1]
+
+
 def test_a_worker_that_is_slow_for_a_moment_is_not_named() -> None:
     finder = StragglerFinder()
     slow_s = [0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 4.0, 4.0, 4.0]  # twice two windows

@@ -3,10 +3,11 @@ in grey.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
+from typing import Any
 from urllib.parse import quote
 
 from ashl import __version__
@@ -16,7 +17,6 @@ from ashl.report.figures import Figure
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import REPORT, Study
 from ashl.report.tables import MAX_ROWS, WORDS, explain_columns, leaderboard_table
-from ashl.tracking.straggler import describe_straggler
 
 UNFOLDED, LISTED, LINKS = 20, 50, 10
 
@@ -71,13 +71,28 @@ def render_page(
 
 
 def stragglers(board: Leaderboard) -> list[str]:
-    """Return the verdict on the straggler in the first run of each of the first settings."""
+    """Return a sentence for each straggler, over the first run of each of the first settings."""
     rows = board.environments[0].rows[:UNFOLDED]
-    named = [(row, row.setting.runs[0].summary.get("straggler")) for row in rows]
-    label = "" if len(board.rows) == 1 else "{}: "
-    return [
-        label.format(row.label) + describe_straggler(found) + "." for row, found in named if found
-    ]
+    verdicts = [row.setting.runs[0].summary.get("straggler") for row in rows]
+    by_worker: dict[int, list[Mapping[str, Any]]] = {}
+    for found in filter(None, verdicts):
+        by_worker.setdefault(found["worker"], []).append(found)
+    sentences = []
+    for worker, own in by_worker.items():
+        slower = range_text([f"{found['slowdown']:.2g}" for found in own])
+        waited = range_text([f"{100 * found['others_wait_share']:.1f}" for found in own])
+        where = f"In {len(own)} of {len(rows)} settings " if len(rows) > 1 else ""
+        sentences.append(
+            f"{where}worker {worker} computes {slower} times slower than the median; the others"
+            f" waited {waited} % of the time."
+        )
+    return sentences
+
+
+def range_text(numbers: Sequence[str]) -> str:
+    """Return the least and the largest of some numbers, or the number that all are."""
+    low, high = min(numbers, key=float), max(numbers, key=float)
+    return low if low == high else f"{low} to {high}"
 
 
 def links(row: Row, home: Path) -> list[tuple[str, int]]:

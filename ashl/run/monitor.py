@@ -462,7 +462,8 @@ class Monitor:
         if found := self.stragglers.observe(rows, time_s):
             text = describe_straggler(found)
             logger.warning("%s", text)
-            self.show_line(text)
+            if not self.progress.has_table:  # the table shows the latest verdict
+                self.show_line(text)
 
     def draw_progress(self) -> None:
         """Draw the progress table, if it is due."""

@@ -89,6 +89,11 @@ class Progress:
             self._live = Live(console=console, auto_refresh=False, transient=True)
             self._live.start()
 
+    @property
+    def has_table(self) -> bool:
+        """True if it is a table, which shows the latest frame."""
+        return self._live is not None
+
     def due(self, host_s: float) -> bool:
         """Return True if a frame of this time would be shown, so that no other is made."""
         return not self._quiet and host_s >= self._due_s

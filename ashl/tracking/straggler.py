@@ -55,6 +55,7 @@ class StragglerFinder:
 
     def __init__(self) -> None:
         self.found: dict[str, Any] | None = None  # the latest sure verdict
+        self._known = set[int]()  # the workers of all sure verdicts
         self._named: int | None = None  # the worker that the latest windows named
         self._windows = 0  # how many of them did
         self._since: tuple[dict[int, Row], float] = {}, 0.0  # the start of the first of them
@@ -80,9 +81,11 @@ class StragglerFinder:
             return None
         known, since_s = self._since
         all_passed = [progress_between(known.get(row["rank"]), row) for row in workers]
-        first = self.found is None or self.found["worker"] != named
         self.found = find_straggler(all_passed, time_s - since_s) or self.found
-        return self.found if first else None
+        if named in self._known:
+            return None
+        self._known.add(named)
+        return self.found
 
 
 def progress_between(before: Row | None, now: Row) -> dict[str, Any]:
