@@ -76,14 +76,19 @@ def compare(
         board, out=out, command=str(typed_command(ctx)), suffix=suffix, kinds=kinds
     )
     show_left_out(board.left_out)
+    found = report.with_name(f"figures{suffix}")
+    drawn = str(found) if kinds and found.is_dir() else None
 
     def print_tables() -> None:
         screen = console()
         print_leaderboard(screen, board, top=top)
         screen.print(f"report  {report}", soft_wrap=True, markup=False)
+        if drawn:
+            screen.print(f"figures {drawn}", soft_wrap=True, markup=False)
 
     following = command_text("export", *folders, "--out", "runs.csv")
-    return Answer({"report": str(report), **document(board)}, print_tables, following)
+    answer = {"report": str(report), "figures": drawn, **document(board)}
+    return Answer(answer, print_tables, following)
 
 
 def show_left_out(left_out: "Sequence[LeftOut]") -> None:

@@ -198,6 +198,14 @@ def test_the_answer_in_words(tmp_path) -> None:
     assert any("about 7 seeds (now 3)" in sentence for sentence in said.sentences)
 
 
+def test_the_answer_names_the_corrected_p_value_and_equal_pairs(tmp_path) -> None:
+    times = {"bsp": (4.0, 5.0, 6.0), "ssp": (3.4, 4.0, 5.4), "asp": (8.0, 10.0, 12.0)}
+    said = answer_of(ranked(sweep(tmp_path, **times)))
+    assert "p = 0.041, after Holm's correction 0.081)" in " ".join(said.sentences)
+    equal = answer_of(ranked(sweep(tmp_path / "equal", bsp=(4.0, 6.0), ssp=(2.0, 3.0))))
+    assert "the baseline bsp (2.00 in each of 2 paired seeds)." in equal.headline
+
+
 def test_a_clear_winner_is_called_one(tmp_path) -> None:
     said = answer_of(ranked(sweep(tmp_path, bsp=(4.0, 4.1, 4.2), ssp=(2.0, 2.1, 2.0))))
     assert said.headline.startswith("ssp is first: ")
@@ -488,7 +496,8 @@ def test_a_sweep_of_which_not_all_is_there(tmp_path) -> None:
     study["settings"].append({"hash": "gone", "axes": {"sync": "shl", "seed": "0"}})
     study["dropped"] = [{"hash": "00000002", "at_s": 0.0, "reason": "behind ssp"}]
     study["skipped"] = [
-        {"overrides": ["sync=ssp", "topology=all_reduce"], "reason": "needs a server"}
+        {"overrides": ["sync=ssp", "topology=all_reduce", f"seed={seed}"], "reason": "needs it"}
+        for seed in (0, 1)
     ]
     (folder / "sweep.json").write_text(json.dumps(study))
     rmtree(folder / "00000002")  # it never began
@@ -497,7 +506,7 @@ def test_a_sweep_of_which_not_all_is_there(tmp_path) -> None:
     assert [(out.name, out.reason) for out in found.dropped] == [
         ("sync=asp seed=0 (00000002)", "before it began, because of another seed: behind ssp")
     ]
-    assert [out.name for out in found.skipped] == ["sync=ssp topology=all_reduce"]
+    assert [out.name for out in found.skipped] == ["sync=ssp (2 seeds)"]
     assert [row.label for row in rank(found).rows] == ["ssp", "bsp"]
 
 

@@ -20,6 +20,7 @@ from tests.run_folders import lines, metric, write_run, write_sweep
 LOSS_TITLE = "Loss against time"
 SECTIONS = (
     "Leaderboard",
+    "Time to target",
     "Against time",
     "Against bytes",
     "Where the workers",
@@ -61,7 +62,7 @@ def test_the_page_of_a_sweep(tmp_path) -> None:
     assert [
         section for section in SECTIONS if f"<h2>{section}" not in page.replace("&#39;", "'")
     ] == []
-    assert len(figures(page)) == 4
+    assert len(figures(page)) == 5
     assert len(page) < 1_000_000
     assert not re.search(
         r"<script|https?://(?!www\.w3\.org/(2000/svg|1999/xlink))|<link|<img|@import", page
@@ -78,7 +79,7 @@ def test_the_page_of_a_sweep(tmp_path) -> None:
 def test_the_page_of_a_study_over_clusters_has_the_map(tmp_path) -> None:
     page = page_of(study(tmp_path, ("0.1", "0.2", "0.4")))
     assert "<h2>Who wins where</h2>" in page
-    assert len(figures(page)) == 5
+    assert len(figures(page)) == 6
 
 
 def test_what_was_read_is_text_and_not_markup(tmp_path) -> None:

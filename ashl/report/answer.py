@@ -138,6 +138,8 @@ def certainty_text(found: Effect) -> str:
     mean, low, high = (
         gain_number(value, found.ratio) for value in (found.middle, found.low, found.high)
     )
+    if low == high:
+        return f"{mean} in each of {found.pairs} paired seeds"
     return f"paired mean {mean}, {percent(LEVEL, 0)} interval {low} to {high}, {better}"
 
 
@@ -189,6 +191,8 @@ def describe_doubt(board: Leaderboard) -> tuple[str, ...]:
     if p_value > 1 - LEVEL:
         test = "paired t test" if found.low is not None else "log-rank test"
         result = f"p = {found.p_value:.2g}" if found.is_better else "the second is better by means"
+        if found.is_better and p_value != found.p_value:
+            result += f", after Holm's correction {p_value:.2g}"
         why = f"{begin} the difference may be chance ({test}, {result})."
         need = _describe_seeds(board, found)
     else:

@@ -6,6 +6,7 @@ A function that draws returns None if its runs did not record what it needs.
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -64,7 +65,7 @@ MAX_EVENTS = 3000  # most events that are read for the first rounds
 # The first rounds end at most at this multiple of the time the fastest setting needs.
 STRETCH = 8.0
 
-CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, in addition to the baseline
+TIMES, CURVES, PANELS, GANTTS = 20, 8, 6, 3  # settings drawn, in addition to the baseline
 
 # Notes below figures.
 RINGS = "where a setting reaches the target{}; the time axis ends soon after the last of them."
@@ -72,6 +73,10 @@ SINGLE_LINES = f"Lines: one run of each setting. Rings: {RINGS.format('')}"
 MEAN_LINES = (
     "Lines: means over seeds; bands: the range over seeds, of the first three and the baseline. A"
     f" run that has ended keeps its last value. Rings: {RINGS.format(', by its median')}"
+)
+TIME_MARKS = (
+    "Dots: medians; lines: their intervals, as in the leaderboard. Arrows: lower bounds, where runs"
+    " did not reach the target. Dotted line: the baseline."
 )
 ONE_RUN_RING = "Ring: the run reaches the target."
 TRAINING = "On the training set, at each evaluation."
@@ -140,6 +145,15 @@ def shorten(text: str, pixels: float) -> str:
     return text if len(text) <= room else text[: room - 1] + "…"
 
 
+def wrap(text: str, pixels: float) -> str:
+    """Break a text into lines of about the given width, for a legend."""
+    return textwrap.fill(text, int(pixels / 6.6), max_lines=3, placeholder="…")
+
+
+def full_name(board: Leaderboard, row: Row) -> str:
+    return f"{board.rank(row)}  {row.label}{' (baseline)' * row.is_baseline}"
+
+
 def name_of(board: Leaderboard, row: Row, pixels: float) -> str:
     return shorten(f"{board.rank(row)}  {row.label}", pixels)
 
@@ -155,8 +169,7 @@ def add_series_legend(axes: Axes, board: Leaderboard, rows: Iterable[Row], style
     """Name series beside a plot, and then other lines that have a label."""
     lines = []
     for row in rows:
-        name = name_of(board, row, 190) + " (baseline)" * row.is_baseline
-        lines.append(Line2D([], [], label=name, **styles[row]))
+        lines.append(Line2D([], [], label=wrap(full_name(board, row), 190), **styles[row]))
     lines += [line for line in axes.lines if not str(line.get_label()).startswith("_")]
     axes.legend(handles=lines, loc="upper left", bbox_to_anchor=(1.05, 1.03))
 
@@ -235,6 +248,39 @@ def draw_predictions(points: pd.DataFrame, near: float) -> Figure:
         axes.set(xlim=ends, ylim=ends)
         axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.01))
     return Figure("Predicted against published", drawing, "")
+
+
+def draw_times(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
+    """Draw the time to target of each setting with its interval, the best one first."""
+    known = [
+        value
+        for row in rows
+        for value in (row.spread.middle, row.spread.low, row.spread.high, row.spread.bound)
+        if math.isfinite(value)
+    ]
+    if not board.measure.is_time or len(rows) < 2 or not known:
+        return None
+    drawing = new_drawing(32 * len(rows) + 62)
+    axes = add_axes(drawing, 250, 12, WIDTH - 350, 32 * len(rows))
+    log = set_scale(axes, "x", min(known), max(known), f"{board.measure.title}, seconds")
+    for place, row in enumerate(rows):
+        found = row.spread
+        # A run that diverged has no bound: it would not have reached the target at any time shown.
+        low, high = (min(end, found.bound, max(known)) for end in (found.low, found.high))
+        axes.plot([low, high], [place, place], color=INK, marker="", linestyle="-")
+        if math.isfinite(found.middle):
+            axes.plot(found.middle, place, "o", color=INK)
+        if math.isinf(found.high):
+            axes.plot(high, place, ">", color=INK, markerfacecolor="white", markersize=7)
+        text = board.measure.text(found.middle, found.bound)
+        axes.annotate(text, (high, place), (8, -3), **POINTS, color=SOFT)
+    if (base := board.baseline) and math.isfinite(base.spread.middle):
+        axes.axvline(base.spread.middle, zorder=0, **DOTTED)
+    axes.set_yticks(range(len(rows)), [wrap(full_name(board, row), 225) for row in rows])
+    axes.set(xlim=(None if log else 0, None), ylim=(len(rows) - 0.5, -0.5))
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.grid(visible=False, axis="y")
+    return drawing
 
 
 def sent_mb(row: Mapping[str, Any]) -> float:
@@ -433,9 +479,7 @@ def draw_winners_map(winners: WinnersByCluster) -> Drawing:
         fill, edge = (tuple(1 - strength * (1 - color)) for strength in (0.22, 0.6))
         hatch = HATCHES[index % len(HATCHES)]
         looks[name] = {"facecolor": fill, "edgecolor": edge, "hatch": hatch, "linewidth": 0}
-        handles.append(
-            Patch(label=shorten(f"{letters[name]}  {name} ({wins})", 230), **looks[name])
-        )
+        handles.append(Patch(label=wrap(f"{letters[name]}  {name} ({wins})", 230), **looks[name]))
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
     for (x, left), (y, below) in product(enumerate(across), enumerate(up)):
         point, shown, words = (left, below), EMPTY, "–"
@@ -480,7 +524,7 @@ def draw_winners_lines(winners: WinnersByCluster) -> Drawing:
     axes = add_axes(drawing, 90, 14, WIDTH - 370, 290)
     for index, setting in enumerate(costs.columns[:8]):
         line = costs[setting].dropna()
-        axes.plot(line.index, line, **series_style(index), label=shorten(setting, 200))
+        axes.plot(line.index, line, **series_style(index), label=wrap(setting, 200))
     low, high = costs.min(axis=None), costs.max(axis=None)
     # Lines cross more visibly on a logarithmic axis, so a factor of 5 is enough here.
     set_scale(axes, "y", low if measure.ratio else 0, 4 * high, measure.title + unit)
@@ -498,7 +542,7 @@ def draw_figures(board: Leaderboard) -> list[Figure]:
     Only the figure of winners shows several environments; the others show the first one.
     """
     main, seeds = board.environments[0], any(row.spread.count > 1 for row in board.rows)
-    drawn, some, few = (first_rows(main, most) for most in (CURVES, PANELS, GANTTS))
+    timed, drawn, some, few = (first_rows(main, most) for most in (TIMES, CURVES, PANELS, GANTTS))
     alone = len(main.rows) == 1 and not seeds
     one_run = "" if alone else "One run of each setting."
     means = "Means over seeds." * seeds
@@ -512,6 +556,7 @@ def draw_figures(board: Leaderboard) -> list[Figure]:
             )
             note = f"By {winners.measure.title}" + ", medians over seeds" * seeds + "."
             found += [("Who wins where", (), wins, note)]
+        found += [("Time to target", timed, draw_times(main, timed), TIME_MARKS)]
         found += [("Against time", drawn, draw_curves(main, drawn, "time_s", *metric), lines)]
         if len(main.rows) == 1 and metric[0] != "train/loss":
             loss = draw_curves(main, drawn, "time_s", "train/loss", "training loss")

@@ -23,9 +23,9 @@ MAX_ROWS = 200  # rows of a file
 WORDS = ("setting", "where")  # columns of text, which are aligned to the left
 TITLE, NAME = 14, 24  # characters: of a line of a title; of a name before it is wrapped
 # Columns that are dropped first on a narrow terminal, in this order.
-RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "MB up")
+RARE = ("consensus distance", "best", "loss", "MB down", "steps/s", "MB up")
 # Columns that are dropped last, after those that the runs measured themselves.
-USUAL = ("accuracy", "hidden", "goodput", "waiting", "reached", "seeds", "against")
+USUAL = ("accuracy", "hidden", "goodput", "waiting", "between", "reached", "seeds", "against")
 
 
 def interval_cell(row: Row, measure: Measure) -> str:
@@ -50,7 +50,8 @@ def effect_cell(row: Row, base: Row | None, measure: Measure) -> str:
         return gain_number(better, measure.ratio) + unit
     # The interval is that of the mean over paired seeds, which may exclude the gain by medians.
     ends = [gain_number(value, found.ratio) for value in (found.low, found.high)]
-    return f"{gain_number(found.middle, found.ratio)}{unit} ({' .. '.join(ends)})"
+    interval = " .. ".join(ends) if ends[0] != ends[1] else "all equal"
+    return f"{gain_number(found.middle, found.ratio)}{unit} ({interval})"
 
 
 def leaderboard_table(board: Leaderboard) -> "DataFrame":
@@ -191,41 +192,58 @@ def width_of(title: str, texts: Iterable[str]) -> int:
 def document(board: Leaderboard) -> dict[str, Any]:
     """Return the answer and the leaderboard as plain values, for programs."""
     answered = answer_of(board)
-    parts = board.environments
-    close = {row for part in parts for row in part.indistinguishable_rows}
-    behind = {row: found for part in parts for row, found, _ in part.comparisons}
     return {
+        # answer in words: its first sentence, and the others
         "headline": answered.headline,
         "sentences": answered.sentences,
+        # measure by which the settings are ranked
         "measure": board.measure.title,
+        # what all runs share, in words
         "common": board.common,
+        # a row for each setting, see below
         "settings": [
-            {
-                **row_document(board, row),
-                "first_against_it": asdict(found) if (found := behind.get(row)) else None,
-                "indistinguishable_from_first": row in close,
-            }
-            for row in board.rows
+            row_document(board, part, row) for part in board.environments for row in part.rows
         ],
+        # runs that failed, diverged or were interrupted: `name`, `reason`
         "ended_badly": [asdict(out) for out in board.study.ended_badly],
+        # folders that could not be read: `name`, `reason`
         "left_out": [asdict(out) for out in board.left_out],
+        # runs that a race stopped: `name`, `reason`
         "dropped": [asdict(out) for out in board.study.dropped],
     }
 
 
-def row_document(board: Leaderboard, row: Row) -> dict[str, Any]:
-    """Return a row of the leaderboard as plain values."""
+def row_document(board: Leaderboard, part: Leaderboard, row: Row) -> dict[str, Any]:
+    """Return a row of the leaderboard as plain values.
+
+    Args: part is the leaderboard of its environment.
+    """
+    behind = {other: found for other, found, _ in part.comparisons}.get(row)
     return {
+        # rank as text; "-" if the setting is not ranked
         "rank": board.rank(row),
+        # name; with `environment`, the cluster, data set and model if they vary
         "setting": row.label,
         "environment": row.environment,
+        # values of the keys that vary
         "axes": row.setting.axes,
+        # run folders
         "folders": [str(run.folder) for run in row.runs],
+        # number of runs, and how many of them reached the target
         "seeds": len(row.values),
         "reached": row.num_reached,
+        # `middle` (median), its interval `low` to `high`, which covers the true median with
+        # probability `coverage`, `count` (runs), and `bound` (lower bound of a median that is null)
         "value": asdict(row.spread),
+        # true for the setting with which the others are compared
         "is_baseline": row.is_baseline,
+        # effect relative to the baseline, see below; null without a common seed
         "against_baseline": None if row.against is None else asdict(row.against),
+        # effect of the first setting relative to this one, see below; null for the first
+        "first_against_it": None if behind is None else asdict(behind),
+        # true if the setting may be as good as the first, at a level of 5 % by Holm's correction
+        "indistinguishable_from_first": row in part.indistinguishable_rows,
+        # means and standard deviations over seeds of the values of `summary.json`
         "means": row.means,
         "deviations": row.deviations,
     }
