@@ -260,23 +260,25 @@ def draw_times(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
     ]
     if not board.measure.is_time or len(rows) < 2 or not known:
         return None
-    drawing = new_drawing(32 * len(rows) + 62)
-    axes = add_axes(drawing, 250, 12, WIDTH - 350, 32 * len(rows))
+    names = [wrap(full_name(board, row), 225) for row in rows]
+    high = len(rows) * (10 + 14 * max(len(name.splitlines()) for name in names))
+    drawing = new_drawing(high + 62)
+    axes = add_axes(drawing, 250, 12, WIDTH - 350, high)
     log = set_scale(axes, "x", min(known), max(known), f"{board.measure.title}, seconds")
     for place, row in enumerate(rows):
         found = row.spread
         # A run that diverged has no bound: it would not have reached the target at any time shown.
-        low, high = (min(end, found.bound, max(known)) for end in (found.low, found.high))
-        axes.plot([low, high], [place, place], color=INK, marker="", linestyle="-")
+        low, last = (min(end, found.bound, max(known)) for end in (found.low, found.high))
+        axes.plot([low, last], [place, place], color=INK, marker="", linestyle="-")
         if math.isfinite(found.middle):
             axes.plot(found.middle, place, "o", color=INK)
         if math.isinf(found.high):
-            axes.plot(high, place, ">", color=INK, markerfacecolor="white", markersize=7)
+            axes.plot(last, place, ">", color=INK, markerfacecolor="white", markersize=7)
         text = board.measure.text(found.middle, found.bound)
-        axes.annotate(text, (high, place), (8, -3), **POINTS, color=SOFT)
+        axes.annotate(text, (last, place), (8, -3), **POINTS, color=SOFT)
     if (base := board.baseline) and math.isfinite(base.spread.middle):
         axes.axvline(base.spread.middle, zorder=0, **DOTTED)
-    axes.set_yticks(range(len(rows)), [wrap(full_name(board, row), 225) for row in rows])
+    axes.set_yticks(range(len(rows)), names)
     axes.set(xlim=(None if log else 0, None), ylim=(len(rows) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.grid(visible=False, axis="y")
