@@ -82,9 +82,9 @@ class StragglerFinder:
         known, since_s = self._since
         all_passed = [progress_between(known.get(row["rank"]), row) for row in workers]
         self.found = find_straggler(all_passed, time_s - since_s) or self.found
-        if named in self._known:
+        if self.found is None or self.found["worker"] in self._known:
             return None
-        self._known.add(named)
+        self._known.add(self.found["worker"])
         return self.found
 
 
