@@ -159,9 +159,10 @@ def summarise(
         "stages_not_begun": stages_not_begun(monitor),
         # hash of the final parameter vector; that of the mean model if each worker has its own
         "params_sha256": monitor.sha256,
-        # means over the workers' latest measured messages: `relative_error`, `residual`, `cosine` and
-        # `bits` (see `metrics.jsonl`), and in `bytes` the bytes by use: `headers`, `scales`,
-        # `values`, `indices`; `warning` if the codec is no contraction; null without a measurement
+        # means over the workers' latest measured messages: `relative_error`, `residual`, `cosine`
+        # and `bits` (see `metrics.jsonl`), and in `bytes` the mean bytes of a message by use:
+        # `headers`, `scales`, `values`, `indices`; `warning` if the codec is no contraction; null
+        # without a measurement
         "compression": run_state.compression.report(),
         # for each measure of the run's code: the mean over the ranks of the `last` value, and the
         # `mean` over the run; null without measures
