@@ -1,4 +1,4 @@
-"""Set up a process: its standard streams, its log and its exit code.
+"""Set up a process: its standard streams, its title, its log and its exit code.
 
 A daemon or a cron job may start with closed descriptors: then the next file that is opened takes
 number 1 and receives what is printed. A terminal may show ASCII only, or close while the process
@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TextIO
+
+import setproctitle
 
 from ashl.errors import UsageError
 
@@ -173,3 +175,23 @@ def logging_to(path: Path, name: str) -> Generator[None]:
         logger.removeHandler(handler)
         logger.propagate = True
         handler.close()
+
+
+# --- the title of a process
+
+
+def set_title(title: str) -> None:
+    """Set the title of this process in ps, top and kill; its environment in /proc is unchanged."""
+    os.environ["SPT_NOENV"] = "1"  # read at the first call
+    setproctitle.setproctitle(title)
+
+
+@contextmanager
+def titled(title: str) -> Generator[None]:
+    """Set the title of this process until the context ends."""
+    before = setproctitle.getproctitle()
+    set_title(title)
+    try:
+        yield
+    finally:
+        set_title(before)

@@ -53,6 +53,7 @@ from ashl.run.process_setup import (
     LOG_LEVEL,
     die_with_parent,
     redirect,
+    set_title,
     start_log,
 )
 from ashl.runtime.collectives import Hierarchy, hierarchy_of
@@ -197,14 +198,17 @@ def make_reporter(settings: RankSettings, store: StoreClient) -> Reporter:
 
 
 def begin_log(settings: RankSettings, plan: Plan, store: StoreClient) -> None:
-    """Set the log of a rank's process, and log its first line."""
+    """Set the log and the title of a rank's process, and log its first line."""
     if settings.run_dir is not None:
         redirect(settings.run_dir / f"rank{settings.rank}.log")
     if settings.run_dir is not None or LOG_LEVEL in os.environ:
         start_log(logging.StreamHandler(), f"rank {settings.rank}")
+    role = role_name(plan, settings.rank)
+    is_only = plan.num_ranks == plan.num_workers + 1  # one server or coordinator
+    set_title(f"ashl {(role.partition(' (')[0] if is_only else role).removeprefix('the ')}")
     logger.info(
         "starts as %s, incarnation %d, process %d on %s; the job's store is at %s",
-        role_name(plan, settings.rank),
+        role,
         settings.incarnation,
         os.getpid(),
         platform.node(),

@@ -128,6 +128,19 @@ def test_a_worker_with_a_long_pause_is_evicted_and_rejoins(train, workplace) -> 
 JOIN = [sys.executable, "-m", "ashl.cli", "join"]
 
 
+def check_titles(run: Path) -> None:
+    """Lists of processes show what each process of a run is."""
+    assert {rank: title_of(pid) for rank, pid in ranks_of(run).items()} == {
+        0: b"ashl worker 0",
+        1: b"ashl worker 1",
+        2: b"ashl server",
+    }
+
+
+def title_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0")
+
+
 def check_logs(run: Path) -> None:
     """The logs name the failed worker with the reason, the rejoin, the decisions, and the reason
     for the end.
@@ -228,6 +241,9 @@ def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(
         ):
             assert main(["join", str(run), *own]) == 2
             assert why in capsys.readouterr().err
+        if mode == ["sync=bsp"]:
+            assert title_of(os.getpid()) == b"ashl controller"
+            check_titles(run)
         lose(run)
         with joined(run) as process:
             os.kill(os.getpid(), signal.SIGINT)
