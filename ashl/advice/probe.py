@@ -122,7 +122,7 @@ def probe(hosts: Path, overrides: Sequence[str]) -> Probed:
     Raises: AshlError if the job failed; DataMissingError if the profile is on another machine.
     """
     folder = (ADVICE / f"probe-{uuid4().hex[:8]}").resolve()
-    job = [sys.executable, "-m", "ashl.cli", "launch", "--hosts", str(hosts), "--", "profile"]
+    job = [sys.executable, "-P", "-m", "ashl.cli", "launch", "--hosts", str(hosts), "--", "profile"]
     ran = subprocess.run([*job, *overrides, f"run.dir={folder}"], stdout=sys.stderr, check=False)
     if ran.returncode:
         raise AshlError(

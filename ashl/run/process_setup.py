@@ -187,7 +187,7 @@ def set_title(title: str) -> None:
 
 
 @contextmanager
-def titled(title: str) -> Generator[None]:
+def show_title(title: str) -> Generator[None]:
     """Set the title of this process until the context ends."""
     before = setproctitle.getproctitle()
     set_title(title)

@@ -36,7 +36,7 @@ from ashl.run import job as jobs
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
 from ashl.run.host_time import host_here_s
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import log_level, logging_to, titled
+from ashl.run.process_setup import log_level, logging_to, show_title
 from ashl.run.rescaling import Origin
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
@@ -295,7 +295,7 @@ def run_kernel(
     with (
         jobs.sharing_error(lead and lead.job, lead and lead.requests),
         logging_to(run_dir / CONTROLLER_LOG, "controller"),
-        titled("ashl controller"),
+        show_title("ashl controller"),
     ):
         if saved is not None:
             monitor.resume_from(checkpoints.read_monitor_state(saved, plan.limits))
