@@ -184,6 +184,18 @@ def test_a_leaderboard_by_hand(tmp_path) -> None:
     assert tuple(means) == (4e6, 2e6, 0.25)
 
 
+def test_the_baseline_is_the_best_bsp(tmp_path) -> None:
+    times = {("bsp", "0.02"): 9.0, ("bsp", "0.1"): 4.0, ("asp", "0.1"): 2.0}
+    runs = [
+        ({"sync": sync, "optimizer.lr": rate, "seed": str(seed)}, reach)
+        for (sync, rate), reach in times.items()
+        for seed in range(3)
+    ]
+    board = ranked(write_sweep(tmp_path / "sweep", runs))
+    assert board.baseline is not None
+    assert board.baseline.setting.axes == {"sync": "bsp", "optimizer.lr": "0.1"}
+
+
 def test_the_answer_in_words(tmp_path) -> None:
     said = answer_of(ranked(sweep(tmp_path, bsp=(4.0, 4.0, 8.0), ssp=(2.0, 4.0, 2.0))))
     assert (
@@ -195,7 +207,7 @@ def test_the_answer_in_words(tmp_path) -> None:
     assert "Indistinguishable from the best: bsp." in said.sentences
     chance = "the difference may be chance (paired t test, p = 0.23)."
     assert f"The first two are not separated: {chance}" in said.sentences
-    assert any("about 7 seeds (now 3)" in sentence for sentence in said.sentences)
+    assert any("about 7 common seeds (now 3)" in sentence for sentence in said.sentences)
 
 
 def test_the_answer_names_the_corrected_p_value_and_equal_pairs(tmp_path) -> None:

@@ -206,14 +206,14 @@ def describe_doubt(board: Leaderboard) -> tuple[str, ...]:
 
 def _describe_seeds(board: Leaderboard, found: Effect) -> str:
     """Return how many seeds would separate the first two."""
-    first, second = board.ranked_rows[:2]
+    second = board.ranked_rows[1]
     needed = seeds_needed(found, math.comb(len(board.ranked_rows), 2))
     if needed is None:
         return f"More than {MAX_SEEDS} seeds would be needed to separate them: use either."
     close = board.is_too_close(second)
     often = " and more frequent evaluations (eval.every_s)" if close else ""
     return (
-        f"Certainty would need about {needed} seeds (now {first.spread.count}){often}, if the"
+        f"Certainty would need about {needed} common seeds (now {found.pairs}){often}, if the"
         " spread stays the same."
     )
 

@@ -291,8 +291,9 @@ def _with_baseline(
 ) -> tuple[Row, ...]:
     """Return the rows ranked by environment, each compared with the baseline of its environment.
 
-    The baseline is the requested one, else the grid's first BSP, preferably uncompressed. Without
-    BSP it is the slowest setting of the first environment that reached the target.
+    The baseline is the requested one, else the best BSP of the first environment, preferably
+    uncompressed, so that it is tuned as the others are. Without BSP it is the slowest setting of
+    the first environment that reached the target.
     """
 
     def order(row: Row) -> tuple[bool, bool, float, float, float]:
@@ -302,13 +303,13 @@ def _with_baseline(
         return row.pace_excess is not None, last, middle, -row.num_reached / len(row.values), -best
 
     ranked = sorted(grid, key=order)
-    place = usual_baseline([row.setting.runs[0].config for row in grid])
+    here = [row for row in ranked if row.environment == grid[0].environment]
+    place = usual_baseline([row.setting.runs[0].config for row in here])
     if name is not None:
         chosen = find_label({row.label: row.setting.axes for row in grid}, name)
     elif place is not None:
-        chosen = grid[place].label
+        chosen = here[place].label
     else:
-        here = [row for row in ranked if row.environment == grid[0].environment]
         chosen = ([row for row in here if row.num_reached] or here)[-1].label
     bases = {row.environment: row for row in grid if row.label == chosen}
     environments = list(dict.fromkeys(row.environment for row in grid))
