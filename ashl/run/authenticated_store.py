@@ -3,7 +3,7 @@
 `StoreServer` is the store in the process of the controller, `StoreClient` the store as any other
 process uses it; torch and gloo use both as any store of theirs. The server also passes requests
 with a name of their own to the controller (`StoreServer.handlers`), in the thread of the client's
-connection. While a long message passes, the thread calls `progress`; its last request is `closed`.
+connection. The last request of that thread is `closed`.
 
 A connection begins with a challenge in both directions (keyed BLAKE2b, RFC 7693): the store and the
 client prove that they know the secret, which is not sent. The store closes any other connection
@@ -123,7 +123,6 @@ class Connection:
         link.settimeout(TICK_S)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.limit_s = limit_s
-        self.on_progress: Callable[[], None] = lambda: None  # called when some bytes have passed
         self._link = link
 
     def close(self) -> None:
@@ -149,7 +148,6 @@ class Connection:
             content = content[count:]
             if count > HASH_BYTES:  # a challenge that arrives byte by byte has no more time
                 ticks = 0
-                self.on_progress()
 
     def send(self, content: bytes | memoryview) -> None:
         self._move_bytes(self._link.send, memoryview(content))
@@ -318,7 +316,6 @@ class StoreServer(AuthenticatedStore):
             finally:
                 self._pending.release()
             connection.limit_s = NEVER_S
-            connection.on_progress = lambda: self.call("progress")
             while True:
                 name, *args = connection.receive_message()
                 try:

@@ -7,7 +7,8 @@ store serves each rank by a thread of its own (`ControlChannel`), so an evaluati
 thread of the controller delays no answer.
 
 The content of a record is a model, the state of a worker's module, or a part of a checkpoint. It
-travels in the report of its record. A rank is not silent while it sends a long report.
+travels in pieces ahead of its record, each in a report of its own. So the rank sends heartbeats
+meanwhile.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ashl.run.process_setup import EXIT_EVICTED
 from ashl.runtime.plain_state import encode
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter
 from ashl.runtime.records import (
+    CheckpointPartSaved,
     ControlUpdate,
     End,
     ModuleState,
@@ -57,6 +59,7 @@ FINAL_SIGNAL_S = 1.5
 # after Ctrl-C, and until it can answer a join request.
 PATIENCE_S = 5.0
 CHUNK = 1000  # records in a report
+PIECE = 4_000_000  # bytes of a model or state in a report
 # Models of a rank that are queued, in flight or received, and that the controller has not used yet.
 # At this number the rank drops new models, except the final one.
 MAX_PENDING_MODELS = 8
@@ -123,8 +126,9 @@ class ControlChannel:
         self.control_update = ControlUpdate()
         self._sizes = dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {})
         self._inbox: deque[tuple[Record, Content | None, tuple[int, int]]] = deque()
-        # by sender, which is (rank, incarnation): contents that the controller has used, by kind of
-        # record
+        # by sender, which is (rank, incarnation): received pieces of the next content
+        self._pieces = defaultdict[tuple[int, int], bytearray](bytearray)
+        # by sender: contents that the controller has used, by kind of record
         self._used = defaultdict[tuple[int, int], Counter[str]](Counter)
         self._evicted: dict[tuple[int, int], End] = {}
         self._senders: dict[int, tuple[int, int]] = {}  # by thread of the connection
@@ -132,7 +136,6 @@ class ControlChannel:
         self._error: AshlError | None = None
         store.handlers |= {
             "report": self._receive,
-            "progress": self._note_progress,
             "closed": self._note_closed,
         }
 
@@ -188,12 +191,9 @@ class ControlChannel:
             time.sleep(POLL_S)
 
     def _receive(
-        self, rank: int, incarnation: int, records: list[tuple[dict[str, Any], bytes | None]]
+        self, rank: int, incarnation: int, records: list[dict[str, Any]], piece: bytes
     ) -> ControlUpdate:
-        """Apply a report, in the thread of the rank's connection; return the answer.
-
-        Args: records, the fields of each record with its content, None without.
-        """
+        """Apply a report, in the thread of the rank's connection; return the answer."""
         sender = rank, incarnation
         self._senders[threading.get_ident()] = sender
         end = self._evicted.get(sender)
@@ -201,34 +201,39 @@ class ControlChannel:
             end = End(EXIT_EVICTED, f"another process has taken the place of worker {rank}")
         if end is not None:
             return ControlUpdate(end=end)
-        self._note_progress()
+        if rank in self.last_heard_s:
+            self.last_heard_s[rank] = self.awake_s
+        self._pieces[sender] += piece
         try:
-            for fields, content in records:
+            for fields in records:
                 record = record_of(fields)
                 if record.rank != rank or rank not in self.last_heard_s:
                     raise AshlError(f"a record of rank {record.rank} came from rank {rank}")
-                known = content
-                if isinstance(record, Snapshot) and content is not None:
-                    known = self._model_of(rank, content)
-                self._inbox.append((record, known, sender))
+                self._inbox.append((record, self._content_of(record, sender), sender))
         except AshlError as error:
             self._error = error
         return self.control_update._replace(taken=dict(self._used[sender]))
 
-    def _model_of(self, rank: int, content: bytes) -> Tensor:
-        """Return the model in these bytes, float32 [d]. Raises AshlError if d is not expected."""
-        if len(content) != 4 * self._sizes[rank]:
-            raise AshlError(
-                f"rank {rank} sent {len(content) // 4} parameters, and {self._sizes[rank]} were"
-                " expected"
-            )
-        return torch.frombuffer(bytearray(content), dtype=torch.float32)
+    def _content_of(self, record: Record, sender: tuple[int, int]) -> Content | None:
+        """Return the content of a record: float32 [d] of a model, else bytes; None if it has none.
 
-    def _note_progress(self) -> None:
-        """Note that a rank sends, in the thread of its connection: it is not silent."""
-        rank, incarnation = self._senders.get(threading.get_ident(), (-1, 0))
-        if incarnation == self.incarnations.get(rank):
-            self.last_heard_s[rank] = self.awake_s
+        Raises: AshlError if the content has another size than announced or expected.
+        """
+        if not isinstance(record, Snapshot | ModuleState | CheckpointPartSaved):
+            return None
+        if not record.nbytes:
+            return None
+        content = self._pieces.pop(sender, bytearray())
+        size = self._sizes[record.rank]
+        if len(content) != record.nbytes:
+            raise AshlError(f"rank {record.rank} sent {len(content):,} of {record.nbytes:,} bytes")
+        if isinstance(record, ModuleState | CheckpointPartSaved):
+            return bytes(content)
+        if record.nbytes != 4 * size:
+            raise AshlError(
+                f"rank {record.rank} sent {record.nbytes // 4} parameters, and {size} were expected"
+            )
+        return torch.frombuffer(content, dtype=torch.float32)
 
     def _note_closed(self) -> None:
         """Note that a connection was closed, in its thread: the rank's process has ended."""
@@ -246,14 +251,6 @@ def exit_process(end: End) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(end.code)
-
-
-def bytes_of(content: Any) -> bytes | memoryview | None:
-    """Return the content of a record as it is sent: a model as float32, a state encoded."""
-    if isinstance(content, Tensor):
-        here = to_host(content.to(torch.float32)).contiguous()
-        return memoryview(here.numpy()).cast("B")
-    return content if content is None or isinstance(content, bytes) else encode(content)
 
 
 class Reporter:
@@ -326,7 +323,7 @@ class Reporter:
         """
         with self._flush_lock:
             self.learner = None
-            self._outbox.append((ModuleState(self._rank, last=True), state))
+            self._outbox.append((ModuleState(self._rank, 0, last=True), state))
 
     def close(self) -> None:
         """Stop the reporter's thread, then report all records that are still queued."""
@@ -362,7 +359,7 @@ class Reporter:
         kind = ModuleState.__name__
         if self.learner.copied_state is not None and self._has_room(kind, MAX_PENDING_STATES):
             self._queued[kind] += 1
-            self._outbox.append((ModuleState(self._rank), self.learner.copied_state))
+            self._outbox.append((ModuleState(self._rank, 0), self.learner.copied_state))
         self.learner.copied_state = None
         self.learner.copy_requested = True
 
@@ -384,7 +381,7 @@ class Reporter:
         self._broken = True
         text = f"its records cannot be sent: {type(error).__name__}: {first_line(error)}"
         try:
-            self._report([(RankError(self._rank, text, consequence=False), None)])
+            self._report([RankError(self._rank, text, consequence=False)])
         except RuntimeError:
             exit_process(End(1, first_line(error)))
         with suppress(OSError):  # the rank's log may be on a full disk
@@ -394,26 +391,40 @@ class Reporter:
         """Report a heartbeat and all queued records."""
         with self._flush_lock:
             self._queue_state()
-            records: list[tuple[Record | None, Any]] = [(self.make_heartbeat(), None)]
+            records = [self.make_heartbeat()]
             while self._outbox:
-                records.append(self._outbox.popleft())
-                if records[-1][1] is not None or len(records) > CHUNK:
+                record, content = self._outbox.popleft()
+                if content is not None or len(records) > CHUNK:
                     self._report(records)
                     records = []
+                if content is not None:
+                    self._report_content(record, content)
+                else:
+                    records.append(record)
             self._report(records)
 
-    def _report(self, records: list[tuple[Record | None, Any]]) -> None:
-        """Send a report, and apply the control update that answers it.
+    def _report_content(self, record: Record, content: Any) -> None:
+        """Report the content of a record in pieces, the last piece with the record."""
+        if isinstance(content, Tensor):
+            here = to_host(content.to(torch.float32)).contiguous()
+            return self._report_bytes(record, memoryview(here.numpy()).cast("B"))
+        if isinstance(record, ModuleState):
+            content = encode(content)
+        return self._report_bytes(record, memoryview(content))
+
+    def _report_bytes(self, record: Any, content: memoryview) -> None:
+        last = max(0, content.nbytes - 1) // PIECE * PIECE  # offset of the last piece
+        for start in range(0, last, PIECE):
+            self._report([self.make_heartbeat()], content[start : start + PIECE])
+        self._report([record._replace(nbytes=content.nbytes)], content[last:])
+
+    def _report(self, records: list[Record | None], piece: bytes | memoryview = b"") -> None:
+        """Send a report without the None in it, and apply the control update that answers it.
 
         If the run ended with another code than 0, or this rank is evicted, this process ends here.
-        Args: records, each with its content or None; a record that is None is left out.
         """
-        sent = [
-            (as_fields(record), bytes_of(content))
-            for record, content in records
-            if record is not None
-        ]
-        answer = self._store.call("report", self._rank, self._incarnation, sent)
+        fields = [as_fields(record) for record in records if record is not None]
+        answer = self._store.call("report", self._rank, self._incarnation, fields, piece)
         update = validate(ControlUpdate, answer, "a control update")
         if update.stop_reason and not self.stop_reason:
             logger.info("is asked to stop: %s", update.stop_reason)

@@ -255,7 +255,9 @@ class CheckpointPartSaved(NamedTuple):
     rank: int
     number: int  # of the checkpoint
     time_ns: int
-    sha256: Text = ""  # "" if the controller has to write the part
+    sha256: Text = ""
+    # bytes that the controller has to write; 0 = the rank has written its file itself
+    nbytes: int = 0
     error: Text | None = None
 
 
@@ -265,6 +267,7 @@ class ModuleState(NamedTuple):
     """
 
     rank: int
+    nbytes: int
     last: bool = False  # True if the worker computes no more
 
 
@@ -278,6 +281,7 @@ class Snapshot(NamedTuple):
     tick: int | None = None
     final: bool = False
     counts: Counts | None = None
+    nbytes: int | None = None  # bytes of the model, if it travels beside the record
     without: tuple[int, ...] = ()  # with the counts: workers without a model in this evaluation
 
 
