@@ -233,6 +233,10 @@ def check_counts(lead: Any, states: Sequence[Any]) -> None:
         assert getattr(after, name) == getattr(before, name)
     for name in ("commits", "steps_by", "dropped_by", "drops", "stale_sum", "groups"):
         assert sum(getattr(after, name) or ()) == sum(getattr(before, name) or ())
+    in_stage, expected = (
+        (one.total_commits - one.started.commits) / one.num_workers for one in (after, before)
+    )
+    assert in_stage == pytest.approx(expected, abs=1)  # limits of a stage are by worker
 
 
 @pytest.mark.slow

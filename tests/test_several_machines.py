@@ -25,6 +25,7 @@ from ashl.run import interface
 from ashl.run import job as jobs
 from ashl.run.authenticated_store import StoreServer, new_secret
 from ashl.run.handshake import (
+    JOINS,
     Hello,
     Place,
     PlaceRequests,
@@ -386,6 +387,22 @@ def answer_requests_until(requests: PlaceRequests, answer: Future[Place]) -> Non
     while not answer.done():
         answer_requests(liveness)
         time.sleep(0.01)
+
+
+def test_a_restarted_process_that_cannot_run_gets_no_place() -> None:
+    """Its error reaches it, with its exit code; it took the place of the worker before."""
+    broken = JOB[2]._replace(error="no data", exit_code=3)
+    with asking(JOB[0], broken) as (requests, (answer,)):
+        requests.workers = {2: 1}
+        answer_requests_until(requests, answer)
+        assert answer.result().refused == f"rank 2 on {broken.host}: no data"
+        assert answer.result().exit_code == 3
+
+
+def test_a_joining_process_is_none_of_those_that_begin() -> None:
+    joining = JOB[1]._replace(rank=JOINS)
+    with asking(JOB[0], joining, JOB[1]) as (requests, _):
+        assert requests.gather(2, 5.0) == JOB[:2]
 
 
 def test_a_second_process_is_refused_while_the_first_one_runs() -> None:

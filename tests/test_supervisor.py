@@ -59,6 +59,7 @@ def test_an_error_may_be_the_consequence_of_another_failure() -> None:
 
 def test_how_a_process_has_ended() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-40) == "was killed by signal 40"  # it has no name
     assert describe_exit(3) == "ended with exit code 3"
 
 

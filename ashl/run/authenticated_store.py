@@ -320,8 +320,8 @@ class StoreServer(AuthenticatedStore):
                 name, *args = connection.receive_message()
                 try:
                     answer = self.call(name, *args), None
-                except (RuntimeError, ValueError) as error:  # a key that is not there in time
-                    answer = None, str(error)
+                except Exception as error:  # for example a key that is not there in time
+                    answer = None, str(error) or type(error).__name__
                 connection.send_message(*answer)
         self.call("closed")
 

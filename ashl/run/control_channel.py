@@ -199,8 +199,8 @@ class ControlChannel:
         end = self._evicted.get(sender)
         if end is None and incarnation < self.incarnations.get(rank, 0):
             end = End(EXIT_EVICTED, f"another process has taken the place of worker {rank}")
-        if end is not None:
-            return ControlUpdate(end=end)
+        if end is not None:  # a run that has ended evicts nobody
+            return self.control_update if self.control_update.end else ControlUpdate(end=end)
         if rank in self.last_heard_s:
             self.last_heard_s[rank] = self.awake_s
         self._pieces[sender] += piece

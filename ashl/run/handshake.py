@@ -128,7 +128,7 @@ class PlaceRequests:
         # passes are counted and not seconds, in which this process may have been stopped
         for _ in range(1 + round(timeout_s / POLL_S)):
             for hello, _ in [*self.pending]:
-                if hello.rank not in hellos:
+                if 0 <= hello.rank < world_size and hello.rank not in hellos:
                     check_hello(hello, self.own)
                     hellos[hello.rank] = hello
             if len(hellos) == world_size:

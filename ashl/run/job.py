@@ -14,6 +14,7 @@ noticed the failure of the earlier process of its rank, and rejoins as `ashl joi
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -55,7 +56,7 @@ from ashl.run.handshake import (
     settings_in_common,
 )
 from ashl.run.launch import Lead
-from ashl.run.rank import RankSettings, run_rank
+from ashl.run.rank import REJOINS, RankSettings, run_rank
 from ashl.runtime.transport import first_line
 
 
@@ -264,10 +265,18 @@ def exchange_port(job: JobMembership, port: int | None, timeout_s: float) -> int
 
 
 def run_as_rank(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> int:
-    """Run this process's rank, and return the exit code."""
+    """Run this process's rank, and return the exit code. It is 0 if the process was evicted before
+    and finds no place again: the run goes on without it, or has ended.
+    """
     timeout_s = parts.runtime.heartbeat_timeout_s
     job = with_resolved_master(job, timeout_s)
     own, chosen = describe_process(plan, parts, config, job)
-    store = connect_store(job, timeout_s)
-    place = await_place(store, own, timeout_s)
+    try:
+        store = connect_store(job, timeout_s)
+        place = await_place(store, own, timeout_s)
+    except AshlError as error:
+        if REJOINS not in os.environ:
+            raise
+        sys.stderr.write(f"ashl: does not rejoin: {to_one_line(str(error))}\n")
+        return 0
     return run_rank(place.settings_here(own.device, chosen), plan.to_json(), store).code

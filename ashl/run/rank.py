@@ -91,6 +91,7 @@ logger = logging.getLogger(__name__)
 GOODBYE_S = 30.0  # seconds to wait for the peers' goodbye
 VERDICT_S = 5.0  # seconds that a failed rank waits for the controller's reason why the run ends
 # Words in gloo's errors about a connection that a peer has closed.
+REJOINS = "ASHL_REJOINS"  # environment variable of a process that an evicted one has started
 BROKEN_CONNECTION = (
     "closed by peer",
     "reset by peer",
@@ -178,11 +179,14 @@ def start_again(end: End) -> NoReturn:
     """Replace this process, which was evicted, by a new one of the same command: it asks for a
     place, and rejoins.
 
-    Closes all file descriptors except those of standard input, output and error.
+    Its exit code is 0 if it gets none, as the run goes on without it, or has ended.
     """
     sys.stderr.write(f"ashl: {end.why}; rejoins\n")
     sys.stderr.flush()
-    os.closerange(3, 1 << 16)
+    os.environ[REJOINS] = "1"
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the list's own descriptor is closed
+            os.set_inheritable(int(number), int(number) < 3)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ashl.errors import AshlError
+from ashl.errors import AshlError, to_one_line
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import can_block_forever, describe_modes, survives_failure
 from ashl.run.checkpoints import CheckpointManager
@@ -39,7 +39,7 @@ from ashl.run.control_channel import (
     Content,
     ControlChannel,
 )
-from ashl.run.handshake import JOINS, Hello, Place, PlaceRequests
+from ashl.run.handshake import JOINS, Hello, Place, PlaceRequests, check_hello
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import EXIT_DECLARED_FAILURE, EXIT_EVICTED
 from ashl.run.rank import RankSettings, role_name
@@ -70,6 +70,7 @@ logger = logging.getLogger(__name__)
 
 DISCONNECTED = "disconnected"
 KILLED_BY = "was killed by"  # the cause of a failure begins so; the name of a signal follows
+OVER = "the run is over"
 DECLARED = "failed, as cluster.events says"
 SAME_CAUSE_S = 1.0  # silences that began within this many seconds have one cause
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
@@ -489,8 +490,18 @@ def describe_exit(code: int) -> str:
     if code == EXIT_DECLARED_FAILURE:
         return DECLARED
     if code < 0:
-        return f"{KILLED_BY} {signal.Signals(-code).name}"
+        return f"{KILLED_BY} {signal_name(-code)}"
     return f"ended with exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal. Python names no real-time signals between the first and the
+    last.
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def find_culprit(
@@ -560,17 +571,28 @@ def answer_requests(liveness: LivenessMonitor) -> None:
             continue
         place = requests.places.pop(hello.rank, None)
         if place is None:
-            worker = requests.workers.get(hello.rank, hello.worker)
-            place = join_refusal(liveness, hello, worker)
-            if place is None:
-                free = liveness.failed.keys() - liveness.rejoining.keys()
-                place = admit_process(liveness, min(free) if worker is None else worker)
+            place = late_place(liveness, hello)
             logger.info(
                 "a process on %s asks to join: %s",
                 hello.host,
                 place.refused or f"it becomes worker {place.settings.rank}",
             )
         answer.set_result(place)
+
+
+def late_place(liveness: LivenessMonitor, hello: Hello) -> Place:
+    """Return the place of a failed worker for a process that asks after the begin, or a refusal."""
+    requests = liveness.requests
+    try:
+        check_hello(hello, requests.own)
+    except AshlError as error:
+        return Place(refused=to_one_line(str(error)), exit_code=error.exit_code)
+    worker = requests.workers.get(hello.rank, hello.worker)
+    refusal = join_refusal(liveness, hello, worker)
+    if refusal is not None:
+        return refusal
+    free = liveness.failed.keys() - liveness.rejoining.keys()
+    return admit_process(liveness, min(free) if worker is None else worker)
 
 
 def admit_process(liveness: LivenessMonitor, rank: int) -> Place:
@@ -595,33 +617,33 @@ def join_refusal(liveness: LivenessMonitor, hello: Hello, worker: int | None) ->
     """
     plan, monitor, failed = liveness.plan, liveness.monitor, liveness.failed
     parts = monitor.job.parts
-    reason = None
+    reason, may_change = None, False
     if not survives_failure(parts):
         reason = (
             f"a run with {describe_modes(parts)} admits no joining process; start a new run with"
             " run.checkpoint_s, which can be resumed"
         )
     elif monitor.final is not None or monitor.stop_reason:
-        reason = "the run is over"
+        reason = OVER
     elif worker is not None and worker >= plan.num_workers:
         reason = f"there is no worker {worker}; the run has workers 0 to {plan.num_workers - 1}"
-    if reason is not None:
-        return Place(refused=reason)
-    if monitor.counts() is None:
-        reason = "the run has not begun"
-    elif worker is not None and worker not in failed:
-        reason = f"worker {worker} has not failed"
-    elif not failed:
-        reason = "no worker of this run has failed"
-    elif liveness.rejoining.keys() >= ({*failed} if worker is None else {worker}):
-        reason = "every failed worker is already rejoining"
-    if reason is not None and hello.rank != JOINS:
+    else:
+        may_change = True
+        if monitor.counts() is None:
+            reason = "the run has not begun"
+        elif worker is not None and worker not in failed:
+            reason = f"worker {worker} has not failed"
+        elif not failed:
+            reason = "no worker of this run has failed"
+        elif liveness.rejoining.keys() >= ({*failed} if worker is None else {worker}):
+            reason = "every failed worker is already rejoining"
+    if reason is not None and hello.rank != JOINS and reason != OVER:
         reason = (
             f"a process of rank {hello.rank} is there already, and this one on {hello.host} cannot"
             f" take its place: {reason}; give every process a rank of its own, and every job a"
             " MASTER_PORT of its own"
         )
-    return None if reason is None else Place(refused=reason, may_change=True)
+    return None if reason is None else Place(refused=reason, may_change=may_change)
 
 
 def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:

@@ -37,7 +37,7 @@ from ashl.launch.ssh import LOST, UNREACHED, command
 from ashl.launch.start import start
 from ashl.run.launch import allow_children, start_fork_server
 from ashl.run.process_setup import die_with_parent, redirect
-from ashl.run.supervisor import KILLED_BY
+from ashl.run.supervisor import KILLED_BY, signal_name
 from ashl.run.train import is_virtual, run
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
@@ -428,7 +428,7 @@ def submit(
 def record_end(job: Job, code: int) -> None:
     """Write a summary for a process that was killed or failed before it could write one."""
     if code < 0:
-        record_failure(job, f"{KILLED_BY} {signal.Signals(-code).name}")
+        record_failure(job, f"{KILLED_BY} {signal_name(-code)}")
     elif code and code != 130:
         record_failure(job, f"ended with exit code {code}; its output is in {job.folder / LOG}")
 

@@ -131,7 +131,8 @@ def begin_region(state: RegionState, model: Any, progress: Progress) -> None:
 def redistribute_counts(stage: StageConfig, before: Progress, now_s: float) -> Progress:
     """Return the counts at `now_s`, with those by worker distributed by data share.
 
-    All workers take part, and leads are reset.
+    All workers take part, and leads are reset. Commits since the start of the stage, and since the
+    best loss, keep their number per worker.
     """
     shares = [worker.data_share for worker in stage.plan.workers]
     progress = Progress(stage.num_workers)
@@ -148,4 +149,8 @@ def redistribute_counts(stage: StageConfig, before: Progress, now_s: float) -> P
     progress.pulled = [before.version] * stage.num_workers
     progress.stale_max = [max(before.stale_max)] * stage.num_workers
     progress.max_lead = before.max_lead
+    made, each = progress.total_commits, stage.num_workers / before.num_workers
+    in_stage, since_best = made - before.started.commits, made - before.best[1]
+    progress.started = before.started._replace(commits=made - round(in_stage * each))
+    progress.best = before.best[0], made - round(since_best * each)
     return progress
