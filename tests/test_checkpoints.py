@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 
 from ashl.errors import AshlError, UsageError
@@ -398,3 +399,23 @@ def test_a_rank_reports_any_error_for_which_it_cannot_write_its_part(
     assert reported == [
         CheckpointPartSaved(1, 4, 0, error="cannot allocate the content of the file")
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind": "here", "items": 5, "shape": [1]}',
+        '{"kind": "here", "items": 0, "shape": [7]}',
+        '{"kind": "dict"}',
+        '{"kind": "unknown", "items": []}',
+        '{"kind": "dataclass", "name": "ashl.nowhere:Cls", "items": {}}',
+        '{"kind": "dataclass", "name": "ashl.errors:AshlError", "items": {}}',
+        '{"kind": "dataclass", "name": "os:stat_result", "items": {}}',
+        "3 4",
+    ],
+)
+def test_a_state_that_does_not_fit_its_description_is_refused(text: str) -> None:
+    described = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+    content = safetensors.torch.save({"0": described, "1": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"checkpoint|Extra data"):
+        decode(content)

@@ -158,7 +158,10 @@ def join_tensors(
             return class_of(item[NAME], packages)(*parts)
         return CONTAINERS[kind](parts)
 
-    return make(json.loads(parcel[0].numpy().tobytes()))
+    try:
+        return make(json.loads(parcel[0].numpy().tobytes()))
+    except (LookupError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise ValueError(f"a checkpoint holds another state than described ({error})") from error
 
 
 def name_of(value: Any) -> str:
