@@ -266,7 +266,7 @@ def exchange_port(job: JobMembership, port: int | None, timeout_s: float) -> int
 
 def run_as_rank(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> int:
     """Run this process's rank, and return the exit code. It is 0 if the process was evicted before
-    and finds no place again: the run goes on without it, or has ended.
+    and finds no place again: the run continues without it, or has ended.
     """
     timeout_s = parts.runtime.heartbeat_timeout_s
     job = with_resolved_master(job, timeout_s)

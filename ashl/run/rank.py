@@ -179,7 +179,7 @@ def start_again(end: End) -> NoReturn:
     """Replace this process, which was evicted, by a new one of the same command: it asks for a
     place, and rejoins.
 
-    Its exit code is 0 if it gets none, as the run goes on without it, or has ended.
+    Its exit code is 0 if it gets none, as the run continues without it, or has ended.
     """
     sys.stderr.write(f"ashl: {end.why}; rejoins\n")
     sys.stderr.flush()
