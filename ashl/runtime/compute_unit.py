@@ -60,8 +60,11 @@ class ComputeUnit:
         self._thread: ThreadPoolExecutor | None = None
 
     def run(self, effect: Compute, start: int, needed: Sequence[Future] = ()) -> ComputeOutcome:
-        """Run a computation that began at `start`, on this thread; `needed` resolve to the messages
-        that it needs.
+        """Run a computation on the calling thread; return its result and spans.
+
+        Args: start, its begin in ns; needed, a future per entry of `effect.needs`, in that order.
+        Raises: PeerFailedError if a peer failed before it sent a needed message; errors of the
+        computation itself.
         """
         cost = self._throttle.cost_ns(effect.kind, effect.work, start)
         kind = effect.time_class
@@ -127,8 +130,10 @@ class ComputeUnit:
         asked_ns: int,
         done: Callable[[ComputeOutcome | Exception, int], None],
     ) -> None:
-        """Run a computation on the compute thread. `done` is called from the main thread with the
-        result, or with the error, and with the begin in ns.
+        """Queue a computation for the compute thread, which runs them in order of posting.
+
+        Args: asked_ns, the earliest begin in ns; done, called from the main thread with the result
+        or the error, and with the begin in ns.
         """
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="compute")
         self.busy += 1
@@ -158,18 +163,21 @@ class ComputeUnit:
         return future is not None
 
     def mark_peer_failed(self, failure: PeerFailedError) -> None:
-        """Raise the failure of a peer in computations that need messages."""
+        """Raise the failure in all computations that still wait for a message, from any sender."""
         for tag in [*self._needed]:
             self._needed.pop(tag).set_exception(failure)
 
     def finish(self) -> None:
-        """End all computations, because their tasks have ended: wait for the one that runs."""
+        """Wait for the running computation and cancel queued ones, because their tasks have ended.
+
+        Afterwards the unit accepts computations again.
+        """
         self.close(wait=True)
         self._needed.clear()
         self._thread, self.busy, self.paused_in = None, 0, None
 
     def close(self, wait: bool = False) -> None:
-        """Cancel queued computations and release the thread."""
+        """Cancel queued computations and release the thread; `wait` waits for the running one."""
         for future in self._needed.values():
             future.cancel()
         if self._thread is not None:
