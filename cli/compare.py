@@ -63,7 +63,7 @@ def compare(
     folder, or here; with --target 0.9 it is report-target-0.9.html. With --figures pdf,png a folder
     beside it receives the files of the figures.
     """
-    from ashl.report.compare import check_kinds, write_report
+    from ashl.report.compare import check_kinds, figures_folder, write_report
     from ashl.report.leaderboard import rank
     from ashl.report.records import read_study
     from ashl.report.tables import document, print_leaderboard
@@ -76,8 +76,8 @@ def compare(
         board, out=out, command=str(typed_command(ctx)), suffix=suffix, kinds=kinds
     )
     show_left_out(board.left_out)
-    found = report.with_name(f"figures{suffix}")
-    drawn = str(found) if kinds and found.is_dir() else None
+    folder = figures_folder(report, suffix)
+    drawn = str(folder) if kinds and folder.is_dir() else None
 
     def print_tables() -> None:
         screen = console()

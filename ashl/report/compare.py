@@ -41,9 +41,14 @@ def write_report(
     write_file(report, render_page(board, drawn, command, report.parent, command_answer))
     for figure, kind in product(drawn, kinds):
         stem = "-".join(re.findall("[a-z]+", figure.title.lower()))
-        file = report.with_name(f"figures{suffix}") / f"{stem}.{kind}"
+        file = figures_folder(report, suffix) / f"{stem}.{kind}"
         write_file(file, figure.to_bytes(kind), make_folder=True)
     return report
+
+
+def figures_folder(report: Path, suffix: str = "") -> Path:
+    """Return the folder of the figures' files, beside the report."""
+    return report.with_name(f"figures{suffix}")
 
 
 def check_kinds(kinds: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from ashl.report.figures import Figure
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import REPORT, Study
 from ashl.report.tables import MAX_ROWS, WORDS, explain_columns, leaderboard_table
+from ashl.tracking.straggler import describe_verdicts
 
 UNFOLDED, LISTED, LINKS = 20, 50, 10
 
@@ -78,21 +79,10 @@ def stragglers(board: Leaderboard) -> list[str]:
     for found in filter(None, verdicts):
         by_worker.setdefault(found["worker"], []).append(found)
     sentences = []
-    for worker, own in by_worker.items():
-        slower = range_text([f"{found['slowdown']:.2g}" for found in own])
-        waited = range_text([f"{100 * found['others_wait_share']:.1f}" for found in own])
+    for own in by_worker.values():
         where = f"In {len(own)} of {len(rows)} settings " if len(rows) > 1 else ""
-        sentences.append(
-            f"{where}worker {worker} computes {slower} times slower than the median; the others"
-            f" waited {waited} % of the time."
-        )
+        sentences.append(f"{where}{describe_verdicts(own)}.")
     return sentences
-
-
-def range_text(numbers: Sequence[str]) -> str:
-    """Return the least and the largest of some numbers, or the number that all are."""
-    low, high = min(numbers, key=float), max(numbers, key=float)
-    return low if low == high else f"{low} to {high}"
 
 
 def links(row: Row, home: Path) -> list[tuple[str, int]]:

@@ -38,12 +38,23 @@ def find_straggler(workers: Sequence[Row], time_s: float) -> dict[str, Any] | No
 
 def describe_straggler(found: Mapping[str, Any] | None, noun: str = "worker") -> str:
     """Return which worker is the slowest and what waiting cost the others; "" without one."""
-    if not found:
-        return ""
+    return describe_verdicts([found], noun) if found else ""
+
+
+def describe_verdicts(verdicts: Sequence[Mapping[str, Any]], noun: str = "worker") -> str:
+    """Return the same for one worker in several runs, with the range of each number."""
+    slower = range_text([f"{found['slowdown']:.2g}" for found in verdicts])
+    waited = range_text([f"{100 * found['others_wait_share']:.1f}" for found in verdicts])
     return (
-        f"{noun} {found['worker']} computes {found['slowdown']:.2g} times slower than the median;"
-        f" the others waited {100 * found['others_wait_share']:.1f} % of the time"
+        f"{noun} {verdicts[0]['worker']} computes {slower} times slower than the median; the others"
+        f" waited {waited} % of the time"
     )
+
+
+def range_text(numbers: Sequence[str]) -> str:
+    """Return the least and the largest of some numbers, or the number that all are."""
+    low, high = min(numbers, key=float), max(numbers, key=float)
+    return low if low == high else f"{low} to {high}"
 
 
 class StragglerFinder:
