@@ -29,8 +29,8 @@ PORTS = range(12000, 32000)  # below the ports that Linux assigns itself
 RANK = ("-P", "-m", "ashl.cli")  # arguments of Python that start a rank
 GUARD_GRACE_S = 14  # seconds between SIGTERM and SIGKILL to a guarded rank; ssh kills after 15
 # A shell around a rank. It passes a signal on, also one that arrives before the rank's number is
-# known, and starts the rank again if it was killed. Rank 0 is not started again: it
-# serves the job's store.
+# known, and starts the rank again if it was killed. Rank 0 is not started again: it serves the
+# job's store.
 GUARD = (
     "rank=${{RANK:-${{SLURM_PROCID:-${{OMPI_COMM_WORLD_RANK:-${{PMI_RANK:-0}}}}}}}}; "
     "n={restarts}; stop=; pid=; told=; "

@@ -14,6 +14,6 @@ def tasks(launch: Launch) -> list[Task]:
         place += [f"--nproc-per-node={len(share.ranks)}", *launch.options]
         # torchrun starts a module by `-m`
         argv = (launch.python, "-m", "torch.distributed.run", *place, *RANK[1:], *launch.argv)
-        # a folder `ashl` of the user hides no module then
+        # Python then looks for no module in the present folder, which may hold a folder `ashl`.
         found.append(Task(share.machine, share.ranks.start, argv, {"PYTHONSAFEPATH": "1"}))
     return found

@@ -198,7 +198,7 @@ def document(board: Leaderboard) -> dict[str, Any]:
         "sentences": answered.sentences,
         # measure by which the settings are ranked
         "measure": board.measure.title,
-        # what all runs share, in words
+        # settings that all runs share, in words
         "common": board.common,
         # a row for each setting, see below
         "settings": [

@@ -51,7 +51,7 @@ class Hello(NamedTuple):
     versions: tuple[Text, Text, Text]
     local_rank: int | None = None  # from its launcher
     worker: int | None = None  # the worker that `ashl join` asks for; None = any failed one
-    settings: Mapping[str, Any] = {}  # those that must be identical in all processes
+    settings: Mapping[str, Any] = {}  # settings that must be identical in all processes
     device: Text = "cpu"
     gpu: Text | None = None  # the GPU of the machine that it uses
     address: Text | None = None  # address of the interface that it uses
@@ -109,7 +109,7 @@ class PlaceRequests:
             hello = validate(Hello, fields, "the description of a process")
             if hello.rank == JOINS:
                 check_hello(hello, self.own)
-        except AshlError as error:  # of another version
+        except AshlError as error:  # for example of another version of ashl
             return Place(refused=str(error))
         answer = Future[Place]()
         self.pending.append((hello, answer))

@@ -84,7 +84,7 @@ class Lead(NamedTuple):
     store: StoreServer
     at: StoreAddress
     rank_settings: tuple[RankSettings, ...]
-    requests: PlaceRequests  # of processes that run the other ranks, or that join
+    requests: PlaceRequests  # requests of processes for the other ranks, or to join
     job: JobMembership | None = None  # the job of another launcher
     notes: tuple[str, ...] = ()  # about the placement of ranks, for the user
 

@@ -26,8 +26,7 @@ def metrics_line(
     """Return the line of one evaluation.
 
     Args: time_s, on the run's clock; host_s, host seconds; workers, by worker its `rank`, `wait_s`,
-    `bytes_up` and `bytes_down`; extra, metrics beside those that every
-    run has.
+    `bytes_up` and `bytes_down`; extra, metrics beside those that every run has.
     """
     waited = sum(worker["wait_s"] for worker in workers)
     up = sum(worker["bytes_up"] for worker in workers)

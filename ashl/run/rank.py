@@ -90,8 +90,8 @@ logger = logging.getLogger(__name__)
 
 GOODBYE_S = 30.0  # seconds to wait for the peers' goodbye
 VERDICT_S = 5.0  # seconds that a failed rank waits for the controller's reason why the run ends
-# Words in gloo's errors about a connection that a peer has closed.
 REJOINS = "ASHL_REJOINS"  # environment variable of a process that an evicted one has started
+# Words in gloo's errors about a connection that a peer has closed.
 BROKEN_CONNECTION = (
     "closed by peer",
     "reset by peer",
@@ -176,14 +176,16 @@ def run_rank(
 
 
 def start_again(end: End) -> NoReturn:
-    """Replace this process, which was evicted, by a new one of the same command: it asks for a
-    place, and rejoins.
+    """Replace this process, which was evicted, by a new one of the same command. The new process
+    asks for a place and rejoins.
 
-    Its exit code is 0 if it gets none, as the run continues without it, or has ended.
+    A new process of a job that gets no place ends with exit code 0, because the run continues
+    without it or has ended.
     """
     sys.stderr.write(f"ashl: {end.why}; rejoins\n")
     sys.stderr.flush()
     os.environ[REJOINS] = "1"
+    # Sockets close at exec: closing them now can abort this process in a thread of gloo.
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the list's own descriptor is closed
             os.set_inheritable(int(number), int(number) < 3)
@@ -208,8 +210,10 @@ def begin_log(settings: RankSettings, plan: Plan, store: StoreClient) -> None:
     if settings.run_dir is not None or LOG_LEVEL in os.environ:
         start_log(logging.StreamHandler(), f"rank {settings.rank}")
     role = role_name(plan, settings.rank)
-    is_only = plan.num_ranks == plan.num_workers + 1  # one server or coordinator
-    set_title(f"ashl {(role.partition(' (')[0] if is_only else role).removeprefix('the ')}")
+    title = role.removeprefix("the ")
+    if plan.num_ranks == plan.num_workers + 1:  # the only server or coordinator needs no number
+        title = title.partition(" (")[0]
+    set_title(f"ashl {title}")
     logger.info(
         "starts as %s, incarnation %d, process %d on %s; the job's store is at %s",
         role,
@@ -550,8 +554,8 @@ def evaluation_here(plan: Plan, parts: Parts, data: Data) -> tuple[float, float]
     """Return the seconds of one evaluation of the initial model in this process, and its training
     loss.
     """
-    # With more threads than free cores, an evaluation of a small model takes 60 times as long. Such
-    # a time made `ashl advise` evaluate so seldom that candidates reached the target together.
+    # With more threads than free cores, an evaluation of a small model takes 60 times as long. Then
+    # `ashl advise` would evaluate so seldom that candidates reach the target together.
     torch.set_num_threads(parts.runtime.threads)
     learner = assemble_job(plan, device_of(parts.runtime), parts, data).learner
     loss = learner.evaluate(learner.init())["train_loss"]  # allocates memory, so it is not timed

@@ -167,8 +167,8 @@ def summarise(
         # for each measure of the run's code: the mean over the ranks of the `last` value, and the
         # `mean` over the run; null without measures
         "measures": aggregate_measures(monitor.measures()) or None,
-        # of a paced real run: by which fraction each worker took longer than declared
-        # (`workers`), and the largest one (`slower_by`); otherwise null
+        # fraction by which each worker of a paced real run took longer than declared (`workers`),
+        # and the largest one (`slower_by`); null for other runs
         "pace": pace,
         # of a real run, by rank: `host` and `device`; null in virtual time
         "hosts": [placed._asdict() for _, placed in sorted(monitor.hosts.items())] or None,

@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 DISCONNECTED = "disconnected"
 KILLED_BY = "was killed by"  # the cause of a failure begins so; the name of a signal follows
-OVER = "the run is over"
+OVER = "the run is over"  # the answer to a process that asks too late
 DECLARED = "failed, as cluster.events says"
 SAME_CAUSE_S = 1.0  # silences that began within this many seconds have one cause
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
@@ -99,7 +99,7 @@ class LivenessMonitor:
     rank_settings: Mapping[int, RankSettings]
     # starts an incarnation of a rank on this node, with the totals of earlier ones
     start: Callable[[int, int, Heartbeat | None], None]
-    requests: PlaceRequests  # of processes that run the other ranks, or that join
+    requests: PlaceRequests  # requests of processes for the other ranks, or to join
     # True if the run can continue without a failed worker, which can rejoin
     survives_failure: bool
     regroups: bool = False  # a failure or a rejoin begins a new epoch

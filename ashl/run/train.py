@@ -124,7 +124,7 @@ class OpenedRun(NamedTuple):
     """A run whose folder is open for its records."""
 
     config: dict[str, Any]
-    command: str  # what the user typed
+    command: str  # the typed command; empty in a sweep
     tracking: Tracking
     plan: Plan
     job: Job

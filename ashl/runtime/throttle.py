@@ -61,7 +61,7 @@ class Throttle:
         """
         self.rank = rank
         self.clock = clock_ns
-        self.work = LatenessCounter()  # of steps and encodings
+        self.work = LatenessCounter()  # lateness of steps and encodings
         # by sender
         self.transfers: defaultdict[int, LatenessCounter] = defaultdict(LatenessCounter)
         self.speed: Speed | None = None

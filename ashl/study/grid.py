@@ -214,7 +214,7 @@ def make_grid(
             f"no option that this sweep chooses has the key {key}; `ashl list` shows what there is"
         )
     found = settings.values()
-    # Of an axis whose other values are all skipped, no setting needs the name.
+    # An axis that has one value left, as all points with another one are skipped, names no setting.
     alike = {key for key in axes if len({setting.axes.get(key) for setting in found}) == 1}
     named = tuple(
         replace(setting, axes={key: own for key, own in setting.axes.items() if key not in alike})

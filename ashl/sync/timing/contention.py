@@ -5,9 +5,8 @@ once. This is repeated three times, or less often if it takes long. Computing lo
 its speed by which steps were slower, and a sum is slowed by the factor by which it took longer.
 Sums of a single number are timed in the same way. The time by which they are longer than the factor
 says is the extra cost of a sum that a thread executes. Each message of a gradient except the last
-has this cost. Each number is the mean over the workers, then the median over the
-repetitions. The cause may be any shared resource: cores, caches, or the operating system's work for
-a link.
+has this cost. Each number is the mean over the workers, then the median over the repetitions. The
+cause may be any shared resource: cores, caches, or the operating system's work for a link.
 
 `ashl.overlap.timeline` uses these numbers to plan messages.
 
