@@ -694,7 +694,7 @@ def compute_merge(stage: StageConfig, state: PeerState, update: Any, progress: P
 # communication capability", IJHPCA 2013; an all-reduce that continues as in Horovod Elastic.
 
 
-# state that all workers have in common, beside the model
+# fields of `PeerState` that are equal on all workers, beside the model
 COMMON = (
     "progress",
     "pending_rest",

@@ -410,11 +410,9 @@ class Anchor(NamedTuple):
 
 def trainer_of(stage: StageConfig, state: Any) -> Any:
     """Return the trainer of a worker, which may use the data of failed workers, too."""
-    return (
-        stage.trainer.redistribute(frozenset(state.covered_workers))
-        if state.covered_workers
-        else stage.trainer
-    )
+    if not state.covered_workers:
+        return stage.trainer
+    return stage.trainer.redistribute(frozenset(state.covered_workers))
 
 
 def next_batch(state: Any) -> tuple[int, range]:
