@@ -77,6 +77,7 @@ class Contract:
         cls._strict = cls._strict if strict is None else strict
 
 
+@cache  # a class is checked once
 def refuse_wrong_hooks(cls: type[Contract], where: str) -> None:
     """Refuse a class with an unknown hook, a hook of the wrong form, or a missing value.
 

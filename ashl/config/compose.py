@@ -5,11 +5,12 @@ latter lacks does not exist, whether it was mistyped on the command line, forced
 written in a preset.
 """
 
+import re
 import shlex
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ashl.config.catalog import (
@@ -32,6 +33,7 @@ from ashl.config.catalog import (
     nearest_name,
     parameters,
     parents,
+    read_text,
     unknown_name_error,
 )
 from ashl.config.construct import import_target
@@ -47,11 +49,8 @@ LINKS = (
     "intra_node_bandwidth_mbit_s",
     "intra_node_latency_s",
 )
-CHOOSERS = ("dataset", "schedule")  # groups whose options may choose options of other groups
+CHOOSERS = (*PRESETS, "dataset", "schedule")  # groups whose options may choose those of others
 MAX_VALUES = 10_000  # maximum number of values of one key in a sweep
-
-# Hydra's composition of each shipped (group, option), which never changes
-_COMPOSED: dict[tuple[str, str], DictConfig] = {}
 
 # Hydra 1.3 warns without version_base, Hydra 1.4 warns with it.
 VERSION_BASE = (
@@ -87,14 +86,14 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     for key in keys:
         if config_dir and (config_dir / key).is_dir():
             raise unknown_name_error("group", key, known)
-    composed = _compose_shipped if config_dir is None else partial(_compose, config_dir=config_dir)
     with _convert_errors(known, config_dir or CONF):
-        chosen, choices = composed(groups)
+        chosen, choices = _compose(groups, config_dir, known)
         config = _set_values(chosen, values)
         presets = [group for group in PRESETS if group in choices]
         source = "".join(f"{group}={choices[group]}: " for group in presets)
         if presets:
-            chosen, _ = composed(tuple(f"{g}={o}" for g, o in choices.items() if g not in PRESETS))
+            own = tuple(f"{g}={o}" for g, o in choices.items() if g not in PRESETS)
+            chosen, _ = _compose(own, config_dir, known)
         before = None
         if values or presets:
             unchanged = _to_dict(chosen)
@@ -221,27 +220,60 @@ def _convert_errors(known: Catalog, folder: Path) -> Generator[None]:
         ) from error
 
 
-@lru_cache(maxsize=256)
-def _compose_shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """Return the composition of shipped options, cached.
+def _compose(
+    options: tuple[str, ...], config_dir: Path | None, known: Catalog
+) -> tuple[DictConfig, dict[str, str]]:
+    """Return the composition of these options, and the final option of each group.
 
-    It is composed once for all settings of a sweep that differ only in values. If each option has
-    been part of a composition before, the result is assembled from these: Hydra takes ten times as
-    long.
+    Hydra composes the options that may choose options of other groups, and takes most of the time.
+    Each of the others is the content of its file. With a preset, or such an option of the user's
+    own, Hydra composes all of them.
     """
     choices = dict(option.split("=", 1) for option in options)
-    if not choices.keys().isdisjoint(PRESETS):
-        return _compose(options, None)
-    choosing = tuple(option for option in options if option.partition("=")[0] in CHOOSERS)
-    if choosing != options and choices.items() <= _COMPOSED.keys():
-        config, chosen = _compose_shipped(choosing)
-        config = deepcopy(config)
-        for group, option in choices.items():
-            config[group] = _COMPOSED[group, option]
-        return config, chosen | choices
-    config, chosen = _compose(options, None)
-    _COMPOSED.update(((group, option), config[group]) for group, option in chosen.items())
-    return config, chosen
+    files = {group: known[group][option] for group, option in choices.items()}
+    loaded = {
+        group: _load_option(file, file.stat().st_mtime_ns)
+        for group, file in files.items()
+        if group not in CHOOSERS
+    }
+    others = [group for group in choices if loaded.get(group) is None]
+    if any(group in PRESETS or files[group].parent.parent != CONF for group in others):
+        return _compose_by_hydra(options, config_dir)
+    shipped, chosen = _compose_shipped(tuple(f"{group}={choices[group]}" for group in others))
+    config = deepcopy(shipped)
+    for group, values in loaded.items():
+        if values is not None:
+            check_keys(files[group])
+            config[group] = values
+    return config, chosen | choices
+
+
+@lru_cache(maxsize=256)
+def _compose_shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
+    return _compose_by_hydra(options, None)
+
+
+@lru_cache(maxsize=1024)
+def _load_option(file: Path, changed_ns: int) -> DictConfig | None:
+    """Return the values of an option's file, merged with those of the options that it starts from,
+    as Hydra merges them; None for a file that only Hydra can compose.
+
+    Args: `changed_ns` is the time of its last change.
+    """
+    if re.search("@|_global_|override", read_text(file)):
+        return None
+    values = OmegaConf.load(file)
+    if not isinstance(values, DictConfig) or not values:
+        return None
+    names = values.pop("defaults", ListConfig([]))
+    if not isinstance(names, ListConfig) or any("/" in str(name) for name in names):
+        return None
+    bases = [_load_option(base, base.stat().st_mtime_ns) for base in parents(file)]
+    if len(bases) != len(names) or None in bases:
+        return None
+    merged = OmegaConf.merge(*(base for base in bases if base is not None), values)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _set_values(config: DictConfig, values: Sequence[Override]) -> DictConfig:
@@ -260,7 +292,9 @@ def _set_values(config: DictConfig, values: Sequence[Override]) -> DictConfig:
     return changed
 
 
-def _compose(options: Sequence[str], config_dir: Path | None) -> tuple[DictConfig, dict[str, str]]:
+def _compose_by_hydra(
+    options: Sequence[str], config_dir: Path | None
+) -> tuple[DictConfig, dict[str, str]]:
     """Return one composition by Hydra, and the final option of each group."""
     path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'") if config_dir else ""
     search = [f"hydra.searchpath=['file://{path}']"] if config_dir else []
