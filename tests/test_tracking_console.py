@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ashl.run.monitor import make_frame
-from ashl.runtime.records import Heartbeat
+from ashl.runtime.records import Counts, Heartbeat
 from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import console as screen
 from ashl.tracking.console import Frame, Progress, WorkerFrame, describe_duration, print_outcome
@@ -231,10 +231,34 @@ def test_numbers_as_people_write_them():
 def test_how_long_processes_took_to_start_does_not_count(virtual: bool, eta_s: float) -> None:
     """A quarter of 8 s is done, 10 s after the command was typed."""
     beat = Heartbeat(0, 2 * 10**9, 5, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
-    shown = make_frame(
-        planned("sync=bsp", "stop.seconds=8"), 0, None, [beat], (), 1437, None, None, 10.0, virtual
-    )
+    shown = frame_of(None, [beat], virtual)
     assert shown.eta_host_s == eta_s
+
+
+@pytest.mark.parametrize(("has_server", "commits"), [(True, 8), (False, 2)])
+def test_a_frame_counts_commits_as_the_summary_does(has_server: bool, commits: int) -> None:
+    zeros = [0] * 4
+    counts = Counts(8, 256, 2, [2] * 4, [2] * 4, *([zeros] * 3), 0, None, None, 1.0, None)
+    assert frame_of(counts, [], has_server=has_server).commits == commits
+
+
+def frame_of(
+    counts: Counts | None, beats: list[Heartbeat], virtual: bool = True, has_server: bool = True
+) -> Frame:
+    """Return a frame of a run of 8 s whose command was typed 10 s ago."""
+    return make_frame(
+        planned("sync=bsp", "stop.seconds=8"),
+        0,
+        counts,
+        beats,
+        (),
+        1437,
+        None,
+        None,
+        10.0,
+        virtual,
+        has_server,
+    )
 
 
 def test_the_time_of_a_run_says_what_it_counts() -> None:

@@ -137,6 +137,11 @@ class Job:
     learner: Learner
     stages: tuple[StageConfig, ...]
 
+    @property
+    def has_server(self) -> bool:
+        """Return True if a server holds the model. All stages have the same topology."""
+        return self.stages[0].topology.has_server
+
 
 def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> Profile | None:
     """Return the profile of a cluster's declared costs; None if a cost is not declared."""

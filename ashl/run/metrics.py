@@ -22,11 +22,14 @@ def metrics_line(
     host_s: float,
     workers: Sequence[Mapping[str, Any]],
     extra: dict[str, float],
+    *,
+    has_server: bool,
 ) -> dict[str, Any]:
     """Return the line of one evaluation.
 
     Args: time_s, on the run's clock; host_s, host seconds; workers, by worker its `rank`, `wait_s`,
-    `bytes_up` and `bytes_down`; extra, metrics beside those that every run has.
+    `bytes_up` and `bytes_down`; extra, metrics beside those that every run has; has_server, True if
+    a server holds the model (it decides the meaning of `commits`).
     """
     waited = sum(worker["wait_s"] for worker in workers)
     up = sum(worker["bytes_up"] for worker in workers)
@@ -37,9 +40,9 @@ def metrics_line(
         # experiment's clock and host time, seconds
         "time_s": time_s,
         "host_s": host_s,
-        # totals over the workers up to the evaluation
+        # totals up to the evaluation; `commits` counts as in `summary.json`
         "step": counts.steps,
-        "commits": pushes,
+        "commits": counts.count_commits(has_server),
         "samples": counts.samples,
         "bytes_up": up,
         "bytes_down": down,

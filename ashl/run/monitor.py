@@ -405,7 +405,15 @@ class Monitor:
             extra["perf/comm_hidden_share"] = hidden
         if own := self.own_metric(found):
             extra = {f"test/{own[0]}": own[1], **extra}
-        return metrics_line(counts, found, time_s, self.host_s, workers, extra)
+        return metrics_line(
+            counts,
+            found,
+            time_s,
+            self.host_s,
+            workers,
+            extra,
+            has_server=self.job.has_server,
+        )
 
     def own_metric(self, found: Evaluation) -> tuple[str, float] | None:
         """Return the task's metric and its value; None if there is none or it is the accuracy."""
@@ -484,6 +492,7 @@ class Monitor:
             found and self.own_metric(found),
             host_s,
             virtual=self.read_heartbeats is not None,
+            has_server=self.job.has_server,
         )
         self.progress.update(frame._replace(straggler=describe_straggler(self.stragglers.found)))
 
@@ -520,11 +529,13 @@ def make_frame(
     metric: tuple[str, float] | None,
     host_s: float,
     virtual: bool,
+    has_server: bool,
 ) -> Frame:
     """Make one frame of the progress table.
 
     Args: ended, the number of stages that have ended; failed, workers that have not rejoined;
-    found and metric, of the latest evaluation; virtual, True in virtual time.
+    found and metric, of the latest evaluation; virtual, True in virtual time; has_server, True if a
+    server holds the model.
     """
     time_s = max((beat.time_ns for beat in beats), default=0) / 1e9
     done = share_done(plan.limits, counts, time_s, epoch_samples)
@@ -549,7 +560,7 @@ def make_frame(
         host_s=host_s,
         stage=plan.stages[min(ended, len(plan.stages) - 1)].name,
         steps=counts.steps if counts else 0,
-        commits=sum(counts.commits) if counts else 0,
+        commits=counts.count_commits(has_server) if counts else 0,
         loss=counts.loss if counts else None,
         accuracy=found.test_accuracy if found else None,
         metric=metric,

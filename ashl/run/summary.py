@@ -72,7 +72,7 @@ def summarise(
         for rank in range(n)
     ]
     time_s = time_ns / 1e9
-    server = monitor.job.stages[0].topology.has_server
+    has_server = monitor.job.has_server
     last = run_state.evaluations[-1] if run_state.evaluations else None
     best = best_of(run_state.evaluations)
     return {
@@ -104,7 +104,7 @@ def summarise(
         # then), `failure`, `diverged`; steps that a region of HALoS dropped are not in it
         "dropped_for": counts.dropped_for or {},
         # pushes that became part of the model, and their samples; without a server, merges
-        "commits": sum(counts.commits) if server else counts.merges,
+        "commits": counts.count_commits(has_server),
         "samples": counts.samples,
         # per second of `time_s`
         "steps_per_s": counts.steps / time_s if time_s else None,
@@ -133,7 +133,7 @@ def summarise(
         # others waited, on average); otherwise null
         "straggler": find_straggler(training_rows(monitor, workers), time_s),
         # largest lead, in commits, at which a worker was allowed to proceed; null without a server
-        "max_lead": counts.max_lead if server else None,
+        "max_lead": counts.max_lead if has_server else None,
         # groups that had to wait for another one; null except for partial all-reduce
         "conflicts": counts.conflicts,
         # last evaluation: `train_loss`, `test_loss`, `test_accuracy`, `test_metric`,
@@ -220,7 +220,8 @@ def worker_summary(
     return {
         # rank of the worker
         "rank": rank,
-        # counted steps, commits, and dropped steps
+        # counted steps; pushes (without a server, rounds) of the worker that became part of the
+        # model; dropped steps
         "steps": counts.steps_by[rank],
         "commits": commits,
         "dropped": counts.dropped_by[rank],
@@ -265,6 +266,7 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
     waited_before = [0.0] * len(workers)
     before = zero_counts(len(workers))
     boundaries = monitor.run_state.boundaries
+    has_server = monitor.job.has_server
     for end in monitor.run_state.stages:
         plan = monitor.plan.stages[end.stage]
         seconds = (end.end_ns - start_ns) / 1e9
@@ -286,9 +288,11 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
                 "local_steps": [worker.local_steps for worker in plan.workers],
                 "data_share": [worker.data_share for worker in plan.workers],
                 "compression_ratio": [worker.compression_ratio for worker in plan.workers],
-                # counted steps and commits of the stage, and its rate
+                # steps and commits of the stage, counted as those of the run, and its rate
                 "steps": steps,
-                "commits": sum(end.counts.commits) - sum(before.commits),
+                "commits": (
+                    end.counts.count_commits(has_server) - before.count_commits(has_server)
+                ),
                 "steps_per_s": steps / seconds if seconds else None,
                 # time that workers waited, as a fraction and in seconds by worker
                 "wait_share": sum(wait_s) / (len(workers) * seconds) if seconds else None,

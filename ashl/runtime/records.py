@@ -37,15 +37,16 @@ class Counts(NamedTuple):
     worker, and copies.
     """
 
-    steps: int
-    samples: int
-    merges: int
+    steps: int  # of all workers, that are part of the model
+    samples: int  # of these steps
+    merges: int  # changes of the model
+    # pushes that became part of the model; without a server, rounds
     commits: list[int]
-    steps_by: list[int]
-    dropped_by: list[int]
-    stale_sum: list[int]
-    stale_max: list[int]
-    max_lead: int
+    steps_by: list[int]  # steps that are part of the model
+    dropped_by: list[int]  # steps that are part of no model
+    stale_sum: list[int]  # sum over its pushes of their staleness, in merges
+    stale_max: list[int]  # largest staleness of its pushes, in merges
+    max_lead: int  # largest lead, in commits, at which a worker was allowed to proceed
     # groups that each worker has averaged in, where workers meet in groups; else None
     groups: list[int] | None
     conflicts: int | None  # groups that had to wait for another group
@@ -53,6 +54,12 @@ class Counts(NamedTuple):
     diverged: Text | None
     # steps that are part of no model, by reason, as far as known
     dropped_for: dict[Text, int] | None = None
+
+    def count_commits(self, has_server: bool) -> int:
+        """Return the commits of the run: pushes that became part of the model. Without a server
+        there are no pushes, and merges are counted.
+        """
+        return sum(self.commits) if has_server else self.merges
 
 
 class Measured(NamedTuple):

@@ -452,7 +452,7 @@ class StopCriteria:
 
     def evaluation_due(self, progress: RunProgress, last: ProgressMark, now_s: float) -> bool:
         """Return True if an evaluation is due after the last one: every `eval.every_s` seconds or
-        `eval.every_commits` commits, else once per epoch.
+        `eval.every_commits` commits of workers, else once per epoch.
         """
         limits = self.limits
         if limits.eval_every_s is not None:

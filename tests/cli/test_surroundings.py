@@ -212,10 +212,15 @@ def test_what_is_left_over_of_a_job(monkeypatch) -> None:
 # --- runs that are killed or interrupted
 
 
-def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workplace, capsys) -> None:
+@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(
+    topology: str, workplace, capsys
+) -> None:
+    """The summary from the records has the values of the run's own, also in its `commits`."""
     sim = [
         "runtime=sim",
         "sync=bsp",
+        f"topology={topology}",
         "stop.steps=80",
         "tracking=none",
         "eval.every_commits=5",
@@ -224,6 +229,9 @@ def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workpla
     assert main(["train", "-q", *sim]) == 0
     run = workplace / "run"
     whole = jsonl.read_json(run / "summary.json")
+    assert whole["commits"] == (80 if topology == "parameter_server" else 20)
+    assert [stage["commits"] for stage in whole["stages"]] == [whole["commits"]]
+    assert [worker["commits"] for worker in whole["workers"]] == [20] * 4
     (run / "summary.json").unlink()
     with open(run / "metrics.jsonl", "rb") as file:
         jsonl.lock(file)
@@ -239,6 +247,7 @@ def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workpla
         "time_kind",
         "num_workers",
         "steps",
+        "commits",
         "samples",
         "wait_share",
     } <= {*same}
