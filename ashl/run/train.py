@@ -34,7 +34,7 @@ from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
-from ashl.run.host_time import host_here_s
+from ashl.run.host_time import predict_host_s_here
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import log_level, logging_to, show_title
 from ashl.run.rescaling import Origin
@@ -410,24 +410,21 @@ def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
 
 
 class DryRun(NamedTuple):
-    """The plan of a run, and the longest time that this machine needs for it.
-
-    `epoch_samples` is the number of training samples. `host_s` is the seconds for a run in virtual
-    time, else None. `leads` is False in the processes of a job that print nothing: all except
-    process 0.
-    """
+    """The plan of a run, and the predicted time that this machine needs for it."""
 
     plan: Plan
-    epoch_samples: int
+    epoch_samples: int  # number of training samples
+    # predicted host seconds of a run in virtual time that no target ends; else None
     host_s: float | None
-    leads: bool
+    leads: bool  # False in the processes of a job that print nothing: all except process 0
 
     def show(self) -> None:
         """Print the stages with their predicted times."""
         console = Console(highlight=False)
         print_forecast(console, self.plan, self.epoch_samples)
         if self.host_s is not None:
-            console.print(f"on this machine about {seconds(self.host_s)} at most")
+            text = f"on this machine about {seconds(self.host_s)}, less if a target ends the run"
+            console.print(text, soft_wrap=True)
 
     def document(self) -> dict[str, Any]:
         """Return the plan as in plan.json, and the seconds on this machine."""
@@ -447,7 +444,7 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
     leads = membership is None or membership.rank == 0
     host_s = None
     if leads and is_virtual(config):
-        host_s = host_here_s(PreparedPlan(plan, parts, data))
+        host_s = predict_host_s_here(PreparedPlan(plan, parts, data))
     return DryRun(plan, len(data.train), host_s, leads)
 
 

@@ -27,7 +27,7 @@ from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import group_skipped, read_study
 from ashl.report.settings import find_label, usual_baseline
-from ashl.run.host_time import Costs, host_s, measured_costs
+from ashl.run.host_time import Costs, measure_costs, predict_host_s
 from ashl.run.train import RUNS, is_virtual
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.study.grid import Grid, Setting, label
@@ -426,8 +426,8 @@ def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None
     if forecast["host_s"] is not None:
         together = f", {forecast['at_once']} at a time" if forecast["at_once"] > 1 else ""
         runs = f"{missing} run{'s' * (missing != 1)}"
-        text = f"on this machine about {seconds(forecast['host_s'])} at most for {runs}{together}"
-        console.print(text, soft_wrap=True)
+        about = f"on this machine about {seconds(forecast['host_s'])} for {runs}{together}"
+        console.print(f"{about}, less if a target ends a run", soft_wrap=True)
 
 
 def forecast_of(
@@ -446,7 +446,7 @@ def forecast_of(
 
 
 def host_time_s(missing: Sequence[Setting], at_once: int) -> float | None:
-    """Return the seconds that this machine needs for the missing runs; None if that is unknown."""
+    """Predict the host seconds of the missing runs, if no target ends one; None if unknown."""
     if not missing or not all(is_virtual(setting.config) for setting in missing):
         return None
     costs, total_s = dict[str, Costs | None](), 0.0
@@ -455,9 +455,11 @@ def host_time_s(missing: Sequence[Setting], at_once: int) -> float | None:
         for kind, setting in zip(kinds, missing, strict=True):
             if kind not in costs:
                 counting.update(len(costs), len(set(kinds)))
-                costs[kind] = measured_costs(prepare_plan(setting.config, None, setting.overrides))
+                costs[kind] = measure_costs(prepare_plan(setting.config, None, setting.overrides))
             found = costs[kind]
-            own_s = None if found is None or setting.plan is None else host_s(setting.plan, found)
+            if found is None or setting.plan is None:
+                return None
+            own_s = predict_host_s(setting.plan, found)
             if own_s is None:
                 return None
             total_s += own_s

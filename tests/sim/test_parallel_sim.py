@@ -11,7 +11,12 @@ from ashl.cli.app import main
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.runtime.effects import Compute
-from ashl.runtime.parallel_sim import TRIED, WORTH_S, ParallelCompute, use_cores
+from ashl.runtime.parallel_sim import (
+    MIN_PARALLEL_S,
+    TIMED_COMPUTATIONS,
+    ParallelCompute,
+    use_cores,
+)
 
 RUN = (
     "runtime=sim tracking=none cluster.compute=[1,2,3] stop.steps=60 model.hidden=[16]"
@@ -81,15 +86,15 @@ def test_one_core_where_the_model_draws_from_the_only_generator() -> None:
         assert Simulation.begin_compute is None
 
 
-@pytest.mark.parametrize(("takes_s", "elsewhere"), [(0.0, False), (2 * WORTH_S, True)])
+@pytest.mark.parametrize(("takes_s", "elsewhere"), [(0.0, False), (2 * MIN_PARALLEL_S, True)])
 def test_short_steps_are_not_handed_over_by_themselves(takes_s: float, elsewhere: bool) -> None:
     class Pool:
         def submit(self, fn):
             return "begun"
 
-    ahead = ParallelCompute(Pool, TRIED)
+    ahead = ParallelCompute(Pool, TIMED_COMPUTATIONS)
     effect = Compute(lambda: time.sleep(takes_s), 1)
-    assert [ahead(effect) for _ in range(TRIED)] == [None] * TRIED
+    assert [ahead(effect) for _ in range(TIMED_COMPUTATIONS)] == [None] * TIMED_COMPUTATIONS
     assert ahead(effect) == ("begun" if elsewhere else None)
     assert ahead(Compute(lambda: "merged", 1, "apply")) == "merged"
 

@@ -2,14 +2,17 @@
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ashl.cli.app import main
+from ashl.run.host_time import RunLength, predict_length
 from ashl.tracking.counting import Counting
 from ashl.tracking.sweep_progress import Running, SweepProgress, progress_of
+from tests.support import planned
 
 LABELS = [
     "sync=bsp",
@@ -67,10 +70,12 @@ def test_how_far_a_run_is_follows_its_nearest_limit() -> None:
 def test_a_dry_run_says_host_time(workplace: Path, capsys: pytest.CaptureFixture) -> None:
     base = ["runtime=sim", "model.hidden=[8]", "stop.epochs=2", "tracking=none", "--dry-run"]
     assert main(["train", *base]) == 0
-    assert re.search(r"^on this machine about \S+ s at most$", capsys.readouterr().out, re.M)
+    single = r"^on this machine about \S+ s, less if a target ends the run$"
+    assert re.search(single, capsys.readouterr().out, re.M)
     assert main(["sweep", *base, "sync=bsp,asp", "seed=0,1", "--jobs", "2"]) == 0
     out = capsys.readouterr().out
-    total = re.search(r"^on this machine about (\S+) s at most for 4 runs, 2 at a time$", out, re.M)
+    about = r"^on this machine about (\S+) s for 4 runs, 2 at a time, less if a target ends a run$"
+    total = re.search(about, out, re.M)
     assert total
     assert 2 * 0.7 <= float(total[1]) < 20  # the starts alone take this long
     assert (
@@ -79,6 +84,19 @@ def test_a_dry_run_says_host_time(workplace: Path, capsys: pytest.CaptureFixture
     assert "on this machine" not in capsys.readouterr().out  # a real run is on one clock
     assert main(["train", *base, "runtime.gradients=false", "sync=asp", "schedule=single"]) == 0
     assert "on this machine" not in capsys.readouterr().out  # nothing is computed
+
+
+def test_the_fastest_stage_bounds_the_steps_and_the_slowest_one_the_time() -> None:
+    plan = planned("sync=asp", "stop.seconds=8", "stop.steps=100")
+    fast, slow = (replace(plan.stages[0], predicted_steps_per_s=rate) for rate in (10.0, 5.0))
+    plan = replace(plan, stages=(fast, slow))
+    assert predict_length(plan, 1437) == RunLength(80.0, 8.0)
+    sooner = replace(plan, limits=replace(plan.limits, steps=20))
+    assert predict_length(sooner, 1437) == RunLength(20, 4.0)
+    unknown = replace(plan, stages=(replace(slow, predicted_steps_per_s=None),))
+    assert predict_length(unknown, 1437) == RunLength(100, None)
+    endless = replace(unknown, limits=replace(plan.limits, steps=None))
+    assert predict_length(endless, 1437) is None
 
 
 def test_progress_in_a_pipe_is_a_line_every_two_seconds(
