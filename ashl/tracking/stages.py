@@ -10,27 +10,31 @@ REASONS = {  # why steps are part of no model, by the key in summary.json
     "failure": "were of failed workers",
     "diverged": "came after the divergence",
 }
-RULES = {  # by the rule that ends a stage: the text if it was met, and if not
+# by the rule that ends a stage: the text if it was met, and if not; see `describe_rule`
+RULES = {
     "loss": (
-        "the running training loss fell to {}",
-        "the running training loss did not fall to {}",
+        "the running training loss fell to {bound}",
+        "the running training loss did not fall to {bound}",
     ),
-    "evaluated_loss": ("the loss fell to {}", "the loss did not fall to {}"),
-    "accuracy": ("the accuracy rose to {}", "the accuracy did not rise to {}"),
+    "evaluated_loss": ("the loss fell to {bound}", "the loss did not fall to {bound}"),
+    "accuracy": ("the accuracy rose to {bound}", "the accuracy did not rise to {bound}"),
     "rises": (
-        "the training loss rose in {} evaluations",
-        "the training loss did not rise in {} evaluations",
+        "the training loss rose in {bound} evaluation{s}",
+        "the training loss did not rise in {bound} evaluation{s}",
     ),
     "plateau": (
-        "the running loss had not fallen by 1 % for {} commits per worker",
-        "the running loss was never {} commits per worker without falling by 1 %",
+        "the running loss had not fallen by 1 % for {bound} commit{s} per worker",
+        "the running loss was never {bound} commit{s} per worker without falling by 1 %",
     ),
-    "epochs": ("its {} epochs were over", "the run ended before {} epochs of the stage before"),
+    "epochs": (
+        "its {bound} epoch{s} {were} over",
+        "the run ended before {bound} epoch{s} of the stage before",
+    ),
     "commits": (
-        "its {} commits per worker were over",
-        "the run ended before {} commits per worker",
+        "its {bound} commit{s} per worker {were} over",
+        "the run ended before {bound} commit{s} per worker",
     ),
-    "seconds": ("its {} s were over", "the run ended within {} s of the stage before"),
+    "seconds": ("its {bound} s were over", "the run ended within {bound} s of the stage before"),
 }
 ENDS = {
     "profiled": "everything was measured",
@@ -49,8 +53,15 @@ def explain_end(stage: Mapping[str, Any]) -> str:
     """Explain why a stage of `summary.json` ended."""
     rule, until = stage.get("exit_reason") or "", stage.get("until") or {}
     if rule in until:
-        return RULES[rule][0].format(f"{until[rule]:g}")
+        return describe_rule(rule, until[rule], met=True)
     return ENDS.get(rule, rule or "-")
+
+
+def describe_rule(rule: str, bound: float, met: bool) -> str:
+    """Describe in words that the rule of a stage's end was met, or that it was not."""
+    one = bound == 1
+    text = RULES[rule][0 if met else 1]
+    return text.format(bound=f"{bound:g}", s="" if one else "s", were="was" if one else "were")
 
 
 def explain_missing_stages(stages: Sequence[Mapping[str, Any]]) -> str:
@@ -58,10 +69,10 @@ def explain_missing_stages(stages: Sequence[Mapping[str, Any]]) -> str:
     names = ", ".join(str(stage["name"]) for stage in stages)
     missing = list[str]()
     for rule, bound in stages[0]["until"].items():
-        text = RULES[rule][1].format(f"{bound:g}")
+        text = describe_rule(rule, bound, met=False)
         best = stages[0]["best"].get(rule)
         if best is not None and (best <= bound if rule == "evaluated_loss" else best >= bound):
-            text = f"{RULES[rule][0].format(f'{bound:g}')} only when the run was about to end"
+            text = f"{describe_rule(rule, bound, met=True)} only when the run was about to end"
         elif rule in EVALUATED:
             text += (
                 " (it was not evaluated; set eval.every_s)"

@@ -49,6 +49,19 @@ def test_a_run_that_learns_nothing_ends_by_patience(overrides: str, workplace) -
     assert len(rows) - 1 - best >= 2
 
 
+@pytest.mark.parametrize(
+    ("until", "text"),
+    [
+        ({"rises": 1}, "the training loss rose in 1 evaluation"),
+        ({"rises": 2}, "the training loss rose in 2 evaluations"),
+        ({"epochs": 1.0}, "its 1 epoch was over"),
+        ({"commits": 0.5}, "its 0.5 commits per worker were over"),
+    ],
+)
+def test_the_end_of_a_stage_is_in_the_singular_for_one(until: dict[str, float], text: str) -> None:
+    assert explain_end({"exit_reason": next(iter(until)), "until": until}) == text
+
+
 def test_without_a_gradient_there_is_nothing_to_wait_for(workplace, capsys) -> None:
     assert (
         main(
