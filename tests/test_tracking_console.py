@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ashl.run.monitor import make_frame
-from ashl.runtime.records import Counts, Heartbeat
+from ashl.run.metrics import CompressionStats
+from ashl.run.monitor import Monitor, MonitorState, make_frame
+from ashl.runtime.records import Counts, Heartbeat, StageEnd
 from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import console as screen
 from ashl.tracking.console import Frame, Progress, WorkerFrame, describe_duration, print_outcome
@@ -240,6 +241,21 @@ def test_a_frame_counts_commits_as_the_summary_does(has_server: bool, commits: i
     zeros = [0] * 4
     counts = Counts(8, 256, 2, [2] * 4, [2] * 4, *([zeros] * 3), 0, None, None, 1.0, None)
     assert frame_of(counts, [], has_server=has_server).commits == commits
+
+
+def test_a_resumed_run_shows_no_counts_before_its_lead_rank_has_resumed() -> None:
+    """The counts of a stage that ended before the checkpoint would be shown at the time 0."""
+    monitor = Monitor.__new__(Monitor)
+    zeros = [0]
+    counts = Counts(8, 256, 8, [8], [8], *([zeros] * 3), 0, None, None, 1.0, None)
+    monitor.run_state = MonitorState(CompressionStats(4), None)
+    monitor.run_state.stages = [StageEnd(0, 0, "first", "epochs", 10**9, counts)]
+    monitor.heartbeats, monitor.final = {}, None
+    assert (monitor.counts(), monitor.running_counts()) == (counts, None)
+    later = counts._replace(steps=9)
+    totals = dict.fromkeys(KINDS, 0)
+    monitor.heartbeats[0] = Heartbeat(0, 2 * 10**9, 9, 0, 1.0, totals, 0, 0, {}, later)
+    assert monitor.counts() == monitor.running_counts() == later
 
 
 def frame_of(

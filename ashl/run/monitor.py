@@ -448,11 +448,19 @@ class Monitor:
         ]
 
     def counts(self) -> Counts | None:
-        """Return the latest counts of the lead rank, or of the survivor in its place."""
+        """Return the latest counts of the lead rank, or of the survivor in its place. Before its
+        first heartbeat they are those of the last stage that ended; None if none has.
+        """
         stages = self.run_state.stages
+        return self.running_counts() or (stages[-1].counts if stages else None)
+
+    def running_counts(self) -> Counts | None:
+        """Return the counts of the last model, or of the latest heartbeat that has counts; None if
+        the lead rank has not begun or resumed its work.
+        """
         beats = sorted(self.heartbeats.values(), key=lambda beat: beat.time_ns)
         latest = next((beat.counts for beat in reversed(beats) if beat.counts), None)
-        return self.final or latest or (stages[-1].counts if stages else None)
+        return self.final or latest
 
     def watch_stragglers(self) -> None:
         """Warn once of each straggler, on processes only: virtual time has declared ones."""
@@ -484,7 +492,8 @@ class Monitor:
         frame = make_frame(
             self.plan,
             self.run_state.num_ended_stages,
-            self.counts(),
+            # those of a stage that ended before a resume would be shown at the time 0
+            self.running_counts(),
             self.workers(),
             self.current_outages.keys(),
             len(self.job.data.train),
