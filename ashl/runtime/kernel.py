@@ -1,9 +1,13 @@
 """Tasks and mailboxes, which both kernels share.
 
-A task is a coroutine with the effect that it is blocked in. `resume_task` gives it a result and
-returns its next effect. A mailbox holds the messages of one rank that no receive has taken yet, and
-the tasks that wait for one. After a peer has failed, a receive that depends on it raises
-PeerFailedError, or returns a message with the tag PEER_FAILED.
+A task is a coroutine with the effect that it is blocked in. `resume_task` gives it the result of
+that effect and returns its next effect. `TaskKernel` performs the effects that neither compute nor
+move data; each kernel performs the others. A mailbox holds the messages of one rank that no receive
+has taken yet, and the tasks that wait for one.
+
+After a peer has failed, messages of it that have arrived can still be received. Then a receive from
+this peer, or from any rank, raises PeerFailedError. A receive that also asks for the tag
+PEER_FAILED returns a message with this tag instead, once for each failure.
 """
 
 from __future__ import annotations
@@ -80,8 +84,10 @@ def describe_wait(effect: Any) -> str:
 
 
 def resume_task(task: Task, value: Any) -> Any:
-    """Resume a task with the result of what it awaited; returns its next effect, or None when it
-    has ended.
+    """Resume a task with the value of the effect that it awaited. Return its next effect, or None
+    if it has ended; its result is then in `task.result`.
+
+    Args: value, the value that the `await` returns. A PeerFailedError is raised there instead.
     """
     try:
         return (
@@ -94,7 +100,7 @@ def resume_task(task: Task, value: Any) -> Any:
 
 
 class TaskKernel(ABC):
-    """The part of a kernel that performs effects which move no data."""
+    """The part of a kernel that performs effects which neither compute nor move data."""
 
     @abstractmethod
     def mail_of(self, task: Task) -> Mailbox:
@@ -102,19 +108,27 @@ class TaskKernel(ABC):
 
     @abstractmethod
     def wake_at(self, time_ns: int, task: Task) -> None:
-        """Resume a task at this time."""
+        """Resume a task with None at this run time."""
 
     @abstractmethod
     def wake(self, task: Task, value: Any) -> None:
-        """Resume a task now, after all that is posted before."""
+        """Resume a task with this value at the present time, after all tasks and events that are
+        due already.
+        """
 
     @abstractmethod
     def save_rank(self, task: Task, save: Save) -> tuple[bool, Any]:
-        """Save the rank of a task; return as `perform_infrequent`."""
+        """Save the rank of a task in a checkpoint.
+
+        Returns: (True if the task blocks, value of the effect), as `perform_infrequent`.
+        """
 
     def perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
-        """Perform an effect that moves no data; return whether the task blocks, and the effect's
-        value.
+        """Perform an effect that neither computes nor moves data.
+
+        Returns: (True if the task blocks, value of the effect). The value of a task that blocks
+        comes later, by `wake` or `wake_at`.
+        Raises: TypeError if it is none of these effects.
         """
         if isinstance(effect, Sleep):
             self.wake_at(task.ctx.now_ns + round(effect.seconds * 1e9), task)
@@ -135,7 +149,9 @@ class TaskKernel(ABC):
         return False, None
 
     def cancel_task(self, task: Task) -> None:
-        """End a task where it is blocked."""
+        """End a task where it is blocked, with the result None. A task that has ended stays as it
+        is.
+        """
         if task.done:
             return
         waiters = self.mail_of(task).waiters
@@ -147,7 +163,7 @@ class TaskKernel(ABC):
         self.end_task(task)
 
     def end_task(self, task: Task) -> None:
-        """Resume the task that waits for the end of this one."""
+        """Resume the task that waits for the end of this one, if there is one, with its result."""
         if task.joiner is not None:
             self.wake(task.joiner, task.result)
 
@@ -155,19 +171,22 @@ class TaskKernel(ABC):
 class Mailbox:
     """Messages that have arrived at one rank, and the tasks that wait for one."""
 
-    __slots__ = ("arrived", "dropped", "failed_peers", "messages", "waiters")
+    __slots__ = ("arrived", "discarded", "failed_peers", "messages", "waiters")
 
     def __init__(self) -> None:
         # each with its number in order of arrival
         self.messages: dict[Tag, deque[tuple[int, Message]]] = {}
         self.arrived = 0  # number of the latest stored message
         self.waiters: list[Task] = []
-        self.dropped: set[Tag] = set()  # tags whose messages are deleted when they arrive
-        self.failed_peers: dict[int, PeerFailedError] = {}
+        # tags whose messages are deleted when they arrive, unless a task waits for them
+        self.discarded: set[Tag] = set()
+        self.failed_peers: dict[int, PeerFailedError] = {}  # by rank
 
     def receive(self, recv: Recv) -> Message | PeerFailedError | None:
-        """Return the first message that has already arrived and matches, else the failure of the
-        peer that it would come from, else None.
+        """Take the first message that has already arrived and matches.
+
+        Returns: the message. If there is none, the failure of a peer that it could come from,
+        unless the receive asks for the tag PEER_FAILED; else None: the task has to wait.
         """
         if self.messages and (message := self._pop_first(recv)) is not None:
             return message
@@ -205,8 +224,10 @@ class Mailbox:
         ]
 
     def put(self, message: Message) -> Task | None:
-        """Return the task that was waiting for the message; if there is none, store the message and
-        return None.
+        """Add a message that has arrived.
+
+        Returns: the task that was waiting for it, which the kernel has to resume with it. If there
+        is none, the message is stored (or deleted, if its tag is discarded), and None is returned.
         """
         tag, src = message.tag, message.src
         for i, task in enumerate(self.waiters):
@@ -214,7 +235,7 @@ class Mailbox:
             if (recv.src == ANY or recv.src == src) and tag in recv.tags:
                 del self.waiters[i]
                 return task
-        if tag not in self.dropped:
+        if tag not in self.discarded:
             self.arrived += 1
             queue = self.messages.get(tag)
             if queue is None:
@@ -223,13 +244,16 @@ class Mailbox:
         return None
 
     def mark_failed(
-        self, failure: PeerFailedError, since_ns: int
+        self, failure: PeerFailedError, failed_ns: int
     ) -> list[tuple[Task, Message | PeerFailedError]]:
-        """Record that a peer failed; return the tasks to resume, each with the value to resume it
-        with.
+        """Record that a peer has failed.
 
-        A task that asks for the tag PEER_FAILED receives a message. A receive that can no longer
-        end is resumed with the error.
+        Args: failed_ns, the run time of the failure; the message with the tag PEER_FAILED starts
+        then.
+        Returns: the tasks to resume, each with its value. Tasks that wait for this peer, or for any
+        rank, are resumed with the error. One task that asks for the tag PEER_FAILED is resumed with
+        the message; if none waits, the message is stored. A peer that is marked already changes
+        nothing.
         """
         if failure.rank in self.failed_peers:
             return []
@@ -241,7 +265,7 @@ class Mailbox:
             if task.waiting.src in peer and PEER_FAILED not in task.waiting.tags
         ]
         self.waiters = [task for task in self.waiters if task not in stuck]
-        message = Message(failure.rank, PEER_FAILED, None, (failure.incarnation,), since_ns)
+        message = Message(failure.rank, PEER_FAILED, None, (failure.incarnation,), failed_ns)
         resumed: list[tuple[Task, Message | PeerFailedError]] = [(task, failure) for task in stuck]
         if (task := self.put(message)) is not None:
             resumed.append((task, message))
@@ -259,11 +283,12 @@ class Mailbox:
         self.__init__()  # type: ignore[misc]
 
     def reset_after_pause(self, save: Save, is_strict: bool) -> None:
-        """Accept discarded tags again, because the loop begins again after this pause. Messages to
-        an earlier incarnation of this rank are deleted, as are requests to join, which are sent
-        again.
+        """Accept discarded tags again, because the loop begins again after this pause. Delete all
+        messages except those with the tag PEER_FAILED: requests to join, which are sent again, and
+        messages to an earlier incarnation of this rank.
 
-        Args: is_strict: True if no rank has failed, so that no message may remain.
+        Args: is_strict, True if no rank has failed in this run.
+        Raises: AssertionError if `is_strict` and a message of the stage remains.
         """
         remaining = self.messages.keys() - {PEER_FAILED, JOIN}
         assert not (remaining and is_strict), (
@@ -271,14 +296,15 @@ class Mailbox:
         )
         for tag in (*remaining, JOIN):
             self.messages.pop(tag, None)
-        self.dropped.clear()
+        self.discarded.clear()
 
     def discard(self, tags: tuple[Tag, ...]) -> None:
         """Delete messages with these tags, both arrived ones and future ones."""
-        self.dropped.update(tags)
+        self.discarded.update(tags)
         for tag in tags:
             self.messages.pop(tag, None)
 
 
 def deadline_ns(before_s: float) -> int:
+    """Return the run time in nanoseconds at which a receive gives up, from seconds (finite)."""
     return round(before_s * 1e9)

@@ -187,7 +187,7 @@ class TorchKernel(TaskKernel):
         if self._checkpoint_writer is not None:
             self._checkpoint_writer.save(self.ctx, save, self.throttle.speed, self._pauses)
             self.checkpoint_due_ns = self._next_due_ns(self.now_ns)
-        self._mail.dropped.clear()
+        self._mail.discarded.clear()
         self._pauses += 1
         early, self._early = self._early, []
         for received in early:
@@ -517,7 +517,7 @@ class TorchKernel(TaskKernel):
         return None
 
     def _perform(self, task: Task, effect: Any) -> tuple[bool, Any]:
-        """Perform an effect; return whether the task blocks, and the effect's value."""
+        """Perform an effect. Returns: (True if the task blocks, value of the effect)."""
         if isinstance(effect, fx.Compute):
             if self._live > 1 or self._unit.busy or effect.needs:
                 self._compute_on_thread(task, effect)

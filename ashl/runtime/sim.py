@@ -282,9 +282,10 @@ class Sim(TaskKernel):
                     return None
 
     def _compute(self, task: Task, effect: Compute) -> tuple[bool, Any]:
-        """Run a computation; return whether the task blocks, and the effect's value.
+        """Run a computation.
 
-        The value of a computation with needs is a generator of the effects that remain.
+        Returns: (True if the task blocks, value of the effect). The value of a computation with
+        needs is a generator of the effects that remain.
         """
         if effect.needs:
             return False, self._compute_with_needs(task, effect)
