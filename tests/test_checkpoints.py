@@ -349,7 +349,7 @@ def test_a_checkpoint_completes_while_a_worker_rejoins(tmp_path: Path) -> None:
     assert (found.absent, found.saved_ns(1)) == ([1], 3 * SECOND + 5)
     one = {"kind": "round", "rank": 1, "end_s": 2.5}
     rejoin = {"kind": "worker_rejoined", "rank": 1, "time_s": (3 * SECOND + 5) / 1e9}
-    kept = [checkpoints.is_earlier(found, "events.jsonl", record) for record in (one, rejoin)]
+    kept = [checkpoints.is_up_to(found, "events.jsonl", record) for record in (one, rejoin)]
     assert kept == [True, False]
     restored = checkpoints.read_monitor_state(found, NO_LIMITS)["run_state"].outages
     assert [outage.rejoined_ns for outage in restored] == [2 * SECOND, None]

@@ -13,8 +13,8 @@ rejoin: a resumed run begins with its rejoin. A pause that a failure has ended l
 is discarded once a later checkpoint is complete.
 
 On resume, records of later moments than the checkpoint are removed and written again. A checkpoint
-is resumed on the kernel that made it (`how`), unless it was made from a run with another number of
-workers (`ashl.run.rescaling`).
+is resumed on the kernel that made it. A checkpoint that `ashl.run.rescaling` has made, for another
+number of workers, can be resumed on both kernels.
 
 Source: coordinated checkpoints, Elnozahy et al., "A survey of rollback-recovery protocols in
 message-passing systems", ACM Computing Surveys 2002.
@@ -48,7 +48,10 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 18
 TRUNCATED = "truncated"  # manifest key: True once later records than the checkpoint are removed
-CHECKPOINT_KEYS = ("how", "time_ns", "sizes", "ranks_ns", "lead_ns", "absent")  # manifest keys
+# manifest keys, in the order of the fields of `Checkpoint`
+CHECKPOINT_KEYS = ("how", "time_ns", "sizes", "ranks_ns", "lead_ns", "absent")
+# values of `how`: a run in virtual time made the checkpoint, a run on processes, or
+# `ashl.run.rescaling`
 VIRTUAL, PROCESSES, RESCALED = "virtual", "processes", "rescaled"
 MONITOR = "monitor.safetensors"  # file of the monitor's state
 KEPT_CHECKPOINTS = 2  # checkpoints that are kept
@@ -69,6 +72,8 @@ class CheckpointManager:
     lead_rank: int | None = None
     # the parts that are there, by number of the checkpoint and by rank
     parts: dict[int, dict[int, CheckpointPartSaved]] = field(default_factory=dict)
+    # why the latest checkpoint that failed could not be written, which the user reads after the
+    # run; None if none has failed
     warning: str | None = None
 
     def add_part(self, record: CheckpointPartSaved, content: bytes | None = None) -> None:
@@ -92,7 +97,10 @@ class CheckpointManager:
                 self.write_checkpoint(number, parts, monitor)
 
     def write_part(self, record: CheckpointPartSaved, content: bytes) -> CheckpointPartSaved:
-        """Write a part that a rank has sent; return its record, with the hash or the error."""
+        """Write a part that a rank has sent.
+
+        Returns: its record, with the hash of the file or with the error.
+        """
         folder = rank_checkpoint.folder_of(self.run_dir, record.number)
         try:
             digest = rank_checkpoint.write(rank_checkpoint.part_of(folder, record.rank), content)
@@ -103,7 +111,11 @@ class CheckpointManager:
     def write_checkpoint(
         self, number: int, parts: Mapping[int, CheckpointPartSaved], monitor: Monitor
     ) -> None:
-        """Complete a checkpoint of which all parts are there, or discard it."""
+        """Complete a checkpoint of which all parts are there.
+
+        If a part could not be written, or if writing fails now, the checkpoint is deleted and
+        `warning` says why.
+        """
         folder = rank_checkpoint.folder_of(self.run_dir, number)
         times = {rank: part.time_ns for rank, part in parts.items()}
         time_ns = max(times.values())
@@ -140,12 +152,13 @@ def complete_checkpoint(
     files: Mapping[str, str],
     about: Mapping[str, Any],
 ) -> bool:
-    """Write the monitor's state and the manifest of a checkpoint, and delete older ones: all but
-    the last complete ones, of which `KEPT_CHECKPOINTS` are kept.
+    """Write the monitor's state and the manifest of a checkpoint. Then delete older folders, except
+    the newest complete checkpoints: `KEPT_CHECKPOINTS` with this one.
 
-    Args: files, the hash by name of the files that are there already; about, other manifest keys.
-    Returns: False if the run is about to stop, if its time is over, or if a stage has ended since;
-    then the checkpoint is deleted.
+    Args: files, the hash by name of the files that are there already; about, the manifest keys of
+    `CHECKPOINT_KEYS` except `sizes`.
+    Returns: True if the checkpoint is complete. False if the run is about to stop, if its time is
+    over, or if a stage has ended since; then the checkpoint is deleted.
     Raises: OSError, or RuntimeError (torch's error for a full disk), after this checkpoint is
     deleted.
     """
@@ -175,9 +188,9 @@ def complete_checkpoint(
 class Checkpoint(NamedTuple):
     """A checkpoint to resume from."""
 
-    number: int
+    number: int  # see `ashl.runtime.rank_checkpoint`
     folder: Path
-    how: str
+    how: str  # `VIRTUAL`, `PROCESSES` or `RESCALED`: what made it
     time_ns: int  # run time
     sizes: dict[str, int]  # bytes of each file of records at that time
     # by rank: run time of its part, or of the rejoin of an absent worker; None = not rejoined yet
@@ -197,7 +210,8 @@ class Checkpoint(NamedTuple):
 def find_newest(run_dir: Path, identity: str) -> Checkpoint:
     """Find the newest valid checkpoint of a run.
 
-    Raises: UsageError if there is none, or if it is of another run.
+    Args: identity, the hash that its configuration must have (`ashl.run.train.identity`).
+    Raises: UsageError if there is no valid checkpoint, or if the newest one has another identity.
     """
     broken: str | None = None
     for number in reversed(list_checkpoints(run_dir)):
@@ -236,9 +250,10 @@ class RestorePoint(NamedTuple):
 
 
 def restore_point_of(saved: Checkpoint | None, rank: int, totals: Heartbeat | None) -> RestorePoint:
-    """Return the point that a rank starts from.
+    """Return the point that a rank starts from: the beginning of the run without a checkpoint.
 
     Args: totals, of earlier incarnations, if the rank has failed before the checkpoint.
+    Raises: OSError if the rank's part cannot be read.
     """
     if saved is None:
         return RestorePoint()
@@ -250,17 +265,21 @@ def restore_point_of(saved: Checkpoint | None, rank: int, totals: Heartbeat | No
 
 
 def first_epoch(number: int, absent: Collection[int], num_workers: int) -> Epoch:
-    """Return the epoch with which a run begins, or is resumed: the next one if workers join.
+    """Return the epoch with which a run begins, or is resumed. Its members are all workers, in
+    their first incarnation.
 
-    Args: number: of a checkpoint of the present epoch.
+    Args: number, the number of the checkpoint, or of the next one (0 = a new run); absent, workers
+    without a part, which join. If there are any, the epoch is the one after that of the checkpoint.
     """
     workers = tuple(range(num_workers))
     return Epoch(number // PAUSES + bool(absent), workers, (0,) * num_workers)
 
 
 def refuse_other_kernel(run_dir: Path, saved: Checkpoint, *, virtual: bool) -> None:
-    """Raise UsageError unless the checkpoint was made where it is to be resumed: in virtual time,
-    or on processes.
+    """Raise UsageError if the checkpoint was made on the other kernel than that which resumes it. A
+    checkpoint that `ashl.run.rescaling` made fits both.
+
+    Args: virtual, True to resume in virtual time, False on processes.
     """
     if saved.how == (PROCESSES if virtual else VIRTUAL):
         began = "in virtual time" if saved.how == VIRTUAL else "on processes"
@@ -270,12 +289,13 @@ def refuse_other_kernel(run_dir: Path, saved: Checkpoint, *, virtual: bool) -> N
 
 
 def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
-    """Remove records of later moments than the checkpoint's; return the size of each file after
-    that.
+    """Remove records of later moments than the checkpoint's.
 
-    The manifest holds these sizes afterwards, since a run may be resumed from it more than once. If
-    this is interrupted it can be repeated: the shortened files lie in the checkpoint's folder until
-    the manifest says that they count, and only then replace the records.
+    The manifest holds the new sizes afterwards, since a run may be resumed from it more than once.
+    If this function is interrupted it can be repeated. The shortened files lie in the checkpoint's
+    folder until the manifest has their sizes; then they replace the records.
+    Returns: the size in bytes of each file. If a file is shorter than at the checkpoint, nothing is
+    removed, and the sizes are those at the checkpoint; opening the records with them fails.
     Raises: AshlError while another process writes the records; UsageError if a file is damaged.
     """
     with writing(run_dir, begins=True), jsonl.hold_lock(run_dir / METRICS):
@@ -286,7 +306,7 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
                 for name, size in saved.sizes.items()
             }
             if None in shortened.values():
-                return saved.sizes  # larger than the file, which opening the records rejects
+                return saved.sizes
             contents = {name: text for name, text in shortened.items() if text is not None}
             for name, text in contents.items():
                 (saved.folder / name).write_bytes(text)
@@ -306,7 +326,7 @@ def shorten_records(path: Path, size: int, saved: Checkpoint) -> bytes | None:
     Raises: UsageError if the file is damaged.
     """
     try:
-        return jsonl.filter_lines(path, size, partial(is_earlier, saved, path.name))
+        return jsonl.filter_lines(path, size, partial(is_up_to, saved, path.name))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path} is damaged, so the run cannot be resumed; start a new one from its weights:"
@@ -314,8 +334,12 @@ def shorten_records(path: Path, size: int, saved: Checkpoint) -> bytes | None:
         ) from error
 
 
-def is_earlier(saved: Checkpoint, name: str, record: Mapping[str, Any]) -> bool:
-    """Return True if a record is not later than the checkpoint."""
+def is_up_to(saved: Checkpoint, name: str, record: Mapping[str, Any]) -> bool:
+    """Return True if a line of the file `name` is not later than the checkpoint, so that it stays.
+
+    Metrics count up to `lead_ns`, and rounds, failures and rejoins up to the time of their rank's
+    part. Events of other kinds stay.
+    """
     if name == METRICS:
         return record["time_s"] * 1e9 <= saved.lead_ns + 1
     if record["kind"] not in ("round", *MEMBERSHIP):

@@ -1,11 +1,13 @@
 """Resume a run with another number of workers, in a run folder of its own.
 
-Rule: the newest valid checkpoint of the run (the origin) becomes checkpoint 0 of the new run.
-`ashl.topology.rescaling` makes the states of the new ranks. From there on the run is resumed as any
-other. Evaluations are copied. The origin's folder is not changed.
+Rule: checkpoint 0 of the new run is made from the newest valid checkpoint of the run to resume (the
+origin). `ashl.topology.rescaling` makes the states of the new ranks. From there on the run is
+resumed as any other. Evaluations are copied. The origin's folder is not changed.
 
-Each new worker has an equal part of the steps and bytes of all old ones, rounded down. Its time by
-class is the mean of theirs. Servers and coordinators share theirs likewise.
+Recorded counts of a rank (steps and bytes) are divided equally: each new worker has the sum over
+the old workers, divided by the number of new ones and rounded down. Its time by class is the mean
+of theirs. Servers and coordinators share theirs likewise. Failed workers of the origin have no
+part in this, and all new workers run.
 """
 
 from pathlib import Path
@@ -39,12 +41,13 @@ class Origin(NamedTuple):
     run_dir: Path
     saved: Checkpoint
     num_workers: int
-    lead: SavedRank  # the rank that counts progress: the lead rank, or a worker in its place
-    ranks: dict[int, SavedRank]  # without failed workers
+    # the rank that counts progress: the lead rank, or the lowest other one if it has failed
+    lead: SavedRank
+    ranks: dict[int, SavedRank]  # by rank, without failed workers
 
     @property
     def note(self) -> str:
-        """Return the note for the new plan."""
+        """Return the note of the new plan that names the origin and says what is reset."""
         return (
             f"resumes from {self.run_dir}, which had {self.num_workers} workers, at"
             f" {self.saved.time_ns / 1e9:.4g} s and step {self.lead.state.progress.steps:,}; each"
@@ -53,7 +56,9 @@ class Origin(NamedTuple):
 
 
 def rescales(config: dict[str, Any], run_dir: Path | None) -> bool:
-    """Return True if this configuration resumes that run with another number of workers."""
+    """Return True if this configuration resumes the run in `run_dir` with another number of
+    workers.
+    """
     return run_dir is not None and config.get(RESUMED) == str(run_dir.resolve())
 
 
@@ -61,8 +66,10 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     """Read the newest checkpoint of a run, to resume it with the number of workers of this plan.
 
     Args: identity, the hash that the checkpoint's configuration must have (`train.identity`).
-    Raises: UsageError if the run cannot be resumed with this number of workers; AshlError while
-    another process writes its records.
+    Raises: UsageError in five cases: there is no valid checkpoint; it is of another configuration;
+    it was made on the other kernel; the number of workers is the same; or the run is planned from
+    measurements, which exist only for its own workers. AshlError while another process writes the
+    records.
     Limits: a process that resumes the run in its own folder right after this check is not noticed.
     """
     # raises AshlError if another process holds a lock
@@ -98,7 +105,9 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
 def begin_rescaled_run(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Checkpoint:
     """Write checkpoint 0 of the new run, and restore its monitor and metrics from the origin.
 
-    Raises: AshlError if the checkpoint cannot be written.
+    Returns: that checkpoint, from which the run is resumed.
+    Raises: AshlError if the checkpoint cannot be written; UsageError if the origin's metrics are
+    missing or damaged.
     """
     restore_monitor(origin, plan, monitor)
     folder = rank_checkpoint.folder_of(monitor.recorder.run_dir, 0)
@@ -113,7 +122,10 @@ def begin_rescaled_run(origin: Origin, plan: Plan, monitor: Monitor, saving: Sav
 def write_first_checkpoint(
     folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Saving
 ) -> None:
-    """Write the checkpoint's parts for all ranks, the monitor's state and the manifest."""
+    """Write a checkpoint into `folder`: the parts of all ranks, the monitor's state, the manifest.
+
+    Raises: OSError, or RuntimeError (torch's error for a full disk).
+    """
     index, time_ns = origin.lead.stage, origin.saved.time_ns
     before = {rank: saved.state for rank, saved in origin.ranks.items()}
     states = rescale_states(monitor.job.stages[index], before, origin.lead.state, time_ns / 1e9)
@@ -172,8 +184,8 @@ def restore_monitor(origin: Origin, plan: Plan, monitor: Monitor) -> None:
 
 
 def share_of_contexts(ranks: list[SavedRank], shares: int, time_ns: int) -> dict[str, Any]:
-    """Return a rank context with an equal share of the steps and bytes of old ranks, and the means
-    of their times.
+    """Return the saved context of a new rank: an equal share of the recorded steps and bytes of old
+    ranks, and the mean of their times by class. The other values are those of the first old rank.
 
     Args: shares, number of new ranks among which steps and bytes are divided; time_ns, run time up
     to which the old ranks' time is attributed.

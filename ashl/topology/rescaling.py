@@ -1,13 +1,17 @@
 """Resume a run with another number of workers: states of the new ranks from those of the old ones.
 
-Rule: server state and counts are kept, and the state of each worker starts empty. Each rank begins
-the stage as a new run does, from one model: that of the server or of any all-reduce worker, the
-shards together, or the mean of all models under gossip and partial all-reduce. Under HALoS all
-regions begin at the global model. Each server keeps its model, outer moments, and the optimizer's
-moments if it steps on merged gradients; so do workers under all-reduce, where these are equal.
-Counts of all workers stay as they are, and counts by worker are distributed by data share. Each
-worker continues in its own data at the fraction that the run has covered of all data. The sync mode
-begins again.
+Rule: each rank begins the stage as a new run does, with one model and with the counts so far. The
+model is that of the server, all shards concatenated, or that of any all-reduce worker. Under gossip
+and partial all-reduce it is the mean of all workers' models. Under HALoS all regions begin at the
+global model.
+
+A server keeps its model and its outer moments. It also keeps the optimizer's moments if it steps on
+merged gradients. Workers under all-reduce, where these moments are equal, keep them as well. All
+other state of a worker (its own moments, compression) and of the sync mode starts empty.
+
+Totals stay as they are. Counts by worker (commits, steps, dropped steps, staleness) are the sum
+over the old workers, distributed by data share. Each worker continues in its own data at the
+fraction that the run has covered of all data.
 
 Limits: if a round has the same samples for any number of workers, a run without local momentum
 continues as with the old workers, up to rounding.
@@ -37,10 +41,11 @@ from ashl.topology.sharded_server import ShardedWorker, ShardState
 def rescale_states(
     stage: StageConfig, before: Mapping[int, Any], lead: Any, now_s: float
 ) -> list[Any]:
-    """Return the states of all ranks in this stage, which has another number of workers.
+    """Return the states of all ranks in this stage, which has another number of workers than
+    `before`: the workers in rank order, then the servers or the coordinator.
 
-    Args: before: states of the old run by rank, without failed workers; lead: the one of them that
-    counts the run's progress.
+    Args: before, states of the old run by rank, without failed workers; lead, the state of the rank
+    that counted progress in the old run; now_s, run time of the checkpoint, seconds.
     """
     old_workers = lead.progress.num_workers
     workers = [state for rank, state in sorted(before.items()) if rank < old_workers]
@@ -70,7 +75,7 @@ def rescale_states(
 def begin_worker(
     stage: StageConfig, rank: int, state: WorkerState, model: Any, progress: Progress
 ) -> None:
-    """Set the model and the counts of a worker."""
+    """Set the model and the counts of a worker, and its place in its own data."""
     state.params = model
     state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
     state.round, _ = progress.rounds_and_steps_of(rank)
@@ -84,7 +89,10 @@ def begin_worker(
 def continue_without_server(
     stage: StageConfig, rank: int, state: Any, before: Any, progress: Progress
 ) -> None:
-    """Let a worker that counts progress itself enter the stage."""
+    """Let a worker of a run without a server or a coordinator enter the stage. It counts progress.
+
+    Args: before, the state of the old rank that counted progress.
+    """
     state.evaluated = before.evaluated
     if isinstance(state, RoundState):
         state.enter(stage, members_of(stage), rank)
@@ -105,7 +113,10 @@ def continue_without_server(
 def continue_server(
     stage: StageConfig, place: int, state: Any, before: Any, progress: Progress
 ) -> None:
-    """Let a server or a coordinator enter the stage with its model, moments and these counts."""
+    """Let a server or a coordinator enter the stage with its model, moments and these counts.
+
+    Args: place, its number among the servers; before, its state in the old run.
+    """
     state.params, state.evaluated = before.params, before.evaluated
     state.progress = progress.copy()
     held = stage.fragment_stages[place] if isinstance(state, ShardState) else stage
@@ -129,10 +140,11 @@ def begin_region(state: RegionState, model: Any, progress: Progress) -> None:
 
 
 def redistribute_counts(stage: StageConfig, before: Progress, now_s: float) -> Progress:
-    """Return the counts at `now_s`, with those by worker distributed by data share.
+    """Return the counts at `now_s` seconds, with those by worker distributed by data share.
 
-    All workers take part, and leads are reset. Commits since the start of the stage, and since the
-    best loss, keep their number per worker.
+    All workers run, and leads in this stage start at 0. Each worker has the largest staleness of
+    all old ones. The numbers of commits per worker since the start of the stage, and since the best
+    loss, stay the same.
     """
     shares = [worker.data_share for worker in stage.plan.workers]
     progress = Progress(stage.num_workers)
