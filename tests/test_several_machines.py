@@ -234,9 +234,9 @@ def test_hosts_that_cannot_be(hosts: tuple[str, ...], said: str) -> None:
 
 
 def test_two_machines_of_one_name() -> None:
-    twins = (process(0, "pi"), process(1, "pi")._replace(machine="another", address="10.0.0.9"))
+    twins = (process(0, "pi"), process(1, "pi")._replace(node_id="another", address="10.0.0.9"))
     with pytest.raises(
-        UsageError, match=r"the name of several machines; use their addresses: 10.0.0.pi, "
+        UsageError, match=r"the name of several nodes; use their addresses: 10.0.0.pi, "
     ):
         assign_ranks(twins, 2, 2, ("pi", "pi"))
     assert assign_ranks(twins, 2, 2, ("10.0.0.9", "10.0.0.pi")) == (1, 0)

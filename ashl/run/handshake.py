@@ -3,11 +3,14 @@ runs with its settings.
 
 A process describes itself by a `Hello` in its request (`request_place`), and waits for the answer.
 Process 0 keeps the requests (`PlaceRequests`) until the run begins. It checks that they fit
-together, and decides which process runs which rank. From then on the controller answers: a process
-that comes later, for example by `ashl join`, gets the place of a failed worker. A mismatch
-(versions, configurations, a process without work) ends all processes with the same sentence and
-exit code. Two numberings meet here: a process has a rank in the job, from its launcher;
-`assign_ranks` gives it a rank of the plan.
+together, and decides which process runs which rank. If they do not fit together (versions,
+configurations, a process without work), all processes of the job end with the same sentence and
+exit code. From the begin of the run on the controller answers: a process that comes later, for
+example by `ashl join`, gets the place of a failed worker, or is refused alone.
+
+Two numberings meet here. A process has a rank in the job, from its launcher; `assign_ranks` gives
+it a rank of the plan. Nodes are told apart by `Hello.node_id`, because several may have one host
+name.
 """
 
 import json
@@ -34,26 +37,28 @@ from ashl.runtime.records import Text, validate
 from ashl.runtime.rendezvous import network_id
 
 JOINS = -1  # rank of a process that no launcher has given a rank
-AGAIN_S = 0.3  # seconds between two requests of a process
+RETRY_S = 0.3  # seconds from an answer that gives no place to the next request
 NODE_KEYS = {"interface", "device", "threads", "share_gpu", "root"}  # keys that may differ by node
 # Groups that only the process of rank 0 reads. The plan holds all that a profile decides.
 RECORDING_GROUPS = {"run", "tracking", "sweep", "profile"}
 VERSIONS = ("ashl", "torch", "python")  # in the order of `Hello.versions`
-ERRORS = {kind.exit_code: kind for kind in (AshlError, UsageError, DataMissingError)}
+# the error that a refused process raises, by the exit code in the answer
+ERROR_BY_EXIT_CODE = {kind.exit_code: kind for kind in (AshlError, UsageError, DataMissingError)}
 
 
 class Hello(NamedTuple):
     """A process's description of itself."""
 
     rank: int  # from its launcher; `JOINS` for a process of `ashl join`
-    host: Text
-    machine: Text  # identical for processes that share a loopback
+    host: Text  # name of its node
+    # identical for processes that share a loopback interface; a container counts as a node
+    node_id: Text
     versions: tuple[Text, Text, Text]
     local_rank: int | None = None  # from its launcher
     worker: int | None = None  # the worker that `ashl join` asks for; None = any failed one
     settings: Mapping[str, Any] = {}  # settings that must be identical in all processes
     device: Text = "cpu"
-    gpu: Text | None = None  # the GPU of the machine that it uses
+    gpu: Text | None = None  # the GPU of its node that it uses
     address: Text | None = None  # address of the interface that it uses
     error: Text | None = None  # why it cannot take part
     exit_code: int = 0
@@ -63,8 +68,10 @@ class Place(NamedTuple):
     """The settings of a rank of the run, or the reason why a process gets none."""
 
     settings: RankSettings = RankSettings(0, "none")
-    elsewhere: tuple[Text, ...] = ()  # addresses of processes on other machines
-    how: Text = ""  # the cause of the earlier incarnation's failure
+    remote_addresses: tuple[Text, ...] = ()  # addresses of processes on other nodes
+    failure: Text = (
+        ""  # how the worker's earlier incarnation failed, for example "ended by SIGKILL"
+    )
     plan: str = ""  # for a process that has not composed the configuration
     refused: Text | None = None
     exit_code: int = 1  # exit code of a refused process
@@ -74,7 +81,7 @@ class Place(NamedTuple):
         """Return the settings in a process with this device and network interface."""
         return self.settings._replace(
             device=self.settings.device or device,
-            interface=replace_loopback(chosen, self.elsewhere),
+            interface=replace_loopback(chosen, self.remote_addresses),
         )
 
 
@@ -154,17 +161,18 @@ class PlaceRequests:
                 if answer.set_running_or_notify_cancel():
                     answer.set_result(refusal)
                     count -= 1
-            time.sleep(AGAIN_S)  # the threads of the connections send the answers meanwhile
+            time.sleep(RETRY_S)  # the threads of the connections send the answers meanwhile
 
 
-def request_place(store: AuthenticatedStore, own: Hello, again_s: float = 0.0) -> Place:
-    """Ask process 0 for a place, and return its answer. A process of a job waits for the begin of
-    the run.
+def request_place(store: AuthenticatedStore, own: Hello, retry_s: float = 0.0) -> Place:
+    """Ask process 0 for a place, and return its answer: a place or a refusal. A process of a job
+    repeats its request until the run begins.
 
-    Args: again_s, seconds in which a rejected request is repeated if a later one may be admitted.
+    Args: retry_s, seconds in which a refused request is repeated if a later one may be admitted
+    (`Place.may_change`).
     Raises: AshlError if the run does not answer `ashl join`; RuntimeError if the store fails.
     """
-    until_s = time.monotonic() + again_s
+    until_s = time.monotonic() + retry_s
     while True:
         answer = store.call("join", own)
         if answer is not None:
@@ -173,14 +181,14 @@ def request_place(store: AuthenticatedStore, own: Hello, again_s: float = 0.0) -
                 return place
         elif own.rank == JOINS:
             raise AshlError("the run did not answer a join request; try again")
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
 
 
 def check_hello(hello: Hello, first: Hello) -> None:
     """Raise AshlError if a process cannot take part, or differs from that of rank 0 (`first`)."""
     who = "this process" if hello.rank == JOINS else f"rank {hello.rank} on {hello.host}"
     if hello.error is not None:
-        raise ERRORS.get(hello.exit_code, AshlError)(f"{who}: {hello.error}")
+        raise ERROR_BY_EXIT_CODE.get(hello.exit_code, AshlError)(f"{who}: {hello.error}")
     for name, own, other in zip(VERSIONS, hello.versions, first.versions, strict=True):
         if own != other:
             raise UsageError(
@@ -202,25 +210,24 @@ def check_hello(hello: Hello, first: Hello) -> None:
 
 
 def settings_in_common(config: Mapping[str, Any], plan: str) -> dict[str, Any]:
-    """Return the settings that must be identical in all processes: the configuration and
-    the plan, without the groups of `RECORDING_GROUPS` and the keys of `NODE_KEYS`.
+    """Return the settings that must be identical in all processes, by their keys: those of the
+    configuration and of the plan, without the groups of `RECORDING_GROUPS` (except
+    `run.checkpoint_s`) and the keys of `NODE_KEYS`.
     """
     chosen = {key: value for key, value in config.items() if key not in RECORDING_GROUPS}
     # ranks save their parts of checkpoints
     chosen["run"] = {"checkpoint_s": config["run"]["checkpoint_s"]}
-    document = without_machine_settings({**chosen, "plan": None})
-    planned = without_machine_settings({"plan": json.loads(plan)})
+    document = without_node_settings({**chosen, "plan": None})
+    planned = without_node_settings({"plan": json.loads(plan)})
     settings = {**flat_config(document), **dict(flat_items(planned))}
     return json.loads(json.dumps(settings))  # as it arrives at process 0
 
 
-def without_machine_settings(value: Any) -> Any:
+def without_node_settings(value: Any) -> Any:
     """Return a document without the keys of `NODE_KEYS`, at every depth."""
     if isinstance(value, Mapping):
         return {
-            key: without_machine_settings(part)
-            for key, part in value.items()
-            if key not in NODE_KEYS
+            key: without_node_settings(part) for key, part in value.items() if key not in NODE_KEYS
         }
     return value
 
@@ -248,8 +255,8 @@ def assign_ranks(
         taken[worker] = free[0]
     unassigned = [process for process in range(len(hellos)) if process not in taken.values()]
     if num_ranks > num_workers:
-        first_node = hellos[0].machine
-        near = [process for process in unassigned if hellos[process].machine == first_node]
+        first_node = hellos[0].node_id
+        near = [process for process in unassigned if hellos[process].node_id == first_node]
         taken[num_workers] = (near or unassigned)[-1]
         unassigned.remove(taken[num_workers])
     remaining = iter(unassigned)
@@ -259,16 +266,17 @@ def assign_ranks(
 def find_processes(hellos: Sequence[Hello], name: str) -> list[int]:
     """Find the processes on the host `name`, or the one process `host:local_rank`.
 
-    Raises: UsageError if there is none, or if several machines have this name.
+    Returns: their ranks in the job.
+    Raises: UsageError if there is none, or if several nodes have this name.
     """
     host, colon, local = name.partition(":")
     found = [
         peer for peer in hellos if host in (peer.host, peer.host.partition(".")[0], peer.address)
     ]
-    if len({peer.machine for peer in found}) > 1:
+    if len({peer.node_id for peer in found}) > 1:
         known = ", ".join(dict.fromkeys(peer.address or "?" for peer in found))
         raise UsageError(
-            f"cluster.hosts names {host}, which is the name of several machines; use their"
+            f"cluster.hosts names {host}, which is the name of several nodes; use their"
             f" addresses: {known}"
         )
     chosen = [
@@ -291,7 +299,7 @@ def check_profile(
     profile: Profile | None, hellos: Sequence[Hello], processes: Sequence[int], path: str
 ) -> None:
     """Raise UsageError if a worker is on another host than where the profile measured it, and that
-    host is in the job: the profile would predict another machine's costs.
+    host is in the job: the profile would predict another node's costs.
     """
     if profile is None:
         return
@@ -313,7 +321,7 @@ def check_gpus(hellos: Sequence[Hello], workers: Sequence[int], share: bool) -> 
         peer = hellos[process]
         if peer.gpu is None or share:
             continue
-        if (other := taken.setdefault((peer.machine, peer.gpu), process)) != process:
+        if (other := taken.setdefault((peer.node_id, peer.gpu), process)) != process:
             raise UsageError(
                 f"ranks {other} and {process} on {peer.host} both take its GPU {peer.gpu}; give"
                 " each process a GPU of its own by LOCAL_RANK, or set runtime.share_gpu=true or"

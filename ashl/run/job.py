@@ -43,7 +43,7 @@ from ashl.run.authenticated_store import (
 )
 from ashl.run.control_channel import PATIENCE_S, POLL_S
 from ashl.run.handshake import (
-    ERRORS,
+    ERROR_BY_EXIT_CODE,
     Hello,
     Place,
     PlaceRequests,
@@ -106,7 +106,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         notes = server_note(plan, hellos[processes[-1]].host)
         check_gpus(hellos, processes[: plan.num_workers], bool(parts.runtime.share_gpu))
         gpus = [
-            peer.gpu and (peer.machine, peer.gpu)
+            peer.gpu and (peer.node_id, peer.gpu)
             for peer in (hellos[process] for process in processes)
         ]
         apart = have_own_gpus(gpus, parts.runtime)
@@ -122,7 +122,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
             checkpoint_s=config["run"]["checkpoint_s"],
         )
         others = [
-            peer.address for peer in hellos if peer.machine != theirs.machine and peer.address
+            peer.address for peer in hellos if peer.node_id != theirs.node_id and peer.address
         ]
         requests.places[process] = Place(settings, tuple(filter(None, others)))
     requests.workers = {process: rank for rank, process in enumerate(processes)}
@@ -179,7 +179,7 @@ def await_place(store: AuthenticatedStore, own: Hello, timeout_s: float) -> Plac
             f" ({first_line(error)})"
         ) from error
     if place.refused is not None:
-        raise ERRORS.get(place.exit_code, AshlError)(place.refused)
+        raise ERROR_BY_EXIT_CODE.get(place.exit_code, AshlError)(place.refused)
     return place
 
 

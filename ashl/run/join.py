@@ -35,7 +35,7 @@ def join(run_dir: Path, worker: int | None, show: Callable[[str], None]) -> int:
     store, place = contact_run(run_dir, endpoint, worker)
     if place.refused is not None:
         raise UsageError(f"{run_dir}: {place.refused}")
-    show(f"joins {run_dir} as worker {place.settings.rank}, which {place.how}")
+    show(f"joins {run_dir} as worker {place.settings.rank}, which {place.failure}")
     runtime = parts_of(Plan.from_json(place.plan)).runtime
     chosen = choose_interface(runtime.interface, endpoint.host, endpoint.port)
     settings = place.settings_here(device_of(runtime), chosen)

@@ -608,7 +608,7 @@ def admit_process(liveness: LivenessMonitor, rank: int) -> Place:
         incarnation=liveness.channel.incarnations[rank],
         totals=liveness.monitor.heartbeats.get(rank),
     )
-    return Place(settings, how=liveness.failed[rank], plan=liveness.plan.to_json())
+    return Place(settings, failure=liveness.failed[rank], plan=liveness.plan.to_json())
 
 
 def join_refusal(liveness: LivenessMonitor, hello: Hello, worker: int | None) -> Place | None:
