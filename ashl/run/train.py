@@ -1,9 +1,11 @@
 """A run from a composed configuration to its outcome: plan, run folder, kernel, records, exit code.
 
-`run` compiles the plan, opens the records, runs the plan in virtual time or on processes, and
-writes the summary. If another launcher (torchrun, for example) has started this process, `run`
-joins its job. Then only the process of rank 0 has the records; the others run their rank and
-return.
+`run` compiles the plan, opens the run folder with its records, runs the plan in virtual time or on
+processes, and writes the summary. A run resumes from a checkpoint in its own folder. With another
+number of workers it resumes in a new folder (`ashl.run.rescaling`).
+
+If another launcher (torchrun, for example) has started this process, `run` joins its job. Then only
+the process of rank 0 has the records; the others run their rank and return.
 """
 
 import json
@@ -60,7 +62,8 @@ TRACKING_S = 30.0  # longest wait in seconds, at the end of a run, for its copy 
 class RunOutcome(NamedTuple):
     """The exit code of a run and, in the process that records it, its folder and summary.
 
-    In a job of torchrun, the processes of other ranks than 0 return the exit code of their rank.
+    In a job of another launcher, the processes of other ranks than 0 return the exit code of their
+    rank. In the process that records the run the code is 0: all other ends raise an error.
     """
 
     code: int
@@ -142,7 +145,13 @@ def open_run(
     resume: Path | None,
     command: str,
 ) -> OpenedRun:
-    """Open the folder of a new run, or that of the run to resume, and write the run's inputs."""
+    """Open the folder of a new run, or that of the run to resume, and write the run's inputs.
+
+    Args: resume, the folder of the run to resume, or None; command, what the user typed (empty in a
+    sweep).
+    Raises: UsageError if the run cannot be resumed, or if the folder cannot be written; AshlError
+    while another process writes its records.
+    """
     if resume is not None:
         close_killed(resume)
     resume, origin, plan = resolve_resume(resume, config, plan, job)
@@ -155,7 +164,12 @@ def open_run(
 def run_opened(
     opened: OpenedRun, lead: launch.Lead | None, *, quiet: bool, silent: bool
 ) -> RunOutcome:
-    """Run to the end, write the summary and print the outcome. Raises what `run` raises."""
+    """Run to the end, write the summary and print the outcome.
+
+    Args: lead, the control store and the settings of this process's ranks in a job of another
+    launcher; None without a job.
+    Raises: AshlError if the run failed or diverged; KeyboardInterrupt if it was interrupted.
+    """
     config, plan, recorder = opened.config, opened.plan, opened.recorder
     console = Console(highlight=False)
     if not quiet:
@@ -184,15 +198,17 @@ def run_opened(
         print_outcome(console, summary, recorder.run_dir, copied)
         print_resume_command(console, recorder.run_dir, config, status)
     warn(copy_warning)
-    return return_outcome(monitor, summary, failure)
+    return conclude_run(monitor, summary, failure)
 
 
-def return_outcome(
+def conclude_run(
     monitor: Monitor, summary: dict[str, Any], failure: Exception | None
 ) -> RunOutcome:
-    """Show the warnings of a run whose records are complete, and return its outcome.
+    """Print the compression warning of a run whose records are complete. Return the outcome of a
+    finished run, or raise the error of any other.
 
-    Raises: as `run` does once the run has ended.
+    Raises: `failure`; AshlError if the run diverged; KeyboardInterrupt if it was interrupted, also
+    after its last step.
     """
     run_dir, status = monitor.recorder.run_dir, summary["status"]
     warn(monitor.run_state.compression.warning)
@@ -219,18 +235,21 @@ def run_to_end(
     saved: Checkpoint | None,
     origin: Origin | None,
 ) -> tuple[dict | None, Exception | None]:
-    """Run the plan. Returns: (pacing statistics of a paced run or None, error or None).
+    """Run the plan.
 
-    An error is returned, not raised, because the caller finishes the records after any error.
-    Args: saved, the checkpoint to resume from, or None; origin, in place of `saved`, the run with
-    another number of workers to resume from.
+    Args: lead, as in `run_opened`; saving, the checkpoints to take; saved, the checkpoint to resume
+    from, or None; origin, in place of `saved`, the run with another number of workers to resume
+    from.
+    Returns: (pacing statistics of a paced run or None, error or None). An error is returned, not
+    raised, because the caller finishes the records after any error. The second Ctrl-C returns
+    (None, None); `run_status` recognizes the interrupted run.
     """
     try:
         with report_own_faults(plan.allow_targets, AshlError):
             if origin is not None:
                 saved = rescaling.begin_rescaled_run(origin, plan, monitor, saving)
             return run_kernel(plan, monitor, lead, saving, saved), None
-    except KeyboardInterrupt:  # the second Ctrl-C
+    except KeyboardInterrupt:
         return None, None
     except Exception as error:
         return None, error
@@ -258,10 +277,11 @@ def resume_command(run_dir: Path, config: Mapping[str, Any]) -> str:
 
 
 def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | None]:
-    """Return the configuration, and the job of another launcher that the environment describes.
+    """Return the configuration, and the job of another launcher that the environment describes, or
+    None.
 
-    `ashl train` with runtime=local under torchrun joins the job, as with runtime=torchrun. In
-    virtual time there is no job.
+    With runtime=local under another launcher the process joins the job, as with runtime=torchrun:
+    the returned configuration has that runtime. In virtual time there is no job.
     """
     kind = config["runtime"].get("_target_", "").rsplit(".", 1)[-1]
     membership = read_membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
@@ -281,7 +301,12 @@ def run_kernel(
     saving: Saving,
     saved: Checkpoint | None,
 ) -> dict | None:
-    """Run the plan on its kernel; return the pacing statistics of a paced run, else None."""
+    """Run the plan on its kernel: in virtual time in this process, or by a controller of processes.
+
+    Args: as of `run_to_end`.
+    Returns: the pacing statistics of a paced run, else None.
+    Raises: AshlError, or an error of the user's code, if the run fails.
+    """
     warn(saved and saved.broken)
     if plan.runtime["_target_"].endswith("SimRuntime"):
         simulate(plan, monitor.job, monitor, saving, saved)
@@ -318,9 +343,11 @@ def warn(text: str | None) -> None:
 
 
 def identity(config: dict[str, Any]) -> str:
-    """Return a hash of the configuration, without `stop` and most of `runtime`.
+    """Return the hash of a configuration by which a checkpoint recognizes its run.
 
-    A checkpoint is resumed only by a configuration with the same hash.
+    A checkpoint is resumed only by a configuration with the same hash. `stop`, `run`, `name`,
+    `sweep`, `tracking`, `choices` (the names of the options) and all keys of `runtime` except
+    `IDENTITY_KEYS` are not part of it, so they may change.
     """
     runtime = {"gradients": True, **config["runtime"]}
     return config_hash(
@@ -348,8 +375,9 @@ def load_checkpoint(
     """Load the newest checkpoint of a run, and remove later records from the run folder.
 
     Returns: (checkpoint, size in bytes of each file of records).
-    Raises: UsageError if there is no checkpoint, or if it is of another configuration, number of
-    workers or kernel.
+    Raises: UsageError if there is no valid checkpoint, if it is of another configuration, number of
+    workers or kernel, or if a file of records is damaged. AshlError while another process writes
+    the records.
     """
     saved = checkpoints.find_newest(run_dir, identity(config))
     before = checkpoints.plan_of(saved).num_workers
@@ -365,9 +393,11 @@ def load_checkpoint(
 
 
 def find_restarted_run(config: Mapping[str, Any], membership: JobMembership | None) -> Path | None:
-    """Return the run folder of an unfinished run whose processes torchrun has restarted, or None.
+    """Return the folder of the run that the processes of a job resume, because torchrun has
+    restarted them; None if they begin a new run.
 
-    Limits: `run.dir` must be set and hold a checkpoint.
+    It is `run.dir`, if it is set and holds a checkpoint. A run of any status is resumed except
+    `finished`: also one that has failed, was interrupted, or diverged.
     """
     if membership is None or membership.attempt == "0" or not config["run"]["dir"]:
         return None
@@ -398,7 +428,7 @@ def close_records(monitor: Monitor, summary: dict, failure: Exception | None) ->
 
 
 def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
-    """Return the run's status and the reason why it ended."""
+    """Return the run's status and the reason why it ended, as in `summary.json`."""
     if failure is not None:
         return "failed", str(failure)
     if monitor.final is None:  # after an interrupt, not all ranks had exited when the run ended
