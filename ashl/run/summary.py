@@ -1,6 +1,9 @@
-"""The outcome of a run as one flat record: `summary.json`.
+"""The outcome of a run as one record, `summary.json`: its totals, with lists of rows by worker, by
+stage and by failure.
 
-The comment above a key is its text in docs/reference/records.md.
+All values come from the monitor: the counts of the lead rank, and each rank's seconds, bytes and
+measures. Keys end in their unit (`_s` seconds, `_ns` nanoseconds). The comment above a key is its
+text in docs/reference/records.md.
 """
 
 import math
@@ -18,26 +21,26 @@ from ashl.tracking.straggler import find_straggler
 
 SCHEMA = 1
 SCORES = ("train_loss", "test_loss", "test_accuracy", "test_metric")
-# Classes of time, in the order in which excess time is taken from them.
+# classes of time, in the order in which excess time is taken from them
 CLASSES = ("wait", "pull", "push", "compress", "compute", "down")
 
 
 def balance_times(totals_ns: dict[str, int], time_ns: int, failed: bool) -> dict[str, float]:
-    """Balance the seconds by class, so that they add up to the run's time.
+    """Balance a worker's time by class, so that it adds up to the run's time.
 
     Clocks of ranks differ by microseconds. Missing time counts as waiting, or as down for a worker
-    that has failed; excess time is taken from waiting first.
-    Args: totals_ns, time by class; time_ns, the run's time; failed, True if the worker has failed
-    and not rejoined.
+    that has failed; excess time is taken from the classes in the order of `CLASSES`.
+    Args: totals_ns, nanoseconds by class; time_ns, the run's time in nanoseconds; failed, True if
+    the worker has failed and not rejoined.
+    Returns: seconds by class, with keys such as `wait_s`.
     """
     totals = dict(totals_ns)
     excess = sum(totals.values()) - time_ns
     for kind in CLASSES:
         if excess < 0 and failed:
             kind = "down"
-        taken = min(
-            totals[kind], excess
-        )  # negative if time is missing; then the first class has it
+        # negative if time is missing; then the first class gets it
+        taken = min(totals[kind], excess)
         totals[kind] -= taken
         excess -= taken
         if excess == 0:
@@ -48,9 +51,13 @@ def balance_times(totals_ns: dict[str, int], time_ns: int, failed: bool) -> dict
 def summarise(
     monitor: Monitor, runtime: str, status: str, reason: str, pace: dict | None = None
 ) -> dict:
-    """Return the outcome of a run.
+    """Return the outcome of a run, as in `summary.json`.
 
-    Args: pace, how well the processes kept the declared pace (`pacing_summary`); None if not paced.
+    The run's time is the end of its last stage. If no stage has ended, it is the latest time of a
+    heartbeat.
+    Args: monitor, after the last record of the run; runtime, `sim`, `local` or `torchrun`; status
+    and reason, see the keys `status` and `exit_reason`; pace, how well the processes kept the
+    declared pace (`pacing_summary`), None if not paced.
     """
     plan = monitor.plan
     n = plan.num_workers
@@ -184,7 +191,7 @@ def zero_counts(num_workers: int) -> Counts:
 def outage_summary(outage: Outage, time_ns: int) -> dict[str, Any]:
     """Return when and why a worker failed, and when it rejoined, if that was before the run's end.
 
-    Args: time_ns, the run's end.
+    Args: time_ns, the run's end in nanoseconds.
     """
     rejoined = outage.rejoined_ns is not None and outage.rejoined_ns <= time_ns
     return {
@@ -196,8 +203,8 @@ def outage_summary(outage: Outage, time_ns: int) -> dict[str, Any]:
 
 
 def goodput(monitor: Monitor) -> float | None:
-    """Return the steps per second, as a fraction of those that the plan predicts without failures;
-    None without a prediction.
+    """Return the counted steps of the stages that have a prediction, as a fraction of the predicted
+    ones: the steps without failures in the duration of these stages. None without a prediction.
     """
     steps = 0
     expected = 0.0
@@ -215,7 +222,13 @@ def goodput(monitor: Monitor) -> float | None:
 def worker_summary(
     rank: int, counts: Counts, totals: TimeTotals | Heartbeat | None, time_ns: int, failed: bool
 ) -> dict[str, Any]:
-    """Return the row of one worker: steps, commits, seconds by class, bytes and staleness."""
+    """Return the row of one worker: steps, commits, seconds by class, bytes and staleness.
+
+    Args: counts, of the run; totals, the worker's final totals, or its last heartbeat if it has not
+    ended, or None if it has sent neither: then its bytes are 0, and the run's whole time counts as
+    waiting (as down if it has failed); time_ns, the run's time in nanoseconds; failed, True if it
+    has failed and not rejoined.
+    """
     commits = counts.commits[rank]
     return {
         # rank of the worker
@@ -238,9 +251,13 @@ def worker_summary(
 
 
 def training_rows(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the workers' rows with all steps of training, and the seconds that these computed.
+    """Return the workers' rows with values that fit together for a mean step time: `steps` are all
+    steps of training, and `compute_s` is the time of these steps.
 
-    `steps` of a row lacks dropped steps and those of a profiling stage, and `compute_s` has both.
+    In the rows of the summary, `compute_s` includes dropped steps and the steps of a profiling
+    stage, and `steps` includes neither. Here `steps` includes the dropped ones, and the time of
+    profiling is subtracted from `compute_s`.
+    Args: workers, the rows of `summary.json`, by rank.
     """
     measured_s = [0.0] * len(workers)
     before: dict[int, dict[str, int]] = {}
@@ -260,7 +277,11 @@ def training_rows(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict[
 
 
 def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict]:
-    """Return the row of each stage; its waiting is the difference between two stage boundaries."""
+    """Return the row of each stage that has ended. Its values are differences between its end and
+    the end of the stage before.
+
+    Args: workers, the rows of `summary.json`, by rank; they have the waiting up to the run's end.
+    """
     rows: list[dict] = []
     start_ns = 0
     waited_before = [0.0] * len(workers)
@@ -338,7 +359,9 @@ def stages_not_begun(monitor: Monitor) -> list[dict[str, Any]]:
 
 
 def scores_of(found: Evaluation | None, *keys: str) -> dict[str, float | None]:
-    """Return these fields of an evaluation; None if a value is not finite."""
+    """Return these fields of an evaluation. A value is None if it is not finite, or if there is no
+    evaluation.
+    """
     values = asdict(found) if found else {}
     return {key: finite_or_none(values.get(key)) for key in keys}
 
