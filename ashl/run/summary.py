@@ -1,9 +1,9 @@
 """The outcome of a run as one record, `summary.json`: its totals, with lists of rows by worker, by
 stage and by failure.
 
-All values come from the monitor: the counts of the lead rank, and each rank's seconds, bytes and
-measures. Keys end in their unit (`_s` seconds, `_ns` nanoseconds). The comment above a key is its
-text in docs/reference/records.md.
+The values come from the monitor: evaluations, the counts of the lead rank, and each rank's time,
+bytes and measures. Seconds have keys that end in `_s`. The comment above a key is its text in
+docs/reference/records.md.
 """
 
 import math
@@ -53,8 +53,8 @@ def summarise(
 ) -> dict:
     """Return the outcome of a run, as in `summary.json`.
 
-    The run's time is the end of its last stage. If no stage has ended, it is the latest time of a
-    heartbeat.
+    The run's time is the end of the last stage that has ended. If none has, it is the latest time
+    of a heartbeat.
     Args: monitor, after the last record of the run; runtime, `sim`, `local` or `torchrun`; status
     and reason, see the keys `status` and `exit_reason`; pace, how well the processes kept the
     declared pace (`pacing_summary`), None if not paced.
