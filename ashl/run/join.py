@@ -22,14 +22,16 @@ from ashl.run.interface import choose_interface
 from ashl.run.rank import run_rank
 from ashl.runtime.records import validate
 
-FILE = "job.json"  # in the run folder while the run can be joined
+# in the run folder while the run can be joined: address and secret of the run's store
+FILE = "job.json"
 
 
 def join(run_dir: Path, worker: int | None, show: Callable[[str], None]) -> int:
-    """Join a run as a worker until the run ends, and return the exit code.
+    """Join a run as a worker until the run ends, and return the exit code, which is 0.
 
     Args: worker, None for any failed worker; show, shows the user a line.
-    Raises: UsageError if the run rejects the request, AshlError if the run fails.
+    Raises: UsageError if the folder has no run that can be joined, or if the run refuses the
+    request. AshlError if the run does not answer, or if it fails.
     """
     endpoint = read_join_endpoint(run_dir)
     store, place = contact_run(run_dir, endpoint, worker)
@@ -49,9 +51,12 @@ def join(run_dir: Path, worker: int | None, show: Callable[[str], None]) -> int:
 def contact_run(
     run_dir: Path, endpoint: StoreAddress, worker: int | None
 ) -> tuple[StoreClient, Place]:
-    """Request a place in the run of this folder; return (its store, the controller's answer).
+    """Request a place in the run of this folder.
 
-    Raises: UsageError if the run has ended, AshlError if it does not answer within `PATIENCE_S`.
+    Args: worker, None for any failed worker.
+    Returns: (client of the run's store, the controller's answer: a place or a refusal).
+    Raises: UsageError if the run's store cannot be reached; AshlError if it does not answer within
+    `PATIENCE_S`.
     """
     try:
         store = StoreClient(endpoint, 0.0)
@@ -74,7 +79,8 @@ def contact_run(
 
 @contextmanager
 def publish_join_endpoint(run_dir: Path, at: StoreAddress) -> Generator[None]:
-    """Publish the address of a run's store in its folder until the context ends.
+    """Publish the address and the secret of a run's store in its folder until the context ends.
+    Only the user of this process can read the file.
 
     Raises: UsageError or AshlError if the file cannot be written.
     """
@@ -95,9 +101,9 @@ def publish_join_endpoint(run_dir: Path, at: StoreAddress) -> Generator[None]:
 
 
 def read_join_endpoint(run_dir: Path) -> StoreAddress:
-    """Return the address of a run's store.
+    """Return the address and the secret of a run's store.
 
-    Raises: UsageError if this process cannot join a run in this folder.
+    Raises: UsageError if the file is missing, belongs to another user, or is not valid.
     """
     path = run_dir / FILE
     try:

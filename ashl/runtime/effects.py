@@ -1,8 +1,8 @@
 """Effects: the closed set of operations that an algorithm may await.
 
 An algorithm is a coroutine. It yields an effect; a kernel performs it, in virtual time or on a real
-process, and sends the result back. Effects are named tuples, so that a simulator can perform
-hundreds of thousands per second.
+process, and sends the result back. Times are on the experiment's clock. Effects are named tuples,
+so that a simulator can perform hundreds of thousands per second.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ JOIN: Tag = ("join", 0, 0)  # tag of the message by which a worker asks to join 
 
 
 class Message(NamedTuple):
-    """The result of a receive.
+    """The result of a receive."""
 
-    `start_ns`: when the transfer began; a receiver that blocked before that instant was waiting.
-    """
-
-    src: int
+    src: int  # rank of the sender
     tag: Tag
-    payload: Any
-    meta: tuple[float, ...]
+    payload: Any  # a flat tensor, or None
+    meta: tuple[float, ...]  # the numbers beside the payload
+    # when the transfer began; a receiver that blocked before that instant was waiting
     start_ns: int
 
 
@@ -43,8 +41,11 @@ class Encoding(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run `fn()` and return its result. `work` is in samples, or in units of `kind` if that is not
-    "compute". A rank runs one computation at a time, in the order in which its tasks ask.
+    """Run `fn()` and return its result. A rank runs one computation at a time, in the order in
+    which its tasks ask.
+
+    `kind` is "compute" (gradients and steps), "compress", "decode" or "apply" (merging at a
+    server). `work` is in samples for "compute", else a multiple of the cost of that kind.
 
     With `parts` the function is `fn(emit)` and calls `emit(k, tensor)` once per part. When the
     part's share of the cost has passed, the rank receives the tensor as a message to itself with
@@ -110,7 +111,7 @@ class Recv(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Delete messages with these tags, both arrived ones and future ones."""
+    """Delete messages with these tags, both arrived ones and future ones, until the next pause."""
 
     tags: tuple[Tag, ...]
 
@@ -119,10 +120,12 @@ class Discard(NamedTuple):
 
 
 class AllReduce(NamedTuple):
-    """Sum or maximum over `group` (sorted ranks), in rank order. The last `piggybacked` elements
-    are scalars that count for neither bytes nor time. `op` may be half of a sum, for half the cost:
-    "scatter" gives each member its chunk of the sum, all of equal length and padded with zeros;
-    "gather" gives all members' tensors in rank order.
+    """Combine the tensors of all members of `group` (sorted ranks), and return the result to each.
+
+    `op` is "sum", in rank order; "max"; or half of a sum for half the cost. "scatter" gives each
+    member its chunk of the sum, all of equal length and padded with zeros. "gather" gives all
+    members' tensors in rank order. The last `piggybacked` elements are scalars that count for
+    neither bytes nor time.
 
     Several collectives of a group may be in flight at once, from tasks of their own. All members
     post them in the same order, with the same kind, `key` and `credit`. Among the collectives that
@@ -217,6 +220,7 @@ class PeerFailedError(Exception):
     """A peer that a receive depends on has failed."""
 
     def __init__(self, rank: int, why: str = "", incarnation: int = 0) -> None:
+        """Args: rank, of the peer; why, the cause; incarnation, number of its earlier failures."""
         super().__init__(f"rank {rank} has failed{': ' + why if why else ''}")
         self.rank = rank
         self.why = why

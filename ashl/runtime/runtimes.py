@@ -1,5 +1,8 @@
 """Where a run happens, as a user chooses it: virtual time, local processes or the processes of a
 job.
+
+Each class is an option of the group `runtime`; its fields are the keys. conf/runtime/ has their
+defaults and says what they mean.
 """
 
 from typing import Annotated, ClassVar, Literal

@@ -10,9 +10,10 @@ mean of all models is evaluated; momentum stays local.
 
 Synchronous modes (`RoundRule`) work in rounds, without a server or a barrier. A worker proceeds
 once it has received the messages of its round. Counts are functions of the round, so all ranks
-count identically. Rank 0 alone knows seconds, evaluations, and that a loss is not finite. It
-piggybacks its decision on the messages. The decision holds after the round in which it has reached
-every rank, which rank 0 computes from the graph.
+count identically. The lead rank (rank 0, or another worker after its failure) alone judges seconds,
+evaluations, and that a loss is not finite. It piggybacks its decision on the messages. The decision
+holds after the round in which it has reached every rank, which the lead rank computes from the
+graph.
 
 If messages may be late (`RoundRule.lag`), a worker receives those of the last `lag` rounds before
 a pause, and keeps them for the rounds that merge them.
@@ -113,7 +114,7 @@ class GossipHeader(NamedTuple):
 
     loss: float  # mean of the sender's loss and of the losses it has received
     not_finite: float = 0  # 1 + the rank whose loss is not finite; 0: none
-    decision: float = 0  # of rank 0, as a position in DECISIONS
+    decision: float = 0  # of the lead rank, as a position in DECISIONS; 0: none
     last: float = 0  # the round after which the decision holds
     snapshot_after: float = -1  # the round after which all workers emit their models
 
@@ -157,7 +158,7 @@ class GossipRound(NamedTuple):
     ctx: RankContext
     stage: StageConfig
     graph: MemberGraph
-    k: int
+    k: int  # number of the round in this stage
 
     @property
     def rank(self) -> int:
@@ -368,7 +369,8 @@ def weights_for(sync: GossipRule) -> str:
 class RoundState(WorkerState):
     """State of a worker that works in rounds and counts identically on all ranks.
 
-    Rank 0 also counts by worker.
+    The lead rank also counts by worker. If the run tolerates failures, every rank does, because it
+    may become the lead rank.
     """
 
     progress: RunProgress = field(default_factory=lambda: RunProgress(0))
@@ -403,8 +405,8 @@ class RoundState(WorkerState):
 
 
 async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int:
-    """Run a worker in rounds: compute, send, receive, merge, until a limit or rank 0 ends the
-    stage.
+    """Run a worker in rounds: compute, send, receive, merge, until a limit or the lead rank ends
+    the stage.
 
     Returns: the final signal, NEXT or STOP.
     """
@@ -433,7 +435,7 @@ async def worker(ctx: RankContext, stage: StageConfig, state: RoundState) -> int
         late = keep_within_budget(ctx, stage, state, params)
         count_round(stage, state, members, counted)
         state.plan_round(stage, members, rank)
-        asked = state.header.snapshot_after == k  # read before rank 0 asks for the next snapshot
+        asked = state.header.snapshot_after == k  # read before the lead asks for the next snapshot
         if rank == members.lead_rank:
             decide_ahead(ctx, stage, graph, state, k)
         due = stage.limits.eval_every_s is None and stage.stop_criteria.begin_due_evaluation(
@@ -491,7 +493,9 @@ async def end_signal(
 
 
 def stop_reason(stage: StageConfig, state: RoundState) -> str | None:
-    """Return the reason if the stage is over after this round, else None."""
+    """Return the reason if the stage ends, or pauses for a checkpoint, after this round, else None:
+    a limit on counts, or the decision of the lead rank.
+    """
     if (
         (reason := stage.stop_criteria.reached_limit(state.progress))
         or not state.header.decision
@@ -512,7 +516,9 @@ async def send_models(
 async def receive_models(
     ctx: RankContext, stage: StageConfig, graph: MemberGraph, state: RoundState, k: int
 ) -> dict[int, Message]:
-    """Return the messages of round k, in rank order; none from before this epoch."""
+    """Receive the messages of round k from all sources, or take those that were received before a
+    pause. Return them by sender, in rank order; none from before this epoch.
+    """
     if k in state.early:
         return state.early.pop(k)
     sources = stage.sync.sources(graph, ctx.rank, k) if k >= state.first else ()
@@ -520,7 +526,10 @@ async def receive_models(
 
 
 def merge_headers(state: RoundState, rank: int, own: Sequence[float], received: Received) -> None:
-    """Merge the header of this rank, its loss if it has work, and the headers it has received."""
+    """Merge the header of this rank and those that it has received into its next header.
+
+    Args: own, the loss of this rank if it has work, else empty.
+    """
     headers = [
         GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in received.values()
     ]
@@ -545,7 +554,7 @@ def merge_headers(state: RoundState, rank: int, own: Sequence[float], received: 
 
 
 def count_round(stage: StageConfig, state: RoundState, members: Members, work: Assignments) -> None:
-    """Count one more merge of every worker, with this work."""
+    """Count one more round: a merge, and a commit of each worker that has steps in `work`."""
     progress, loss = state.progress, state.header.loss
     if isinstance(progress, Progress):
         # a joining worker without work may have received no loss
@@ -567,7 +576,9 @@ def copy_counts(state: RoundState, progress: RunProgress) -> None:
 def decide_ahead(
     ctx: RankContext, stage: StageConfig, graph: MemberGraph, state: RoundState, k: int
 ) -> None:
-    """Decide at rank 0 what every rank has to know, and compute the round after which it holds."""
+    """Decide at the lead rank whether the stage ends or pauses and whether models are evaluated.
+    Put the decision into the header, with the round after which every rank knows it.
+    """
     progress, header = state.progress, state.header
     if header.not_finite:
         why = (
@@ -688,7 +699,9 @@ async def gather_counts(
 def correct_counts(
     ctx: RankContext, stage: StageConfig, state: RoundState, counts: list[list[int]], epoch: Epoch
 ) -> None:
-    """Set the rounds and steps of each worker, also those within the budget."""
+    """Set the rounds and steps of each worker, also in the counts of the last merge within
+    `stop.seconds`.
+    """
     assert isinstance(state.progress, Progress)
     correct = partial(with_counts, state.progress, stage, counts)
     state.progress = ctx.compute_once(epoch.workers, ("counts", epoch.number), correct)
