@@ -75,7 +75,7 @@ def test_mnist_is_read_in_its_own_layout(tmp_path):
     assert targets.tolist() == [3, 1]
     assert data.train.inputs.dtype == torch.uint8
     (raw / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03 cut short")
-    with pytest.raises(DataMissingError, match=r"not whole"):
+    with pytest.raises(DataMissingError, match="missing or incomplete"):
         conf_option("dataset", "mnist", root=str(tmp_path)).load()
 
 

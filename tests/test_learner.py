@@ -204,7 +204,7 @@ def test_every_model_learns_from_a_fitting_shape(model, shape):
 @pytest.mark.parametrize(
     ("model", "shape", "words"),
     [
-        ("cnn", (7,), r"cnn needs images .* shape 7; take model=mlp"),
+        ("cnn", (7,), r"cnn needs images .* shape 7; take model=mlp or model=linear, or model=gpt"),
         ("cnn", (1, 3, 9), r"at least 4x4"),
         ("lenet", (1, 8, 8), r"lenet needs images of at least 28x28"),
         ("resnet8", (7,), r"resnet8 needs images"),

@@ -47,6 +47,11 @@ HINTS = (  # words of an exception, and the fix
         "an index is beyond an embedding's size; make num_embeddings larger",
     ),
     (
+        "same dtype, but got Long and Float",
+        "these samples are whole numbers, such as tokens: take a model that embeds them, for"
+        " example model=gpt",
+    ),
+    (
         r"Target -?\d+ is out of bounds",
         "a target is beyond the model's outputs; give the model more outputs",
     ),

@@ -146,7 +146,7 @@ def missing_data_error(
     """Return the error for missing data: what is missing, where it was expected, and the fixes."""
     ways = "dataset.download=true to fetch it, " if download else ""
     return DataMissingError(
-        f"Data set {name} is not, or not whole, in {searched} (expected: {expected}); take"
+        f"Data set {name} is missing or incomplete in {searched} (expected: {expected}); take"
         f" {ways}ASHL_DATA=DIR or dataset.root=DIR to name the folder that holds it, or"
         " dataset=digits, which is always there."
     )

@@ -12,7 +12,7 @@ def image_shape(model: str, sample_shape: tuple[int, ...], at_least: int) -> tup
     if len(sample_shape) != 3:
         raise UsageError(
             f"Model {model} needs images (channels, height, width), but a sample of this data set"
-            f" has shape {text}; take model=mlp or model=linear."
+            f" has shape {text}; take model=mlp or model=linear, or model=gpt for text."
         )
     channels, height, width = sample_shape
     if min(height, width) < at_least:
