@@ -54,7 +54,7 @@ def export(
     kind = kind or (named if named in FORMATS else "csv")
     for option, value, allowed in (("--format", kind, FORMATS), ("--what", what, TABLES)):
         if value not in allowed:
-            raise UsageError(f"{option} {value}: there are {', '.join(allowed)}.")
+            raise UsageError(f"{option} {value}: unknown value; take {' or '.join(allowed)}")
     if kind == "parquet" and out is None:
         raise UsageError(
             "Parquet is no text for the terminal; name a file, as in --out runs.parquet."

@@ -64,7 +64,8 @@ def render_script(folder: Path, to: str, name: str) -> str:
     """Return the script `name` of a run for the tool `to`. Raises UsageError if there is none."""
     if not (folder / "plan.json").is_file():
         raise UsageError(
-            f"{folder} is no folder of a run (it has no plan.json); name one, as runs/<date>/<run>."
+            f"{folder} is no folder of a run (it has no plan.json); name one, for"
+            " example runs/2026-01-31/12-00-00-NAME."
         )
     plan = read_plan(str(folder / "plan.json"))
     job = assemble_job(plan, HOST)

@@ -55,7 +55,7 @@ def check_kinds(kinds: Sequence[str]) -> None:
     """Raise UsageError for an unknown kind of figures' files."""
     unknown = next((kind for kind in kinds if kind not in KINDS), None)
     if unknown is not None:
-        raise UsageError(f"--figures {unknown}: there are {', '.join(KINDS)}.")
+        raise UsageError(f"--figures {unknown}: unknown kind; take {' or '.join(KINDS)}")
 
 
 def write_file(file: Path, content: str | bytes, make_folder: bool = False) -> None:

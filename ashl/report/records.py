@@ -170,7 +170,8 @@ def read_study(paths: Sequence[Path]) -> Study:
     for path in paths:
         if not path.is_dir():
             raise UsageError(
-                f"{path} is no folder; name the folder of a run or of a sweep, as runs/sweeps/*."
+                f"{path} is no folder; name the folder of a run or of a sweep, for"
+                " example runs/sweeps/NAME."
             )
     runs: dict[Path, Run] = {}
     left_out: list[LeftOut] = []
