@@ -158,6 +158,14 @@ def test_each_figure_is_a_file_of_three_kinds_with_equal_bytes_each_time(tmp_pat
         assert content.startswith(start), file
     assert b"/PatternType 1" in files["where-the-workers-time-goes.pdf"], "hatched"
     assert b"/Font" in files["against-time.pdf"], "text stays text"
+    page, full = (
+        float(re.search(pattern, files[f"time-to-target.{kind}"])[1])
+        for kind, pattern in (
+            ("pdf", rb"/MediaBox \[ 0 0 ([\d.]+)"),
+            ("svg", rb'viewBox="0 0 ([\d.]+)'),
+        )
+    )
+    assert page < full, "no empty margin beside a figure in a paper"
     assert b">accuracy on the test set, %</text>" in files["against-time.svg"]
     again = {figure.title: figure for figure in drawn.draw_figures(board)}["Against time"]
     for kind in ("svg", "pdf", "png"):

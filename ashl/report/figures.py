@@ -108,12 +108,22 @@ class Figure:
     note: str
 
     def to_bytes(self, kind: str) -> bytes:
-        """Return the figure as a file: svg, pdf or png. Equal figures have equal bytes."""
+        """Return the figure as a file: svg, pdf or png. Equal figures have equal bytes.
+
+        A pdf or png, which goes into a paper, has no empty margin. The svg keeps the full width:
+        figures below each other on a page then have equal scales.
+        """
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
         file = io.BytesIO()
         with report_style(**{"svg.hashsalt": self.title}):
             ground = "white" if kind == "png" else "none"
-            self.drawing.savefig(file, format=kind, metadata=undated.get(kind), facecolor=ground)
+            self.drawing.savefig(
+                file,
+                format=kind,
+                metadata=undated.get(kind),
+                facecolor=ground,
+                bbox_inches=None if kind == "svg" else "tight",
+            )
         return file.getvalue()
 
     @cached_property
