@@ -542,7 +542,7 @@ def test_what_a_race_has_dropped_is_shown_with_how_far_it_came(tmp_path) -> None
     times = tables.leaderboard_table(board)["time to 90.0 % accuracy"]
     assert times[2] == "5 s", "one run was still in progress at 5 s"
     assert not board.study.ended_badly
-    assert "sync=asp seed=1 (00000005): after 4.5 s, far behind" in " ".join(
+    assert "Racing dropped 1 run, sync=asp seed=1 (00000005): after 4.5 s, far behind." in " ".join(
         answer_of(board).sentences
     )
 

@@ -236,9 +236,9 @@ def rank(
     rows = _with_baseline(found, measure, baseline, dropped_last=unasked)
     if study.dropped:
         last = f"{study.dropped[-1].name}: {study.dropped[-1].reason}"
-        notes.append(
-            f"Racing dropped {len(study.dropped)} runs on the way, the last of them {last}."
-        )
+        count = len(study.dropped)
+        runs = "1 run," if count == 1 else f"{count} runs, the last of them"
+        notes.append(f"Racing dropped {runs} {last}.")
     notes += [
         *_clock_note(counted),
         *_stopped_note(counted, None if target is None else asked),
