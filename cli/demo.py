@@ -16,7 +16,9 @@ from .train import Debug
 
 @dataclass(frozen=True)
 class Scene:
-    """A command of the demo. `after` has the keys of the answer's document in braces."""
+    """A command of the demo. `after` has the keys of the answer's document in braces, and
+    `waiting`.
+    """
 
     command: str
     before: str
@@ -27,12 +29,12 @@ SCENES = (
     Scene(
         "ashl train runtime=sim cluster=one_slow sync=bsp",
         "Four workers in virtual time, one five times slower, and a barrier at every step:",
-        "BSP took {time_s:.3g} virtual seconds, and its workers waited {wait_share:.1%} of them.",
+        "BSP took {time_s:.3g} virtual seconds, and its workers waited {waiting} of them.",
     ),
     Scene(
         "ashl train runtime=sim cluster=one_slow",
         "The same by ASHL, the default, where fast workers do not wait for the slow one:",
-        "ASHL took {time_s:.3g} virtual seconds, and its workers waited {wait_share:.1%} of them.",
+        "ASHL took {time_s:.3g} virtual seconds, and its workers waited {waiting} of them.",
     ),
     Scene(
         "ashl sweep sync=bsp,ssp,asp,local_sgd schedule=single,ashl seed=0,1,2,3,4 runtime=sim"
@@ -62,7 +64,8 @@ def demo(ctx: typer.Context, json: Json = False, debug: Debug = False) -> Answer
         if not json:
             answer.show()
         assert isinstance(answer.document, Mapping)
-        print(f"\n{scene.after.format(**answer.document)}", flush=True)
+        waiting = f"{100 * answer.document.get('wait_share', 0):.1f} %"  # unused by the sweep
+        print(f"\n{scene.after.format(**answer.document, waiting=waiting)}", flush=True)
         found.append({"command": scene.command, "answer": answer.document})
     following = command_text("advise", "runtime=sim", "cluster=one_slow", "--target", "0.95")
     return Answer({"commands": found}, next=following)

@@ -3,6 +3,7 @@ with the command to type next.
 """
 
 import json
+import re
 import shlex
 import time
 from dataclasses import replace
@@ -164,6 +165,7 @@ def test_the_demo_runs_its_commands(
         scene.command for scene in short
     ]
     assert out.count("next: ") == 1
+    assert re.search(r"workers waited \d+\.\d % of them", out)
     assert main(["demo", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     answers = [scene["answer"] for scene in document["commands"]]
