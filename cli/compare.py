@@ -11,7 +11,7 @@ from ashl.errors import to_one_line
 
 from .answer import Answer, Json
 from .table import console
-from .train import Debug
+from .train import Debug, show_starting
 from .typed import typed_command
 
 if TYPE_CHECKING:
@@ -63,18 +63,19 @@ def compare(
     folder, or here; with --target 0.9 it is report-target-0.9.html. With --figures pdf,png a folder
     beside it receives the files of the figures.
     """
-    from ashl.report.compare import check_kinds, figures_folder, write_report
-    from ashl.report.leaderboard import rank
-    from ashl.report.records import read_study
-    from ashl.report.tables import document, print_leaderboard
-
     kinds = figures.split(",") if figures else ()
-    check_kinds(kinds)
-    board = rank(read_study(folders), target=target, baseline=baseline)
     suffix = "" if target is None else f"-target-{target:g}"
-    report = write_report(
-        board, out=out, command=str(typed_command(ctx)), suffix=suffix, kinds=kinds
-    )
+    with show_starting(json):
+        from ashl.report.compare import check_kinds, figures_folder, write_report
+        from ashl.report.leaderboard import rank
+        from ashl.report.records import read_study
+        from ashl.report.tables import document, print_leaderboard
+
+        check_kinds(kinds)
+        board = rank(read_study(folders), target=target, baseline=baseline)
+        report = write_report(
+            board, out=out, command=str(typed_command(ctx)), suffix=suffix, kinds=kinds
+        )
     show_left_out(board.left_out)
     folder = figures_folder(report, suffix)
     drawn = str(folder) if kinds and folder.is_dir() else None
