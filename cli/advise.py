@@ -18,7 +18,13 @@ def advise(
     config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     target: Annotated[
-        float | None, typer.Option(help="Judge by the time to this accuracy, for example 0.9.")
+        float | None,
+        typer.Option(
+            help=(
+                "Judge by the time to this accuracy, for example 0.9; for another metric set"
+                " stop.target_metric."
+            )
+        ),
     ] = None,
     budget: Annotated[
         float,

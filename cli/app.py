@@ -6,6 +6,7 @@ No heavy library is imported before a command runs, so that `ashl --help` answer
 import errno
 import logging
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -116,8 +117,10 @@ COMMANDS = {
     "doctor": doctor,
 }
 for name, command in COMMANDS.items():
-    summary = " ".join((command.__doc__ or "").partition("\n\n")[0].split())  # one line
-    app.command(name, cls=Command, short_help=summary)(command)
+    # each paragraph on one line: Typer would keep the line ends of the source, at any width
+    paragraphs = [" ".join(text.split()) for text in (command.__doc__ or "").split("\n\n")]
+    about = "\n\n".join(paragraphs)
+    app.command(name, cls=Command, short_help=paragraphs[0], help=about)(command)
 
 
 def _version(wanted: bool) -> None:
@@ -187,6 +190,8 @@ def _usage_message(error: TyperUsageError, args: Sequence[str]) -> str:
     """Return Typer's usage error as one sentence with the fix."""
     command = args[0]
     text = " ".join(error.format_message().split()).rstrip(".")
+    # pydantic's wording of a wrong number
+    text = re.sub(r"Input (should be .*), unable to.*", r"it \1", text)
     hint = "; `ashl --help` shows what there is."
     if text.startswith("No such command"):
         return f"There is no command {command}{suggestion_text(command, COMMANDS, hint)}"

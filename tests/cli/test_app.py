@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +63,19 @@ def test_help_loads_nothing_heavy() -> None:
     )
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fills_the_lines_of_any_terminal(name: str, monkeypatch, capsys) -> None:
+    """The line ends of a docstring are not those of its help."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([name, "--help"]) == 0
+    about = capsys.readouterr().out.partition("╭")[0]
+    for paragraph in (COMMANDS[name].__doc__ or "").split("\n\n"):
+        assert " ".join(paragraph.split()) in " ".join(about.split())
+    lines = [line.strip() for line in about.splitlines()]
+    short = [line for line, after in pairwise(lines) if line and after]
+    assert all(len(line) > 120 for line in short), short
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -90,7 +104,7 @@ def test_help_loads_nothing_heavy() -> None:
         ("list sync spp", "did you mean ssp?"),
         ("list a b c", "unexpected extra argument"),
         ("list --config-dir nowhere", "there is no such folder"),
-        ("ui --port abc", "Invalid value for '--port'"),
+        ("ui --port abc", "Invalid value for '--port': it should be a valid integer; `ashl ui"),
         ("ui", "run `ashl train` first"),
     ],
 )
