@@ -7,6 +7,8 @@ import math
 from io import StringIO
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from scipy import stats
 
 from ashl.errors import UsageError
 from ashl.report import tables
-from ashl.report.answer import answer_of
+from ashl.report.answer import answer_of, without_ratio_text
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import read_study
@@ -545,6 +547,15 @@ def test_what_a_race_has_dropped_is_shown_with_how_far_it_came(tmp_path) -> None
     assert "Racing dropped 1 run, sync=asp seed=1 (00000005): after 4.5 s, far behind." in " ".join(
         answer_of(board).sentences
     )
+
+
+def test_a_value_below_zero_is_told_as_a_value() -> None:
+    """R² of -0.4 has no ratio to another one, and nothing reached a target by it."""
+    measure: Any = SimpleNamespace(text="{:g}".format)
+    row: Any = SimpleNamespace(spread=SimpleNamespace(middle=-0.4), num_reached=1, values=[-0.4])
+    assert without_ratio_text(row, measure) == "has -0.4"
+    row.spread.middle = math.inf
+    assert without_ratio_text(row, measure) == "reached the target in 1 of its 1 seeds"
 
 
 def test_a_dropped_setting_cannot_win_by_a_target_that_nobody_asked_for(tmp_path) -> None:

@@ -109,8 +109,17 @@ def _compare_with_baseline(board: Leaderboard, row: Row) -> str:
         return f"; the baseline {base.label} has no seed in common with it"
     better, sure = gain_text(row, base, board.measure), certainty_text(row.against)
     if better is None:
-        return f"; the baseline {base.label} reached the target in {reached_text(base)} ({sure})"
+        return f"; the baseline {base.label} {without_ratio_text(base, board.measure)} ({sure})"
     return f", {better} the baseline {base.label} ({sure})"
+
+
+def without_ratio_text(row: Row, measure: Measure) -> str:
+    """Return the result of a setting that has no ratio to another: a median that is infinite, since
+    runs did not reach the target, or a value such as R², which may be negative.
+    """
+    if math.isfinite(row.spread.middle):
+        return f"has {measure.text(row.spread.middle)}"
+    return f"reached the target in {reached_text(row)}"
 
 
 def reached_text(row: Row) -> str:
@@ -150,9 +159,9 @@ def _describe_second(board: Leaderboard) -> str:
         return f"{begin}; the two have no seed in common."
     better = gain_text(board.rows[0], second, board.measure)
     if better is None:
-        return (
-            f"{begin}; it reached the target in {reached_text(second)} ({certainty_text(found)})."
-        )
+        if math.isfinite(second.spread.middle):  # the sentence begins with the value
+            return f"{begin} ({certainty_text(found)})."
+        return f"{begin}; it {without_ratio_text(second, board.measure)} ({certainty_text(found)})."
     return f"{begin}; {board.rows[0].label} is {better} it ({certainty_text(found)})."
 
 
