@@ -53,8 +53,8 @@ def summarise(
 ) -> dict:
     """Return the outcome of a run, as in `summary.json`.
 
-    The run's time is the end of the last stage that has ended. If none has, it is the latest time
-    of a heartbeat.
+    The run's time is the end of its last stage. If the run has ended within a stage, by an error
+    for example, it is the latest time of a heartbeat.
     Args: monitor, after the last record of the run; runtime, `sim`, `local` or `torchrun`; status
     and reason, see the keys `status` and `exit_reason`; pace, how well the processes kept the
     declared pace (`pacing_summary`), None if not paced.
@@ -64,8 +64,9 @@ def summarise(
     run_state = monitor.run_state
     beats = {beat.rank: beat for beat in monitor.workers()}
     counts = monitor.counts() or zero_counts(n)
-    latest_ns = max((beat.time_ns for beat in monitor.heartbeats.values()), default=0)
-    time_ns = run_state.stages[-1].end_ns if run_state.stages else latest_ns
+    time_ns = run_state.stages[-1].end_ns if run_state.stages else 0
+    if monitor.final is None:
+        time_ns = max([time_ns, *(beat.time_ns for beat in monitor.heartbeats.values())])
     outages = [outage for outage in run_state.outages if outage.time_ns <= time_ns]
     failed = {
         outage.worker

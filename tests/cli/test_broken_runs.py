@@ -19,6 +19,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.run.authenticated_store import StoreAddress, StoreClient, new_secret
+from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import jsonl
 from tests.disturbed import (
     INTERRUPTED,
@@ -267,3 +268,17 @@ def train_elsewhere() -> Callable[[Path], int]:
         return subprocess.run(command, cwd=folder, timeout=PATIENCE_S).returncode
 
     return run
+
+
+def test_a_run_that_ends_within_a_stage_lasts_until_then(workplace: Path) -> None:
+    """Its time is not the end of the stage before, and the failure that ends it is in the record."""
+    fails = "cluster.events=[{time_s: 2, worker: 1, fail: true}]"
+    typed = ("runtime=sim", "cluster=one_slow", "schedule=sync_first", "runtime.min_workers=4")
+    assert main(["train", "-q", *typed, fails, "run.dir=run", "tracking=none"]) == 1
+    summary = jsonl.read_json(Path("run/summary.json"))
+    (profiled,) = summary["stages"]
+    assert profiled["end_s"] < 2 < summary["time_s"]
+    assert [failed["worker"] for failed in summary["failed_workers"]] == [1]
+    for worker in summary["workers"]:
+        seconds = sum(worker[f"{kind}_s"] for kind in KINDS)
+        assert seconds == pytest.approx(summary["time_s"])
