@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from itertools import product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from matplotlib.patches import Patch, PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
+from ashl.report.answer import gain_number
 from ashl.report.leaderboard import Leaderboard, Row
-from ashl.report.measure import split_readable
+from ashl.report.measure import first_metric, split_readable
 from ashl.report.records import Run
 from ashl.report.sensitivity import WinnersByCluster, find_winners
-from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import timeline
 from ashl.tracking.console import seconds
 
@@ -196,32 +196,35 @@ def set_scale(axes: Axes, which: str, low: float, high: float, title: str) -> bo
     return log
 
 
-def add_kinds_legend(drawing: Drawing, seen: Iterable[str]) -> None:
-    handles = [
-        Patch(facecolor=fill, hatch=hatch, edgecolor=edge, linewidth=0.4, label=kind)
-        for kind, (fill, hatch, edge) in LOOKS.items()
-        if kind in set(seen)
-    ]
+def kind_style(kind: str) -> dict[str, Any]:
+    fill, hatch, edge = LOOKS.get(kind, ("#999999", "", SOFT))
+    return {"facecolor": fill, "hatch": hatch, "edgecolor": edge, "linewidth": 0.4}
+
+
+def add_kinds_legend(drawing: Drawing, tracks: Iterable[Tracks]) -> None:
+    seen = {kind for own in tracks for _, spans in own for kind, _, _ in spans}
+    handles = [Patch(label=kind, **kind_style(kind)) for kind in LOOKS if kind in seen]
     drawing.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.03, 1), ncols=8)
 
 
-def draw_tracks(axes: Axes, labels: Sequence[str], drawn: Mapping[str, list]) -> None:
-    """Draw tracks from the top, one for each label: rectangles (start, track, length) by kind.
+def draw_tracks(axes: Axes, tracks: Tracks, until: float) -> None:
+    """Draw tracks from the top, as far as `until`.
 
-    All rectangles of a kind are one shape: in print, each hatched shape costs as much as a picture.
+    All spans of a kind are one shape: in print, each hatched shape costs as much as a picture.
     """
-    for kind, spans in drawn.items():
-        corners = []
-        for start, track, length in spans:
-            end, low, high = start + length, track - 0.38, track + 0.38
-            corners.append([(start, low), (end, low), (end, high), (start, high), (start, low)])
-        if corners:
-            fill, hatch, edge = LOOKS.get(kind, ("#999999", "", SOFT))
-            shape = Outline.make_compound_path_from_polys(np.array(corners))
-            look = {"facecolor": fill, "hatch": hatch, "edgecolor": edge, "linewidth": 0.4}
-            axes.add_patch(PathPatch(shape, **look))
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
+    corners: dict[str, list] = {}
+    for place, (_, spans) in enumerate(tracks):
+        low, high = place - 0.38, place + 0.38
+        for kind, start, last in spans:
+            end = min(last, until)
+            if start < end:
+                corner = [(start, low), (end, low), (end, high), (start, high), (start, low)]
+                corners.setdefault(kind, []).append(corner)
+    for kind, own in corners.items():
+        shape = Outline.make_compound_path_from_polys(np.array(own))
+        axes.add_patch(PathPatch(shape, **kind_style(kind)))
+    axes.set_yticks(range(len(tracks)), [label for label, _ in tracks])
+    axes.set(xlim=(0, until), ylim=(len(tracks) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
     axes.grid(False)
 
@@ -313,22 +316,9 @@ def mean_curve(runs: Sequence[Run], x: str, y: str) -> pd.DataFrame | None:
         lines += [line[~line.index.duplicated()]] if rows else []
     if not lines:
         return None
-    marks = np.unique(np.concatenate([line.index for line in lines]))
-    marks = marks[marks >= max(line.index[0] for line in lines)]
-    marks = marks[np.unique(np.linspace(0, len(marks) - 1, 100).round().astype(int))]
-    values = pd.DataFrame([np.interp(marks, line.index, line) for line in lines], columns=marks)
-    return pd.DataFrame({"mean": values.mean(), "min": values.min(), "max": values.max()})
-
-
-def first_metric(runs: Sequence[Run]) -> tuple[str, str]:
-    """Return the first metric that any run has, with its title."""
-    own = dict.fromkeys(run.metric[0] for run in runs if run.metric)
-    titles = {"test/acc": "accuracy on the test set, %"}
-    titles |= {f"test/{name}": f"{name} on the test set" for name in own}
-    titles |= {"test/loss": "test loss", "train/loss": "training loss"}
-    rows = [row for run in split_readable(runs)[0] for row in run.metrics]
-    found = (key for key in titles if any(row.get(key) is not None for row in rows))
-    return next(((key, titles[key]) for key in found), ("", ""))
+    values = pd.concat(lines, axis="columns").sort_index().interpolate("index").dropna()
+    places = np.unique(np.linspace(0, len(values) - 1, 100).round().astype(int))
+    return values.iloc[places].agg(["mean", "min", "max"], axis="columns")
 
 
 def draw_curves(
@@ -395,26 +385,27 @@ def draw_time_shares(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
     data = {row: found for row in rows if (found := row.time_shares)}
     if not data:
         return None
-    most = min(max(map(len, data.values())), MAX_WORKERS)
-    high = most * 15
+    tracks = {row: share_tracks(found[:MAX_WORKERS]) for row, found in data.items()}
+    high = 15 * max(map(len, tracks.values()))
     drawing = new_drawing(math.ceil(len(data) / 2) * (high + 70) + 26)
-    workers = [worker for found in data.values() for worker in found]
-    # In a fixed order: with that of a set, equal figures had other bytes in each process.
-    seen = [kind for kind in KINDS if any(worker[kind] for worker in workers)]
-    add_kinds_legend(drawing, seen)
-    for index, (row, found) in enumerate(data.items()):
+    for index, (row, own) in enumerate(tracks.items()):
         left, top = index % 2 * WIDTH / 2 + 66, index // 2 * (high + 70) + 50
         axes = add_axes(drawing, left, top, WIDTH / 2 - 84, high)
-        shares = 100 * pd.DataFrame(found[:MAX_WORKERS])
-        starts = shares.cumsum(axis="columns") - shares
-        drawn = {}
-        for kind in seen:
-            spans = zip(starts[kind], shares.index, shares[kind], strict=True)
-            drawn[kind] = [span for span in spans if span[2] > 0]
-        draw_tracks(axes, [f"w{rank}" for rank in shares.index], drawn)
-        axes.set(xlim=(0, 100), xlabel="share of the run's time, %")
-        axes.set_title(name_of(board, row, 330) + workers_note(len(found)))
+        draw_tracks(axes, own, 100)
+        axes.set_xlabel("share of the run's time, %")
+        axes.set_title(name_of(board, row, 330) + workers_note(len(data[row])))
+    add_kinds_legend(drawing, tracks.values())
     return drawing
+
+
+def share_tracks(workers: Sequence[Mapping[str, float]]) -> Tracks:
+    """Return a track for each worker, with its shares of time in percent, one after the other."""
+    tracks = []
+    for rank, worker in enumerate(workers):
+        bounds = pairwise(accumulate([0.0, *(100 * share for share in worker.values())]))
+        spans = [(kind, start, end) for kind, (start, end) in zip(worker, bounds, strict=True)]
+        tracks.append((f"w{rank}", [span for span in spans if worker[span[0]]]))
+    return tracks
 
 
 def workers_note(count: int) -> str:
@@ -455,25 +446,16 @@ def draw_first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None
         return None
     wanted = [wanted_s for _, wanted_s in found.values()]
     until_s = min(max(wanted), STRETCH * min(wanted)) or max(wanted)
-    drawing = new_drawing(40 + sum(17 * len(lines) + 50 for lines, _ in found.values()))
+    drawing = new_drawing(40 + sum(17 * len(tracks) + 50 for tracks, _ in found.values()))
     top = 50.0
-    seen = set[str]()
-    for row, (lines, _) in found.items():
-        axes = add_axes(drawing, 50, top, WIDTH - 70, 17 * len(lines))
-        drawn: dict[str, list] = {}
-        for track, (_, spans) in enumerate(lines):
-            for kind, start_s, end_s in spans:
-                seen.add(kind)
-                if start_s < until_s:
-                    long_s = min(end_s, until_s) - start_s
-                    drawn.setdefault(kind, []).append((start_s, track, long_s))
-        draw_tracks(axes, [name for name, _ in lines], drawn)
-        axes.set_xlim(0, until_s)
+    for row, (tracks, _) in found.items():
+        axes = add_axes(drawing, 50, top, WIDTH - 70, 17 * len(tracks))
+        draw_tracks(axes, tracks, until_s)
         seed = f"seed {row.runs[0].seed}{workers_note(row.runs[0].summary['num_workers'])}"
         axes.set_title(f"{name_of(board, row, 600)} ({seed})")
-        top += 17 * len(lines) + 50
+        top += 17 * len(tracks) + 50
     axes.set_xlabel(CLOCK)
-    add_kinds_legend(drawing, seen)
+    add_kinds_legend(drawing, (tracks for tracks, _ in found.values()))
     return drawing
 
 
@@ -500,9 +482,9 @@ def draw_winners_map(winners: WinnersByCluster) -> Drawing:
             words = letters[winners.winner(point)] + "?" * (not winners.sure[point])
             if high > 34 and wide > 44:
                 better = winners.winner_gain(point)
-                much = "{:.2f}×" if measure.ratio else "{:+.1f}"
-                factor = 1 if measure.ratio else 100
-                words += "\nalone" if better is None else "\n" + much.format(factor * better)
+                unit = "×" if measure.ratio else ""
+                lead = "alone" if better is None else gain_number(better, measure.ratio) + unit
+                words += f"\n{lead}"
         axes.add_patch(Rectangle((x, y), 1, 1, **shown))
         axes.text(x + 0.5, y + 0.5, words, bbox=box, ha="center", va="center", weight="bold")
     axes.set(xlim=(0, columns), ylim=(0, lines), xlabel=xlabel, ylabel=ylabel)
@@ -559,7 +541,10 @@ def draw_figures(board: Leaderboard) -> list[Figure]:
     one_run = "" if alone else "One run of each setting."
     means = "Means over seeds." * seeds
     lines = MEAN_LINES if seeds else ONE_RUN_RING if alone else SINGLE_LINES
-    metric = first_metric([run for row in drawn for run in row.runs])
+    key, name = first_metric(split_readable([run for row in drawn for run in row.runs])[0])
+    losses = ("test/loss", "train/loss")
+    where = "" if key in losses else " on the test set" + ", %" * (key == "test/acc")
+    metric = (key, name + where)
     found: list[tuple[str, Sequence[Row], Drawing | None, str]] = []
     with report_style():
         if winners := find_winners(board):
@@ -570,7 +555,7 @@ def draw_figures(board: Leaderboard) -> list[Figure]:
             found += [("Who wins where", (), wins, note)]
         found += [("Time to target", timed, draw_times(main, timed), TIME_MARKS)]
         found += [("Against time", drawn, draw_curves(main, drawn, "time_s", *metric), lines)]
-        if len(main.rows) == 1 and metric[0] != "train/loss":
+        if len(main.rows) == 1 and key != "train/loss":
             loss = draw_curves(main, drawn, "time_s", "train/loss", "training loss")
             found += [("Loss against time", drawn, loss, TRAINING)]
         found += [

@@ -105,9 +105,8 @@ def target_of(runs: Sequence[Run], target: float | None) -> Target | None:
     Raises: UsageError if the runs have different targets.
     """
     if target is not None:
-        metrics = {run.metric for run in runs}
-        if len(metrics) == 1 and (own_metric := metrics.pop()):
-            return Target(metric=(target, *own_metric))
+        if own := common_metric(runs):
+            return Target(metric=(target, *own))
         if not 0 < target <= 1:
             problem = "is no accuracy; give a share, as in --target 0.9."
             raise UsageError(f"--target {target:g} {problem}")
@@ -209,11 +208,8 @@ def value_at_equal_time(runs: Sequence[Run]) -> Measure:
         return Measure("speed", "samples/s", False, True, speed, number, "none", "times as fast")
     sound = [run for run in timed if run.summary["status"] != "diverged" and not run.dropped]
     time_s = min(run.metrics[-1]["time_s"] for run in sound or timed)
-    own = timed[0].metric if len({run.metric for run in timed}) == 1 else None
-    titles = {"test/acc": "accuracy"} | ({f"test/{own[0]}": own[0]} if own else {})
-    titles |= {"test/loss": "test loss", "train/loss": "training loss"}
-    recorded = {key for row in timed[0].metrics for key in row if row[key] is not None}
-    key = next((key for key in titles if key in recorded), "test/loss")
+    own = common_metric(timed)
+    key, name = first_metric(timed)
     accuracy = key == "test/acc"
     higher = accuracy or bool(own and own[1] and key == f"test/{own[0]}")
 
@@ -224,10 +220,29 @@ def value_at_equal_time(runs: Sequence[Run]) -> Measure:
         times, values = zip(*((row["time_s"], row[key]) for row in rows), strict=True)
         return float(np.interp(time_s, times, values))
 
-    title = f"{titles[key]} after {seconds(time_s)}"
+    title = f"{name} after {seconds(time_s)}"
     better = "points better" if accuracy else "times higher" if higher else "times lower"
     show = percent if accuracy else number
     return Measure(title, "", not higher, not accuracy, value, show, "none", better)
+
+
+def common_metric(runs: Sequence[Run]) -> tuple[str, bool] | None:
+    """Return the metric of the runs' task, see `Run.metric`; None without one or with several."""
+    found = {run.metric for run in runs}
+    return found.pop() if len(found) == 1 else None
+
+
+def first_metric(runs: Sequence[Run]) -> tuple[str, str]:
+    """Return the key and the name of the first metric that a run has: accuracy, the task's own
+    metric, test loss, training loss.
+    """
+    own = common_metric(runs)
+    names = {"test/acc": "accuracy"} | ({f"test/{own[0]}": own[0]} if own else {})
+    names |= {"test/loss": "test loss", "train/loss": "training loss"}
+    recorded = {key for run in runs for row in run.metrics for key in row if row[key] is not None}
+    return next(
+        (found for found in names.items() if found[0] in recorded), ("test/loss", "test loss")
+    )
 
 
 def split_readable(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
