@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
 
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}  # others are FAILED
-# MLflow's limits: metrics and parameters in one call, characters of a value and of a name.
-MAX_METRICS = 1000
-MAX_PARAMS = 100
+# MLflow's limits: characters of a value and of a name.
 MAX_TEXT = 5000
 MAX_NAME = 250
 ENVIRONMENT = {  # settings of MLflow; the user's own take precedence
@@ -99,8 +97,7 @@ class MlflowTracker:
                 key = f"{sanitize_name(name)}_{count}"
             found[key] = value[:MAX_TEXT]
         batch = [Param(key, value) for key, value in found.items()]
-        for first in range(0, len(batch), MAX_PARAMS):
-            self.client.log_batch(self.run.info.run_id, params=batch[first : first + MAX_PARAMS])
+        self.client.log_batch(self.run.info.run_id, params=batch)
 
     def log_metrics(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
@@ -110,8 +107,7 @@ class MlflowTracker:
             Metric(sanitize_name(name), value, start_ms + round(1000 * host_s), step)
             for name, value, step, host_s in points
         ]
-        for first in range(0, len(batch), MAX_METRICS):
-            self.client.log_batch(self.run.info.run_id, metrics=batch[first : first + MAX_METRICS])
+        self.client.log_batch(self.run.info.run_id, metrics=batch)
 
     def log_artifact(self, path: Path) -> None:
         self.client.log_artifact(self.run.info.run_id, str(path))
