@@ -153,11 +153,18 @@ def write_bytes(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file() and not path.is_dir():
         path.write_bytes(content)
         return
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[BinaryIO]:
+    """Open a file whose content replaces that of `path` at the end. Raises OSError."""
     target = Path(os.path.realpath(path))
     part = target.parent / f"{target.name}.part"
     try:
         with open(part, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, target)

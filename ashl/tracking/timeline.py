@@ -10,7 +10,6 @@ import gzip
 import io
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,22 +40,16 @@ def write(
     of the run, before they were notified of it.
     Raises: OSError.
     """
-    part = trace.with_name(trace.name + ".part")
-    try:
-        with (
-            open(part, "wb") as raw,
-            gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) as packed,
-            io.TextIOWrapper(packed, encoding="utf-8", newline="") as text,
-        ):
-            text.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-            encode = json.JSONEncoder(separators=(",", ":")).encode
-            for index, entry in enumerate(entries(events, num_workers, end_s)):
-                text.write((",\n" if index else "") + encode(entry))
-            text.write("\n]}\n")
-        os.replace(part, trace)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    with (
+        jsonl.replacing(trace) as raw,
+        gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8", newline="") as text,
+    ):
+        text.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        encode = json.JSONEncoder(separators=(",", ":")).encode
+        for index, entry in enumerate(entries(events, num_workers, end_s)):
+            text.write((",\n" if index else "") + encode(entry))
+        text.write("\n]}\n")
 
 
 def entries(
