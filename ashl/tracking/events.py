@@ -18,23 +18,20 @@ EVENTS: dict[type, str] = {
 
 def as_event(record: Round | StageEnd | Replan | WorkerFailed | WorkerRejoined) -> dict[str, Any]:
     """Return the line of a record."""
-    if isinstance(record, WorkerFailed | WorkerRejoined):
-        reason = {"reason": record.why} if isinstance(record, WorkerFailed) else {}
-        return {
-            "kind": EVENTS[type(record)],
-            "rank": record.rank,
-            **reason,
-            "time_s": record.time_ns / 1e9,
-        }
-    head = {"kind": EVENTS[type(record)], "rank": record.rank, "stage": record.stage}
+    head = {"kind": EVENTS[type(record)], "rank": record.rank}
     match record:
+        case WorkerFailed():
+            return head | {"reason": record.why, "time_s": record.time_ns / 1e9}
+        case WorkerRejoined():
+            return head | {"time_s": record.time_ns / 1e9}
         case Round():
             return head | round_fields(record)
         case StageEnd():
-            own = {"name": record.name, "reason": record.reason}
+            own = {"stage": record.stage, "name": record.name, "reason": record.reason}
             return head | own | record.counts._asdict() | {"end_s": record.end_ns / 1e9}
         case Replan():
             return head | {
+                "stage": record.stage,
                 "ratios": record.ratios,
                 "local_steps": record.local_steps,
                 "time_s": record.time_ns / 1e9,
@@ -46,6 +43,7 @@ def round_fields(record: Round) -> dict[str, Any]:
     for kind, start, end in record.spans_ns:
         totals[kind] += end - start
     return {
+        "stage": record.stage,
         "round": record.round,
         **({} if record.group is None else {"group": record.group}),
         "steps": record.steps,
