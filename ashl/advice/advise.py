@@ -47,6 +47,7 @@ from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.compare import write_report
+from ashl.report.records import REPORT
 from ashl.run.profile import profile as measure
 from ashl.run.rank import step_here_s
 from ashl.run.train import TRACKING_S, is_virtual
@@ -281,4 +282,5 @@ def write_answer(folder: Path, result: RaceAnswer, scale: Scale, command: Comman
     if not (folder / HOSTS).exists():  # the user may have filled it in
         (folder / HOSTS).write_text(hosts_of(result.plan), encoding="utf-8")
     jsonl.write_json(folder / FILE, {"schema": 1, "scale": asdict(scale), **result.record})
-    write_report(result.board, folder=folder, command=str(command), command_answer=result.shown)
+    report = folder / REPORT
+    write_report(result.board, out=report, command=str(command), command_answer=result.shown)

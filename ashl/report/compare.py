@@ -20,7 +20,6 @@ def write_report(
     board: Leaderboard,
     *,
     out: Path | None = None,
-    folder: Path | None = None,
     command: str = "",
     suffix: str = "",
     command_answer: "CommandAnswer | None" = None,
@@ -28,15 +27,15 @@ def write_report(
 ) -> Path:
     """Write the report to `out`, or into the folder of the sweep, or here, and return its path.
 
-    Args: folder stands for the sweep's folder; command is the typed command; suffix is appended to
-    the names of files, so that those of another target do not replace the sweep's own;
-    command_answer replaces the leaderboard's answer; kinds are those of the figures' files.
+    Args: command is the typed command; suffix is appended to the names of files, so that those of
+    another target do not replace the sweep's own; command_answer replaces the leaderboard's answer;
+    kinds are those of the figures' files.
     Raises: UsageError or AshlError if a file cannot be written.
     """
     from ashl.report.figures import draw_figures
     from ashl.report.page import render_page
 
-    report = out or (folder or board.study.folder or Path()) / f"report{suffix}.html"
+    report = out or (board.study.folder or Path()) / f"report{suffix}.html"
     drawn = draw_figures(board)
     write_file(report, render_page(board, drawn, command, report.parent, command_answer))
     for figure, kind in product(drawn, kinds):
