@@ -1,19 +1,16 @@
 """Make tables of a leaderboard for the terminal and as JSON."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ashl.report.answer import answer_of, gain_number
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
-from ashl.tracking.console import drop_columns, number, percent
+from ashl.tracking.console import drop_columns, number, percent, table_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
 MAX_NAMED = 10  # runs that ended badly and are listed
 MAX_ROWS = 200  # rows of a file
 WORDS = ("setting", "where")  # columns of text, which are aligned to the left
-TITLE, NAME = 14, 24  # characters: of a line of a title; of a name before it is wrapped
 # Columns that are dropped first on a narrow terminal, in this order.
 RARE = ("consensus distance", "best", "loss", "MB down", "steps/s", "MB up")
 # Columns that are dropped last, after those that the runs measured themselves.
@@ -123,7 +119,7 @@ def explain_columns(board: Leaderboard) -> str:
     covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
     parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
     sentences = []
-    if parts and "between" in leaderboard_table(board):
+    if any(interval_cell(row, board.measure) for row in board.rows):
         sentences += [
             f"Median over seeds; 'between' covers it with probability {', '.join(parts)} seeds."
         ]
@@ -157,17 +153,12 @@ def print_leaderboard(console: Console, board: Leaderboard, *, top: int = 20) ->
     shown = [row for part in parts for row in part.rows[:each]][:top]
     more = len(board.rows) - len(shown)
     texts = leaderboard_table(board).iloc[[board.rows.index(row) for row in shown]]
-    wide = {title: width_of(title, texts[title]) for title in texts}
-    measured = [title for title in wide if title.startswith("measure ")]
-    absent = drop_columns(wide, (*RARE, *measured, *USUAL), console.width)
-    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in wide:
-        justify = "left" if title in WORDS else "right"
-        drawn.add_column(
-            fill(title, TITLE), vertical="bottom", justify=justify, no_wrap=title not in WORDS
-        )
-    for line in texts[[*wide]].itertuples(index=False, name=None):
-        drawn.add_row(*map(Text, line), style="bold" if line[0] == "1" else "")
+    columns = texts.to_dict("list")
+    measured = [title for title in columns if title.startswith("measure ")]
+    absent = drop_columns(columns, (*RARE, *measured, *USUAL), console.width, WORDS)
+    drawn = table_of(columns, WORDS, top)
+    for line, place in zip(drawn.rows, columns[""], strict=True):
+        line.style = "bold" if place == "1" else ""
     console.print(drawn)
     notes = [
         f"no room for {', '.join(absent)}; the report has them" if absent else "",
@@ -181,12 +172,6 @@ def print_leaderboard(console: Console, board: Leaderboard, *, top: int = 20) ->
     if len(board.study.ended_badly) > MAX_NAMED:
         others = f"and {len(board.study.ended_badly) - MAX_NAMED} more"
         console.print(Text(others, "yellow"))
-
-
-def width_of(title: str, texts: Iterable[str]) -> int:
-    """Return the characters of a column on a terminal; names may be wrapped."""
-    longest = max(map(len, (*fill(title, TITLE).split("\n"), *texts)))
-    return 2 + (min(longest, NAME) if title in WORDS else longest)
 
 
 def document(board: Leaderboard) -> dict[str, Any]:

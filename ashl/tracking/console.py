@@ -6,6 +6,7 @@ Only this module prints, and only in the process that leads the run.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from rich import box
@@ -22,6 +23,7 @@ from ashl.tracking.straggler import describe_straggler
 FRAME_S = 0.25  # seconds between two drawings of the table; 16 rows take 6 ms
 LINE_S = 2.0  # seconds between two lines in a pipe
 MAX_ROWS = 16
+TITLE, NAME = 15, 24  # characters: of a line of a title; of a name before it is wrapped
 MAX_FAILED = 4  # failed workers that the outcome lists one by one
 # The outcome reports a machine that was slower than declared by more than this share.
 SLOWER = 0.02
@@ -179,24 +181,39 @@ def fact_line(facts: Mapping[str, str]) -> Text:
     )
 
 
-def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
-    """Return a table of numbers: the first rows of these columns, without cutting their cells."""
+def table_of(
+    columns: Mapping[str, Sequence[str]], words: Collection[str] = (), most: int = MAX_ROWS
+) -> Table:
+    """Return a table of the first `most` rows of these columns.
+
+    Args: words has the titles of the columns of text, which are aligned to the left and may be
+    wrapped; the cells of other columns are never cut.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in islice(zip(*columns.values(), strict=True), MAX_ROWS):
-        table.add_row(*row)
+        header, justify = fill(title, TITLE), "left" if title in words else "right"
+        table.add_column(header, vertical="bottom", justify=justify, no_wrap=title not in words)
+    for row in islice(zip(*columns.values(), strict=True), most):
+        table.add_row(*map(Text, row))
     return table
 
 
-def drop_columns(wide: dict[str, int], least: Iterable[str], width: int) -> list[str]:
+def drop_columns(
+    columns: dict[str, Sequence[str]], least: Iterable[str], width: int, words: Collection[str] = ()
+) -> list[str]:
     """Remove columns, least important first, until the rest fits, and return their titles.
 
-    Args: wide has the characters of each column by title; columns that `least` lacks stay.
+    Args: columns that `least` lacks stay; words as in `table_of`.
     """
+
+    def width_of(title: str) -> int:
+        longest = max(map(len, (*fill(title, TITLE).split("\n"), *columns[title])))
+        return 2 + (min(longest, NAME) if title in words else longest)
+
     absent = []
     for title in least:
-        if sum(wide.values()) > width and wide.pop(title, None):
+        if title in columns and sum(map(width_of, columns)) > width:
+            del columns[title]
             absent.append(title)
     return absent
 
@@ -355,7 +372,7 @@ def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
     """Return a table of the workers' time, in the columns that fit the terminal."""
     workers = summary["workers"]
     time_s = summary.get("time_s") or 0.0
-    columns: dict[str, list[str]] = {"worker": [str(rank) for rank in range(len(workers))]}
+    columns: dict[str, Sequence[str]] = {"worker": [str(rank) for rank in range(len(workers))]}
     columns["steps"] = [number(worker.get("steps")) for worker in workers]
     # Waiting during profiling has a column of its own.
     _, profiled = stages.measure_profiling(summary)
@@ -370,12 +387,11 @@ def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
     columns["staleness"] = [number(worker.get("staleness_mean")) for worker in workers]
     columns["max"] = [number(worker.get("staleness_max")) for worker in workers]
     columns["up"] = [megabytes(worker.get("bytes_up")) for worker in workers]
-    wide = {title: 2 + max(map(len, (title, *cells))) for title, cells in columns.items()}
-    absent = drop_columns(wide, LEAST_IMPORTANT, console.width)
+    absent = drop_columns(columns, LEAST_IMPORTANT, console.width)
     captions = [f"no room for {', '.join(absent)}; see summary.json"] * bool(absent)
     hidden = len(workers) - MAX_ROWS
     captions += [f"and {hidden} more workers, in summary.json"] * (hidden > 0)
-    table = table_of({title: columns[title] for title in wide})
+    table = table_of(columns)
     table.caption = "\n".join(captions) or None
     return table
 
@@ -383,19 +399,16 @@ def worker_table(console: Console, summary: Mapping[str, Any]) -> Table:
 def stage_table(summary: Mapping[str, Any]) -> Table:
     """Return a table of the stages: their times, steps and waiting, and why they ended."""
     own = summary["stages"]
-    table = table_of(
-        {
-            "stage": [stage["name"] for stage in own],
-            "from": [seconds(stage["start_s"]) for stage in own],
-            "to": [seconds(stage["end_s"]) for stage in own],
-            "steps": [number(stage["steps"]) for stage in own],
-            "waiting": [percent(stage.get("wait_share")) for stage in own],
-            "ended because": [stages.explain_end(stage) for stage in own],
-        }
-    )
-    table.columns[-1].justify = "left"
-    table.columns[-1].no_wrap = False
-    return table
+    reason = "ended because"
+    columns = {
+        "stage": [stage["name"] for stage in own],
+        "from": [seconds(stage["start_s"]) for stage in own],
+        "to": [seconds(stage["end_s"]) for stage in own],
+        "steps": [number(stage["steps"]) for stage in own],
+        "waiting": [percent(stage.get("wait_share")) for stage in own],
+        reason: [stages.explain_end(stage) for stage in own],
+    }
+    return table_of(columns, words=(reason,))
 
 
 def number(value: float | None) -> str:
