@@ -10,6 +10,7 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from rich import box
+from rich.align import Align
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -191,8 +192,9 @@ def table_of(
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title in columns:
-        header, justify = fill(title, TITLE), "left" if title in words else "right"
-        table.add_column(header, vertical="bottom", justify=justify, no_wrap=title not in words)
+        justify = "left" if title in words else "right"
+        header = Align(fill(title, TITLE), justify, vertical="bottom")
+        table.add_column(header, justify=justify, no_wrap=title not in words)
     for row in islice(zip(*columns.values(), strict=True), most):
         table.add_row(*map(Text, row))
     return table
