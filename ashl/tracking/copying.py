@@ -78,9 +78,10 @@ class RunCopy:
         summary = jsonl.read_json(self.run.folder / SUMMARY) or absent
         # Six digits, so that a cell of MLflow's table shows the whole number.
         ends = [
-            (f"final/{name}", float(f"{value:.6g}")) for name, value in summary_numbers(summary)
+            Point(f"final/{name}", float(f"{value:.6g}"), 0, 0.0)
+            for name, value in summary_numbers(summary)
         ]
-        self.tracker.log_metrics([Point(name, value, 0, 0.0) for name, value in ends])
+        self.tracker.log_metrics(ends)
         try:
             for path in filter(Path.exists, (self.run.folder / name for name in ARTIFACTS)):
                 self.tracker.log_artifact(path)
