@@ -149,12 +149,6 @@ def new_drawing(height: float) -> Drawing:
     return Drawing(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
 
 
-def shorten(text: str, pixels: float) -> str:
-    """Shorten a text to about the given width."""
-    room = max(int(pixels / 6.6), 2)
-    return text if len(text) <= room else text[: room - 1] + "…"
-
-
 def wrap(text: str, pixels: float) -> str:
     """Break a text into lines of about the given width, for a legend."""
     return textwrap.fill(text, int(pixels / 6.6), max_lines=3, placeholder="…")
@@ -165,7 +159,9 @@ def full_name(board: Leaderboard, row: Row) -> str:
 
 
 def name_of(board: Leaderboard, row: Row, pixels: float) -> str:
-    return shorten(f"{board.rank(row)}  {row.label}", pixels)
+    """Return rank and name, shortened to about the given width."""
+    name, room = f"{board.rank(row)}  {row.label}", int(pixels / 6.6)
+    return name if len(name) <= room else name[: room - 1] + "…"
 
 
 def series_style(index: int) -> dict[str, Any]:

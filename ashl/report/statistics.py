@@ -231,12 +231,11 @@ def adjust_p_values(p_values: Sequence[float], count: int) -> list[float]:
     its choice by the same runs: a test of a pair that is not given could only raise them where
     the procedure has stopped.
     """
-    order = np.argsort(p_values)
-    factors = count - np.arange(len(p_values))
-    raised = np.maximum.accumulate(np.array(p_values, dtype=float)[order] * factors)
-    adjusted = np.empty(len(p_values))
-    adjusted[order] = np.minimum(raised, 1.0)
-    return adjusted.tolist()
+    from pandas import Series
+
+    ordered = Series(p_values, dtype=float).sort_values()
+    raised = (ordered * (count - np.arange(len(ordered)))).cummax().clip(upper=1.0)
+    return raised.sort_index().tolist()
 
 
 def seeds_needed(found: Effect, tests: int = 1) -> int | None:
