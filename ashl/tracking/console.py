@@ -120,9 +120,7 @@ class Progress:
     def print_line(self, text: str) -> None:
         """Print a line, above the table if there is one."""
         if not self._quiet:
-            self._console.print(
-                text, soft_wrap=not self._console.is_terminal, highlight=False, markup=False
-            )
+            print_line(self._console, text)
 
     def close(self) -> None:
         """Remove the table. May be called twice."""
@@ -167,6 +165,11 @@ class Progress:
         if frame.progress is not None:
             parts.append(ProgressBar(total=1.0, completed=min(1.0, frame.progress), width=60))
         return Group(*parts)
+
+
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Print a text as it is: wrapped on a terminal, and as one line in a pipe."""
+    console.print(Text(text, style), soft_wrap=not console.is_terminal)
 
 
 def describe_progress(frame: Frame) -> dict[str, str]:
@@ -262,10 +265,7 @@ def print_outcome(
     if len(summary.get("stages") or ()) + len(idle) > 1:
         console.print(stage_table(summary))
     if idle:
-        console.print(
-            Text(stages.explain_missing_stages(idle), style="yellow"),
-            soft_wrap=not console.is_terminal,
-        )
+        print_line(console, stages.explain_missing_stages(idle), style="yellow")
     if summary.get("workers"):
         console.print(worker_table(console, summary))
     for label, value in {"run folder": str(run_dir), **shown}.items():

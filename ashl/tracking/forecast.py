@@ -9,7 +9,15 @@ from rich.table import Table
 from ashl.plan.confidence import group_equal_workers
 from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import NOISES, Profile
-from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, plain_table, seconds
+from ashl.tracking.console import (
+    MAX_ROWS,
+    milliseconds,
+    number,
+    percent,
+    plain_table,
+    print_line,
+    seconds,
+)
 
 # Columns of a profile in ms, by title.
 COSTS = {
@@ -100,9 +108,7 @@ def print_forecast(
 def print_notes(console: Console, plan: Plan) -> None:
     """Print the notes of a plan."""
     for note in plan.notes:
-        console.print(
-            f"note: {note}", soft_wrap=not console.is_terminal, highlight=False, markup=False
-        )
+        print_line(console, f"note: {note}")
 
 
 def describe_duration(plan: Plan, epoch_samples: int) -> str:

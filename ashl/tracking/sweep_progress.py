@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from ashl.tracking.console import number, percent, seconds
+from ashl.tracking.console import number, percent, print_line, seconds
 
 MAX_LINES = 12  # runs in progress that are shown
 BAR = 20  # characters
@@ -88,9 +88,7 @@ class SweepProgress:
     def print_line(self, line: str) -> None:
         """Print a line that stays."""
         if not self.quiet:
-            self.console.print(
-                line, markup=False, highlight=False, soft_wrap=not self.console.is_terminal
-            )
+            print_line(self.console, line)
 
     def show(self, running: Sequence[Running]) -> None:
         """Set the runs in progress."""
