@@ -48,9 +48,7 @@ class WandbTracker:
                 self.run.log(values | {"step": step})
 
     def log_artifact(self, path: Path) -> None:
-        """Save a file of the run folder; a folder with all its files."""
-        base = str(path.parent)
-        self.run.save(str(path / "*" if path.is_dir() else path), base_path=base, policy="now")
+        self.run.save(str(path), base_path=str(path.parent), policy="now")
 
     def close(self, summary: Mapping[str, Any], outcome: str) -> str:
         self.run.summary["status"] = summary["status"]
