@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import first_metric, split_readable
 from ashl.report.records import Run
 from ashl.report.sensitivity import WinnersByCluster, find_winners
-from ashl.tracking import timeline
+from ashl.tracking import jsonl, timeline
 from ashl.tracking.console import seconds
 
 STYLE = Path(__file__).with_name("report.mplstyle")
@@ -413,19 +413,24 @@ def read_first_rounds(run: Run) -> tuple[Tracks, float]:
 
     A worker has a track of its spans, and tracks of the parts of its steps and their messages.
     """
+    num_workers = run.summary.get("num_workers") or 0
     found: dict[int, dict[str, Spans]] = {}
     ends: dict[int, list[float]] = {}
-    for event in run.rounds(MAX_EVENTS):
-        rank = event["rank"]
-        own = found.setdefault(rank, {f"w{rank}": [], "parts": [], "sums": []})
-        spans = event.get("spans") or ()
-        own[f"w{rank}"] += [(str(kind), float(start), float(end)) for kind, start, end in spans]
-        own["parts"] += [("part", a, b) for a, b in timeline.parts_of(event)]
-        own["sums"] += [("message", float(a), float(b)) for a, b in event.get("messages") or ()]
-        ends.setdefault(rank, []).append(float(event["end_s"]))
-        enough = [len(times) >= ROUNDS * 8 for times in ends.values()]
-        if all(enough) and len(ends) == run.summary["num_workers"]:
-            break
+    # Missing events, or damaged ones: the rounds before them are shown.
+    with suppress(OSError, KeyError, TypeError, ValueError, AttributeError):
+        for event in islice(jsonl.read(run.folder / "events.jsonl"), MAX_EVENTS):
+            rank = event.get("rank", num_workers)
+            if event.get("kind") != "round" or rank >= num_workers:
+                continue
+            ends.setdefault(rank, []).append(float(event["end_s"]))
+            own = found.setdefault(rank, {f"w{rank}": [], "parts": [], "sums": []})
+            spans = event.get("spans") or ()
+            own[f"w{rank}"] += [(str(kind), float(start), float(end)) for kind, start, end in spans]
+            own["parts"] += [("part", a, b) for a, b in timeline.parts_of(event)]
+            own["sums"] += [("message", float(a), float(b)) for a, b in event.get("messages") or ()]
+            enough = [len(times) >= ROUNDS * 8 for times in ends.values()]
+            if all(enough) and len(ends) == num_workers:
+                break
     shown = [track for rank in sorted(found)[:MAX_WORKERS] for track in found[rank].items()]
     wanted = [times[min(ROUNDS, len(times)) - 1] for times in ends.values()]
     return [(name, spans) for name, spans in shown if spans], max(wanted, default=0.0)
@@ -433,11 +438,8 @@ def read_first_rounds(run: Run) -> tuple[Tracks, float]:
 
 def draw_first_rounds(board: Leaderboard, rows: Sequence[Row]) -> Drawing | None:
     """Draw the first rounds of each worker: a panel for each setting, on one time axis."""
-    found = dict[Row, tuple[Tracks, float]]()
-    for row in rows:
-        with suppress(KeyError, TypeError, ValueError, IndexError):  # damaged events
-            found[row] = read_first_rounds(row.runs[0])
-    found = {row: first for row, first in found.items() if first[0]}
+    read = {row: read_first_rounds(row.runs[0]) for row in rows}
+    found = {row: first for row, first in read.items() if first[0]}
     if not found:
         return None
     wanted = [wanted_s for _, wanted_s in found.values()]

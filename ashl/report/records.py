@@ -3,10 +3,9 @@
 import math
 import os
 import shlex
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,8 @@ class LeftOut:
 class Run:
     """A run folder.
 
-    `config` is flat: dotted keys, and each group's option by its name. Evaluations and events are
-    read on demand.
+    `config` is flat: dotted keys, and each group's option by its name. Evaluations are read on
+    demand.
     """
 
     folder: Path
@@ -125,15 +124,6 @@ class Run:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             pass
         raise BrokenRecordError("metrics.jsonl is missing or broken")
-
-    def rounds(self, most: int) -> Iterator[Mapping[str, Any]]:
-        """Yield the first rounds of its workers, in order of their ends; none without events."""
-        try:
-            for event in islice(jsonl.read(self.folder / "events.jsonl"), most):
-                if event.get("kind") == "round" and event["rank"] < self.summary["num_workers"]:
-                    yield event
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return
 
 
 @dataclass(frozen=True)
