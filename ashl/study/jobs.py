@@ -290,7 +290,9 @@ def queue_pool(
 
 
 def withdraw_jobs(folder: Path) -> None:
-    """Withdraw the jobs that an earlier sweep in this folder has left in a queue."""
+    """Withdraw the jobs of a sweep in this folder that a queue still has, and remove the files of
+    all its batches.
+    """
     for place in folder.glob(f"{PREFIX}*"):
         shutil.rmtree(place, ignore_errors=True)
 
@@ -341,16 +343,12 @@ class Task:
 
 
 class QueuedJob:
-    """A job that a queue has received.
-
-    `submitted` is submitit's handle of it; `batch` are the jobs of its array that are not closed.
-    """
+    """A job that a queue has received; `submitted` is submitit's handle of it."""
 
     sentinel = None
 
-    def __init__(self, job: Job, task: Task, submitted: Any, batch: set["QueuedJob"]) -> None:
-        self.job, self.task, self.submitted, self.batch = job, task, submitted, batch
-        batch.add(self)
+    def __init__(self, job: Job, task: Task, submitted: Any) -> None:
+        self.job, self.task, self.submitted = job, task, submitted
         self.cancelled = False  # True if it was removed from the queue before it began
 
     def is_running(self) -> bool:
@@ -376,13 +374,10 @@ class QueuedJob:
                 self.submitted.cancel(check=False)
 
     def close(self) -> None:
-        """Wait until the job has exited; the last one of its batch removes the batch's files."""
+        """Wait until the job has exited."""
         end_s = time.monotonic() + LEAVE_S
         while not (self.cancelled or self.submitted.done()) and time.monotonic() < end_s:
             time.sleep(POLL_S)
-        self.batch.discard(self)
-        if not self.batch:
-            shutil.rmtree(self.task.permit.parent, ignore_errors=True)
 
 
 def submit(
@@ -410,7 +405,6 @@ def submit(
         executor.update_parameters(**parameters)
         submitted = executor.submit_array(tasks)
     except Exception as error:  # any error of submitit or of the queue's commands
-        shutil.rmtree(place, ignore_errors=True)
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise AshlError(
             f"--launcher submitit_{cluster}: the queue did not take {len(jobs)} runs ({reason});"
@@ -418,8 +412,7 @@ def submit(
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    batch = set[QueuedJob]()
-    return [QueuedJob(*each, batch) for each in zip(jobs, tasks, submitted, strict=True)]
+    return [QueuedJob(*each) for each in zip(jobs, tasks, submitted, strict=True)]
 
 
 # --- the records of a job

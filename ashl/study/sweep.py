@@ -373,8 +373,11 @@ def lock_folder(folder: Path) -> Generator[None]:
             raise AshlError(
                 f"another sweep is running in {folder}; wait for it, or choose another run.dir"
             ) from error
-        withdraw_jobs(folder)
-        yield
+        withdraw_jobs(folder)  # of a sweep that was killed here
+        try:
+            yield
+        finally:
+            withdraw_jobs(folder)
 
 
 def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:

@@ -13,6 +13,7 @@ from ashl.config.compose import Axis, axis_of
 from ashl.errors import AshlError
 from ashl.study.jobs import Job, Task, queue_pool, run_all
 from ashl.study.search import NEVER, cost_of
+from ashl.study.sweep import lock_folder
 
 TINY = [
     "runtime=sim",
@@ -191,7 +192,8 @@ def run_two(folder: Path, parameters: dict[str, object]) -> list[Job]:
     """Return two jobs in the order in which they end in a queue with room for one."""
     pool = queue_pool(folder, "submitit_slurm", parameters, slots=1, default=1)
     wanted = [Job(folder / name, {"seed": 0}, ()) for name in ("a", "b")]
-    return list(run_all(pool, iter(wanted), lambda running: None))
+    with lock_folder(folder):
+        return list(run_all(pool, iter(wanted), lambda running: None))
 
 
 def test_a_queue_that_takes_no_job_leaves_it_for_another_time(
@@ -199,7 +201,7 @@ def test_a_queue_that_takes_no_job_leaves_it_for_another_time(
 ) -> None:
     with pytest.raises(AshlError, match=r"did not take 2 runs \(there is no such partition\)"):
         run_two(workplace, {"slurm_partition": "nowhere"})
-    assert names(workplace) == []
+    assert names(workplace) == [".lock"]
 
 
 def test_slurm_receives_one_array_and_a_lost_job_has_failed(
@@ -210,7 +212,7 @@ def test_slurm_receives_one_array_and_a_lost_job_has_failed(
     assert received == ["slurm", {**parameters, "slurm_array_parallelism": 1}, ["a", "b"]]
     assert list(summaries(workplace)) == ["b"]
     assert "ended without a message" in summaries(workplace)["b"]["exit_reason"]
-    assert names(workplace) == ["b"]
+    assert names(workplace) == [".lock", "b"]
 
 
 def test_a_job_that_is_not_wanted_any_longer_does_not_begin(workplace: Path) -> None:
