@@ -26,11 +26,11 @@ from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.measure import Target
-from ashl.report.records import LeftOut, read_study
+from ashl.report.records import SWEEP, LeftOut, read_study
 from ashl.study.grid import Grid, Setting, Skipped, label
 from ashl.study.jobs import clear_remains, has_ended, local_pool
 from ashl.study.race import CurveReader, LearningCurve, Race
-from ashl.study.sweep import SWEEP, begin_record, run_missing
+from ashl.study.sweep import begin_record, run_missing
 from ashl.tracking import jsonl
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
@@ -136,9 +136,9 @@ def run_grid(
         return
     progress = SweepProgress(context.console, len(waiting), quiet=context.quiet, phase=phase)
     protected = label(grid.settings[0], without="seed") if seeds == 1 else ""
-    race = Race(grid.settings, folder, record["dropped"], protected, progress.print_line, seeds)
+    race = Race(grid.settings, folder, record, protected, progress.print_line, seeds)
     pool, must_stop = local_pool(context.slots), lambda: context.deadline.spent_s >= until_s
-    run_missing(grid, record, folder, waiting, pool, progress, to_tracker, race, must_stop)
+    run_missing(grid.settings, folder, waiting, pool, progress, to_tracker, race, must_stop)
     for setting in waiting:
         if is_missing(folder, setting, record):
             clear_remains(

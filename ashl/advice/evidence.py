@@ -8,8 +8,8 @@ from ashl.advice.contest import TUNING, RaceContext
 from ashl.advice.scale import RACING, RATES, SEEDS, Load, Scale
 from ashl.report.leaderboard import Leaderboard
 from ashl.report.measure import Target, describe
+from ashl.report.records import SWEEP
 from ashl.study.jobs import read_summary
-from ashl.study.sweep import SWEEP
 from ashl.tracking import jsonl
 from ashl.tracking.console import percent
 

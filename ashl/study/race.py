@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ashl.report.records import SWEEP
 from ashl.study.grid import Setting, label
 from ashl.study.jobs import has_ended_by_itself, read_summary
 from ashl.tracking import jsonl
@@ -196,23 +197,23 @@ def verdict_by_loss(
 class Race:
     """The state of a race in a folder.
 
-    Args: dropped is the list of `sweep.json`: settings that an earlier race in this folder dropped
-    stay dropped; protected is the label of a setting that is never dropped; report prints a line;
-    seeds is the number of seeds that each setting will have, if the grid does not contain all of
-    them yet.
+    Args: record is the content of `sweep.json`, which receives the dropped settings; those that an
+    earlier race in this folder dropped stay dropped; protected is the label of a setting that is
+    never dropped; report prints a line; seeds is the number of seeds that each setting will have,
+    if the grid does not contain all of them yet.
     """
 
     def __init__(
         self,
         settings: Sequence[Setting],
         folder: Path,
-        dropped: list[dict[str, Any]],
+        record: dict[str, Any],
         protected: str,
         report: Callable[[str], None],
         seeds: int = 1,
     ) -> None:
-        self.dropped, self.report = dropped, report
-        self.dropped_hashes = {str(entry["hash"]) for entry in dropped}
+        self.file, self.record, self.report = folder / SWEEP, record, report
+        self.dropped_hashes = {str(entry["hash"]) for entry in record["dropped"]}
         self.by_label: dict[str, list[Setting]] = {}  # the runs of a setting, one for each seed
         for setting in settings:
             self.by_label.setdefault(label(setting, without="seed"), []).append(setting)
@@ -246,9 +247,11 @@ class Race:
         for name, (at_s, reason) in verdicts.items():
             for digest in [s.hash for s in self.by_label[name] if s.hash not in ended]:
                 dropped_s = at_s if digest in known else 0.0
-                self.dropped.append({"hash": digest, "at_s": dropped_s, "reason": reason})
+                entry = {"hash": digest, "at_s": dropped_s, "reason": reason}
+                self.record["dropped"].append(entry)
                 self.dropped_hashes.add(digest)
             self.protected.add(name)
+            jsonl.write_json(self.file, self.record)
             self.report(f"dropped {name}: {reason}")
 
 

@@ -19,6 +19,7 @@ from ashl.config.compose import Axis, alternatives, axis_of, compose
 from ashl.config.override import CommandLine, key_of
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
+from ashl.report.records import SWEEP
 from ashl.study import sweep
 from ashl.study.grid import Grid, Line, Setting, Skipped, make_grid
 from ashl.study.jobs import Pool, has_ended, read_summary
@@ -165,7 +166,7 @@ class SearchRecord:
     unfinished: dict[int, tuple[Setting, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        before = jsonl.read_json(self.folder / sweep.SWEEP) or {}
+        before = jsonl.read_json(self.folder / SWEEP) or {}
         for entry in before.get("settings", []):
             known = {key: entry[key] for key in ("hash", "overrides", "axes", "predicted_s")}
             self.settings[entry["hash"]] = Setting(**known, config={})
@@ -224,7 +225,7 @@ class SearchRecord:
         }
         grid = Grid(axes, settings, tuple(self.skipped.values()), {}, 0)
         record = sweep.document(grid, self.typed, self.folder.name, [], self.command)
-        jsonl.write_json(self.folder / sweep.SWEEP, record)
+        jsonl.write_json(self.folder / SWEEP, record)
 
 
 def suggest_override(trial: "Trial", axis: Axis) -> str:

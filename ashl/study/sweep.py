@@ -25,7 +25,7 @@ from ashl.planning.compile_plan import prepare_plan
 from ashl.report import tables
 from ashl.report.compare import write_report
 from ashl.report.leaderboard import Leaderboard, rank
-from ashl.report.records import group_skipped, read_study
+from ashl.report.records import SWEEP, group_skipped, read_study
 from ashl.report.settings import find_label, usual_baseline
 from ashl.run.host_time import Costs, measure_costs, predict_host_s
 from ashl.run.train import RUNS, is_virtual
@@ -52,7 +52,6 @@ from ashl.tracking.sweep_progress import SweepProgress, progress_of
 from ashl.tracking.tracker import TrackedRun
 
 SCHEMA = 1
-SWEEP = "sweep.json"
 SWEEPS = Path("runs/sweeps")
 MAX_ROWS = 40
 # parts of a configuration that determine the host time of a step
@@ -126,10 +125,8 @@ def sweep(
             contest = None
             if race:
                 protected = protected_setting(grid, baseline)
-                contest = Race(
-                    grid.settings, folder, record["dropped"], protected, progress.print_line
-                )
-            run_missing(grid, record, folder, missing, pool, progress, to_tracker, contest)
+                contest = Race(grid.settings, folder, record, protected, progress.print_line)
+            run_missing(grid.settings, folder, missing, pool, progress, to_tracker, contest)
             return conclude(folder, grid.settings, command, console, baseline)
 
 
@@ -148,8 +145,7 @@ def begin_record(
 
 
 def run_missing(
-    grid: Grid,
-    record: dict[str, Any],
+    settings: Sequence[Setting],
     folder: Path,
     missing: Sequence[Setting],
     pool: Pool,
@@ -158,12 +154,12 @@ def run_missing(
     race: Race | None = None,
     must_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run the missing runs of a grid, and write its record at the end.
+    """Run the missing ones of a grid's settings.
 
     Args: race may drop settings; must_stop returns True once the runs in progress must exit and no
     other begin.
     """
-    for setting in grid.settings:
+    for setting in settings:
         # A setting may be missing and not ended: a race has dropped it.
         if setting not in missing and has_ended(folder / setting.hash):
             to_tracker(setting)
@@ -172,11 +168,8 @@ def run_missing(
         if race
         else missing
     )
-    try:
-        for _ in run_settings(folder, order, pool, progress, to_tracker, race, must_stop):
-            pass
-    finally:
-        jsonl.write_json(folder / SWEEP, record)
+    for _ in run_settings(folder, order, pool, progress, to_tracker, race, must_stop):
+        pass
 
 
 def run_settings(

@@ -28,11 +28,11 @@ from rich.table import Table
 
 from ashl.advice.advise import advise
 from ashl.advice.candidates import Selection, select_candidates
-from ashl.advice.contest import RaceContext, grid_of, rates_of, setting_of
+from ashl.advice.contest import RaceContext, rates_of, setting_of
 from ashl.advice.scale import RATES, Scale
 from ashl.config.override import command_line, key_of
 from ashl.study.jobs import local_pool, read_summary
-from ashl.study.sweep import begin_record, run_missing
+from ashl.study.sweep import run_missing
 from ashl.tracking import jsonl
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
@@ -110,10 +110,8 @@ def whole_grid(
         setting_of(own, place, scale, rate, seed, ("optimizer.lr", "seed"))
         for own, rate, seed in pairs
     ]
-    grid = grid_of(settings, ())
     progress = SweepProgress(place.console, len(settings), quiet=True)
-    record = begin_record(grid, fixed, folder, keep_dropped=False, command=place.command)
-    run_missing(grid, record, folder, settings, local_pool(SLOTS), progress)
+    run_missing(settings, folder, settings, local_pool(SLOTS), progress)
     times: Times = {}
     for setting in settings:
         reached_s = (read_summary(folder / setting.hash) or {}).get("time_to_target_s")

@@ -11,7 +11,7 @@ from ashl.config.override import command_line
 from ashl.errors import UsageError
 from ashl.study.grid import Grid, grid_lines, make_grid
 from ashl.study.jobs import local_pool
-from ashl.study.sweep import begin_record, folder_of, forecast_of, run_missing, show_forecast
+from ashl.study.sweep import folder_of, forecast_of, run_missing, show_forecast
 from ashl.tracking.sweep_progress import SweepProgress
 
 SIM = ("runtime=sim", "tracking=none")
@@ -164,6 +164,5 @@ def test_of_what_is_not_missing_the_tracker_hears_as_far_as_it_has_run(tmp_path:
         '{"status": "finished", "exit_reason": "steps"}'
     )
     progress = SweepProgress(Console(quiet=True), 0, quiet=True)
-    record = begin_record(found, [], tmp_path, keep_dropped=True, command=command_line("sweep", []))
-    run_missing(found, record, tmp_path, [], local_pool(1), progress, heard.append)
+    run_missing(found.settings, tmp_path, [], local_pool(1), progress, heard.append)
     assert heard == [ran]

@@ -120,7 +120,7 @@ def test_whoever_is_first_at_the_target_is_not_dropped_for_its_loss_on_the_way()
 
 def test_seeds_of_one_setting_do_not_race_each_other(tmp_path: Path) -> None:
     grid = make_grid(grid_lines(["runtime=sim", "seed=0,1,2"], None), compose)
-    race = Race(grid.settings, tmp_path, [], protected_setting(grid, None), print)
+    race = Race(grid.settings, tmp_path, {"dropped": []}, protected_setting(grid, None), print)
     assert [len(team) for team in race.by_label.values()] == [3]
     assert race.seeds == 3
 
