@@ -31,7 +31,7 @@ from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
 from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
 from ashl.errors import UsageError
-from ashl.run.host_time import START_S
+from ashl.run.host_time import START_S, Costs
 from ashl.study import sweep
 from ashl.study.jobs import Job
 from ashl.study.race import LearningCurve
@@ -226,7 +226,7 @@ def test_which_workers_proceed() -> None:
     ]
 
 
-def field_with(predicted_s: float, step_samples: int = 1) -> Selection:
+def field_with(predicted_s: float, every_s: float | None = None) -> Selection:
     limits = SimpleNamespace(seconds=None)
     plan: Any = SimpleNamespace(
         stages=[SimpleNamespace(predicted_steps_per_s=10.0)],
@@ -234,20 +234,20 @@ def field_with(predicted_s: float, step_samples: int = 1) -> Selection:
         predicted_s=predicted_s,
         num_steps=lambda epoch: 1000,
     )
-    own = replace(made("BSP", 1), plan=plan)
-    host: Any = SimpleNamespace(data=SimpleNamespace(train=[0] * 100))
-    return Selection((own,) * 9, (), host, evaluation_s=0.001)
+    config = {"stop": {"target_accuracy": 0.9}, "eval": {"every_s": every_s}}
+    own = replace(made("BSP", 1), plan=plan, config=config)
+    return Selection((own,) * 9, (), Costs(0.01, 0.001, 2.3, epoch_samples=100))
 
 
 def test_the_race_is_as_large_as_the_budget() -> None:
-    load = load_of(field_with(100.0), 0.01, 2, target=True, evaluates=False)
+    load = load_of(field_with(100.0), slots=2, began_s=1.0)
     scales = [
         scale_of(load, tunes=True, left_s=left, budget_s=left) for left in (1000.0, 60.0, 30.0)
     ]
     assert [scale.length for scale in scales] == [1.0, 0.25, 0.125]
     assert scales[0].rates == RATES
     assert scales[0].every_s == 0.5  # 200 readings of the whole run
-    evaluated = load_of(field_with(100.0), 0.01, 2, target=True, evaluates=True)
+    evaluated = load_of(field_with(100.0, every_s=1.0), slots=2, began_s=1.0)
     typed = scale_of(evaluated, tunes=False, left_s=1000.0, budget_s=1000.0)
     assert (typed.rates, typed.every_s) == ((1.0,), None)
     with pytest.raises(
@@ -259,12 +259,12 @@ def test_the_race_is_as_large_as_the_budget() -> None:
 def test_a_resumed_race_keeps_its_size_unless_the_budget_allows_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = Load(candidates=9, whole_s=1.0, every_s=None, slots=2, ends_early=True)
+    load = Load(candidates=9, whole_s=1.0, every_s=None, slots=2, ends_early=True, began_s=1.0)
     deadline = SimpleNamespace(budget_s=9.0, spent_s=1.0)
-    context: Any = SimpleNamespace(folder=tmp_path, deadline=deadline, slots=2)
+    context: Any = SimpleNamespace(folder=tmp_path, deadline=deadline, tunes=True)
     sizes = iter([Scale(0.25, RATES, 0.1), Scale(0.125, RATES, 0.2), Scale(1.0, RATES, 0.3)])
     monkeypatch.setattr(advise, "scale_of", lambda *args, **more: next(sizes))
-    assert [advise.choose_and_save_scale(load, context, tunes=True).length for _ in range(3)] == [
+    assert [advise.choose_and_save_scale(load, context).length for _ in range(3)] == [
         0.25,
         0.25,
         1.0,

@@ -13,7 +13,6 @@ import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from rich.console import Console
 
 from ashl.advice.answer import (
     HOSTS,
-    NextCommands,
     RaceAnswer,
     announce,
     answer_race,
@@ -34,7 +32,6 @@ from ashl.advice.candidates import RATE, Selection, select_candidates
 from ashl.advice.contest import (
     RaceContext,
     run_rounds,
-    time_on_cluster,
     tune_rates,
     with_reachable_target,
 )
@@ -49,7 +46,6 @@ from ashl.plan.plan import TARGETS
 from ashl.report.compare import write_report
 from ashl.report.records import REPORT
 from ashl.run.profile import profile as measure
-from ashl.run.rank import step_here_s
 from ashl.run.train import TRACKING_S, is_virtual
 from ashl.study.sweep import copy_to_tracker, lock_folder
 from ashl.tracking import jsonl
@@ -60,8 +56,6 @@ ADVICE = Path("runs/advice")
 FILE = "advice.json"
 # typed keys of group runtime that also apply in virtual time
 KEPT = ("runtime.device", "runtime.threads")
-ANSWERING = 0.97  # latest end of the runs without a worker, as a share of the budget
-TUNING = 0.55  # latest end of the learning-rate tuning, as a share of the budget
 # Default number of consecutive evaluations at the target: one lucky evaluation does not count.
 HOLD = 2
 
@@ -70,7 +64,6 @@ HOLD = 2
 class Advice:
     """The answer of `ashl advise`, or the candidates and the cost of the race of a dry run."""
 
-    selection: Selection
     context: RaceContext
     load: Load
     scale: Scale
@@ -81,7 +74,7 @@ class Advice:
         if self.result is not None:
             show_answer(console, self.result, self.context.folder)
             return
-        show_candidates(console, self.selection)
+        show_candidates(console, self.context.selection)
         show_forecast(console, self.load, self.scale, self.context)
 
     def document(self) -> dict[str, Any]:
@@ -94,9 +87,9 @@ class Advice:
             "race_s": self.load.race_s(self.scale.length, len(self.scale.rates)),
             "candidates": [
                 {"name": own.name, "steps_per_s": own.rate, "reason": own.reason}
-                for own in self.selection.candidates
+                for own in self.context.selection.candidates
             ],
-            "left_out": [asdict(out) for out in self.selection.left_out],
+            "left_out": [asdict(out) for out in self.context.selection.left_out],
         }
 
 
@@ -120,47 +113,35 @@ def advise(
     """
     deadline = Deadline(budget_s)
     typed = {key_of(text): text for text in with_target(overrides, target)}
-    tunes = RATE not in typed
     fixed, real = overrides_for_virtual_time(tuple(typed.values()), config_dir, console)
     with Counting("planning candidates", quiet=quiet) as counting:
         selection = select_candidates(fixed, config_dir, counting.update)
-    folder = folder_of(selection, tunes=tunes)
+    folder = folder_of(selection, tunes=RATE not in typed)
     slots = slots or usable_cores()
-    context = RaceContext(folder, command, fixed, slots, deadline, console, quiet)
-    began_s = deadline.spent_s
-    load = predict_load(selection, slots)
+    context = RaceContext(selection, folder, command, fixed, slots, deadline, console, quiet)
+    load = load_of(selection, slots, deadline.spent_s)
     if dry_run:
-        return Advice(selection, context, load, choose_scale(load, context, tunes=tunes))
+        return Advice(context, load, choose_scale(load, context))
     with lock_folder(folder):
-        scale = choose_and_save_scale(load, context, tunes=tunes)
+        scale = choose_and_save_scale(load, context)
         if not quiet:
-            announce(console, selection, scale, folder)
-        tries = tune_rates(selection, scale, context, TUNING * budget_s)
-        scale = with_reachable_target(selection, scale, context)
+            announce(scale, context)
+        tries = tune_rates(scale, context)
+        scale = with_reachable_target(scale, context)
         config = selection.candidates[0].config
         # The copy to the tracker has its own time limit, which does not depend on the budget.
         with copy_to_tracker(config, folder, str(command), console, TRACKING_S) as to_tracker:
-            board, unreached = run_rounds(
-                selection, tries, scale, context, RACING * budget_s, to_tracker
-            )
+            board, unreached = run_rounds(tries, scale, context, to_tracker)
             if board is None:
-                needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)
+                needed_s = enough_s(load, scale.length, len(scale.rates), budget_s)
                 raise AshlError(
                     f"not enough budget for an answer: no run ended in {budget_s:g} s; give"
                     f" --budget {needed_s:.0f}: the same command continues"
                 )
-            known = judge_evidence(
-                selection, board, unreached, scale, load, tunes, context, began_s
-            )
-            follows = NextCommands(command, real, folder / HOSTS)
-            race_on = partial(
-                time_on_cluster, scale=scale, context=context, until_s=ANSWERING * budget_s
-            )
-            result = answer_race(
-                selection, tries, scale, board, unreached, known, follows, deadline, race_on
-            )
+            known = judge_evidence(board, unreached, scale, load, context)
+            result = answer_race(tries, scale, board, unreached, known, real, context)
             write_answer(folder, result, scale, command)
-    return Advice(selection, context, load, scale, result)
+    return Advice(context, load, scale, result)
 
 
 def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
@@ -232,27 +213,15 @@ def folder_of(selection: Selection, *, tunes: bool) -> Path:
     return ADVICE / f"{first['name'] or 'advice'}-{digest}"
 
 
-def predict_load(selection: Selection, slots: int) -> Load:
-    """Return the predicted load of the race."""
-    limits, evaluation = (selection.candidates[0].config[key] for key in ("stop", "eval"))
-    return load_of(
-        selection,
-        step_here_s(*selection.host),
-        slots,
-        target=any(limits.get(key) is not None for key in TARGETS),
-        evaluates=any(value is not None for value in evaluation.values()),
-    )
-
-
-def choose_and_save_scale(load: Load, context: RaceContext, *, tunes: bool) -> Scale:
+def choose_and_save_scale(load: Load, context: RaceContext) -> Scale:
     """Choose the size of the race, and write it to the folder for the same command."""
-    scale, path = choose_scale(load, context, tunes=tunes), context.folder / FILE
+    scale, path = choose_scale(load, context), context.folder / FILE
     before = jsonl.read_json(path) or {}  # an earlier answer stays until there is another
     jsonl.write_json(path, {**before, "schema": 1, "scale": asdict(scale)})
     return scale
 
 
-def choose_scale(load: Load, context: RaceContext, *, tunes: bool) -> Scale:
+def choose_scale(load: Load, context: RaceContext) -> Scale:
     """Return the size of the race.
 
     A resumed race keeps its size, unless the budget now allows a larger one.
@@ -266,7 +235,7 @@ def choose_scale(load: Load, context: RaceContext, *, tunes: bool) -> Scale:
     deadline = context.deadline
     left_s = RACING * deadline.budget_s - deadline.spent_s
     try:
-        scale = scale_of(load, tunes=tunes, left_s=left_s, budget_s=deadline.budget_s)
+        scale = scale_of(load, tunes=context.tunes, left_s=left_s, budget_s=deadline.budget_s)
     except UsageError:
         if before is None:
             raise

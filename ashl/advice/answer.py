@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ashl.advice.candidates import Candidate, Selection, dropped_notes
-from ashl.advice.contest import RaceContext, TunedCandidate
+from ashl.advice.contest import RaceContext, TunedCandidate, time_on_cluster
 from ashl.advice.evidence import Evidence
-from ashl.advice.leave_out import RaceOn, Racer, leave_out_of
+from ashl.advice.leave_out import Racer, leave_out_of
 from ashl.advice.scale import Load, Scale
 from ashl.config.catalog import own_folder
 from ashl.config.compose import compose
@@ -135,8 +135,9 @@ def candidate_tables(selection: Selection) -> list[TextTable]:
     return tables + ([TextTable("Left out", ("rule", "because"), others)] if others else [])
 
 
-def announce(console: Console, selection: Selection, scale: Scale, folder: Path) -> None:
+def announce(scale: Scale, context: RaceContext) -> None:
     """Print what will run, before anything runs."""
+    selection, console = context.selection, context.console
     rest = f"{len(selection.left_out)} left out (the report gives the reasons)"
     rates = (
         f"{len(scale.rates)} learning rates each"
@@ -144,7 +145,8 @@ def announce(console: Console, selection: Selection, scale: Scale, folder: Path)
         else "one learning rate for all"
     )
     console.print(
-        f"{len(selection.candidates)} candidates, {rest}; {rates}; folder {folder}", soft_wrap=True
+        f"{len(selection.candidates)} candidates, {rest}; {rates}; folder {context.folder}",
+        soft_wrap=True,
     )
     for note in (*notes_of(scale), *dropped_notes(selection.candidates)):
         console.print(note, markup=False, soft_wrap=True)
@@ -188,23 +190,22 @@ def notes_of(scale: Scale) -> list[str]:
 
 
 def answer_race(
-    selection: Selection,
     tries: Sequence[TunedCandidate],
     scale: Scale,
     board: Leaderboard,
     unreached: Target | None,
     known: Evidence,
-    follows: NextCommands,
-    deadline: Deadline,
-    race_on: RaceOn,
+    real: Sequence[str],
+    context: RaceContext,
 ) -> RaceAnswer:
-    """Put the outcome of the race into words.
+    """Put the outcome of the race into words, after runs without the slowest worker.
 
-    Args: unreached is the requested target if no setting reached it, else None; race_on runs racers
-    on another cluster.
+    Args: unreached is the requested target if no setting reached it, else None; real has the
+    overrides for a run on processes.
     Raises: AshlError if no setting reached the target although whole runs of enough candidates
     ended.
     """
+    selection, deadline = context.selection, context.deadline
     first, *others = board.ranked_rows
     if unreached is not None and scale.length == 1 and known.enough_ran:
         raise AshlError(no_result_message(board, describe(unreached), deadline))
@@ -217,6 +218,7 @@ def answer_race(
     own, rate = candidate_of(selection, first), first.runs[0].config["optimizer.lr"]
     evaluated = [] if scale.every_s is None else [f"eval.every_s={scale.every_s:g}"]
     chosen = [*evaluated, *own.overrides, f"optimizer.lr={rate:g}"]
+    follows = NextCommands(context.command, real, context.folder / HOSTS)
     where, command = follows.command_here(chosen)
     launch = follows.command_on_hosts(chosen, own.plan.num_workers)
     plan = compile_plan(
@@ -227,8 +229,9 @@ def answer_race(
     def is_over() -> bool:
         return deadline.left_s < max(LEAST_S, deadline.budget_s / 20)
 
+    race_on = partial(time_on_cluster, scale=scale, context=context)
     without = leave_out_of(racers, is_over, race_on) if racers else None
-    notes = [*notes_of(scale), *dropped_notes(selection.candidates), *known.notes(selection)]
+    notes = [*notes_of(scale), *dropped_notes(selection.candidates), *known.notes(context)]
     words = race_text(board, known, notes)
     effect = board.effect_over_second
     sure = effect.probability if effect else None

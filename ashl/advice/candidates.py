@@ -19,10 +19,10 @@ from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import NoEffectError, UsageError
 from ashl.plan.plan import Plan
-from ashl.planning.compile_plan import PreparedPlan, prepare_plan
+from ashl.planning.compile_plan import prepare_plan
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.report.records import LeftOut
-from ashl.run.rank import evaluation_here
+from ashl.run.host_time import Costs, measure_costs
 from ashl.study.grid import check_point
 
 RATE = "optimizer.lr"
@@ -68,16 +68,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Selection:
-    """The candidates of a race, the baseline first and the others by predicted speed, and the rules
-    that are left out.
-
-    `host` is a prepared run that is used to time steps on this machine.
+    """The candidates of a race, the baseline first and the others by predicted speed, the rules
+    that are left out, and the costs of a run on this machine.
     """
 
     candidates: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
-    host: PreparedPlan
-    evaluation_s: float  # host seconds of one evaluation
+    costs: Costs
 
 
 def select_candidates(
@@ -92,14 +89,13 @@ def select_candidates(
     plain = [
         prepare_plan(with_effect((*free, *texts), config_dir)[1], None, texts) for texts in PLAIN
     ]
-    host = plain[0]
-    if not getattr(host.parts.runtime, "gradients", True):
+    costs = measure_costs(plain[0])
+    if costs is None:
         raise UsageError(
             "runtime.gradients=false: no model is trained, so that no candidate is better;"
             " remove this override"
         )
-    evaluation_s, first_loss = evaluation_here(*host)
-    found = situation_of(plain, first_loss)
+    found = situation_of(plain, costs.first_loss)
     chosen = any(key_of(text).partition(".")[0] in CHOSEN for text in typed)
     rules = (*RULES, TYPED) if chosen else RULES
     taken, left_out = list[Candidate](), list[LeftOut]()
@@ -117,7 +113,7 @@ def select_candidates(
             f"nothing is left to compare: {only} with {' '.join(typed)}{why}; remove some of"
             " these overrides, or use `ashl sweep`"
         )
-    return Selection(tuple(taken), (*left_out, *worse), host, evaluation_s)
+    return Selection(tuple(taken), (*left_out, *worse), costs)
 
 
 def candidate_from(

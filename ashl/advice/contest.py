@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ashl.advice.candidates import RATE, Candidate, Selection
 from ashl.advice.leave_out import Racer, Spec
-from ashl.advice.scale import SEEDS, Scale
+from ashl.advice.scale import RACING, SEEDS, Scale
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, key_of
 from ashl.config.workers import LISTS
@@ -38,6 +38,8 @@ from ashl.tracking.sweep_progress import SweepProgress
 # folders, inside the study, of the sweep that chose the learning rates and of the runs without a
 # worker
 TUNING, WITHOUT = "tuning", "without"
+# Latest end of the tuning and of the runs without a worker, as shares of the budget.
+TUNED, ANSWERED = 0.55, 0.97
 # Candidates that try the other learning rates, and candidates that go on to the seeds, the baseline
 # not counted: at least this many, and this share of all candidates.
 RATED, FRONT = (4, 1 / 3), (3, 1 / 5)
@@ -55,8 +57,9 @@ class TunedCandidate(NamedTuple):
 
 
 class RaceContext(NamedTuple):
-    """The folder, the command and the means of a race."""
+    """The candidates, the folder, the command and the means of a race."""
 
+    selection: Selection
     folder: Path
     command: CommandLine
     fixed: Sequence[str]  # overrides of all runs
@@ -64,6 +67,11 @@ class RaceContext(NamedTuple):
     deadline: Deadline
     console: Console
     quiet: bool
+
+    @property
+    def tunes(self) -> bool:
+        """True if no learning rate was typed, which all candidates would use."""
+        return RATE not in map(key_of, self.fixed)
 
 
 def setting_of(
@@ -118,12 +126,12 @@ def run_grid(
     grid: Grid,
     folder: Path,
     context: RaceContext,
-    until_s: float,
+    share: float,
     phase: str,
     to_tracker: Callable[[Setting], None] = lambda setting: None,
     seeds: int = 1,
 ) -> None:
-    """Run the missing runs of a grid in its folder, until the budget time `until_s`.
+    """Run the missing runs of a grid in its folder, until this share of the budget is spent.
 
     Args: phase is the part of the race that the progress lines name; seeds is the number of seeds
     that each setting will have. With more than one, no run is dropped for a difference that may be
@@ -132,12 +140,16 @@ def run_grid(
     folder.mkdir(parents=True, exist_ok=True)
     record = begin_record(grid, context.fixed, folder, keep_dropped=True, command=context.command)
     waiting = [setting for setting in grid.settings if is_missing(folder, setting, record)]
-    if not waiting or context.deadline.spent_s >= until_s:
+
+    def must_stop() -> bool:
+        return context.deadline.spent_s >= share * context.deadline.budget_s
+
+    if not waiting or must_stop():
         return
     progress = SweepProgress(context.console, len(waiting), quiet=context.quiet, phase=phase)
     protected = label(grid.settings[0], without="seed") if seeds == 1 else ""
     race = Race(grid.settings, folder, record, protected, progress.print_line, seeds)
-    pool, must_stop = local_pool(context.slots), lambda: context.deadline.spent_s >= until_s
+    pool = local_pool(context.slots)
     run_missing(grid.settings, folder, waiting, pool, progress, to_tracker, race, must_stop)
     for setting in waiting:
         if is_missing(folder, setting, record):
@@ -152,13 +164,13 @@ def is_missing(folder: Path, setting: Setting, record: Mapping[str, Any]) -> boo
     return not dropped and not has_ended(folder / setting.hash)
 
 
-def with_reachable_target(selection: Selection, scale: Scale, context: RaceContext) -> Scale:
+def with_reachable_target(scale: Scale, context: RaceContext) -> Scale:
     """Return the size of the race after the tuning.
 
     If no target was typed, the target is the best accuracy that all candidates reached in the
     tuning.
     """
-    limits = selection.candidates[0].config["stop"]
+    limits = context.selection.candidates[0].config["stop"]
     own = any(limits.get(target) is not None for target in TARGETS)
     if own or scale.target is not None or len(scale.rates) == 1:
         return scale
@@ -168,17 +180,16 @@ def with_reachable_target(selection: Selection, scale: Scale, context: RaceConte
     return scale
 
 
-def tune_rates(
-    selection: Selection, scale: Scale, context: RaceContext, until_s: float
-) -> list[TunedCandidate]:
+def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
     """Return each candidate at its best learning rate, the best candidate first.
 
     All candidates try the first rate. The baseline and the best candidates try the other rates.
     Candidates that go on to the seeds try their two best rates with another seed.
     With a single rate, nothing is run.
     """
-    base, folder = selection.candidates[0], context.folder / TUNING
-    seed, scale = base.config["seed"], replace(scale, target=None)
+    selection, folder = context.selection, context.folder / TUNING
+    base, scale = selection.candidates[0], replace(scale, target=None)
+    seed = base.config["seed"]
     rates = {own: rates_of(own, scale) for own in selection.candidates}
     runs = {
         own: [setting_of(own, context, scale, rate, seed, (RATE,)) for rate in rates[own]]
@@ -187,7 +198,7 @@ def tune_rates(
     if len(scale.rates) == 1:
         return [TunedCandidate(own, rates[own][0], None) for own in selection.candidates]
     order = [runs[own][0] for own in selection.candidates]
-    run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=2)
+    run_grid(grid_of(order, selection.left_out), folder, context, TUNED, "tuning", seeds=2)
 
     def read_curve(setting: Setting) -> LearningCurve | None:
         return CurveReader(folder / setting.hash, setting.config).read_curve()
@@ -204,7 +215,7 @@ def tune_rates(
     near = [own.candidate for own in rank_candidates(1)][: count_of(RATED, selection)]
     several = dict.fromkeys((base, *near))
     order += [runs[own][k] for k in range(1, len(scale.rates)) for own in several]
-    run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=2)
+    run_grid(grid_of(order, selection.left_out), folder, context, TUNED, "tuning", seeds=2)
     found = rank_candidates()
     other_seed = seed + 1 + ROUNDS[-1]  # one that the race does not use
     again = dict[Candidate, list[tuple[TunedCandidate, Setting]]]()
@@ -214,7 +225,7 @@ def tune_rates(
             for two in rank_rates(own.candidate)[:2]
         ]
     order += [run for pairs in again.values() for _, run in pairs]
-    run_grid(grid_of(order, selection.left_out), folder, context, until_s, "tuning", seeds=3)
+    run_grid(grid_of(order, selection.left_out), folder, context, TUNED, "tuning", seeds=3)
     return [
         steadier_rate(own, [(two, read_curve(run)) for two, run in again.get(own.candidate, ())])
         for own in found
@@ -286,17 +297,14 @@ def front_runners(
 
 
 def race_grid(
-    selection: Selection,
-    tries: Sequence[TunedCandidate],
-    scale: Scale,
-    context: RaceContext,
-    counts: Mapping[str, int],
+    tries: Sequence[TunedCandidate], scale: Scale, context: RaceContext, counts: Mapping[str, int]
 ) -> Grid:
     """Return the grid of the best candidates over several seeds.
 
     The number of seeds is `counts` by name, and else that of the first round.
     """
-    base, settings = selection.candidates[0], list[Setting]()
+    selection, settings = context.selection, list[Setting]()
+    base = selection.candidates[0]
     for own in front_runners(tries, base, count_of(FRONT, selection)):
         for k in range(counts.get(own.candidate.name, ROUNDS[0])):
             seed = base.config["seed"] + 1 + k
@@ -305,11 +313,9 @@ def race_grid(
 
 
 def run_rounds(
-    selection: Selection,
     tries: Sequence[TunedCandidate],
     scale: Scale,
     context: RaceContext,
-    until_s: float,
     to_tracker: Callable[[Setting], None],
 ) -> tuple[Leaderboard | None, Target | None]:
     """Race the best candidates over several seeds; the first two get more until they are separated
@@ -321,16 +327,16 @@ def run_rounds(
     counts = dict[str, int]()
     for further in (*ROUNDS[1:], 0):
         began_s = context.deadline.spent_s
-        grid = race_grid(selection, tries, scale, context, counts)
+        grid = race_grid(tries, scale, context, counts)
         phase = "further seeds" if counts else "race"
-        run_grid(grid, context.folder, context, until_s, phase, to_tracker)
+        run_grid(grid, context.folder, context, RACING, phase, to_tracker)
         now_s, (found, unreached) = context.deadline.spent_s, rank_outcome(context)
         second = found.effect_over_second if found else None
         if (
             found is None
             or second is None
             or second.is_better_with_confidence
-            or now_s + (now_s - began_s) / 2 > until_s
+            or now_s + (now_s - began_s) / 2 > RACING * context.deadline.budget_s
         ):
             break
         counts |= {row.runs[0].label: further for row in found.ranked_rows[:2]}
@@ -338,7 +344,7 @@ def run_rounds(
 
 
 def time_on_cluster(
-    racers: Sequence[Racer], cluster: Spec, scale: Scale, context: RaceContext, until_s: float
+    racers: Sequence[Racer], cluster: Spec, scale: Scale, context: RaceContext
 ) -> float | None:
     """Run racers on another cluster, with their rates and seeds.
 
@@ -354,7 +360,7 @@ def time_on_cluster(
         settings += [
             setting_of(own, there, scale, racer.rate, seed, ("seed",)) for seed in racer.seeds
         ]
-    run_grid(grid_of(settings, ()), folder, there, until_s, "without a worker", seeds=2)
+    run_grid(grid_of(settings, ()), folder, there, ANSWERED, "without a worker", seeds=2)
     record = jsonl.read_json(folder / SWEEP)
     if record is None or any(is_missing(folder, setting, record) for setting in settings):
         return None

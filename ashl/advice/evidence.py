@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from ashl.advice.candidates import Selection
 from ashl.advice.contest import TUNING, RaceContext
 from ashl.advice.scale import RACING, RATES, SEEDS, Load, Scale
 from ashl.report.leaderboard import Leaderboard
@@ -26,11 +25,12 @@ class Evidence:
     enough_ran: bool  # True if the share of the candidates that an answer needs ran
     budget_s: float | None  # seconds that would be enough; None if nothing is missing
 
-    def notes(self, selection: Selection) -> list[str]:
+    def notes(self, context: RaceContext) -> list[str]:
         """Count and name the candidates that never ran."""
         if not self.never_ran:
             return []
-        counted = f"{len(self.never_ran)} of {len(selection.candidates)} candidates never ran"
+        count = len(context.selection.candidates)
+        counted = f"{len(self.never_ran)} of {count} candidates never ran"
         return [f"{counted}, because the budget ended before: {', '.join(self.never_ran)}."]
 
     def sentence(self) -> str:
@@ -50,22 +50,14 @@ def labels_that_ran(context: RaceContext) -> set[str]:
 
 
 def judge_evidence(
-    selection: Selection,
-    board: Leaderboard,
-    unreached: Target | None,
-    scale: Scale,
-    load: Load,
-    tunes: bool,
-    context: RaceContext,
-    began_s: float,
+    board: Leaderboard, unreached: Target | None, scale: Scale, load: Load, context: RaceContext
 ) -> Evidence:
     """Judge the evidence of a race.
 
-    Args: unreached is the requested target if no setting reached it, else None; tunes is
-    False if a learning rate was typed; began_s is the start of the race, in seconds of the budget.
+    Args: unreached is the requested target if no setting reached it, else None.
     """
-    ran = labels_that_ran(context)
-    never_ran = tuple(own.name for own in selection.candidates if own.name not in ran)
+    ran, candidates = labels_that_ran(context), context.selection.candidates
+    never_ran = tuple(own.name for own in candidates if own.name not in ran)
     missing = list[str]()
     if unreached is not None:
         within = f" in {percent(scale.length, 0)} of the steps" if scale.length < 1 else ""
@@ -78,24 +70,20 @@ def judge_evidence(
         missing.append("only one candidate has finished")
     elif min(counts) < SEEDS:
         missing.append(f"the first two have {counts[0]} and {counts[1]} of at least {SEEDS} seeds")
-    least = math.ceil(RAN * len(selection.candidates))
-    count = len(selection.candidates) - len(never_ran)
+    least = math.ceil(RAN * len(candidates))
+    count = len(candidates) - len(never_ran)
     if count < least:
-        missing.append(
-            f"{count} of {len(selection.candidates)} candidates ran, of at least {least}"
-        )
+        missing.append(f"{count} of {len(candidates)} candidates ran, of at least {least}")
     if not missing:
         return Evidence((), never_ran, count >= least, None)
     length = 1.0 if unreached is not None else scale.length
-    tries = len(RATES) if tunes and length > scale.length else len(scale.rates)
-    budget_s = enough_s(load, length, tries, began_s, context.deadline.budget_s)
+    tries = len(RATES) if context.tunes and length > scale.length else len(scale.rates)
+    budget_s = enough_s(load, length, tries, context.deadline.budget_s)
     return Evidence(tuple(missing), never_ran, count >= least, budget_s)
 
 
-def enough_s(load: Load, length: float, tries: int, began_s: float, budget_s: float) -> float:
-    """Return a budget in seconds that is enough for a race that begins after `began_s`, given that
-    `budget_s` was not.
-    """
-    enough = max((began_s + MARGIN * load.race_s(length, tries)) / RACING, 1.5 * budget_s)
+def enough_s(load: Load, length: float, tries: int, budget_s: float) -> float:
+    """Return a budget in seconds that is enough for a race, given that `budget_s` was not."""
+    enough = max((load.began_s + MARGIN * load.race_s(length, tries)) / RACING, 1.5 * budget_s)
     unit = 10.0 ** max(0, math.floor(math.log10(enough)) - 1)  # round up to two digits
     return unit * math.ceil(enough / unit)

@@ -5,9 +5,10 @@ candidate.
 from dataclasses import dataclass
 from statistics import fmean
 
-from ashl.advice.candidates import Candidate, Selection
+from ashl.advice.candidates import Selection
 from ashl.errors import UsageError
-from ashl.run.host_time import OVERHEAD, START_S
+from ashl.plan.plan import TARGETS
+from ashl.run.host_time import OVERHEAD, START_S, predict_length
 
 SEEDS = 3  # runs of each candidate after the tuning; an answer needs them of the first two
 # Latest end of the race, as a share of the budget; the remaining time is for the answer.
@@ -57,6 +58,7 @@ class Load:
     every_s: float | None  # experiment seconds between two evaluations; None = as configured
     slots: int  # runs at a time
     ends_early: bool  # True if a target ends the runs
+    began_s: float  # seconds of the budget that are spent when the race begins
 
     def run_s(self, length: float) -> float:
         """Return the host seconds of one run that nothing ends early."""
@@ -71,33 +73,30 @@ class Load:
         return (seeded if tries == 1 else tuned + seeded) * self.run_s(length) / self.slots
 
 
-def steps_of(own: Candidate, epoch_samples: int) -> float:
-    """Return the steps of the whole run, from its step limit or its time limit."""
-    limits, count = own.plan.limits, own.plan.num_steps(epoch_samples)
-    timed = None if limits.seconds is None or not own.rate else limits.seconds * own.rate
-    return min((float(found) for found in (count, timed) if found is not None), default=0.0)
-
-
-def load_of(
-    selection: Selection, step_s: float, slots: int, *, target: bool, evaluates: bool
-) -> Load:
-    """Return the predicted cost of a race of these candidates.
-
-    Args: step_s is host seconds of a step; target is True if runs have a target; evaluates is True
-    if a key of eval.* was typed.
-    """
-    epoch = len(selection.host.data.train)
-    steps = fmean(steps_of(own, epoch) for own in selection.candidates)
-    times = [own.plan.predicted_s for own in selection.candidates if own.plan.predicted_s] or [0.0]
-    most = EVALUATING * steps * step_s / max(selection.evaluation_s, 1e-6) / 2
+def load_of(selection: Selection, slots: int, began_s: float) -> Load:
+    """Return the predicted cost of a race of these candidates, with `slots` runs at a time."""
+    plans = [own.plan for own in selection.candidates]
+    step_s, evaluation_s, _, epoch_samples = selection.costs
+    limits, evaluation = (selection.candidates[0].config[key] for key in ("stop", "eval"))
+    lengths = [predict_length(plan, epoch_samples) for plan in plans]
+    steps = fmean(length.steps if length else 0.0 for length in lengths)
+    times = [plan.predicted_s for plan in plans if plan.predicted_s] or [0.0]
+    most = EVALUATING * steps * step_s / max(evaluation_s, 1e-6) / 2
+    is_typed = any(value is not None for value in evaluation.values())
     every_s = (
         None
-        if evaluates or not all(times)
+        if is_typed or not all(times)
         else float(f"{min(times) / min(READINGS, max(LEAST, most)):.2g}")
     )
-    evaluated_s = selection.evaluation_s * fmean(times) / every_s if every_s else 0.0
-    whole_s = steps * step_s * OVERHEAD + evaluated_s
-    return Load(len(selection.candidates), whole_s, every_s, slots, target)
+    evaluated_s = evaluation_s * fmean(times) / every_s if every_s else 0.0
+    return Load(
+        candidates=len(plans),
+        whole_s=steps * step_s * OVERHEAD + evaluated_s,
+        every_s=every_s,
+        slots=slots,
+        ends_early=any(limits.get(key) is not None for key in TARGETS),
+        began_s=began_s,
+    )
 
 
 def scale_of(load: Load, *, tunes: bool, left_s: float, budget_s: float) -> Scale:

@@ -17,10 +17,13 @@ OVERHEAD = 1.4  # host seconds of a step in a run, divided by those of the step 
 
 
 class Costs(NamedTuple):
-    """Host seconds of a step and of an evaluation, and the samples of an epoch."""
+    """Host seconds of a step and of an evaluation, the loss of that evaluation, which is before
+    training, and the samples of an epoch.
+    """
 
     step_s: float
     evaluation_s: float
+    first_loss: float
     epoch_samples: int
 
 
@@ -35,7 +38,9 @@ def measure_costs(prepared: PreparedPlan) -> Costs | None:
     """Time a step and an evaluation of this run; return None with runtime.gradients=false."""
     if not getattr(prepared.parts.runtime, "gradients", True):
         return None
-    return Costs(step_here_s(*prepared), evaluation_here(*prepared)[0], len(prepared.data.train))
+    evaluation_s, first_loss = evaluation_here(*prepared)
+    samples = len(prepared.data.train)
+    return Costs(step_here_s(*prepared), evaluation_s, first_loss, samples)
 
 
 def predict_length(plan: Plan, epoch_samples: int) -> RunLength | None:

@@ -97,7 +97,9 @@ def whole_grid(
 ) -> Times:
     """Run every candidate at every rate, or those in `among`, each to its end."""
     folder.mkdir()
-    place = RaceContext(folder, LINE, fixed, SLOTS, Deadline(math.inf), Console(quiet=True), True)
+    place = RaceContext(
+        selection, folder, LINE, fixed, SLOTS, Deadline(math.inf), Console(quiet=True), True
+    )
     scale = Scale(1.0, RATES, every_s)
     pairs = [
         (own, rate, seed)
