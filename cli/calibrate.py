@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ashl.config.override import key_of
+from ashl.config.override import group_of
 
 from .answer import Answer, Json
 from .sweep import handle_interrupts
@@ -48,8 +48,8 @@ def calibrate(
     following = str(line)
     if not dry_run:
         dropped = ("cluster", "profile", "runtime", "run")
-        own = [text for text in overrides or [] if key_of(text).partition(".")[0] not in dropped]
-        cluster = [text for text in overrides or [] if key_of(text).partition(".")[0] == "cluster"]
+        own = [text for text in overrides or [] if group_of(text) not in dropped]
+        cluster = [text for text in overrides or [] if group_of(text) == "cluster"]
         if found.profile:
             cluster = ["cluster=profile", f"profile={found.profile}"]
         following = line.follow_up("advise", "runtime=sim", *cluster, *own)

@@ -40,7 +40,7 @@ from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
 from ashl.config.cores import usable_cores
 from ashl.config.identity import config_hash
-from ashl.config.override import CommandLine, key_of
+from ashl.config.override import CommandLine, by_key, group_of, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.compare import write_report
@@ -49,6 +49,7 @@ from ashl.run.profile import profile as measure
 from ashl.run.train import TRACKING_S, is_virtual
 from ashl.study.sweep import copy_to_tracker, lock_folder
 from ashl.tracking import jsonl
+from ashl.tracking.console import print_lines
 from ashl.tracking.counting import Counting
 from ashl.tracking.deadline import Deadline
 
@@ -112,7 +113,7 @@ def advise(
     answer.
     """
     deadline = Deadline(budget_s)
-    typed = {key_of(text): text for text in with_target(overrides, target)}
+    typed = by_key(with_target(overrides, target))
     fixed, real = overrides_for_virtual_time(tuple(typed.values()), config_dir, console)
     with Counting("planning candidates", quiet=quiet) as counting:
         selection = select_candidates(fixed, config_dir, counting.update)
@@ -179,18 +180,12 @@ def overrides_for_virtual_time(
     config = compose(typed, config_dir)
     if is_virtual(config):
         return typed, typed
-    fixed = [
-        text
-        for text in typed
-        if key_of(text).partition(".")[0] != "runtime" or key_of(text) in KEPT
-    ]
+    fixed = [text for text in typed if group_of(text) != "runtime" or key_of(text) in KEPT]
     if config["choices"]["cluster"] == "real":
         if config["profile"] is None:
             folder = ADVICE / f"profile-{config_hash(config)}"
             if not (folder / "profile.json").exists():
-                console.print(
-                    f"measuring what steps and exchanges cost here, into {folder}", soft_wrap=True
-                )
+                print_lines(console, f"measuring what steps and exchanges cost here, into {folder}")
                 shutil.rmtree(folder, ignore_errors=True)
                 measure(
                     {**config, "run": {**config["run"], "dir": str(folder)}},

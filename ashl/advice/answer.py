@@ -18,7 +18,7 @@ from ashl.advice.leave_out import Racer, leave_out_of
 from ashl.advice.scale import Load, Scale
 from ashl.config.catalog import own_folder
 from ashl.config.compose import compose
-from ashl.config.override import CommandLine, key_of
+from ashl.config.override import CommandLine, group_of, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
@@ -36,7 +36,7 @@ from ashl.report.measure import Target, describe
 from ashl.report.records import REPORT
 from ashl.runtime.time_accounting import KINDS
 from ashl.study.grid import check_point
-from ashl.tracking.console import megabytes, number, percent, plain_table, seconds
+from ashl.tracking.console import megabytes, number, percent, plain_table, print_lines, seconds
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.recorder import SUMMARY
 
@@ -83,9 +83,7 @@ class NextCommands:
         """
         typed = [text for text in self.command.words if "=" in text and key_of(text) == "profile"]
         rest = [text for text in self.real if key_of(text) not in (*OWN, "profile")]
-        rest = [
-            text for text in rest if key_of(text).partition(".")[0] not in ("cluster", "runtime")
-        ]
+        rest = [text for text in rest if group_of(text) not in ("cluster", "runtime")]
         before = ("ashl", "launch", "--hosts", str(self.hosts), "--")
         line = CommandLine(("train",), self.command.config_dir, before)
         there = ("cluster=real", f"cluster.num_workers={num_workers}")
@@ -120,8 +118,7 @@ def show_candidates(console: Console, selection: Selection) -> None:
     for table in candidate_tables(selection):
         console.print(Text(table.title, style="bold"))
         console.print(plain_table(table.columns, table.rows, left=WORDS))
-    for note in dropped_notes(selection.candidates):
-        console.print(note, markup=False, soft_wrap=True)
+    print_lines(console, *dropped_notes(selection.candidates))
 
 
 def candidate_tables(selection: Selection) -> list[TextTable]:
@@ -137,19 +134,19 @@ def candidate_tables(selection: Selection) -> list[TextTable]:
 
 def announce(scale: Scale, context: RaceContext) -> None:
     """Print what will run, before anything runs."""
-    selection, console = context.selection, context.console
+    selection = context.selection
     rest = f"{len(selection.left_out)} left out (the report gives the reasons)"
     rates = (
         f"{len(scale.rates)} learning rates each"
         if len(scale.rates) > 1
         else "one learning rate for all"
     )
-    console.print(
+    print_lines(
+        context.console,
         f"{len(selection.candidates)} candidates, {rest}; {rates}; folder {context.folder}",
-        soft_wrap=True,
+        *notes_of(scale),
+        *dropped_notes(selection.candidates),
     )
-    for note in (*notes_of(scale), *dropped_notes(selection.candidates)):
-        console.print(note, markup=False, soft_wrap=True)
 
 
 def show_forecast(console: Console, load: Load, scale: Scale, context: RaceContext) -> None:
@@ -157,15 +154,14 @@ def show_forecast(console: Console, load: Load, scale: Scale, context: RaceConte
     race_s, run_s = load.race_s(scale.length, len(scale.rates)), load.run_s(scale.length)
     ended = sum(1 for _ in context.folder.rglob(SUMMARY))
     again = f" {ended} runs have already ended, in {context.folder}." if ended else ""
-    lines = [
+    console.print(Text("The race", style="bold"))
+    print_lines(
+        console,
         f"About {seconds(race_s)} on this machine, {context.slots} runs at a time; a run takes up"
         f" to {seconds(run_s)}. The race ends with --budget {context.deadline.budget_s:g} s at the"
         f" latest.{again}",
         *notes_of(scale),
-    ]
-    console.print(Text("The race", style="bold"))
-    for text in lines:
-        console.print(text, markup=False, soft_wrap=True)
+    )
 
 
 def notes_of(scale: Scale) -> list[str]:
@@ -388,13 +384,10 @@ def no_result_message(board: Leaderboard, what: str, deadline: Deadline) -> str:
 def show_answer(console: Console, result: RaceAnswer, folder: Path) -> None:
     """Print the answer, and the paths of the plan, the record and the report."""
     words = result.shown.answer
-    console.print(words.headline, style="bold", markup=False, soft_wrap=True)
-    for sentence in words.sentences:
-        console.print(sentence, markup=False, soft_wrap=True)
-    console.print()
+    print_lines(console, words.headline, style="bold")
+    print_lines(console, *words.sentences, "")
     places = (
         ("plan", f"{folder / 'plan.json'}; all else in {folder / 'advice.json'}"),
         ("report", folder / REPORT),
     )
-    for key, text in (*result.shown.lines, *places):
-        console.print(f"{key:<7} {text}", markup=False, soft_wrap=True)
+    print_lines(console, *(f"{key:<7} {text}" for key, text in (*result.shown.lines, *places)))

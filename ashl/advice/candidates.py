@@ -16,7 +16,7 @@ from typing import Any
 from ashl.advice.rules import BSP, RULES, Rule, Situation, situation_of
 from ashl.config.compose import compose
 from ashl.config.identity import config_hash
-from ashl.config.override import key_of
+from ashl.config.override import by_key, group_of, key_of
 from ashl.errors import NoEffectError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import prepare_plan
@@ -85,7 +85,7 @@ def select_candidates(
     Raises: UsageError if fewer than two candidates remain.
     """
     progress(0, len(RULES), "this cluster and this machine")
-    free = [text for text in typed if key_of(text).partition(".")[0] not in CHOSEN]
+    free = [text for text in typed if group_of(text) not in CHOSEN]
     plain = [
         prepare_plan(with_effect((*free, *texts), config_dir)[1], None, texts) for texts in PLAIN
     ]
@@ -96,8 +96,7 @@ def select_candidates(
             " remove this override"
         )
     found = situation_of(plain, costs.first_loss)
-    chosen = any(key_of(text).partition(".")[0] in CHOSEN for text in typed)
-    rules = (*RULES, TYPED) if chosen else RULES
+    rules = RULES if len(free) == len(typed) else (*RULES, TYPED)
     taken, left_out = list[Candidate](), list[LeftOut]()
     for number, rule in enumerate(rules):
         progress(number, len(rules), rule.name)
@@ -127,17 +126,14 @@ def candidate_from(
     if not rule.applies(s):
         raise UsageError(rule.reason(s))
     own = tuple(rule.overrides.format(**s.values).split())
-    by_key = {key_of(text): text for text in typed}
-    if (
-        "experiment" in by_key
-        and "topology" not in {*by_key, *map(key_of, own)}
-        and rule is not TYPED
-    ):
-        own = ("topology=parameter_server", *own)  # a preset may have changed it
+    chosen = by_key(typed)
+    has_preset = "experiment" in chosen and rule is not TYPED
+    if has_preset and "topology" not in {*chosen, *map(key_of, own)}:
+        own = ("topology=parameter_server", *own)  # the preset may have changed it
     for text in own:
-        if (other := by_key.get(key_of(text), text)) != text:
+        if (other := chosen.get(key_of(text), text)) != text:
             raise UsageError(f"the command line has {other}, and this rule needs {text}.")
-    if "schedule" in map(key_of, own) and "sync" in by_key:
+    if "schedule" in map(key_of, own) and "sync" in chosen:
         raise UsageError(
             "the command line names a sync mode, and this schedule names that of each stage."
         )

@@ -25,7 +25,7 @@ from ashl.errors import AshlError, DataMissingError
 from ashl.plan.files import read_profile
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
-from ashl.tracking.console import megabytes, percent, plain_table
+from ashl.tracking.console import megabytes, percent, plain_table, print_lines
 
 ADVICE = Path("runs/advice")
 LOCAL_STEPS = tuple(2**k for k in range(10))
@@ -97,12 +97,12 @@ class Probed:
         """Print the answer, the table of all H, and the warnings."""
         best = self.best_choice
         reached = "" if best.utilisation >= WANTED else f"no H reaches {percent(WANTED, 0)}; "
-        console.print(
+        print_lines(
+            console,
             f"{reached}H = {best.local_steps}: the utilisation of {self.workers} workers is"
             f" {percent(best.utilisation)}, and each sends {megabytes(best.bytes_per_hour)} an hour"
             f" over links of {self.link_mbit_s:.3g} Mbit/s",
             style="bold",
-            soft_wrap=True,
         )
         titles = ("H", "utilisation", "sent per worker and hour")
         rows = [
@@ -110,8 +110,7 @@ class Probed:
             for own in self.choices
         ]
         console.print(plain_table(titles, rows, left=titles))
-        for warning in self.warnings():
-            console.print(f"warning: {warning}", soft_wrap=True)
+        print_lines(console, *(f"warning: {warning}" for warning in self.warnings()))
 
 
 def probe(hosts: Path, overrides: Sequence[str]) -> Probed:

@@ -38,7 +38,7 @@ from ashl.config.catalog import (
 )
 from ashl.config.construct import import_target
 from ashl.config.flat import PRESETS
-from ashl.config.override import command_line, key_of
+from ashl.config.override import command_line, group_of, key_of
 from ashl.config.workers import resize_cluster
 from ashl.errors import UnusedKeyError, UsageError
 
@@ -170,7 +170,7 @@ def specs_of(
     Settings of keys of the group are left out.
     Raises: UsageError.
     """
-    others = [text for text in overrides if key_of(text).partition(".")[0] != group]
+    others = [text for text in overrides if group_of(text) != group]
     return [compose([*others, f"{group}={name}"], config_dir)[group] for name in names]
 
 

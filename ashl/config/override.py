@@ -1,7 +1,7 @@
 """Settings (KEY=VALUE) and whole commands, as a user types them."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 
@@ -9,6 +9,16 @@ from os import PathLike, fspath
 def key_of(override: str) -> str:
     """Return the key of a setting; a leading `+` or `++` is ignored."""
     return override.lstrip("+").partition("=")[0]
+
+
+def group_of(override: str) -> str:
+    """Return the group of a setting: its key up to the first dot."""
+    return key_of(override).partition(".")[0]
+
+
+def by_key(overrides: Iterable[str]) -> dict[str, str]:
+    """Return settings by their keys; of a key that is typed twice the last value counts."""
+    return {key_of(text): text for text in overrides}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ashl.compression.contract import (
     size_of,
 )
 from ashl.compression.wrappers import inner_codec, wrap_codec
-from ashl.config.override import key_of
+from ashl.config.override import group_of, key_of
 from ashl.device import HOST
 from ashl.errors import NoEffectError, UnusedKeyError, UsageError
 from ashl.optimizer.contract import Optimizer
@@ -65,7 +65,7 @@ def check_sync_overrides(schedule: str, overrides: Sequence[str]) -> None:
 
     Raises: UnusedKeyError.
     """
-    typed = [override for override in overrides if key_of(override).partition(".")[0] == "sync"]
+    typed = [override for override in overrides if group_of(override) == "sync"]
     if typed:
         raise UnusedKeyError(
             f"{typed[0]}: no effect, schedule={schedule} sets the sync mode of each of its stages;"

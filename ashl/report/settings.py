@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ashl.config.flat import setting_text
-from ashl.config.override import key_of
+from ashl.config.override import group_of, key_of
 from ashl.errors import UsageError, to_one_line
 from ashl.report.records import Run, Study
 
@@ -131,7 +131,7 @@ def common_settings(study: Study) -> str:
     sweep = study.sweep or {}
     covered = {*one, "runtime", *NOT_AXES, *(sweep.get("axes") or ())}
     for text in map(str, sweep.get("overrides") or ()):
-        if not {key_of(text), key_of(text).split(".")[0]} & covered:
+        if not {key_of(text), group_of(text)} & covered:
             words.append(text)
     return ", ".join(filter(None, words))
 

@@ -18,6 +18,7 @@ from ashl.planning.instantiate import declared_profile
 from ashl.planning.layer_group_costs import with_layer_group_costs
 from ashl.run.rank import step_here_s
 from ashl.run.train import detect_job, is_virtual, make_run_folder, run
+from ashl.tracking.console import print_lines
 from ashl.tracking.forecast import print_forecast, print_profile
 from ashl.tracking.recorder import Recorder
 
@@ -95,9 +96,8 @@ def profile(
                 " machine"
             )
         print_forecast(console, plan, len(data.train), found)
-        console.print(f"run folder  {run_dir}", soft_wrap=True, markup=False)
         from_plan = command_with(command, overrides, "plan", run_dir)
-        console.print(f"the plan    {from_plan}", soft_wrap=True, markup=False)
+        print_lines(console, f"run folder  {run_dir}", f"the plan    {from_plan}")
     return Measured(run_dir, found, plan, command_with(command, overrides, "profile", run_dir))
 
 

@@ -25,7 +25,7 @@ from scipy import stats
 from ashl.config.compose import compose, specs_of
 from ashl.config.cores import usable_cores
 from ashl.config.identity import config_hash
-from ashl.config.override import key_of
+from ashl.config.override import by_key, group_of, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.files import read_profile
 from ashl.planning.instantiate import OptionFactory
@@ -35,7 +35,7 @@ from ashl.study.grid import Grid, Line, Setting, make_grid
 from ashl.study.jobs import has_ended, local_pool, read_summary
 from ashl.study.sweep import run_settings
 from ashl.tracking import jsonl
-from ashl.tracking.console import number, percent, plain_table, seconds
+from ashl.tracking.console import number, percent, plain_table, print_lines, seconds
 from ashl.tracking.sweep_progress import SweepProgress
 
 CALIBRATIONS = Path("runs/calibrations")
@@ -81,23 +81,22 @@ class Calibrated:
 
     def show(self, console: Console) -> None:
         """Print the errors of the predictions, or the combinations."""
-        for name, reason in self.left_out.items():
-            console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
+        left_out = [f"left out: {name}: {reason}" for name, reason in self.left_out.items()]
+        print_lines(console, *left_out)
         if not self.rows:
-            for name, line in self.combinations.items():
-                console.print(f"{name}: {line}", markup=False)
+            print_lines(console, *(f"{name}: {line}" for name, line in self.combinations.items()))
             return
         console.print(table_of(self.rows))
         found, worst = self.document(), self.rows[0]
         low, high = found["interval"]
-        console.print(
+        print_lines(
+            console,
             f"Predicted times are off by {percent(found['median_error'])} in the median (95 %"
             f" interval {percent(low)} to {percent(high)} over {len(self.rows)} of"
             f" {len(self.combinations)} combinations), by {percent(abs(worst['error']))} at worst"
             f" ({worst['name']}).",
-            soft_wrap=True,
+            f"folder  {self.folder}",
         )
-        console.print(f"folder  {self.folder}", soft_wrap=True, markup=False)
 
     def document(self) -> dict[str, Any]:
         """Return the record that calibration.json holds; of a dry run, the combinations."""
@@ -164,28 +163,26 @@ def complete_overrides(
 
     Raises: UsageError for stop.* and for virtual time.
     """
-    typed = {key_of(text): text for text in overrides}
-    for key, text in typed.items():
-        if key == "stop" or key.startswith("stop."):
+    for text in overrides:
+        if group_of(text) == "stop":
             raise UsageError(f"{text}: how long runs are follows from --seconds; drop it")
-    if not any(key == "cluster" or key.startswith("cluster.") for key in typed):
-        typed = {key_of(text): text for text in REAL_CLUSTER} | typed
-    typed = {key_of(text): text for text in DEFAULTS} | typed
-    config = compose([*typed.values()], config_dir)
+    cluster = () if "cluster" in map(group_of, overrides) else REAL_CLUSTER
+    typed = [*by_key((*DEFAULTS, *cluster, *overrides)).values()]
+    config = compose(typed, config_dir)
     if is_virtual(config) or not config["runtime"]["_target_"].endswith("LocalRuntime"):
         raise UsageError(
             "a calibration compares virtual time with real processes here; take runtime=local"
         )
-    return [*typed.values()], config
+    return typed, config
 
 
 def lines_of(typed: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the overrides of each combination that agrees with the typed ones."""
-    by_key = {key_of(text): text for text in typed}
+    chosen = by_key(typed)
     return {
         name: (*(text for text in typed if text not in line.split()), *line.split())
         for name, line in COMBINATIONS.items()
-        if all(by_key.get(key_of(text), text) == text for text in line.split())
+        if all(chosen.get(key_of(text), text) == text for text in line.split())
     }
 
 
@@ -248,7 +245,7 @@ def pairs_of(
     sim += [] if profile is None else ["cluster=profile", f"profile={profile}"]
     virtual, real = dict[str, list[str]](), dict[str, list[str]]()
     for name, line in lines.items():
-        kept = [text for text in line if key_of(text).partition(".")[0] not in replaced]
+        kept = [text for text in line if group_of(text) not in replaced]
         virtual[name], real[name] = [*kept, *sim], [t for t in line if key_of(t) != "profile"]
     for setting in grid_of(virtual, config_dir).settings:
         assert setting.plan is not None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ashl.config.compose import compose
-from ashl.config.override import key_of
+from ashl.config.override import by_key, group_of, key_of
 from ashl.config.recorded import config_of, typed_settings
 from ashl.errors import AshlError, UsageError
 from ashl.plan.alpha_beta import AlphaBeta
@@ -25,7 +25,7 @@ from ashl.plan.profile import SCHEMA, TICK_S, Profile, WorkerProfile
 from ashl.planning.instantiate import OptionFactory
 from ashl.run.train import run
 from ashl.tracking import jsonl
-from ashl.tracking.console import number, percent, plain_table, seconds
+from ashl.tracking.console import number, percent, plain_table, print_lines, seconds
 from ashl.tracking.recorder import EVENTS, SUMMARY
 
 TOPOLOGIES = ("parameter_server", "all_reduce")  # topologies whose transfers are all of one kind
@@ -57,7 +57,7 @@ class Replayed(NamedTuple):
             before_s = row["time_s"]
         titles = ("run", "time", "change", "steps/s", "waiting")
         console.print(plain_table(titles, cells, left=titles))
-        console.print(f"folder  {self.folder}", soft_wrap=True, markup=False)
+        print_lines(console, f"folder  {self.folder}")
 
 
 def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Replayed:
@@ -65,7 +65,7 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Rep
 
     Raises: UsageError if it cannot be replayed.
     """
-    if wrong := [text for text in changes if key_of(text).partition(".")[0] not in CHANGES]:
+    if wrong := [text for text in changes if group_of(text) not in CHANGES]:
         raise UsageError(
             f"{wrong[0]} is not replayed: a run measured its own model, messages and cluster;"
             f" change {', '.join(CHANGES)}, or take runtime=sim cluster=profile with `ashl profile`"
@@ -84,9 +84,9 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Rep
     path.write_text(profile_of(folder, config).to_json(), encoding="utf-8")
     sim = ["runtime=sim", "runtime.gradients=false", "tracking=none", "cluster=profile"]
     fixed = (*sim, f"profile={path}", f"stop.steps={summary['steps']}", NO_EVALUATION)
-    own = [text for text in typed if key_of(text).partition(".")[0] not in NOT_REPEATED]
-    changed = {key_of(text) for text in changes}
-    kept = [text for text in own if not {key_of(text), key_of(text).partition(".")[0]} & changed]
+    own = [text for text in typed if group_of(text) not in NOT_REPEATED]
+    changed = by_key(changes).keys()
+    kept = [text for text in own if not {key_of(text), group_of(text)} & changed]
     played = {"replayed": own} | ({" ".join(changes): [*kept, *changes]} if changes else {})
     rows = {"as it was": summary}
     for name, texts in played.items():
@@ -96,7 +96,7 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Rep
         if ran.summary is None:
             raise AshlError("a replay cannot run inside a job; start it without torchrun")
         rows[name] = ran.summary
-    real = {key_of(text): text for text in (*typed, *changes) if key_of(text) != "run.dir"}
+    real = by_key(text for text in (*typed, *changes) if key_of(text) != "run.dir")
     record = {"run": str(folder), "changes": list(changes), "runs": rows}
     jsonl.write_json(replay_dir / "replay.json", record)
     return Replayed(replay_dir, record, [*real.values()])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ashl.config.compose import Axis, alternatives, axis_of, compose
-from ashl.config.override import CommandLine, key_of
+from ashl.config.override import CommandLine, by_key
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.records import SWEEP
@@ -24,6 +24,7 @@ from ashl.study import sweep
 from ashl.study.grid import Grid, Line, Setting, Skipped, make_grid
 from ashl.study.jobs import Pool, has_ended, read_summary
 from ashl.tracking import jsonl
+from ashl.tracking.console import print_lines
 from ashl.tracking.sweep_progress import SweepProgress
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def space_of(typed: Sequence[str], config_dir: Path | None) -> SearchSpace:
 
     Seeds are no axis: each trial runs all of them, so that no lucky seed wins.
     """
-    last = {key_of(text): text for text in typed}
+    last = by_key(typed)
     seeds = tuple(alternatives(last.pop("seed", "seed=0"), config_dir))
     axes = [axis_of(text, config_dir) for text in last.values()]
     return SearchSpace(
@@ -114,9 +115,7 @@ def search(
         study = open_study(folder)
         console = Console(highlight=False, quiet=silent)
         if not quiet:
-            console.print(
-                f"{folder.name} {trials} trials; folder {folder}", soft_wrap=True, markup=False
-            )
+            print_lines(console, f"{folder.name} {trials} trials; folder {folder}")
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         tried = SearchRecord(asked, study, folder, make_setting, progress, typed, command)
         with sweep.copy_to_tracker(config, folder, str(command), console) as to_tracker:

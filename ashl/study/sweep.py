@@ -28,7 +28,7 @@ from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.records import SWEEP, group_skipped, read_study
 from ashl.report.settings import find_label, usual_baseline
 from ashl.run.host_time import Costs, measure_costs, predict_host_s
-from ashl.run.train import RUNS, is_virtual
+from ashl.run.train import RUNS, is_virtual, warn
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.study.grid import Grid, Setting, label
 from ashl.study.jobs import (
@@ -44,7 +44,7 @@ from ashl.study.jobs import (
 )
 from ashl.study.race import CurveReader, Race
 from ashl.tracking import jsonl
-from ashl.tracking.console import plain_table, seconds
+from ashl.tracking.console import plain_table, print_lines, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
 from ashl.tracking.counting import Counting
 from ashl.tracking.option import TITLES
@@ -255,11 +255,11 @@ def conclude(
     try:
         board = rank(read_study([folder]), baseline=baseline)
     except UsageError as error:  # no run has finished
-        console.print(str(error), soft_wrap=True, markup=False)
+        print_lines(console, str(error))
         return SweepOutcome(folder, known, None, "")
     report = write_report(board, command=str(command))
     tables.print_leaderboard(console, board)
-    console.print(f"report  {report}", soft_wrap=True, markup=False)
+    print_lines(console, f"report  {report}")
     first = board.ranked_rows[0]
     if not math.isfinite(first.spread.middle):
         return SweepOutcome(folder, known, board, "")
@@ -295,10 +295,9 @@ def copy_to_tracker(
         yield to_tracker
     finally:
         shown, warning = copier.finish(wait_s)
-        if warning:
-            Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True)
-        elif shown:
-            console.print(f"{copier.title}  {shown}", soft_wrap=True, markup=False)
+        warn(warning)
+        if shown and not warning:
+            print_lines(console, f"{copier.title}  {shown}")
 
 
 def config_in_sweep(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -391,8 +390,7 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
     lines += [f"skipped: {out.name}: {out.reason}" for out in skipped[:MAX_ROWS]]
     if len(skipped) > MAX_ROWS:
         lines.append(f"skipped: {len(skipped) - MAX_ROWS} more, all in {folder / SWEEP}")
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    print_lines(console, *lines)
 
 
 def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None:
@@ -423,7 +421,7 @@ def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None
         together = f", {forecast['at_once']} at a time" if forecast["at_once"] > 1 else ""
         runs = f"{missing} run{'s' * (missing != 1)}"
         about = f"on this machine about {seconds(forecast['host_s'])} for {runs}{together}"
-        console.print(f"{about}, less if a target ends a run", soft_wrap=True)
+        print_lines(console, f"{about}, less if a target ends a run")
 
 
 def forecast_of(

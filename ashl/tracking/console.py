@@ -243,6 +243,12 @@ def plain_table(
     return table
 
 
+def print_lines(console: Console, *lines: str, style: str = "") -> None:
+    """Print lines as they are: not wrapped, so that a command can be copied, and without markup."""
+    for line in lines:
+        console.print(line, style=style, markup=False, soft_wrap=True)
+
+
 def print_outcome(
     console: Console, summary: dict, run_dir: Path, shown: Mapping[str, str | None]
 ) -> None:
