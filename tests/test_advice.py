@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ashl.advice import advise, candidates, leave_out
+from ashl.advice import advise, candidates, contest, leave_out
 from ashl.advice.candidates import (
     BSP,
     Candidate,
@@ -31,8 +31,10 @@ from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
 from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
 from ashl.errors import UsageError
+from ashl.planning.compile_plan import compile_plan
 from ashl.run.host_time import START_S, Costs
 from ashl.study import sweep
+from ashl.study.grid import Setting
 from ashl.study.jobs import Job
 from ashl.study.race import LearningCurve
 from ashl.tracking import jsonl
@@ -292,7 +294,7 @@ def racer(sync: str, compute: str, time_s: float) -> Racer:
     return Racer(
         candidates.Candidate(rule, (), config, plan, ""),
         time_s,
-        ((1000.0, time_s),),
+        (1.0,),
         0.1,
         (1, 2, 3),
     )
@@ -350,6 +352,37 @@ def test_a_worker_is_kept_where_another_method_uses_it(monkeypatch: pytest.Monke
     assert alone.without_s == pytest.approx(21.0, rel=0.02)
     assert alone.sentence().startswith("keep worker 4: with it 20 s, without it 21")
     assert leave_out_of([asp], lambda: True, not_run) is None
+
+
+def test_on_a_profiled_cluster_a_worker_is_left_out_too(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile of all workers stayed in the runs without one of them, which failed. The plan
+    without a profile begins with a stage that measures one.
+    """
+    sim = ("runtime=sim", "tracking=none")
+    assert main(["profile", "-q", *sim, "cluster=one_slow", "run.dir=measured"]) == 0
+    typed = (*sim, "cluster=profile", "profile=measured/profile.json")
+    _, config, plan = candidates.with_effect((*typed, "schedule=ashl"), None)
+    own = Candidate(Rule(name="ASHL", overrides="schedule=ashl", why=""), (), config, plan, "")
+    context: Any = SimpleNamespace(folder=Path("study"), fixed=typed)
+    context._replace = lambda **changes: SimpleNamespace(**{**vars(context), **changes})
+    settings = list[Setting]()
+    monkeypatch.setattr(
+        contest, "run_grid", lambda grid, *rest, **more: settings.extend(grid.settings)
+    )
+
+    def race_on(racers: Sequence[Racer], cluster: dict) -> None:
+        contest.time_on_cluster(racers, cluster, Scale(1.0, (1.0,), None), context)
+
+    shares = (1.0, *(0.0 for _ in plan.stages[1:]))
+    found = leave_out_of([Racer(own, 40.0, shares, 0.1, (1,))], lambda: False, race_on)
+    assert found is not None
+    assert found.worker == 3
+    assert found.without_s is not None
+    (setting,) = settings
+    assert compile_plan(setting.config, None, []).num_workers == 3
+    assert not any(text.startswith("profile=") for text in setting.overrides)
 
 
 def test_the_cluster_without_a_worker_has_its_lists_shortened() -> None:
@@ -475,7 +508,7 @@ def test_the_answer_of_a_race_and_the_same_command_again(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K"))
     )
     monkeypatch.setattr(sweep, "run_all", written)
-    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)  # anywhere
+    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: own.time_s)  # anywhere
     command = ["advise", *TINY, "--target", "0.9", "-q"]
     assert main(command) == 0
     out = capsys.readouterr().out
@@ -528,7 +561,7 @@ def test_a_dry_run_says_what_the_race_takes_here(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
     )
     monkeypatch.setattr(sweep, "run_all", written)
-    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)
+    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: own.time_s)
     command = ["advise", *TINY, "--target", "0.9", "-q", "--jobs", "2"]
     assert main([*command, "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -556,7 +589,7 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
         candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K"))
     )
     monkeypatch.setattr(sweep, "run_all", written)
-    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)
+    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: own.time_s)
     stale, nowhere = "aggregate.staleness_discount=0.5", "cluster.bandwidth_mbit_s=20"
     command = ["advise", *TINY, "--target", "0.9", stale, nowhere]
     assert main(command) == 0
@@ -618,7 +651,7 @@ def advised(
     )
     monkeypatch.setattr(advise, "scale_of", lambda *args, **more: scale)
     monkeypatch.setattr(sweep, "run_all", run_all)
-    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: 1.0)
+    monkeypatch.setattr(leave_out, "predicted_s", lambda own, spec: own.time_s)
     assert main(["advise", *TINY, *args, "-q", "--debug"]) == 0
     record = jsonl.read_json(Path("study/advice.json"))
     assert record is not None

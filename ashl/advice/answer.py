@@ -337,33 +337,23 @@ def candidate_record(own: TunedCandidate, board: Leaderboard) -> dict[str, Any]:
 
 
 def racer_of(row: Row, own: Candidate, board: Leaderboard) -> Racer | None:
-    """Return the row as a racer, with its mean steps until the target over the runs that reached
-    it; None if no run did.
+    """Return the row as a racer, with the shares of its stages in the time to the target, over the
+    runs that reached it; None if no run did.
     """
     runs = [(run, board.measure.value(run)) for run in row.runs]
     runs = [(run, at_s) for run, at_s in runs if math.isfinite(at_s) and run.summary.get("stages")]
     if not runs or not math.isfinite(row.spread.middle):
         return None
-    stages = list[tuple[float | None, float]]()
-    for k, stage in enumerate(own.plan.stages):
-        parts = [
-            progress_until(run.summary["stages"][k], at_s)
-            for run, at_s in runs
-            if k < len(run.summary["stages"])
-        ]
-        steps = fmean(steps for steps, _ in parts) if parts else 0.0
-        spent_s = fmean(spent_s for _, spent_s in parts) if parts else 0.0
-        stages.append((steps if stage.predicted_steps_per_s else None, spent_s))
+    spent_s = [0.0 for _ in own.plan.stages]
+    for run, at_s in runs:
+        for k, stage in enumerate(run.summary["stages"]):
+            spent_s[k] += max(0.0, min(at_s, stage["end_s"]) - stage["start_s"])
+    if not any(spent_s):
+        return None
+    shares = tuple(stage_s / sum(spent_s) for stage_s in spent_s)
     rate = row.runs[0].config["optimizer.lr"]
     seeds = tuple(run.seed for run in row.runs)
-    return Racer(own, row.spread.middle, tuple(stages), rate, seeds)
-
-
-def progress_until(stage: dict[str, Any], at_s: float) -> tuple[float, float]:
-    """Return the steps and the seconds of a stage up to the time `at_s` of the run."""
-    length_s = stage["end_s"] - stage["start_s"]
-    spent_s = min(max(0.0, at_s - stage["start_s"]), length_s)
-    return (stage["steps"] * spent_s / length_s if length_s else 0.0), spent_s
+    return Racer(own, row.spread.middle, shares, rate, seeds)
 
 
 def no_result_message(board: Leaderboard, what: str, deadline: Deadline) -> str:

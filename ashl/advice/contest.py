@@ -352,11 +352,13 @@ def time_on_cluster(
     """
     folder, lists = context.folder / WITHOUT, [key for key in LISTS if cluster.get(key)]
     changed = {f"cluster.{key}": cluster[key] for key in (*lists, "num_workers")}
-    fixed = [text for text in context.fixed if key_of(text) not in changed]
+    # A profile is of all workers; its costs are in the cluster.
+    fixed = [text for text in context.fixed if key_of(text) not in (*changed, "profile")]
     typed = [f"{key}={value}".replace(" ", "") for key, value in changed.items()]
     there, settings = context._replace(folder=folder, fixed=(*fixed, *typed)), list[Setting]()
     for racer in racers:
-        own = replace(racer.candidate, config={**racer.candidate.config, "cluster": cluster})
+        config = {**racer.candidate.config, "cluster": cluster, "profile": None}
+        own = replace(racer.candidate, config=config)
         settings += [
             setting_of(own, there, scale, racer.rate, seed, ("seed",)) for seed in racer.seeds
         ]

@@ -6,10 +6,9 @@ race runs again there, and the candidate that is predicted to be the fastest the
 be left out if the shorter of their median times is shorter than the time with it.
 Its break-even speed is the speed at which both are equal, in times of the median of the others.
 
-A predicted time is the number of steps to the target divided by the predicted steps per second. It
-is scaled so that the prediction for the whole cluster equals the measured time. It assumes that
-learning needs the same number of steps in total. With fewer workers it often needs fewer, which
-only the runs show.
+A predicted time is the measured time with the whole cluster, in which each stage's part is divided
+by the ratio of its predicted steps per second. It assumes that learning needs the same number of
+steps in total. With fewer workers it often needs fewer, which only the runs show.
 Limits: one worker at a time; the break-even speed is that of its steps, and its link stays.
 """
 
@@ -44,15 +43,14 @@ Spec = dict[str, Any]
 
 
 class Racer(NamedTuple):
-    """A candidate, its time to the target [s], and for each stage its steps and seconds until then.
+    """A candidate, its time to the target [s], and the share of it that each planned stage took.
 
-    The steps are None for a stage whose speed is not predicted. `rate` is the learning rate, and
-    `seeds` are the seeds of its runs.
+    `rate` is the learning rate, and `seeds` are the seeds of its runs.
     """
 
     candidate: Candidate
     time_s: float
-    stages: tuple[tuple[float | None, float], ...]
+    shares: tuple[float, ...]
     rate: float
     seeds: tuple[int, ...]
 
@@ -105,11 +103,10 @@ def leave_out_of(
     spec: Spec = {**plan.cluster, "num_workers": plan.num_workers}
     if plan.num_workers < 3 or spec["events"] or over():
         return None
-    base_s = {own: predicted_s(own, spec) for own in racers}
 
     def best_s(changed: Spec, among: Sequence[Racer] = racers) -> tuple[float, Racer]:
         """Return the shortest time on a changed cluster, and its racer."""
-        times = [(scaled_s(own, base_s[own], changed), -k, own) for k, own in enumerate(among)]
+        times = [(predicted_s(own, changed), -k, own) for k, own in enumerate(among)]
         time_s, _, own = min(times, key=lambda one: one[:2])
         return time_s, own
 
@@ -120,7 +117,7 @@ def leave_out_of(
     if over() or not math.isfinite(without_s):
         return None
     two, less = list(dict.fromkeys([racers[0], own])), without_worker(spec, worker)
-    able = [racer for racer in two if math.isfinite(scaled_s(racer, base_s[racer], less))]
+    able = [racer for racer in two if math.isfinite(predicted_s(racer, less))]
     measured_s, runs = race_on(able, less), 0
     if measured_s is not None:
         without_s, runs = measured_s, sum(len(racer.seeds) for racer in able)
@@ -134,30 +131,25 @@ def leave_out_of(
     return LeaveOut(worker, racers[0].time_s, without_s, pays_from, runs)
 
 
-def predicted_s(own: Racer, spec: Spec) -> float | None:
-    """Return the predicted seconds of its steps on another cluster; None if no prediction is
-    possible.
+def predicted_s(own: Racer, spec: Spec) -> float:
+    """Return the time of a racer on another cluster; infinity if it cannot be predicted.
+
+    A stage whose speed is not predicted keeps its time.
     """
     config = {**own.candidate.config, "cluster": spec, "profile": None}
     try:
         plan = compile_plan(config, None, [])
     except AshlError:
-        return None
-    total_s = 0.0
-    for stage, (steps, spent_s) in zip(plan.stages, own.stages, strict=False):
-        if steps is None:
-            total_s += spent_s
-        elif not stage.predicted_steps_per_s:
-            return None
-        else:
-            total_s += steps / stage.predicted_steps_per_s
-    return total_s or None
-
-
-def scaled_s(own: Racer, base_s: float | None, spec: Spec) -> float:
-    """Return the time of a racer on another cluster; infinity if it cannot be predicted."""
-    there_s = predicted_s(own, spec)
-    return own.time_s * there_s / base_s if there_s and base_s else math.inf
+        return math.inf
+    # by name: without a profile, the plan may begin with a stage that measures one
+    there = {stage.name: stage.predicted_steps_per_s for stage in plan.stages}
+    time_s = 0.0
+    for stage, share in zip(own.candidate.plan.stages, own.shares, strict=True):
+        if stage.predicted_steps_per_s:
+            rate = there.get(stage.name)
+            share = share * stage.predicted_steps_per_s / rate if rate else math.inf
+        time_s += own.time_s * share
+    return time_s
 
 
 def slowest_worker(factors: Sequence[float]) -> int:
