@@ -95,10 +95,7 @@ def sweep(
     Returns: the runs of the settings that ended, in the order of the grid (see their `status`),
     with their records as pandas frames and the `answer()`.
     """
-    from functools import partial
-
     from ashl.config.catalog import own_folder
-    from ashl.config.compose import compose
     from ashl.config.override import command_line
     from ashl.config.session import keyword_overrides
     from ashl.errors import UsageError
@@ -114,14 +111,11 @@ def sweep(
         )
     folder = own_folder(config_dir)
     overrides = (*overrides, *keyword_overrides(settings))
-    grid = make_grid(grid_lines(overrides, folder), partial(compose, config_dir=folder))
-    first = grid.settings[0].config
-    place = study.folder_of([setting.hash for setting in grid.settings], first)
+    grid = make_grid(grid_lines(overrides, folder), folder)
     with _isolate_caller():
-        study.sweep(
+        outcome = study.sweep(
             grid,
             overrides,
-            place,
             command=command_line("sweep", overrides, folder),
             slots=jobs,
             rerun_failed=rerun_failed,
@@ -129,7 +123,7 @@ def sweep(
             quiet=quiet,
             silent=quiet,
         )
-    return Runs(read_study([place]))
+    return Runs(read_study([outcome.folder]))
 
 
 def load(path: str | PathLike[str]) -> Run | Runs:

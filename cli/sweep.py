@@ -103,7 +103,14 @@ def sweep(
     with show_starting(quiet):
         from ashl.study import sweep as study
 
-    make_pool = partial(pool_of_launcher, launcher=launcher, of_launcher=of_launcher, jobs=jobs)
+    make_pool = partial(
+        pool_of_launcher,
+        launcher=launcher,
+        of_launcher=of_launcher,
+        jobs=jobs,
+        hosts=ctx.obj,
+        config_dir=config_dir,
+    )
     line = typed_line(ctx)
     if search is not None:
         from ashl.study.search import search as run_search
@@ -118,22 +125,13 @@ def sweep(
     if cfg:
         configs = [without_unused(setting.config) for setting in grid.settings]
         return Answer({"settings": configs}, show=partial(show_configurations, grid))
-    first = grid.settings[0].config
-    folder = study.folder_of([setting.hash for setting in grid.settings], first)
     if dry_run:
-        forecast = study.forecast_of(grid, typed, folder, jobs, line)
-        return Answer(forecast, partial(study.show_forecast, grid, folder, forecast), str(line))
+        forecast = study.forecast_of(grid, typed, jobs, line)
+        return Answer(forecast, partial(study.show_forecast, grid, forecast), str(line))
     with handle_interrupts():
-        pool = partial(make_pool, folder)
-        if ctx.obj:
-            from ashl.study.jobs import local_pool, run_on_hosts
-
-            run = partial(run_on_hosts, launch=ctx.obj, config_dir=config_dir)
-            pool = partial(local_pool, run=run)
         outcome = study.sweep(
             grid,
             typed,
-            folder,
             command=line,
             slots=jobs,
             rerun_failed=rerun_failed,
@@ -141,7 +139,7 @@ def sweep(
             quiet=quiet,
             silent=json,
             baseline=baseline,
-            make_pool=pool,
+            make_pool=make_pool,
         )
     return answer_of(outcome)
 
@@ -186,10 +184,14 @@ def pool_of_launcher(
     launcher: str | None,
     of_launcher: dict[str, Any],
     jobs: int | None,
+    hosts: "Launch | None",
+    config_dir: Path | None,
 ) -> "Pool":
-    """Return the pool that runs `slots` jobs at a time, here or by the launcher."""
-    from ashl.study.jobs import local_pool, queue_pool
+    """Return the pool that runs `slots` jobs at a time: here, on hosts, or by the launcher."""
+    from ashl.study.jobs import local_pool, queue_pool, run_on_hosts
 
+    if hosts is not None:
+        return local_pool(slots, partial(run_on_hosts, launch=hosts, config_dir=config_dir))
     if launcher is None:
         return local_pool(slots)
     return queue_pool(folder, launcher, of_launcher, jobs, slots)
@@ -201,7 +203,6 @@ def compose_grid(
     """Compose and check all settings of the grid, for the hosts of `ashl launch` if there are
     any.
     """
-    from ashl.config.compose import compose
     from ashl.study.grid import grid_lines, make_grid
     from ashl.study.jobs import real_job_size
     from ashl.study.sweep import Counting
@@ -209,7 +210,7 @@ def compose_grid(
     with Counting("composing settings") as counting:
         return make_grid(
             grid_lines(typed, config_dir),
-            lambda point: compose(point, config_dir),
+            config_dir,
             strict=strict,
             progress=counting.update,
             processes=partial(real_job_size, launch=where),

@@ -42,5 +42,5 @@ def test_a_comparison_says_what_its_cluster_leaves_out(
 def test_a_sweep_says_it_before_it_runs(tmp_path) -> None:
     asked = ["runtime=sim", "topology=gossip", "sync=d_psgd", "topology.graph=ring,complete"]
     console = Console(record=True, width=80)
-    announce(console, make_grid(grid_lines(asked, None), compose), tmp_path / "[/x]", 2)
+    announce(console, make_grid(grid_lines(asked, None)), tmp_path / "[/x]", 2)
     assert "comparison of graphs is" in console.export_text()

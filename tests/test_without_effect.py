@@ -2,8 +2,6 @@
 out, visibly.
 """
 
-from functools import partial
-
 import pytest
 
 from ashl.config.compose import compose
@@ -157,10 +155,7 @@ def test_a_list_that_says_how_many_workers_there_are_counts() -> None:
 
 def test_a_sweep_merges_what_becomes_equal_and_says_why() -> None:
     grid = make_grid(
-        grid_lines(
-            ["runtime=sim", "sync=bsp", "cluster.bandwidth_mbit_s=1,1000", "seed=0,1"], None
-        ),
-        partial(compose, config_dir=None),
+        grid_lines(["runtime=sim", "sync=bsp", "cluster.bandwidth_mbit_s=1,1000", "seed=0,1"], None)
     )
     assert len(grid.settings) == grid.merged == 2
     assert grid.unused == {"cluster.bandwidth_mbit_s": 4}

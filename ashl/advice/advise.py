@@ -9,7 +9,6 @@ The steps of the command, each in the module of that name:
 - `answer`: print and save the answer.
 """
 
-import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from ashl.advice.answer import (
     show_candidates,
     show_forecast,
 )
-from ashl.advice.candidates import RATE, Selection, select_candidates
+from ashl.advice.candidates import RATE, select_candidates
 from ashl.advice.contest import (
     RaceContext,
     run_rounds,
@@ -47,7 +46,7 @@ from ashl.report.compare import write_report
 from ashl.report.records import REPORT
 from ashl.run.profile import profile as measure
 from ashl.run.train import TRACKING_S, is_virtual
-from ashl.study.sweep import copy_to_tracker, lock_folder
+from ashl.study.sweep import copy_to_tracker, folder_of, lock_folder
 from ashl.tracking import jsonl
 from ashl.tracking.console import print_lines
 from ashl.tracking.counting import Counting
@@ -117,7 +116,10 @@ def advise(
     fixed, real = overrides_for_virtual_time(tuple(typed.values()), config_dir, console)
     with Counting("planning candidates", quiet=quiet) as counting:
         selection = select_candidates(fixed, config_dir, counting.update)
-    folder = folder_of(selection, tunes=RATE not in typed)
+    hashes = [config_hash(own.config) for own in selection.candidates]
+    one_rate = ["one rate"] * (RATE in typed)
+    first = selection.candidates[0].config
+    folder = folder_of([*hashes, *one_rate], first, ADVICE, "advice")
     slots = slots or usable_cores()
     context = RaceContext(selection, folder, command, fixed, slots, deadline, console, quiet)
     load = load_of(selection, slots, deadline.spent_s)
@@ -129,9 +131,8 @@ def advise(
             announce(scale, context)
         tries = tune_rates(scale, context)
         scale = with_reachable_target(scale, context)
-        config = selection.candidates[0].config
         # The copy to the tracker has its own time limit, which does not depend on the budget.
-        with copy_to_tracker(config, folder, str(command), console, TRACKING_S) as to_tracker:
+        with copy_to_tracker(first, folder, str(command), console, TRACKING_S) as to_tracker:
             board, unreached = run_rounds(tries, scale, context, to_tracker)
             if board is None:
                 needed_s = enough_s(load, scale.length, len(scale.rates), budget_s)
@@ -196,16 +197,6 @@ def overrides_for_virtual_time(
         fixed = [text for text in fixed if key_of(text) not in ("cluster", "profile")]
         fixed += ["cluster=profile", *(text for text in typed if key_of(text) == "profile")]
     return (*fixed, "runtime=sim"), typed
-
-
-def folder_of(selection: Selection, *, tunes: bool) -> Path:
-    """Return the folder of the study; its name depends on the candidates and not on the budget."""
-    first = selection.candidates[0].config
-    if first["run"]["dir"]:
-        return Path(first["run"]["dir"]).expanduser()
-    digests = sorted(config_hash(own.config) for own in selection.candidates)
-    digest = hashlib.sha256("".join(digests + ["one rate"] * (not tunes)).encode()).hexdigest()[:8]
-    return ADVICE / f"{first['name'] or 'advice'}-{digest}"
 
 
 def choose_and_save_scale(load: Load, context: RaceContext) -> Scale:

@@ -12,7 +12,6 @@ stored with the profile.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -124,7 +123,7 @@ def calibrate(
     finished.
     """
     typed, base = complete_overrides(overrides, config_dir)
-    folder = Path(base["run"]["dir"] or CALIBRATIONS / config_hash(base))
+    folder = Path(base["run"]["dir"] or CALIBRATIONS / config_hash(base)).expanduser()
     if base["profile"]:
         read_profile(base["profile"])
     lines = lines_of(typed)
@@ -209,7 +208,7 @@ def grid_of(
 ) -> Grid:
     """Return the grid that has each combination as a line."""
     found = [Line([[text] for text in line], name) for name, line in lines.items()]
-    return make_grid(found, partial(compose, config_dir=config_dir), strict=strict)
+    return make_grid(found, config_dir, strict=strict)
 
 
 def is_paced(config: Mapping[str, Any]) -> bool:

@@ -56,8 +56,7 @@ def label(setting: Setting, without: str = "") -> str:
     return found or ("" if without else setting.hash)
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(NamedTuple):
     """A point that cannot run, and why."""
 
     overrides: tuple[str, ...]
@@ -152,7 +151,7 @@ def axes_of(lines: Sequence[Line]) -> dict[str, list[str]]:
 
 def make_grid(
     lines: Sequence[Line],
-    compose: Callable[[Sequence[str]], dict[str, Any]],
+    config_dir: Path | None = None,
     *,
     strict: bool = False,
     progress: Callable[[int, int], None] = lambda done, size: None,
@@ -167,7 +166,7 @@ def make_grid(
     Raises: UsageError and DataMissingError for faults of the whole grid.
     """
     wanted, axes = points(lines), axes_of(lines)
-    compose = cache_across_seeds(compose)
+    compose_once = cache_across_seeds(config_dir)
     settings: dict[str, Setting] = {}
     skipped: list[Skipped] = []
     plans: dict[str, Plan | UsageError] = {}
@@ -179,7 +178,7 @@ def make_grid(
     for number, (point, label) in enumerate(wanted.items()):
         progress(number, len(wanted))
         try:
-            kept, config, plan = check_point(point, compose, plans, processes, reasons)
+            kept, config, plan = check_point(point, compose_once, plans, processes, reasons)
         except UsageError as error:
             if strict:
                 raise UsageError(f"{' '.join(point)}: {error}") from error
@@ -222,9 +221,7 @@ def make_grid(
     return Grid(axes, named, tuple(skipped), unused, merged, reasons)
 
 
-def cache_across_seeds(
-    compose: Callable[[Sequence[str]], dict[str, Any]],
-) -> Callable[[Sequence[str]], dict[str, Any]]:
+def cache_across_seeds(config_dir: Path | None) -> Callable[[Sequence[str]], dict[str, Any]]:
     """Return `compose` with a cache: settings that differ in their seed only are composed once.
 
     No other value depends on the seed.
@@ -234,10 +231,10 @@ def cache_across_seeds(
     def compose_once(point: Sequence[str]) -> dict[str, Any]:
         seeds = [single.removeprefix("seed=") for single in point if single.startswith("seed=")]
         if len(seeds) != 1 or not seeds[0].isdecimal():
-            return compose(point)
+            return compose(point, config_dir)
         rest = tuple(single for single in point if not single.startswith("seed="))
         if rest not in composed:
-            composed[rest] = compose(rest)
+            composed[rest] = compose(rest, config_dir)
         return {**composed[rest], "seed": int(seeds[0])}
 
     return compose_once

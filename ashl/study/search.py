@@ -9,13 +9,12 @@ interrupted, and no run that has ended.
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ashl.config.compose import Axis, alternatives, axis_of, compose
+from ashl.config.compose import Axis, alternatives, axis_of
 from ashl.config.override import CommandLine, by_key
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
@@ -103,8 +102,8 @@ def search(
     Raises: UsageError for a preset with a grid; KeyboardInterrupt. Runs that have ended by then are
     kept.
     """
-    asked, make_setting = space_of(typed, config_dir), partial(compose, config_dir=config_dir)
-    corners = make_grid(asked.corners(), make_setting)
+    asked = space_of(typed, config_dir)
+    corners = make_grid(asked.corners(), config_dir)
     config = corners.settings[0].config
     if config["sweep"]:
         raise UsageError(
@@ -117,7 +116,7 @@ def search(
         if not quiet:
             print_lines(console, f"{folder.name} {trials} trials; folder {folder}")
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
-        tried = SearchRecord(asked, study, folder, make_setting, progress, typed, command)
+        tried = SearchRecord(asked, study, folder, config_dir, progress, typed, command)
         with sweep.copy_to_tracker(config, folder, str(command), console) as to_tracker:
             pool = make_pool(folder, slots)
             pool = pool._replace(at_once=min(pool.at_once, slots))
@@ -155,7 +154,7 @@ class SearchRecord:
     asked: SearchSpace
     study: "Study"
     folder: Path
-    make_setting: Callable[[Sequence[str]], dict[str, Any]]
+    config_dir: Path | None
     progress: SweepProgress
     typed: Sequence[str]
     command: CommandLine
@@ -183,7 +182,7 @@ class SearchRecord:
             trial = self.study.ask()
             point = [suggest_override(trial, axis) for axis in self.asked.axes]
             try:
-                settings = make_grid([self.asked.line(point)], self.make_setting).settings
+                settings = make_grid([self.asked.line(point)], self.config_dir).settings
             except UsageError as error:
                 self.skipped[" ".join(point)] = Skipped(tuple(point), str(error))
                 self.progress.print_line(f"skipped: {' '.join(point)}: {error}")

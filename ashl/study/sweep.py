@@ -8,7 +8,6 @@ import hashlib
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,12 +58,26 @@ COSTLY = ("model", "dataset", "task", "optimizer", "runtime", "allow_targets")
 TRACKING_S = 120.0  # seconds that the end of a sweep waits for its copy in a tracker
 
 
-def folder_of(texts: Iterable[str], config: Mapping[str, Any]) -> Path:
-    """Return run.dir, or else a folder whose name depends on these texts and not on their order."""
+def folder_of(
+    texts: Iterable[str], config: Mapping[str, Any], parent: Path = SWEEPS, kind: str = "sweep"
+) -> Path:
+    """Return run.dir, or else a folder in `parent` whose name depends on these texts and not on
+    their order; it begins with the study's own name, or its kind.
+    """
     if config["run"]["dir"]:
-        return Path(config["run"]["dir"])
+        return Path(config["run"]["dir"]).expanduser()
     digest = hashlib.sha256("".join(sorted(texts)).encode()).hexdigest()[:8]
-    return SWEEPS / f"{config['name'] or 'sweep'}-{digest}"
+    return parent / f"{config['name'] or kind}-{digest}"
+
+
+def folder_of_grid(grid: Grid) -> Path:
+    """Return the folder of a grid's sweep."""
+    return folder_of([setting.hash for setting in grid.settings], grid.settings[0].config)
+
+
+def pool_here(folder: Path, slots: int) -> Pool:
+    """Return a pool of processes on this machine, for the sweep in any folder."""
+    return local_pool(slots)
 
 
 class SweepOutcome(NamedTuple):
@@ -93,7 +106,6 @@ class SweepOutcome(NamedTuple):
 def sweep(
     grid: Grid,
     overrides: Sequence[str],
-    folder: Path,
     *,
     slots: int | None,
     rerun_failed: bool,
@@ -102,16 +114,17 @@ def sweep(
     silent: bool = False,
     baseline: str | None = None,
     command: CommandLine,
-    make_pool: Callable[[int], Pool] = local_pool,
+    make_pool: Callable[[Path, int], Pool] = pool_here,
 ) -> SweepOutcome:
     """Run the missing runs, print and write the outcome, and return it.
 
     Args: race stops settings that are clearly inferior; command is the typed command; make_pool
-    returns the pool for a number of runs at a time; baseline is the setting that the others are
-    compared with; quiet shows no progress; silent shows not even the outcome.
+    returns the pool for a folder and a number of runs at a time; baseline is the setting that the
+    others are compared with; quiet shows no progress; silent shows not even the outcome.
     Raises: AshlError if the folder cannot be used or the launcher fails; KeyboardInterrupt. Runs
     that have ended by then are kept.
     """
+    folder = folder_of_grid(grid)
     with lock_folder(folder):
         record = begin_record(grid, overrides, folder, keep_dropped=race, command=command)
         missing = [s for s in grid.settings if not has_ended(folder / s.hash, rerun_failed)]
@@ -121,7 +134,7 @@ def sweep(
         progress = SweepProgress(console, len(missing), quiet=quiet)
         first = grid.settings[0].config
         with copy_to_tracker(first, folder, str(command), console) as to_tracker:
-            pool = make_pool(slots or slots_for(grid))
+            pool = make_pool(folder, slots or slots_for(grid))
             contest = None
             if race:
                 protected = protected_setting(grid, baseline)
@@ -337,7 +350,7 @@ def document(
         "train": command.follow_up("train"),
         "axes": grid.axes,
         "settings": settings,
-        "skipped": [asdict(skipped) for skipped in grid.skipped],
+        "skipped": [skipped._asdict() for skipped in grid.skipped],
         "unused": grid.unused,
         "merged": grid.merged,
         "dropped": dropped,
@@ -386,21 +399,21 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
         lines.append(f"{same}, run once: {grid.merged}")
     configs = (flat_config(setting.config) for setting in grid.settings)
     lines += [f"note: {note}" for note in uncontended_link_note.note_comparison(configs)]
-    skipped = group_skipped([(out.overrides, out.reason) for out in grid.skipped], grid.axes)
+    skipped = group_skipped(grid.skipped, grid.axes)
     lines += [f"skipped: {out.name}: {out.reason}" for out in skipped[:MAX_ROWS]]
     if len(skipped) > MAX_ROWS:
         lines.append(f"skipped: {len(skipped) - MAX_ROWS} more, all in {folder / SWEEP}")
     print_lines(console, *lines)
 
 
-def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None:
+def show_forecast(grid: Grid, forecast: Mapping[str, Any]) -> None:
     """Print what a sweep would run: each run's predicted time on its own clock, and all on this
     machine.
 
     Args: forecast is that of `forecast_of`.
     """
     console, missing = Console(highlight=False), len(forecast["missing"])
-    announce(console, grid, folder, missing)
+    announce(console, grid, Path(forecast["folder"]), missing)
     # Lines have keys of their own, so that columns by key would be mostly empty.
     named = any(setting.label for setting in grid.settings)
     axes = [key for key in grid.axes if any(key in setting.axes for setting in grid.settings)]
@@ -425,9 +438,10 @@ def show_forecast(grid: Grid, folder: Path, forecast: Mapping[str, Any]) -> None
 
 
 def forecast_of(
-    grid: Grid, overrides: Sequence[str], folder: Path, slots: int | None, command: CommandLine
+    grid: Grid, overrides: Sequence[str], slots: int | None, command: CommandLine
 ) -> dict[str, Any]:
     """Return what a sweep would run: its record, and the seconds of the missing runs here."""
+    folder = folder_of_grid(grid)
     missing = [setting for setting in grid.settings if not has_ended(folder / setting.hash)]
     at_once = min(slots or slots_for(grid), len(missing))
     return {

@@ -27,7 +27,6 @@ from optuna.pruners import BasePruner, SuccessiveHalvingPruner, WilcoxonPruner
 from rich.console import Console
 from rich.table import Table
 
-from ashl.config.compose import compose
 from ashl.config.override import command_line
 from ashl.study.grid import Setting, grid_lines, make_grid
 from ashl.study.race import LearningCurve, RunState, comparison_times, rank_of, settings_to_drop
@@ -196,11 +195,12 @@ def recorded(
     overrides: list[str], studies: int, first: int, folder: Path
 ) -> tuple[list[Teams], float]:
     """Run the full grid, unless the folder has it, and return its studies and the longest time."""
-    overrides = [*ALL, *overrides, f"seed=range({first},{first + SEEDS * studies})"]
-    grid = make_grid(grid_lines(overrides, None), compose)
+    seeds = f"seed=range({first},{first + SEEDS * studies})"
+    overrides = [*ALL, *overrides, seeds, f"run.dir={folder}"]
+    grid = make_grid(grid_lines(overrides, None))
     command = command_line("sweep", overrides)
     sweep(
-        grid, overrides, folder, slots=None, rerun_failed=False, race=False, quiet=True,
+        grid, overrides, slots=None, rerun_failed=False, race=False, quiet=True,
         silent=True, command=command,
     )  # fmt: skip
     teams: list[Teams] = [{} for _ in range(studies)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ashl.config.compose import alternatives, compose
+from ashl.config.compose import alternatives
 from ashl.config.override import command_line
 from ashl.errors import UsageError
 from ashl.study.grid import Grid, grid_lines, make_grid
@@ -19,7 +19,7 @@ SIM = ("runtime=sim", "tracking=none")
 
 def grid(*overrides: str, strict: bool = False, config_dir: Path | None = None) -> Grid:
     lines = grid_lines([*SIM, *overrides], config_dir)
-    return make_grid(lines, lambda point: compose(point, config_dir), strict=strict)
+    return make_grid(lines, config_dir, strict=strict)
 
 
 def chosen(found: Grid) -> list[dict[str, str]]:
@@ -106,8 +106,7 @@ def test_a_preset_may_bring_lines_of_settings(
     assert {setting.axes["optimizer.lr"] for setting in found.settings} == {"0.1", "0.2", "0.3"}
     assert {setting.label for setting in found.settings} == {"", "ASHL, as printed"}
     assert {setting.axes.get("sync") for setting in found.settings if setting.label} == {None}
-    folder, command = tmp_path / "study", command_line("sweep", [])
-    show_forecast(found, folder, forecast_of(found, [], folder, 1, command))
+    show_forecast(found, forecast_of(found, [], 1, command_line("sweep", [])))
     assert "ASHL, as printed: optimizer.lr=0.3 seed=0 schedule=ashl" in " ".join(
         capsys.readouterr().out.split()
     )

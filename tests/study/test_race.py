@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ashl.config.compose import compose
 from ashl.study.grid import grid_lines, make_grid
 from ashl.study.race import (
     CurveReader,
@@ -119,7 +118,7 @@ def test_whoever_is_first_at_the_target_is_not_dropped_for_its_loss_on_the_way()
 
 
 def test_seeds_of_one_setting_do_not_race_each_other(tmp_path: Path) -> None:
-    grid = make_grid(grid_lines(["runtime=sim", "seed=0,1,2"], None), compose)
+    grid = make_grid(grid_lines(["runtime=sim", "seed=0,1,2"], None))
     race = Race(grid.settings, tmp_path, {"dropped": []}, protected_setting(grid, None), print)
     assert [len(team) for team in race.by_label.values()] == [3]
     assert race.seeds == 3
