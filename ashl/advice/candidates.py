@@ -68,8 +68,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Selection:
-    """The candidates of a race, the baseline first and the others by predicted speed, the rules
-    that are left out, and the costs of a run on this machine.
+    """The candidates of a race, the baseline first and the others by predicted speed.
+
+    `left_out` has the other rules, and `costs` those of a run on this machine.
     """
 
     candidates: tuple[Candidate, ...]

@@ -6,9 +6,9 @@ race runs again there, and the candidate that is predicted to be the fastest the
 be left out if the shorter of their median times is shorter than the time with it.
 Its break-even speed is the speed at which both are equal, in times of the median of the others.
 
-A predicted time is the measured time with the whole cluster, in which each stage's part is divided
-by the ratio of its predicted steps per second. It assumes that learning needs the same number of
-steps in total. With fewer workers it often needs fewer, which only the runs show.
+A prediction begins with the measured time on the whole cluster. It divides each stage's part of it
+by the ratio of the stage's predicted steps per second. So it assumes that learning needs the same
+number of steps in total. With fewer workers it often needs fewer, which only the runs show.
 Limits: one worker at a time; the break-even speed is that of its steps, and its link stays.
 """
 
