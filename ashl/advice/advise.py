@@ -48,7 +48,7 @@ from ashl.run.profile import profile as measure
 from ashl.run.train import TRACKING_S, is_virtual
 from ashl.study.sweep import copy_to_tracker, folder_of, lock_folder
 from ashl.tracking import jsonl
-from ashl.tracking.console import print_lines
+from ashl.tracking.console import print_unwrapped
 from ashl.tracking.counting import Counting
 from ashl.tracking.deadline import Deadline
 
@@ -186,7 +186,9 @@ def overrides_for_virtual_time(
         if config["profile"] is None:
             folder = ADVICE / f"profile-{config_hash(config)}"
             if not (folder / "profile.json").exists():
-                print_lines(console, f"measuring what steps and exchanges cost here, into {folder}")
+                print_unwrapped(
+                    console, f"measuring what steps and exchanges cost here, into {folder}"
+                )
                 shutil.rmtree(folder, ignore_errors=True)
                 measure(
                     {**config, "run": {**config["run"], "dir": str(folder)}},

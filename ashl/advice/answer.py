@@ -36,7 +36,7 @@ from ashl.report.measure import Target, describe
 from ashl.report.records import REPORT
 from ashl.runtime.time_accounting import KINDS
 from ashl.study.grid import check_point
-from ashl.tracking.console import megabytes, number, percent, plain_table, print_lines, seconds
+from ashl.tracking.console import megabytes, number, percent, plain_table, print_unwrapped, seconds
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.recorder import SUMMARY
 
@@ -118,7 +118,7 @@ def show_candidates(console: Console, selection: Selection) -> None:
     for table in candidate_tables(selection):
         console.print(Text(table.title, style="bold"))
         console.print(plain_table(table.columns, table.rows, left=WORDS))
-    print_lines(console, *dropped_notes(selection.candidates))
+    print_unwrapped(console, *dropped_notes(selection.candidates))
 
 
 def candidate_tables(selection: Selection) -> list[TextTable]:
@@ -141,7 +141,7 @@ def announce(scale: Scale, context: RaceContext) -> None:
         if len(scale.rates) > 1
         else "one learning rate for all"
     )
-    print_lines(
+    print_unwrapped(
         context.console,
         f"{len(selection.candidates)} candidates, {rest}; {rates}; folder {context.folder}",
         *notes_of(scale),
@@ -155,7 +155,7 @@ def show_forecast(console: Console, load: Load, scale: Scale, context: RaceConte
     ended = sum(1 for _ in context.folder.rglob(SUMMARY))
     again = f" {ended} runs have already ended, in {context.folder}." if ended else ""
     console.print(Text("The race", style="bold"))
-    print_lines(
+    print_unwrapped(
         console,
         f"About {seconds(race_s)} on this machine, {context.slots} runs at a time; a run takes up"
         f" to {seconds(run_s)}. The race ends with --budget {context.deadline.budget_s:g} s at the"
@@ -374,10 +374,10 @@ def no_result_message(board: Leaderboard, what: str, deadline: Deadline) -> str:
 def show_answer(console: Console, result: RaceAnswer, folder: Path) -> None:
     """Print the answer, and the paths of the plan, the record and the report."""
     words = result.shown.answer
-    print_lines(console, words.headline, style="bold")
-    print_lines(console, *words.sentences, "")
+    print_unwrapped(console, words.headline, style="bold")
+    print_unwrapped(console, *words.sentences, "")
     places = (
         ("plan", f"{folder / 'plan.json'}; all else in {folder / 'advice.json'}"),
         ("report", folder / REPORT),
     )
-    print_lines(console, *(f"{key:<7} {text}" for key, text in (*result.shown.lines, *places)))
+    print_unwrapped(console, *(f"{key:<7} {text}" for key, text in (*result.shown.lines, *places)))

@@ -25,7 +25,7 @@ from ashl.errors import AshlError, DataMissingError
 from ashl.plan.files import read_profile
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
-from ashl.tracking.console import megabytes, percent, plain_table, print_lines
+from ashl.tracking.console import megabytes, percent, plain_table, print_unwrapped
 
 ADVICE = Path("runs/advice")
 LOCAL_STEPS = tuple(2**k for k in range(10))
@@ -97,7 +97,7 @@ class Probed:
         """Print the answer, the table of all H, and the warnings."""
         best = self.best_choice
         reached = "" if best.utilisation >= WANTED else f"no H reaches {percent(WANTED, 0)}; "
-        print_lines(
+        print_unwrapped(
             console,
             f"{reached}H = {best.local_steps}: the utilisation of {self.workers} workers is"
             f" {percent(best.utilisation)}, and each sends {megabytes(best.bytes_per_hour)} an hour"
@@ -110,7 +110,7 @@ class Probed:
             for own in self.choices
         ]
         console.print(plain_table(titles, rows, left=titles))
-        print_lines(console, *(f"warning: {warning}" for warning in self.warnings()))
+        print_unwrapped(console, *(f"warning: {warning}" for warning in self.warnings()))
 
 
 def probe(hosts: Path, overrides: Sequence[str]) -> Probed:

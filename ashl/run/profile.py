@@ -18,7 +18,7 @@ from ashl.planning.instantiate import declared_profile
 from ashl.planning.layer_group_costs import with_layer_group_costs
 from ashl.run.rank import step_here_s
 from ashl.run.train import detect_job, is_virtual, make_run_folder, run
-from ashl.tracking.console import print_lines
+from ashl.tracking.console import print_unwrapped
 from ashl.tracking.forecast import print_forecast, print_profile
 from ashl.tracking.recorder import Recorder
 
@@ -97,7 +97,7 @@ def profile(
             )
         print_forecast(console, plan, len(data.train), found)
         from_plan = command_with(command, overrides, "plan", run_dir)
-        print_lines(console, f"run folder  {run_dir}", f"the plan    {from_plan}")
+        print_unwrapped(console, f"run folder  {run_dir}", f"the plan    {from_plan}")
     return Measured(run_dir, found, plan, command_with(command, overrides, "profile", run_dir))
 
 

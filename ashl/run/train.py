@@ -44,7 +44,7 @@ from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
-from ashl.tracking.console import Progress, print_lines, print_outcome, seconds
+from ashl.tracking.console import Progress, print_outcome, print_unwrapped, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
 from ashl.tracking.forecast import print_forecast, print_notes
 from ashl.tracking.killed import close_killed
@@ -265,7 +265,7 @@ def print_resume_command(
     is_resumable = status == "interrupted" or (status == "failed" and not is_virtual(config))
     if is_resumable and list_checkpoints(run_dir):
         line = f"resume with `{resume_command(run_dir, config)}`"
-        print_lines(console, line)
+        print_unwrapped(console, line)
 
 
 def resume_command(run_dir: Path, config: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ from ashl.study.grid import Grid, Line, Setting, make_grid
 from ashl.study.jobs import has_ended, local_pool, read_summary
 from ashl.study.sweep import run_settings
 from ashl.tracking import jsonl
-from ashl.tracking.console import number, percent, plain_table, print_lines, seconds
+from ashl.tracking.console import number, percent, plain_table, print_unwrapped, seconds
 from ashl.tracking.sweep_progress import SweepProgress
 
 CALIBRATIONS = Path("runs/calibrations")
@@ -81,14 +81,16 @@ class Calibrated:
     def show(self, console: Console) -> None:
         """Print the errors of the predictions, or the combinations."""
         left_out = [f"left out: {name}: {reason}" for name, reason in self.left_out.items()]
-        print_lines(console, *left_out)
+        print_unwrapped(console, *left_out)
         if not self.rows:
-            print_lines(console, *(f"{name}: {line}" for name, line in self.combinations.items()))
+            print_unwrapped(
+                console, *(f"{name}: {line}" for name, line in self.combinations.items())
+            )
             return
         console.print(table_of(self.rows))
         found, worst = self.document(), self.rows[0]
         low, high = found["interval"]
-        print_lines(
+        print_unwrapped(
             console,
             f"Predicted times are off by {percent(found['median_error'])} in the median (95 %"
             f" interval {percent(low)} to {percent(high)} over {len(self.rows)} of"

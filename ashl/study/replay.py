@@ -25,7 +25,7 @@ from ashl.plan.profile import SCHEMA, TICK_S, Profile, WorkerProfile
 from ashl.planning.instantiate import OptionFactory
 from ashl.run.train import run
 from ashl.tracking import jsonl
-from ashl.tracking.console import number, percent, plain_table, print_lines, seconds
+from ashl.tracking.console import number, percent, plain_table, print_unwrapped, seconds
 from ashl.tracking.recorder import EVENTS, SUMMARY
 
 TOPOLOGIES = ("parameter_server", "all_reduce")  # topologies whose transfers are all of one kind
@@ -57,7 +57,7 @@ class Replayed(NamedTuple):
             before_s = row["time_s"]
         titles = ("run", "time", "change", "steps/s", "waiting")
         console.print(plain_table(titles, cells, left=titles))
-        print_lines(console, f"folder  {self.folder}")
+        print_unwrapped(console, f"folder  {self.folder}")
 
 
 def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Replayed:

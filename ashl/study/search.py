@@ -23,7 +23,7 @@ from ashl.study import sweep
 from ashl.study.grid import Grid, Line, Setting, Skipped, make_grid
 from ashl.study.jobs import Pool, has_ended, read_summary
 from ashl.tracking import jsonl
-from ashl.tracking.console import print_lines
+from ashl.tracking.console import print_unwrapped
 from ashl.tracking.sweep_progress import SweepProgress
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def search(
         study = open_study(folder)
         console = Console(highlight=False, quiet=silent)
         if not quiet:
-            print_lines(console, f"{folder.name} {trials} trials; folder {folder}")
+            print_unwrapped(console, f"{folder.name} {trials} trials; folder {folder}")
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         tried = SearchRecord(asked, study, folder, config_dir, progress, typed, command)
         with sweep.copy_to_tracker(config, folder, str(command), console) as to_tracker:

@@ -43,7 +43,7 @@ from ashl.study.jobs import (
 )
 from ashl.study.race import CurveReader, Race
 from ashl.tracking import jsonl
-from ashl.tracking.console import plain_table, print_lines, seconds
+from ashl.tracking.console import plain_table, print_unwrapped, seconds
 from ashl.tracking.copying import Copier, params_of, tracker_maker
 from ashl.tracking.counting import Counting
 from ashl.tracking.option import TITLES
@@ -268,11 +268,11 @@ def conclude(
     try:
         board = rank(read_study([folder]), baseline=baseline)
     except UsageError as error:  # no run has finished
-        print_lines(console, str(error))
+        print_unwrapped(console, str(error))
         return SweepOutcome(folder, known, None, "")
     report = write_report(board, command=str(command))
     tables.print_leaderboard(console, board)
-    print_lines(console, f"report  {report}")
+    print_unwrapped(console, f"report  {report}")
     first = board.ranked_rows[0]
     if not math.isfinite(first.spread.middle):
         return SweepOutcome(folder, known, board, "")
@@ -310,7 +310,7 @@ def copy_to_tracker(
         shown, warning = copier.finish(wait_s)
         warn(warning)
         if shown and not warning:
-            print_lines(console, f"{copier.title}  {shown}")
+            print_unwrapped(console, f"{copier.title}  {shown}")
 
 
 def config_in_sweep(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -403,7 +403,7 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
     lines += [f"skipped: {out.name}: {out.reason}" for out in skipped[:MAX_ROWS]]
     if len(skipped) > MAX_ROWS:
         lines.append(f"skipped: {len(skipped) - MAX_ROWS} more, all in {folder / SWEEP}")
-    print_lines(console, *lines)
+    print_unwrapped(console, *lines)
 
 
 def show_forecast(grid: Grid, forecast: Mapping[str, Any]) -> None:
@@ -434,7 +434,7 @@ def show_forecast(grid: Grid, forecast: Mapping[str, Any]) -> None:
         together = f", {forecast['at_once']} at a time" if forecast["at_once"] > 1 else ""
         runs = f"{missing} run{'s' * (missing != 1)}"
         about = f"on this machine about {seconds(forecast['host_s'])} for {runs}{together}"
-        print_lines(console, f"{about}, less if a target ends a run")
+        print_unwrapped(console, f"{about}, less if a target ends a run")
 
 
 def forecast_of(

@@ -243,7 +243,7 @@ def plain_table(
     return table
 
 
-def print_lines(console: Console, *lines: str, style: str = "") -> None:
+def print_unwrapped(console: Console, *lines: str, style: str = "") -> None:
     """Print lines as they are: not wrapped, so that a command can be copied, and without markup."""
     for line in lines:
         console.print(line, style=style, markup=False, soft_wrap=True)
