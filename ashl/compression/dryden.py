@@ -38,10 +38,8 @@ from ashl.compression.coding import (
 )
 from ashl.compression.contract import Elements, EncodeContext, Traits, WithDensity, selected_count
 from ashl.compression.kernels import (
-    as_native,
     as_tensor,
-    blocks,
-    count_true,
+    count_where,
     extremes_of,
     largest_indices,
     look_up,
@@ -49,7 +47,6 @@ from ashl.compression.kernels import (
     pack,
     packed_bytes,
     positives,
-    take_elements,
     to_device_of,
     unpack,
 )
@@ -81,20 +78,15 @@ class Dryden(WithDensity):
             read_scalars([extremes_of(x).sum()])[0]
         ):  # all NaNs positive: one side has them
             x = torch.where(x.isnan(), math.nan, x)
-        array = as_native(x)
-        not_above = sum(count_true(array[where] <= 0) for where in blocks(array))
-        num_negative = sum(count_true(array[where] < 0) for where in blocks(array))
+        not_above = count_where(x, lambda part: part <= 0)
+        num_negative = count_where(x, lambda part: part < 0)
         sides = []
         for size, order in ((len(x) - not_above, positives), (num_negative, negatives)):
-            indices = (
-                largest_indices(x, selected_count(share, size), order) if size else EMPTY.long()
-            )
+            indices = x[:0].long()
+            if size:
+                indices = largest_indices(x, selected_count(share, size), order)
             # The elements are few, so the host encodes them.
-            values = (
-                to_host(take_elements(x, indices)).abs().numpy()
-                if size
-                else np.empty(0, np.float32)
-            )
+            values = to_host(x.index_select(0, indices)).abs().numpy()
             sides.append((to_host(indices), values))
         return self._write_sides(x, sides)
 

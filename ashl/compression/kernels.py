@@ -119,9 +119,8 @@ def to_device_of(like: Tensor, x: Tensor) -> Tensor:
 
 def look_up(table: Tensor, indices: Tensor) -> Tensor:
     """Return the entries of a short host table at these indices, on the device of the indices."""
-    if is_on_host(indices):
-        return torch.from_numpy(table.numpy().take(indices.numpy()))
-    return to_device_of(indices, table)[indices.int()]
+    flat = indices.reshape(-1).int()
+    return to_device_of(indices, table).index_select(0, flat).view(indices.shape)
 
 
 def is_true(condition: Array) -> bool:
@@ -145,15 +144,6 @@ def divide(x: Array, number: float) -> Array:
     return x / np.float32(number)
 
 
-def draw_words(rng: CounterRng, like: Array, start: int, count: int) -> Array:
-    """Return words of a stream as the bits of int64; a tensor on the device of `like`, or an array
-    if `like` is one.
-    """
-    if isinstance(like, Tensor):
-        return rng.words(like, start, count)
-    return rng.host_words(start, count)
-
-
 def where_true(condition: Array) -> Tensor:
     """Return the ascending indices of the elements that are true, int64."""
     return as_tensor(flat_nonzero(as_native(condition)))
@@ -162,11 +152,6 @@ def where_true(condition: Array) -> Tensor:
 def flat_nonzero(x: Array) -> Array:
     """Return the ascending indices of the elements of a vector that are not 0, int64."""
     return x.nonzero().view(-1) if isinstance(x, Tensor) else x.nonzero()[0]
-
-
-def take_elements(x: Tensor, indices: Tensor) -> Tensor:
-    """Return the elements of x at these indices; in host memory NumPy is faster than torch."""
-    return as_tensor(as_native(x)[as_native(indices)])
 
 
 def sparse_vector(indices: Any, values: Tensor, d: int) -> Tensor:
@@ -344,11 +329,7 @@ def unpack_truths(stream: Array, count: int) -> Array:
 
 def pack_signs(x: Tensor) -> Tensor:
     """Return the sign bits of x, uint8 [⌈d/8⌉]; 1 is negative, also for −0 and negative NaNs."""
-    if not is_on_host(x):
-        return pack_truths(x.view(torch.int32) < 0)
-    array = x.numpy()
-    pieces = [np.packbits(np.signbit(array[where]), bitorder="little") for where in blocks(array)]
-    return concatenate(pieces, x)
+    return pack_truths(as_native(x.view(torch.int32)) < 0)
 
 
 def flip_signs(stream: Tensor, x: Tensor, count: int) -> Tensor:
@@ -371,25 +352,22 @@ def flip_signs(stream: Tensor, x: Tensor, count: int) -> Tensor:
 SAMPLE = 1 << 15  # elements of a sample, about
 SMALL = 1 << 17  # elements; for fewer, selecting among all is as fast
 SAFETY = 4.0  # standard deviations of the rank: one vector in 30,000 needs a second pass
-# An order is a function of the bits of float32, read as integers. It may write its result to `out`.
-Order = Callable[[Array, Array | None], Array]
+Order = Callable[[Array], Array]  # a function of the bits of float32, read as integers
 
 
-def magnitudes(bits: Array, out: Array | None = None) -> Array:
+def magnitudes(bits: Array) -> Array:
     """Return integers with the order of |x|: infinity is above all numbers, NaN above infinity."""
-    library: Any = torch if isinstance(bits, Tensor) else np
-    return library.bitwise_and(bits, 0x7FFFFFFF, out=out)
+    return bits & 0x7FFFFFFF
 
 
-def positives(bits: Array, out: Array | None = None) -> Array:
+def positives(bits: Array) -> Array:
     """Return integers with the order of the positive x; all others are below, unordered."""
     return bits
 
 
-def negatives(bits: Array, out: Array | None = None) -> Array:
+def negatives(bits: Array) -> Array:
     """Return integers with the order of −x for the negative x; all others are below, unordered."""
-    library: Any = torch if isinstance(bits, Tensor) else np
-    return library.bitwise_xor(bits, -(2**31), out=out)
+    return bits ^ -(2**31)
 
 
 def largest_indices(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
@@ -406,7 +384,7 @@ def largest_indices(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
     without the exact selection.
     """
     bits = as_native(x.view(torch.int32))
-    sample = order(bits[_sample_slice(len(x))], None)
+    sample = order(bits[_sample_slice(len(x))])
     rank = _bound_rank(len(sample), k, len(x))
     if rank is not None:
         # In a sparse vector, all elements reach 0.
@@ -415,7 +393,7 @@ def largest_indices(x: Tensor, k: int, order: Order = magnitudes) -> Tensor:
         indices, keys = (as_native(concatenate(pieces, x)) for pieces in found)
         if len(keys) >= k:
             return as_tensor(indices[_choose_largest(keys, k)])
-    return as_tensor(_choose_largest(order(bits, None), k))
+    return as_tensor(_choose_largest(order(bits), k))
 
 
 def indices_reaching(x: Tensor, bound: float) -> Tensor:
@@ -495,10 +473,8 @@ def _kth_largest(keys: Array, k: int) -> Array:
 
 def _find_reaching(bits: Array, bound: Array, order: Order) -> Iterator[tuple[Array, Array]]:
     """Yield (indices, keys) of all elements whose key is at least `bound`, block by block."""
-    spare = None if isinstance(bits, Tensor) else np.empty(min(BLOCK, len(bits)), np.int32)
     for where in blocks(bits):
-        part = bits[where]
-        keys = order(part, None if spare is None else spare[: len(part)])
+        keys = order(bits[where])
         inside = flat_nonzero(keys >= bound)
         yield inside + where.start, keys[inside]
 
@@ -569,7 +545,7 @@ def round_levels(y: Array, noise: RoundingNoise, start: int, zero: int = 0) -> A
     last = levels[whole * len(rest) :]
     last += rest[: len(last)]
     levels >>= noise.bits - FIRST
-    words = draw_words(noise.words, rest, start // LANES_OF_WORD, -(-count // LANES_OF_WORD))
+    words = noise.words.words(rest, start // LANES_OF_WORD, -(-count // LANES_OF_WORD))
     if isinstance(words, Tensor):
         levels += words.view(torch.int16)[:count].to(torch.int32) & (1 << FIRST) - 1
     else:
@@ -681,7 +657,7 @@ def write_natural(x: Tensor, words: CounterRng) -> Tensor:
     for where in blocks(bits):
         # The sign, the highest bit, is cut off when the exponent becomes a byte.
         part, size = array[where], bits[where]
-        drawn = draw_words(words, bits, where.start // 2, -(-len(size) // 2))
+        drawn = words.words(bits, where.start // 2, -(-len(size) // 2))
         noise = shift_down(bits_as(drawn, torch.int32)[: len(size)], 32 - MANTISSA)
         if isinstance(part, Tensor) or not (part.max() <= 2.0**127 and part.min() >= -(2.0**127)):
             size = magnitudes(size)
@@ -719,16 +695,15 @@ def block_sums(x: Tensor, of: Callable[[Any], Any] = abs) -> list[float]:
     `of` is a function of tensors and of arrays. The host adds the incomplete last block, and each
     block whose sum overflows float32, that one in float64.
     """
-    sums = _sums_of_arrays(x.numpy(), of) if is_on_host(x) else _sums_of_tensors(of(x))
+    if is_on_host(x):
+        sums = [float(of(x.numpy()[where]).sum()) for where in blocks(x)]
+    else:
+        sums = _sums_of_tensors(of(x))
     for i, total in enumerate(sums):
         if not math.isfinite(total):
             block = to_host(x[i * BLOCK : (i + 1) * BLOCK]).numpy()
             sums[i] = float(of(block).sum(dtype=np.float64))
     return sums
-
-
-def _sums_of_arrays(x: np.ndarray, of: Callable[[Any], Any]) -> list[float]:
-    return [float(of(x[where]).sum()) for where in blocks(x)]
 
 
 def _sums_of_tensors(x: Tensor) -> list[float]:
@@ -745,17 +720,12 @@ def _sums_of_tensors(x: Tensor) -> list[float]:
     return [*each, float(rest.numpy().sum())] if len(rest) else each
 
 
-def count_negative(x: Tensor) -> int:
-    """Return the number of elements with a sign bit."""
-    bits = as_native(x.view(torch.int32))
-    return sum(count_true(bits[where] < 0) for where in blocks(bits))
-
-
-def count_true(condition: Array) -> int:
-    """Return the number of elements that are true."""
-    if isinstance(condition, Tensor):
-        return int(read_scalars([condition.sum()])[0])
-    return int(np.count_nonzero(condition))
+def count_where(x: Tensor, condition: Callable[[Array], Array]) -> int:
+    """Return the number of elements for which a condition is true."""
+    array = as_native(x)
+    if isinstance(array, Tensor):
+        return int(read_scalars([condition(array).sum()])[0])
+    return sum(int(np.count_nonzero(condition(array[where]))) for where in blocks(array))
 
 
 def mean_magnitude(x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from ashl.compression.kernels import (
     as_tensor,
     block_sums,
     blocks,
-    count_negative,
+    count_where,
     pack_signs,
     packed_bytes,
     unpack_truths,
@@ -130,7 +130,7 @@ class OneBit(Wrappable):
 
 def means_of_vector(x: Tensor) -> Tensor:
     """Return the means [1, 2], float64, of non-negative and of negative elements."""
-    negative = count_negative(x)
+    negative = count_where(x.view(torch.int32), lambda bits: bits < 0)
     sums = [
         sum(block_sums(x, lambda part: part.clip(min=0))),
         sum(block_sums(x, lambda part: part.clip(max=0))),

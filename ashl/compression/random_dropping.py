@@ -33,7 +33,6 @@ from ashl.compression.kernels import (
     blocks,
     largest_indices,
     largest_magnitude,
-    take_elements,
     where_true,
 )
 from ashl.compression.payload import HEADER, Parts
@@ -70,7 +69,7 @@ class RandomDropping(Sparsifier):
         else:
             indices = draw_indices(x, top, slope, context.stream())
         indices = indices[: max_elements(k, d)]
-        kept = take_elements(x, indices)
+        kept = x.index_select(0, indices)
         least = float(np.float32(top) / np.float32(slope))
         kept = torch.copysign(kept.abs().clamp(min=least), kept)
         return self.format.pack_elements(Elements(indices, kept), d, context)

@@ -31,7 +31,6 @@ from ashl.compression.kernels import (
     largest_indices,
     negatives,
     positives,
-    take_elements,
     to_device_of,
     view_as,
 )
@@ -85,7 +84,7 @@ def choose_side(x: Tensor, k: int, order: Order) -> tuple[Tensor, float]:
     If the sign has fewer than k elements, all of them are returned.
     """
     indices = largest_indices(x, k, order)
-    values = to_host(take_elements(x, indices))
+    values = to_host(x.index_select(0, indices))
     of_side = (torch.signbit(values) == (order is negatives)) & (values != 0)
     if not of_side.all():
         indices, values = indices[to_device_of(indices, of_side)], values[of_side]

@@ -33,7 +33,7 @@ from ashl.compression.coding import (
     write_values,
 )
 from ashl.compression.contract import Elements, EncodeContext, Linear, Traits, WithDensity
-from ashl.compression.kernels import take_elements, to_device_of, view_as
+from ashl.compression.kernels import to_device_of, view_as
 from ashl.compression.payload import EMPTY, HEADER, Parts, PayloadError
 from ashl.device import to_host
 from ashl.option import option
@@ -117,13 +117,11 @@ class SparseFormat(NamedTuple):
         d, form = len(x), self.form(k, len(x))
         if form == DENSE:
             return Parts(d, x, form=form)
-        if not k:
-            return Parts(0, x[:0])
         if form == WHOLE:
             values, scales = write_values(self.values, x, partial(context.words, VALUES))
             return Parts(k, values, EMPTY, scales, form)
         indices = select()
-        kept = take_elements(x, indices)
+        kept = x.index_select(0, indices)
         kept = kept if scale == 1 else kept * scale
         return self.pack_elements(Elements(indices, kept), d, context)
 

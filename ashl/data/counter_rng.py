@@ -11,7 +11,7 @@ Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,19 +33,19 @@ class CounterRng(NamedTuple):
 
     key: int
 
-    def words(self, like: Tensor, start: int, count: int) -> Tensor:
-        """Return the words start … start + count − 1 as the bits of int64, on the device of `like`.
+    def words(self, like: Any, start: int, count: int) -> Any:
+        """Return the words start … start + count − 1 as the bits of int64.
 
-        In host memory NumPy makes them, in half of torch's time.
+        They are a tensor on the device of `like`, or an array if `like` is one. In host memory
+        NumPy makes them, in half of torch's time.
         """
-        if like.device != HOST:
-            return _mix_tensor(
-                torch.arange(start, start + count, device=str(like.device)), self.key
-            )
-        return torch.from_numpy(self.host_words(start, count))
+        if isinstance(like, np.ndarray):
+            return self._host_words(start, count)
+        if like.device == HOST:
+            return torch.from_numpy(self._host_words(start, count))
+        return _mix_tensor(torch.arange(start, start + count, device=str(like.device)), self.key)
 
-    def host_words(self, start: int, count: int) -> np.ndarray:
-        """Return the words start … start + count − 1 as the bits of int64."""
+    def _host_words(self, start: int, count: int) -> np.ndarray:
         words, spare = np.empty(count, np.uint64), np.empty(min(count, PIECE), np.uint64)
         for begin in range(0, count, PIECE):
             piece = words[begin : begin + PIECE]

@@ -23,7 +23,7 @@ NONE = torch.empty(ALL)
 class Words:
     """Every value of an element's own bits once, in order."""
 
-    def host_words(self, start: int, count: int) -> Any:
+    def words(self, like: Any, start: int, count: int) -> Any:
         return np.arange(4 * start, 4 * (start + count), dtype=np.uint16).view(np.int64)
 
 
