@@ -442,7 +442,7 @@ def read_levels(
     """
     bits = top.bit_length()
     if entropy != "none":
-        unfolded = (unfold(np.arange(top + 1)) + (top + 1) // 2).astype(np.uint8)
+        unfolded = np.argsort(fold(np.arange(top + 1) - (top + 1) // 2)).astype(np.uint8)
         levels = read_entropy(entropy, to_host(stream), count, top + 1)
         stream, bits = to_device_of(stream, torch.from_numpy(unfolded.take(levels))), 8
     if len(stream) != packed_bytes(count, bits):
@@ -467,12 +467,6 @@ def fold(levels: np.ndarray) -> np.ndarray:
     """Return signed levels as unsigned ones: 2|q| − 1 for negative q, else 2q."""
     doubled = levels.astype(np.int32) << 1
     return (doubled ^ (doubled >> 31)).view(np.uint32)
-
-
-def unfold(levels: np.ndarray) -> np.ndarray:
-    """Return the signed levels of folded ones, int32."""
-    levels = levels.astype(np.int32)
-    return (levels >> 1) ^ -(levels & 1)
 
 
 # --- entropy codes of unsigned integers below n, in host memory
@@ -517,21 +511,19 @@ def read_entropy(code: EntropyCode, buffer: Tensor, count: int, num_levels: int)
     width, form, buffer = index_width(num_levels), buffer[:1].tolist(), buffer[1:]
     if form == [CODED] and count:
         read = _read_elias if code == "elias" else _read_pco
-        return check_levels(read(buffer.numpy(), count, num_levels), num_levels)
-    if form == [CONSTANT]:
+        levels = read(buffer.numpy(), count, num_levels)
+    elif form == [CONSTANT]:
         level = int.from_bytes(
             typed_part(buffer, torch.uint8, 4, "levels").numpy().tobytes(), "little"
         )
-        return check_levels(np.full(count, level, np.uint32), num_levels)
-    if form != [PLAIN] or len(buffer) != packed_bytes(count, width):
+        levels = np.full(count, level, np.uint32)
+    elif form == [PLAIN] and len(buffer) == packed_bytes(count, width):
+        levels = unpack(buffer, width, count)
+    else:
         raise PayloadError(
             f"expected a {code} code of {count} levels below {num_levels}; received form {form} and"
             f" {len(buffer)} bytes"
         )
-    return check_levels(unpack(buffer, width, count), num_levels)
-
-
-def check_levels(levels: np.ndarray, num_levels: int) -> np.ndarray:
     if levels.size and (int(levels.max()) >= num_levels or int(levels.min()) < 0):
         raise PayloadError(f"received level {int(levels.max())}; levels are below {num_levels}")
     return levels

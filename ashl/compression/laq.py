@@ -60,6 +60,7 @@ from ashl.compression.payload import (
     HEADER,
     Parts,
     PayloadError,
+    all_values,
     as_bytes,
     read_payload,
     typed_part,
@@ -161,12 +162,7 @@ class LAQ(Codec):
     def _apply(self, parts: Parts, sent: Tensor) -> Tensor:
         """Return Q after a message, with the same bits at both ends."""
         d, form = len(sent), WHOLE if self.bits is None else LEVELS
-        if parts.count != d or len(parts.indices) or parts.form != form:
-            raise PayloadError(
-                f"expected a gradient of {d} elements; received form {parts.form} with"
-                f" {parts.count} values"
-            )
-        values, scales = as_bytes(parts.values), as_bytes(parts.scales)
+        values, scales = as_bytes(all_values(parts, d, form)), as_bytes(parts.scales)
         if self.bits is None:
             typed_part(scales, torch.float32, 0, "scales")
             return typed_part(values, torch.float32, d, "values").clone()

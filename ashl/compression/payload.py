@@ -142,12 +142,12 @@ def typed_part(part: Tensor, dtype: torch.dtype, count: int, what: str) -> Tenso
     return view_as(part, dtype)
 
 
-def all_values(parts: Parts, d: int) -> Tensor:
+def all_values(parts: Parts, d: int, form: int = 0) -> Tensor:
     """Return the values of a payload that has a value for all d elements, and no indices.
 
     Raises: PayloadError for any other payload.
     """
-    if parts.count != d or parts.form or len(parts.indices):
+    if parts.count != d or parts.form != form or len(parts.indices):
         raise PayloadError(
             f"expected a vector of {d} elements; received form {parts.form} with"
             f" {parts.count} values"
