@@ -33,16 +33,12 @@ from torch import Tensor
 from ashl.compression.coding import IndexCode, max_index_bytes, read_indices, write_indices
 from ashl.compression.contract import (
     ENCODE_CONTEXT,
-    Codec,
+    ByLayers,
     Elements,
     EncodeContext,
-    Layer,
-    Layout,
     State,
     Traits,
     as_float32,
-    size_of,
-    with_layout,
 )
 from ashl.compression.kernels import (
     BLOCK,
@@ -66,25 +62,21 @@ from ashl.compression.payload import (
     typed_part,
     write_payload,
 )
-from ashl.compression.wrappers import Residual, rescale, restore_error
+from ashl.compression.wrappers import Residual, Sent, add_content, rescale
 from ashl.device import to_host
 from ashl.option import Count, option
 
 
 @option
-class AdaComp(Codec):
+class AdaComp(ByLayers):
     """Sends the outstanding elements of each bin."""
 
     code: ClassVar[int] = 57
     on_host: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(variable=True)
-    layout: ClassVar[Layout | None] = None
     conv_bin: Count
     dense_bin: Count
     indices: IndexCode
-
-    def for_layout(self, layout: Layout) -> AdaComp:
-        return with_layout(self, layout)
 
     def encode(
         self, sender: Residual | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
@@ -100,7 +92,7 @@ class AdaComp(Codec):
         return Residual(rest, context.lr), write_payload(self.code, len(g), parts)
 
     def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
-        return sender._replace(error=restore_error(self, sender.error, payload))
+        return sender._replace(error=add_content(sender.error, Sent(self, payload)))
 
     def residual(self, sender: Residual | None) -> Tensor | None:
         return sender and sender.error
@@ -160,14 +152,9 @@ class AdaComp(Codec):
 
     def bins(self, d: int) -> list[tuple[int, int]]:
         """Return (number of elements, length of a bin) of each layer."""
-        layout = self.layout or (Layer("all", (d,)),)
-        if d != size_of(layout):
-            raise PayloadError(
-                f"expected a vector of {size_of(layout)} elements, as the layers have; received {d}"
-            )
         return [
             (layer.size, self.conv_bin if len(layer.shape) > 2 else self.dense_bin)
-            for layer in layout
+            for layer in self.layers(d)
         ]
 
 

@@ -27,8 +27,7 @@ Source: Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsif
 2018, as stated in the paper; the authors' code draws differently.
 """
 
-from itertools import accumulate
-from math import ceil, inf, isfinite, isqrt, sqrt
+from math import ceil, inf, isfinite, isqrt
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -37,17 +36,16 @@ from torch import Tensor
 
 from ashl.compression.coding import IndexCode
 from ashl.compression.contract import (
-    Codec,
+    ByLayers,
     Elements,
     EncodeContext,
-    Layout,
     Traits,
     WithDensity,
-    with_layout,
+    slices,
 )
 from ashl.compression.kernels import blocks, largest_indices, outer_sum
 from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
-from ashl.compression.sparse import Coded, SparseFormat, max_nbytes
+from ashl.compression.sparse import Coded, SparseFormat, max_nbytes, most_drawn
 from ashl.option import option
 
 SINGULAR = 1  # form of a payload of singular triples
@@ -55,17 +53,13 @@ ELEMENTS = 2**32 - 1  # in place of a number of triples: all elements of the mat
 
 
 @option
-class Atomo(WithDensity):
+class Atomo(ByLayers, WithDensity):
     """Atomic sparsification."""
 
     code: ClassVar[int] = 32
     traits: ClassVar[Traits] = Traits(unbiased=True, variable=True)
-    layout: ClassVar[Layout | None] = None
     atoms: Literal["entries", "singular"]
     indices: IndexCode
-
-    def for_layout(self, layout: Layout) -> Codec:
-        return with_layout(self, layout) if layout else self
 
     @property
     def format(self) -> SparseFormat:
@@ -130,16 +124,14 @@ class Atomo(WithDensity):
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         if self.atoms == "entries":
-            return max_nbytes(
-                "fp32", self.indices, most_components(self.num_selected(ratio, d), d), d
-            )
+            return max_nbytes("fp32", self.indices, most_drawn(self.num_selected(ratio, d), d), d)
         matrices = self.matrices(d)
         total = HEADER.size + 4 * len(matrices)
         for start, rows, columns in matrices:
             size = triples = min(rows * columns, d - start)
             if min(rows, columns) > 1:
                 budget = self.budget(rows, columns, ratio)
-                triples = most_components(budget, min(rows, columns)) * (rows + columns)
+                triples = most_drawn(budget, min(rows, columns)) * (rows + columns)
             total += 4 * min(size, triples)
         return total
 
@@ -155,11 +147,12 @@ class Atomo(WithDensity):
 
     def matrices(self, d: int) -> list[tuple[int, int, int]]:
         """Return (start, rows, columns) of each matrix; without layers, one is nearly square."""
-        if self.layout is None:
+        if not self.layout:
             rows = isqrt(d)
             return [(0, rows, ceil(d / rows))]
-        starts = accumulate((layer.size for layer in self.layout), initial=0)
-        return [(start, *layer.matrix) for start, layer in zip(starts, self.layout, strict=False)]
+        layers = self.layers(d)
+        parts = slices([layer.size for layer in layers])
+        return [(part.start, *layer.matrix) for part, layer in zip(parts, layers, strict=True)]
 
 
 def draw_components(x: Tensor, budget: float, rng: np.random.Generator) -> Elements:
@@ -177,19 +170,11 @@ def draw_components(x: Tensor, budget: float, rng: np.random.Generator) -> Eleme
         hits = np.flatnonzero(words < share)
         beyond = share[hits] - words[hits]  # below 1: a fraction of a word decides
         found.append(hits[beyond >= rng.random(hits.size)] + where.start)
-    indices = torch.from_numpy(np.concatenate(found)[: most_components(budget, len(x))])
+    indices = torch.from_numpy(np.concatenate(found)[: most_drawn(budget, len(x))])
     values = x[indices]
     heavy = values.abs().double() * slope >= 1
     light = torch.copysign(torch.tensor(1 / slope, dtype=torch.float64), values)
     return Elements(indices, torch.where(heavy, values.double(), light).float())
-
-
-def most_components(budget: float, count: int) -> int:
-    """Return the largest number of atoms of a message.
-
-    Without this limit, one message in 10^10 would have more; it drops the last ones.
-    """
-    return min(count, ceil(budget + 7 * sqrt(budget)) + 16)
 
 
 def find_slope(x: Tensor, budget: float) -> float:

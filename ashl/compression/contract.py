@@ -45,7 +45,14 @@ import torch
 from torch import Tensor
 
 from ashl.compression.kernels import as_native, silence_warnings, sparse_vector
-from ashl.compression.payload import HEADER, Parts, header_of, read_payload, write_payload
+from ashl.compression.payload import (
+    HEADER,
+    Parts,
+    PayloadError,
+    header_of,
+    read_payload,
+    write_payload,
+)
 from ashl.data.counter_rng import CounterRng, counter_rng
 from ashl.data.rng import Purpose, bulk_stream
 from ashl.option import Contract, Fraction, Natural, Positive, Ratio, option
@@ -382,14 +389,27 @@ class OuterCodec(Codec):
         return self.codec.bound(ratio, d)
 
 
-C = TypeVar("C", bound=Codec)
+class ByLayers(Codec, contract=True):
+    """Codec that treats each layer by its shape; without a layout, a vector is one layer."""
 
+    layout: ClassVar[Layout] = ()
 
-def with_layout(option: C, layout: Layout) -> C:
-    """Return a copy of an option with the layers of the model as its `layout`."""
-    shaped = copy(option)
-    object.__setattr__(shaped, "layout", layout)
-    return shaped
+    def for_layout(self, layout: Layout) -> Codec:
+        shaped = copy(self)
+        object.__setattr__(shaped, "layout", layout)
+        return shaped
+
+    def layers(self, d: int) -> Layout:
+        """Return the layers of a vector.
+
+        Raises: PayloadError if the layers do not have d elements.
+        """
+        layout = self.layout or (Layer("all", (d,)),)
+        if d != size_of(layout):
+            raise PayloadError(
+                f"expected a vector of {size_of(layout)} elements, as the layers have; received {d}"
+            )
+        return layout
 
 
 class Keeps(NamedTuple):

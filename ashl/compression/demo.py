@@ -41,13 +41,11 @@ from ashl.compression.coding import (
     write_values,
 )
 from ashl.compression.contract import (
+    ByLayers,
     EncodeContext,
-    Layer,
-    Layout,
     Traits,
     WithDensity,
     selected_count,
-    with_layout,
 )
 from ashl.compression.kernels import (
     BLOCK,
@@ -221,17 +219,13 @@ def count_sent(grids: list[Grid]) -> int:
 
 
 @option
-class DeMo(WithDensity):
+class DeMo(ByLayers, WithDensity):
     """Sends the largest cosine coefficients of each block."""
 
     code: ClassVar[int] = 62
     on_host: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(contraction=True)
-    layout: ClassVar[Layout | None] = None
     values: ValueCode
-
-    def for_layout(self, layout: Layout) -> DeMo:
-        return with_layout(self, layout)
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         grids = self.grids(context.ratio, len(x))
@@ -316,16 +310,10 @@ class DeMo(WithDensity):
         return 12 + value_bytes(self.values, count_sent(grids)) + indices
 
     def grids(self, ratio: float | None, d: int) -> list[Grid]:
-        """Return the grid of each layer.   Raises: PayloadError if the layers do not have d
-        elements.
-        """
+        """Return the grid of each layer."""
         share, start, grids = self.ratio if ratio is None else ratio, 0, []
-        for layer in self.layout or (Layer("all", (d,)),):
+        for layer in self.layers(d):
             rows = layer.shape[0] if len(layer.shape) > 1 else 1
             grids.append(Grid(start, rows, layer.size // rows, share))
             start += layer.size
-        if start != d:
-            raise PayloadError(
-                f"expected a vector of {start} elements, as the layers have; received {d}"
-            )
         return grids

@@ -26,16 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import (
-    Codec,
-    EncodeContext,
-    Layer,
-    Layout,
-    Traits,
-    Wrappable,
-    slices,
-    with_layout,
-)
+from ashl.compression.contract import ByLayers, EncodeContext, Traits, Wrappable, slices
 from ashl.compression.kernels import (
     BLOCK,
     as_native,
@@ -60,25 +51,23 @@ class Matrix:
 
 
 @option
-class OneBit(Wrappable):
+class OneBit(ByLayers, Wrappable):
     """Two means of the whole vector or of parts of it."""
 
     code: ClassVar[int] = 12
     traits: ClassVar[Traits] = Traits(contraction=True)
-    layout: ClassVar[Layout | None] = None
     per: Literal["vector", "layer", "column"]
 
     @property
     def on_host(self) -> bool:
         return self.per == "column"
 
-    def for_layout(self, layout: Layout) -> Codec:
-        return self if self.per == "vector" else with_layout(self, layout)
-
     def matrices(self, d: int) -> list[Matrix]:
         """Return the parts of a vector."""
+        if self.per == "vector":
+            return [Matrix(d)]
         matrices = []
-        for layer in self.layout or (Layer("all", (d,)),):
+        for layer in self.layers(d):
             rows, columns = layer.matrix
             single = self.per != "column" or len(layer.shape) < 2 or rows == 1
             matrices.append(Matrix(layer.size) if single else Matrix(rows, columns))

@@ -36,7 +36,14 @@ from ashl.compression.kernels import (
     where_true,
 )
 from ashl.compression.payload import HEADER, Parts
-from ashl.compression.sparse import DENSE, SPARSE, Sparsifier, max_nbytes
+from ashl.compression.sparse import (
+    DENSE,
+    SPARSE,
+    Sparsifier,
+    max_nbytes,
+    most_drawn,
+    unbiased_bound,
+)
 from ashl.option import option
 
 ROUNDS = 100  # most steps of the fixed-point iteration; a gradient needs a few
@@ -68,7 +75,7 @@ class RandomDropping(Sparsifier):
             indices = where_true(as_native(x) != 0)
         else:
             indices = draw_indices(x, top, slope, context.stream())
-        indices = indices[: max_elements(k, d)]
+        indices = indices[: most_drawn(k, d)]
         kept = x.index_select(0, indices)
         least = float(np.float32(top) / np.float32(slope))
         kept = torch.copysign(kept.abs().clamp(min=least), kept)
@@ -78,23 +85,17 @@ class RandomDropping(Sparsifier):
         k = self.num_selected(ratio, d)
         if self.sends_all(k, d):
             return HEADER.size + 4 * d
-        return max_nbytes(self.values, self.indices, max_elements(k, d), d)
+        return max_nbytes(self.values, self.indices, most_drawn(k, d), d)
 
     def sends_all(self, k: int, d: int) -> bool:
         """Return True if all elements are sent; this must not depend on the random numbers."""
-        return self.format.form(max_elements(k, d), d) != SPARSE
+        return self.format.form(most_drawn(k, d), d) != SPARSE
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.num_selected(ratio, d)
         if self.sends_all(k, d):
             return 0.0
-        spread, coded = d / k - 1, value_bound(self.values, max_elements(k, d)) * d / k
-        return (math.sqrt(spread) + math.sqrt(coded)) ** 2
-
-
-def max_elements(k: int, d: int) -> int:
-    """Return the largest number of elements of a message."""
-    return min(d, k + math.ceil(7 * math.sqrt(k)) + 16)
+        return unbiased_bound(k, d, value_bound(self.values, most_drawn(k, d)))
 
 
 def find_slope(x: Tensor, top: float, k: int) -> float:

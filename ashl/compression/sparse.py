@@ -7,6 +7,7 @@ Source: the separation follows Sattler et al., "Sparse Binary Compression", IJCN
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar, NamedTuple, Protocol
@@ -160,6 +161,19 @@ def max_nbytes(values: ValueCode, indices: IndexCode, k: int, d: int) -> int:
     """Return an upper bound in bytes of all payloads with at most k elements."""
     sparse = value_bytes(values, k) + max_index_bytes(indices, k, d)
     return HEADER.size + min(sparse, max(4 * d, value_bytes(values, d)))
+
+
+def most_drawn(expected: float, count: int) -> int:
+    """Return the largest number of elements of a message if each of `count` is drawn by itself.
+
+    Without this limit, one message in 10^10 would have more; it drops the last ones.
+    """
+    return min(count, math.ceil(expected + 7 * math.sqrt(expected)) + 16)
+
+
+def unbiased_bound(k: int, d: int, coded: float) -> float:
+    """Return the error bound of k elements scaled up by d/k, with the bound `coded` of values."""
+    return (math.sqrt(d / k - 1) + math.sqrt(coded * d / k)) ** 2
 
 
 @option

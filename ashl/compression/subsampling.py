@@ -18,7 +18,6 @@ Source: Konečný and Richtárik, "Randomized Distributed Mean Estimation: Accur
 2018.
 """
 
-import math
 from typing import ClassVar
 
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch import Tensor
 from ashl.compression.coding import value_bound
 from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.payload import Parts
-from ashl.compression.sparse import DENSE, Seeded
+from ashl.compression.sparse import DENSE, Seeded, unbiased_bound
 from ashl.option import option
 
 
@@ -52,5 +51,4 @@ class Subsampling(Seeded):
         k = self.num_selected(ratio, d)
         if self.format.form(k, d) == DENSE:
             return 0.0
-        scaled, coded = d / k - 1, value_bound(self.values, k) * d / k
-        return (math.sqrt(scaled) + math.sqrt(coded)) ** 2
+        return unbiased_bound(k, d, value_bound(self.values, k))

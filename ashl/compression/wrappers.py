@@ -345,12 +345,8 @@ class ErrorFeedback(Step):
         return state._replace(error=add_content(state.error, sent))
 
 
-def restore_error(codec: Codec, error: Tensor | None, payload: Tensor) -> Tensor:
-    """Return the residual plus the content of a dropped message."""
-    return add_content(error, Sent(codec, payload))
-
-
 def add_content(error: Tensor | None, sent: Sent) -> Tensor:
+    """Return the residual plus the content of a dropped message."""
     assert error is not None
     whole = error.clone()
     sent.add(whole)
