@@ -40,18 +40,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.coding import index_bytes, read_indices, write_indices
-from ashl.compression.contract import Elements, EncodeContext, as_float32
+from ashl.compression.contract import ENCODE_CONTEXT, Elements, EncodeContext, as_float32
 from ashl.compression.kernels import where_true
-from ashl.compression.payload import (
-    EMPTY,
-    HEADER,
-    Parts,
-    PayloadError,
-    read_payload,
-    typed_part,
-    write_payload,
-)
+from ashl.compression.payload import Parts, read_payload, write_payload
+from ashl.compression.sparse import SPARSE, WHOLE, Coded, SparseFormat
 from ashl.device import to_device, to_host
 from ashl.option import NonNegative, Ratio, option
 from ashl.runtime.effects import Message
@@ -63,7 +55,7 @@ from ashl.topology.local_work import Work, WorkerState, estimate_gradient
 from ashl.topology.parameter_server import ServerRule, ServerState
 
 CODE = 103  # code of its payloads on the wire
-SPARSE, WHOLE = 0, 1  # forms of a payload
+FORMAT = SparseFormat("fp32", Coded("packed"))  # of its payloads
 
 
 @dataclass(frozen=True)
@@ -183,7 +175,7 @@ def model_and_push(
 ) -> tuple[Any, Any]:
     """Return (the new x_i, the encoded Δ)."""
     if isinstance(x, SizeOnly):
-        return point, SizeOnly(payload_size(max(1, round(share * (x.nbytes // 4))), x.nbytes // 4))
+        return point, SizeOnly(FORMAT.nbytes(max(1, round(share * (x.nbytes // 4))), x.nbytes // 4))
     drawn = context.stream().integers(0, 2**32, x.numel(), np.uint32) < share * 2**32
     change = x - gradient * context.lr - point
     change[(x == 0) & ~to_device(torch.from_numpy(drawn), str(x.device))] = 0
@@ -193,15 +185,10 @@ def model_and_push(
 def whole_model(x: Any) -> Any:
     """Encode a model by its non-zero elements."""
     return (
-        SizeOnly(payload_size(x.nbytes // 4, x.nbytes // 4))
+        SizeOnly(FORMAT.nbytes(x.nbytes // 4, x.nbytes // 4))
         if isinstance(x, SizeOnly)
         else write_sparse(x)
     )
-
-
-def payload_size(k: int, d: int) -> int:
-    """Return the bytes of a payload with k of d elements."""
-    return HEADER.size + min(4 * d, 4 * k + index_bytes("packed", k, d))
 
 
 def write_sparse(x: Tensor) -> Tensor:
@@ -210,21 +197,13 @@ def write_sparse(x: Tensor) -> Tensor:
     """
     x = as_float32(to_host(x))
     d, nonzero = len(x), where_true(x != 0)
-    if payload_size(len(nonzero), d) == HEADER.size + x.nbytes:
+    if FORMAT.form(len(nonzero), d) != SPARSE:
         return write_payload(CODE, d, Parts(d, x, form=WHOLE))
-    indices = write_indices("packed", nonzero, d) if len(nonzero) else EMPTY
-    return write_payload(CODE, d, Parts(len(nonzero), x[nonzero], indices))
+    elements = Elements(nonzero, x[nonzero])
+    return write_payload(CODE, d, FORMAT.pack_elements(elements, d, ENCODE_CONTEXT))
 
 
 def read_sparse(payload: Tensor, d: int) -> Tensor:
     """Decode a vector of length d. Raises: PayloadError."""
     parts = read_payload(payload, CODE, d)
-    typed_part(parts.scales, torch.float32, 0, "scales")
-    if parts.form == WHOLE and parts.count == d and not len(parts.indices):
-        return typed_part(parts.values, torch.float32, d, "values").clone()
-    if parts.form != SPARSE:
-        raise PayloadError(
-            f"payload is no sparse vector: form {parts.form}, {parts.count} values of {d}"
-        )
-    values = typed_part(parts.values, torch.float32, parts.count, "values")
-    return Elements(read_indices("packed", parts.indices, parts.count, d), values).to_dense(d)
+    return FORMAT.unpack(parts, d, may_be_empty=True).to_dense(d)
