@@ -44,12 +44,12 @@ from ashl.compression.kernels import (
     BLOCK,
     Array,
     as_native,
-    as_tensor,
-    blocks,
+    concatenate,
     flip_signs,
     pack_signs,
     packed_bytes,
     row_maxima,
+    rows_of,
     silence_warnings,
     to_device_of,
     where_true,
@@ -103,22 +103,17 @@ class AdaComp(ByLayers):
     def choose(self, whole: Tensor, g: Tensor) -> tuple[Parts, Tensor]:
         """Return the parts of a payload of G = `whole`, and the indices of the elements sent."""
         scales, found, start = [], [], 0
-        for size, length in self.bins(len(whole)):
-            total, full = 0.0, start + size - size % length
-            pieces = [
-                slice(start + part.start, start + part.stop)
-                for part in blocks(whole[start:full], length * max(1, BLOCK // length))
-            ]
-            if full < start + size:
-                pieces.append(slice(full, start + size))  # a shorter bin
-            for part in pieces:
-                shape = -1, min(length, part.stop - part.start)
-                outstanding, largest = select_outstanding(
-                    as_native(whole[part].view(shape)), as_native(g[part].view(shape))
-                )
-                found.append(where_true(outstanding.reshape(-1)) + part.start)
-                for rows in to_host(as_tensor(largest)).split(max(1, BLOCK // length)):
-                    total += float(rows.numpy().sum(dtype=np.float64))
+        for size, longest in self.bins(len(whole)):
+            layer, length, maxima = slice(start, start + size), min(size, longest), []
+            blocks = zip(rows_of(whole[layer], length), rows_of(g[layer], length), strict=True)
+            for (where, rows), (_, updates) in blocks:
+                outstanding, largest = select_outstanding(rows, updates)
+                found.append(where_true(outstanding.reshape(-1)) + start + where.start * length)
+                maxima.append(largest)
+            # The order of additions is fixed: groups of full bins, then a shorter last bin.
+            each, full = to_host(concatenate(maxima, whole)), size // length
+            groups = [*each[:full].split(max(1, BLOCK // length)), each[full:]]
+            total = sum(float(group.numpy().sum(dtype=np.float64)) for group in groups)
             scales.append(total / -(-size // length))
             start += size
         indices, levels = torch.cat(found), torch.tensor(scales)

@@ -40,6 +40,7 @@ from ashl.compression.payload import (
     Parts,
     PayloadError,
     read_payload,
+    tensor_of_bytes,
     typed_part,
 )
 from ashl.data.rng import Purpose, bulk_stream
@@ -198,9 +199,7 @@ class CountSketch(Linear, Reduces):
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         table = self.table(len(x), context.seed)
-        seed = torch.frombuffer(
-            bytearray(table.seed.to_bytes(SEED_BYTES, "little")), dtype=torch.uint8
-        )
+        seed = tensor_of_bytes(table.seed.to_bytes(SEED_BYTES, "little"))
         return Parts(table.cells, sketch(x, table), scales=seed)
 
     def unpack(self, parts: Parts, d: int) -> Elements:

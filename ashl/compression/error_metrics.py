@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import Codec
-from ashl.compression.payload import HEADER, Split
+from ashl.compression.payload import HEADER, Split, header_of
 from ashl.compression.wrappers import Layerwise, vector_norm
 
 
@@ -71,11 +71,11 @@ def split_bytes(payload: Tensor) -> Split:
     """Return the bytes of a payload by purpose."""
     if not payload.numel():
         return Split(0, 0, 0, 0)  # an empty message
-    memory = payload.numpy()
-    _, code, _, _, _, _, scales, values = HEADER.unpack_from(memory.data)
-    if code != Layerwise.code:
-        return Split(HEADER.size, scales, values, memory.size - HEADER.size - scales - values)
+    _, code, *_, scales, values = header_of(payload)
     start = HEADER.size + scales
-    pieces = payload[start : start + values].split(memory[HEADER.size : start].view("<u4").tolist())
+    if code != Layerwise.code:
+        return Split(HEADER.size, scales, values, len(payload) - start - values)
+    lengths = payload[HEADER.size : start].numpy().view("<u4").tolist()
+    pieces = payload[start : start + values].split(lengths)
     sums = [sum(column) for column in zip(*map(split_bytes, pieces), strict=True)]
     return Split(start + sums[0], *sums[1:])

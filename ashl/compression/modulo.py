@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ashl.compression.contract import EncodeContext
 from ashl.compression.kernels import as_tensor, pack, packed_bytes, unpack
-from ashl.compression.payload import HEADER, Parts, PayloadError, typed_part
+from ashl.compression.payload import HEADER, Parts, PayloadError, tensor_of_bytes, typed_part
 
 CODE = 104  # number of the code in the header
 
@@ -32,9 +32,7 @@ def encode_residues(x: Tensor, step: float, bits: int, context: EncodeContext) -
     drawn = (context.words().words(x, 0, len(x)) >> 11 & (1 << 53) - 1).double() * 2.0**-53
     levels = (x.double() / step + drawn).floor().to(torch.int64)
     about = torch.tensor([step], dtype=torch.float64).view(torch.uint8)
-    check = torch.frombuffer(
-        bytearray(checksum(levels, bits).to_bytes(4, "little")), dtype=torch.uint8
-    )
+    check = tensor_of_bytes(checksum(levels, bits).to_bytes(4, "little"))
     return Parts(len(x), pack(levels, bits), scales=torch.cat([about, check]), form=bits)
 
 
