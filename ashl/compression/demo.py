@@ -292,7 +292,8 @@ class DeMo(ByLayers, WithDensity):
         return x
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + min(4 * d, self.sparse_bytes(self.grids(ratio, d)))
+        grids = self.grids(ratio, d)
+        return HEADER.size + (4 * d if self.form(grids, d) == DENSE else self.sparse_bytes(grids))
 
     def bound(self, ratio: float | None, d: int) -> float:
         grids = self.grids(ratio, d)

@@ -49,6 +49,7 @@ ROWS: dict[str, Any] = {
     "sparse_loco": codec("sparse_loco"),
     "sparse_loco-16": codec("sparse_loco", values="fp32", chunk=16),
     "demo": codec("demo"),
+    "demo-int8": codec("demo", values="int8"),
     "adacomp": codec("adacomp"),
     "block_coordinate": codec("block_coordinate"),
     "block_coordinate-random": codec("block_coordinate", blocks=100, order="random", scaled=True),
