@@ -301,8 +301,11 @@ def write_values(
         return write_natural(values, words()), EMPTY
     if code == "mean":
         return pack_signs(values), mean_magnitude(values)[: len(values)]
-    write = _two_levels if code == "int2" else _even_levels
-    levels, scales = write(code, pad_to(values, CHUNK).view(-1, CHUNK), len(values))
+    rows = pad_to(values, CHUNK).view(-1, CHUNK)
+    if code == "int2":
+        levels, scales = _two_levels(rows, len(values))
+    else:
+        levels, scales = _even_levels(rows, _top(code))
     return pack(levels.view(-1)[: len(values)], WIDTHS[code]), scales.view(-1)
 
 
@@ -343,14 +346,14 @@ def _top(code: ValueCode) -> int:
     return 2 ** (WIDTHS[code] - 1) - 1
 
 
-def _even_levels(code: ValueCode, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _even_levels(rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
     scale = rows.abs().amax(1, keepdim=True)
-    level = (rows.double() / torch.where(scale == 0, 1.0, scale) * _top(code)).round_()
+    level = (rows.double() / torch.where(scale == 0, 1.0, scale) * top).round_()
     # A scale that is not finite makes the decoded values not finite.
-    return level.nan_to_num_(0.0).to(torch.int64) + _top(code), scale
+    return level.nan_to_num_(0.0).to(torch.int64) + top, scale
 
 
-def _two_levels(code: ValueCode, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _two_levels(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     magnitude = rows.abs().double()
     sizes = torch.full((len(rows), 1), CHUNK)
     sizes[-1:] -= -k % CHUNK

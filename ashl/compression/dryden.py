@@ -74,9 +74,8 @@ class Dryden(WithDensity):
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
         share = self.ratio if context.ratio is None else context.ratio
-        if math.isnan(
-            read_scalars([extremes_of(x).sum()])[0]
-        ):  # all NaNs positive: one side has them
+        if math.isnan(read_scalars([extremes_of(x).sum()])[0]):
+            # All NaNs become positive, so that one side has them.
             x = torch.where(x.isnan(), math.nan, x)
         not_above = count_where(x, lambda part: part <= 0)
         num_negative = count_where(x, lambda part: part < 0)

@@ -54,7 +54,7 @@ from ashl.compression.contract import (
     as_float32,
     slices,
 )
-from ashl.compression.kernels import is_true, outer_sum, to_device_of
+from ashl.compression.kernels import is_true, outer_sum, silence_warnings, to_device_of
 from ashl.compression.payload import (
     HEADER,
     Parts,
@@ -288,7 +288,7 @@ def orthonormalize(p: Tensor) -> Tensor:
     ones becomes 0. A column that is not finite stays so.
     """
     q = p.double().numpy().copy()
-    with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
+    with silence_warnings():
         for j in range(q.shape[1]):
             # Sums instead of matrix products have the same order of operations everywhere.
             before = np.sqrt((q[:, j] ** 2).sum())
