@@ -169,13 +169,17 @@ class CompressionPipeline:
     def encode(self, state: CodecState, x: Vector, context: EncodeContext) -> Payload:
         """Encode an update, and update the sender's state."""
         if isinstance(x, SizeOnly):
-            return SizeOnly(self.codec.encoded_nbytes(self.codec.density(context), self.d))
+            return SizeOnly(self.declared_nbytes(context))
         state.sender, payload = self.codec.encode(
             state.sender, self.move_to_codec(self.codec, x), context
         )
         if context.round == 0:
             self.check_size(payload, context)
         return payload
+
+    def declared_nbytes(self, context: EncodeContext) -> int:
+        """Return the size of a message in bytes; an upper bound if `traits.variable`."""
+        return self.codec.encoded_nbytes(self.codec.density(context), self.d)
 
     def move_to_codec(self, codec: Codec, x: Tensor) -> Tensor:
         """Move a vector or a payload to the device of a codec."""
@@ -191,12 +195,9 @@ class CompressionPipeline:
         """Check that a first message has the size that the codec declares, because runs are planned
         and timed by it. Raises UsageError.
         """
-        size, most = (
-            self.codec.encoded_nbytes(self.codec.density(context), self.d),
-            self.traits.variable,
-        )
-        if payload.nbytes > size or (payload.nbytes < size and not most):
-            name, at = type(self.inner_codec).__name__, "at most " if most else ""
+        size, variable = self.declared_nbytes(context), self.traits.variable
+        if payload.nbytes > size or (payload.nbytes < size and not variable):
+            name, at = type(self.inner_codec).__name__, "at most " if variable else ""
             raise UsageError(
                 f"{name} wrote {payload.nbytes} bytes for {self.d} elements, but encoded_nbytes"
                 f" says {at}{size}; make them agree, or set variable in its traits and let"
