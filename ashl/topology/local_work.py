@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ashl.compression.contract import EncodeContext, layer_name
 from ashl.compression.error_metrics import measure_compression_error, payload_sizes
-from ashl.compression.wrappers import Layerwise
 from ashl.device import read_scalars, to_host
 from ashl.learn.pieces import Pieces
 from ashl.overlap.contract import overlapped_steps
@@ -311,7 +310,7 @@ def report_health(
         for pipeline, _, payload in sent
         if isinstance(payload, Tensor)
     ]
-    if codec.traits.reduces or not (codec.decodes_alone or isinstance(codec, Layerwise)):
+    if codec.traits.reduces or not codec.decodes_alone:
         # such payloads cannot be decoded one by one, so report their sizes only
         found = payload_sizes([payload for _, _, payload in pieces])
     else:
