@@ -52,10 +52,38 @@ class Grid(Codec):
     bits: Annotated[int, Number, Field(ge=2, le=MOST)]
 
     def pack(self, x: Tensor, context: EncodeContext) -> Parts:
-        return quantize_to_grid(x, self.bits, context)
+        steps, top = largest_level(self.bits), largest_magnitude(x)
+        scales = torch.tensor([top if math.isfinite(top) else math.nan])
+        if not 0 < top < math.inf:
+            stream = x.new_zeros(packed_bytes(len(x), self.bits), dtype=torch.uint8)
+            return Parts(len(x), stream, scales=scales, form=self.bits)
+        noise = rounding_noise(x, context.words(), steps)
+
+        def to_levels(where: slice, rows: Array) -> Array:
+            y = divide(rows, top)
+            y *= steps * noise.unit
+            return round_levels(y, noise, where.start, steps)
+
+        stream = write_levels(x, 1, len(x), 2 * steps, "none", to_levels)
+        return Parts(len(x), stream, scales=scales, form=self.bits)
 
     def unpack(self, parts: Parts, d: int) -> Tensor:
-        return read_grid(parts, d)
+        bits, count = parts.form, parts.count
+        if count != d or len(parts.indices) or not (bits == WHOLE or 2 <= bits <= MOST):
+            raise PayloadError(
+                f"expected a grid of {d} elements; received form {bits} with {count} values"
+            )
+        if bits == WHOLE:
+            typed_part(parts.scales, torch.float32, 0, "scales")
+            return typed_part(parts.values, torch.float32, d, "values").clone()
+        top, steps = typed_part(parts.scales, torch.float32, 1, "scales"), largest_level(bits)
+
+        def to_values(_: slice, rows: Array) -> None:
+            rows -= steps
+            rows[:] = divide(rows, steps)
+            rows *= as_native(top)
+
+        return read_levels(parts.values, 1, d, 2 * steps, "none", to_values)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + packed_bytes(d, self.bits)
@@ -67,41 +95,3 @@ class Grid(Codec):
 def largest_level(bits: int) -> int:
     """Return L, the number of steps from zero to the end of the grid."""
     return 2 ** (bits - 1) - 1
-
-
-def quantize_to_grid(x: Tensor, bits: int, context: EncodeContext) -> Parts:
-    """Return x on the grid of `bits` bits."""
-    steps, top = largest_level(bits), largest_magnitude(x)
-    scales = torch.tensor([top if math.isfinite(top) else math.nan])
-    if not 0 < top < math.inf:
-        stream = x.new_zeros(packed_bytes(len(x), bits), dtype=torch.uint8)
-        return Parts(len(x), stream, scales=scales, form=bits)
-    noise = rounding_noise(x, context.words(), steps)
-
-    def to_levels(where: slice, rows: Array) -> Array:
-        y = divide(rows, top)
-        y *= steps * noise.unit
-        return round_levels(y, noise, where.start, steps)
-
-    stream = write_levels(x, 1, len(x), 2 * steps, "none", to_levels)
-    return Parts(len(x), stream, scales=scales, form=bits)
-
-
-def read_grid(parts: Parts, d: int) -> Tensor:
-    """Decode a payload of the grid.   Raises: PayloadError if it is malformed."""
-    bits, count = parts.form, parts.count
-    if count != d or len(parts.indices) or not (bits == WHOLE or 2 <= bits <= MOST):
-        raise PayloadError(
-            f"expected a grid of {d} elements; received form {bits} with {count} values"
-        )
-    if bits == WHOLE:
-        typed_part(parts.scales, torch.float32, 0, "scales")
-        return typed_part(parts.values, torch.float32, d, "values").clone()
-    top, steps = typed_part(parts.scales, torch.float32, 1, "scales"), largest_level(bits)
-
-    def to_values(_: slice, rows: Array) -> None:
-        rows -= steps
-        rows[:] = divide(rows, steps)
-        rows *= as_native(top)
-
-    return read_levels(parts.values, 1, d, 2 * steps, "none", to_values)

@@ -45,8 +45,8 @@ from typing import Any, ClassVar
 import torch
 
 from ashl.compression.contract import EncodeContext, as_float32
-from ashl.compression.grid import MOST, WHOLE, Grid, quantize_to_grid, read_grid
-from ashl.compression.payload import HEADER, Parts, read_payload, write_payload
+from ashl.compression.grid import MOST, WHOLE, Grid
+from ashl.compression.payload import HEADER, Parts, write_payload
 from ashl.device import read_scalars, to_host
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
@@ -253,10 +253,8 @@ def write_model(x: Any, anchor: Any, context: EncodeContext, mu: float | None) -
         return SizeOnly(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
     model, bits = as_float32(to_host(x)), bits_of(x, anchor, mu)
     if bits is None:
-        parts = Parts(len(model), model, form=WHOLE)
-    else:
-        parts = quantize_to_grid(model, bits, context)
-    return write_payload(Grid.code, x.numel(), parts)
+        return write_payload(Grid.code, len(model), Parts(len(model), model, form=WHOLE))
+    return Grid(bits=bits).encode(None, model, context)[1]
 
 
 def bits_of(x: Any, anchor: Any, mu: float | None) -> int | None:
@@ -277,4 +275,4 @@ def is_encoded(payload: Vector) -> bool:
 
 def read_model(payload: Any, d: int) -> Any:
     """Decode Q(x), as a vector of length d. Raises: PayloadError."""
-    return read_grid(read_payload(payload, Grid.code, d), d)
+    return Grid(bits=MOST).decode(None, payload, d)[1]
