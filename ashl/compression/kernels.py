@@ -329,7 +329,11 @@ def unpack_truths(stream: Array, count: int) -> Array:
 
 def pack_signs(x: Tensor) -> Tensor:
     """Return the sign bits of x, uint8 [⌈d/8⌉]; 1 is negative, also for −0 and negative NaNs."""
-    return pack_truths(as_native(x.view(torch.int32)) < 0)
+    if not is_on_host(x):
+        return pack_truths(x.view(torch.int32) < 0)
+    array = x.numpy()
+    pieces = [np.packbits(np.signbit(array[where]), bitorder="little") for where in blocks(array)]
+    return concatenate(pieces, x)
 
 
 def flip_signs(stream: Tensor, x: Tensor, count: int) -> Tensor:
@@ -696,7 +700,8 @@ def block_sums(x: Tensor, of: Callable[[Any], Any] = abs) -> list[float]:
     block whose sum overflows float32, that one in float64.
     """
     if is_on_host(x):
-        sums = [float(of(x.numpy()[where]).sum()) for where in blocks(x)]
+        array = x.numpy()
+        sums = [float(of(array[where]).sum()) for where in blocks(array)]
     else:
         sums = _sums_of_tensors(of(x))
     for i, total in enumerate(sums):
