@@ -229,9 +229,11 @@ def test_which_workers_proceed() -> None:
 
 
 def field_with(predicted_s: float, every_s: float | None = None) -> Selection:
-    limits = SimpleNamespace(seconds=None)
+    limits = SimpleNamespace(seconds=None, eval_every_s=every_s, eval_every_commits=None)
+    workers = [SimpleNamespace(batch=10, local_steps=1)]
     plan: Any = SimpleNamespace(
-        stages=[SimpleNamespace(predicted_steps_per_s=10.0)],
+        stages=[SimpleNamespace(predicted_steps_per_s=10.0, workers=workers)],
+        num_workers=1,
         limits=limits,
         predicted_s=predicted_s,
         num_steps=lambda epoch: 1000,
@@ -252,6 +254,9 @@ def test_the_race_is_as_large_as_the_budget() -> None:
     evaluated = load_of(field_with(100.0, every_s=1.0), slots=2, began_s=1.0)
     typed = scale_of(evaluated, tunes=False, left_s=1000.0, budget_s=1000.0)
     assert (typed.rates, typed.every_s) == ((1.0,), None)
+    often = load_of(field_with(100.0, every_s=0.01), slots=2, began_s=1.0)
+    # 10,000 evaluations instead of 100, of a millisecond each
+    assert often.whole_s - evaluated.whole_s == pytest.approx(9.9)
     with pytest.raises(
         UsageError, match=r"--budget 1 is too small: a single run of a sixteenth .*; give --budget"
     ):

@@ -164,6 +164,17 @@ def test_a_client_that_sends_byte_by_byte_has_no_more_time(server, monkeypatch) 
             time.sleep(0.15)
 
 
+def test_a_store_outlives_a_moment_without_threads(server, monkeypatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(ConnectionError):
+            client(server)
+    client(server).set("key", "value")
+
+
 def test_where_a_secret_comes_from(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.delenv("ASHL_JOB_SECRET", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

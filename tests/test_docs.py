@@ -1,6 +1,8 @@
 """The pages are true: links, anchors, commands, keys, options and pictures exist, and examples run."""
 
 import csv
+import doctest
+import importlib
 import json
 import re
 import shlex
@@ -468,3 +470,12 @@ def test_shell_lines_are_read() -> None:
     assert len(LINES) > 40
     assert {words_of(line)[0] for line in LINES} == set(CLI.commands)  # type: ignore[attr-defined]
     assert shlex.split(LINES[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["config.flat", "report.settings", "tracking.copying", "tracking.mlflow"]
+)
+def test_an_example_in_a_docstring_runs(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(f"ashl.{name}"))
+    assert found.attempted
+    assert not found.failed

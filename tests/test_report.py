@@ -345,7 +345,7 @@ def test_without_a_target_it_is_the_best_that_all_reach(tmp_path) -> None:
     assert [row.spread.middle for row in board.rows] == pytest.approx(
         [1.5, 2.0, 4.0, math.inf, math.inf]
     )
-    note = f"all but 2 of the settings reach; for another one: ashl compare {folder} --target 0.9"
+    note = f"all but 2 of the settings reach; give one by --target, as in ashl compare {folder} --target 0.9"
     assert any(note in sentence for sentence in answer_of(board).sentences)
 
 

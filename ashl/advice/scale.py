@@ -8,7 +8,7 @@ from statistics import fmean
 from ashl.advice.candidates import Selection
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
-from ashl.run.host_time import OVERHEAD, START_S, predict_length
+from ashl.run.host_time import OVERHEAD, START_S, predict_host_s, predict_length
 
 SEEDS = 3  # runs of each candidate after the tuning; an answer needs them of the first two
 # Latest end of the race, as a share of the budget; the remaining time is for the answer.
@@ -88,10 +88,14 @@ def load_of(selection: Selection, slots: int, began_s: float) -> Load:
         if is_typed or not all(times)
         else float(f"{min(times) / min(READINGS, max(LEAST, most)):.2g}")
     )
-    evaluated_s = evaluation_s * fmean(times) / every_s if every_s else 0.0
+    if every_s is None:
+        found = [predict_host_s(plan, selection.costs) for plan in plans]
+        whole_s = fmean(START_S if run_s is None else run_s for run_s in found) - START_S
+    else:
+        whole_s = steps * step_s * OVERHEAD + evaluation_s * fmean(times) / every_s
     return Load(
         candidates=len(plans),
-        whole_s=steps * step_s * OVERHEAD + evaluated_s,
+        whole_s=whole_s,
         every_s=every_s,
         slots=slots,
         ends_early=any(limits.get(key) is not None for key in TARGETS),

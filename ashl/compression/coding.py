@@ -544,7 +544,7 @@ def _split_words(buffer: np.ndarray, count: int) -> tuple[list[int], np.ndarray]
 
 
 def _write_pco(levels: np.ndarray) -> Tensor:
-    """Return the size in bytes of pcodec's stream, and the stream.
+    """Return the size in bytes of pcodec's stream, followed by the stream.
 
     The size is sent because pcodec ignores bytes after the end of its stream.
     """

@@ -337,7 +337,10 @@ def _target_note(study: Study, target: Target, behind: int) -> str:
     most = f"all but {behind} of the settings reach" if behind else "all reach"
     other = ("--target", f"{target.accuracy:g}")
     another = command_text("compare", study.folder, *other) if study.folder else " ".join(other)
-    return f"These runs had no target: this one is the best that {most}; for another one: {another}"
+    return (
+        f"These runs had no target: this one is the best that {most}; give one by --target, as in"
+        f" {another}"
+    )
 
 
 def _clock_note(runs: Sequence[Run]) -> Iterable[str]:

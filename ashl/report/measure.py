@@ -165,8 +165,9 @@ def describe(target: Target) -> str:
 def time_reached(run: Run, target: Target) -> tuple[float, float]:
     """Return the time at which a run reached a target, and the time of the evaluation before it.
 
-    The rule is that of the run itself: `hold` consecutive evaluations; the time is that of the last
-    one. The time is infinite if the target was not reached.
+    It is reached by `hold` consecutive evaluations, and the time is that of the last one. The time
+    is infinite if the target was not reached. A run that has several targets counts the evaluations
+    of each by itself; here an evaluation counts that meets any of them.
     """
     held, before = 0, 0.0
     for row in run.metrics:

@@ -60,7 +60,10 @@ def find_winners(board: Leaderboard) -> WinnersByCluster | None:
     points = dict(zip(rows, zip(*numbers, strict=True), strict=True))
     costs, sure = dict[Point, dict[str, float]](), dict[Point, bool]()
     for part in board.environments:
-        own = {row.setting.name(keys): board.measure.order(row.spread.middle) for row in part.rows}
+        own = {
+            row.setting.name(keys): board.measure.order(row.spread.middle)
+            for row in part.ranked_rows
+        }
         if min(own.values()) < math.inf:
             point = points[part.rows[0]]
             costs[point] = dict(sorted(own.items(), key=lambda entry: entry[1]))

@@ -294,11 +294,14 @@ class StoreServer(AuthenticatedStore):
             except OSError:  # too many open files; the next one may succeed
                 time.sleep(RETRY_S)
                 continue
-            if self._pending.acquire(blocking=False):
-                serve = threading.Thread(target=self._serve, args=(link, address[0]))
-                serve.daemon = True
+            if not self._pending.acquire(blocking=False):
+                link.close()
+                continue
+            serve = threading.Thread(target=self._serve, args=(link, address[0]), daemon=True)
+            try:
                 serve.start()
-            else:
+            except RuntimeError:  # the system allows no further thread; the client tries again
+                self._pending.release()
                 link.close()
         self._listener.close()
 

@@ -46,6 +46,7 @@ import torch
 
 from ashl.compression.contract import EncodeContext, as_float32
 from ashl.compression.grid import MOST, WHOLE, Grid
+from ashl.compression.kernels import packed_bytes
 from ashl.compression.payload import HEADER, Parts, write_payload
 from ashl.device import read_scalars, to_host
 from ashl.option import Count, NonNegative, Positive, option
@@ -249,8 +250,9 @@ class AsyLPG(ServerRule):
 def write_model(x: Any, anchor: Any, context: EncodeContext, mu: float | None) -> Any:
     """Encode Q(x)."""
     if isinstance(x, SizeOnly):
-        bits = 32 if mu is None else MOST // 2
-        return SizeOnly(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
+        if mu is None:
+            return SizeOnly(HEADER.size + x.nbytes)
+        return SizeOnly(HEADER.size + 4 + packed_bytes(x.nbytes // 4, MOST // 2))
     model, bits = as_float32(to_host(x)), bits_of(x, anchor, mu)
     if bits is None:
         return write_payload(Grid.code, len(model), Parts(len(model), model, form=WHOLE))
