@@ -17,6 +17,7 @@ from ashl.cluster.spec import RealCluster
 from ashl.config.compose import compose
 from ashl.errors import AshlError, DataMissingError, UsageError
 from ashl.launch.environment import JobMembership, first_host, read_membership
+from ashl.launch.job import PORTS
 from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
@@ -453,7 +454,18 @@ def test_a_port_that_is_taken() -> None:
         with pytest.raises(
             UsageError, match=rf"the port {port} \(MASTER_PORT\) is taken on .*; choose another"
         ):
-            jobs.serve_store(JobMembership(0, 2, "127.0.0.1", port, None), 1)
+            jobs.serve_store(JobMembership(0, 2, "127.0.0.1", port, None))
+
+
+def test_the_port_beside_an_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent listens at MASTER_PORT, so all processes of an attempt derive another port."""
+    monkeypatch.setenv("ASHL_JOB_SECRET", "a word")
+    agents = [member(rank)._replace(agent_store=True, attempt="1") for rank in (0, 1)]
+    own, other = map(jobs.address_of, agents)
+    assert own == other
+    assert own.port in PORTS
+    assert own != jobs.address_of(agents[0]._replace(attempt="2"))
+    assert jobs.address_of(member(0)).port == 29500
 
 
 # --- the interface

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ashl.errors import UsageError
-from ashl.launch.job import SECRET
+from ashl.launch.job import PORTS, SECRET
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,12 @@ def shared_secret(*known: object) -> Secret:
     """
     text = f"given {os.environ.get(SECRET) or user_secret()} known {' '.join(map(str, known))}"
     return Secret(hashlib.blake2b(text.encode(), digest_size=32, person=b"ashl job").digest())
+
+
+def derive_port(secret: Secret) -> int:
+    """Return the port that the processes of a job derive from its secret."""
+    digest = hashlib.blake2b(b"port", key=secret, digest_size=8).digest()
+    return PORTS[int.from_bytes(digest) % len(PORTS)]
 
 
 def secret_file() -> Path:

@@ -18,10 +18,7 @@ import sys
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from ashl.config.signals import end_with_parent
 from ashl.device import HOST
@@ -38,10 +35,11 @@ from ashl.run.authenticated_store import (
     StoreAddress,
     StoreClient,
     StoreServer,
+    derive_port,
     secret_file,
     shared_secret,
 )
-from ashl.run.control_channel import PATIENCE_S, POLL_S
+from ashl.run.control_channel import PATIENCE_S
 from ashl.run.handshake import (
     ERROR_BY_EXIT_CODE,
     Hello,
@@ -95,7 +93,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
     timeout_s = parts.runtime.heartbeat_timeout_s
     job = with_resolved_master(job, timeout_s)
     own, chosen = describe_process(plan, parts, config, job)
-    store = serve_store(job, timeout_s)
+    store = serve_store(job)
     requests = PlaceRequests(store, own)
     with sharing_error(job, requests):
         hellos = requests.gather(job.world_size, timeout_s)
@@ -128,7 +126,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
     requests.workers = {process: rank for rank, process in enumerate(processes)}
     # one rank of the plan is in this process's child, so that evaluation does not delay it
     settings = requests.places.pop(0).settings_here(own.device, chosen)
-    return Lead(store, address_of(job, store.port), (settings,), requests, job, notes)
+    return Lead(store, address_of(job), (settings,), requests, job, notes)
 
 
 @contextmanager
@@ -158,7 +156,7 @@ def share_error(job: JobMembership, requests: PlaceRequests | None, error: AshlE
     if job.rank > 0:
         connect_store(job, PATIENCE_S).call("join", own)
         return
-    requests = requests or PlaceRequests(serve_store(job, PATIENCE_S), own)
+    requests = requests or PlaceRequests(serve_store(job), own)
     # once the run has begun, only processes without a place wait
     waiting = len(requests.places) if requests.workers else job.world_size - 1
     requests.refuse_all(error, waiting)
@@ -200,12 +198,20 @@ def with_resolved_master(job: JobMembership, timeout_s: float) -> JobMembership:
     return job._replace(host=host)
 
 
-def address_of(job: JobMembership, port: int) -> StoreAddress:
+def address_of(job: JobMembership) -> StoreAddress:
     """Return the address of the job's store, with the secret that all processes of the job derive
     from the launcher's environment.
+
+    The port is MASTER_PORT. If an agent of torchrun listens there, it follows from the secret.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return StoreAddress(job.host, port, shared_secret(job.port, run_id, job.attempt))
+    secret = shared_secret(job.port, run_id, job.attempt)
+    return StoreAddress(job.host, derive_port(secret) if job.agent_store else job.port, secret)
+
+
+def port_source(job: JobMembership) -> str:
+    """Return the setting that decides the port of the job's store, for messages."""
+    return "a port that follows from MASTER_PORT" if job.agent_store else "MASTER_PORT"
 
 
 def connect_store(job: JobMembership, timeout_s: float) -> StoreClient:
@@ -213,13 +219,13 @@ def connect_store(job: JobMembership, timeout_s: float) -> StoreClient:
 
     Raises: AshlError if the master does not answer within `timeout_s` seconds.
     """
+    address = address_of(job)
     try:
-        port = exchange_port(job, None, timeout_s)
-        store = StoreClient(address_of(job, port), timeout_s)
-    except (OSError, RuntimeError) as error:
+        store = StoreClient(address, timeout_s)
+    except OSError as error:
         raise AshlError(
-            f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer as the"
-            f" store of this job within {timeout_s:g} s (runtime.heartbeat_timeout_s):"
+            f"the master {job.host}:{address.port} (MASTER_ADDR, {port_source(job)}) did not answer"
+            f" as the store of this job within {timeout_s:g} s (runtime.heartbeat_timeout_s):"
             f" {first_line(error)}; is rank 0 running and reachable, and has it the same secret"
             f" ({SECRET}, else {secret_file()})?"
         ) from error
@@ -227,41 +233,16 @@ def connect_store(job: JobMembership, timeout_s: float) -> StoreClient:
     return store
 
 
-def serve_store(job: JobMembership, timeout_s: float) -> StoreServer:
+def serve_store(job: JobMembership) -> StoreServer:
     """Serve the job's store in process 0. Raises UsageError if the port is taken."""
-    secret = address_of(job, 0).secret
+    address = address_of(job)
     try:
-        address = interface.own_address(job.host)
-        server = StoreServer(secret, address, 0 if job.agent_store else job.port)
+        return StoreServer(address.secret, interface.own_address(job.host), address.port)
     except OSError as error:
         raise UsageError(
-            f"the port {job.port} (MASTER_PORT) is taken on {socket.gethostname()}; choose another,"
-            " or end the job that uses it"
+            f"the port {address.port} ({port_source(job)}) is taken on {socket.gethostname()};"
+            " choose another, or end the job that uses it"
         ) from error
-    exchange_port(job, server.port, timeout_s)
-    return server
-
-
-def exchange_port(job: JobMembership, port: int | None, timeout_s: float) -> int:
-    """Return the port of the job's store: MASTER_PORT, unless an agent of torchrun uses that.
-
-    Then process 0 publishes another one (`port`) in the store of the agent.
-    Raises: RuntimeError if the agent does not answer, or the port is missing after `timeout_s`.
-    """
-    if not job.agent_store:
-        return job.port
-    limit = timedelta(seconds=max(1.0, timeout_s))
-    agent = dist.TCPStore(job.host, job.port, is_master=False, timeout=limit)
-    key = f"ashl/port/{job.attempt}"
-    end_s = time.monotonic() + timeout_s
-    if port is not None:
-        agent.set(key, str(port))
-        return port
-    while not agent.check([key]):
-        if time.monotonic() > end_s:
-            raise RuntimeError("rank 0 has published no port")
-        time.sleep(POLL_S)
-    return int(agent.get(key))
 
 
 def run_as_rank(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> int:
