@@ -134,12 +134,11 @@ def play(
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     if rank == 0:
-        store = StoreServer(SECRET, port=port)
+        server = StoreServer(SECRET, port=port)
         if isinstance(machines, Cluster) and machines.bandwidth_mbit_s is not None:
-            store.handlers["nics"] = Nics(make_network(machines, DENSE)).call
-    else:
-        store = StoreClient(StoreAddress("127.0.0.1", port, SECRET), 30.0)
-        store.limit_answers(600.0)
+            server.handlers["nics"] = Nics(make_network(machines, DENSE)).call
+    store = StoreClient(StoreAddress("127.0.0.1", port, SECRET), 30.0)
+    store.limit_answers(600.0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NO_TIMEOUT)
     made = {group: dist.new_group(list(group), timeout=NO_TIMEOUT) for group in groups}
     seen = Quiet()

@@ -1,8 +1,8 @@
 """The job's key-value store: it accepts only processes that know the job's secret.
 
-`StoreServer` is the store in the process of the controller, `StoreClient` the store as any other
-process uses it; torch and gloo use both as any store of theirs. The server also passes requests
-with a name of their own to the controller (`StoreServer.handlers`), in the thread of the client's
+`StoreServer` serves the store in the process of the controller. The ranks use it by a
+`StoreClient`, which torch and gloo use as any store of theirs. The server also passes requests with
+a name of their own to the controller (`StoreServer.handlers`), in the thread of the client's
 connection. The last request of that thread is `closed`.
 
 A connection begins with a challenge in both directions (keyed BLAKE2b, RFC 7693): the store and the
@@ -54,7 +54,7 @@ SIZE = struct.Struct(">Q")  # bytes of a message
 BYTES = "$bytes"  # key of the number of bytes in place of bytes
 CLIENT, SERVER = b"client", b"server"
 # operations of torch's store
-OPERATIONS = {"set", "get", "compare_set", "add", "check", "delete_key", "num_keys"}
+OPERATIONS = {"set", "get", "compare_set", "add", "check", "delete_key"}
 NEVER_S = float("inf")
 
 
@@ -208,66 +208,11 @@ class Connection:
             self.send(proof(SERVER))
 
 
-class AuthenticatedStore(dist.Store):
-    """The job's store as torch and gloo use it, with requests to the controller."""
-
-    host: str
-    port: int
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._timeout_s = NEVER_S
-
-    @property
-    def address(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    def call(self, name: str, *args: Any) -> Any:
-        """Return the answer to a request; None if the controller accepts none of this name."""
-        raise NotImplementedError
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.call("set", key, value)
-
-    def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
-        self.wait([key])
-        return self.call("get", key)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys. Raises RuntimeError if one is missing after the timeout."""
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        end_s = time.monotonic() + limit_s
-        while not self.check(keys):
-            if time.monotonic() > end_s:
-                raise RuntimeError(f"the job's store has not {', '.join(keys)} after {limit_s:g} s")
-            time.sleep(POLL_S)
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self.call("compare_set", key, expected_value, desired_value)
-
-    def add(self, key: str, value: int) -> int:
-        return self.call("add", key, value)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self.call("check", [*keys])
-
-    def delete_key(self, key: str) -> bool:
-        return self.call("delete_key", key)
-
-    def num_keys(self) -> int:
-        return self.call("num_keys")
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
-
-
-class StoreServer(AuthenticatedStore):
-    """The store, in the process of the controller. It serves each connection by a thread."""
+class StoreServer:
+    """Serves the store in the process of the controller, each connection by a thread."""
 
     def __init__(self, secret: Secret, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen at this address; "" = all addresses. Raises OSError if the port is taken."""
-        super().__init__()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=128)
         self.host, self.port = host or "127.0.0.1", self._listener.getsockname()[1]
@@ -335,8 +280,10 @@ class StoreServer(AuthenticatedStore):
         self.call("closed")
 
 
-class StoreClient(AuthenticatedStore):
-    """The store of another process. All threads of this process may use it."""
+class StoreClient(dist.Store):
+    """The store as torch and gloo use it, with requests to the controller. All threads of this
+    process may use it.
+    """
 
     def __init__(self, address: StoreAddress, connect_s: float) -> None:
         """Connect, again and again for `connect_s` seconds.
@@ -358,6 +305,10 @@ class StoreClient(AuthenticatedStore):
                     raise
                 time.sleep(RETRY_S)
 
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
     def close(self) -> None:
         self._connection.close()
 
@@ -366,7 +317,10 @@ class StoreClient(AuthenticatedStore):
         self._connection.limit_s = limit_s
 
     def call(self, name: str, *args: Any) -> Any:
-        """Return the answer to a request. Raises RuntimeError if it fails, or the store does."""
+        """Return the answer to a request; None if the controller accepts none of this name.
+
+        Raises: RuntimeError if the request or the store fails.
+        """
         try:
             with self._lock:
                 self._connection.send_message(name, *args)
@@ -379,3 +333,34 @@ class StoreClient(AuthenticatedStore):
         if problem is not None:
             raise RuntimeError(problem)
         return answer
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.call("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        self.wait([key])
+        return self.call("get", key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys, without a limit by default. Raises RuntimeError if one is missing after
+        the timeout.
+        """
+        limit_s = NEVER_S if timeout is None else timeout.total_seconds()
+        end_s = time.monotonic() + limit_s
+        while not self.check(keys):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"the job's store has not {', '.join(keys)} after {limit_s:g} s")
+            time.sleep(POLL_S)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self.call("compare_set", key, expected_value, desired_value)
+
+    def add(self, key: str, value: int) -> int:
+        return self.call("add", key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self.call("check", [*keys])
+
+    def delete_key(self, key: str) -> bool:
+        return self.call("delete_key", key)

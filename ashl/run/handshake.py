@@ -29,7 +29,7 @@ from ashl.errors import AshlError, DataMissingError, UsageError, to_one_line
 from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
 from ashl.planning.compatibility import pluralize
-from ashl.run.authenticated_store import AuthenticatedStore, StoreServer
+from ashl.run.authenticated_store import StoreClient, StoreServer
 from ashl.run.control_channel import PATIENCE_S, POLL_S
 from ashl.run.interface import Interface, replace_loopback
 from ashl.run.rank import RankSettings, role_name
@@ -164,7 +164,7 @@ class PlaceRequests:
             time.sleep(RETRY_S)  # the threads of the connections send the answers meanwhile
 
 
-def request_place(store: AuthenticatedStore, own: Hello, retry_s: float = 0.0) -> Place:
+def request_place(store: StoreClient, own: Hello, retry_s: float = 0.0) -> Place:
     """Ask process 0 for a place, and return its answer: a place or a refusal. A process of a job
     repeats its request until the run begins.
 

@@ -31,7 +31,6 @@ from ashl.planning.device import device_of, gpu_index, have_own_gpus
 from ashl.planning.instantiate import Parts
 from ashl.run import interface
 from ashl.run.authenticated_store import (
-    AuthenticatedStore,
     StoreAddress,
     StoreClient,
     StoreServer,
@@ -162,7 +161,7 @@ def share_error(job: JobMembership, requests: PlaceRequests | None, error: AshlE
     requests.refuse_all(error, waiting)
 
 
-def await_place(store: AuthenticatedStore, own: Hello, timeout_s: float) -> Place:
+def await_place(store: StoreClient, own: Hello, timeout_s: float) -> Place:
     """Wait for the place of a process other than process 0.
 
     If the rank had another process before, this one waits until the controller has noticed its

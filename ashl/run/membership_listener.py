@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Iterable
 
-from ashl.run.authenticated_store import AuthenticatedStore
+from ashl.run.authenticated_store import StoreClient
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import ControlUpdate
 from ashl.runtime.rendezvous import admit_worker
@@ -28,7 +28,7 @@ class MembershipListener:
         rank: int,
         incarnation: int,
         peers: Iterable[int],
-        store: AuthenticatedStore,
+        store: StoreClient,
         regroups: bool = False,
         is_worker: bool = True,
     ) -> None:

@@ -275,15 +275,15 @@ def cost(folder: str, *by: str) -> list[str]:
     shares = sorted((1 - count / usual) * AFTER_S / EVERY_S for count in near)
     newest = checkpoints(run)[-1].parent
     size = sum(file.stat().st_size for file in newest.iterdir())
-    file, store = newest / "rank0.safetensors", stores()
+    file, store = newest / "rank0.safetensors", StoreServer(new_secret())
     document = decode(file.read_bytes())
     began = time.process_time()
     for number in range(PARTS):
         content = encode(document)
         if by:
-            store.set(f"part/{number}", content)
-            content = store.get(f"part/{number}")
-            store.delete_key(f"part/{number}")
+            store.call("set", f"part/{number}", content)
+            content = store.call("get", f"part/{number}")
+            store.call("delete_key", f"part/{number}")
         rank_checkpoint.write(run / "again.safetensors", content)
     wrote = f"{(time.process_time() - began) / PARTS / EVERY_S:.2%}"
     row = [
@@ -294,10 +294,6 @@ def cost(folder: str, *by: str) -> list[str]:
         f"{statistics.median(shares):+.2%}",
     ]
     return [*row, f"{shares[0]:+.2%} to {shares[-1]:+.2%}"]
-
-
-def stores() -> StoreServer:
-    return StoreServer(new_secret())
 
 
 def costs() -> None:
