@@ -125,7 +125,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
     requests.workers = {process: rank for rank, process in enumerate(processes)}
     # one rank of the plan is in this process's child, so that evaluation does not delay it
     settings = requests.places.pop(0).settings_here(own.device, chosen)
-    return Lead(store, address_of(job), (settings,), requests, job, notes)
+    return Lead(store, address_of(job), (settings,), requests, notes)
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from ashl.cluster.spec import Cluster
 from ashl.config.signals import INTERRUPTS
 from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, to_one_line
-from ashl.launch.environment import JobMembership
 from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import survives_failure
@@ -85,7 +84,6 @@ class Lead(NamedTuple):
     at: StoreAddress
     rank_settings: tuple[RankSettings, ...]
     requests: PlaceRequests  # requests of processes for the other ranks, or to join
-    job: JobMembership | None = None  # the job of another launcher
     notes: tuple[str, ...] = ()  # about the placement of ranks, for the user
 
 

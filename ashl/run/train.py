@@ -120,7 +120,7 @@ def run(
             find_restarted_run(config, membership) or resume,
             command,
         )
-    return run_opened(opened, lead, quiet=quiet, silent=silent)
+        return run_opened(opened, lead, quiet=quiet, silent=silent)
 
 
 class OpenedRun(NamedTuple):
@@ -318,7 +318,6 @@ def run_kernel(
         run_dir, plan.num_ranks, saving.every_s, saving.identity, lead_rank
     )
     with (
-        jobs.sharing_error(lead and lead.job, lead and lead.requests),
         logging_to(run_dir / CONTROLLER_LOG, "controller"),
         show_title("ashl controller"),
     ):
