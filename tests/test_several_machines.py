@@ -24,7 +24,7 @@ from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import parts_of
 from ashl.run import interface
 from ashl.run import job as jobs
-from ashl.run.authenticated_store import StoreServer, new_secret
+from ashl.run.authenticated_store import StoreAddress, StoreClient, StoreServer, new_secret
 from ashl.run.handshake import (
     JOINS,
     Hello,
@@ -34,7 +34,6 @@ from ashl.run.handshake import (
     check_gpus,
     check_profile,
     make_hello,
-    request_place,
     server_note,
     settings_in_common,
 )
@@ -315,10 +314,15 @@ def member(rank: int, size: int = 3) -> JobMembership:
 @contextmanager
 def asking(*said: Hello) -> Generator[tuple[PlaceRequests, list[Future[Place]]]]:
     """Ask for a place by each hello but the first, which is that of process 0."""
-    server = StoreServer(new_secret())
+    secret = new_secret()
+    server = StoreServer(secret)
+    address = StoreAddress(server.host, server.port, secret)
     requests = PlaceRequests(server, said[0])
     with ThreadPoolExecutor(8) as threads:
-        found = [threads.submit(request_place, server, hello, 0.5) for hello in said[1:]]
+        found = [
+            threads.submit(jobs.await_place, StoreClient(address, 0.0), hello, 0.5)
+            for hello in said[1:]
+        ]
         try:
             yield requests, found
         finally:
@@ -370,7 +374,7 @@ def test_a_process_gets_its_place_or_the_error_of_process_0() -> None:
         assert requests.gather(3, 5.0) == JOB[:3]
         with pytest.raises(DataMissingError, match="no data"), sharing_error(member(0), requests):
             raise DataMissingError("no data")
-        assert [answer.result(5).refused for answer in answers] == ["no data"] * 2
+        assert [str(answer.exception(5)) for answer in answers] == ["no data"] * 2
     with asking(JOB[0], JOB[2]) as (requests, (answer,)):
         requests.places, requests.workers = {2: Place(RankSettings(1, "none"))}, {2: 1}
         answer_requests_until(requests, answer)
@@ -396,8 +400,9 @@ def test_a_restarted_process_that_cannot_run_gets_no_place() -> None:
     with asking(JOB[0], broken) as (requests, (answer,)):
         requests.workers = {2: 1}
         answer_requests_until(requests, answer)
-        assert answer.result().refused == f"rank 2 on {broken.host}: no data"
-        assert answer.result().exit_code == 3
+        error = answer.exception()
+        assert isinstance(error, DataMissingError)
+        assert str(error) == f"rank 2 on {broken.host}: no data"
 
 
 def test_a_joining_process_is_none_of_those_that_begin() -> None:
@@ -411,7 +416,7 @@ def test_a_second_process_is_refused_while_the_first_one_runs() -> None:
         requests.workers = {2: 1}
         began_s = time.monotonic()
         answer_requests_until(requests, answer)
-        refused = answer.result().refused or ""
+        refused = str(answer.exception())
     assert re.search("rank 2 is there already, .* b.lan .*: worker 1 has not failed; give", refused)
     assert time.monotonic() - began_s > 0.5, "the run may notice the failure a little later"
 
@@ -419,8 +424,9 @@ def test_a_second_process_is_refused_while_the_first_one_runs() -> None:
 def test_another_version_of_ashl_join_is_refused() -> None:
     own = make_hello(0)
     other = make_hello()._replace(versions=("0.1", *own.versions[1:]))
-    with asking(own, other) as (_, (answer,)):
-        assert "this process has ashl 0.1 and rank 0 on" in (answer.result(5).refused or "")
+    with asking(own, other) as (requests, (answer,)):
+        answer_requests_until(requests, answer)
+        assert "this process has ashl 0.1 and rank 0 on" in str(answer.exception())
 
 
 def test_what_machines_may_have_each_its_own() -> None:

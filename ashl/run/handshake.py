@@ -30,7 +30,7 @@ from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
 from ashl.planning.compatibility import pluralize
 from ashl.run.authenticated_store import StoreClient, StoreServer
-from ashl.run.control_channel import PATIENCE_S, POLL_S
+from ashl.run.control_channel import PATIENCE_S, POLL_S, AwakeTime
 from ashl.run.interface import Interface, replace_loopback
 from ashl.run.rank import RankSettings, role_name
 from ashl.runtime.records import Text, validate
@@ -114,8 +114,6 @@ class PlaceRequests:
         """
         try:
             hello = validate(Hello, fields, "the description of a process")
-            if hello.rank == JOINS:
-                check_hello(hello, self.own)
         except AshlError as error:  # for example of another version of ashl
             return Place(refused=str(error))
         answer = Future[Place]()
@@ -132,8 +130,8 @@ class PlaceRequests:
         Raises: AshlError if they do not fit together, or if one is missing after `timeout_s`.
         """
         hellos = {0: self.own}
-        # passes are counted and not seconds, in which this process may have been stopped
-        for _ in range(1 + round(timeout_s / POLL_S)):
+        awake = AwakeTime()
+        while awake.passed_s() < timeout_s:
             for hello, _ in [*self.pending]:
                 if 0 <= hello.rank < world_size and hello.rank not in hellos:
                     check_hello(hello, self.own)
@@ -164,24 +162,12 @@ class PlaceRequests:
             time.sleep(RETRY_S)  # the threads of the connections send the answers meanwhile
 
 
-def request_place(store: StoreClient, own: Hello, retry_s: float = 0.0) -> Place:
-    """Ask process 0 for a place, and return its answer: a place or a refusal. A process of a job
-    repeats its request until the run begins.
-
-    Args: retry_s, seconds in which a refused request is repeated if a later one may be admitted
-    (`Place.may_change`).
-    Raises: AshlError if the run does not answer `ashl join`; RuntimeError if the store fails.
+def request_place(store: StoreClient, own: Hello) -> Place | None:
+    """Ask process 0 for a place, and return its answer; None if it has not answered within
+    `PATIENCE_S`: the run has not begun, or evaluates. Raises RuntimeError if the store fails.
     """
-    until_s = time.monotonic() + retry_s
-    while True:
-        answer = store.call("join", own)
-        if answer is not None:
-            place = validate(Place, answer, "the answer of the run")
-            if not place.may_change or time.monotonic() > until_s:
-                return place
-        elif own.rank == JOINS:
-            raise AshlError("the run did not answer a join request; try again")
-        time.sleep(RETRY_S)
+    answer = store.call("join", own)
+    return None if answer is None else validate(Place, answer, "the answer of the run")
 
 
 def check_hello(hello: Hello, first: Hello) -> None:

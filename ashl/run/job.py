@@ -41,6 +41,7 @@ from ashl.run.authenticated_store import (
 from ashl.run.control_channel import PATIENCE_S
 from ashl.run.handshake import (
     ERROR_BY_EXIT_CODE,
+    RETRY_S,
     Hello,
     Place,
     PlaceRequests,
@@ -67,9 +68,7 @@ def describe_process(
     with sharing_error(job):
         if interface.is_loopback(job.host):
             interface.check_loopback(f"MASTER_ADDR={job.host}")
-        chosen = interface.find_configured(parts.runtime.interface) or interface.find_route(
-            job.host, job.port
-        )
+        chosen = interface.choose_interface(parts.runtime.interface, job.host, job.port)
         device = device_of(parts.runtime, job.local_rank or 0)
     if job.agent_store:  # torchrun's agent may be killed, and ranks have sessions of their own
         end_with_parent()
@@ -168,8 +167,12 @@ def await_place(store: StoreClient, own: Hello, timeout_s: float) -> Place:
     failure. Then it gets the place of the next incarnation.
     Raises: AshlError with the reason if there is no place for it.
     """
+    until_s = time.monotonic() + timeout_s
     try:
-        place = request_place(store, own, timeout_s)
+        while (place := request_place(store, own)) is None or (
+            place.may_change and time.monotonic() < until_s
+        ):
+            time.sleep(RETRY_S)
     except RuntimeError as error:
         raise AshlError(
             f"the run did not begin, or it ended before this process got a place in it"

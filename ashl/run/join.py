@@ -58,20 +58,21 @@ def contact_run(
     Raises: UsageError if the run's store cannot be reached; AshlError if it does not answer within
     `PATIENCE_S`.
     """
+    place = None
     try:
         store = StoreClient(endpoint, 0.0)
         store.limit_answers(2 * PATIENCE_S)
-        return store, request_place(store, make_hello(worker=worker))
+        place = request_place(store, make_hello(worker=worker))
     except (RuntimeError, OSError) as error:
         # the store of a run that is stopped, for example by Ctrl-Z, never answers
-        if isinstance(error.__cause__ or error, TimeoutError):
-            raise AshlError(
-                f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try again"
+        if not isinstance(error.__cause__ or error, TimeoutError):
+            raise UsageError(
+                f"{run_dir}: the run has ended, or is on the loopback of another machine; its store"
+                " does not answer"
             ) from None
-        raise UsageError(
-            f"{run_dir}: the run has ended, or is on the loopback of another machine; its store"
-            " does not answer"
-        ) from None
+    if place is None:
+        raise AshlError(f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try again")
+    return store, place
 
 
 # --- the join endpoint
