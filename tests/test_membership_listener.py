@@ -3,6 +3,7 @@ store and groups.
 """
 
 import queue
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -98,6 +99,31 @@ def test_a_joining_worker_begins_its_first_epoch_once() -> None:
     assert begun == [2]
     assert numbers == [2 * PAUSES, 2 * PAUSES + 1]
     assert kernel.heartbeat().first_pause == 2 * PAUSES
+
+
+@pytest.mark.parametrize("has_next", [True, False])
+def test_a_rendezvous_that_fails_waits_for_the_next_epoch(
+    has_next: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member has failed, and the controller notices it a moment later, or never."""
+    monkeypatch.setattr("ashl.runtime.process.FAILURE_WAIT_S", 60.0 if has_next else 0.1)
+
+    def meet(epoch: Epoch, *_: object) -> None:
+        if epoch.number == 1:
+            raise RuntimeError("Connection refused")
+
+    async def main(ctx: Any, saved: Any, epoch: Epoch) -> int:
+        return epoch.number
+
+    kernel = kernel_of(Quiet(), make_group=meet)
+    kernel.join_running({}, time.monotonic_ns())
+    kernel.begin_epoch(Epoch(1, (0, 1), (1, 0)))
+    if has_next:
+        threading.Timer(0.1, kernel.begin_epoch, [Epoch(2, (0,), (1,))]).start()
+        assert kernel.run(main) == 2
+    else:
+        with pytest.raises(RuntimeError, match="Connection refused"):
+            kernel.run(main)
 
 
 def test_a_pause_does_not_hide_the_round_before() -> None:

@@ -342,9 +342,13 @@ class TorchKernel(TaskKernel):
             self._first_pause = epoch.number * PAUSES
         self._epoch, self._pauses = epoch, epoch.number * PAUSES
         members = (*epoch.workers, *range(self._num_workers, self._num_ranks))
-        group = self._make_group(
-            epoch, members, lambda: self._published is not epoch or self._has_left()
-        )
+        try:
+            group = self._make_group(
+                epoch, members, lambda: self._published is not epoch or self._has_left()
+            )
+        except RuntimeError as error:
+            self._main = None  # no task runs until the next epoch
+            return self._await_epoch(error)
         if self._published is not epoch or self._has_left():
             return
         routes = dict[int, tuple[dist.ProcessGroup, int]]()
@@ -395,8 +399,8 @@ class TorchKernel(TaskKernel):
         self.ctx.time_accounting.attribute_idle(now_ns)
 
     def _await_epoch(self, error: Exception) -> None:
-        """Wait for the next epoch, because a collective or a connection is broken. Raises the error
-        if none has begun after `FAILURE_WAIT_S`.
+        """Wait for the next epoch, because a collective, a connection or the rendezvous of an epoch
+        is broken. Raises the error if none has begun after `FAILURE_WAIT_S`.
         """
         epoch = self._epoch
 

@@ -36,7 +36,6 @@ from ashl.runtime.transport import NO_TIMEOUT
 
 SERVER, JOINER = 0, 1  # ranks in a group of two: the server, and the joining worker
 POLL_S = 0.02  # seconds between two reads of the job's store
-NOTICE_S = 10.0  # longest time from a failure to the next epoch without the failed member
 CHECK_S = 0.2  # seconds between two checks whether a wait can still end
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, new at each boot of the machine
 T = TypeVar("T")
@@ -146,24 +145,14 @@ def make_epoch_group(
     """Make the process group of the members of an epoch, and tell joining workers the run's clock.
 
     Returns: None if there is one member, or once `is_over()` is true.
-    Raises: RuntimeError if gloo cannot connect the members, and `is_over()` stays false for
-    NOTICE_S.
+    Raises: RuntimeError if gloo cannot connect the members: one may have failed.
     """
     if len(members) == 1:
         return None
     store.set(clock_key(epoch.number), describe_clock(now_ns()))
     name = f"epoch/{epoch.number}"
     meet = partial(make_group, name, store, members.index(rank), len(members))
-    try:
-        return call_unless_over(meet, is_over)
-    except RuntimeError:
-        # a member may have failed, and the controller notices it a moment later
-        until_s = time.monotonic() + NOTICE_S
-        while not is_over():
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(POLL_S)
-        return None
+    return call_unless_over(meet, is_over)
 
 
 def join_epoch(
