@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from ashl.config.signals import describe_exit
 from ashl.errors import AshlError
 from ashl.run.rank import is_consequence, role_name
-from ashl.run.supervisor import LivenessMonitor, check_liveness, describe_exit, find_culprit
+from ashl.run.supervisor import LivenessMonitor, check_liveness, find_culprit
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.records import (
     ControlUpdate,

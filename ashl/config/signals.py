@@ -1,4 +1,6 @@
-"""Signals that ask this process to end: handle them, and receive one when the parent ends."""
+"""Signals that ask this process to end: handle them, and receive one when the parent ends. How a
+process ended, by its exit code.
+"""
 
 import ctypes
 import signal
@@ -8,6 +10,7 @@ from contextlib import contextmanager
 
 # Ctrl-C, the end of a job in a queue, and a terminal that closes.
 INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+KILLED_BY = "was killed by"  # the name of a signal follows
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 
 
@@ -39,3 +42,13 @@ def end_with_parent() -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, as a verb phrase, from its exit code as Python returns it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"{KILLED_BY} {signal.Signals(-code).name}"
+    except ValueError:  # Python names no real-time signals between the first and the last
+        return f"{KILLED_BY} signal {-code}"

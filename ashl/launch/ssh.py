@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from shlex import join, quote
 from typing import Any
 
-from ashl.config.signals import handle_signals
+from ashl.config.signals import describe_exit, handle_signals
 from ashl.errors import AshlError, UsageError
 from ashl.launch.job import LOCAL, Launch, Machine, Task, is_loopback, random_port
 
@@ -268,6 +268,6 @@ def describe(connection: Connection, code: int) -> str:
     rank = f"rank {connection.task.rank} on {connection.name}"
     if code == DISCONNECTED:
         return f"{rank} {LOST} ({connection.last_words or 'the connection has ended'})"
-    with suppress(ValueError):
-        return f"{rank} was killed by {signal.Signals(code - 128 if code > 0 else -code).name}"
-    return f"{rank} ended with exit code {code}"
+    # a shell reports a signal as 128 + its number
+    killed = 128 < code <= 128 + max(signal.valid_signals())
+    return f"{rank} {describe_exit(128 - code if killed else code)}"

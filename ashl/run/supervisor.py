@@ -19,7 +19,6 @@ a process counts as a failure in a later pass than the one that noticed it.
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,6 +28,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ashl.config.signals import KILLED_BY, describe_exit
 from ashl.errors import AshlError, to_one_line
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import can_block_forever, describe_modes, survives_failure
@@ -69,7 +69,6 @@ from ashl.runtime.records import (
 logger = logging.getLogger(__name__)
 
 DISCONNECTED = "disconnected"
-KILLED_BY = "was killed by"  # the cause of a failure begins so; the name of a signal follows
 OVER = "the run is over"  # the answer to a process that asks too late
 DECLARED = "failed, as cluster.events says"
 SAME_CAUSE_S = 1.0  # silences that began within this many seconds have one cause
@@ -186,7 +185,7 @@ class LivenessMonitor:
                 if self.channel.is_closed(rank):
                     found[rank] = DISCONNECTED
             elif (code := self.processes[rank].exitcode) is not None:
-                found[rank] = describe_exit(code)
+                found[rank] = DECLARED if code == EXIT_DECLARED_FAILURE else describe_exit(code)
         return found
 
     def detect_failures(self, timeout_s: float, silent: Sequence[int], read_s: float) -> None:
@@ -483,25 +482,6 @@ def run_failure(liveness: LivenessMonitor, run_dir: Path) -> AshlError:
     return AshlError(
         f"{rank_name(liveness, rank)}{cause}" + (f"; its log is {log}" if log.exists() else "")
     )
-
-
-def describe_exit(code: int) -> str:
-    """Return the cause of a failure, as a verb phrase about the rank, from its exit code."""
-    if code == EXIT_DECLARED_FAILURE:
-        return DECLARED
-    if code < 0:
-        return f"{KILLED_BY} {signal_name(-code)}"
-    return f"ended with exit code {code}"
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal. Python names no real-time signals between the first and the
-    last.
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def find_culprit(

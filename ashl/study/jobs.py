@@ -30,6 +30,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
+from ashl.config.signals import KILLED_BY, describe_exit
 from ashl.errors import AshlError, UsageError
 from ashl.launch.environment import clear_launcher_env
 from ashl.launch.job import Launch, job_size
@@ -37,7 +38,6 @@ from ashl.launch.ssh import LOST, UNREACHED, command
 from ashl.launch.start import start
 from ashl.run.launch import allow_children, start_fork_server
 from ashl.run.process_setup import die_with_parent, redirect
-from ashl.run.supervisor import KILLED_BY, signal_name
 from ashl.run.train import is_virtual, run
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
@@ -421,7 +421,7 @@ def submit(
 def record_end(job: Job, code: int) -> None:
     """Write a summary for a process that was killed or failed before it could write one."""
     if code < 0:
-        record_failure(job, f"{KILLED_BY} {signal_name(-code)}")
+        record_failure(job, describe_exit(code))
     elif code and code != 130:
         record_failure(job, f"ended with exit code {code}; its output is in {job.folder / LOG}")
 
