@@ -403,20 +403,18 @@ class Reporter:
                     records.append(record)
             self._report(records)
 
-    def _report_content(self, record: Record, content: Any) -> None:
+    def _report_content(self, record: Any, content: Any) -> None:
         """Report the content of a record in pieces, the last piece with the record."""
         if isinstance(content, Tensor):
-            here = to_host(content.to(torch.float32)).contiguous()
-            return self._report_bytes(record, memoryview(here.numpy()).cast("B"))
-        if isinstance(record, ModuleState):
+            on_host = to_host(content.to(torch.float32)).contiguous()
+            content = memoryview(on_host.numpy()).cast("B")
+        elif isinstance(record, ModuleState):
             content = encode(content)
-        return self._report_bytes(record, memoryview(content))
-
-    def _report_bytes(self, record: Any, content: memoryview) -> None:
-        last = max(0, content.nbytes - 1) // PIECE * PIECE  # offset of the last piece
+        whole = memoryview(content)
+        last = max(0, whole.nbytes - 1) // PIECE * PIECE  # offset of the last piece
         for start in range(0, last, PIECE):
-            self._report([self.make_heartbeat()], content[start : start + PIECE])
-        self._report([record._replace(nbytes=content.nbytes)], content[last:])
+            self._report([self.make_heartbeat()], whole[start : start + PIECE])
+        self._report([record._replace(nbytes=whole.nbytes)], whole[last:])
 
     def _report(self, records: list[Record | None], piece: bytes | memoryview = b"") -> None:
         """Send a report without the None in it, and apply the control update that answers it.

@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class MembershipListener:
-    """Applies membership changes to this rank's connections, in the reporter's thread."""
+    """Applies membership changes to this rank's connections, in the reporter's thread.
+
+    Threads: others read `failed_ranks`. Single operations on dicts need no lock.
+    """
 
     def __init__(
         self,
@@ -47,17 +50,15 @@ class MembershipListener:
         self._incarnations = dict.fromkeys(peers, 0)
         # the latest failed incarnation of each failed worker, also of those that are no peers
         self._failed: dict[int, int] = {}
-        self._lock = threading.Lock()
 
     @property
     def failed_ranks(self) -> set[int]:
         """Return the ranks whose latest incarnation failed."""
-        with self._lock:
-            return {
-                rank
-                for rank, incarnation in self._failed.items()
-                if incarnation >= self._incarnations.get(rank, 0)
-            }
+        return {
+            rank
+            for rank, incarnation in self._failed.items()
+            if incarnation >= self._incarnations.get(rank, 0)
+        }
 
     def on_membership(self, update: ControlUpdate) -> None:
         """Begin a new epoch if the run regroups; otherwise disconnect newly failed peers, and
@@ -71,8 +72,7 @@ class MembershipListener:
         if not self._kernel.has_started:
             return
         previous, failed = self._failed, dict(update.failed)
-        with self._lock:
-            self._failed = failed
+        self._failed = failed
         for rank, incarnation in failed.items():
             if incarnation >= self._incarnations.get(rank, 0) and previous.get(rank) != incarnation:
                 logger.warning(
@@ -81,8 +81,7 @@ class MembershipListener:
                 self._kernel.mark_peer_failed(rank, "the run continues without it")
         for rank, incarnation in update.ready:
             if incarnation > self._incarnations.get(rank, incarnation):
-                with self._lock:
-                    self._incarnations[rank] = incarnation
+                self._incarnations[rank] = incarnation
                 threading.Thread(
                     target=self._connect_rejoined,
                     args=(rank, incarnation),
@@ -94,8 +93,7 @@ class MembershipListener:
         """Begin the epoch of this update, unless this rank is a worker and this incarnation is no
         member. The kernel ignores an epoch that it knows already.
         """
-        with self._lock:
-            self._failed = dict(update.failed)
+        self._failed = dict(update.failed)
         epoch = update.epoch
         members = dict(zip(epoch.workers, epoch.incarnations, strict=True))
         if not self._is_worker or members.get(self._rank) == self._incarnation:

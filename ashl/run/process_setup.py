@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -125,10 +124,9 @@ def die_with_parent() -> None:
     parent = mp.parent_process()
     if parent is None:
         return
-    sentinel = parent.sentinel
 
     def guard() -> None:
-        wait([sentinel])
+        parent.join()
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=guard, daemon=True, name="guard").start()
