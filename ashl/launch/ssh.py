@@ -122,7 +122,7 @@ async def run(launch: Launch, wanted: Sequence[Task]) -> int:
         await connect(launch, wanted, connections)
         line = environment_line(launch, [str(connection.address) for connection in connections])
     except BaseException:
-        await end_connections(connections, [], 0.1)
+        await end_connections(connections)
         raise
     with handle_signals(lambda number, _: interrupts.append(number)):
         try:
@@ -130,28 +130,17 @@ async def run(launch: Launch, wanted: Sequence[Task]) -> int:
                 connection.process.stdin.write(line)
             return await supervise(connections, interrupts)
         finally:
-            await end_connections(connections, interrupts, GRACE_S + SETTLE_S)
+            await end_connections(connections)
 
 
-async def end_connections(
-    connections: Sequence[Connection], interrupts: Sequence[int], limit_s: float
-) -> None:
-    """End the input of all connections, and kill those that last longer; at once after a second
-    interrupt.
-    """
-    for connection in connections:
-        connection.process.stdin.close()
-    clock = asyncio.get_running_loop().time
+async def end_connections(connections: Sequence[Connection]) -> None:
+    """Kill the connections that are open. At the end of its input a script ends its process."""
     for process in [connection.process for connection in connections]:
-        until_s = clock() + limit_s
-        while process.returncode is None and clock() < until_s:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), min(0.1, limit_s))
-            if len(interrupts) > 1:
-                break
+        process.stdin.close()
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)  # with a ProxyCommand of ssh
-            await process.wait()
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL)  # with a ProxyCommand of ssh
+        await process.wait()
 
 
 async def connect(launch: Launch, wanted: Sequence[Task], connections: list[Connection]) -> None:
