@@ -11,7 +11,7 @@ import pytest
 
 from ashl.config.signals import describe_exit
 from ashl.errors import AshlError
-from ashl.run.rank import is_consequence, role_name
+from ashl.run.rank import RankSettings, is_consequence, role_name
 from ashl.run.supervisor import LivenessMonitor, check_liveness, find_culprit
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.records import (
@@ -93,12 +93,13 @@ def test_the_next_incarnation_gets_the_totals_of_the_worker() -> None:
     """Also of a heartbeat that arrived after its end."""
     started: list[Any] = []
     liveness, monitor, _ = liveness_monitor()
-    liveness.start = lambda *known: started.append(known)
+    liveness.start = started.append
+    liveness.rank_settings = {1: RankSettings(1)}
     liveness.processes[1] = SimpleNamespace(exitcode=-9)
     liveness.continue_without(1, "was killed by SIGKILL")
     monitor.heartbeats[1] = empty_totals(1)._replace(time_ns=5, steps=7)
     liveness.restart_workers(1)
-    assert started == [(1, 1, monitor.heartbeats[1])]
+    assert started == [RankSettings(1, incarnation=1, totals=monitor.heartbeats[1])]
 
 
 def test_a_worker_fails_when_its_last_messages_are_read() -> None:

@@ -67,7 +67,7 @@ class Hello(NamedTuple):
 class Place(NamedTuple):
     """The settings of a rank of the run, or the reason why a process gets none."""
 
-    settings: RankSettings = RankSettings(0, "none")
+    settings: RankSettings = RankSettings(0)
     remote_addresses: tuple[Text, ...] = ()  # addresses of processes on other nodes
     failure: Text = (
         ""  # how the worker's earlier incarnation failed, for example "ended by SIGKILL"

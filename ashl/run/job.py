@@ -110,13 +110,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         theirs = hellos[process]
         # a worker uses the GPU that it shares with a server
         shared = rank >= plan.num_workers and gpus[rank] in gpus[:rank]
-        settings = RankSettings(
-            rank,
-            config["tracking"]["events"],
-            device=HOST if shared else theirs.device,
-            have_own_gpus=apart,
-            checkpoint_s=config["run"]["checkpoint_s"],
-        )
+        settings = RankSettings(rank, device=HOST if shared else theirs.device, have_own_gpus=apart)
         others = [
             peer.address for peer in hellos if peer.node_id != theirs.node_id and peer.address
         ]

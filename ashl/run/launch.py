@@ -29,7 +29,6 @@ from ashl.cluster.spec import Cluster
 from ashl.config.signals import INTERRUPTS
 from ashl.device import HOST
 from ashl.errors import AshlError, UsageError, to_one_line
-from ashl.learn.fingerprint import Fingerprint
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import survives_failure
 from ashl.planning.device import device_of, gpu_index, have_own_gpus
@@ -48,7 +47,7 @@ from ashl.run.join import publish_join_endpoint
 from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
-from ashl.runtime.records import End, Heartbeat, Rounds, WorkerRejoined
+from ashl.runtime.records import End, WorkerRejoined
 from ashl.runtime.throttle import Nics
 
 logger = logging.getLogger(__name__)
@@ -87,15 +86,13 @@ class Lead(NamedTuple):
     notes: tuple[str, ...] = ()  # about the placement of ranks, for the user
 
 
-def lead_here(plan: Plan, runtime: Any, rounds: Rounds, checkpoint_s: float | None) -> Lead:
+def lead_here(plan: Plan, runtime: Any) -> Lead:
     """Start the store of a run whose ranks are all on this machine; return it with the ranks."""
     devices = devices_of(plan, runtime)
     settings = RankSettings(
         0,
-        rounds,
         interface=choose_interface(runtime.interface, "127.0.0.1"),
         have_own_gpus=have_own_gpus([*map(gpu_index, devices)], runtime),
-        checkpoint_s=checkpoint_s,
     )
     ranks = [settings._replace(rank=rank, device=device) for rank, device in enumerate(devices)]
     secret = new_secret()
@@ -123,7 +120,7 @@ def run_controller(
     parts = monitor.job.parts
     log_start(plan, lead, parts.runtime, checkpoint_manager.every_s)
     monitor.receives_worker_states = True
-    rank_settings = settings_for_start(lead, run_dir, monitor.job.learner.fingerprint())
+    rank_settings = settings_for_start(lead, run_dir, monitor, checkpoint_manager.every_s)
     channel = open_channel(plan, monitor, lead.store, saved)
     end = End(130)  # the end after an interrupt; replaced below after any other end
     processes = dict[int, BaseProcess]()
@@ -171,20 +168,18 @@ def log_start(plan: Plan, lead: Lead, runtime: Any, every_s: float | None) -> No
 
 
 def settings_for_start(
-    lead: Lead, run_dir: Path, fingerprint: Fingerprint
+    lead: Lead, run_dir: Path, monitor: Monitor, checkpoint_s: float | None
 ) -> tuple[RankSettings, ...]:
-    """Return the settings of this node's ranks, and complete those of the other processes.
-
-    Args: fingerprint of the controller's model and data, with which each rank compares its own.
-    """
+    """Return the settings of this node's ranks, and complete those of the other processes."""
+    common: dict[str, Any] = {
+        "rounds": monitor.rounds,
+        "checkpoint_s": checkpoint_s,
+        "fingerprint": monitor.job.learner.fingerprint(),
+    }
     places = lead.requests.places
     for process, place in places.items():
-        settings = place.settings._replace(fingerprint=fingerprint)
-        places[process] = place._replace(settings=settings)
-    return tuple(
-        settings._replace(run_dir=run_dir, fingerprint=fingerprint)
-        for settings in lead.rank_settings
-    )
+        places[process] = place._replace(settings=place.settings._replace(**common))
+    return tuple(settings._replace(run_dir=run_dir, **common) for settings in lead.rank_settings)
 
 
 def describe_end(monitor: Monitor, *, interrupted: bool) -> str:
@@ -224,20 +219,18 @@ def open_channel(
 @contextmanager
 def rank_processes(
     plan: Plan, rank_settings: Sequence[RankSettings], at: StoreAddress
-) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int, Heartbeat | None], None]]]:
+) -> Generator[tuple[dict[int, BaseProcess], Callable[[RankSettings], None]]]:
     """Start processes for these ranks. When the context ends, kill all that are alive, and wait for
     their end.
 
     Yields: the latest process of each rank, and a function that starts the next process of a rank.
-    That function takes the rank, the incarnation, and the totals of earlier incarnations.
     """
     context = mp.get_context("forkserver")
-    by_rank = {settings.rank: settings for settings in rank_settings}
     processes: dict[int, BaseProcess] = {}
     all_processes: list[BaseProcess] = []
 
-    def start(rank: int, incarnation: int, totals: Heartbeat | None = None) -> None:
-        settings = by_rank[rank]._replace(incarnation=incarnation, totals=totals)
+    def start(settings: RankSettings) -> None:
+        rank = settings.rank
         process = context.Process(
             target=run_rank_in_child, args=(settings, plan.to_json(), at), name=f"rank{rank}"
         )
@@ -245,14 +238,17 @@ def rank_processes(
         with allow_children():
             process.start()
         logger.info(
-            "started rank %d, incarnation %d, as process %s", rank, incarnation, process.pid
+            "started rank %d, incarnation %d, as process %s",
+            rank,
+            settings.incarnation,
+            process.pid,
         )
         processes[rank] = process
 
     try:
         start_fork_server("torch", "ashl.run.rank")
-        for rank in by_rank:
-            start(rank, 0)
+        for settings in rank_settings:
+            start(settings)
         yield processes, start
     finally:
         for process in all_processes:

@@ -106,7 +106,7 @@ class RankSettings(NamedTuple):
     """Settings of a rank beside the plan."""
 
     rank: int
-    rounds: Rounds
+    rounds: Rounds = "none"
     # the run folder of a child of the controller, which logs there to rank<r>.log; else None
     run_dir: Path | None = None
     interface: Interface | None = None  # network interface of its messages; None = gloo's choice

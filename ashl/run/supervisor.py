@@ -96,8 +96,7 @@ class LivenessMonitor:
     processes: dict[int, BaseProcess]  # ranks on this node
     # ranks on this node, in their first incarnation
     rank_settings: Mapping[int, RankSettings]
-    # starts an incarnation of a rank on this node, with the totals of earlier ones
-    start: Callable[[int, int, Heartbeat | None], None]
+    start: Callable[[RankSettings], None]  # starts an incarnation of a rank on this node
     requests: PlaceRequests  # requests of processes for the other ranks, or to join
     # True if the run can continue without a failed worker, which can rejoin
     survives_failure: bool
@@ -325,7 +324,9 @@ class LivenessMonitor:
                     incarnation,
                     self.failed[rank],
                 )
-                self.start(rank, incarnation, self.monitor.heartbeats.get(rank))
+                totals = self.monitor.heartbeats.get(rank)
+                settings = self.rank_settings[rank]
+                self.start(settings._replace(incarnation=incarnation, totals=totals))
 
     def expect_rejoin(self, rank: int) -> None:
         """Expect the next incarnation of a failed worker."""

@@ -324,7 +324,7 @@ def run_kernel(
         if saved is not None:
             monitor.resume_from(checkpoints.read_monitor_state(saved, plan.limits))
         runtime = monitor.job.parts.runtime
-        run_lead = lead or launch.lead_here(plan, runtime, monitor.rounds, saving.every_s)
+        run_lead = lead or launch.lead_here(plan, runtime)
         # Other processes of a job may still read from the store, so it stays open until process 0
         # ends.
         with nullcontext() if lead else closing(run_lead.store):
