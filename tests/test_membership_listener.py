@@ -66,7 +66,7 @@ def kernel_of(seen: Quiet, peers: tuple[int, ...] = (), **options: Any) -> Torch
 def test_a_failure_before_a_rank_has_its_connections_arrives_afterwards() -> None:
     kernel = kernel_of(Quiet(), (1,))
     kernel.join_running({1: cast("Any", Silent())}, time.monotonic_ns())
-    listener = MembershipListener(kernel, 0, 1, [1], cast("Any", Store()))
+    listener = MembershipListener(kernel, [1], cast("Any", Store()))
     over = ControlUpdate(failed=((1, 0),))
     listener.on_membership(over)
 
@@ -82,7 +82,8 @@ def test_a_joining_worker_begins_its_first_epoch_once() -> None:
     numbers: list[int] = []
     writer = SimpleNamespace(every_s=1.0, save=lambda *given: numbers.append(given[-1]))
     kernel = kernel_of(Quiet(), make_group=lambda *_: None, checkpoint_writer=writer)
-    listener = MembershipListener(kernel, 0, 1, [], cast("Any", Store()), regroups=True)
+    kernel.ctx.incarnation = 1
+    listener = MembershipListener(kernel, [], cast("Any", Store()), regroups=True)
     update = ControlUpdate(epoch=Epoch(2, (0,), (1,)))
     begun: list[int] = []
 

@@ -28,21 +28,18 @@ class MembershipListener:
     def __init__(
         self,
         kernel: TorchKernel,
-        rank: int,
-        incarnation: int,
         peers: Iterable[int],
         store: StoreClient,
+        *,
         regroups: bool = False,
         is_worker: bool = True,
     ) -> None:
-        """Set up the listener; no peer has failed.
+        """Set up the listener of the kernel's rank; no peer has failed.
 
-        Args: incarnation, of this rank; peers, ranks that this rank exchanges messages with;
-        regroups, True if a failure or a rejoin begins a new epoch.
+        Args: peers, ranks that this rank exchanges messages with; regroups, True if a failure or a
+        rejoin begins a new epoch.
         """
         self._kernel = kernel
-        self._rank = rank
-        self._incarnation = incarnation
         self._store = store
         self._regroups = regroups
         self._is_worker = is_worker
@@ -94,9 +91,9 @@ class MembershipListener:
         member. The kernel ignores an epoch that it knows already.
         """
         self._failed = dict(update.failed)
-        epoch = update.epoch
+        epoch, own = update.epoch, self._kernel.ctx
         members = dict(zip(epoch.workers, epoch.incarnations, strict=True))
-        if not self._is_worker or members.get(self._rank) == self._incarnation:
+        if not self._is_worker or members.get(own.rank) == own.incarnation:
             self._kernel.begin_epoch(epoch)
 
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
@@ -105,7 +102,8 @@ class MembershipListener:
 
         Limits: if the worker ends before, the thread waits until this process ends.
         """
-        group = admit_worker(self._store, self._rank, rank, incarnation, self._kernel.now_ns)
+        own = self._kernel.ctx.rank
+        group = admit_worker(self._store, own, rank, incarnation, self._kernel.now_ns)
         self._kernel.connect_peer(rank, incarnation, group)
         if rank in self.failed_ranks:  # it has failed again in the meantime
             self._kernel.mark_peer_failed(rank, "the run continues without it")

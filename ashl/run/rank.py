@@ -323,13 +323,7 @@ def train_rank(
             return
         show(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
     listener = MembershipListener(
-        kernel,
-        settings.rank,
-        settings.incarnation,
-        all_others,
-        store,
-        regroups(stage),
-        is_worker=is_worker,
+        kernel, all_others, store, regroups=regroups(stage), is_worker=is_worker
     )
     reporter.on_update = listener.on_membership
     reporter.make_heartbeat = kernel.heartbeat
