@@ -111,9 +111,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         # a worker uses the GPU that it shares with a server
         shared = rank >= plan.num_workers and gpus[rank] in gpus[:rank]
         settings = RankSettings(rank, device=HOST if shared else theirs.device, have_own_gpus=apart)
-        others = [
-            peer.address for peer in hellos if peer.node_id != theirs.node_id and peer.address
-        ]
+        others = [peer.address for peer in hellos if peer.node_id != theirs.node_id]
         requests.places[process] = Place(settings, tuple(filter(None, others)))
     requests.workers = {process: rank for rank, process in enumerate(processes)}
     # one rank of the plan is in this process's child, so that evaluation does not delay it
