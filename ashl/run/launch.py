@@ -225,18 +225,14 @@ def rank_processes(
 
     Yields: the latest process of each rank, and a function that starts the next process of a rank.
     """
-    context = mp.get_context("forkserver")
     processes: dict[int, BaseProcess] = {}
     all_processes: list[BaseProcess] = []
 
     def start(settings: RankSettings) -> None:
         rank = settings.rank
-        process = context.Process(
-            target=run_rank_in_child, args=(settings, plan.to_json(), at), name=f"rank{rank}"
-        )
+        args = settings, plan.to_json(), at
+        process = start_child(f"rank{rank}", run_rank_in_child, args, "torch", "ashl.run.rank")
         all_processes.append(process)
-        with allow_children():
-            process.start()
         logger.info(
             "started rank %d, incarnation %d, as process %s",
             rank,
@@ -246,17 +242,34 @@ def rank_processes(
         processes[rank] = process
 
     try:
-        start_fork_server("torch", "ashl.run.rank")
         for settings in rank_settings:
             start(settings)
         yield processes, start
     finally:
         for process in all_processes:
-            if process.pid is not None and process.is_alive():
+            if process.is_alive():
                 process.kill()
         for process in all_processes:
-            if process.pid is not None:
-                process.join()
+            process.join()
+
+
+def start_child(
+    name: str, target: Callable[..., object], args: tuple[object, ...], *preload: str
+) -> BaseProcess:
+    """Start a process by Python's fork server, which imports the modules `preload` when it begins.
+
+    A daemonic process of multiprocessing may start one, too: it ends with its parent
+    (`ashl.run.process_setup.die_with_parent`).
+    """
+    start_fork_server(*preload)
+    process = mp.get_context("forkserver").Process(target=target, args=args, name=name)
+    own = mp.current_process()
+    daemonic, own.daemon = own.daemon, False
+    try:
+        process.start()
+    finally:
+        own.daemon = daemonic
+    return process
 
 
 def start_fork_server(*preload: str) -> None:
@@ -322,17 +335,3 @@ def shorten_socket_paths() -> None:
             util.get_temp_dir()  # multiprocessing keeps this folder, and deletes it at the end
         finally:
             tempfile.tempdir = own
-
-
-@contextmanager
-def allow_children() -> Generator[None]:
-    """Let this process start others, even if it is a daemonic process of multiprocessing.
-
-    They end with it (`ashl.run.process_setup.die_with_parent`).
-    """
-    process = mp.current_process()
-    daemonic, process.daemon = process.daemon, False
-    try:
-        yield
-    finally:
-        process.daemon = daemonic

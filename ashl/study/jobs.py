@@ -8,7 +8,6 @@ the sweep before.
 
 import json
 import logging
-import multiprocessing as mp
 import os
 import shutil
 import signal
@@ -25,7 +24,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -36,7 +34,7 @@ from ashl.launch.environment import clear_launcher_env
 from ashl.launch.job import Launch, job_size
 from ashl.launch.ssh import LOST, UNREACHED, command
 from ashl.launch.start import start
-from ashl.run.launch import allow_children, start_fork_server
+from ashl.run.launch import start_child
 from ashl.run.process_setup import die_with_parent, redirect
 from ashl.run.train import is_virtual, run
 from ashl.runtime.rank_checkpoint import list_checkpoints
@@ -186,11 +184,7 @@ class LocalProcess:
 
     def __init__(self, job: Job, run: Callable[[Job], int]) -> None:
         self.job, self.stopped = job, False
-        context: Any = mp.get_context("forkserver")
-        start_fork_server("ashl.study.jobs")
-        self.process: BaseProcess = context.Process(target=run_as_process, args=(job, run))
-        with allow_children():
-            self.process.start()
+        self.process = start_child("job", run_as_process, (job, run), "ashl.study.jobs")
         self.sentinel = self.process.sentinel
 
     def is_running(self) -> bool:
