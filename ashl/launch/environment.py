@@ -183,7 +183,7 @@ def clear_launcher_env() -> None:
             os.environ.pop(name, None)
 
 
-def resolve(host: str, port: int) -> str | None:
+def resolve(host: str) -> str | None:
     """Return a name or address of a host that resolves here; None if there is none.
 
     Slurm's controller knows addresses of its nodes, which need no name in DNS.
@@ -191,7 +191,7 @@ def resolve(host: str, port: int) -> str | None:
     for find in (str, node_address):
         name = find(host)
         try:
-            if name is not None and socket.getaddrinfo(name, port):
+            if name is not None and socket.getaddrinfo(name, None):
                 return name
         except OSError:
             continue

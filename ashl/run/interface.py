@@ -86,18 +86,18 @@ def find_configured(wanted: str | None) -> Interface | None:
     return Interface(names, there[names.split(",")[0]][0], by)
 
 
-def choose_interface(wanted: str | None, host: str, port: int = ANY_PORT) -> Interface | None:
+def choose_interface(wanted: str | None, host: str) -> Interface | None:
     """Return the interface that is configured, else that of the route to a host; None without both.
 
     Args: wanted, runtime.interface.   Raises: as `find_configured`.
     """
-    return find_configured(wanted) or find_route(host, port)
+    return find_configured(wanted) or find_route(host)
 
 
-def find_route(host: str, port: int = ANY_PORT) -> Interface | None:
+def find_route(host: str) -> Interface | None:
     """Find the interface of the route to a host; None without a route. No packet is sent."""
     try:
-        targets = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        targets = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)
     except OSError:
         return None
     for family, kind, protocol, _, target in targets:

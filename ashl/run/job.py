@@ -68,7 +68,7 @@ def describe_process(
     with sharing_error(job):
         if interface.is_loopback(job.host):
             interface.check_loopback(f"MASTER_ADDR={job.host}")
-        chosen = interface.choose_interface(parts.runtime.interface, job.host, job.port)
+        chosen = interface.choose_interface(parts.runtime.interface, job.host)
         device = device_of(parts.runtime, job.local_rank or 0)
     if job.agent_store:  # torchrun's agent may be killed, and ranks have sessions of their own
         end_with_parent()
@@ -181,7 +181,7 @@ def with_resolved_master(job: JobMembership, timeout_s: float) -> JobMembership:
     Raises: AshlError if there is none within `timeout_s` seconds; a new pod has no name at first.
     """
     end_s = time.monotonic() + timeout_s
-    while (host := resolve(job.host, job.port)) is None:
+    while (host := resolve(job.host)) is None:
         if time.monotonic() > end_s:
             raise AshlError(
                 f"the master {job.host} (MASTER_ADDR) has no address here, after {timeout_s:g} s"

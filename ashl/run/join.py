@@ -39,7 +39,7 @@ def join(run_dir: Path, worker: int | None, show: Callable[[str], None]) -> int:
         raise UsageError(f"{run_dir}: {place.refused}")
     show(f"joins {run_dir} as worker {place.settings.rank}, which {place.failure}")
     runtime = parts_of(Plan.from_json(place.plan)).runtime
-    chosen = choose_interface(runtime.interface, endpoint.host, endpoint.port)
+    chosen = choose_interface(runtime.interface, endpoint.host)
     settings = place.settings_here(device_of(runtime), chosen)
     end = run_rank(settings, place.plan, store, show)
     if end.code:
