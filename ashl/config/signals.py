@@ -1,5 +1,5 @@
-"""Signals that ask this process to end: handle them, and receive one when the parent ends. How a
-process ended, by its exit code.
+"""Signals that ask this process to end: handle them, and receive one when the parent ends. An exit
+code tells which signal has ended a process.
 """
 
 import ctypes
