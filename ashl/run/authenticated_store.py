@@ -145,9 +145,7 @@ class Connection:
             except TimeoutError:
                 ticks += 1
                 if ticks * TICK_S > self.limit_s:
-                    raise TimeoutError(
-                        f"did not answer for {self.limit_s:g} s (runtime.heartbeat_timeout_s)"
-                    ) from None
+                    raise TimeoutError(f"did not answer for {self.limit_s:g} s") from None
                 continue
             if not count:
                 raise ConnectionError("the connection was closed")
@@ -327,7 +325,9 @@ class StoreClient(dist.Store):
                 answer, problem = self._connection.receive_message()
         except OSError as error:
             self._connection.close()
-            how = error if isinstance(error, TimeoutError) else f"has ended ({error})"
+            how = f"has ended ({error})"
+            if isinstance(error, TimeoutError):
+                how = f"{error} (runtime.heartbeat_timeout_s)"
             self._failure = self._failure or f"the job's store at {self.address} {how}"
             raise RuntimeError(self._failure) from error
         if problem is not None:
