@@ -225,6 +225,24 @@ def _compose(
 ) -> tuple[DictConfig, dict[str, str]]:
     """Return the composition of these options, and the final option of each group.
 
+    Shipped options never change: they are composed once for all settings of a sweep that differ
+    only in values.
+    """
+    if config_dir is None:
+        return _compose_shipped(options)
+    return _assemble(options, config_dir, known)
+
+
+@lru_cache(maxsize=256)
+def _compose_shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
+    return _assemble(options, None, catalog())
+
+
+def _assemble(
+    options: tuple[str, ...], config_dir: Path | None, known: Catalog
+) -> tuple[DictConfig, dict[str, str]]:
+    """Assemble a composition from the files of its options.
+
     Hydra composes the options that may choose options of other groups, and takes most of the time.
     Each of the others is the content of its file. With a preset, or such an option of the user's
     own, Hydra composes all of them.
@@ -232,25 +250,21 @@ def _compose(
     choices = dict(option.split("=", 1) for option in options)
     files = {group: known[group][option] for group, option in choices.items()}
     loaded = {
-        group: _load_option(file, file.stat().st_mtime_ns)
+        group: values
         for group, file in files.items()
         if group not in CHOOSERS
+        and (values := _load_option(file, file.stat().st_mtime_ns)) is not None
     }
-    others = [group for group in choices if loaded.get(group) is None]
-    if any(group in PRESETS or files[group].parent.parent != CONF for group in others):
+    others = [group for group in choices if group not in loaded]
+    all_shipped = all(files[group].parent.parent == CONF for group in others)
+    if not loaded or not all_shipped or not choices.keys().isdisjoint(PRESETS):
         return _compose_by_hydra(options, config_dir)
     shipped, chosen = _compose_shipped(tuple(f"{group}={choices[group]}" for group in others))
     config = deepcopy(shipped)
     for group, values in loaded.items():
-        if values is not None:
-            check_keys(files[group])
-            config[group] = values
+        check_keys(files[group])
+        config[group] = values
     return config, chosen | choices
-
-
-@lru_cache(maxsize=256)
-def _compose_shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-    return _compose_by_hydra(options, None)
 
 
 @lru_cache(maxsize=1024)
