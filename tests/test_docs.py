@@ -472,10 +472,12 @@ def test_shell_lines_are_read() -> None:
     assert shlex.split(LINES[0])
 
 
-@pytest.mark.parametrize(
-    "name", ["config.flat", "report.settings", "tracking.copying", "tracking.mlflow"]
-)
-def test_an_example_in_a_docstring_runs(name: str) -> None:
-    found = doctest.testmod(importlib.import_module(f"ashl.{name}"))
+WITH_EXAMPLES = sorted(file for file in (ROOT / "ashl").rglob("*.py") if ">>> " in file.read_text())
+
+
+@pytest.mark.parametrize("file", WITH_EXAMPLES, ids=lambda file: file.stem)
+def test_an_example_in_a_docstring_runs(file: Path) -> None:
+    name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    found = doctest.testmod(importlib.import_module(name))
     assert found.attempted
     assert not found.failed

@@ -39,7 +39,7 @@ from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
 from ashl.config.cores import usable_cores
 from ashl.config.identity import config_hash
-from ashl.config.override import CommandLine, by_key, group_of, key_of
+from ashl.config.override import CommandLine, group_of, index_by_key, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.compare import write_report
@@ -112,7 +112,7 @@ def advise(
     answer.
     """
     deadline = Deadline(budget_s)
-    typed = by_key(with_target(overrides, target))
+    typed = index_by_key(with_target(overrides, target))
     fixed, real = overrides_for_virtual_time(tuple(typed.values()), config_dir, console)
     with Counting("planning candidates", quiet=quiet) as counting:
         selection = select_candidates(fixed, config_dir, counting.update)

@@ -16,7 +16,7 @@ from typing import Any
 from ashl.advice.rules import BSP, RULES, Rule, Situation, situation_of
 from ashl.config.compose import compose
 from ashl.config.identity import config_hash
-from ashl.config.override import by_key, group_of, key_of
+from ashl.config.override import group_of, index_by_key, key_of
 from ashl.errors import NoEffectError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import prepare_plan
@@ -127,7 +127,7 @@ def candidate_from(
     if not rule.applies(s):
         raise UsageError(rule.reason(s))
     own = tuple(rule.overrides.format(**s.values).split())
-    chosen = by_key(typed)
+    chosen = index_by_key(typed)
     has_preset = "experiment" in chosen and rule is not TYPED
     if has_preset and "topology" not in {*chosen, *map(key_of, own)}:
         own = ("topology=parameter_server", *own)  # the preset may have changed it

@@ -16,7 +16,7 @@ def group_of(override: str) -> str:
     return key_of(override).partition(".")[0]
 
 
-def by_key(overrides: Iterable[str]) -> dict[str, str]:
+def index_by_key(overrides: Iterable[str]) -> dict[str, str]:
     """Return settings by their keys; of a key that is typed twice the last value counts."""
     return {key_of(text): text for text in overrides}
 

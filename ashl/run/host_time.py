@@ -30,7 +30,7 @@ class Costs(NamedTuple):
 class RunLength(NamedTuple):
     """The predicted length of a run that no target ends."""
 
-    steps: float  # of all workers
+    steps: float  # steps of all workers
     seconds: float | None  # on the run's clock; None if no stage has a predicted rate
 
 

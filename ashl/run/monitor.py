@@ -492,7 +492,7 @@ class Monitor:
         frame = make_frame(
             self.plan,
             self.run_state.num_ended_stages,
-            # those of a stage that ended before a resume would be shown at the time 0
+            # not `counts()`: after a resume, a frame would show those of an ended stage at time 0
             self.running_counts(),
             self.workers(),
             self.current_outages.keys(),

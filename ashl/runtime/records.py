@@ -37,8 +37,8 @@ class Counts(NamedTuple):
     worker, and copies.
     """
 
-    steps: int  # of all workers, that are part of the model
-    samples: int  # of these steps
+    steps: int  # steps of all workers that are part of the model
+    samples: int  # samples of these steps
     merges: int  # changes of the model
     # pushes that became part of the model; without a server, rounds
     commits: list[int]

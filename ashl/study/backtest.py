@@ -24,7 +24,7 @@ from rich.console import Console
 
 from ashl.config.catalog import CONF, load_yaml
 from ashl.config.compose import compose
-from ashl.config.override import by_key
+from ashl.config.override import index_by_key
 from ashl.device import HOST
 from ashl.errors import UsageError, unwritable_path_error
 from ashl.option import Count, Natural, Positive, option
@@ -176,7 +176,7 @@ def predict_point(table: PublishedTable, point: PublishedPoint) -> float:
 @cache
 def simulate(settings: tuple[str, ...], model_bytes: float | None) -> RoundObserver:
     """Run settings in virtual time; of two settings of one key the last one holds."""
-    config = compose([*by_key(settings).values()])
+    config = compose([*index_by_key(settings).values()])
     if model_bytes is not None:
         cluster = config["cluster"]
         slower = {

@@ -24,7 +24,7 @@ from scipy import stats
 from ashl.config.compose import compose, specs_of
 from ashl.config.cores import usable_cores
 from ashl.config.identity import config_hash
-from ashl.config.override import by_key, group_of, key_of
+from ashl.config.override import group_of, index_by_key, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.files import read_profile
 from ashl.planning.instantiate import OptionFactory
@@ -168,7 +168,7 @@ def complete_overrides(
         if group_of(text) == "stop":
             raise UsageError(f"{text}: how long runs are follows from --seconds; drop it")
     cluster = () if "cluster" in map(group_of, overrides) else REAL_CLUSTER
-    typed = [*by_key((*DEFAULTS, *cluster, *overrides)).values()]
+    typed = [*index_by_key((*DEFAULTS, *cluster, *overrides)).values()]
     config = compose(typed, config_dir)
     if is_virtual(config) or not config["runtime"]["_target_"].endswith("LocalRuntime"):
         raise UsageError(
@@ -179,7 +179,7 @@ def complete_overrides(
 
 def lines_of(typed: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the overrides of each combination that agrees with the typed ones."""
-    chosen = by_key(typed)
+    chosen = index_by_key(typed)
     return {
         name: (*(text for text in typed if text not in line.split()), *line.split())
         for name, line in COMBINATIONS.items()

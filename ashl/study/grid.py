@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ashl.config.compose import alternatives, compose
 from ashl.config.identity import config_hash
-from ashl.config.override import by_key, key_of
+from ashl.config.override import index_by_key, key_of
 from ashl.errors import DataMissingError, NoEffectError, UnusedKeyError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
@@ -85,7 +85,7 @@ def grid_lines(overrides: Sequence[str], config_dir: Path | None) -> list[Line]:
 
     A line may have a `label`. A key of the command line applies to every line.
     """
-    last = by_key(overrides)
+    last = index_by_key(overrides)
     typed = [alternatives(text, config_dir) for text in last.values()]
     keys = last.keys()
     preset = next((s for s in typed if key_of(s[0]) == "experiment"), None)

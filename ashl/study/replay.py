@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ashl.config.compose import compose
-from ashl.config.override import by_key, group_of, key_of
+from ashl.config.override import group_of, index_by_key, key_of
 from ashl.config.recorded import config_of, typed_settings
 from ashl.errors import AshlError, UsageError
 from ashl.plan.alpha_beta import AlphaBeta
@@ -85,7 +85,7 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Rep
     sim = ["runtime=sim", "runtime.gradients=false", "tracking=none", "cluster=profile"]
     fixed = (*sim, f"profile={path}", f"stop.steps={summary['steps']}", NO_EVALUATION)
     own = [text for text in typed if group_of(text) not in NOT_REPEATED]
-    changed = by_key(changes).keys()
+    changed = index_by_key(changes).keys()
     kept = [text for text in own if not {key_of(text), group_of(text)} & changed]
     played = {"replayed": own} | ({" ".join(changes): [*kept, *changes]} if changes else {})
     rows = {"as it was": summary}
@@ -96,7 +96,7 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None) -> Rep
         if ran.summary is None:
             raise AshlError("a replay cannot run inside a job; start it without torchrun")
         rows[name] = ran.summary
-    real = by_key(text for text in (*typed, *changes) if key_of(text) != "run.dir")
+    real = index_by_key(text for text in (*typed, *changes) if key_of(text) != "run.dir")
     record = {"run": str(folder), "changes": list(changes), "runs": rows}
     jsonl.write_json(replay_dir / "replay.json", record)
     return Replayed(replay_dir, record, [*real.values()])

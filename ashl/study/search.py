@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ashl.config.compose import Axis, alternatives, axis_of
-from ashl.config.override import CommandLine, by_key
+from ashl.config.override import CommandLine, index_by_key
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.records import SWEEP
@@ -74,7 +74,7 @@ def space_of(typed: Sequence[str], config_dir: Path | None) -> SearchSpace:
 
     Seeds are no axis: each trial runs all of them, so that no lucky seed wins.
     """
-    last = by_key(typed)
+    last = index_by_key(typed)
     seeds = tuple(alternatives(last.pop("seed", "seed=0"), config_dir))
     axes = [axis_of(text, config_dir) for text in last.values()]
     return SearchSpace(

@@ -378,7 +378,7 @@ def lock_folder(folder: Path) -> Generator[None]:
             raise AshlError(
                 f"another sweep is running in {folder}; wait for it, or choose another run.dir"
             ) from error
-        withdraw_jobs(folder)  # of a sweep that was killed here
+        withdraw_jobs(folder)  # a sweep that was killed here may have left jobs in a queue
         try:
             yield
         finally:

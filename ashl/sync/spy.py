@@ -55,7 +55,7 @@ from ashl.topology.local_work import Work, WorkerState, estimate_gradient
 from ashl.topology.parameter_server import ServerRule, ServerState
 
 CODE = 103  # code of its payloads on the wire
-FORMAT = SparseFormat("fp32", Coded("packed"))  # of its payloads
+FORMAT = SparseFormat("fp32", Coded("packed"))  # format of its payloads
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class GossipHeader(NamedTuple):
 
     loss: float  # mean of the sender's loss and of the losses it has received
     not_finite: float = 0  # 1 + the rank whose loss is not finite; 0: none
-    decision: float = 0  # of the lead rank, as a position in DECISIONS; 0: none
+    decision: float = 0  # decision of the lead rank, as a position in DECISIONS; 0: none
     last: float = 0  # the round after which the decision holds
     snapshot_after: float = -1  # the round after which all workers emit their models
 
