@@ -95,6 +95,14 @@ def test_the_first_failure_ends_the_job(
     assert capfd.readouterr().err == "ashl: rank 2 on 127.0.0.2 was killed by SIGKILL\n"
 
 
+def test_a_rank_that_hangs_after_the_run(
+    where: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ssh, "LAST_S", 0.1)
+    assert run(where, f"if r == 2:\n    {WAIT}", monkeypatch) == 0
+    assert capfd.readouterr().err == "ashl: rank 2 on 127.0.0.2 was killed by SIGTERM\n"
+
+
 def test_an_interrupt_ends_all_hosts_in_order(
     where: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

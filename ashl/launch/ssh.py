@@ -37,6 +37,7 @@ GREETING = re.compile(r"ashl is there(?: \S+ \S+ (\S+) \S+)? *")
 ANSWER_S = 60.0  # seconds for a host to answer, perhaps from a slow disk
 GRACE_S = 15.0  # seconds between SIGTERM and SIGKILL; a run finishes its records
 SETTLE_S = 5.0  # seconds after the first failure, in which other ranks finish their records
+LAST_S = 30.0  # seconds for the other ranks to end after rank 0, which has the run's records
 TOGETHER = 8  # connections that begin at a time; an sshd refuses more than 10
 UNREACHED, LOST = "does not answer", "failed during the run"
 OPTIONS = "-T -o BatchMode=yes -o ControlMaster=no -o ConnectTimeout=10 -o ServerAliveInterval=5"
@@ -214,7 +215,8 @@ def clean_line(line: bytes) -> str:
 async def supervise(connections: Sequence[Connection], interrupts: Sequence[int]) -> int:
     """Show the output until all tasks have ended, and return the job's exit code.
 
-    After the first failure that is not tolerated, the launcher ends the input of all connections.
+    After the first failure that is not tolerated, the launcher ends the input of all connections,
+    and so it does if a rank does not end soon after rank 0.
     Raises: AshlError with that failure, if no rank has printed an error of ashl.
     """
     clock = asyncio.get_running_loop().time
@@ -229,6 +231,8 @@ async def supervise(connections: Sequence[Connection], interrupts: Sequence[int]
             connection = pending.pop(task)
             code = task.result()
             killed = code < 0 or (code > 128 and code != 130)
+            if not code and not connection.task.rank:
+                stop_s = min(stop_s, clock() + LAST_S)
             # after an interrupt, a rank that has not begun is killed by the signal
             if not code or failed or interrupts:
                 continue
