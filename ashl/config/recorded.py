@@ -15,6 +15,7 @@ from ashl.config.flat import PRESETS
 from ashl.errors import UsageError
 
 CONFIG, TYPED = "config.yaml", "overrides.yaml"
+COMMAND = "command.txt"  # the typed command, quoted for a shell
 BESIDE = ("run", "stop", "eval")  # mappings beside the groups
 
 
@@ -52,6 +53,14 @@ def typed_settings(run_dir: Path) -> list[str]:
     if not isinstance(typed, list) or not all(isinstance(text, str) for text in typed):
         raise UsageError(f"{run_dir / TYPED} is no list of what was typed; name another run.")
     return typed
+
+
+def typed_command(run_dir: Path) -> str:
+    """Return the command that the user typed for a run; "" if it cannot be read."""
+    try:
+        return (run_dir / COMMAND).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def read_yaml(run_dir: Path, name: str) -> Any:

@@ -12,14 +12,13 @@ from typing import Any
 from ashl.config.flat import flat_config
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
-from ashl.config.recorded import CONFIG, read_yaml, typed_settings
+from ashl.config.recorded import CONFIG, read_yaml, typed_command, typed_settings
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
 from ashl.tracking.killed import close_killed
 
 SWEEP, SUMMARY, REPORT = "sweep.json", "summary.json", "report.html"
-COMMAND = "command.txt"  # the typed command, quoted for a shell
 STATUSES = ("finished", "diverged", "failed", "interrupted")
 NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
 NUMBERS += ("comm_hidden_share", "goodput", "bytes_up", "bytes_down", "num_workers")
@@ -103,10 +102,9 @@ class Run:
 
         It is the typed command, or that of its sweep with the run's own overrides.
         """
-        try:
-            return (self.folder / COMMAND).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
-            train = (jsonl.read_json(self.folder.parent / SWEEP) or {}).get("train")
+        if typed := typed_command(self.folder):
+            return typed
+        train = (jsonl.read_json(self.folder.parent / SWEEP) or {}).get("train")
         own = [
             f"{key}={value}"
             for key, value in self.typed_values.items()

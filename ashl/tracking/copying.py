@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ashl.config.flat import flat_config, setting_text
+from ashl.config.identity import config_hash
 from ashl.tracking import jsonl
 from ashl.tracking.mlflow import MlflowTracker, set_environment
 from ashl.tracking.recorder import METRICS, SUMMARY, TRACE
@@ -53,6 +54,23 @@ def tracker_maker(sink: str, store: Path) -> Callable[[], Tracker]:
         return WandbTracker
     set_environment(store)
     return partial(MlflowTracker, store)
+
+
+def describe_run(
+    folder: Path, name: str, experiment: str, config: Mapping[str, Any], command: str
+) -> TrackedRun:
+    """Return what trackers show of a run: its parameters, its command, and its hash.
+
+    Args: config is the resolved configuration; command is the typed one, "" if it is unknown.
+    """
+    return TrackedRun(
+        folder.absolute(),
+        name,
+        experiment,
+        params_of(config),
+        note=f"`{command}`" if command else "",
+        tags={"ashl.config_hash": config_hash(config)},
+    )
 
 
 class RunCopy:

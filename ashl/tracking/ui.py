@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from ashl.config.recorded import CONFIG, read_yaml
+from ashl.config.recorded import CONFIG, read_yaml, typed_command
 from ashl.config.signals import end_with_parent
 from ashl.errors import AshlError, UsageError
 from ashl.tracking import jsonl
-from ashl.tracking.copying import copy_missing, find_cause, params_of
+from ashl.tracking.copying import copy_missing, describe_run, find_cause
 from ashl.tracking.killed import close_killed
 from ashl.tracking.mlflow import (
     FOLDER,
@@ -31,7 +31,6 @@ from ashl.tracking.mlflow import (
     without_credentials,
 )
 from ashl.tracking.recorder import SUMMARY
-from ashl.tracking.tracker import TrackedRun
 
 PATIENCE_S = 90.0  # the first start creates the schema and compiles MLflow's modules
 GRACE_S = 5.0
@@ -94,7 +93,7 @@ def link_of(store: Path, address: str, folder: Path | None) -> str:
         config, summary = read_yaml(folder, CONFIG), jsonl.read_json(folder / SUMMARY) or {}
         experiment = config.get("tracking", {}).get("experiment", "ashl")
         name = f"{summary.get('name')}-s{summary.get('seed')}"
-        run = TrackedRun(folder.absolute(), name, experiment, params_of(config))
+        run = describe_run(folder, name, experiment, config, typed_command(folder))
         copy_missing(MlflowTracker(store), run)
     tags = {} if folder is None else {FOLDER: folder_tag(folder)}
     found = find_runs(client, client.search_experiments(), tags)
