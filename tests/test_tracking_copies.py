@@ -160,8 +160,9 @@ def test_what_arrives_in_tensorboard(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_dir = tmp_path / "run"
     shown, warning = end(begin(run_dir, tmp_path, "tensorboard"))
-    assert (shown, warning) == (f"tensorboard --logdir {run_dir}", None)
-    found = accumulators.EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert (shown, warning) == (f"tensorboard --logdir {run_dir / 'tensorboard'}", None)
+    # TensorBoard shows the name of the folder as the run's
+    found = accumulators.EventAccumulator(str(run_dir / "tensorboard" / run_dir.name)).Reload()
     assert [(one.step, one.value) for one in found.Scalars("train/loss")] == [(40, 1.5), (80, 1.5)]
     assert [one.value for one in found.Scalars("test/acc")] == [0.25]
     assert found.Scalars("final/test_accuracy")[0].value == pytest.approx(0.123457)

@@ -1,5 +1,9 @@
-"""Show runs in TensorBoard: event files in the folder `tensorboard` of each run folder."""
+"""Show runs in TensorBoard: event files in the folder `tensorboard` of each run folder.
 
+TensorBoard names a run by its folder, so the files are in a folder of the run's name there.
+"""
+
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +31,8 @@ class TensorboardTracker:
         self.params = dict(run.params)
         self.ends: dict[str, float] = {}
         shutil.rmtree(run.folder / EVENTS, ignore_errors=True)  # of an earlier, incomplete copy
-        self.writer = SummaryWriter(str(run.folder / EVENTS))
+        name = re.sub(r"[^\w.=-]", "_", run.name)
+        self.writer = SummaryWriter(str(run.folder / EVENTS / name))
         self.writer.add_text(run.name, run.note)
         return str(run.folder)
 
@@ -48,4 +53,4 @@ class TensorboardTracker:
         self.writer.add_text("status", str(summary["status"]))
         self.writer.close()
         (self.folder / EVENTS / OUTCOME).write_text(outcome)
-        return shell_command("tensorboard", "--logdir", self.folder)
+        return shell_command("tensorboard", "--logdir", self.folder / EVENTS)
