@@ -265,6 +265,9 @@ def test_a_torchrun_restart_resumes_if_there_is_a_checkpoint(kept: Path, capsys)
     assert find_restarted_run(config, again) == kept
     (kept / "summary.json").write_text('{"status": "finished"}')
     assert find_restarted_run(config, again) is None
+    (kept / "summary.json").write_text('{"status": "diverged"}')
+    with pytest.raises(AshlError, match="has diverged, and would again"):
+        find_restarted_run(config, again)
 
 
 @pytest.mark.parametrize(("stop_reason", "budget_s"), [("interrupted", None), (None, 2.0)])

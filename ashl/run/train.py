@@ -24,7 +24,7 @@ from rich.console import Console
 
 from ashl.config.construct import construct, report_own_faults
 from ashl.config.identity import config_hash
-from ashl.config.recorded import config_of
+from ashl.config.recorded import COMMAND, config_of
 from ashl.config.signals import handle_signals
 from ashl.errors import AshlError, UsageError, unwritable_path_error
 from ashl.launch.environment import JobMembership, read_membership
@@ -32,7 +32,6 @@ from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.device import device_of
 from ashl.planning.instantiate import Job, assemble_job
-from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
@@ -45,12 +44,11 @@ from ashl.run.virtual import Saving, simulate
 from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl
 from ashl.tracking.console import Progress, print_outcome, print_unwrapped, seconds
-from ashl.tracking.copying import Copier, params_of, tracker_maker
+from ashl.tracking.copying import Copier, describe_run, tracker_maker
 from ashl.tracking.forecast import print_forecast, print_notes
 from ashl.tracking.killed import close_killed
 from ashl.tracking.option import TITLES, Tracking
 from ashl.tracking.recorder import SUMMARY, Recorder
-from ashl.tracking.tracker import TrackedRun
 
 RUNS = Path("runs")
 CONTROLLER_LOG = "controller.log"
@@ -344,14 +342,17 @@ def warn(text: str | None) -> None:
 def identity(config: dict[str, Any]) -> str:
     """Return the hash of a configuration by which a checkpoint recognizes its run.
 
-    A checkpoint is resumed only by a configuration with the same hash. `stop`, `run`, `name`,
-    `sweep`, `tracking`, `choices` (the names of the options) and all keys of `runtime` except
-    `IDENTITY_KEYS` are not part of it, so they may change.
+    A checkpoint is resumed only by a configuration with the same hash. `stop`, `run` except
+    `run.start_from`, `name`, `sweep`, `tracking`, `choices` (the names of the options) and all
+    keys of `runtime` except `IDENTITY_KEYS` are not part of it, so they may change.
     """
     runtime = {"gradients": True, **config["runtime"]}
-    return config_hash(
-        {**config, "stop": None, "runtime": {key: runtime[key] for key in IDENTITY_KEYS}}
-    )
+    kept = {
+        "stop": None,
+        "start_from": config["run"]["start_from"],
+        "runtime": {key: runtime[key] for key in IDENTITY_KEYS},
+    }
+    return config_hash({**config, **kept})
 
 
 def resolve_resume(
@@ -395,16 +396,17 @@ def find_restarted_run(config: Mapping[str, Any], membership: JobMembership | No
     """Return the folder of the run that the processes of a job resume, because torchrun has
     restarted them; None if they begin a new run.
 
-    It is `run.dir`, if it is set and holds a checkpoint. A run of any status is resumed except
-    `finished`: also one that has failed, was interrupted, or diverged.
+    It is `run.dir`, if it is set and holds a checkpoint. A run is resumed unless it has finished,
+    also if it has failed or was interrupted.
+    Raises: AshlError if the run has diverged, because it would diverge again.
     """
     if membership is None or membership.attempt == "0" or not config["run"]["dir"]:
         return None
     run_dir = Path(config["run"]["dir"]).expanduser()
-    if (
-        not list_checkpoints(run_dir)
-        or (jsonl.read_json(run_dir / SUMMARY) or {}).get("status") == "finished"
-    ):
+    status = (jsonl.read_json(run_dir / SUMMARY) or {}).get("status")
+    if status == "diverged":
+        raise AshlError(f"the run in {run_dir} has diverged, and would again; it is not restarted")
+    if not list_checkpoints(run_dir) or status == "finished":
         return None
     warn(f"restarted: the run in {run_dir} resumes from its last checkpoint")
     return run_dir
@@ -529,13 +531,12 @@ def start_copier(opened: OpenedRun) -> Copier | None:
     sink, plan = opened.tracking.sink, opened.plan
     if sink == "none":
         return None
-    run = TrackedRun(
-        opened.recorder.run_dir.absolute(),
+    run = describe_run(
+        opened.recorder.run_dir,
         f"{plan.name}-s{plan.seed}",
         opened.tracking.experiment,
-        params_of(opened.config),
-        note=f"`{opened.command}`" if opened.command else "",
-        tags={"ashl.config_hash": config_hash(opened.config)},
+        opened.config,
+        opened.command,
     )
     return Copier(tracker_maker(sink, RUNS.absolute()), TITLES[sink], run)
 
