@@ -7,6 +7,7 @@ evaluations that the plan predicts for a run that no target ends.
 import math
 from typing import NamedTuple
 
+from ashl.config.cores import usable_cores
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import PreparedPlan
 from ashl.run.rank import evaluation_here, step_here_s
@@ -91,5 +92,8 @@ def predict_host_s_here(prepared: PreparedPlan) -> float | None:
     costs = measure_costs(prepared)
     if costs is None:
         return None
+    num_workers = prepared.plan.num_workers
     asked = getattr(prepared.parts.runtime, "cores", 1)
-    return predict_host_s(prepared.plan, costs, count_cores(asked, prepared.plan.num_workers))
+    # more threads than cores or workers save no time
+    cores = min(count_cores(asked, num_workers), usable_cores(), num_workers)
+    return predict_host_s(prepared.plan, costs, cores)
