@@ -1,4 +1,4 @@
-"""AdaComm: local SGD whose number of local steps τ decreases as the loss decreases.
+"""AdaComm: local SGD with rare averages at first, and more frequent ones the lower the loss is.
 
 Use when: links are slow and no good H is known: early rounds may be long, late ones short.
 Avoid when: workers are very unequal, because each average is a barrier.
