@@ -235,7 +235,7 @@ EXCHANGE = ("sync", "topology")
 
 CAPABILITIES: dict[str, Capability] = {
     "loop": Capability(
-        "support for this sync mode",
+        "its pattern of messages",
         ("topology",),
         lambda c: isinstance(c.sync, c.topology.policy_type),
     ),

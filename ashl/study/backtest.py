@@ -129,6 +129,10 @@ def read_table(file: Path) -> PublishedTable:
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"])) or "the file"
+        if found["type"] == "missing":
+            raise UsageError(
+                f"{file} is no table of published figures: it lacks {where}"
+            ) from error
         raise UsageError(f"{file}: {where}: {found['msg'].lower()}; correct it") from error
 
 

@@ -52,7 +52,7 @@ def edited(said, workplace):
         ),
         (
             {"sync": {"_target_": "ashl.sync.d_psgd.DPSGD", "local_steps": 1, "order": "awc"}},
-            "stage shl: sync=d_psgd: needs support for this sync mode",
+            "stage shl: sync=d_psgd: needs its pattern of messages",
         ),
     ],
 )

@@ -96,7 +96,7 @@ def test_only_costs_that_nobody_declares_are_profiled():
             ["schedule.decay_stages=3", "schedule.loss_switch=[1.0,1.0]"],
             "each lower than the one before",
         ),
-        (["topology=all_reduce"], "sync=ahl: needs support for this sync mode"),
+        (["topology=all_reduce"], "sync=ahl: needs its pattern of messages"),
         (["runtime.gradients=false"], "ends by rises"),
         (
             [

@@ -84,7 +84,7 @@ def test_a_file_without_a_needed_field_is_refused(
     file = tmp_path / "one.yaml"
     file.write_text(ONE.replace(f", {wrong}", "").replace(f"{wrong}\n", ""))
     assert main(["backtest", str(file)]) == 2
-    assert f"{file}: {named}: field required" in capsys.readouterr().err
+    assert f"{file} is no table of published figures: it lacks {named}" in capsys.readouterr().err
 
 
 def test_a_file_without_points_is_refused(tmp_path: Path, capsys) -> None:

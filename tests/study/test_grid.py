@@ -73,7 +73,7 @@ def test_what_cannot_be_combined_is_skipped_with_its_reason() -> None:
     assert len(found.settings) == 3
     (skipped,) = found.skipped
     assert skipped.overrides[-2:] == ("sync=asp", "topology=all_reduce")
-    assert "needs support for this sync mode" in skipped.reason
+    assert "needs its pattern of messages" in skipped.reason
     with pytest.raises(UsageError, match=r"sync=asp topology=all_reduce: .*needs support"):
         grid("sync=bsp,asp", "topology=parameter_server,all_reduce", strict=True)
 
