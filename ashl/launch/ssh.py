@@ -215,8 +215,8 @@ def clean_line(line: bytes) -> str:
 async def supervise(connections: Sequence[Connection], interrupts: Sequence[int]) -> int:
     """Show the output until all tasks have ended, and return the job's exit code.
 
-    After the first failure that is not tolerated, the launcher ends the input of all connections,
-    and so it does if a rank does not end soon after rank 0.
+    The launcher ends the input of all connections after the first failure that is not tolerated,
+    or if a rank does not end soon after rank 0.
     Raises: AshlError with that failure, if no rank has printed an error of ashl.
     """
     clock = asyncio.get_running_loop().time
