@@ -3,11 +3,13 @@ overrides.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from ashl.cluster.network import make_network
@@ -34,6 +36,11 @@ from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 from ashl.stage.contract import StageConfig
 from ashl.stage.program import peers_of, run_stages
+
+
+def slow_unless(quick: Container[Any], cases: Iterable[Any]) -> list[ParameterSet]:
+    """Return cases for `parametrize`; all but the quick ones run with `-m slow` alone."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in quick)) for case in cases]
 
 
 @dataclass

@@ -244,6 +244,8 @@ def swept(overrides: list[str], given: dict) -> set[tuple[str, ...]]:
     words.
     """
     overrides = [text for text in overrides if not text.startswith("launcher.")]
+    # other seeds compose in the same way
+    overrides = [text.partition(",")[0] if text.startswith("seed=") else text for text in overrides]
     folder = given["config_dir"]
     overrides = [
         axis_of(text, folder).singles[0] if "interval(" in text else text for text in overrides

@@ -182,9 +182,9 @@ FITTING = [
     ("resnet8", (3, 32, 32)),
     ("resnet20", (3, 32, 32)),
     ("resnet18", (3, 32, 32)),
-    ("resnet50", (3, 32, 32)),
+    pytest.param("resnet50", (3, 32, 32), marks=pytest.mark.slow),
     ("mobilenet_v2", (3, 32, 32)),
-    ("vgg11_bn", (3, 32, 32)),
+    pytest.param("vgg11_bn", (3, 32, 32), marks=pytest.mark.slow),
     pytest.param("vgg16_bn", (3, 32, 32), marks=pytest.mark.slow),
     pytest.param("vgg11_bn", (3, 64, 64), marks=pytest.mark.slow),
 ]

@@ -28,6 +28,7 @@ from ashl.model.plain import PlainModel
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import assemble_job
 from ashl.run.monitor import FINAL
+from tests.support import slow_unless
 
 STEPS, RATE, MOMENTUM, DECAY = 12, 0.05, 0.9, 1e-3
 OPTIMIZER = (
@@ -127,7 +128,7 @@ def assert_same(state: dict[str, Tensor], expected: nn.Module, kind: type[nn.Mod
             torch.testing.assert_close(value, theirs[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", slow_unless([2], [1, 2]))
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 @pytest.mark.filterwarnings("ignore:.*weight_norm|spectral_norm:FutureWarning")
 def test_workers_learn_what_plain_torch_learns(kind: type[nn.Module], workers: int) -> None:

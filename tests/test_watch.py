@@ -26,6 +26,7 @@ def watched(folder: Path, command: list[str], **env: str) -> subprocess.Complete
     return subprocess.run(words, capture_output=True, text=True, env=os.environ | env, timeout=120)
 
 
+@pytest.mark.slow  # it trains until the slow rank is sure
 def test_a_rank_that_is_slower_by_half_is_named_while_the_job_runs(tmp_path: Path) -> None:
     """The environment has a sitecustomize of its own, which is run, too."""
     (tmp_path / "own").mkdir()

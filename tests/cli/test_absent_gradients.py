@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ashl.cli.app import main
 from tests.own_parts import choose_own
+from tests.support import slow_unless
 
 CODE = '''
 import torch
@@ -187,7 +188,7 @@ def assert_close(found: dict, expected: dict) -> None:
     } == pytest.approx(dict.fromkeys(expected, 0), abs=2e-6)
 
 
-@pytest.mark.parametrize("kind", ["Net", "Alternating", "Words"])
+@pytest.mark.parametrize("kind", slow_unless(["Alternating"], ["Net", "Alternating", "Words"]))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_worker_is_a_loop_of_plain_torch(place, kind: str, optimizer: str) -> None:
     keys, twin, arguments = OPTIMIZERS[optimizer]
@@ -271,7 +272,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_unless(WAYS[::3], WAYS))
 def test_what_no_worker_uses_stays_as_it_was(place, way: str) -> None:
     found = place("Net", "runtime=sim", "cluster.compute=[1,2]", "stop.steps=24", *way.split())
     start = torch.load("start.pt")

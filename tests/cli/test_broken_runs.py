@@ -193,10 +193,8 @@ def test_an_error_in_a_worker_is_told_with_its_rank_and_log(workplace, capsys, m
     check_records(workplace / "run", "failed")
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["SIGHUP", *(pytest.param(f"SIG{name}", marks=pytest.mark.slow) for name in ("INT", "TERM"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGHUP", "SIGINT", "SIGTERM"])
 def test_a_signal_to_all_processes_of_a_run(how: str, workplace) -> None:
     """Signals of a terminal, a closing terminal, and a queue: ranks and fork server leave them to
     their parent.

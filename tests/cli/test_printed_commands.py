@@ -22,6 +22,7 @@ from ashl.cli.app import COMMANDS, app, main
 from ashl.cli.typed import typed_command
 from ashl.study import sweep as study_sweep
 from ashl.tracking.tracker import TrackedRun, shell_command
+from tests.support import slow_unless
 from tests.test_advice import written
 
 OWN = "my options"
@@ -116,7 +117,7 @@ def all_run(found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert "--config-dir 'my options'" in command, command
 
 
-@pytest.mark.parametrize("by", ["option", "environment", "package"])
+@pytest.mark.parametrize("by", slow_unless(["option"], ["option", "environment", "package"]))
 def test_a_sweep(by: str, place: Path, capsys, monkeypatch) -> None:
     values = [*TINY[2:], "sync=bsp,asp", "cluster.compute=[1, 2]", "run.dir=my sweep"]
     if by == "package":

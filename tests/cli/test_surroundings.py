@@ -25,6 +25,7 @@ from ashl.tracking import jsonl, ui
 from ashl.tracking.console import Progress
 from ashl.tracking.killed import close_killed
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
+from tests.support import slow_unless
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = [
@@ -162,7 +163,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("runtime", ["sim", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["sim", "local"])
 def test_a_daemonic_process_forked_from_one_that_has_trained(runtime, tmp_path) -> None:
     (tmp_path / "daemon.py").write_text(DAEMON)
     done = subprocess.run(
@@ -212,7 +214,9 @@ def test_what_is_left_over_of_a_job(monkeypatch) -> None:
 # --- runs that are killed or interrupted
 
 
-@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+@pytest.mark.parametrize(
+    "topology", slow_unless(["all_reduce"], ["parameter_server", "all_reduce"])
+)
 def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(
     topology: str, workplace, capsys
 ) -> None:

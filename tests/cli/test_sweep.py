@@ -37,6 +37,7 @@ def summaries(study: Path) -> dict[str, dict]:
     return {path.parent.name: json.loads(path.read_text()) for path in study.glob("*/summary.json")}
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_and_run_again(workplace: Path, capsys: pytest.CaptureFixture) -> None:
     command = [sys.executable, "-m", "ashl.cli", "sweep", *GRID, "--jobs", "1", "-q"]
     with subprocess.Popen(command, start_new_session=True) as process:

@@ -54,7 +54,6 @@ MODES = {
     "groups": "topology=partial_all_reduce sync=ripples_random sync.group_size=2",
     "stages": "schedule=ashl",
 }
-FIRST = next(iter(MODES))
 
 
 def manifest() -> dict:
@@ -110,9 +109,8 @@ def check_resumed() -> dict:
     return summary
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FIRST)) for name in MODES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODES)
 def test_a_run_resumes_after_a_failure(name: str, workplace: Path) -> None:
     process = started(*LINE, *MODES[name].split(), f"stop.steps={STEPS}", "runtime=local")
     wait_for(process, has_checkpoint)

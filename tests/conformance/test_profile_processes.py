@@ -5,6 +5,8 @@ that follows.
 import json
 from pathlib import Path
 
+import pytest
+
 from ashl.cli.app import main
 
 REAL = (
@@ -13,6 +15,7 @@ REAL = (
 )
 
 
+@pytest.mark.slow
 def test_a_profile_of_processes_plans_messages(workplace, capsys) -> None:
     assert main(["profile", *REAL.split(), "run.dir=run"]) == 0
     said = capsys.readouterr().out

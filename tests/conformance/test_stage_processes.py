@@ -10,7 +10,7 @@ import pytest
 from ashl.plan.plan import Plan, Spec
 from tests.conformance.test_kernels import QUICK, real
 from tests.run_folders import adds_up
-from tests.support import Ran, planned, simulated
+from tests.support import Ran, planned, simulated, slow_unless
 
 COMMON = (*QUICK, "cluster=homogeneous", "stop.steps=96")
 TWICE = {  # the first stage, and what differs in the second one
@@ -45,7 +45,7 @@ def of_two(overrides: tuple[str, ...], change: Spec, local_steps: int) -> Plan:
     return replace(plan, stages=(replace(stage, until={"commits": 4}), second))
 
 
-@pytest.mark.parametrize("topology", TWICE)
+@pytest.mark.parametrize("topology", slow_unless(["server", "gossip"], TWICE))
 def test_a_plan_reaches_its_last_stage(topology: str, tmp_path: Path) -> None:
     """Partial all-reduce ended after its first stage, as finished."""
     overrides, change, local_steps = TWICE[topology]
@@ -121,7 +121,7 @@ def test_replicas_start_from_the_models_at_the_stage_boundary(tmp_path: Path) ->
     assert apart[border + 1] < 1e-10, "all have heard the models of all"
 
 
-@pytest.mark.parametrize("topology", TWICE)
+@pytest.mark.parametrize("topology", slow_unless(["all_reduce", "groups"], TWICE))
 def test_a_stage_gives_way_by_the_evaluated_loss(topology: str, tmp_path: Path) -> None:
     overrides, change, local_steps = TWICE[topology]
     plan = of_two(overrides, change, local_steps)

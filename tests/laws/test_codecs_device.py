@@ -20,6 +20,7 @@ from ashl.compression.wrappers import codec_for_layers
 from ashl.device import to_device, to_host
 from tests.laws.codecs import ROWS, VECTORS, bits, codec, decoded, vector
 from tests.stand_in_device import DEVICE, There, guarded
+from tests.support import slow_unless
 
 PORTED = {name: row for name, row in ROWS.items() if not row.on_host} | {
     "sign-layers": codec("sign", scale="none"),
@@ -87,9 +88,7 @@ def cases(whole: bool) -> Iterator[tuple[str, Tensor, EncodeContext]]:
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in TWINS)) for name in PORTED]
-)
+@pytest.mark.parametrize("name", slow_unless(sorted(PORTED.keys() - TWINS)[::2], PORTED))
 def test_the_same_bytes_and_the_same_vector(name: str, whole: bool) -> None:
     row: Any = PORTED[name]
     for kind, x, context in cases(whole):

@@ -29,14 +29,13 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import restore_ranks
 from ashl.stage.program import peers_of, run_stages
 from tests.golden.runs import RUNS
-from tests.support import Ran, planned, simulated
+from tests.support import Ran, planned, simulated, slow_unless
 
 EVERY_S = 0.15
 SHORT = ("stop.epochs=3", "cluster.jitter=0.2", "eval.every_s=0.4")
 QUICK = (  # rows of the golden set with all kinds of states; `-m slow` tries every row
-    "bsp", "ssp", "topk-both-ways", "laq", "diana", "choco-topk", "asylpg", "spy", "local-sgd", "ring-wfbp",
-    "ring-late", "ring-streaming", "power-sgd", "adsp", "ring-catalyst", "ring-lb-bsp", "ring-adacomm", "server-priority",
-    "d-psgd", "ad-psgd", "swarm", "hop", "d-admm-late", "ripples-smart", "sharded-server", "halos", "ashl", "plan-online",
+    "bsp", "topk-both-ways", "diana", "asylpg", "spy", "local-sgd", "ring-late", "ring-streaming", "power-sgd",
+    "adsp", "ring-adacomm", "ad-psgd", "hop", "ripples-smart", "sharded-server", "halos", "ashl",
 )  # fmt: skip
 
 
@@ -112,11 +111,8 @@ def check_resumes(overrides: Sequence[str], device: str = HOST) -> Ran:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
-        for name in RUNS
-        if RUNS[name].learns and name != "profile"  # a profiling stage has no safe point
-    ],
+    # a profiling stage has no safe point
+    slow_unless(QUICK, (name for name in RUNS if RUNS[name].learns and name != "profile")),
 )
 def test_a_resumed_run_equals_the_whole_one(name: str) -> None:
     check_resumes(row(name))
@@ -128,18 +124,21 @@ REJOIN = "{time_s: 0.8, worker: 0, rejoin: true}, {time_s: 1.38, worker: 2, rejo
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "topk-both-ways",
-        "bsp",
-        "ring-late",
-        "ring-wfbp",
-        "outer-nesterov-ring",
-        "choco-topk",
-        "ad-psgd",
-        "ripples-smart",
-        "sharded-server",
-        "halos",
-    ],
+    slow_unless(
+        ("bsp", "ring-late", "ad-psgd", "ripples-smart", "sharded-server"),
+        [
+            "topk-both-ways",
+            "bsp",
+            "ring-late",
+            "ring-wfbp",
+            "outer-nesterov-ring",
+            "choco-topk",
+            "ad-psgd",
+            "ripples-smart",
+            "sharded-server",
+            "halos",
+        ],
+    ),
 )
 def test_a_run_whose_workers_fail_and_rejoin_resumes(name: str) -> None:
     ran = check_resumes((*row(name), f"cluster.events=[{FAIL}, {REJOIN}]"))

@@ -13,25 +13,18 @@ from ashl.learn.learner import Learner
 from tests.golden.runs import RUNS
 from tests.sim import test_checkpoint as checkpoints
 from tests.stand_in_device import DEVICE, There, guarded
-from tests.support import planned, run
+from tests.support import planned, run, slow_unless
 
 QUICK = (  # rows of the golden set by mechanism; `-m slow` tries every row
-    "bsp", "outer-nesterov", "topk-both-ways", "uniform-clipped", "adamw-linear-decay", "topk-corrected", "power-sgd",
-    "terngrad-shared", "ring-dear", "ring-layerwise", "choco-topk", "ad-psgd", "ripples-random",
+    "bsp", "outer-nesterov", "uniform-clipped", "adamw-linear-decay", "topk-corrected", "power-sgd", "ring-dear",
+    "ad-psgd", "ripples-random",
 )  # fmt: skip
 BRIEF = "stop.steps=12"  # the stand-in is slow
 # the last bits of their lengths and products are the device's own
 ROUNDED = ("qsgd", "qsgd-feedback", "terngrad", "demo", "rotated-pco")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
-        for name in RUNS
-        if RUNS[name].learns
-    ],
-)
+@pytest.mark.parametrize("name", slow_unless(QUICK, (name for name in RUNS if RUNS[name].learns)))
 def test_data_cross_by_the_transfer_functions_only(name: str) -> None:
     plan = planned(*RUNS[name].overrides, BRIEF)
     expected = run(plan)

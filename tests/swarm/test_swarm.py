@@ -63,12 +63,12 @@ def in_parts(kind: str) -> Swarm:
 
 
 SWARMS = {
-    "one stage": Swarm(one_stage.check, one_stage.drawn, range(500)),
-    "stages": Swarm(stages.check, stages.drawn, range(200)),
-    "overlap": Swarm(overlap.check, overlap.drawn, range(200)),
-    "protocols": Swarm(protocols.check, protocols.drawn, range(300)),
-    "gossip": Swarm(gossip.check, gossip.drawn, range(200), range(10_000, 13_000)),
-    "groups": Swarm(groups.check, groups.drawn, range(360), range(360, 4100)),
+    "one stage": Swarm(one_stage.check, one_stage.drawn, range(200), range(200, 500)),
+    "stages": Swarm(stages.check, stages.drawn, range(100), range(100, 200)),
+    "overlap": Swarm(overlap.check, overlap.drawn, range(100), range(100, 200)),
+    "protocols": Swarm(protocols.check, protocols.drawn, range(150), range(150, 300)),
+    "gossip": Swarm(gossip.check, gossip.drawn, range(100), range(10_000, 13_000)),
+    "groups": Swarm(groups.check, groups.drawn, range(150), range(150, 4100)),
     "failures at a server": Swarm(
         churn.check, churn.drawn, range(20_000, 20_060), range(20_060, 30_000)
     ),
