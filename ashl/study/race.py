@@ -6,7 +6,7 @@ baseline, which is never dropped, and goes through the settings seed by seed. Of
 dropped, no other seed is begun.
 
 Rule: settings are compared at times a factor of √2 apart, over the seeds with which both have come
-that far. The better half is safe. Another setting is dropped in these cases:
+that far. A comparison of losses never drops the better half. A setting is dropped in these cases:
 - A run of it diverged or failed.
 - With every seed its loss is above the best one's at half the time: it needs more than twice the
   time.
