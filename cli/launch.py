@@ -187,6 +187,8 @@ def start(job: "Launch", name: str, params: dict[str, Any], command: str) -> Ans
             dry.show()
 
         document = {"engine": job.engine, "hosts": shares, "starts": described, **dry.document()}
+        if job.engine == "kubernetes":  # kubectl reads standard output, and ashl starts nothing
+            return Answer(document, lambda: print(described, end=""))
         return Answer(document, print_tables, command)
     return engines.start(job)
 
