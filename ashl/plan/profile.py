@@ -83,7 +83,7 @@ class CodecCost:
     __pydantic_config__: ClassVar = FILE
     codec: Name  # dotted name of the codec's class
     encode_s: tuple[Seconds, ...]  # by worker
-    decode_s: Seconds  # one payload, on the server
+    decode_s: Seconds  # one payload: the median over the workers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,7 +214,7 @@ def row_document(board: Leaderboard, part: Leaderboard, row: Row) -> dict[str, A
         "axes": row.setting.axes,
         # run folders
         "folders": [str(run.folder) for run in row.runs],
-        # number of runs, and how many of them reached the target
+        # number of runs, and how many of them reached the target (without one: have a value)
         "seeds": len(row.values),
         "reached": row.num_reached,
         # `middle` (median), its interval `low` to `high`, which covers the true median with
@@ -222,11 +222,13 @@ def row_document(board: Leaderboard, part: Leaderboard, row: Row) -> dict[str, A
         "value": asdict(row.spread),
         # true for the setting with which the others are compared
         "is_baseline": row.is_baseline,
-        # effect relative to the baseline, see below; null without a common seed
+        # effect relative to the baseline, see below; null for it and without a common seed
         "against_baseline": None if row.against is None else asdict(row.against),
-        # effect of the first setting relative to this one, see below; null for the first
+        # effect of the first setting relative to this one, see below; null for the first, without
+        # a rank and without a common seed
         "first_against_it": None if behind is None else asdict(behind),
-        # true if the setting may be as good as the first, at a level of 5 % by Holm's correction
+        # true if the setting may be as good as the first, at a level of 5 % by Holm's correction. A
+        # difference below the time between two evaluations counts as none
         "indistinguishable_from_first": row in part.indistinguishable_rows,
         # means and standard deviations over seeds of the values of `summary.json`
         "means": row.means,

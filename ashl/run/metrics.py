@@ -46,7 +46,7 @@ def metrics_line(
         "samples": counts.samples,
         "bytes_up": up,
         "bytes_down": down,
-        # accuracy and loss on the test set, and loss on the training set
+        # accuracy and loss on the test set, and loss on up to 2,000 samples of the training set
         "test/acc": found.test_accuracy,
         "test/loss": found.test_loss,
         "train/loss": found.train_loss,

@@ -91,8 +91,8 @@ def summarise(
         "runtime": runtime,
         "seed": plan.seed,
         # `finished`, `failed`, `interrupted` or `diverged`: a loss or a parameter is not finite or
-        # too large; the workers' models are unrelated; or the training loss ends above that of the
-        # untrained model
+        # too large; the workers' models are unrelated; or the training loss ends more than 10 %
+        # above that of the untrained model (in the first epoch, above ten times that loss)
         "status": status,
         # rule that ended the run (`epochs`, `steps`, `seconds`, `patience`, `target_accuracy`,
         # `target_loss` …), or the error
@@ -117,9 +117,9 @@ def summarise(
         # per second of `time_s`
         "steps_per_s": counts.steps / time_s if time_s else None,
         "samples_per_s": counts.samples / time_s if time_s else None,
-        # a row for each failure, in order: `worker`, `time_s`, `reason` (`declared`, `random` or
-        # the end of the process), and `rejoined_s`, which is null if the worker did not rejoin
-        # before the end
+        # a row for each failure, in order: `worker`, `time_s`, `reason` (`declared`, `random`, or
+        # how the process ended or missed heartbeats), and `rejoined_s`, which is null if the worker
+        # did not rejoin before the end
         "failed_workers": [outage_summary(outage, time_ns) for outage in outages],
         # counted steps per second, as a fraction of those that the plan predicts without failures;
         # null without a prediction
@@ -176,9 +176,10 @@ def summarise(
         # `mean` over the run; null without measures
         "measures": aggregate_measures(monitor.measures()) or None,
         # fraction by which each worker of a paced real run took longer than declared (`workers`),
-        # and the largest one (`slower_by`); null for other runs
+        # and the largest one (`slower_by`); empty for other real runs, null in virtual time
         "pace": pace,
-        # of a real run, by rank: `host` and `device`; null in virtual time
+        # of a real run, a row for each rank: `rank`, `host`, `device` and the usable `cores`; null
+        # in virtual time
         "hosts": [placed._asdict() for _, placed in sorted(monitor.hosts.items())] or None,
     }
 
