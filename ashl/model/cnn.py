@@ -1,4 +1,4 @@
-"""A small convolutional network for images of any size."""
+"""A small convolutional network for images, which each block halves."""
 
 from itertools import pairwise
 
