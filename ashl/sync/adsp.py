@@ -25,16 +25,17 @@ not count, and C gets another one. A new search starts from the present C `searc
 the end of the last one. It also starts if the running loss rose by the fraction `rise` since the
 last check.
 
-Limits: equal workers with Γ/C equal to H local steps are ASP with H local steps.
+Limit: with `search_s=null`, equal workers whose interval is H local steps long are ASP with H local
+steps and `aggregate=uniform`.
 Source: Hu, Wang and Wu, "Distributed Machine Learning through Heterogeneous Edge Systems", AAAI
 2020, arXiv 1911.06949; the released code.
 Differs: the paper's interval is Γ/ΔC_i − O_i. Ours is equal to it at the start of a period; later
 it uses the remaining time and commits, so that rounding up to whole steps does not accumulate. The
 loss is the running mean of the workers' minibatch losses, where the paper evaluates the model at
-the server. No worker stops at the start of a period. A search ends at a C whose interval would be
-below `floor_s`. The released code fits the curve by least squares: it makes a straight line of a
-loss that decreases faster and faster. It gives a period without a decrease a reward of about 0,
-where ours gives −∞.
+the server. No worker stops at the start of a period. A search ends before a C with Γ/C below
+`floor_s`. The released code fits the curve by least squares: it makes a straight line of a loss
+that decreases faster and faster. It gives a period without a decrease a reward of about 0, where
+ours gives −∞.
 
 Family: asynchronous server.
 Status: reproduction.

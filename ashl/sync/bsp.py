@@ -4,9 +4,9 @@ Use when: workers are about equally fast, or the result must equal that of one w
 Avoid when: the slowest worker takes 1.25 times as long as the fastest, or more.
 Alternatives: `lb_bsp` with batches by speed; `local_sgd` for slow links; `ssp` for unequal workers.
 
-Rule: w ← w − γ·Σ_i w_i·g_i over all n workers. With `exchange=difference` each worker takes its
-optimizer step itself, and the differences are averaged. For optimizers that are linear in the
-gradient (SGD, momentum) both give the same model.
+Rule: w ← w − γ·scale·Σ_i w_i·g_i over all n workers, Σ w_i = 1. With `exchange=difference` each
+worker takes its optimizer step itself, and the differences are averaged. For optimizers that are
+linear in the gradient (SGD, momentum) both give the same model.
 Waiting: every worker waits for all others at each step.
 
 Source: Valiant, "A bridging model for parallel computation", CACM 1990.

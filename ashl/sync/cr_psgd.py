@@ -14,8 +14,8 @@ Waiting: every worker waits for all others at each step.
 Limits: ρ = 1 is BSP. Only gradients are exchanged, through a server or by all-reduce.
 Source: Yu and Jin, "On the Computation and Communication Complexity of Parallel SGD with Dynamic
 Batch Sizes for Stochastic Non-Convex Optimization", ICML 2019, Algorithm 1.
-Differs: b_i is rounded from ρ^t·B_i. The recursion ⌊ρ·⌊ρ·B⌋⌋ would keep a batch of one at one for ρ
-< 2.
+Differs: in the paper a batch has no upper limit, and every sample is new. The recursion b ← ⌊ρ·b⌋
+would keep a batch of one at one for ρ < 2, so b_i is rounded from ρ^t·B_i.
 
 Family: synchronous steps.
 Status: reproduction.

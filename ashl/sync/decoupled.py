@@ -9,10 +9,11 @@ Rule: a learner pushes the Δ_i of H local steps. Once K = `min_learners` learne
 server accepts further pushes for `grace_s` seconds, or until all have pushed. Then it takes one
 outer step on Σ w_i·Δ_i over these pushes, with Σ w_i = 1. `aggregate=mean` weighs by samples, and
 so by tokens. A later push is part of the next merge, although it was computed on an older model.
-The paper's outer step is `outer=nesterov`.
-With `grace_mads` = k the window follows the arrivals: it ends median + k·MAD seconds after the last
-merge, over the seconds between a learner's merge and its next push, of the last 64 pushes. MAD is
-the median absolute deviation from the median. Until each learner has pushed twice, it is `grace_s`.
+The paper's outer step is `outer=nesterov`. With `grace_mads` = k the window follows the arrivals:
+it ends median + k·MAD seconds after the last merge, over the seconds between a learner's merge and
+its next push, of the last 64 pushes. MAD is the median absolute deviation from the median. It never
+ends before there is a quorum. Until 2·n pushes have arrived, and always if n is above 32, the
+window is `grace_s`.
 Waiting: a learner waits for the merge that contains its push. With `overlap=delayed` it computes
 meanwhile. If fewer than K learners are running, a merge waits for all of them.
 

@@ -10,7 +10,9 @@ s_low commits proceeds. If the fastest worker leads by more, the controller extr
 and those of the slowest worker, from the last two of each. It grants the r in [0, s_high − s_low]
 commits after which the fastest worker would wait least for the slowest worker's next push; of equal
 waits, the smallest r. After r more commits it decides again, for the remaining part of the range.
-Waiting: a worker without a remaining grant waits until its lead is s_low.
+Until a worker has pushed twice, the start of the stage counts as a push of it. A grant lapses if
+the lead is s_low or less again.
+Waiting: a worker without a remaining grant waits until its lead is at most s_low.
 
 Limits: s_low = s_high is SSP(s). With persistent speed differences the long-run rate is BSP's, as
 with SSP.
@@ -115,7 +117,7 @@ def grant(fastest: tuple[float, float], slowest: tuple[float, float], limit: int
     now = fastest[1]
     stride = fastest[1] - fastest[0]
     period = slowest[1] - slowest[0]
-    if limit <= 0 or period <= 0:  # without two pushes of the slowest there is no prediction
+    if limit <= 0 or period <= 0:  # without a push of the slowest there is no prediction
         return 0
 
     def wait(r: int) -> float:

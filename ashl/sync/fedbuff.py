@@ -7,8 +7,8 @@ Alternatives: `asp` merges each push; `rennala` drops stale gradients.
 Rule: the server buffers each push and answers at once with the current model. Once K = `buffer`
 pushes are in the buffer, w ← w + scale·Σ_k w_k·s(τ_k)·Δ_k over them, with Σ w_k = 1 and τ_k the
 staleness in merges. One merge may contain several pushes of a worker. The paper's weights 1/K are
-`aggregate=uniform`, and its s(τ) = (1 + τ)^−1/2 is `aggregate.staleness_discount=0.5`. At the end
-of a stage the remaining pushes are merged too.
+`aggregate=uniform`, and its s(τ) = (1 + τ)^−1/2 is `aggregate.staleness_discount=0.5`. Before
+another stage the remaining pushes are merged too; at the end of the run they are dropped.
 Waiting: no worker waits for another one.
 
 Limits: K = 1 with `aggregate=uniform` and scale c is ASP with scale n·c, because each push is a

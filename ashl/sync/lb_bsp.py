@@ -13,10 +13,10 @@ follows b_i/t_i until all step times t_i are equal.
 Waiting: every worker waits for all others at each step, at a server or under all-reduce. Under
 all-reduce the workers exchange their step times in a small sum, one number each.
 
-Limits: equal speeds are BSP. Shards keep their sizes, so a fast worker passes over its own shard
-more often; that is harmless if all shards have the same distribution (`dataset.partition=iid`).
-Transfers are not balanced, as in the paper: where they dominate, workers still wait for the slowest
-link.
+Limits: equal speeds and equal batches are BSP. Shards keep their sizes, so a fast worker passes
+over its own shard more often; that is harmless if all shards have the same distribution
+(`dataset.partition=iid`). Transfers are not balanced, as in the paper: where they dominate, workers
+still wait for the slowest link.
 Source: Chen et al., "Semi-Dynamic Load Balancing: Efficient Distributed Learning in Non-Dedicated
 Environments", SoCC 2020.
 Differs: the paper predicts speeds by a recurrent network; here they are a moving average.

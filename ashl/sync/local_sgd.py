@@ -4,8 +4,9 @@ Use when: links are slow and workers about equally fast; with planned H also for
 Avoid when: shards are skewed and H is large, or one worker is slow at a fixed H.
 Alternatives: `bsp` if links are fast; `ssp` with planned H without a barrier.
 
-Rule: w ← w + Σ_i w_i·(w_i^H − w), with w_i^H the model of worker i after H steps from w. All
-workers continue from the average. The moments of a worker's optimizer are not averaged.
+Rule: w ← w + scale·Σ_i w_i·(w_i^H − w), with w_i^H the model of worker i after H steps from w, and
+Σ w_i = 1. All workers continue from the new w. Another `outer` than `average` steps along the same
+sum; `outer=nesterov` is DiLoCo. The moments of a worker's optimizer are not averaged.
 Waiting: every worker waits for all others at each average.
 
 Limit: H = 1 is BSP (SGD, momentum).

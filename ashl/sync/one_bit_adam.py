@@ -17,7 +17,8 @@ Limits: C = identity is Adam with a frozen variance. `schedule=one_bit_adam` wit
 the end is Adam.
 Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
 Convergence Speed", ICML 2021, Algorithm 1.
-Differs: workers gather all payloads, where the paper compresses the mean a second time.
+Differs: workers gather all payloads, where the paper compresses the mean a second time. DeepSpeed's
+implementation has no bias correction.
 
 Family: adaptive optimizers.
 Status: internal.

@@ -58,7 +58,7 @@ class QSR(BarrierRule, StepRule):
         return planned * self._steps_at_rate(base, lr) // base
 
     def _steps_at_rate(self, base: int, lr: float) -> int:
-        """Return H at this learning rate; a learning rate of 0 leaves it unchanged."""
+        """Return H at this learning rate; `base` at a learning rate of 0."""
         limit = max(base, self.h_max)
         if lr == 0:
             return base

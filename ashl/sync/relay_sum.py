@@ -8,10 +8,10 @@ Alternatives: `d_psgd`; `gossip_pga`.
 Rule: in each round x_i ← x_i + Δ_i. Worker i sends to each neighbour j on the tree the sum m_ij =
 x_i + Σ_{l≠j} m_li, with the number of models in it; m_li is the latest message from l. Then x_i ←
 (x_i + Σ_j m_ji + (n − c)·x_0)/n, where c ≤ n is the number of models in the messages plus one. x_0,
-the model at the start of the stage, replaces the n − c models that have not arrived yet.
-After as many rounds as the diameter of the tree, the mean contains every model exactly once. A
-model k edges away is k rounds old. So weights are uniform on every tree, for all degrees, which
-non-IID data needs. The tree is the breadth-first search tree of the graph from rank 0.
+the model at the start of the stage, replaces the n − c models that have not arrived yet. After as
+many rounds as the diameter of the tree, the mean contains every model exactly once. A model k edges
+away is k − 1 rounds old. So weights are uniform on every tree, for all degrees, which non-IID data
+needs. The tree is the breadth-first search tree of the graph from rank 0.
 Waiting: in each round a worker waits for its neighbours on the tree.
 
 Limits: two workers are BSP. A mean over older models makes less progress per round, as if the

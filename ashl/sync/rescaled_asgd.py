@@ -6,11 +6,11 @@ Avoid when: shards are equal: `asp` is simpler.
 Alternatives: `ringleader`, which keeps a gradient of each worker; `asp`.
 
 Rule: w ← w + c_i·(τ_i/mean_j τ_j)·Δ_i at each arrival. c_i = scale·w_i of `aggregate`, and τ_i is
-the time between two pushes of worker i, as a moving average. Each worker then moves the model per
-second in proportion to w_i. In plain ASP the model converges to the minimum of a sum that weighs
-the data of fast workers more. The first two pushes of a worker count as in ASP. If H differs, Δ_i
-grows with H_i, and `aggregate=fednova` corrects for it: the model then converges to the minimum of
-Σ_i n_i/n·f_i, for all speeds and all H.
+the time between two pushes of worker i, as a moving average (the newest has a weight of 0.2). Each
+worker then moves the model per second in proportion to w_i. In plain ASP the model converges to the
+minimum of a sum that weighs the data of fast workers more. The first two pushes of a worker count
+as in ASP. If H differs, Δ_i grows with H_i, and `aggregate=fednova` corrects for it: the model then
+converges to the minimum of Σ_i n_i/n·f_i, for all speeds and all H.
 Waiting: no worker waits for another one. The server buffers nothing.
 
 Limit: equal workers are ASP, up to rounding.

@@ -9,8 +9,8 @@ form the group.
 Waiting: a worker waits until its group closes: for any k − 1 other requests, never for one given
 worker.
 
-Limit: k = n is local SGD. If all workers are exactly equally fast, the same
-workers meet in every group and the models of different groups diverge; take `ripples_smart` there.
+Limit: k = n is local SGD. If all workers are exactly equally fast, the same workers meet in every
+group, and the models of different groups diverge; take `ripples_smart` there.
 Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce",
 SIGMOD 2021; as a schedule for Luo et al., "Prague", ASPLOS 2020.
 

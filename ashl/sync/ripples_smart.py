@@ -6,8 +6,9 @@ Avoid when: there are fewer than six workers, or one common model is needed.
 Alternatives: `ad_psgd` in pairs; `ripples_first_come` without a filter.
 
 Rule: a worker that asks with an empty Group Buffer starts a Global Division. All workers with empty
-buffers are shuffled and divided into groups of k, which are disjoint and so never conflict. In each
-group x_i ← the mean of its members' models.
+buffers are shuffled and divided into as few groups as possible, of at most k workers and of nearly
+equal size. They are disjoint and so never conflict. In each group x_i ← the mean of its members'
+models.
 Slowdown filter: with c_w the number of requests of worker w, the division of worker i includes only
 workers with c_i − c_w < `threshold`. A straggler averages when it asks itself.
 Inter-intra: with `inter_intra` and workers on several nodes, a division has two rounds. In the

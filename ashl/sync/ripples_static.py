@@ -21,8 +21,8 @@ Waiting: a group waits for all of its members. Every phase is a partition of the
 groups conflict. The four phases together connect all workers, so a straggler delays all of them, as
 in an all-reduce.
 
-Use: for equally fast workers. On the schedule above four phases contract the distance of the models
-from their mean to 0.6495 of its value.
+Limit: on two or more nodes of four workers, four phases contract the distance of the models from
+their mean to at most 0.6495 of its value.
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"); the table as in the authors' public code
 (laekov/preduce).

@@ -11,11 +11,12 @@ Waiting: with `overlap` (the paper's non-blocking form) worker i computes while 
 Without it, worker i waits for the answer. The neighbour never waits.
 Quantized models: with `bits` each element of a model travels in that many bits, rounded at random.
 The receiver decodes it with the help of its own model (`ashl.compression.modulo`). The grid reaches
-min(8, 2^(bits − 3)) times the distance between the models at the worker's last exchange, so its
-step is at most a quarter of that distance. With a step of half the distance, rounding errors grow
-from exchange to exchange. A worker sends its first model in 32 bits. A receiver that cannot decode
-a model, because it is too far away, keeps its own and sends the next one in 32 bits. With fewer
-than 6 bits this happens more often. The time of encoding is not part of virtual time.
+min(8, 2^(bits − 3)) times the distance between the models at the worker's last exchange: their
+largest difference in an element. Its step is at most a quarter of that distance. With a step of
+half the distance, rounding errors grow from exchange to exchange. A worker sends its first model in
+32 bits. A receiver that cannot decode a model, because it is too far away, keeps its own and sends
+the next one in 32 bits. With fewer than 6 bits this happens more often. The time of encoding is not
+part of virtual time.
 
 Limits: many bits equal whole models, up to the step of the grid. H = 1 on a bipartite graph is
 AD-PSGD, except that workers of both roles ask.
