@@ -11,8 +11,8 @@ overlap change the learned model: those with a codec per message, and those that
 exchange late.
 
 Symbols: F is the time of the forward pass and B of the backward pass. Layer group 1 has the first
-layers; backward begins with the last group. R_l is the time at which the gradient of group l is
-ready, b_l the backward time of group l, q_l the forward time from group l on. c(s) is the time of a
-message of s bytes, and c_l that of group l alone. c_i·Δ_i is the weighted update of worker i; the
-weights are those of `aggregate`.
+layers; backward begins with the last group. R_l is the time from the start of backward until the
+gradient of group l is ready, and b_l the backward time of group l. q_l is the forward time from the
+start of group l to the end. c(s) is the time of a message of s bytes, and c_l that of group l
+alone. c_i·Δ_i is the weighted update of worker i; the weights are those of `aggregate`.
 """

@@ -2,7 +2,7 @@
 others' parts one exchange late.
 
 Use when: DiLoCo's exchange takes about as long as its local steps, and momentum should stay.
-Avoid when: worker steps are noisy: with the default own part it reached a loss once in six runs.
+Avoid when: worker steps are noisy: in a comparison it reached the target loss in one of six runs.
 Alternatives: `delayed` (CoCoD-SGD); `streaming`.
 
 Rule: z is the model with all finished exchanges, the same on all workers. Worker i learned d_i in a
@@ -14,8 +14,9 @@ contains the decoded d_i, and y_i the exact one. No message is longer; each work
 of moments more.
 Waiting: a worker waits for an exchange only if it takes longer than the next piece.
 
-Limits: one worker is DiLoCo, bit for bit. `outer=average` is `delayed` with local_weight = 1/n. It
-supports linear outer optimizers (`Outer.linear`) and modes with synchronous rounds.
+Limits: one worker is DiLoCo, bit for bit. `outer=average` with equal weights is `delayed` with
+local_weight = 1/n. It supports linear outer optimizers (`Outer.linear`) and modes with synchronous
+rounds.
 Source: Kale, Douillard and Donchev, "Eager Updates For Overlapped Communication and Computation in
 DiLoCo", arXiv 2502.12996, 2025, with outer=nesterov and AdamW on the workers.
 Differs: the paper's replicas keep models of their own throughout.

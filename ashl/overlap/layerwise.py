@@ -7,7 +7,7 @@ Alternatives: `merged` without compression; `none` with compression.
 
 Rule: group l is encoded as soon as backward reaches it, before backward continues. So it is ready
 at R_l = Σ_{j ≥ l} (b_j + t_select(j)). Its payload of k elements takes t_c(k) and travels during
-backward. A step ends at max_l (R_l + Σ_{j ≤ l} t_c(j)), as without compression. The codec selects
+backward. A step takes F + max_l (R_l + Σ_{j ≤ l} t_c(j)), as without compression. The codec selects
 within each message. That is another algorithm than the codec on the whole gradient, except with
 `compression.per_layer=true`, which selects in every tensor anyway. `plan` decides what a message
 holds:

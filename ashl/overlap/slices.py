@@ -10,8 +10,9 @@ layers first. Once the server has a slice from all workers, it takes the optimiz
 elements alone, along their weighted sum. Then it sends them to all workers. So pulls travel during
 pushes. With slice=auto the slice size with the shortest step is taken.
 Waiting: the next forward pass waits for all slices.
-Time: with pushes that take u_i from R_i on and pulls that take d_i, a step takes max_{i ≤ j} (R_i +
-u_i + … + u_j + d_j + … + d_m) plus the latencies.
+Time: number the m slices in the order in which they are sent. With pushes that take u_i from R_i on
+and pulls that take d_i, a step takes F + max_{i ≤ j} (R_i + u_i + … + u_j + d_j + … + d_m) plus the
+latencies.
 
 Limits: one slice is `none`, and any number has the bits of `none`. This is P3 without its
 priorities: slices do not overtake each other, so no push continues under the next forward pass, as

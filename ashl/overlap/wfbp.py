@@ -9,7 +9,7 @@ Rule: the message of group l starts at max(R_l, end of the message before), whil
 computes groups l − 1, …, 1. At a parameter server the slices of a push leave in this way, and those
 of all workers queue at the server's NIC.
 Waiting: a step ends with its last message, which nothing hides.
-Time: F + max_k (R_k + S_k) with S_k = Σ_{l ≤ k} c_l and R counted from the start of backward.
+Time: a step takes F + max_k (R_k + S_k) with S_k = Σ_{l ≤ k} c_l.
 Failures: under all-reduce survivors repeat the round in which a worker failed, with all of its
 messages.
 
