@@ -7,8 +7,8 @@ plain SGD, and with a momentum ρ that starts from zero at each pull [H − ρ(1
 long run for every H, and `momentum` = 0 is the right choice. With small steps the model converges
 to the minimum of Σ_i n_i/n·f_i.
 
-Limit: equal H gives `data_share`; shards that follow a planned H, D_i = H_i / Σ_j H_j, give
-`uniform`.
+Limit: equal H gives `data_share`. With `momentum` = 0, shards that follow a planned H, D_i = H_i /
+Σ_j H_j, give `uniform` with n·Σ_j H_j²/(Σ_j H_j)² times its scale.
 Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
 Optimization", NeurIPS 2020.
 """

@@ -4,8 +4,8 @@ updates.
 Rule: update = Σ_i c_i·s(τ_i)·x_i with c_i = scale·w_i. At a barrier the sum is over the members of
 the merge in rank order, with Σ w_i = 1 over them. One at a time it is each push at its arrival,
 with Σ w_i = 1 over all workers. The staleness discount is s(τ) = (1 + τ)^−a for a push of staleness
-τ; a push with τ ≥ max_staleness is dropped. On every topology a worker shortens its update to the
-norm `clip_norm` before a codec encodes it.
+τ; a push with τ ≥ max_staleness is dropped. Wherever updates are merged with weights, a worker
+shortens its update to the norm `clip_norm` before a codec encodes it.
 
 Source: discount, Xie et al., "Asynchronous Federated Optimization", arXiv 1903.03934; staleness
 bound, Maranjyan et al., "Ringmaster ASGD", ICML 2025; clipping, "Clipped ASGD", ICML 2026.

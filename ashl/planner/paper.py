@@ -5,7 +5,7 @@ pull_i) / t_i), half to even; D_i = H_i / Σ H. The worker that defines T_max ke
 cycle is within t_i / 2 of T_max.
 Rule (Algorithm 2): rest_i = t_i · H_i + compress_i + pull_i; T_max = max_i (rest_i + push_i ·
 r_preset); R_i = min(1, (T_max − rest_i) / push_i). The worker that defines T_max compresses at
-r_preset; all others send more.
+r_preset; no other one sends less.
 
 Differs: R_i = 1 if a push takes no time. The decisions assume a push of push_i · R_i, as the paper
 does. The predicted cycles use the encoded bytes, so they may be longer.
