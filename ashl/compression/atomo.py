@@ -8,8 +8,9 @@ Rule: x = Σ λ_j a_j. Atom j is drawn with probability p_j, independently of al
 is sent. p_j = min(1, c·|λ_j|) with Σ p_j = s: of all such p the one with the least variance.
 `entries`: the atoms are the elements. `singular`: the atoms of each matrix are its singular triples
 σ_j·u_j·v_jᵀ. A parameter of more than two dimensions is the matrix of its first dimension by all
-others; a parameter of one dimension is sent unchanged. s = max(1, ratio · number of atoms), for
-each matrix separately. E‖C(x) − x‖² ≤ (atoms/s − 1)‖x‖².
+others; a parameter of one dimension is sent unchanged. s = max(1, ratio · number of atoms), of the
+whole vector and rounded for `entries`, of each matrix for `singular`. E‖C(x) − x‖² ≤ (atoms/s −
+1)‖x‖².
 Bits: those of the value and the index of an entry. A triple of an m × n matrix takes 32·(m + n):
 each of its two vectors contains the root of the factor. If that is not less than 32 per element,
 the elements themselves are sent.

@@ -12,8 +12,9 @@ the worker's gradients (η of the paper is 1 − β), which minibatches need. A 
 decoded, and g_i returns to its previous value at both ends, bit for bit.
 Bits: those of C; if these are not fewer than 32·d, x_i itself is sent.
 
-Limits: C = identity (`ratio=1`) is no compression, bit for bit; with `beta` it is momentum SGD at
-lr/(1 − β). The receiver keeps a vector for each worker, n² in all in a gathered all-reduce.
+Limits: C = identity (`ratio=1`) is no compression, bit for bit. With `beta` and a learning rate of
+lr/(1 − β) it is then momentum SGD at lr. The receiver keeps a vector for each worker, n² in all in
+a gathered all-reduce.
 
 Source: Richtárik, Sokolov and Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and
 Practically Faster Error Feedback", NeurIPS 2021, Algorithm 2; Fatkhullin, Tyurin and Richtárik,

@@ -16,10 +16,11 @@ the sum along a tree of their own.
 Bits: those of k values and indices up; those and k more down.
 
 At a parameter server there is no tree: the server keeps the k largest elements of the whole sum of
-a merge. It adds the others to the next merge, because workers receive the model only. It does so
-even if workers keep residuals; an asynchronous merge has one push. This memory has the unit of the
-pushes, and is not rescaled with the learning rate. At a stage boundary it is converted like a
-worker's residual.
+a merge. With `error_feedback` or `momentum` it adds the others to the next merge, because workers
+receive the model only. It does so in addition to the residuals of the workers. Without these keys,
+the others are lost. An asynchronous merge has one push. This memory has the unit of the pushes,
+and is not rescaled with the learning rate. At a stage boundary it is converted like a worker's
+residual.
 
 Limits: one worker is top-k. Workers that select the same indices end with their exact sum. The
 result depends on the tree, because the largest partial sums need not be part of the largest sums.

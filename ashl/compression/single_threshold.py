@@ -4,15 +4,15 @@ Use when: Top-K is wanted, with one cheap threshold for all layers.
 Avoid when: the number of sent elements must be exact.
 Alternatives: `topk`; `threshold`.
 
-Rule: τ is the magnitude that a fraction `ratio` of a strided sample of some 10,000 to 60,000
+Rule: τ is the magnitude that a fraction `ratio` of a strided sample of some 6,000 to 36,000
 elements reaches; C(x)_j = x_j if |x_j| ≥ τ, else 0. If fewer than k/2 or more than 2k of the d
 elements reach τ, with k = max(1, round(ratio · d)), the k largest are sent instead. So ‖C(x) − x‖²
 ≤ (1 − k/(2d))‖x‖².
 Bits: those of the values and of their indices; the declared size is that of 2k elements.
 
-Limits: for a vector shorter than the sample, it is top-k with all elements that equal the k-th. It
-avoids the exact selection of top-k, but saves little time. With `per_layer`, each layer has a bound
-of its own.
+Limits: a vector of up to 65,000 elements is its own sample; there it is top-k with all elements
+that equal the k-th. It avoids the exact selection of top-k, but saves little time. With
+`per_layer`, each layer has a bound of its own.
 
 Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017;
 sampled as in Lin et al., "Deep Gradient Compression", ICLR 2018.

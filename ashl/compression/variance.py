@@ -7,9 +7,10 @@ Alternatives: `topk`; `laq`.
 Rule, for each element, with g the minibatch's gradient and s = Σ_p (share_p·g_p)² over parts p of
 it, an estimate of g's second moment: r ← r + g, v ← v + s. If r² > α·v, send C(r), then r ← 0 and v
 ← 0; otherwise v ← ζ·v. C(r) is a sign and a power of two, M·2^−e with e = 0 … 7, the one nearest to
-|r|. M is the largest power of two that is at most max |r| of the sent elements. An element below
-M·2^−7 is not sent yet. If a message is dropped, its content returns to r. r and v have the unit of
-the model: they are rescaled when the learning rate changes.
+|r|. M is the largest power of two that is at most max |r| of the sent elements. An element whose
+nearest power is below M·2^−7 is not sent yet. If a message is dropped, its elements of r return to
+their values, and those of v stay 0. r and v have the unit of the model: they are rescaled when the
+learning rate changes.
 Bits: 32 for each value sent, of which 1 is the sign, 3 are e and 28 the index; and 32 for M.
 
 Limits: at most 2^28 elements. With parts of more than one sample, v is too large where gradients

@@ -494,7 +494,8 @@ class Accordion(Step):
     """Send more while gradients change fast.
 
     Rule: G is the sum of a worker's updates in an epoch. If |‖G_before‖ − ‖G‖| ≥ η·‖G_before‖, the
-    next epoch is critical and has the larger density. The first epoch is critical, too.
+    next epoch is critical and has the larger density. The first two epochs of a stage are critical,
+    too, because a comparison needs two sums.
 
     Source: Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime
     Identification", MLSys 2021, with its η = 0.5. Differs: each worker decides for itself and for
