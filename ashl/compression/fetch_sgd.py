@@ -24,6 +24,8 @@ Limits: ρ = 0 with `sketch_ratio=1` and `error=subtract` is top-k with the resi
 
 Source: Rothchild et al., "FetchSGD: Communication-Efficient Federated Learning with Sketching",
 ICML 2020.
+Differs: in the paper E ← E + η·M, and w ← w − Δ. Here, as in the released code, the learning rate
+multiplies Δ.
 """
 
 from collections.abc import Sequence

@@ -19,6 +19,7 @@ changes by the mean of the Δ_i alone, for every C and γ. The more C leaves out
 be; otherwise the models diverge.
 Source: Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms
 with Compressed Communication", ICML 2019, arXiv 1902.00340.
+Differs: in the paper the replicas start from zero.
 
 Family: gossip.
 Status: situational.
