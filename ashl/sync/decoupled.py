@@ -11,9 +11,9 @@ outer step on Σ w_i·Δ_i over these pushes, with Σ w_i = 1. `aggregate=mean` 
 so by tokens. A later push is part of the next merge, although it was computed on an older model.
 The paper's outer step is `outer=nesterov`. With `grace_mads` = k the window follows the arrivals:
 it ends median + k·MAD seconds after the last merge, over the seconds between a learner's merge and
-its next push, of the last 64 pushes. MAD is the median absolute deviation from the median. It never
-ends before there is a quorum. Until 2·n pushes have arrived, and always if n is above 32, the
-window is `grace_s`.
+its next push, of the last max(64, 2·n) pushes. MAD is the median absolute deviation from the
+median. It never ends before there is a quorum. Until 2·n pushes have arrived, the window is
+`grace_s`.
 Waiting: a learner waits for the merge that contains its push. With `overlap=delayed` it computes
 meanwhile. If fewer than K learners are running, a merge waits for all of them.
 
@@ -42,7 +42,7 @@ from ashl.stage.contract import StageConfig
 from ashl.stage.progress import Progress
 from ashl.topology.parameter_server import ServerRule, ServerState
 
-ARRIVALS = 64  # pushes whose delays are kept
+ARRIVALS = 64  # pushes whose delays are kept, or two for each worker if that is more
 
 
 def replace_values(
@@ -96,7 +96,8 @@ class Decoupled(ServerRule):
         now = self._held_pushes(state, progress)
         if self.grace_mads is not None:
             delay_s = progress.now_s - now.released_s[push.worker]
-            now = now._replace(delays_s=(*now.delays_s, delay_s)[-ARRIVALS:], last_s=progress.now_s)
+            kept = max(ARRIVALS, 2 * len(now.released_s))
+            now = now._replace(delays_s=(*now.delays_s, delay_s)[-kept:], last_s=progress.now_s)
         return self._note_quorum(now._replace(learners=(*now.learners, push.worker)), progress)
 
     def with_joined(self, stage: StageConfig, state: ServerState, rank: int) -> None:

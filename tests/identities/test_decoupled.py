@@ -66,6 +66,13 @@ def test_a_long_grace_window_waits_for_all() -> None:
     assert (adaptive, slow) == pytest.approx((3, 1), rel=0.1)
 
 
+def test_a_long_grace_window_waits_for_all_of_many() -> None:
+    """More learners than pushes whose delays are kept at least: the window follows them, too."""
+    own = ("cluster.compute=[" + "1," * 39 + "3]", "sync.min_learners=20", "sync.grace_s=0")
+    ran = decoupled(*TIMED, *own, "sync.grace_mads=1000", "cluster.jitter=0.2", "stop.steps=2000")
+    assert ran.end["commits"][-1] / ran.end["merges"] > 0.8
+
+
 def test_one_learner_is_enough_where_it_is_said_so() -> None:
     """Simultaneous pushes are merged at once, and no worker waits."""
     ran = decoupled(*TIMED, "sync.min_learners=1", "stop.steps=200")
