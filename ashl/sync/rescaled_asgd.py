@@ -9,8 +9,9 @@ Rule: w ← w + c_i·(τ_i/mean_j τ_j)·Δ_i at each arrival. c_i = scale·w_i 
 the time between two pushes of worker i, as a moving average (the newest has a weight of 0.2). Each
 worker then moves the model per second in proportion to w_i. In plain ASP the model converges to the
 minimum of a sum that weighs the data of fast workers more. The first two pushes of a worker count
-as in ASP. If H differs, Δ_i grows with H_i, and `aggregate=fednova` corrects for it: the model then
-converges to the minimum of Σ_i n_i/n·f_i, for all speeds and all H.
+as in ASP, also after a rejoin; the mean is over the workers that are there. If H differs, Δ_i grows
+with H_i, and `aggregate=fednova` corrects for it: the model then converges to the minimum of Σ_i
+n_i/n·f_i, for all speeds and all H.
 Waiting: no worker waits for another one. The server buffers nothing.
 
 Limit: equal workers are ASP, up to rounding.
@@ -31,7 +32,7 @@ from ashl.aggregate.weighted import Push
 from ashl.option import Count, option
 from ashl.stage.contract import StageConfig
 from ashl.stage.progress import Progress
-from ashl.topology.parameter_server import ServerRule
+from ashl.topology.parameter_server import ServerRule, ServerState
 
 CYCLE_WEIGHT = 0.2  # weight of a new cycle in the moving average
 
@@ -61,6 +62,10 @@ class RescaledASGD(ServerRule):
             state.cycle_s[worker] = known + CYCLE_WEIGHT * (progress.now_s - last - known)
         state.pushed_s[worker] = progress.now_s
         return state
+
+    def without(self, stage: StageConfig, state: ServerState, rank: int) -> None:
+        state.rule_state.pushed_s.pop(rank, None)
+        state.rule_state.cycle_s.pop(rank, None)
 
     def step(self, stage: StageConfig, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         cycles = state.rule_state.cycle_s

@@ -148,6 +148,10 @@ def test_rescaled_asgd_steps_by_how_long_a_workers_cycle_is():
             rule_state=cycles, progress=SimpleNamespace(latest=worker), outer_state=None, params=1.0
         )
         assert rule.step(stage, state, 1.0, 0.1)[2] == pytest.approx(1 + factor)
+    rule.without(stage, SimpleNamespace(rule_state=cycles), 1)
+    assert rule.observe(
+        stage, cycles, SimpleNamespace(now_s=90), pushed(1, 0.0)
+    ).cycle_s.keys() == {0}
 
 
 def test_both_ends_of_a_spring_by_hand():
