@@ -72,6 +72,8 @@ def test_profiling_and_dropped_steps_do_not_change_the_slowdown(mode: str, tmp_p
     )  # fmt: skip
     found = run.summary["straggler"]
     assert (found["worker"], found["slowdown"]) == (3, pytest.approx(5, rel=0.1))
+    waited = {"schedule=ashl": 0.1, "sync=asp": 0.0, "sync=local_sgd": 0.7}[mode]
+    assert found["others_wait_share"] == pytest.approx(waited, abs=0.1)
 
 
 def rows_at(second: float, step_s: dict[int, float]) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ docs/reference/records.md.
 """
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -137,9 +139,9 @@ def summarise(
             sum(worker["wait_s"] for worker in workers) / (n * time_s) if time_s else None
         ),
         # the slowest worker if its step takes at least 1.2 times the median: `worker`, `slowdown`
-        # (relative to the median worker), `others_wait_share` (fraction of the run in which the
-        # others waited, on average); otherwise null
-        "straggler": find_straggler(training_rows(monitor, workers), time_s),
+        # (relative to the median worker), `others_wait_share` (fraction of the run without
+        # profiling in which the others waited, on average); otherwise null
+        "straggler": straggler_of(monitor, workers, time_s),
         # largest lead, in commits, at which a worker was allowed to proceed; null without a server
         "max_lead": counts.max_lead if has_server else None,
         # groups that had to wait for another one; null except for partial all-reduce
@@ -252,30 +254,33 @@ def worker_summary(
     }
 
 
-def training_rows(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the workers' rows with values that fit together for a mean step time: `steps` are all
-    steps of training, and `compute_s` is the time of these steps.
+def straggler_of(
+    monitor: Monitor, workers: Sequence[dict[str, Any]], time_s: float
+) -> dict[str, Any] | None:
+    """Return the slowest worker in the training of a run, without its profiling stages.
 
-    In the rows of the summary, `compute_s` includes dropped steps and the steps of a profiling
-    stage, and `steps` includes neither. Here `steps` includes the dropped ones, and the time of
-    profiling is subtracted from `compute_s`.
-    Args: workers, the rows of `summary.json`, by rank.
+    In the rows of the summary, `compute_s` includes dropped steps, and `steps` does not. Here both
+    do.
+    Args: workers, the rows of `summary.json`, by rank; time_s, of the run.
     """
-    measured_s = [0.0] * len(workers)
+    profiling = [Counter[str]() for _ in workers]  # ns of each worker's profiling, by class
     before: dict[int, dict[str, int]] = {}
     for stage, reached in zip(monitor.plan.stages, monitor.run_state.boundaries, strict=False):
         for rank in reached.keys() & range(len(workers)) if stage.is_profiling else ():
-            earlier_ns = before[rank]["compute"] if rank in before else 0
-            measured_s[rank] += (reached[rank]["compute"] - earlier_ns) / 1e9
+            profiling[rank].update(reached[rank])
+            profiling[rank].subtract(before.get(rank, {}))
         before |= reached
-    return [
+    rows = [
         worker
         | {
             "steps": worker["steps"] + worker["dropped"],
-            "compute_s": worker["compute_s"] - measured_s[rank],
+            "compute_s": worker["compute_s"] - spent_ns["compute"] / 1e9,
+            "wait_s": worker["wait_s"] - spent_ns["wait"] / 1e9,
         }
-        for rank, worker in enumerate(workers)
+        for worker, spent_ns in zip(workers, profiling, strict=True)
     ]
+    longest_ns = max((spent_ns.total() for spent_ns in profiling), default=0)
+    return find_straggler(rows, time_s - longest_ns / 1e9)
 
 
 def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict]:
