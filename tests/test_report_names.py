@@ -40,6 +40,13 @@ def test_the_axes_of_loose_runs_are_what_differs(tmp_path) -> None:
     assert [[run.seed for run in setting.runs] for setting in settings] == [[0, 1]] * 4
 
 
+def test_another_cluster_is_named_beside_another_sync_mode(tmp_path) -> None:
+    for sync, cluster in (("bsp", "mixed"), ("asp", "one_slow")):
+        write_run(tmp_path / sync, choices={"sync": sync, "cluster": cluster})
+    _, settings = settings_of(read_study(sorted(tmp_path.iterdir())))
+    assert [setting.label for setting in settings] == ["asp one_slow", "bsp mixed"]
+
+
 def test_what_all_runs_of_an_option_share_is_no_part_of_their_name(tmp_path) -> None:
     chosen = [("topk", None), ("topk", 0.9), ("qsgd", None)]
     for index, (codec, momentum) in enumerate(chosen):

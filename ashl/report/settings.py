@@ -11,6 +11,7 @@ from ashl.report.records import Run, Study
 
 # Keys that change no outcome, and the seed.
 NOT_AXES = ("seed", "name", "run", "tracking", "eval", "allow_targets")
+ALWAYS_NAMED = ("schedule", "cluster", "model", "dataset")
 MAX_NAMED = 8  # settings that an error message lists
 
 Configs = Sequence[Mapping[str, Any]]
@@ -99,7 +100,8 @@ def differing_keys(configs: Configs) -> list[str]:
     """Return the keys in which configurations differ, groups first.
 
     Of keys that differ in the same way (an option brings another one along), the first is enough. A
-    schedule is named although it determines its sync modes.
+    schedule is named although it determines its sync modes; so are a task and a cluster, because
+    methods are compared on one of them.
     """
     every = dict.fromkeys(key for config in configs for key in config)
     keys = [key for key in every if key.split(".")[0] not in NOT_AXES]
@@ -110,7 +112,7 @@ def differing_keys(configs: Configs) -> list[str]:
         options = [config.get(group) if group != key else None for config in configs]
         partition = tuple(values.index(value) for value in values)
         varying = len(set(zip(options, values, strict=True))) > len(set(options))
-        if varying and (partition not in partitions or key == "schedule"):
+        if varying and (partition not in partitions or key in ALWAYS_NAMED):
             partitions.add(partition)
             kept.append(key)
     return kept
