@@ -16,8 +16,10 @@ def image_shape(model: str, sample_shape: tuple[int, ...], at_least: int) -> tup
         )
     channels, height, width = sample_shape
     if min(height, width) < at_least:
+        fits_cnn = model != "cnn" and min(height, width) >= 4
+        others = "model=cnn or model=mlp" if fits_cnn else "model=mlp"
         raise UsageError(
             f"Model {model} needs images of at least {at_least}x{at_least} pixels, but a sample of"
-            f" this data set has shape {text}; take model=cnn or model=mlp."
+            f" this data set has shape {text}; take {others}."
         )
     return channels, height, width
