@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ashl.cli.app import main
 from ashl.cli.launch import implied_settings
 from ashl.config.compose import compose
 from ashl.errors import UsageError
@@ -222,6 +223,15 @@ def test_the_script_of_slurm() -> None:
     assert "#SBATCH --ntasks=3\n" in alone
     assert "het" not in alone
     assert "#SBATCH --nodelist=a\n" in slurm.script(job("slurm", 2, THREE))
+
+
+def test_a_dry_run_for_kubernetes_prints_the_manifest_alone(tmp_path: Path, capsys) -> None:
+    """A pipe gets what `kubectl` can read."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("pool=fast slots=2\npool=slow\n")
+    words = ["launch", "--on", "kubernetes", "--hosts", str(hosts), "--option=image=me/ashl:1"]
+    assert main([*words, "--dry-run", "--", "train", "cluster=real", "sync=bsp"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["kind"] == "JobSet"
 
 
 def test_the_manifest_of_kubernetes() -> None:
