@@ -183,7 +183,8 @@ def with_reachable_target(scale: Scale, context: RaceContext) -> Scale:
 def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
     """Return each candidate at its best learning rate, the best candidate first.
 
-    All candidates try the first rate. The baseline and the best candidates try the other rates.
+    All candidates try the first rate. The baseline and the best candidates try the others in turn,
+    until one is better than the first: if twice the rate is, half of it is not tried.
     Candidates that go on to the seeds try their two best rates with another seed.
     With a single rate, nothing is run.
     """
@@ -214,8 +215,9 @@ def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
 
     near = [own.candidate for own in rank_candidates(1)][: count_of(RATED, selection)]
     several = dict.fromkeys((base, *near))
-    order += [runs[own][k] for k in range(1, len(scale.rates)) for own in several]
-    run_grid(grid_of(order, selection.left_out), folder, context, TUNED, "tuning", seeds=2)
+    for k in range(1, len(scale.rates)):
+        order += [runs[own][k] for own in several if rank_rates(own, k)[0].rate == rates[own][0]]
+        run_grid(grid_of(order, selection.left_out), folder, context, TUNED, "tuning", seeds=2)
     found = rank_candidates()
     other_seed = seed + 1 + ROUNDS[-1]  # one that the race does not use
     again = dict[Candidate, list[tuple[TunedCandidate, Setting]]]()

@@ -20,7 +20,7 @@ READINGS = 200
 # fastest.
 EVALUATING = 1.0
 LEAST = 40  # least number of evaluations of the fastest candidate's whole run
-RATES = (1.0, 0.5, 2.0)  # multiples of the configured learning rate
+RATES = (1.0, 2.0, 0.5)  # multiples of the configured learning rate, in the order of trying
 SCALES = (
     (1.0, RATES),
     (0.5, RATES),
