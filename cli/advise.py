@@ -8,7 +8,7 @@ import typer
 from .answer import Answer, Json
 from .sweep import handle_interrupts
 from .table import console
-from .train import ConfigDir, ConfigFile, Debug, DryRun, Overrides, Quiet, show_starting
+from .train import ConfigDir, ConfigFile, Debug, Overrides, Quiet, show_starting
 from .typed import typed_command
 
 
@@ -30,7 +30,12 @@ def advise(
         float,
         typer.Option(metavar="SECONDS", min=1, max=1e7, help="Limit of the time on this machine."),
     ] = 300.0,
-    dry_run: DryRun = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Show the candidates, race none. Still profiles with cluster=real."
+        ),
+    ] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; default: all cores.")
     ] = None,
