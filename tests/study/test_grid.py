@@ -74,7 +74,7 @@ def test_what_cannot_be_combined_is_skipped_with_its_reason() -> None:
     (skipped,) = found.skipped
     assert skipped.overrides[-2:] == ("sync=asp", "topology=all_reduce")
     assert "needs its pattern of messages" in skipped.reason
-    with pytest.raises(UsageError, match=r"sync=asp topology=all_reduce: .*needs support"):
+    with pytest.raises(UsageError, match=r"sync=asp topology=all_reduce: .*needs its pattern"):
         grid("sync=bsp,asp", "topology=parameter_server,all_reduce", strict=True)
 
 
