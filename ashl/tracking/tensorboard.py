@@ -27,6 +27,8 @@ class TensorboardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = run.folder
+        # all runs of a sweep are below its folder
+        self.shown = run.folder if run.kind == "sweep" else run.folder / EVENTS
         self.started_s = time.time()
         self.params = dict(run.params)
         self.ends: dict[str, float] = {}
@@ -53,4 +55,4 @@ class TensorboardTracker:
         self.writer.add_text("status", str(summary["status"]))
         self.writer.close()
         (self.folder / EVENTS / OUTCOME).write_text(outcome)
-        return shell_command("tensorboard", "--logdir", self.folder / EVENTS)
+        return shell_command("tensorboard", "--logdir", self.shown)
