@@ -16,13 +16,12 @@ four workers per node and r = rank within the node, this is the authors' schedul
     2       with 3            all with r = 1    alone   with 0
 
 If the number of the others on a node is odd, the first of them does not average in that phase. A
-node with one worker sends that worker in both phases.
+node with one worker sends that worker in both phases. On two or more nodes of four workers, four
+phases contract the distance of the models from their mean to at most 0.6495 of its value.
 Waiting: a group waits for all of its members. Every phase is a partition of the workers, so no
 groups conflict. The four phases together connect all workers, so a straggler delays all of them, as
 in an all-reduce.
 
-Limit: on two or more nodes of four workers, four phases contract the distance of the models from
-their mean to at most 0.6495 of its value.
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"); the table as in the authors' public code
 (laekov/preduce).
