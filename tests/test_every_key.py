@@ -32,7 +32,7 @@ from tests.every_key import (
     cases,
     crossing,
 )
-from tests.support import run
+from tests.support import run, slow_unless
 
 CASES = list(cases())
 OPTIONS = sorted({case.option for case in CASES})
@@ -130,18 +130,14 @@ def crossed(name: str) -> list[str]:
     return [text for text in found if text]
 
 
-def quick(names, few) -> list:
-    return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("option", quick(OPTIONS, QUICK))
+@pytest.mark.parametrize("option", slow_unless(QUICK, OPTIONS))
 def test_every_key_of_an_option_changes_a_run_or_is_refused_and_counts_elsewhere(
     option: str,
 ) -> None:
     assert walked(option) == []
 
 
-@pytest.mark.parametrize("name", quick(CROSSING, QUICK_CROSSING))
+@pytest.mark.parametrize("name", slow_unless(QUICK_CROSSING, CROSSING))
 def test_every_key_of_all_groups_changes_a_run_or_is_refused_beside_other_choices(
     name: str,
 ) -> None:
@@ -213,7 +209,7 @@ def left_by(*overrides: str) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(
     "key",
-    quick(OWN, ("stop.target_consecutive_evals", "eval.every_s")),
+    slow_unless(("stop.target_consecutive_evals", "eval.every_s"), OWN),
 )
 def test_every_key_of_the_run_itself_changes_its_records(key: str, workplace) -> None:
     value, beside = OWN[key]

@@ -10,6 +10,7 @@ from ashl.config import compose as module
 from ashl.config.catalog import CONF, catalog
 from ashl.config.compose import LINKS, PRESETS, compose
 from ashl.errors import UsageError
+from tests.support import slow_unless
 
 
 def message(*overrides: str, config_dir=None) -> str:
@@ -62,9 +63,7 @@ def test_every_option_composes(chosen: dict[str, str]) -> None:
     assert {*catalog()} - set(PRESETS) - mute <= set(config["choices"]) <= {*catalog()} - mute
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))]
-)
+@pytest.mark.parametrize("seed", slow_unless([0, 1], range(40)))
 def test_options_put_together_are_as_hydra_composes_them(seed: int) -> None:
     """A draw of options has the values that Hydra gives it."""
     draw = random.Random(seed)
@@ -281,9 +280,7 @@ def test_a_file_that_an_own_option_starts_from_is_looked_at_too(mine) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=[pytest.mark.slow] * (key != LINKS[0])) for key in LINKS]
-)
+@pytest.mark.parametrize("key", slow_unless(LINKS[:1], LINKS))
 def test_links_of_an_own_cluster_that_an_inherited_exchange_hides_are_refused(
     key: str, mine
 ) -> None:

@@ -117,7 +117,7 @@ def test_a_command_ends_in_order_when_its_reader_has_closed(command, unbuffered,
 # --- real processes
 
 
-@pytest.mark.parametrize("sink", ["none", pytest.param("mlflow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sink", slow_unless(["none"], ["none", "mlflow"]))
 def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tmpdir(
     sink, tmp_path
 ) -> None:

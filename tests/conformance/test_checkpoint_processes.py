@@ -15,7 +15,7 @@ import pytest
 
 from ashl.cli.app import main
 from tests.run_folders import adds_up
-from tests.support import simulated
+from tests.support import simulated, slow_unless
 
 BASE = (
     "cluster.compute=[1,2] cluster.link=null cluster.step_s=0.008 cluster.exchange_s=0.002"
@@ -137,9 +137,7 @@ def new_rounds(path: Path) -> Callable[[], bool]:
     return reached
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FIRST)) for name in RUNS]
-)
+@pytest.mark.parametrize("name", slow_unless([FIRST], RUNS))
 def test_a_run_that_was_killed(name: str, workplace: Path) -> None:
     line = [*LINE, *RUNS[name].split()]
     killed(line)

@@ -17,6 +17,7 @@ from ashl.runtime.parallel_sim import (
     ParallelCompute,
     use_cores,
 )
+from tests.support import slow_unless
 
 RUN = (
     "runtime=sim tracking=none cluster.compute=[1,2,3] stop.steps=60 model.hidden=[16]"
@@ -46,13 +47,7 @@ def outcome(*overrides: str) -> tuple[str, str]:
     return json.loads((folder / "summary.json").read_text())["params_sha256"], str(rows)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        mode if mode in ("asp", "batch norm") else pytest.param(mode, marks=pytest.mark.slow)
-        for mode in MODES
-    ],
-)
+@pytest.mark.parametrize("mode", slow_unless(["asp", "batch norm"], MODES))
 def test_same_bits_on_other_threads(
     mode: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
