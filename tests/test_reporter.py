@@ -198,7 +198,7 @@ def test_a_store_that_no_longer_answers_does_not_hold_up_a_rank(line, channel, m
         assert time.monotonic() < until
         time.sleep(0.01)
     said = f"the job's store at {store.address} did not answer for 0.4 s"
-    assert ends[0] == End(1, f"{said} (runtime.heartbeat_timeout_s)")
+    assert ends[0] == End(1, f"{said} (runtime.wait_timeout_s)")
     assert channel.silent_s(3) > 0.2
     made.close()  # before `exit_process` is the real one again
 

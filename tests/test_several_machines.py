@@ -362,9 +362,7 @@ def test_what_does_not_fit_together(changed: dict, kind: type[AshlError], said: 
 
 
 def test_who_did_not_come_is_named() -> None:
-    said = (
-        r"ranks 2, 3 of the 4 processes did not join within 0.5 s \(runtime.heartbeat_timeout_s\)"
-    )
+    said = r"ranks 2, 3 of the 4 processes did not join within 0.5 s \(runtime.wait_timeout_s\)"
     with asking(*JOB[:2]) as (requests, _), pytest.raises(AshlError, match=said):
         requests.gather(4, 0.5)
 

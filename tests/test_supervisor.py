@@ -3,6 +3,7 @@ missing heartbeats.
 """
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,8 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
         control_update=ControlUpdate(),
     )
     stages = planned("topology=parameter_server").stages
-    plan = SimpleNamespace(num_workers=2, num_ranks=3, lead_rank=2, stages=stages)
+    limits = {"heartbeat_timeout_s": 90.0, "wait_timeout_s": 5.0}
+    plan = SimpleNamespace(num_workers=2, num_ranks=3, lead_rank=2, stages=stages, runtime=limits)
     return (
         LivenessMonitor(plan, monitor, channel, {}, {}, lambda *_: None, None, True, **known),
         monitor,
@@ -151,6 +153,24 @@ def test_the_run_ends_when_its_last_worker_stays_silent() -> None:
         AshlError, match=r"worker 1 on node1, .* sent no heartbeat for 10 s; the run"
     ):
         check_liveness(liveness, 2.0)
+
+
+def test_ranks_that_wait_for_each_other_are_judged_by_the_limit_of_waiting() -> None:
+    liveness, monitor, _ = liveness_monitor()
+    monitor.hosts = {}
+    liveness.channel.awake = SimpleNamespace(resumed_s=0.0)
+    liveness.channel.awake_s = 60.0
+    for idle_s, hangs in ((4.0, False), (6.0, True)):
+        monitor.heartbeats = {
+            rank: empty_totals(rank)._replace(waiting="waits for 'pull'", idle_s=idle_s)
+            for rank in range(3)
+        }
+        with (
+            pytest.raises(AshlError, match="deadlock: no rank made progress for 5 s: rank 0 waits")
+            if hangs
+            else nullcontext()
+        ):
+            check_liveness(liveness, 0.8)
 
 
 def test_a_failed_server_is_named_as_a_server() -> None:

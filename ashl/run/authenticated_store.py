@@ -327,7 +327,7 @@ class StoreClient(dist.Store):
             self._connection.close()
             how = f"has ended ({error})"
             if isinstance(error, TimeoutError):
-                how = f"{error} (runtime.heartbeat_timeout_s)"
+                how = f"{error} (runtime.wait_timeout_s)"
             self._failure = self._failure or f"the job's store at {self.address} {how}"
             raise RuntimeError(self._failure) from error
         if problem is not None:

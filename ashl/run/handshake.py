@@ -142,7 +142,7 @@ class PlaceRequests:
         late = [str(rank) for rank in range(world_size) if rank not in hellos]
         raise AshlError(
             f"rank{'s' * (len(late) > 1)} {', '.join(late)} of the {world_size} processes did not"
-            f" join within {timeout_s:g} s (runtime.heartbeat_timeout_s); start all of them, each"
+            f" join within {timeout_s:g} s (runtime.wait_timeout_s); start all of them, each"
             " with a rank of its own, or unset RANK and WORLD_SIZE if this process is not part of a"
             " job"
         )

@@ -55,6 +55,7 @@ from ashl.run.handshake import (
 )
 from ashl.run.launch import Lead
 from ashl.run.rank import REJOINS, RankSettings, run_rank
+from ashl.runtime.runtimes import wait_limit_s
 from ashl.runtime.transport import first_line
 
 
@@ -88,7 +89,7 @@ def lead_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
 
     Raises: AshlError or UsageError, in all processes, if they cannot run this plan.
     """
-    timeout_s = parts.runtime.heartbeat_timeout_s
+    timeout_s = wait_limit_s(plan.runtime)
     job = with_resolved_master(job, timeout_s)
     own, chosen = describe_process(plan, parts, config, job)
     store = serve_store(job)
@@ -185,7 +186,7 @@ def with_resolved_master(job: JobMembership, timeout_s: float) -> JobMembership:
         if time.monotonic() > end_s:
             raise AshlError(
                 f"the master {job.host} (MASTER_ADDR) has no address here, after {timeout_s:g} s"
-                " (runtime.heartbeat_timeout_s); set MASTER_ADDR to a name or address that every"
+                " (runtime.wait_timeout_s); set MASTER_ADDR to a name or address that every"
                 " node knows (torchrun --local-addr)"
             )
         time.sleep(1.0)
@@ -219,7 +220,7 @@ def connect_store(job: JobMembership, timeout_s: float) -> StoreClient:
     except OSError as error:
         raise AshlError(
             f"the master {job.host}:{address.port} (MASTER_ADDR, {port_source(job)}) did not answer"
-            f" as the store of this job within {timeout_s:g} s (runtime.heartbeat_timeout_s):"
+            f" as the store of this job within {timeout_s:g} s (runtime.wait_timeout_s):"
             f" {first_line(error)}; is rank 0 running and reachable, and has it the same secret"
             f" ({SECRET}, else {secret_file()})?"
         ) from error
@@ -243,7 +244,7 @@ def run_as_rank(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMem
     """Run this process's rank, and return the exit code. It is 0 if the process was evicted before
     and finds no place again: the run continues without it, or has ended.
     """
-    timeout_s = parts.runtime.heartbeat_timeout_s
+    timeout_s = wait_limit_s(plan.runtime)
     job = with_resolved_master(job, timeout_s)
     own, chosen = describe_process(plan, parts, config, job)
     try:

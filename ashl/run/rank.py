@@ -1,7 +1,7 @@
 """One rank of a real run, from the start of its process to its end.
 
 `run_rank` starts the reporter, which ends this process if the job's store is silent for
-`runtime.heartbeat_timeout_s`, and reports how the rank ended. `train_rank` builds the stages, makes
+`runtime.wait_timeout_s`, and reports how the rank ended. `train_rank` builds the stages, makes
 the process groups, runs the stages on `TorchKernel`, and exits together with the other ranks. A
 rejoining worker makes no process groups: it connects to its peers one by one. A rank is either a
 child of the controller (`RankSettings.run_dir`), or a process that another launcher started. Such a
@@ -81,6 +81,7 @@ from ashl.runtime.rendezvous import (
     join_servers,
     make_epoch_group,
 )
+from ashl.runtime.runtimes import wait_limit_s
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NO_TIMEOUT, first_line, make_nccl_payloads
 from ashl.stage.contract import StageConfig
@@ -125,8 +126,8 @@ def run_rank_in_child(settings: RankSettings, plan_json: str, at: StoreAddress) 
     for number in INTERRUPTS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
-    timeout_s = Plan.from_json(plan_json).runtime["heartbeat_timeout_s"]
-    store = StoreClient(at, max(1.0, timeout_s))
+    limit_s = wait_limit_s(Plan.from_json(plan_json).runtime)
+    store = StoreClient(at, max(1.0, limit_s))
     # Destructors of gloo may hang if a peer has ended, so none are run.
     exit_process(End(run_rank(settings, plan_json, store).code))
 
@@ -145,7 +146,7 @@ def run_rank(
     """
     plan = Plan.from_json(plan_json)
     is_child = settings.run_dir is not None
-    store.limit_answers(plan.runtime["heartbeat_timeout_s"])
+    store.limit_answers(wait_limit_s(plan.runtime))
     reporter = make_reporter(settings, store)
     reporter.on_evicted = exit_process if is_child else start_again
     try:

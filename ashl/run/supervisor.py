@@ -65,6 +65,7 @@ from ashl.runtime.records import (
     WorkerFailed,
     WorkerRejoined,
 )
+from ashl.runtime.runtimes import wait_limit_s
 
 logger = logging.getLogger(__name__)
 
@@ -516,7 +517,9 @@ def rank_name(liveness: LivenessMonitor, rank: int) -> str:
 
 def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
     """Raise AshlError if the run cannot do without a rank that misses heartbeats, or if all ranks
-    wait for each other for `timeout_s`. The error names the ranks.
+    wait for each other for `runtime.wait_timeout_s`. The error names the ranks.
+
+    Args: timeout_s, the heartbeat timeout.
     """
     channel = liveness.channel
     fatal_s, source = timeout_s, " (runtime.heartbeat_timeout_s)"
@@ -530,12 +533,13 @@ def check_liveness(liveness: LivenessMonitor, timeout_s: float) -> None:
         raise AshlError(f"{names} sent no heartbeat {for_so_long}; the run ends here")
     running = {*range(liveness.plan.num_ranks)} - liveness.failed.keys()
     beats = [liveness.monitor.heartbeats.get(rank) for rank in sorted(running)]
-    stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
+    limit_s = wait_limit_s(liveness.plan.runtime)
+    stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > limit_s]
     # a failure, or a stop of this process, may have held up all ranks
     since_s = channel.awake_s - max(liveness.last_failure_s, channel.awake.resumed_s)
-    if len(stuck) == len(running) and since_s > timeout_s:
+    if len(stuck) == len(running) and since_s > limit_s:
         waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
-        raise AshlError(f"deadlock: no rank made progress for {timeout_s:g} s: {waits}")
+        raise AshlError(f"deadlock: no rank made progress for {limit_s:g} s: {waits}")
 
 
 # --- join requests

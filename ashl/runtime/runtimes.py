@@ -5,7 +5,8 @@ Each class is an option of the group `runtime`; its fields are the keys. conf/ru
 defaults and says what they mean.
 """
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -51,6 +52,7 @@ class Processes:
     share_gpu: bool | None
     interface: str | None
     heartbeat_timeout_s: Span
+    wait_timeout_s: Span | None = None
     min_workers: Count
     on_worker_failure: OnWorkerFailure = "skip"
     max_restarts: Natural
@@ -70,3 +72,11 @@ class TorchrunRuntime(Processes):
     """
 
     name: ClassVar[str] = "torchrun"
+
+
+def wait_limit_s(runtime: Mapping[str, Any]) -> float:
+    """Return the limit of waiting for processes of the job, for its store, and of all ranks for
+    each other, by the runtime of a plan.
+    """
+    own = runtime.get("wait_timeout_s")  # absent in the plan of an older run
+    return runtime["heartbeat_timeout_s"] if own is None else own

@@ -13,7 +13,7 @@ after 1 s, as a supervisor of services does.
 Reported per system: the committed steps, relative to a run of the same system without strikes. The
 survivor's gap is the time from a strike to its next commit, except one that was in flight. Further
 the time until the victim commits again, and the final training loss. Systems with `-tuned` have
-failure timeouts of 2 s.
+failure timeouts of 2 s, those with `-quick` of 0.8 s.
 """
 
 import argparse
@@ -46,7 +46,9 @@ from tests.support import planned
 REPLICAS, LOCAL_STEPS, STEP_S, LR, BATCH = 2, 20, 0.025, 0.0003, 32
 OUTAGE_S, APART_S = 15.0, 30.0
 RESTART_S = 1.0  # from the end of a process that was not killed to its restart
-TUNED_S = 2.0  # failure timeout of tuned systems
+# failure timeouts of systems by the end of their name; None = the system's default
+TIMEOUTS_S = {"": None, "-tuned": 2.0, "-quick": 0.8}
+WAIT_S = 30.0  # `ashl` waits so long for processes of the job, if its failure timeout is set
 IN_FLIGHT_S = 0.1  # a commit so soon after a strike was in flight
 START_LIMIT_S, END_LIMIT_S = 60.0, 60.0
 POLL_S = 0.02
@@ -73,22 +75,26 @@ class System:
 
     stack: str  # ashl or torchft
     method: str  # a key of METHODS
-    tuned: bool
+    limits: str  # a key of TIMEOUTS_S
 
     @property
     def name(self) -> str:
-        return f"{self.stack}-{self.method}{'-tuned' if self.tuned else ''}"
+        return f"{self.stack}-{self.method}{self.limits}"
+
+    @property
+    def timeout_s(self) -> float | None:
+        return TIMEOUTS_S[self.limits]
 
 
 SYSTEMS = {
     system.name: system
-    for tuned in (False, True)
+    for limits in TIMEOUTS_S
     for system in (
-        System("torchft", "local_sgd", tuned),
-        System("torchft", "diloco", tuned),
-        System("ashl", "local_sgd", tuned),
-        System("ashl", "diloco", tuned),
-        System("ashl", "asp", tuned),
+        System("torchft", "local_sgd", limits),
+        System("torchft", "diloco", limits),
+        System("ashl", "local_sgd", limits),
+        System("ashl", "diloco", limits),
+        System("ashl", "asp", limits),
     )
 }
 
@@ -227,7 +233,8 @@ class TorchftRun:
             self.restart(replica)
 
     def tuning(self) -> list[str]:
-        return [f"--timeout-s={TUNED_S}"] if self.system.tuned else []
+        limit_s = self.system.timeout_s
+        return [] if limit_s is None else [f"--timeout-s={limit_s}"]
 
     def restart(self, replica: int) -> None:
         names = self.processes.names
@@ -294,6 +301,12 @@ class AshlRun:
     def run_dir(self) -> Path:
         return self.processes.folder / "run"
 
+    def tuning(self) -> list[str]:
+        limit_s = self.system.timeout_s
+        if limit_s is None:
+            return []
+        return [f"runtime.heartbeat_timeout_s={limit_s}", f"runtime.wait_timeout_s={WAIT_S}"]
+
     def begin(self) -> None:
         setting = [
             "runtime=torchrun",
@@ -309,7 +322,7 @@ class AshlRun:
             f"stop.seconds={self.seconds + 5}",
             *METHODS[self.system.method],
             f"sync.local_steps={LOCAL_STEPS}",
-            *([f"runtime.heartbeat_timeout_s={TUNED_S}"] if self.system.tuned else []),
+            *self.tuning(),
             *WORKLOAD,
         ]
         replicas = [*range(REPLICAS)]

@@ -24,6 +24,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from ashl.planning.instantiate import Job, assemble_job
 from tests.support import planned
 
+CONNECT = timedelta(seconds=30)  # limit of the first connection, beside a tuned timeout
 # default of the command `torchft_lighthouse`; the class of the same name has another one
 DEFAULT_LIGHTHOUSE = {
     "join_timeout_ms": 60000,
@@ -72,7 +73,7 @@ def replica(asked: argparse.Namespace) -> None:
     limits = {}
     if asked.timeout_s is not None:
         limit = timedelta(seconds=asked.timeout_s)
-        limits = {"timeout": limit, "quorum_timeout": 5 * limit, "connect_timeout": limit}
+        limits = {"timeout": limit, "quorum_timeout": 5 * limit, "connect_timeout": CONNECT}
     group = ProcessGroupGloo(limits["timeout"]) if limits else ProcessGroupGloo()
     manager = Manager(
         pg=group,
