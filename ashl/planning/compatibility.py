@@ -23,7 +23,6 @@ from ashl.compression.contract import (
 )
 from ashl.compression.wrappers import inner_codec, wrap_codec
 from ashl.config.override import group_of, key_of
-from ashl.device import HOST
 from ashl.errors import NoEffectError, UnusedKeyError, UsageError
 from ashl.optimizer.contract import Optimizer
 from ashl.overlap.contract import Delayed
@@ -36,7 +35,7 @@ from ashl.planning.capabilities import (
     has_plain_messages,
     is_adam,
 )
-from ashl.planning.device import device_of, uses_nccl
+from ashl.planning.device import uses_nccl
 from ashl.planning.instantiate import Parts, StageParts, layout_of
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.stage.contract import FAULT_TOLERANT, PULLS, Rule, Topology, extra_ranks
@@ -526,11 +525,9 @@ def has_failure_protocol(own: StageParts) -> bool:
     return tolerant and not own.topology.has_fixed_size
 
 
-def explain_intolerance(own: StageParts, runtime: Any, *, real: bool) -> str | None:
+def explain_intolerance(own: StageParts, runtime: Any, cluster: Any) -> str | None:
     """Return why a stage cannot continue without a failed worker; None if it can. Then this worker
     can rejoin, too.
-
-    Args: real: True on processes, which cannot abort collectives of NCCL.
     """
     if own.topology.has_fixed_size:
         return (
@@ -547,10 +544,9 @@ def explain_intolerance(own: StageParts, runtime: Any, *, real: bool) -> str | N
             f"{mode} cannot continue without a failed worker; remove these faults, or"
             f" {TOLERANT_INSTEAD}"
         )
-    collective = isinstance(own.topology, AllReduce | PartialAllReduce)
-    if real and collective and runtime.backend != "gloo" and device_of(runtime) != HOST:
+    if runtime.name != "sim" and uses_nccl(runtime, own.topology, cluster):
         return (
-            "NCCL reduces, and real processes survive a failed worker only with gloo; take"
+            "its operations of NCCL cannot be aborted when a worker fails; take"
             " runtime.backend=gloo, or runtime=sim"
         )
     return None
@@ -560,9 +556,7 @@ def survives_failure(parts: Parts) -> bool:
     """Return True if a run on real processes continues without a failed worker in every stage, and
     this worker can rejoin.
     """
-    return not sends_messages_by_nccl(parts) and not any(
-        explain_intolerance(own, parts.runtime, real=True) for own in parts.stages
-    )
+    return not any(explain_intolerance(own, parts.runtime, parts.cluster) for own in parts.stages)
 
 
 def can_block_forever(parts: Parts) -> bool:
@@ -571,11 +565,6 @@ def can_block_forever(parts: Parts) -> bool:
     Messages of an all-reduce over some of the workers cannot be aborted.
     """
     return any(isinstance(own.topology, PartialAllReduce) for own in parts.stages)
-
-
-def sends_messages_by_nccl(parts: Parts) -> bool:
-    """Return True if NCCL carries the messages of a server, which cannot be aborted."""
-    return parts.runtime.backend == "nccl" and parts.stages[0].topology.has_server
 
 
 def describe_modes(parts: Parts) -> str:
@@ -660,9 +649,8 @@ def check_faults(parts: Parts, stages: Sequence[StagePlan]) -> None:
     if not fault_kinds & MEMBERSHIP_KINDS:
         return
     where = f"cluster.{'churn' if 'churn' in fault_kinds else 'events'} ({named})"
-    real = parts.runtime.name != "sim"
     for stage, own in zip(stages, parts.stages, strict=True):
-        if why := explain_intolerance(own, parts.runtime, real=real):
+        if why := explain_intolerance(own, parts.runtime, parts.cluster):
             raise UsageError(f"{where}: not supported in stage {stage.name}, {why}")
 
 

@@ -197,6 +197,12 @@ def test_where_nccl_carries_messages(monkeypatch) -> None:
     assert device.uses_nccl(asked, server, parts.cluster)
     assert survives_failure(parts)
     assert not survives_failure(replace(parts, runtime=asked))
+    for mode, by_nccl in (
+        (("topology=all_reduce", "sync=bsp"), True),
+        (("topology=partial_all_reduce", "sync=ripples_smart", "sync.group_size=2"), False),
+    ):
+        found = assemble_job(planned(*RUN, "schedule=single", *mode), HOST).parts
+        assert survives_failure(found) != by_nccl
     with pytest.raises(
         UsageError,
         match=r"transfers by NCCL cannot be paced; take cluster=real with it; take runtime\.backend",
