@@ -243,7 +243,9 @@ class AsyLPG(ServerRule):
         """Begin an epoch; without `epoch_steps` it takes as many minibatches as the data set
         has.
         """
-        steps = self.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
+        batches = [worker.batch for worker in stage.plan.workers]
+        one_pass = stage.epoch_samples * len(batches) // sum(batches)
+        steps = self.epoch_steps or max(1, one_pass)
         return Epoch(state.params, set(stage.workers) - state.progress.failed, steps)
 
 
