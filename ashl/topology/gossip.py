@@ -120,11 +120,17 @@ class GossipHeader(NamedTuple):
 
 
 NO_HEADER = GossipHeader(math.nan)
+HEADER_FIELDS = len(GossipHeader._fields)
+
+
+def header_of(message: Message) -> GossipHeader:
+    """Return the header of a message."""
+    return GossipHeader(*message.meta[:HEADER_FIELDS])
 
 
 def numbers_of(message: Message) -> tuple[float, ...]:
     """Return the numbers that the sync mode sent with a model, after the header."""
-    return message.meta[len(GossipHeader._fields) :]
+    return message.meta[HEADER_FIELDS:]
 
 
 def mix_models(
@@ -530,27 +536,22 @@ def merge_headers(state: RoundState, rank: int, own: Sequence[float], received: 
 
     Args: own, the loss of this rank if it has work, else empty.
     """
-    headers = [
-        GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in received.values()
-    ]
-    known = [state.header, *headers]
-    losses = [
-        value for value in (*own, *(header.loss for header in headers)) if math.isfinite(value)
-    ]
+    header = state.header
+    losses = [loss for loss in own if math.isfinite(loss)]
+    not_finite = max(header.not_finite, 0 if len(losses) == len(own) else rank + 1)
     # a decision of an earlier round was a pause, which is over
-    decision, last = max(
-        (header.decision, header.last) if header.last >= state.k else (0, 0) for header in known
-    )
-    state.header = GossipHeader(
-        loss=sum(losses) / len(losses) if losses else math.nan,
-        not_finite=max(
-            0 if all(map(math.isfinite, own)) else rank + 1,
-            *(header.not_finite for header in known),
-        ),
-        decision=decision,
-        last=last,
-        snapshot_after=max(header.snapshot_after for header in known),
-    )
+    decided = (header.decision, header.last) if header.last >= state.k else (0, 0)
+    snapshot_after = header.snapshot_after
+    for message in received.values():
+        other = header_of(message)
+        if math.isfinite(other.loss):
+            losses.append(other.loss)
+        if other.last >= state.k:
+            decided = max(decided, (other.decision, other.last))
+        not_finite = max(not_finite, other.not_finite)
+        snapshot_after = max(snapshot_after, other.snapshot_after)
+    loss = sum(losses) / len(losses) if losses else math.nan
+    state.header = GossipHeader(loss, not_finite, *decided, snapshot_after)
 
 
 def count_round(stage: StageConfig, state: RoundState, members: Members, work: Assignments) -> None:
