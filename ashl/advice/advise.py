@@ -30,6 +30,7 @@ from ashl.advice.answer import (
 from ashl.advice.candidates import RATE, select_candidates
 from ashl.advice.contest import (
     RaceContext,
+    leave_out_slow,
     run_rounds,
     tune_rates,
     with_reachable_target,
@@ -129,6 +130,7 @@ def advise(
         scale = choose_and_save_scale(load, context)
         if not quiet:
             announce(scale, context)
+        context = leave_out_slow(scale, context)
         tries = tune_rates(scale, context)
         scale = with_reachable_target(scale, context)
         # The copy to the tracker has its own time limit, which does not depend on the budget.

@@ -1,9 +1,11 @@
 """Run the race: tune learning rates with one seed, then compare the best candidates over several
 seeds.
 
-Data flow: `tune_rates` returns each candidate at its best learning rate; `with_reachable_target`
-sets the target that all can reach if none was typed; `run_rounds` runs the best candidates with
-seeds of their own, and gives the first two more seeds until they are separated or the budget ends.
+Data flow: `leave_out_slow` leaves out candidates that are predicted to be too slow, once others
+have reached the target; `tune_rates` returns each candidate at its best learning rate;
+`with_reachable_target` sets the target that all can reach if none was typed; `run_rounds` runs the
+best candidates with seeds of their own, and gives the first two more seeds until they are separated
+or the budget ends.
 `time_on_cluster` runs racers again on a cluster without one of its workers.
 """
 
@@ -29,9 +31,10 @@ from ashl.report.measure import Target
 from ashl.report.records import SWEEP, LeftOut, read_study
 from ashl.study.grid import Grid, Setting, Skipped, label
 from ashl.study.jobs import clear_remains, has_ended, local_pool
-from ashl.study.race import CurveReader, LearningCurve, Race
+from ashl.study.race import TWICE, CurveReader, LearningCurve, Race
 from ashl.study.sweep import begin_record, run_missing
 from ashl.tracking import jsonl
+from ashl.tracking.console import seconds
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
@@ -178,6 +181,48 @@ def with_reachable_target(scale: Scale, context: RaceContext) -> Scale:
         found = rank(read_study([context.folder / TUNING])).target
         return replace(scale, target=found[0] if found else None)
     return scale
+
+
+def leave_out_slow(scale: Scale, context: RaceContext) -> RaceContext:
+    """Run the candidates that are predicted to be fast, and return the context without those that
+    are predicted to be too slow.
+
+    Rule: a candidate that reaches the target after as small a share of its predicted time as any so
+    far would still need more than `TWICE` the shortest time. So it could be the fastest only with
+    less than half the steps of each other. The baseline stays.
+    """
+    selection, folder = context.selection, context.folder / TUNING
+    base, scale = selection.candidates[0], replace(scale, target=None)
+    predicted = {own: own.plan.predicted_s for own in selection.candidates if own.plan.predicted_s}
+    if len(scale.rates) == 1 or not predicted:
+        return context
+    limit_s = TWICE * min(predicted.values())
+    first = [own for own, time_s in predicted.items() if own is base or time_s <= limit_s]
+    runs = [
+        setting_of(own, context, scale, rates_of(own, scale)[0], base.config["seed"], (RATE,))
+        for own in first
+    ]
+    run_grid(grid_of(runs, selection.left_out), folder, context, TUNED, "tuning", seeds=2)
+    times = dict[Candidate, float]()
+    for own, run in zip(first, runs, strict=True):
+        curve = CurveReader(folder / run.hash, run.config).read_curve()
+        if curve is not None and curve.reached_s is not None:
+            times[own] = curve.reached_s
+    if not times:
+        return context
+    best = min(times, key=times.__getitem__)
+    shares = {own: time_s / predicted[own] for own, time_s in times.items()}
+    sparing = min(shares, key=shares.__getitem__)
+    slow = list[LeftOut]()
+    for own, time_s in predicted.items():
+        least_s = shares[sparing] * time_s
+        if own not in first and least_s > TWICE * times[best]:
+            needs = f"needs {seconds(least_s)} even if it takes as few steps as {sparing.name}"
+            slow.append(LeftOut(own.name, f"{needs}; {best.name} took {seconds(times[best])}"))
+    names = {out.name for out in slow}
+    kept = tuple(own for own in selection.candidates if own.name not in names)
+    found = Selection(kept, (*selection.left_out, *slow), selection.costs)
+    return context._replace(selection=found)
 
 
 def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
