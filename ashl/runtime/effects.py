@@ -107,7 +107,10 @@ class Recv(NamedTuple):
     before_s: float = math.inf
 
     def __await__(self) -> Generator[Recv, Any, Any]:
-        return (yield self)
+        message = yield self
+        if message.__class__ is PeerFailedError:
+            raise message
+        return message
 
 
 class Discard(NamedTuple):

@@ -1,7 +1,7 @@
 """Tasks and mailboxes, which both kernels share.
 
-A task is a coroutine with the effect that it is blocked in. `resume_task` gives it the result of
-that effect and returns its next effect. `TaskKernel` performs the effects that neither compute nor
+A task is a coroutine with the effect that it is blocked in. `Task.send` gives it the result of that
+effect and returns its next effect. `TaskKernel` performs the effects that neither compute nor
 move data; each kernel performs the others. A mailbox holds the messages of one rank that no receive
 has taken yet, and the tasks that wait for one.
 
@@ -83,22 +83,6 @@ def describe_wait(effect: Any) -> str:
     return f"is in {type(effect).__name__}"
 
 
-def resume_task(task: Task, value: Any) -> Any:
-    """Resume a task with the value of the effect that it awaited. Return its next effect, or None
-    if it has ended; its result is then in `task.result`.
-
-    Args: value, the value that the `await` returns. A PeerFailedError is raised there instead.
-    """
-    try:
-        return (
-            task.send(value) if value.__class__ is not PeerFailedError else task.coro.throw(value)
-        )
-    except StopIteration as end:
-        task.done = True
-        task.result = end.value
-        return None
-
-
 class TaskKernel(ABC):
     """The part of a kernel that performs effects which neither compute nor move data."""
 
@@ -158,14 +142,15 @@ class TaskKernel(ABC):
         if task in waiters:
             waiters.remove(task)
         task.coro.close()
-        task.done = True
         task.waiting = None
         self.end_task(task)
 
-    def end_task(self, task: Task) -> None:
-        """Resume the task that waits for the end of this one, if there is one, with its result."""
+    def end_task(self, task: Task, result: Any = None) -> None:
+        """End a task with this result, and resume the task that waits for it, if there is one."""
+        task.done = True
+        task.result = result
         if task.joiner is not None:
-            self.wake(task.joiner, task.result)
+            self.wake(task.joiner, result)
 
 
 class Mailbox:

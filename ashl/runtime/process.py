@@ -51,7 +51,7 @@ from ashl.runtime.communicator import (
 )
 from ashl.runtime.compute_unit import ComputeOutcome, ComputeUnit
 from ashl.runtime.effects import Epoch
-from ashl.runtime.kernel import Mailbox, Task, TaskKernel, deadline_ns, describe_wait, resume_task
+from ashl.runtime.kernel import Mailbox, Task, TaskKernel, deadline_ns, describe_wait
 from ashl.runtime.rank_checkpoint import (
     PAUSES,
     RankCheckpointWriter,
@@ -506,9 +506,10 @@ class TorchKernel(TaskKernel):
             task.waiting = None
             self._resumed_ns = time.monotonic_ns()
             before = self.ctx.restart_point
-            effect = resume_task(task, value)
-            if effect is None:
-                return self.end_task(task)
+            try:
+                effect = task.send(value)
+            except StopIteration as end:
+                return self.end_task(task, end.value)
             task.waiting = effect
             is_amid_step = self.ctx.is_amid_step(before, effect)
             if self._published is not self._epoch and not is_amid_step:
@@ -549,10 +550,10 @@ class TorchKernel(TaskKernel):
     def mail_of(self, task: Task) -> Mailbox:
         return self._mail
 
-    def end_task(self, task: Task) -> None:
+    def end_task(self, task: Task, result: Any = None) -> None:
         self._live -= 1
         self._tasks.discard(task)
-        super().end_task(task)
+        super().end_task(task, result)
 
     def wake(self, task: Task, value: Any) -> None:
         if not task.done:

@@ -47,7 +47,7 @@ from ashl.runtime.effects import (
     Save,
     Send,
 )
-from ashl.runtime.kernel import Mailbox, Task, TaskKernel, deadline_ns, resume_task
+from ashl.runtime.kernel import Mailbox, Task, TaskKernel, deadline_ns
 from ashl.runtime.rank_checkpoint import ABSENT, SavedRank, restore_rank
 from ashl.runtime.rank_context import Observer, RankContext
 from ashl.runtime.sums import PHASES_OF_A_SUM, chunk, concatenate, sum_in_rank_order
@@ -257,7 +257,10 @@ class Sim(TaskKernel):
         """Run a task until it blocks or ends."""
         ctx, task.waiting = task.ctx, None
         while True:
-            effect = resume_task(task, value)
+            try:
+                effect = task.send(value)
+            except StopIteration as end:
+                return self.end_task(task, end.value)
             kind = effect.__class__
             if kind is Compute:
                 blocked, value = self._compute(task, effect)
@@ -270,8 +273,6 @@ class Sim(TaskKernel):
                 value = self._mail[ctx.rank].receive(effect)
                 if value is None:
                     return self._block_task(task, effect)
-            elif effect is None:
-                return self.end_task(task)
             elif kind in COLLECTIVES:
                 task.waiting = effect
                 return self._post_collective(task, effect)
@@ -316,7 +317,8 @@ class Sim(TaskKernel):
         for share, tag in effect.needs:
             until_ns = round(cost_ns * share)
             yield Segments([Segment("compute", until_ns - done_ns)])
-            needed_payloads.append((yield Recv((tag,))).payload)
+            message = yield from Recv((tag,)).__await__()
+            needed_payloads.append(message.payload)
             done_ns = until_ns
         value = effect.fn(payloads.__setitem__, needed_payloads.__getitem__)
         start_ns = self.now_ns - done_ns
@@ -493,9 +495,9 @@ class Sim(TaskKernel):
                 )
             self._resume(task, None)
 
-    def end_task(self, task: Task) -> None:
+    def end_task(self, task: Task, result: Any = None) -> None:
         self._tasks.discard(task)
-        super().end_task(task)
+        super().end_task(task, result)
 
     def wake(self, task: Task, value: Any) -> None:
         self._schedule(self.now_ns, self._resume_idle, (task, value))
@@ -575,11 +577,12 @@ class Sim(TaskKernel):
         is_computing = isinstance(main.waiting, Compute) and not main.done
         return is_computing and self.contexts[rank].in_local_work
 
-    def _complete_work(self, main: Task, value: Any) -> Compute | None:
+    def _complete_work(self, main: Task, value: Any) -> Compute:
         """Resume a rank in local work up to its next safe point, in place of `Task.send`; return
         the next computation before it.
 
-        At the safe point the task ends, the rank begins the present epoch, and None is returned.
+        At the safe point the rank begins the present epoch, and this task ends.
+        Raises: StopIteration, as a coroutine that ends.
         """
         ctx, rank = main.ctx, main.ctx.rank
         before = ctx.restart_point
@@ -587,9 +590,8 @@ class Sim(TaskKernel):
         if ctx.is_amid_step(before, effect):
             return effect
         main.coro.close()
-        main.done = True
         self._start_member(rank, self._starts_after_work.pop(rank))
-        return None
+        raise StopIteration
 
     def _start_member(self, rank: int, start: Callable[..., Coroutine]) -> None:
         """Start a rank as a member of an epoch, with its last safe point."""
