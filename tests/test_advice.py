@@ -24,7 +24,13 @@ from ashl.advice.candidates import (
     remove_inferior,
     select_candidates,
 )
-from ashl.advice.contest import TunedCandidate, front_runners, rank_tuned, steadier_rate
+from ashl.advice.contest import (
+    TunedCandidate,
+    find_slow,
+    front_runners,
+    rank_tuned,
+    steadier_rate,
+)
 from ashl.advice.leave_out import Racer, leave_out_of, without_worker, workers_to_consider
 from ashl.advice.rules import RULES, Rule, Situation
 from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
@@ -207,6 +213,22 @@ def test_the_rate_that_is_fast_with_two_seeds_is_kept() -> None:
         steadier_rate(lucky, [(lucky, None), (steady, course(1, reached_s=1.0))]) is lucky
     )  # the budget was over
     assert steadier_rate(lucky, []) is lucky
+
+
+def test_candidates_that_are_predicted_to_be_far_too_slow_do_not_run() -> None:
+    """One that needs half the steps of the most sparing one would be as fast as the best."""
+    fast, sparing, twice, slow = (made(name, 1) for name in ("fast", "sparing", "twice", "slow"))
+    predicted = {fast: 100.0, sparing: 150.0, twice: 200.0, slow: 201.0}
+    times = {fast: 10.0, sparing: 15.0}
+    assert find_slow(predicted, {}, ()) == {}
+    (found,) = find_slow(predicted, times, (fast, sparing)).values()
+    assert (found.name, found.reason) == (
+        "slow",
+        "needs 20.1 s even if it takes as few steps as fast; fast took 10 s",
+    )
+    times = {fast: 10.0, sparing: 10.5}  # after 7 % of its run
+    assert not find_slow(predicted, times, (fast, sparing))
+    assert not find_slow(predicted, {fast: 10.0}, (slow,))
 
 
 def test_which_workers_proceed() -> None:

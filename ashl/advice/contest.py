@@ -10,7 +10,7 @@ or the budget ends.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -185,11 +185,7 @@ def with_reachable_target(scale: Scale, context: RaceContext) -> Scale:
 
 def leave_out_slow(scale: Scale, context: RaceContext) -> RaceContext:
     """Run the candidates that are predicted to be fast, and return the context without those that
-    are predicted to be too slow.
-
-    Rule: a candidate that reaches the target after as small a share of its predicted time as any so
-    far would still need more than `TWICE` the shortest time. So it could be the fastest only with
-    less than half the steps of each other. The baseline stays.
+    `find_slow` names. The baseline stays. With a single rate, nothing is run.
     """
     selection, folder = context.selection, context.folder / TUNING
     base, scale = selection.candidates[0], replace(scale, target=None)
@@ -208,21 +204,37 @@ def leave_out_slow(scale: Scale, context: RaceContext) -> RaceContext:
         curve = CurveReader(folder / run.hash, run.config).read_curve()
         if curve is not None and curve.reached_s is not None:
             times[own] = curve.reached_s
+    slow = find_slow(predicted, times, spared=first)
+    kept = tuple(own for own in selection.candidates if own not in slow)
+    found = Selection(kept, (*selection.left_out, *slow.values()), selection.costs)
+    return context._replace(selection=found)
+
+
+def find_slow(
+    predicted: Mapping[Candidate, float],
+    times: Mapping[Candidate, float],
+    spared: Collection[Candidate],
+) -> dict[Candidate, LeftOut]:
+    """Return the candidates that are predicted to be far too slow, with the reason.
+
+    Rule: a candidate that reached the target after as small a share of its whole run as any so far
+    would still need more than `TWICE` the shortest time. So it could be the fastest only with less
+    than half the steps of each other.
+    Args: predicted, seconds of each whole run; times, seconds to the target of those that reached
+    it; spared are never named.
+    """
     if not times:
-        return context
+        return {}
     best = min(times, key=times.__getitem__)
     shares = {own: time_s / predicted[own] for own, time_s in times.items()}
     sparing = min(shares, key=shares.__getitem__)
-    slow = list[LeftOut]()
+    slow = dict[Candidate, LeftOut]()
     for own, time_s in predicted.items():
         least_s = shares[sparing] * time_s
-        if own not in first and least_s > TWICE * times[best]:
+        if own not in spared and least_s > TWICE * times[best]:
             needs = f"needs {seconds(least_s)} even if it takes as few steps as {sparing.name}"
-            slow.append(LeftOut(own.name, f"{needs}; {best.name} took {seconds(times[best])}"))
-    names = {out.name for out in slow}
-    kept = tuple(own for own in selection.candidates if own.name not in names)
-    found = Selection(kept, (*selection.left_out, *slow), selection.costs)
-    return context._replace(selection=found)
+            slow[own] = LeftOut(own.name, f"{needs}; {best.name} took {seconds(times[best])}")
+    return slow
 
 
 def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
