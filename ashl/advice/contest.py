@@ -217,9 +217,9 @@ def find_slow(
 ) -> dict[Candidate, LeftOut]:
     """Return the candidates that are predicted to be far too slow, with the reason.
 
-    Rule: a candidate that reached the target after as small a share of its whole run as any so far
-    would still need more than `TWICE` the shortest time. So it could be the fastest only with less
-    than half the steps of each other.
+    Rule: its whole run is predicted. After as small a share of it as any candidate has needed, more
+    than `TWICE` the shortest time would have passed. So it could be the fastest only with less than
+    half the steps of every other one.
     Args: predicted, seconds of each whole run; times, seconds to the target of those that reached
     it; spared are never named.
     """
