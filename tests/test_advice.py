@@ -224,7 +224,7 @@ def test_candidates_that_are_predicted_to_be_far_too_slow_do_not_run() -> None:
     (found,) = find_slow(predicted, times, (fast, sparing)).values()
     assert (found.name, found.reason) == (
         "slow",
-        "needs 20.1 s even if it takes as few steps as fast; fast took 10 s",
+        "it would need 20.1 s even with as few steps as fast; the fastest so far, fast, took 10 s.",
     )
     times = {fast: 10.0, sparing: 10.5}  # after 7 % of its run
     assert not find_slow(predicted, times, (fast, sparing))

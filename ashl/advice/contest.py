@@ -232,8 +232,9 @@ def find_slow(
     for own, time_s in predicted.items():
         least_s = shares[sparing] * time_s
         if own not in spared and least_s > TWICE * times[best]:
-            needs = f"needs {seconds(least_s)} even if it takes as few steps as {sparing.name}"
-            slow[own] = LeftOut(own.name, f"{needs}; {best.name} took {seconds(times[best])}")
+            needs = f"it would need {seconds(least_s)} even with as few steps as {sparing.name}"
+            took = f"the fastest so far, {best.name}, took {seconds(times[best])}"
+            slow[own] = LeftOut(own.name, f"{needs}; {took}.")
     return slow
 
 
