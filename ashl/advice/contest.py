@@ -167,6 +167,11 @@ def is_missing(folder: Path, setting: Setting, record: Mapping[str, Any]) -> boo
     return not dropped and not has_ended(folder / setting.hash)
 
 
+def read_curve(folder: Path, setting: Setting) -> LearningCurve | None:
+    """Return the progress of a run in this folder; None if it has not begun."""
+    return CurveReader(folder / setting.hash, setting.config).read_curve()
+
+
 def with_reachable_target(scale: Scale, context: RaceContext) -> Scale:
     """Return the size of the race after the tuning.
 
@@ -201,7 +206,7 @@ def leave_out_slow(scale: Scale, context: RaceContext) -> RaceContext:
     run_grid(grid_of(runs, selection.left_out), folder, context, TUNED, "tuning", seeds=2)
     times = dict[Candidate, float]()
     for own, run in zip(first, runs, strict=True):
-        curve = CurveReader(folder / run.hash, run.config).read_curve()
+        curve = read_curve(folder, run)
         if curve is not None and curve.reached_s is not None:
             times[own] = curve.reached_s
     slow = find_slow(predicted, times, spared=first)
@@ -217,9 +222,9 @@ def find_slow(
 ) -> dict[Candidate, LeftOut]:
     """Return the candidates that are predicted to be far too slow, with the reason.
 
-    Rule: its whole run is predicted. After as small a share of it as any candidate has needed, more
-    than `TWICE` the shortest time would have passed. So it could be the fastest only with less than
-    half the steps of every other one.
+    Rule: each candidate that reached the target needed a share of its predicted whole run. A
+    candidate is named if the least of these shares, taken of its own run, is longer than `TWICE`
+    the shortest time. It could be the fastest only with less than half the steps of each of them.
     Args: predicted, seconds of each whole run; times, seconds to the target of those that reached
     it; spared are never named.
     """
@@ -259,13 +264,12 @@ def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
     order = [runs[own][0] for own in selection.candidates]
     run_grid(grid_of(order, selection.left_out), folder, context, TUNED, "tuning", seeds=2)
 
-    def read_curve(setting: Setting) -> LearningCurve | None:
-        return CurveReader(folder / setting.hash, setting.config).read_curve()
-
     def rank_rates(own: Candidate, count: int | None = None) -> list[TunedCandidate]:
         """Return the runs of a candidate at its first `count` rates, the best one first."""
         pairs = zip(rates[own][:count], runs[own], strict=False)
-        return rank_tuned([TunedCandidate(own, rate, read_curve(run)) for rate, run in pairs])
+        return rank_tuned(
+            [TunedCandidate(own, rate, read_curve(folder, run)) for rate, run in pairs]
+        )
 
     def rank_candidates(count: int | None = None) -> list[TunedCandidate]:
         """Return all candidates, each at the best of its first `count` rates."""
@@ -287,7 +291,9 @@ def tune_rates(scale: Scale, context: RaceContext) -> list[TunedCandidate]:
     order += [run for pairs in again.values() for _, run in pairs]
     run_grid(grid_of(order, selection.left_out), folder, context, TUNED, "tuning", seeds=3)
     return [
-        steadier_rate(own, [(two, read_curve(run)) for two, run in again.get(own.candidate, ())])
+        steadier_rate(
+            own, [(two, read_curve(folder, run)) for two, run in again.get(own.candidate, ())]
+        )
         for own in found
     ]
 
