@@ -37,10 +37,10 @@ def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
     own allow_targets suffice for a class that this process has imported already.
     Raises: UsageError if the run or its weights are missing or do not fit each other.
     """
-    plan = read_plan(str(run_dir / "plan.json"))
-    file = run_dir / f"{weights}.pt"
     if weights not in ("final", "best"):
         raise UsageError(f"weights={weights}: no run writes such weights; name final or best")
+    plan = read_plan(str(run_dir / "plan.json"))
+    file = run_dir / f"{weights}.pt"
     if not file.is_file():
         raise UsageError(
             f"{run_dir} has no {file.name}; a run of a sweep writes it with run.save_weights=true"

@@ -18,7 +18,8 @@ Limits: τ_0 = 1 is local SGD with H = 1, so BSP.
 Source: Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime
 Trade-off in Local-Update SGD", MLSys 2019, arXiv 1810.08313.
 Differs: in the paper τ changes at fixed times, l·T_0. Here `every_s` counts from the average of the
-last change, so each change may be up to one round later.
+last change, so each change may be up to one round later. The paper's factor of the learning rate,
+√(η_0/η), has no limit, so a decay may make τ longer than τ_0. It shortens τ in a warm-up.
 
 Family: local SGD.
 Status: situational.
